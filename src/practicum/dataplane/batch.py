@@ -1,0 +1,59 @@
+"""BatchRef: a batch as the controller sees it, keys and tags without a single tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from practicum.dataplane.keys import Key, Tags
+from practicum.errors import StoreError
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRef:
+    """Rows of one partition, in order, with their tags. Keys are distinct."""
+
+    partition: str
+    keys: tuple[Key, ...]
+    tags: tuple[Tags, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.keys) != len(self.tags):
+            raise StoreError(f"a batch of {len(self.keys)} keys came with {len(self.tags)} tags")
+        if len(set(self.keys)) != len(self.keys):
+            twice = next(key for key in self.keys if self.keys.count(key) > 1)
+            raise StoreError(f"{twice} is in the batch more than once")
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __iter__(self) -> Iterator[tuple[Key, Tags]]:
+        return zip(self.keys, self.tags, strict=True)
+
+    def take(self, indices: Sequence[int]) -> BatchRef:
+        """Those rows in that order (select and reorder)."""
+        for i in indices:
+            if not 0 <= i < len(self):
+                raise StoreError(f"row {i} of a batch of {len(self)} rows does not exist")
+        keys = tuple(self.keys[i] for i in indices)
+        return BatchRef(self.partition, keys, tuple(self.tags[i] for i in indices))
+
+    def where(self, wanted: Callable[[Key, Tags], bool]) -> BatchRef:
+        """The rows for which `wanted` is true, in order."""
+        return self.take([i for i, (key, tags) in enumerate(self) if wanted(key, tags)])
+
+    def chunk(self, parts: int) -> list[BatchRef]:
+        """Cut into `parts` equal consecutive batches; uneven is an error (pad first)."""
+        if parts < 1 or len(self) % parts:
+            raise StoreError(f"{len(self)} rows can't be cut into {parts} equal parts")
+        size = len(self) // parts
+        return [self.take(range(i * size, (i + 1) * size)) for i in range(parts)]
+
+    @staticmethod
+    def concat(batches: Sequence[BatchRef]) -> BatchRef:
+        """Join batches of one partition; a row that is in two of them is an error."""
+        partitions = {batch.partition for batch in batches}
+        if len(partitions) != 1:
+            raise StoreError(f"can't join batches of partitions {sorted(partitions)}")
+        keys = tuple(key for batch in batches for key in batch.keys)
+        return BatchRef(partitions.pop(), keys, tuple(tag for batch in batches for tag in batch.tags))

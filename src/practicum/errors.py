@@ -1,0 +1,58 @@
+"""Errors that a user may see. Each says what was wrong, where, what was expected and what to do."""
+
+from __future__ import annotations
+
+
+class PracticumError(Exception):
+    """An error with a sentence for the user; the command line shows it without a traceback."""
+
+
+class RecipeError(PracticumError):
+    """A mistake in a recipe: where it is, what was found, what was expected, what to do."""
+
+    def __init__(self, path: str, found: str, expected: str, suggestion: str = "") -> None:
+        self.path, self.found, self.expected, self.suggestion = path, found, expected, suggestion
+        lines = [f"{path}: found {found}, expected {expected}."]
+        if suggestion:
+            lines.append(f"  → {suggestion}")
+        super().__init__("\n".join(lines))
+
+
+class RecipeErrors(PracticumError):
+    """Several mistakes of one recipe, shown together."""
+
+    def __init__(self, source: str, errors: list[RecipeError]) -> None:
+        self.source, self.errors = source, errors
+        count = "1 problem" if len(errors) == 1 else f"{len(errors)} problems"
+        super().__init__("\n".join([f"{source}: {count}", *(f"• {e}" for e in errors)]))
+
+
+class DataError(PracticumError):
+    """A bad row or file of a task: names the file, the line and the reason."""
+
+
+class StoreError(PracticumError):
+    """The data plane was asked for something it does not hold, or given something uneven."""
+
+
+class DeadlineError(PracticumError):
+    """A wait passed its deadline: says who waited, for what, for how long."""
+
+
+class EngineError(PracticumError):
+    """A rollout or teacher engine can't do what it was asked."""
+
+
+class RewardError(PracticumError):
+    """A reward function raised or timed out: names the function and the sample."""
+
+
+class CheckError(PracticumError):
+    """An invariant of training did not hold: names the check and the numbers."""
+
+
+class MissingExtraError(PracticumError):
+    """A part of an optional extra is needed and not installed: names the install command."""
+
+    def __init__(self, what: str, extra: str) -> None:
+        super().__init__(f"{what} needs an extra: pip install 'practicum[{extra}]'")

@@ -1,0 +1,99 @@
+"""The seam through which practicum lays out attention in any transformers model.
+
+transformers calls a registered function in each attention layer. Ours hands queries, keys and values to a
+`Layout` given to the forward call; the learner's layout attends within packed sequences that share prompts,
+the engine's writes and reads its KV memory. So linear layers see packed tokens without padding. A forward call
+without a layout gets plain SDPA attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from practicum.errors import EngineError
+
+IMPLEMENTATION = "practicum"
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sinks")
+
+
+class Layout(Protocol):
+    """How the packed tokens of one forward call attend to each other and to memory."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """query [N, heads, D], key and value [N, kv heads, D] of packed tokens → output [N, heads, D]."""
+        ...
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    layout: Layout | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    if layout is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    used = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    if used or kwargs.get("sliding_window"):
+        names = ", ".join([*used, *(["sliding_window"] if kwargs.get("sliding_window") else [])])
+        raise EngineError(
+            f"{type(module).__name__} uses {names} in its attention, which packed attention does not know"
+        )
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
+    out = layout.attend(layer, *(x.squeeze(0).transpose(0, 1) for x in (query, key, value)), scale)
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(IMPLEMENTATION, _attention)
+AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+
+
+def prepare_attention(model: PreTrainedModel) -> None:
+    """Route the model's attention through this seam."""
+    model.set_attn_implementation(IMPLEMENTATION)
+
+
+def packed_forward(
+    model: PreTrainedModel, ids_N: Tensor, positions_N: Tensor, layout: Layout
+) -> Tensor:
+    """Last hidden states [N, hidden] of packed tokens under a layout."""
+    # A mask that is already 4-D is passed through unread, so no [N, N] mask is ever built.
+    unread = torch.empty(1, 1, 1, 1, device=ids_N.device)
+    out = model.base_model(
+        input_ids=ids_N.unsqueeze(0),
+        position_ids=positions_N.unsqueeze(0),
+        attention_mask=unread,
+        use_cache=False,
+        layout=layout,
+    )
+    return out.last_hidden_state.squeeze(0)
+
+
+def head_logits(model: PreTrainedModel, hidden_N: Tensor) -> Tensor:
+    """Logits [N, V] of last hidden states, with the scalings that some families put behind the head."""
+    head = model.get_output_embeddings()
+    if head is None:
+        raise EngineError(f"{type(model).__name__} has no output head; a causal language model is needed")
+    logits = head(hidden_N)
+    config = model.config
+    if (scale := getattr(config, "logit_scale", None)) is not None:
+        logits = logits * scale
+    if (scale := getattr(config, "logits_scaling", None)) is not None:
+        logits = logits / scale
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+        logits = torch.tanh(logits / cap) * cap
+    return logits

@@ -1,0 +1,126 @@
+"""Models from a folder, a hub or nowhere, ready for packed attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+)
+
+from practicum.errors import RecipeError
+from practicum.models.attention import prepare_attention
+from practicum.models.tokenizer import make_tokenizer
+from practicum.recipe.schema import MakeModel, Model
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RecipeError("model.device", name, "a device of this machine", "CUDA is not available: use cpu or auto")
+    return device
+
+
+def make_model(spec: MakeModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+    """A tiny model with random weights, a function of the seed."""
+    common: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+        "tie_word_embeddings": True,
+    }
+    if spec.family == "gpt2":
+        config = GPT2Config(
+            n_embd=spec.hidden, n_layer=spec.layers, n_head=spec.heads, n_positions=spec.context,
+            attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, **common,
+        )
+    else:
+        kind = Qwen3Config if spec.family == "qwen3" else LlamaConfig
+        config = kind(
+            hidden_size=spec.hidden, intermediate_size=3 * spec.hidden, num_hidden_layers=spec.layers,
+            num_attention_heads=spec.heads, num_key_value_heads=spec.kv_heads, head_dim=spec.head_dim,
+            max_position_embeddings=spec.context, **common,
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def load_tokenizer(spec: Model) -> PreTrainedTokenizerBase:
+    """The recipe's tokenizer, with a padding token."""
+    if spec.make is not None and spec.tokenizer is None:
+        return make_tokenizer()
+    source = spec.tokenizer or spec.path
+    assert source is not None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        key = "model.tokenizer" if spec.tokenizer else "model.path"
+        raise RecipeError(key, source, "a tokenizer in HuggingFace format", str(error).splitlines()[0]) from error
+    if tokenizer.eos_token_id is None:
+        raise RecipeError("model.tokenizer", source, "a tokenizer with an end-of-sequence token", "set eos_token in its config")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(spec: Model, seed: int, *, path: str | None = None) -> PreTrainedModel:
+    """The student (or `path` in its place), on its device, without dropout, in evaluation mode."""
+    source = path or spec.path
+    dtype = getattr(torch, spec.dtype)
+    if source is None:
+        assert spec.make is not None
+        model = make_model(spec.make, load_tokenizer(spec), seed).to(dtype)
+    else:
+        require_model_folder(source)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        except (OSError, ValueError) as error:
+            raise RecipeError("model.path", source, "a causal language model in HuggingFace format", str(error).splitlines()[0]) from error
+    return ready(model, pick_device(spec.device))
+
+
+def ready(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Without dropout (sampling and training must see one distribution), with packed attention."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    prepare_attention(model)
+    return model.to(device).eval()
+
+
+def require_model_folder(source: str) -> None:
+    """A path that looks local must be a folder with a config; a hub name is left to the hub."""
+    looks_local = source.startswith((".", "/", "~")) or source.count("/") != 1 or Path(source).exists()
+    if looks_local and not (Path(source).expanduser() / "config.json").is_file():
+        raise RecipeError(
+            "model.path", source, "a folder with config.json and weights",
+            "train the recipe that makes it first, or check the path",
+        )
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """Longest sequence the model was made for, if its config says."""
+    return getattr(model.config, "max_position_embeddings", None)
+
+
+def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Tokens that end an answer: the tokenizer's EOS and those of the model's generation config."""
+    ids = {tokenizer.eos_token_id}
+    generation = getattr(model, "generation_config", None)
+    more = getattr(generation, "eos_token_id", None)
+    ids.update(more if isinstance(more, list) else [more])
+    return frozenset(int(i) for i in ids if i is not None)

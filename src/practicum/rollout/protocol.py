@@ -1,0 +1,109 @@
+"""What every engine offers: tokens in, tokens out. Text is made for people only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+Finish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to draw tokens. A generation ends at a stop token (which is kept) or after max_new_tokens."""
+
+    max_new_tokens: int
+    stop: frozenset[int]
+    greedy: bool = False
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """What the randomness of a generation is a function of, together with the token's position in it.
+
+    So a sample does not depend on what else is in the batch, on order or on time.
+    """
+
+    seed: int
+    prompt: int
+    session: int = 0
+    turn: int = 0
+
+
+@dataclass(slots=True)
+class Generation:
+    """What the engine sampled. All tensors are [R] on the CPU."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    """Under the distribution that was really sampled from (temperature and cuts applied; greedy: T = 1)."""
+    plain_logprobs: Tensor
+    """Under the model's own distribution: temperature 1, nothing cut."""
+    finish: Finish
+    version_min: int
+    version_max: int
+
+
+@dataclass(slots=True)
+class Scores:
+    """Logprobs of given tokens from position `start` on: [R], and the top-k at each position [R, K]."""
+
+    logprobs: Tensor
+    topk_ids: Tensor | None
+    topk_logprobs: Tensor | None
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes an engine holds, as measured from its tensors."""
+
+    weights: int
+    kv: int
+
+
+class Engine(Protocol):
+    """A model that samples and scores. `generate` and `score` are coroutines of one event loop."""
+
+    version: int
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, counter: Counter
+    ) -> Generation:
+        """Sample one answer. Requests with equal prompts share the prompt's computation."""
+        ...
+
+    async def score(self, ids: Sequence[int], start: int, top_k: int = 0) -> Scores:
+        """Logprobs at temperature 1 of ids[start:], each given all before it."""
+        ...
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take these weights; what was computed with older ones is never used again."""
+        ...
+
+    def sleep(self) -> Memory:
+        """Free memory until `wake`; says what was freed. Asking a sleeping engine is an EngineError."""
+        ...
+
+    def wake(self) -> None:
+        """Be ready again, with the weights as they were."""
+        ...
+
+    def memory(self) -> Memory:
+        """Bytes held now."""
+        ...
+
+    def fingerprint(self) -> Tensor:
+        """Logprobs of a fixed token sequence, to compare with the learner's."""
+        ...
+
+    def close(self) -> None:
+        """Stop; requests under way fail with an EngineError."""
+        ...
