@@ -20,9 +20,7 @@ class BatchRef:
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.tags):
             raise StoreError(f"a batch of {len(self.keys)} keys came with {len(self.tags)} tags")
-        if len(set(self.keys)) != len(self.keys):
-            twice = next(key for key in self.keys if self.keys.count(key) > 1)
-            raise StoreError(f"{twice} is in the batch more than once")
+        check_distinct(self.keys, "the batch")
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -31,7 +29,7 @@ class BatchRef:
         return zip(self.keys, self.tags, strict=True)
 
     def take(self, indices: Sequence[int]) -> BatchRef:
-        """Those rows in that order (select and reorder)."""
+        """Those rows in that order (select and reorder); none twice."""
         for i in indices:
             if not 0 <= i < len(self):
                 raise StoreError(f"row {i} of a batch of {len(self)} rows does not exist")
@@ -53,7 +51,22 @@ class BatchRef:
     def concat(batches: Sequence[BatchRef]) -> BatchRef:
         """Join batches of one partition; a row that is in two of them is an error."""
         partitions = {batch.partition for batch in batches}
-        if len(partitions) != 1:
+        if not partitions:
+            raise StoreError("there is no batch to join: concat needs at least one")
+        if len(partitions) > 1:
             raise StoreError(f"can't join batches of partitions {sorted(partitions)}")
         keys = tuple(key for batch in batches for key in batch.keys)
-        return BatchRef(partitions.pop(), keys, tuple(tag for batch in batches for tag in batch.tags))
+        return BatchRef(
+            partitions.pop(), keys, tuple(tag for batch in batches for tag in batch.tags)
+        )
+
+
+def check_distinct(keys: Sequence[Key], what: str) -> None:
+    """A StoreError naming the first key that is in `keys` more than once."""
+    if len(set(keys)) == len(keys):
+        return
+    seen: set[Key] = set()
+    for key in keys:
+        if key in seen:
+            raise StoreError(f"{key} is in {what} more than once")
+        seen.add(key)

@@ -1,8 +1,9 @@
 """The one table of fields: what a row may hold, its type and shape, and who writes it.
 
-Everything that builds or checks a row is driven by this table. Rows are ragged and unpadded. The ragged
-axis is always the first one, so position ids of several axes are held as [P+R, D].
-P prompt tokens, R response tokens, K teacher's top-k, L MoE layers, E experts per token, D position axes.
+Everything that builds or checks a row is driven by this table. Rows are ragged and unpadded. The
+ragged axis is always the first one, so position ids of several axes are held as [P+R, D].
+P prompt tokens, R response tokens, K teacher's top-k, L MoE layers, E experts per token,
+D position axes.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ class Field:
 _FIELDS = (
     Field("prompt_ids", "int64", "prompt", "rollout", "tokens of the prompt"),
     Field("response_ids", "int64", "response", "rollout", "tokens after the prompt"),
-    Field("response_mask", "bool", "response", "rollout", "true where the student sampled the token"),
-    Field("rollout_logprobs", "float32", "response", "rollout", "under the distribution sampled from"),
-    Field("plain_logprobs", "float32", "response", "rollout", "under the model as it is (T = 1, uncut)"),
-    Field("position_ids", "int64", "sequence", "rollout", "when a model needs several axes", ("D",)),
+    Field("response_mask", "bool", "response", "rollout", "true where the student sampled"),
+    Field("rollout_logprobs", "float32", "response", "rollout", "as really sampled from"),
+    Field("plain_logprobs", "float32", "response", "rollout", "of the model at T = 1, uncut"),
+    Field("position_ids", "int64", "sequence", "rollout", "if a model needs several axes", ("D",)),
     Field("multi_modal_inputs", "object", "object", "rollout", "image inputs of vision models"),
     Field("routed_experts", "int64", "sequence", "rollout", "experts each token took", ("L", "E")),
     Field("reward", "float32", "scalar", "reward", "the session's outcome"),
@@ -39,7 +40,7 @@ _FIELDS = (
     Field("teacher_logprobs", "float32", "response", "teachers", "of the sampled token"),
     Field("teacher_topk_ids", "int64", "response", "teachers", "most likely tokens", ("K",)),
     Field("teacher_topk_logprobs", "float32", "response", "teachers", "their logprobs", ("K",)),
-    Field("old_logprobs", "float32", "response", "old_logprobs", "the student before this step's update"),
+    Field("old_logprobs", "float32", "response", "old_logprobs", "the student before the update"),
     Field("ref_logprobs", "float32", "response", "ref_logprobs", "the reference policy"),
     Field("entropy", "float32", "response", "old_logprobs", "of the student at each position"),
     Field("values", "float32", "response", "values", "the critic before each token"),

@@ -21,7 +21,10 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """Small typed facts about a row that the controller decides by. Change with dataclasses.replace."""
+    """Small typed facts about a row that the controller decides by.
+
+    Change with dataclasses.replace.
+    """
 
     status: Status = "ready"
     prompt_tokens: int = 0

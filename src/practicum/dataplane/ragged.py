@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,12 +13,15 @@ from torch import Tensor
 class Ragged:
     """Rows of unequal length, packed along the first axis; rows are views, never copies.
 
-    Built from rows or from packed values; the other form is made when first asked for.
+    Built from rows or from packed values; the other form is made when first asked for. What it
+    holds is not meant to be changed, so it may be shared between threads.
     """
 
     __slots__ = ("_rows", "_values", "lengths")
 
-    def __init__(self, rows: list[Tensor] | None, values: Tensor | None, lengths: list[int]) -> None:
+    def __init__(
+        self, rows: list[Tensor] | None, values: Tensor | None, lengths: list[int]
+    ) -> None:
         self._rows, self._values, self.lengths = rows, values, lengths
 
     @classmethod
@@ -25,12 +30,14 @@ class Ragged:
         rows = list(rows)
         if not rows:
             raise ValueError("a ragged column needs at least one row")
-        first = rows[0]
+        dtype, dim, trailing = rows[0].dtype, rows[0].dim(), rows[0].shape[1:]
         for i, row in enumerate(rows):
-            if row.dim() == 0 or row.dtype != first.dtype or row.shape[1:] != first.shape[1:]:
+            # Plain token rows, the usual case, are told apart by rank: comparing shapes is slow.
+            alike = row.dtype is dtype and row.dim() == dim > 0
+            if not alike or (dim > 1 and row.shape[1:] != trailing):
                 raise ValueError(
                     f"row {i} is {row.dtype} {tuple(row.shape)}, "
-                    f"row 0 is {first.dtype} {tuple(first.shape)}: rows may differ in length only"
+                    f"row 0 is {dtype} {tuple(rows[0].shape)}: rows may differ in length only"
                 )
         return cls(rows, None, [row.shape[0] for row in rows])
 
@@ -38,35 +45,59 @@ class Ragged:
     def packed(cls, values: Tensor, lengths: Sequence[int]) -> Ragged:
         """Take rows that lie one after the other in `values` [sum(lengths), ...]."""
         lengths = [int(n) for n in lengths]
-        if any(n < 0 for n in lengths) or sum(lengths) != values.shape[0]:
-            raise ValueError(f"lengths {lengths} do not add up to the {values.shape[0]} packed values")
+        if values.dim() == 0:
+            raise ValueError("packed values need a first axis to be cut along")
+        if min(lengths, default=0) < 0 or sum(lengths) != values.shape[0]:
+            raise ValueError(
+                f"{len(lengths)} lengths from {min(lengths, default=0)} up add up to "
+                f"{sum(lengths)}, but there are {values.shape[0]} packed values"
+            )
         return cls(None, values, lengths)
 
     @property
     def rows(self) -> list[Tensor]:
         """The rows, as views."""
-        if self._rows is None:
+        rows = self._rows
+        if rows is None:
             assert self._values is not None
-            self._rows = list(torch.split(self._values, self.lengths))
-        return self._rows
+            self._rows = rows = list(torch.split(self._values, self.lengths))
+        return rows
 
     @property
     def values(self) -> Tensor:
-        """All rows one after the other [N, ...]; copied together the first time if they lie apart."""
-        if self._values is None:
-            assert self._rows is not None
-            self._values = torch.cat(self._rows)
+        """All rows one after the other [N, ...]: a view if they lie so in memory already.
+
+        Rows that lie apart are copied together the first time, and become views of that copy.
+        """
+        values = self._values
+        if values is None:
+            rows = self._rows
+            assert rows is not None
+            values = _adjacent(rows)
+            if values is None:
+                values = torch.cat(rows)
+            self._values = values
             self._rows = None
-        return self._values
+        return values
+
+    @property
+    def is_packed(self) -> bool:
+        """True if `values` is at hand, without a look at where the rows lie."""
+        return self._values is not None
 
     @property
     def dtype(self) -> torch.dtype:
-        return (self._values if self._values is not None else self.rows[0]).dtype
+        return self._sample.dtype
 
     @property
     def trailing(self) -> tuple[int, ...]:
         """Shape of one value (empty for plain token columns)."""
-        return tuple((self._values if self._values is not None else self.rows[0]).shape[1:])
+        return tuple(self._sample.shape[1:])
+
+    @property
+    def _sample(self) -> Tensor:
+        values = self._values
+        return values if values is not None else self.rows[0]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -74,23 +105,73 @@ class Ragged:
     def __getitem__(self, i: int) -> Tensor:
         return self.rows[i]
 
+    def __repr__(self) -> str:
+        axes = "".join(f", {n}" for n in self.trailing)
+        return f"Ragged({len(self)} rows, [{sum(self.lengths)}{axes}], {self.dtype})"
+
     def select(self, indices: Sequence[int]) -> Ragged:
-        """Those rows in that order, as views."""
+        """Those rows in that order, as views; neighbours stay packed."""
+        indices = list(indices)
+        if indices and not 0 <= min(indices) <= max(indices) < len(self):
+            wrong = next(i for i in indices if not 0 <= i < len(self))
+            raise IndexError(f"row {wrong} of a ragged column of {len(self)} rows does not exist")
+        lengths = [self.lengths[i] for i in indices]
+        values = self._values
+        if values is None:
+            rows = self.rows
+            if not lengths:
+                return Ragged(None, rows[0][:0], [])
+            return Ragged([rows[i] for i in indices], None, lengths)
+        first = indices[0] if indices else 0
+        if indices == list(range(first, first + len(indices))):
+            begin = sum(self.lengths[:first])
+            return Ragged(None, values[begin : begin + sum(lengths)], lengths)
         rows = self.rows
-        return Ragged.from_rows([rows[i] for i in indices])
+        return Ragged([rows[i] for i in indices], None, lengths)
 
     def to_nested(self) -> Tensor:
         """As torch's jagged nested tensor, with its longest row declared."""
         offsets = torch.tensor([0, *self.lengths]).cumsum(0).to(self.values.device)
+        shortest, longest = min(self.lengths, default=0), max(self.lengths, default=0)
         return torch.nested.nested_tensor_from_jagged(
-            self.values, offsets, min_seqlen=min(self.lengths), max_seqlen=max(self.lengths)
+            self.values, offsets, min_seqlen=shortest, max_seqlen=longest
         )
 
     @classmethod
     def from_nested(cls, nested: Tensor) -> Ragged:
-        """From a jagged nested tensor, without copying."""
-        return cls.packed(nested.values(), nested.offsets().diff().tolist())
+        """From a jagged nested tensor [B, ragged, ...], without copying if it has no holes."""
+        if not nested.is_nested or nested.layout != torch.jagged or nested.dim() < 2:
+            raise ValueError(
+                f"found a tensor of layout {nested.layout}, expected a jagged nested one"
+            )
+        if isinstance(nested.shape[1], int):
+            raise ValueError("the ragged axis of the nested tensor is not its second one")
+        jagged: Any = nested  # torch's types don't know what jagged tensors have besides
+        if jagged.lengths() is not None:
+            jagged = jagged.contiguous()
+        return cls.packed(jagged.values(), jagged.offsets().diff().tolist())
+
+
+def _adjacent(rows: list[Tensor]) -> Tensor | None:
+    """One view over rows that lie one after the other in one storage, or None if they don't."""
+    full = [row for row in rows if row.numel()]
+    if not full or any(row.requires_grad for row in full):
+        return None  # nothing to view, or a view that autograd could not follow back to the rows
+    first, last = full[0], full[-1]
+    # What lies between two addresses of one storage is of that storage, so two looks are enough.
+    if first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
+        return None
+    at = first.data_ptr()
+    for row in full:
+        if row.data_ptr() != at or not row.is_contiguous():
+            return None
+        at += row.nbytes
+    trailing = first.shape[1:]
+    # A row of length 1 may carry any stride, so the strides are those of a contiguous tensor.
+    stride = tuple(prod(trailing[i:]) for i in range(len(trailing) + 1))
+    length = sum(row.shape[0] for row in full)
+    return first.as_strided((length, *trailing), stride, first.storage_offset())
 
 
 Column = Ragged | Tensor | list
-"""What a field holds for a batch: Ragged; a tensor [B] for scalar fields; a list for object fields."""
+"""What a field holds for a batch: Ragged; a tensor [B] if scalar; a list if of objects."""

@@ -1,4 +1,4 @@
-"""The Store: where tensors wait between the worker that made them and the worker that needs them."""
+"""The Store: where tensors wait between the worker that made them and the one that needs them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,23 @@ class Store(Protocol):
     """Rows by (partition, key); each row has fields and tags. All methods are safe from any thread.
 
     Rules, held by the conformance suite (tests/dataplane/conformance.py):
-    - a missing key, a missing field, or a field that only some of the rows have is a StoreError naming them;
+    - a missing key, a missing field, or a field that only some of the rows have is a StoreError
+      naming them;
+    - a put that does not fit the fields table, or leaves a row whose columns disagree in length, is
+      a StoreError naming field and key; a call that raises changes nothing;
     - a put is seen whole or not at all; further fields are added, the same field is replaced;
-    - waiting is event-driven with a deadline; the DeadlineError says what was awaited and what is missing.
+    - waiting is event-driven with a deadline; the DeadlineError says what was awaited and what is
+      missing.
     """
 
-    def put(self, batch: BatchRef, columns: Mapping[str, Column]) -> None:
-        """Write columns, row i belonging to batch.keys[i], together with batch.tags (they replace)."""
+    def put(
+        self, batch: BatchRef, columns: Mapping[str, Column], *, keep_tags: bool = False
+    ) -> None:
+        """Write columns, row i belonging to batch.keys[i], together with batch.tags (they replace).
+
+        With `keep_tags` the rows must exist and keep the tags that the store has: for a writer
+        whose batch may be older than the last `tag`. What was put is not to be changed in place.
+        """
         ...
 
     def get(self, batch: BatchRef, fields: Sequence[str]) -> dict[str, Column]:
@@ -29,7 +39,10 @@ class Store(Protocol):
         ...
 
     def batch(self, partition: str, keys: Sequence[Key] | None = None) -> BatchRef:
-        """Keys and current tags: of these rows, or of the whole partition in order of first put."""
+        """Keys and current tags: of these rows, or of the whole partition in order of first put.
+
+        A partition that holds nothing is an empty batch.
+        """
         ...
 
     def tag(self, partition: str, tags: Mapping[Key, Tags]) -> None:
@@ -37,13 +50,22 @@ class Store(Protocol):
         ...
 
     def wait(
-        self, partition: str, keys: Sequence[Key], fields: Sequence[str], *, timeout: float, owner: str
+        self,
+        partition: str,
+        keys: Sequence[Key],
+        fields: Sequence[str],
+        *,
+        timeout: float,
+        owner: str,
     ) -> BatchRef:
-        """Until every row has every field or has failed; a DeadlineError names `owner` and what lacks."""
+        """Until every row has every field or has failed; rows may come while waiting.
+
+        A DeadlineError names `owner`, what was awaited and what lacks.
+        """
         ...
 
     def clear(self, partition: str, keys: Sequence[Key] | None = None) -> None:
-        """Forget these rows, or the whole partition."""
+        """Forget these rows, all of which must exist, or the whole partition, if it is there."""
         ...
 
     def size(self, partition: str | None = None) -> int:

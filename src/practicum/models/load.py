@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +118,19 @@ def context_length(model: PreTrainedModel) -> int | None:
     return getattr(model.config, "max_position_embeddings", None)
 
 
-def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that end an answer: the tokenizer's EOS and those of the model's generation config."""
+def stop_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, more: Sequence[str] = ()
+) -> frozenset[int]:
+    """Tokens that end an answer: the tokenizer's EOS, the generation config's, and the recipe's."""
     ids = {tokenizer.eos_token_id}
     generation = getattr(model, "generation_config", None)
-    more = getattr(generation, "eos_token_id", None)
-    ids.update(more if isinstance(more, list) else [more])
+    declared = getattr(generation, "eos_token_id", None)
+    ids.update(declared if isinstance(declared, list) else [declared])
+    for text in more:
+        found = tokenizer.encode(text, add_special_tokens=False)
+        if len(found) != 1:
+            raise RecipeError(
+                "rollout.stop", f"{text!r}, {len(found)} tokens", "strings of one token each"
+            )
+        ids.add(found[0])
     return frozenset(int(i) for i in ids if i is not None)

@@ -1,8 +1,11 @@
-"""The recipe: every option there is, with its one default and a sentence about it."""
+"""The recipe: every option there is, with its one default and a sentence about it.
+
+Paths of models and data are relative to the working directory; `extends` to the file it is in.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -10,44 +13,64 @@ from pydantic import BaseModel, ConfigDict, Field
 class Section(BaseModel):
     """A part of the recipe. Unknown keys are errors; a recipe is never changed after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=False)
+    # Strict: "8" is not 8 and yes is not true. A recipe says what it means.
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, strict=True, allow_inf_nan=False
+    )
 
 
 class MakeModel(Section):
     """A tiny model with random weights and a character tokenizer, made on the spot."""
 
-    family: Literal["qwen3", "llama", "gpt2"] = Field("qwen3", description="Architecture of the model.")
-    hidden: int = Field(128, ge=8, description="Width of the residual stream.")
-    layers: int = Field(4, ge=1, description="Number of transformer layers.")
-    heads: int = Field(4, ge=1, description="Attention heads.")
-    kv_heads: int = Field(2, ge=1, description="Key/value heads; heads must be a multiple of it.")
-    head_dim: int = Field(32, ge=4, description="Width of one attention head.")
-    context: int = Field(512, ge=16, description="Longest sequence in tokens.")
+    family: Literal["qwen3", "llama", "gpt2"] = Field(
+        default="qwen3", description="Architecture of the model."
+    )
+    hidden: int = Field(default=128, ge=8, description="Width of the residual stream.")
+    layers: int = Field(default=4, ge=1, description="Number of transformer layers.")
+    heads: int = Field(default=4, ge=1, description="Attention heads.")
+    kv_heads: int = Field(
+        default=2, ge=1, description="Key/value heads, a divisor of heads (not for gpt2)."
+    )
+    head_dim: int = Field(
+        default=32, ge=4, description="Width of one head (gpt2: always hidden / heads)."
+    )
+    context: int = Field(default=512, ge=16, description="Longest sequence in tokens.")
 
 
 class Model(Section):
     """The student: where its weights come from and how they are held."""
 
-    path: str | None = Field(None, description="A folder in HuggingFace format, or a hub name.")
-    make: MakeModel | None = Field(None, description="Make a tiny random model instead of a path.")
-    tokenizer: str | None = Field(None, description="Folder or hub name; the model's own if unset.")
-    dtype: Literal["float32", "bfloat16", "float64"] = Field(
-        "float32", description="Number type of the weights."
+    path: str | None = Field(
+        default=None,
+        description="Folder in HuggingFace format, or hub name; one of path and make is needed.",
     )
-    device: str = Field("auto", description="cpu, cuda, cuda:N, or auto: CUDA where there is one.")
+    make: MakeModel | None = Field(
+        default=None, description="Make a tiny random model instead of loading one from a path."
+    )
+    tokenizer: str | None = Field(
+        default=None, description="Folder or hub name; the model's own if unset."
+    )
+    dtype: Literal["float32", "bfloat16", "float64"] = Field(
+        default="float32", description="Number type of the weights."
+    )
+    device: str = Field(
+        default="auto", description="cpu, cuda, cuda:N, or auto: CUDA where there is one."
+    )
 
 
 class RewardFunction(Section):
     """One reward; several are added with their weights."""
 
     use: str = Field(
-        "checker",
+        default="checker",
         description="checker (the task's own), exact, contains, math_verify, reasoning_gym, "
         "or package.module:function.",
     )
-    weight: float = Field(1.0, description="Factor of this reward in the sum.")
-    timeout_s: float = Field(30.0, gt=0, description="Seconds a call may take.")
-    batch: bool = Field(False, description="The function takes a list of samples, returns a list.")
+    weight: float = Field(default=1.0, description="Factor of this reward in the sum.")
+    timeout_s: float = Field(default=30.0, gt=0, description="Seconds a call may take.")
+    batch: bool = Field(
+        default=False, description="The function takes a list of samples, returns a list."
+    )
 
 
 class Reward(Section):
@@ -57,58 +80,101 @@ class Reward(Section):
         default_factory=lambda: [RewardFunction()], min_length=1, description="The rewards to add."
     )
     on_error: Literal["stop", "skip"] = Field(
-        "stop", description="A raising reward stops the run, or its sample is counted and left out."
+        default="stop",
+        description="A raising reward stops the run, or its sample is counted and left out.",
     )
 
 
 class Task(Section):
     """Where prompts come from: a built-in task or files."""
 
-    kind: str | None = Field(None, description="Name of a built-in task; `practicum tasks` lists them.")
+    kind: str | None = Field(
+        default=None,
+        description="Built-in task (see `practicum tasks`); one of kind and file is needed.",
+    )
     options: dict[str, Any] = Field(
         default_factory=dict, description="Options of the built-in task, such as length: [4, 8]."
     )
-    file: str | None = Field(None, description="JSONL or Parquet file of training rows.")
-    eval_file: str | None = Field(None, description="JSONL or Parquet file of evaluation rows.")
-    prompt: str = Field("prompt", description="Column with the prompt: a string or chat messages.")
-    answer: str = Field("answer", description="Column with the expected answer, for checkers.")
-    weight: float = Field(1.0, gt=0, description="Share of this task among the prompts.")
-    domain: str | None = Field(None, description="Label in metrics; the task's name if unset.")
-    chat: bool = Field(False, description="Wrap string prompts into a user message (chat template).")
-    system: str | None = Field(None, description="System message put before chat prompts.")
+    file: str | None = Field(
+        default=None,
+        description="JSONL or Parquet file of training rows, relative to the working directory.",
+    )
+    eval_file: str | None = Field(
+        default=None, description="JSONL or Parquet file of evaluation rows."
+    )
+    prompt: str = Field(
+        default="prompt", description="Column with the prompt: a string or chat messages."
+    )
+    answer: str = Field(
+        default="answer", description="Column with the expected answer, for checkers."
+    )
+    weight: float = Field(default=1.0, gt=0, description="Share of this task among the prompts.")
+    domain: str | None = Field(
+        default=None, description="Label in metrics; the task's name if unset."
+    )
+    chat: bool = Field(
+        default=False, description="Wrap string prompts into a user message (chat template)."
+    )
+    system: str | None = Field(default=None, description="System message put before chat prompts.")
     rewards: list[RewardFunction] | None = Field(
-        None, description="Rewards of this task, in place of reward.functions."
+        default=None, description="Rewards of this task, in place of reward.functions."
     )
 
 
 class Rollout(Section):
     """How the student practises."""
 
-    engine: Literal["torch"] = Field("torch", description="Engine that samples.")
-    loop: str = Field("single_turn", description="Agent loop: built-in name or package.module:function.")
-    samples: int = Field(8, ge=1, description="Sessions for each prompt.")
-    max_new_tokens: int = Field(64, ge=1, description="Longest answer in tokens.")
-    temperature: float = Field(1.0, gt=0, description="Sampling temperature of training rollouts.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus: smallest set with this mass; 1 = off.")
-    top_k: int = Field(0, ge=0, description="Keep this many most likely tokens; 0 = all.")
-    min_p: float = Field(0.0, ge=0, lt=1, description="Drop tokens below this share of the best one.")
+    engine: Literal["torch"] = Field(default="torch", description="Engine that samples.")
+    loop: str = Field(
+        default="single_turn", description="Agent loop: built-in name or package.module:function."
+    )
+    samples: int = Field(default=8, ge=1, description="Sessions for each prompt.")
+    max_new_tokens: int = Field(default=64, ge=1, description="Longest answer in tokens.")
+    temperature: float = Field(
+        default=1.0, gt=0, description="Sampling temperature of training rollouts."
+    )
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="Nucleus: smallest set with this mass; 1 = off."
+    )
+    top_k: int = Field(default=0, ge=0, description="Keep this many most likely tokens; 0 = all.")
+    min_p: float = Field(
+        default=0.0, ge=0, lt=1, description="Drop tokens below this share of the best one."
+    )
     stop: list[str] = Field(
         default_factory=list, description="Further stop tokens (each one token of the tokenizer)."
     )
-    slots: int = Field(256, ge=1, description="Sequences decoded at once (KV memory is set aside).")
-    deadline_s: float = Field(600.0, gt=0, description="Seconds one step's rollout may take.")
+    slots: int = Field(
+        default=256, ge=1, description="Sequences decoded at once (KV memory is set aside)."
+    )
+    deadline_s: float = Field(
+        default=600.0, gt=0, description="Seconds one step's rollout may take."
+    )
 
 
 class Kl(Section):
     """Penalty for moving away from a reference policy."""
 
-    place: Literal["off", "reward", "loss"] = Field("off", description="Where the penalty enters.")
-    coefficient: float = Field(0.05, ge=0, description="Weight of the penalty (start, if adaptive).")
-    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of the divergence.")
-    target: float | None = Field(None, gt=0, description="Adapt the weight towards this KL (reward only).")
-    horizon: int = Field(10_000, ge=1, description="Sessions over which the adaptation acts.")
-    clamp: float | None = Field(None, gt=0, description="Clamp log-ratios to ± this; off if unset.")
-    reference: str | None = Field(None, description="Reference model; the student's start if unset.")
+    place: Literal["off", "reward", "loss"] = Field(
+        default="off", description="Where the penalty enters."
+    )
+    coefficient: float = Field(
+        default=0.05, ge=0, description="Weight of the penalty (start, if adaptive)."
+    )
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        default="k3", description="Estimator of the divergence."
+    )
+    target: float | None = Field(
+        default=None, gt=0, description="Adapt the weight towards this KL (reward only)."
+    )
+    horizon: int = Field(
+        default=10_000, ge=1, description="Sessions over which the adaptation acts."
+    )
+    clamp: float | None = Field(
+        default=None, gt=0, description="Clamp log-ratios to ± this; off if unset."
+    )
+    reference: str | None = Field(
+        default=None, description="Reference model; the student's start if unset."
+    )
 
 
 class Algorithm(Section):
@@ -116,99 +182,150 @@ class Algorithm(Section):
 
     advantage: Literal[
         "none", "gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax"
-    ] = Field("grpo", description="Estimator of the advantage; none only for supervised training.")
+    ] = Field(
+        default="grpo", description="Estimator of the advantage; none only for supervised training."
+    )
     loss: Literal["supervised", "ppo_clip", "gspo", "cispo", "reinforce"] = Field(
-        "ppo_clip", description="Policy loss, or supervised training on demonstrations."
+        default="ppo_clip", description="Policy loss, or supervised training on demonstrations."
     )
     aggregation: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] = Field(
-        "token_mean", description="How token losses become one number, by global real counts."
+        default="token_mean",
+        description="How token losses become one number, by global real counts.",
     )
-    clip_low: float = Field(0.2, ge=0, description="Lower clip range of the ratio (1 - this).")
-    clip_high: float = Field(0.2, ge=0, description="Upper clip range of the ratio (1 + this).")
-    dual_clip: float | None = Field(None, gt=1, description="Dual-clip bound for negative advantages.")
-    log_ratio_clamp: float | None = Field(None, gt=0, description="Clamp log-ratios to ± this.")
-    gamma: float = Field(1.0, gt=0, le=1, description="Discount per token (gae, reinforce_pp).")
-    lam: float = Field(1.0, ge=0, le=1, description="GAE's lambda.")
-    whiten: bool = Field(True, description="Whiten GAE advantages over the batch's sampled tokens.")
-    entropy: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
+    clip_low: float = Field(
+        default=0.2, ge=0, description="Lower clip range of the ratio (1 - this)."
+    )
+    clip_high: float = Field(
+        default=0.2, ge=0, description="Upper clip range of the ratio (1 + this)."
+    )
+    dual_clip: float | None = Field(
+        default=None, gt=1, description="Dual-clip bound for negative advantages."
+    )
+    log_ratio_clamp: float | None = Field(
+        default=None, gt=0, description="Clamp log-ratios to ± this."
+    )
+    gamma: float = Field(
+        default=1.0, gt=0, le=1, description="Discount per token (gae, reinforce_pp)."
+    )
+    lam: float = Field(default=1.0, ge=0, le=1, description="GAE's lambda.")
+    whiten: bool = Field(
+        default=True, description="Whiten GAE advantages over the batch's sampled tokens."
+    )
+    entropy: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus.")
     kl: Kl = Field(default_factory=Kl, description="Penalty against a reference policy.")
     old_logprobs: Literal["auto", "recompute", "rollout"] = Field(
-        "auto",
-        description="Denominator of the ratio: recomputed by the learner, the engine's own, or auto: "
-        "recomputed only if a batch gets more than one optimizer step.",
+        default="auto",
+        description="Denominator of the ratio: recomputed by the learner, the engine's own, or "
+        "auto: recomputed only if a batch gets more than one optimizer step.",
     )
 
 
 class Critic(Section):
     """The value model of PPO; starts as a copy of the student with a scalar head."""
 
-    lr: float = Field(1e-4, gt=0, description="Learning rate.")
-    warmup_steps: int = Field(0, ge=0, description="Steps in which only the critic learns.")
-    clip: float | None = Field(0.2, gt=0, description="Clip range of the value loss; off if null.")
+    lr: float = Field(default=1e-4, gt=0, description="Learning rate.")
+    warmup_steps: int = Field(default=0, ge=0, description="Steps in which only the critic learns.")
+    clip: float | None = Field(
+        default=0.2, gt=0, description="Clip range of the value loss; off if null."
+    )
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Train(Section):
     """The optimizer and the size of a step."""
 
-    steps: int = Field(100, ge=0, description="Training steps.")
-    prompts: int = Field(32, ge=1, description="Prompts (demonstrations, if supervised) per step.")
-    epochs: int = Field(1, ge=1, description="Passes over a step's batch.")
-    minibatches: int = Field(1, ge=1, description="Optimizer steps in one pass over the batch.")
-    lr: float = Field(1e-4, gt=0, description="Peak learning rate.")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Learning rate after the warm-up."
+    steps: int = Field(default=100, ge=0, description="Training steps.")
+    prompts: int = Field(
+        default=32, ge=1, description="Prompts (demonstrations, if supervised) per step."
     )
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear learning-rate warm-up.")
-    final_lr: float = Field(0.0, ge=0, description="Learning rate at the last step of a decay.")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay of matrices.")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW betas.")
-    eps: float = Field(1e-8, gt=0, description="AdamW epsilon.")
-    clip_norm: float | None = Field(1.0, gt=0, description="Clip the global gradient norm; off if null.")
-    microbatch_tokens: int = Field(16_384, ge=1, description="Tokens of one forward and backward.")
-    autocast: Literal["off", "bfloat16"] = Field("off", description="Mixed precision of the compute.")
-    gradient_checkpointing: bool = Field(False, description="Recompute activations to save memory.")
-    compile: bool = Field(False, description="Use torch.compile on the learner's model.")
+    epochs: int = Field(default=1, ge=1, description="Passes over a step's batch.")
+    minibatches: int = Field(
+        default=1, ge=1, description="Optimizer steps in one pass over the batch."
+    )
+    lr: float = Field(default=1e-4, gt=0, description="Peak learning rate.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="Learning rate after the warm-up."
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear learning-rate warm-up.")
+    final_lr: float = Field(
+        default=0.0, ge=0, description="Learning rate at the last step of a decay."
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay of matrices.")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), strict=False, description="AdamW betas.")
+    eps: float = Field(default=1e-8, gt=0, description="AdamW epsilon.")
+    clip_norm: float | None = Field(
+        default=1.0, gt=0, description="Clip the global gradient norm; off if null."
+    )
+    microbatch_tokens: int = Field(
+        default=16_384, ge=1, description="Tokens of one forward and backward."
+    )
+    autocast: Literal["off", "bfloat16"] = Field(
+        default="off", description="Mixed precision of the compute."
+    )
+    gradient_checkpointing: bool = Field(
+        default=False, description="Recompute activations to save memory."
+    )
+    compile: bool = Field(default=False, description="Use torch.compile on the learner's model.")
 
 
 class Buffer(Section):
     """Which finished groups are trained on."""
 
     filter_flat_groups: bool = Field(
-        False, description="Leave out groups whose rewards are all equal, and refill (DAPO)."
+        default=False,
+        description="Leave out groups whose rewards are all equal, and refill (DAPO).",
     )
-    max_refills: int = Field(4, ge=0, description="Further rollouts a step may make to refill.")
+    max_refills: int = Field(
+        default=4, ge=0, description="Further rollouts a step may make to refill."
+    )
     max_staleness: int = Field(
-        0, ge=0, description="Weight versions a surplus group may be old; older ones are dropped."
+        default=0,
+        ge=0,
+        description="Weight versions a surplus group may be old; older ones are dropped.",
     )
 
 
 class Eval(Section):
     """Evaluation on held-out prompts, per domain."""
 
-    every: int = Field(0, ge=0, description="Steps between evaluations; 0 = only first and last.")
-    rows: int = Field(128, ge=1, description="Prompts of each task.")
-    greedy: bool = Field(True, description="Report the greedy answer's score.")
-    samples: int = Field(0, ge=0, description="Samples per prompt for mean@k and pass@k; 0 = none.")
-    temperature: float = Field(1.0, gt=0, description="Temperature of those samples.")
-    pass_threshold: float = Field(1.0, description="Reward from which a sample counts as a pass.")
+    every: int = Field(
+        default=0, ge=0, description="Steps between evaluations; 0 = only first and last."
+    )
+    rows: int = Field(default=128, ge=1, description="Prompts of each task.")
+    greedy: bool = Field(default=True, description="Report the greedy answer's score.")
+    samples: int = Field(
+        default=0, ge=0, description="Samples per prompt for mean@k and pass@k; 0 = none."
+    )
+    temperature: float = Field(default=1.0, gt=0, description="Temperature of those samples.")
+    pass_threshold: float = Field(
+        default=1.0, description="Reward from which a sample counts as a pass."
+    )
 
 
 class Checkpoint(Section):
     """What is kept of a run."""
 
-    every: int = Field(0, ge=0, description="Steps between checkpoints; 0 = only at the end.")
-    keep_last: int = Field(2, ge=1, description="Newest checkpoints kept.")
+    every: int = Field(
+        default=0, ge=0, description="Steps between checkpoints; 0 = only at the end."
+    )
+    keep_last: int = Field(default=2, ge=1, description="Newest checkpoints kept.")
     keep_best: str | None = Field(
-        None, description="Metric whose best checkpoint is kept too, such as eval/greedy."
+        default=None, description="Metric whose best checkpoint is kept too, such as eval/greedy."
     )
 
 
 class Track(Section):
     """Where metrics and samples go besides metrics.jsonl."""
 
-    tensorboard: bool = Field(False, description="Write TensorBoard events into the run folder.")
-    wandb: str | None = Field(None, description="Weights & Biases project to log to.")
-    trajectories: int = Field(4, ge=0, description="Trajectories written to samples.jsonl per step.")
+    tensorboard: bool = Field(
+        default=False, description="Write TensorBoard events into the run folder."
+    )
+    wandb: str | None = Field(default=None, description="Weights & Biases project to log to.")
+    trajectories: int = Field(
+        default=4, ge=0, description="Trajectories written to samples.jsonl per step."
+    )
 
 
 Level = Literal["error", "warn", "off"]
@@ -217,39 +334,56 @@ Level = Literal["error", "warn", "off"]
 class Checks(Section):
     """Invariants watched at run time: error stops the run, warn reports, off does not look."""
 
-    weight_version: Level = Field("error", description="The engine sampled with the learner's weights.")
-    logprob_gap: Level = Field("error", description="Rollout and learner logprobs agree on fresh rows.")
-    logprob_gap_max: float = Field(
-        0.05, gt=0, description="Largest mean |difference| in nats that logprob_gap accepts."
+    weight_version: Level = Field(
+        default="error", description="The engine sampled with the learner's weights."
     )
-    masks: Level = Field("error", description="Masks, lengths and loss denominators agree.")
-    groups: Level = Field("error", description="Each group has the sessions it should have.")
-    store_empty: Level = Field("error", description="Nothing of a finished step stays in the store.")
-    finite: Level = Field("error", description="No non-finite loss or gradient reaches the optimizer.")
+    logprob_gap: Level = Field(
+        default="error", description="Rollout and learner logprobs agree on fresh rows."
+    )
+    logprob_gap_max: float = Field(
+        default=0.05,
+        gt=0,
+        description="Largest mean |difference| in nats that logprob_gap accepts.",
+    )
+    masks: Level = Field(default="error", description="Masks, lengths and loss denominators agree.")
+    groups: Level = Field(
+        default="error", description="Each group has the sessions it should have."
+    )
+    store_empty: Level = Field(
+        default="error", description="Nothing of a finished step stays in the store."
+    )
+    finite: Level = Field(
+        default="error", description="No non-finite loss or gradient reaches the optimizer."
+    )
 
 
 class Runtime(Section):
     """Where the roles live."""
 
-    kind: Literal["local"] = Field("local", description="local: all roles in this process.")
-    threads: int | None = Field(None, ge=1, description="torch threads; one per core if unset.")
+    kind: Literal["local"] = Field(default="local", description="local: all roles in this process.")
+    threads: int | None = Field(
+        default=None, ge=1, description="torch threads; one per core if unset."
+    )
 
 
 class Recipe(Section):
     """A whole run."""
 
     name: str = Field(description="Name of the run; its folder is runs/<name>.")
-    extends: str | None = Field(None, description="A recipe that this one builds on.")
-    out: str | None = Field(None, description="Run folder, in place of runs/<name>.")
-    seed: int = Field(0, ge=0, description="Seed of every random choice.")
-    expected: str | None = Field(None, description="What the run should reach, in words.")
+    extends: str | None = Field(
+        default=None,
+        description="A recipe that this one builds on; its path is relative to this file.",
+    )
+    out: str | None = Field(default=None, description="Run folder, in place of runs/<name>.")
+    seed: int = Field(default=0, ge=0, description="Seed of every random choice.")
+    expected: str | None = Field(default=None, description="What the run should reach, in words.")
     model: Model = Field(description="The student.")
     tasks: dict[str, Task] = Field(min_length=1, description="Where prompts come from, by name.")
     reward: Reward = Field(default_factory=Reward, description="How an answer is judged.")
     rollout: Rollout = Field(default_factory=Rollout, description="How the student practises.")
     algorithm: Algorithm = Field(default_factory=Algorithm, description="What is learnt.")
-    critic: Critic | None = Field(None, description="Value model; needed by advantage gae.")
     train: Train = Field(default_factory=Train, description="Optimizer and size of a step.")
+    critic: Critic | None = Field(default=None, description="Value model; needed by advantage gae.")
     buffer: Buffer = Field(default_factory=Buffer, description="Which groups are trained on.")
     eval: Eval = Field(default_factory=Eval, description="Evaluation on held-out prompts.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="What is kept.")

@@ -1,0 +1,75 @@
+"""The invariants, as pure functions: each gives a sentence where something is wrong, else None."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.ragged import Ragged
+
+
+def weight_version(batch: BatchRef, version: int, max_staleness: int) -> str | None:
+    """The engine sampled with the weights the learner has, or at most `max_staleness` older ones."""
+    for key, tags in batch:
+        if tags.version_max > version or tags.version_min < version - max_staleness:
+            return (
+                f"{key} was sampled with weight versions {tags.version_min}–{tags.version_max}, "
+                f"the learner is at {version} and buffer.max_staleness is {max_staleness}"
+            )
+    return None
+
+
+def logprob_gap(metrics: Mapping[str, float], limit: float) -> str | None:
+    """Rollout and learner agree on the logprobs of fresh tokens."""
+    gap = metrics.get("gap_mean")
+    if gap is None or gap <= limit:
+        return None
+    return (
+        f"rollout and learner logprobs differ by {gap:.3g} nats per token on average "
+        f"(at most {metrics.get('gap_max', math.nan):.3g}); checks.logprob_gap_max is {limit:g}. "
+        "The engine's weights, numbers or sampling settings are not the learner's"
+    )
+
+
+def masks(batch: BatchRef, prompt_ids: Ragged, response_ids: Ragged, mask: Ragged) -> str | None:
+    """Columns have the lengths and sampled tokens that the tags say."""
+    columns = zip(batch, prompt_ids.lengths, response_ids.lengths, mask.rows, strict=True)
+    for (key, tags), prompt, response, row in columns:
+        found = (prompt, response, row.shape[0], int(row.sum()))
+        expected = (
+            tags.prompt_tokens,
+            tags.response_tokens,
+            tags.response_tokens,
+            tags.sampled_tokens,
+        )
+        if found != expected:
+            return (
+                f"{key} has {found[0]} prompt, {found[1]} response, {found[2]} mask and {found[3]} "
+                f"sampled tokens; its tags say {expected}"
+            )
+    return None
+
+
+def denominator(counted: float | None, expected: int) -> str | None:
+    """The loss was divided by the number of tokens that the batch really has."""
+    if counted is None or int(counted) == expected:
+        return None
+    return f"the loss counted {int(counted)} sampled tokens, the batch has {expected}"
+
+
+def groups(batch: BatchRef, samples: int) -> str | None:
+    """Each prompt has the sessions it should have, failed ones included."""
+    sessions = Counter(prompt for prompt, _ in {key[:2] for key in batch.keys})
+    for prompt, count in sessions.items():
+        if count != samples:
+            return f"prompt {prompt} has {count} sessions, expected {samples}"
+    return None
+
+
+def store_empty(held: int, waiting: int) -> str | None:
+    """After a step the store holds what waits in the buffer and nothing else."""
+    if held == waiting:
+        return None
+    return f"{held} rows are in the store after the step, {waiting} wait in the buffer"

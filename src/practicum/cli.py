@@ -1,0 +1,202 @@
+"""The command line. Commands that need no torch import none; the others import it when they run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from practicum import __version__
+from practicum.dataplane.plan import chain, draw, make_plan
+from practicum.errors import PracticumError
+from practicum.recipe import reference
+from practicum.recipe.load import LoadedRecipe, load_recipe
+from practicum.recipe.show import show_recipe
+
+
+class _Commands(TyperGroup):
+    """Shows a PracticumError as its sentences, on stderr, without a traceback."""
+
+    # Any: some versions of typer bring their own click, whose Context is another class.
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PracticumError as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    help="Post-train language models: reinforcement learning and on-policy distillation.",
+    epilog="Start with `practicum demo`, then `practicum explain RECIPE` and `practicum schema`.",
+)
+
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (YAML).")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change one value, written as YAML: --set train.lr=1e-5. May be repeated.",
+    ),
+]
+
+
+def main() -> None:
+    """Entry point of the `practicum` command."""
+    app(prog_name="practicum")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(no_args_is_help=True)
+def train(
+    recipes: Annotated[
+        list[Path], typer.Argument(metavar="RECIPE...", help="Recipe files, run one after another.")
+    ],
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the run folder's newest checkpoint.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Run folder, in place of runs/NAME.")
+    ] = None,
+) -> None:
+    """Train by a recipe, or by several one after another.
+
+    practicum train recipes/sort.yaml --set train.steps=20 --out runs/short
+    """
+    from practicum.trainer.run import train_recipes
+
+    train_recipes(recipes, overrides or [], resume, out)
+
+
+@app.command(no_args_is_help=True)
+def check(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    static: Annotated[
+        bool, typer.Option("--static", help="Only what can be known without loading anything.")
+    ] = False,
+) -> None:
+    """Say what a recipe means and whether it can run.
+
+    Prints every value and where it came from, the stages, the sizes, and what loading files and
+    model found.
+
+    practicum check recipes/sort.yaml --set rollout.samples=4
+    """
+    loaded = load_recipe(recipe, overrides or [])
+    plan = make_plan(loaded.recipe)
+    assert plan.counts is not None
+    typer.echo(f"# {loaded.source}, every value and where it came from")
+    typer.echo(show_recipe(loaded))
+    _show("stages", [chain(plan), *(f"not {stage.name}: {why}" for stage, why in plan.skipped)])
+    _show("sizes", plan.counts.lines())
+    if not static:
+        _show("findings", _preflight(loaded))
+    typer.echo("\nok" + (" (static part only)" if static else ""))
+
+
+@app.command(no_args_is_help=True)
+def explain(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Draw the stages of a step.
+
+    Each with what it reads and writes; those that the recipe does not need, with the reason.
+
+    practicum explain recipes/sort.yaml --set algorithm.kl.place=loss
+    """
+    loaded = load_recipe(recipe, overrides or [])
+    typer.echo(f"A step of {loaded.recipe.name}\n\n{draw(make_plan(loaded.recipe))}")
+
+
+@app.command()
+def schema(
+    as_json: Annotated[bool, typer.Option("--json", help="JSON schema, for editors.")] = False,
+) -> None:
+    """Print every key that a recipe can have.
+
+    With what it takes, its default and a sentence, as Markdown.
+
+    practicum schema --json > recipe.schema.json
+    """
+    typer.echo(reference.json_schema() if as_json else reference.markdown(), nl=as_json)
+
+
+@app.command()
+def tasks() -> None:
+    """List the built-in tasks, with examples and options."""
+    from practicum.tasks.builtin import describe_tasks
+
+    for task in describe_tasks():
+        answer = task.answer if len(task.answer) <= 60 else f"{task.answer[:59]}…"
+        typer.echo(f"{task.name}: {task.about}")
+        typer.echo(f"  example  {task.prompt!r} → {answer!r}")
+        for option, about in task.options.items():
+            typer.echo(f"  option   {option} = {about}")
+
+
+@app.command(name="eval", no_args_is_help=True)
+def evaluate(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", metavar="PATH", help="Folder or hub name, in place of the recipe's."
+        ),
+    ] = None,
+) -> None:
+    """Evaluate a model on the held-out prompts of a recipe.
+
+    practicum eval recipes/sort.yaml --model runs/sort/export
+    """
+    from practicum.trainer.run import evaluate_recipe
+
+    evaluate_recipe(recipe, overrides or [], model)
+
+
+@app.command()
+def demo() -> None:
+    """Train a tiny model on this machine, in minutes.
+
+    Warms it up on demonstrations, trains it with GRPO, shows what it learnt. No GPU, no network.
+    """
+    from practicum.observe.demo import run_demo
+
+    run_demo()
+
+
+def _preflight(loaded: LoadedRecipe) -> list[str]:
+    from practicum.trainer.preflight import preflight
+
+    return preflight(loaded)
+
+
+def _show(title: str, lines: list[str]) -> None:
+    typer.echo("\n".join(["", f"{title}:", *(f"  {line}" for line in lines or ["none"])]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""Which stages a recipe runs, what each reads and writes, and why the others are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from practicum.errors import RecipeError
+from practicum.recipe.arithmetic import Counts, count
+from practicum.recipe.schema import Recipe
+
+OldSource = Literal["own", "old_logprobs", "rollout_logprobs"]
+
+_TOKENS = ("prompt_ids", "response_ids")
+_ROWS = (*_TOKENS, "response_mask")
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """A stage of a step: the fields it reads and writes. One with an effect always runs."""
+
+    name: str
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    effect: bool = False
+    about: str = ""
+    not_asked: str = ""
+    """Why this recipe rules the stage out, whatever its effect or readers; empty if it does not."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The stages that run, in order, and the skipped ones, each with a reason in words."""
+
+    stages: tuple[StageSpec, ...]
+    skipped: tuple[tuple[StageSpec, str], ...] = ()
+    counts: Counts | None = field(default=None, compare=False)
+
+    def __getitem__(self, name: str) -> StageSpec:
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        why = next((why for stage, why in self.skipped if stage.name == name), "there is no such")
+        raise KeyError(f"stage {name!r} is not in the plan: {why}")
+
+    def __contains__(self, name: object) -> bool:
+        return any(stage.name == name for stage in self.stages)
+
+    def __iter__(self) -> Iterator[StageSpec]:
+        return iter(self.stages)
+
+    def writer(self, reader: str, name: str) -> str:
+        """The stage whose value of field `name` the stage `reader` sees: the last one before it."""
+        before = self.stages[: self.stages.index(self[reader])]
+        return next(stage.name for stage in reversed(before) if name in stage.writes)
+
+
+def make_plan(recipe: Recipe) -> Plan:
+    """The plan of a recipe; a stage that would read what nobody writes is a RecipeError."""
+    return replace(resolve(candidates(recipe), _why_unread(recipe)), counts=count(recipe))
+
+
+def old_source(recipe: Recipe) -> OldSource:
+    """Where the logprobs before the update come from, for the ratio and for a KL in the reward.
+
+    own: the update's own logprobs, detached, are the old ones; nothing is stored for them.
+    """
+    algorithm, train = recipe.algorithm, recipe.train
+    in_reward = algorithm.kl.place == "reward"
+    if not in_reward and not _has_ratio(recipe):
+        return "own"
+    if algorithm.old_logprobs == "rollout":
+        return "rollout_logprobs"
+    several = train.epochs * train.minibatches > 1
+    if algorithm.old_logprobs == "recompute" or several or in_reward:
+        return "old_logprobs"
+    return "own"
+
+
+def resolve(candidates: Sequence[StageSpec], why_unread: Mapping[str, str] | None = None) -> Plan:
+    """Keep the stages with an effect and those whose writes a later kept stage reads, in order.
+
+    A kept stage that reads what no earlier one writes is a RecipeError. `why_unread` explains for a
+    field why this recipe does not read it.
+    """
+    assert len({stage.name for stage in candidates}) == len(candidates), "stages share a name"
+    kept: list[StageSpec] = []
+    wanted: set[str] = set()
+    for stage in reversed(candidates):
+        if not stage.not_asked and (stage.effect or wanted & set(stage.writes)):
+            kept.append(stage)
+            wanted = (wanted - set(stage.writes)) | set(stage.reads)
+    kept.reverse()
+    _check_reads(kept, candidates)
+    names = {stage.name for stage in kept}
+    skipped = tuple(
+        (stage, _reason(stage, candidates, why_unread or {}))
+        for stage in candidates
+        if stage.name not in names
+    )
+    return Plan(tuple(kept), skipped)
+
+
+def candidates(recipe: Recipe) -> list[StageSpec]:
+    """Every stage there is, in order, with this recipe's reads and writes."""
+    algorithm = recipe.algorithm
+    gae, kl = algorithm.advantage == "gae", algorithm.kl.place
+    no_critic = "" if gae else f"algorithm.advantage {algorithm.advantage} has no critic"
+    old = () if old_source(recipe) == "own" else (old_source(recipe),)
+    judged = ("response_mask", "reward")
+    judged += ("values",) if gae else ()
+    judged += ("ref_logprobs", *old) if kl == "reward" else ()
+    loss = "supervised" if algorithm.loss == "supervised" else f"policy loss {algorithm.loss}"
+    gains = ("advantages", "returns") if gae else ("advantages",)
+    learns = (*_ROWS, "values", "returns") if gae else _ROWS
+    return [
+        *_practice(recipe),
+        StageSpec("reward", _TOKENS, ("reward",), about="judge each answer"),
+        StageSpec(
+            "old_logprobs", _TOKENS, ("old_logprobs",), about="the student before the update"
+        ),
+        StageSpec("ref_logprobs", _TOKENS, ("ref_logprobs",), about="the reference policy"),
+        StageSpec("values", _TOKENS, ("values",), about="what the critic expects"),
+        StageSpec("advantages", judged, gains, about=f"what each token was worth ({_by(recipe)})"),
+        StageSpec("update_critic", learns, effect=True, about="value loss", not_asked=no_critic),
+        StageSpec("update_student", _update_reads(recipe), effect=True, about=loss),
+        StageSpec("sync", effect=True, about="the engine takes the new weights"),
+        StageSpec("clear", effect=True, about="the store forgets the step"),
+    ]
+
+
+def draw(plan: Plan) -> str:
+    """The plan for people: stages, what they read (from whom) and write, and what is skipped."""
+    lines = []
+    for number, stage in enumerate(plan.stages, start=1):
+        lines.append(f"{number:>2}. {stage.name:<15} {stage.about}".rstrip())
+        by_writer: dict[str, list[str]] = {}
+        for name in stage.reads:
+            by_writer.setdefault(plan.writer(stage.name, name), []).append(name)
+        for writer, names in by_writer.items():
+            lines.append(f"      ← {', '.join(names)}   (from {writer})")
+        if stage.writes:
+            lines.append(f"      → {', '.join(stage.writes)}")
+    if plan.skipped:
+        lines += ["", "not run:"]
+        lines += [f"  – {stage.name:<15} {why}" for stage, why in plan.skipped]
+    if plan.counts is not None:
+        lines += ["", "counts:", *(f"  {line}" for line in plan.counts.lines())]
+    return "\n".join(lines)
+
+
+def chain(plan: Plan) -> str:
+    """The stages that run, on one line."""
+    return " → ".join(stage.name for stage in plan.stages)
+
+
+def _practice(recipe: Recipe) -> tuple[StageSpec, StageSpec]:
+    """The two ways to get a batch; a recipe asks for one of them."""
+    supervised = recipe.algorithm.loss == "supervised"
+    loss = f"algorithm.loss is {recipe.algorithm.loss}"
+    return (
+        StageSpec(
+            "demonstrate",
+            writes=_ROWS,
+            about="answers of the tasks",
+            not_asked="" if supervised else f"{loss}: the student's own answers are the batch",
+        ),
+        StageSpec(
+            "rollout",
+            writes=(*_ROWS, "rollout_logprobs", "plain_logprobs"),
+            about="the student answers",
+            not_asked=f"{loss}: demonstrations are the batch" if supervised else "",
+        ),
+    )
+
+
+def _update_reads(recipe: Recipe) -> tuple[str, ...]:
+    if recipe.algorithm.loss == "supervised":
+        return _ROWS
+    reads = [*_ROWS, "advantages", "rollout_logprobs", "plain_logprobs"]
+    if _has_ratio(recipe) and old_source(recipe) == "old_logprobs":
+        reads.append("old_logprobs")
+    if recipe.algorithm.kl.place == "loss":
+        reads.append("ref_logprobs")
+    return tuple(reads)
+
+
+def _has_ratio(recipe: Recipe) -> bool:
+    return recipe.algorithm.loss not in ("supervised", "reinforce")
+
+
+def _by(recipe: Recipe) -> str:
+    kl = ", KL in the reward" if recipe.algorithm.kl.place == "reward" else ""
+    return recipe.algorithm.advantage + kl
+
+
+def _why_unread(recipe: Recipe) -> dict[str, str]:
+    algorithm = recipe.algorithm
+    if not _has_ratio(recipe):
+        old = f"algorithm.loss {algorithm.loss} has no ratio"
+    elif algorithm.old_logprobs == "rollout":
+        old = "algorithm.old_logprobs is rollout: the engine's are used"
+    else:
+        old = "a batch gets one optimizer step, whose own logprobs are the old ones"
+    return {
+        "old_logprobs": old,
+        "ref_logprobs": f"algorithm.kl.place is {algorithm.kl.place}",
+        "values": f"algorithm.advantage is {algorithm.advantage}",
+        "advantages": f"algorithm.loss is {algorithm.loss}",
+    }
+
+
+def _check_reads(kept: Sequence[StageSpec], candidates: Sequence[StageSpec]) -> None:
+    written: set[str] = set()
+    for stage in kept:
+        for name in stage.reads:
+            if name not in written:
+                others = [other.name for other in candidates if name in other.writes]
+                raise RecipeError(
+                    f"stage {stage.name}",
+                    f"that it reads {name}, which no stage before it writes",
+                    f"an earlier stage that writes {name}",
+                    f"{' and '.join(others)} would, but not before it" if others else "",
+                )
+        written.update(stage.writes)
+
+
+def _reason(stage: StageSpec, candidates: Sequence[StageSpec], why: Mapping[str, str]) -> str:
+    if stage.not_asked:
+        return stage.not_asked
+    fields = " and ".join(stage.writes) or "anything of it"
+    later = candidates[candidates.index(stage) + 1 :]
+    readers = [other.name for other in later if set(stage.writes) & set(other.reads)]
+    if readers:
+        return f"nobody reads {fields}: {' and '.join(readers)} would, but is not run"
+    reasons = [why[name] for name in stage.writes if name in why]
+    return f"nobody reads {fields}" + (f": {'; '.join(reasons)}" if reasons else "")

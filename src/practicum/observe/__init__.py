@@ -1,0 +1,4 @@
+"""What people see of a run: progress, trackers, tables, the demo.
+
+May be imported by trainer and cli.
+"""

@@ -1,0 +1,66 @@
+"""Optional trackers beside metrics.jsonl: TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from practicum.errors import MissingExtraError
+from practicum.recipe.schema import Recipe
+
+
+class Tracker(Protocol):
+    """Takes a step's metrics."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files in the run folder."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise MissingExtraError("track.tensorboard", "tensorboard") from error
+        self._writer = SummaryWriter(log_dir=str(folder / "tensorboard"))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """A run of a Weights & Biases project; a resumed run continues it."""
+
+    def __init__(self, project: str, recipe: Recipe, folder: Path) -> None:
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise MissingExtraError("track.wandb", "wandb") from error
+        config: dict[str, Any] = recipe.model_dump(mode="json")
+        self._run = wandb.init(
+            project=project, name=recipe.name, dir=str(folder), config=config, resume="allow"
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def make_trackers(recipe: Recipe, folder: Path) -> list[Tracker]:
+    """Those that the recipe asks for."""
+    trackers: list[Tracker] = []
+    if recipe.track.tensorboard:
+        trackers.append(TensorBoard(folder))
+    if recipe.track.wandb:
+        trackers.append(WandB(recipe.track.wandb, recipe, folder))
+    return trackers

@@ -1,0 +1,99 @@
+"""Where a value of a recipe came from, and how layers of recipes are laid over one another."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """default, a base (with its file), the recipe's file, or --set; files come with the line."""
+
+    kind: Literal["default", "base", "file", "--set"]
+    file: str = ""
+    line: int | None = None
+
+    def __str__(self) -> str:
+        words = f"base {self.file}" if self.kind == "base" else self.kind
+        return words if self.line is None else f"{words}:{self.line}"
+
+
+DEFAULT = Origin("default")
+OVERRIDE = Origin("--set")
+
+# Where one key takes the place of another, with the keys that make no sense without each.
+_ALTERNATIVES: dict[tuple[str, ...], dict[str, tuple[str, ...]]] = {
+    ("model",): {"path": ("tokenizer",), "make": ()},
+    ("tasks", "*"): {"kind": ("options",), "file": ("eval_file", "prompt", "answer")},
+}
+
+
+class Layers:
+    """Plain data made of layers, the later over the earlier, and the origin of each leaf.
+
+    Mappings are merged, everything else is replaced. A key that takes the place of another
+    (model.make of model.path, a task's file of its kind) removes it. `tasks.x: null` drops a task.
+    """
+
+    def __init__(self) -> None:
+        self.data: dict[str, Any] = {}
+        self.origins: dict[str, Origin] = {}
+
+    def add(self, layer: Mapping[str, Any], origin_of: Callable[[str], Origin]) -> None:
+        """Lay one more recipe over what is there; `origin_of` tells the origin of a dotted path."""
+        self._merge(self.data, layer, (), origin_of)
+
+    def _merge(
+        self,
+        data: dict[str, Any],
+        layer: Mapping[str, Any],
+        path: tuple[str, ...],
+        origin_of: Callable[[str], Origin],
+    ) -> None:
+        self._drop_replaced(data, layer, path)
+        for key, value in layer.items():
+            here = (*path, key)
+            old = data.get(key)
+            if isinstance(value, dict) and isinstance(old, dict):
+                if value:
+                    self.origins.pop(".".join(here), None)
+                self._merge(old, value, here, origin_of)
+                continue
+            self._forget(here)
+            if value is None and path == ("tasks",) and key in data:
+                del data[key]
+                continue
+            data[key] = copy.deepcopy(value)
+            for leaf, _ in leaves(value, ".".join(here)):
+                self.origins[leaf] = origin_of(leaf)
+
+    def _drop_replaced(
+        self, data: dict[str, Any], layer: Mapping[str, Any], path: tuple[str, ...]
+    ) -> None:
+        place = ("tasks", "*") if len(path) == 2 and path[0] == "tasks" else path
+        alternatives = _ALTERNATIVES.get(place, {})
+        chosen = [key for key in alternatives if layer.get(key) is not None]
+        if len(chosen) != 1:
+            return
+        for key, companions in alternatives.items():
+            if key != chosen[0] and data.get(key) is not None:
+                for gone in (key, *companions):
+                    data.pop(gone, None)
+                    self._forget((*path, gone))
+
+    def _forget(self, path: tuple[str, ...]) -> None:
+        dotted = ".".join(path)
+        for key in [k for k in self.origins if k == dotted or k.startswith(dotted + ".")]:
+            del self.origins[key]
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted path and value of everything that is not a filled mapping; lists are leaves."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from leaves(inner, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value

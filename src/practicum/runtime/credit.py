@@ -1,0 +1,114 @@
+"""The credit role: turns rewards into an advantage for each sampled token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from practicum.algorithms.advantages.registry import ADVANTAGES
+from practicum.algorithms.advantages.types import AdvantageInputs
+from practicum.algorithms.kl import AdaptiveKl, FixedKl, KlController, token_kl
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.plan import Plan, old_source
+from practicum.dataplane.ragged import Column, Ragged
+from practicum.dataplane.stage import Columns, stage
+from practicum.dataplane.store import Store
+from practicum.recipe.schema import Recipe
+
+
+def dense_ids(names: list) -> tuple[Tensor, int]:
+    """Number names 0, 1, … in order of first appearance: ids as a tensor, and how many there are."""
+    numbers: dict = {}
+    ids = [numbers.setdefault(name, len(numbers)) for name in names]
+    return torch.tensor(ids, dtype=torch.int64), len(numbers)
+
+
+class Credit:
+    """Advantages of a batch, and the KL penalty in the reward with its controller."""
+
+    def __init__(self, recipe: Recipe, plan: Plan, store: Store) -> None:
+        self.recipe, self.plan, self.store = recipe, plan, store
+        kl = recipe.algorithm.kl
+        self.kl: KlController = (
+            FixedKl(kl.coefficient)
+            if kl.target is None
+            else AdaptiveKl(kl.coefficient, target=kl.target, horizon=kl.horizon)
+        )
+
+    @stage("advantages")
+    def advantages(
+        self, batch: BatchRef, columns: Columns, *, baselines: Mapping[int, float]
+    ) -> tuple[dict[str, Column], dict[str, float]]:
+        """Advantage of every token; `baselines` are the greedy rewards of prompts, for ReMax."""
+        algorithm = self.recipe.algorithm
+        mask = columns.ragged("response_mask")
+        session_B, sessions = dense_ids([key[:2] for key in batch.keys])
+        session_N = session_B.repeat_interleave(torch.tensor(mask.lengths))
+        first_rows = _first_rows(session_B, sessions)
+        prompts = [batch.keys[i].prompt for i in first_rows]
+        rewards_S = columns.scalars("reward")[first_rows]
+        token_rewards_N = outcome_rewards(rewards_S, mask.values, session_N)
+        stats: dict[str, float] = {}
+        if algorithm.kl.place == "reward":
+            token_rewards_N, stats = self._penalise(columns, token_rewards_N, mask.values, sessions)
+        result = ADVANTAGES[algorithm.advantage](
+            AdvantageInputs(
+                token_rewards_N=token_rewards_N,
+                mask_N=mask.values,
+                session_N=session_N,
+                group_S=dense_ids(prompts)[0],
+                baseline_S=torch.tensor([baselines[p] for p in prompts]) if baselines else None,
+                values_N=columns.ragged("values").values if "values" in columns else None,
+                gamma=algorithm.gamma,
+                lam=algorithm.lam,
+                whiten=algorithm.whiten,
+            )
+        )
+        written: dict[str, Column] = {"advantages": Ragged.packed(result.advantages_N, mask.lengths)}
+        if result.returns_N is not None and "returns" in self.plan["advantages"].writes:
+            written["returns"] = Ragged.packed(result.returns_N, mask.lengths)
+        return written, stats | result.stats
+
+    def _penalise(
+        self, columns: Columns, token_rewards_N: Tensor, mask_N: Tensor, sessions: int
+    ) -> tuple[Tensor, dict[str, float]]:
+        kl = self.recipe.algorithm.kl
+        source = old_source(self.recipe)
+        student_N = columns.ragged("old_logprobs" if source == "own" else source).values
+        if not mask_N.any():
+            return token_rewards_N, {}
+        reference_N = columns.ragged("ref_logprobs").values
+        terms = token_kl(kl.estimator, student_N, reference_N, mask_N, clamp=kl.clamp)
+        observed = float(terms.kl_N[mask_N].mean())
+        coefficient = self.kl.coefficient
+        self.kl.update(observed, sessions)
+        stats = {"kl_reward": observed, "kl_coefficient": coefficient}
+        if kl.clamp is not None:
+            stats["kl_clamped"] = float(terms.clamped_N[mask_N].float().mean())
+        return token_rewards_N - coefficient * terms.kl_N, stats
+
+    def state_dict(self) -> dict[str, float]:
+        return self.kl.state_dict()
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.kl.load_state_dict(state)
+
+
+def outcome_rewards(rewards_S: Tensor, mask_N: Tensor, session_N: Tensor) -> Tensor:
+    """A session's reward at its last sampled token, 0 elsewhere. Tokens of a session are in order."""
+    last_S = torch.full_like(rewards_S, -1, dtype=torch.int64)
+    sampled = torch.nonzero(mask_N).squeeze(1)
+    last_S.scatter_reduce_(0, session_N[sampled], sampled, "amax")
+    has = last_S >= 0
+    token_rewards_N = torch.zeros(len(mask_N), dtype=rewards_S.dtype)
+    token_rewards_N[last_S[has]] = rewards_S[has]
+    return token_rewards_N
+
+
+def _first_rows(session_B: Tensor, sessions: int) -> list[int]:
+    first: dict[int, int] = {}
+    for row, session in enumerate(session_B.tolist()):
+        first.setdefault(session, row)
+    return [first[s] for s in range(sessions)]

@@ -1,0 +1,40 @@
+"""The process's one event loop, in a thread of its own; everything asynchronous runs there."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from practicum.errors import DeadlineError
+
+T = TypeVar("T")
+_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+
+
+def event_loop() -> asyncio.AbstractEventLoop:
+    """The loop, started when first asked for; its daemon thread ends with the process."""
+    global _loop
+    with _lock:
+        if _loop is None:
+            _loop = asyncio.new_event_loop()
+            threading.Thread(target=_loop.run_forever, name="practicum-events", daemon=True).start()
+        return _loop
+
+
+def run_async(work: Coroutine[Any, Any, T], *, timeout: float, owner: str) -> T:
+    """Run a coroutine to its end from synchronous code; past the deadline it is cancelled."""
+    future = asyncio.run_coroutine_threadsafe(work, event_loop())
+    try:
+        return future.result(timeout)
+    except concurrent.futures.TimeoutError:
+        if future.done():  # the work itself raised a TimeoutError
+            raise
+        future.cancel()
+        raise DeadlineError(f"{owner} was not done after {timeout:g} s") from None
+    except BaseException:
+        future.cancel()  # Ctrl-C in the caller must not leave the work running
+        raise

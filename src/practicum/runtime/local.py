@@ -1,0 +1,93 @@
+"""All roles in this process: the learner and the engine share one model object."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from practicum.checks.watch import Watch
+from practicum.dataplane.memory import MemoryStore
+from practicum.dataplane.plan import Plan
+from practicum.dataplane.store import Store
+from practicum.learning.critic import Critic
+from practicum.learning.learner import Learner
+from practicum.learning.scorer import Scorer
+from practicum.models.load import context_length, load_model, load_tokenizer, stop_ids
+from practicum.recipe.schema import Recipe
+from practicum.rollout.protocol import Engine
+from practicum.rollout.torch_engine import TorchEngine
+from practicum.runtime.credit import Credit
+from practicum.runtime.practice import Practice
+from practicum.runtime.student import Student
+from practicum.runtime.valuation import Valuation
+from practicum.tasks.rewards import Judge
+
+
+@dataclass(slots=True)
+class Roles:
+    """Everyone who takes part in a run."""
+
+    store: Store
+    tokenizer: PreTrainedTokenizerBase
+    stop: frozenset[int]
+    engine: Engine
+    practice: Practice
+    student: Student
+    credit: Credit
+    valuation: Valuation | None
+
+    def close(self) -> None:
+        """Stop what runs in the background."""
+        self.engine.close()
+
+
+def set_threads(threads: int | None) -> int:
+    """Torch's threads: as the recipe says, else as OMP_NUM_THREADS says, else one per core."""
+    wanted = threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or (os.cpu_count() or 1)
+    torch.set_num_threads(wanted)
+    return wanted
+
+
+def rollout_context(recipe: Recipe, model_context: int | None) -> int:
+    """Tokens of KV memory for one sequence: the recipe's, else 1,024 of prompt and the answer."""
+    if recipe.rollout.context is not None:
+        return recipe.rollout.context
+    needed = 1024 + recipe.rollout.max_new_tokens
+    return needed if model_context is None else min(needed, model_context)
+
+
+def start_local(recipe: Recipe, plan: Plan, watch: Watch) -> Roles:
+    """Load the models and connect the roles."""
+    set_threads(recipe.runtime.threads)
+    tokenizer = load_tokenizer(recipe.model)
+    model = load_model(recipe.model, recipe.seed)
+    store = MemoryStore()
+    learner = Learner(model, recipe.train, recipe.algorithm, temperature=recipe.rollout.temperature)
+    reference = None
+    if "ref_logprobs" in plan:
+        other = load_model(recipe.model, recipe.seed, path=recipe.algorithm.kl.reference)
+        reference = Scorer(other, microbatch_tokens=recipe.train.microbatch_tokens)
+    engine = TorchEngine(
+        model,
+        slots=recipe.rollout.slots,
+        context=rollout_context(recipe, context_length(model)),
+        pad_id=int(tokenizer.pad_token_id),  # pyright: ignore[reportArgumentType]
+    )
+    valuation = None
+    if recipe.critic is not None:
+        value_model = load_model(recipe.model, recipe.seed)
+        critic = Critic(value_model, recipe.critic, recipe.train)
+        valuation = Valuation(recipe, plan, store, critic)
+    return Roles(
+        store=store,
+        tokenizer=tokenizer,
+        stop=stop_ids(model, tokenizer, recipe.rollout.stop),
+        engine=engine,
+        practice=Practice(recipe, plan, store, engine, tokenizer, Judge(recipe.tasks, recipe.reward)),
+        student=Student(recipe, plan, store, learner, reference, watch),
+        credit=Credit(recipe, plan, store),
+        valuation=valuation,
+    )

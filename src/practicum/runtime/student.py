@@ -1,0 +1,124 @@
+"""The student role: logprobs of the learner and the reference, and the update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from practicum.checks import invariants
+from practicum.checks.watch import Watch
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.plan import Plan, old_source
+from practicum.dataplane.ragged import Column, Ragged
+from practicum.dataplane.stage import Columns, stage
+from practicum.dataplane.store import Store
+from practicum.learning.learner import Learner, UpdateBatch
+from practicum.learning.minibatches import split_groups
+from practicum.learning.scorer import Scorer
+from practicum.recipe.schema import Recipe
+from practicum.runtime.credit import dense_ids
+
+FRESH_ONLY = ("gap_mean", "gap_max", "gap_k3")
+"""Metrics that mean something only before the batch's first optimizer step."""
+
+
+class Student:
+    """The learner's stages."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        store: Store,
+        learner: Learner,
+        reference: Scorer | None,
+        watch: Watch,
+    ) -> None:
+        self.recipe, self.plan, self.store, self.watch = recipe, plan, store, watch
+        self.learner, self.reference = learner, reference
+        self._old = old_source(recipe)
+
+    @stage("old_logprobs")
+    def old_logprobs(self, batch: BatchRef, columns: Columns) -> dict[str, Column]:
+        """The student's logprobs before this step's update, at the rollout's temperature."""
+        result = self.learner.logprobs(
+            columns.ragged("prompt_ids"),
+            columns.ragged("response_ids"),
+            temperature=self.recipe.rollout.temperature,
+        )
+        return {"old_logprobs": result.logprobs}
+
+    @stage("ref_logprobs")
+    def ref_logprobs(self, batch: BatchRef, columns: Columns) -> dict[str, Column]:
+        """The reference policy's logprobs, at the rollout's temperature."""
+        assert self.reference is not None
+        result = self.reference.logprobs(
+            columns.ragged("prompt_ids"),
+            columns.ragged("response_ids"),
+            temperature=self.recipe.rollout.temperature,
+        )
+        return {"ref_logprobs": result.logprobs}
+
+    @stage("update_student")
+    def update(
+        self, batch: BatchRef, columns: Columns, *, step: int
+    ) -> tuple[dict[str, Column], dict[str, float]]:
+        """All optimizer steps on this batch; checks may refuse each before weights change."""
+        if self.watch.looks_at("masks"):
+            ids = (columns.ragged("prompt_ids"), columns.ragged("response_ids"))
+            self.watch("masks", invariants.masks(batch, *ids, columns.ragged("response_mask")))
+        session_B, _ = dense_ids([key[:2] for key in batch.keys])
+        taken: list[dict[str, float]] = []
+        for rows in minibatches(self.recipe, batch, step):
+            update = self._update_batch(columns, session_B, rows)
+            sampled = sum(batch.tags[row].sampled_tokens for row in rows)
+            check = partial(self._check, sampled, fresh=not taken)
+            taken.append(self.learner.update(update, before_step=check))
+        return {}, mean_metrics(taken)
+
+    def _check(self, sampled: int, metrics: Mapping[str, float], *, fresh: bool) -> None:
+        """Refuse an optimizer step whose numbers are not in order; weights are untouched so far."""
+        self.watch("masks", invariants.denominator(metrics.get("tokens"), sampled))
+        if fresh:
+            limit = self.recipe.checks.logprob_gap_max
+            self.watch("logprob_gap", invariants.logprob_gap(metrics, limit))
+
+    def _update_batch(
+        self, columns: Columns, session_B: Tensor, rows: Sequence[int]
+    ) -> UpdateBatch:
+        def column(name: str) -> Ragged | None:
+            return columns.ragged(name).select(rows) if name in columns else None
+
+        return UpdateBatch(
+            prompt_ids=columns.ragged("prompt_ids").select(rows),
+            response_ids=columns.ragged("response_ids").select(rows),
+            response_mask=columns.ragged("response_mask").select(rows),
+            sessions=session_B[torch.tensor(rows)],
+            advantages=column("advantages"),
+            old_logprobs=None if self._old == "own" else column(self._old),
+            plain_logprobs=column("plain_logprobs"),
+            ref_logprobs=column("ref_logprobs"),
+        )
+
+
+def minibatches(recipe: Recipe, batch: BatchRef, step: int) -> Iterator[list[int]]:
+    """Rows of each optimizer step on this batch, over all epochs."""
+    prompts = [key.prompt for key in batch.keys]
+    for epoch in range(recipe.train.epochs):
+        yield from split_groups(
+            prompts, recipe.train.minibatches, seed=recipe.seed, step=step, epoch=epoch
+        )
+
+
+def mean_metrics(taken: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean over optimizer steps of what each of them measured."""
+    names = dict.fromkeys(name for metrics in taken for name in metrics)
+    means = {}
+    for name in names:
+        found = [m[name] for m in (taken[:1] if name in FRESH_ONLY else taken) if name in m]
+        if found:
+            means[name] = sum(found) / len(found)
+    return means

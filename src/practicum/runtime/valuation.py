@@ -1,0 +1,37 @@
+"""The critic role: values before the advantages, and their update after."""
+
+from __future__ import annotations
+
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.plan import Plan
+from practicum.dataplane.ragged import Column
+from practicum.dataplane.stage import Columns, stage
+from practicum.dataplane.store import Store
+from practicum.learning.critic import Critic
+from practicum.recipe.schema import Recipe
+from practicum.runtime.student import mean_metrics, minibatches
+
+
+class Valuation:
+    """The critic's stages."""
+
+    def __init__(self, recipe: Recipe, plan: Plan, store: Store, critic: Critic) -> None:
+        self.recipe, self.plan, self.store, self.critic = recipe, plan, store, critic
+
+    @stage("values")
+    def values(self, batch: BatchRef, columns: Columns) -> dict[str, Column]:
+        """What the critic expects before each response token."""
+        return {"values": self.critic.values(columns.ragged("prompt_ids"), columns.ragged("response_ids"))}
+
+    @stage("update_critic")
+    def update(
+        self, batch: BatchRef, columns: Columns, *, step: int
+    ) -> tuple[dict[str, Column], dict[str, float]]:
+        """All optimizer steps of the critic on this batch."""
+        taken = [
+            self.critic.update(
+                **{name: columns.ragged(name).select(rows) for name in self.plan["update_critic"].reads}
+            )
+            for rows in minibatches(self.recipe, batch, step)
+        ]
+        return {}, mean_metrics(taken)

@@ -1,0 +1,5 @@
+"""The built-in procedural tasks, one small file for each; `tasks.builtin` lists them.
+
+Prompts name their task and end with "="; they and their answers use lowercase letters, digits,
+space and the punctuation that the tiny character tokenizer knows. Imported by tasks.builtin only.
+"""

@@ -1,0 +1,138 @@
+"""What a built-in task is: options, a generator, an exact checker, splits that cannot overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from hashlib import blake2b
+from typing import Any, Literal, NamedTuple
+
+from practicum.errors import RecipeError
+from practicum.tasks.draws import Draws
+
+Split = Literal["train", "eval"]
+Span = tuple[int, int]
+_EVAL_SHARE = 8  # one prompt in eight belongs to the evaluation split
+_ATTEMPTS = 4096
+
+
+class Example(NamedTuple):
+    """A prompt and its one right answer, which is also the demonstration."""
+
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A whole number, or a span [min, max] if the default is a pair, between `least` and `most`."""
+
+    default: int | Span
+    least: int
+    most: int
+    about: str
+
+    @property
+    def is_span(self) -> bool:
+        return isinstance(self.default, tuple)
+
+    def read(self, path: str, value: Any) -> int | Span:
+        """The value as the task wants it; a RecipeError at `path` if it can't be that."""
+        ends = list(value) if self.is_span and isinstance(value, list | tuple) else [value]
+        # bool is an int to isinstance, and `length: true` is a mistake
+        if (
+            len(ends) not in (1, 2)
+            or any(type(end) is not int or not self.least <= end <= self.most for end in ends)
+            or ends[0] > ends[-1]
+        ):
+            shape = "[min, max] or one whole number" if self.is_span else "a whole number"
+            wanted = f"{shape} between {self.least} and {self.most}"
+            raise RecipeError(path, repr(value), wanted, self.about)
+        return (ends[0], ends[-1]) if self.is_span else ends[0]
+
+
+class Settings:
+    """The options of a task after validation: spans and whole numbers by name."""
+
+    def __init__(self, values: Mapping[str, int | Span]) -> None:
+        self.values = dict(values)
+
+    def span(self, name: str) -> Span:
+        value = self.values[name]
+        assert isinstance(value, tuple)
+        return value
+
+    def whole(self, name: str) -> int:
+        value = self.values[name]
+        assert isinstance(value, int)
+        return value
+
+
+def equals(response_text: str, answer: str, row: Mapping[str, Any]) -> float:
+    """1.0 if the response is the answer, blanks around them aside."""
+    return float(response_text.strip() == answer.strip())
+
+
+@dataclass(frozen=True, slots=True)
+class Procedural:
+    """A kind of task: `make` draws an example, `check(response_text, answer, row)` judges."""
+
+    name: str
+    about: str
+    options: Mapping[str, Option]
+    make: Callable[[Draws, Settings], Example]
+    check: Callable[[str, str, Mapping[str, Any]], float] = equals
+
+    def settle(self, task: str, options: Mapping[str, Any]) -> tuple[Settings, list[RecipeError]]:
+        """The options with defaults filled in, and every mistake in them."""
+        values = {name: option.default for name, option in self.options.items()}
+        problems = []
+        for name, value in options.items():
+            path = f"tasks.{task}.options.{name}"
+            if name not in self.options:
+                near = get_close_matches(str(name), self.options, n=1)
+                known = ", ".join(self.options)
+                hint = (
+                    f"did you mean {near[0]}?" if near else "`practicum tasks` lists the options."
+                )
+                problems.append(
+                    RecipeError(path, "an unknown option", f"one of {known} ({self.name})", hint)
+                )
+                continue
+            try:
+                values[name] = self.options[name].read(path, value)
+            except RecipeError as problem:
+                problems.append(problem)
+        return Settings(values), problems
+
+
+def split_of(prompt: str) -> Split:
+    """The split a prompt belongs to, whatever seed or recipe drew it: so splits share nothing."""
+    return "train" if blake2b(prompt.encode(), digest_size=8).digest()[0] % _EVAL_SHARE else "eval"
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltinTask:
+    """A kind with its options, under the name it has in the recipe."""
+
+    name: str
+    kind: Procedural
+    settings: Settings
+
+    def example(self, seed: int, split: Split, index: int) -> Example:
+        """The example number `index`: a pure function, so any index is reached at once."""
+        draws = Draws(seed, self.name, split, index)
+        for _ in range(_ATTEMPTS):
+            example = self.kind.make(draws, self.settings)
+            if split_of(example.prompt) == split:
+                return example
+        shown = {
+            name: list(v) if isinstance(v, tuple) else v for name, v in self.settings.values.items()
+        }
+        raise RecipeError(
+            f"tasks.{self.name}.options",
+            f"{shown}, which leave too few examples of {self.kind.name} to fill the {split} split",
+            "options with more distinct prompts",
+            "widen the options, for example by a greater length.",
+        )

@@ -1,0 +1,227 @@
+"""Judging answers: a sample gets a reward, or is named with the function that failed on it."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from practicum.errors import RecipeError, RecipeErrors, RewardError
+from practicum.recipe.schema import Reward, RewardFunction, Task
+from practicum.tasks.builtin import TASKS
+from practicum.tasks.calls import Outcome, call_each
+from practicum.tasks.scorers import INLINE, SCORERS, RewardSample, exact
+
+_FLOAT32_MAX = 3.4028234e38
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The weighted sum and each function's value; or no reward and why (reward.on_error: skip)."""
+
+    reward: float | None
+    parts: dict[str, float]
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Function:
+    """A reward function ready to be called, under the name it has in metrics."""
+
+    name: str
+    call: Callable[[Any], Any]
+    spec: RewardFunction
+
+
+class Judge:
+    """Scores answers by the recipe's rewards; functions that can't be loaded are RecipeErrors.
+
+    Sync functions of users run one call at a time in a thread, async ones side by side, batch ones
+    once for all samples. A call that takes longer than its timeout is given up.
+    """
+
+    def __init__(self, tasks: Mapping[str, Task], reward: Reward) -> None:
+        self._stop = reward.on_error == "stop"
+        self._checkers = {name: _checker(task) for name, task in tasks.items()}
+        problems: list[RecipeError] = []
+        common = self._load(reward.functions, "reward.functions", problems)
+        self._functions = {
+            name: common
+            if task.rewards is None
+            else self._load(task.rewards, f"tasks.{name}.rewards", problems)
+            for name, task in tasks.items()
+        }
+        if len(problems) == 1:
+            raise problems[0]
+        if problems:
+            raise RecipeErrors("rewards", problems)
+
+    async def score(self, samples: Sequence[RewardSample]) -> list[Judged]:
+        """One Judged per sample, in order; a RewardError if one fails and the recipe says stop."""
+        parts: list[dict[str, float]] = [{} for _ in samples]
+        totals = [0.0] * len(samples)
+        failures: list[str | None] = [None] * len(samples)
+        for function, rows in self._group(samples):
+            outcomes = await self._call(function, [samples[i] for i in rows])
+            for i, outcome in zip(rows, outcomes, strict=True):
+                if outcome.failure is None:
+                    parts[i][function.name] = outcome.value
+                    totals[i] += function.spec.weight * outcome.value
+                else:
+                    failures[i] = failures[i] or f"reward {function.name} {outcome.failure}"
+        return [
+            Judged(total, part) if failure is None else Judged(None, part, failure)
+            for total, part, failure in zip(totals, parts, failures, strict=True)
+        ]
+
+    def _load(
+        self, specs: Sequence[RewardFunction], path: str, problems: list[RecipeError]
+    ) -> list[_Function]:
+        functions: list[_Function] = []
+        for n, spec in enumerate(specs):
+            try:
+                _check_spec(spec, f"{path}[{n}]")
+                call = self._check if spec.use == "checker" else load_function(spec, f"{path}[{n}]")
+            except RecipeError as problem:
+                problems.append(problem)
+                continue
+            name = spec.use.rpartition(":")[2]
+            twins = sum(f.name.partition("#")[0] == name for f in functions)
+            functions.append(_Function(f"{name}#{twins + 1}" if twins else name, call, spec))
+        return functions
+
+    def _check(self, sample: RewardSample) -> float:
+        return self._checkers[sample.task](sample)
+
+    def _group(self, samples: Sequence[RewardSample]) -> list[tuple[_Function, list[int]]]:
+        """Each function with the samples it judges; tasks without own rewards share functions."""
+        groups: dict[int, tuple[_Function, list[int]]] = {}
+        for i, sample in enumerate(samples):
+            for function in self._functions[sample.task]:
+                groups.setdefault(id(function), (function, []))[1].append(i)
+        return list(groups.values())
+
+    async def _call(self, function: _Function, samples: list[RewardSample]) -> list[Outcome]:
+        """Checked outcomes, one per sample; raises the first failure if the recipe says stop."""
+        spec = function.spec
+        if spec.use in INLINE:
+            outcomes = [_inline(function.call, sample) for sample in samples]
+        elif spec.batch:
+            (outcome,) = await call_each(function.call, [samples], spec.timeout_s, self._stop)
+            outcomes = _unpack(outcome, len(samples))
+        else:
+            outcomes = await call_each(function.call, samples, spec.timeout_s, self._stop)
+        outcomes = [_checked(outcome, spec.weight) for outcome in outcomes]
+        for i, outcome in enumerate(outcomes):
+            if self._stop and outcome.failure is not None:
+                raise RewardError(
+                    _describe(function, outcome.failure, samples[i])
+                ) from outcome.error
+        return outcomes
+
+
+def _check_spec(spec: RewardFunction, path: str) -> None:
+    if not math.isfinite(spec.weight):
+        raise RecipeError(f"{path}.weight", str(spec.weight), "a finite number")
+    if spec.batch and spec.use in ("checker", *SCORERS):
+        hint = f"leave it out: {spec.use} takes one sample at a time."
+        raise RecipeError(f"{path}.batch", "true", "false for a built-in reward", hint)
+
+
+def load_function(spec: RewardFunction, path: str) -> Callable[[Any], Any]:
+    """The function that `use` names (not checker); a RecipeError at `path`.use if there is none."""
+    path = f"{path}.use"
+    if spec.use in SCORERS:
+        return SCORERS[spec.use]()
+    known = ("checker", *SCORERS)
+    module_name, colon, attribute = spec.use.partition(":")
+    if not (colon and module_name and attribute):
+        near = get_close_matches(spec.use, known, n=1)
+        wanted = f"{', '.join(known)} or package.module:function"
+        raise RecipeError(path, repr(spec.use), wanted, f"did you mean {near[0]}?" if near else "")
+    module = _import(module_name, spec.use, path)
+    function = getattr(module, attribute, None)
+    if function is None:
+        near = get_close_matches(attribute, vars(module), n=1)
+        hint = f"did you mean {module_name}:{near[0]}?" if near else ""
+        raise RecipeError(path, repr(spec.use), f"a function of module {module_name}", hint)
+    if not callable(function) or isinstance(function, type):
+        raise RecipeError(path, f"{spec.use!r}, a {type(function).__name__}", "a function")
+    return function
+
+
+def _import(module_name: str, use: str, path: str) -> Any:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:
+        hint = f"importing {module_name} from {here} raised {type(error).__name__}: {error}"
+        raise RecipeError(path, repr(use), "a module that can be imported", hint) from error
+
+
+def _checker(task: Task) -> Callable[[RewardSample], float]:
+    """The built-in task's own checker; of a file task, equality with its answer."""
+    kind = TASKS.get(task.kind or "")
+    if kind is None:
+        return exact
+    return lambda sample: kind.check(sample.response_text, sample.answer, sample.row)
+
+
+def _inline(call: Callable[[RewardSample], Any], sample: RewardSample) -> Outcome:
+    try:
+        return Outcome(call(sample))
+    except Exception as error:
+        return Outcome(failure=f"raised {type(error).__name__}: {error}", error=error)
+
+
+def _unpack(outcome: Outcome, count: int) -> list[Outcome]:
+    """A batch function's values, one per sample; its failure is the failure of all of them."""
+    if outcome.failure is None:
+        values = outcome.value.tolist() if hasattr(outcome.value, "tolist") else outcome.value
+        if isinstance(values, list | tuple) and len(values) == count:
+            return [Outcome(value) for value in values]
+        got = f"{len(values)} values" if isinstance(values, list | tuple) else type(values).__name__
+        outcome = Outcome(failure=f"returned {got}")
+    failure = f"{outcome.failure} (for a batch of {count} samples)"
+    return [Outcome(failure=failure, error=outcome.error)] * count
+
+
+def _checked(outcome: Outcome, weight: float) -> Outcome:
+    """The outcome with its value as a float, or a failure if that is no number to train on."""
+    if outcome.failure is not None:
+        return outcome
+    value = outcome.value
+    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:  # a scalar of numpy or torch
+        value = value.item()
+    try:
+        number = float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:
+        number = math.inf
+    if math.isfinite(number) and abs(weight * number) <= _FLOAT32_MAX:
+        return Outcome(number)
+    return Outcome(failure=f"returned {_short(repr(value))}, expected a finite number")
+
+
+def _describe(function: _Function, failure: str, sample: RewardSample) -> str:
+    return "\n".join(
+        [
+            f"reward {function.spec.use} {failure}",
+            f"  sample:   {sample.key}, task {sample.task}",
+            f"  prompt:   {_short(sample.prompt_text)!r}",
+            f"  response: {_short(sample.response_text)!r}",
+            f"  answer:   {_short(repr(sample.answer))}",
+            "  → mend the function, or set reward.on_error: skip to leave such samples out.",
+        ]
+    )
+
+
+def _short(text: str, limit: int = 200) -> str:
+    return text if len(text) <= limit else f"{text[: limit // 2]} … {text[-limit // 2 :]}"

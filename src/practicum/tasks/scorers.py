@@ -1,0 +1,122 @@
+"""The built-in reward functions: exact text, contained text, math-verify and reasoning-gym."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from practicum.errors import DataError, MissingExtraError
+from practicum.tasks.prompts import answer_text
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSample:
+    """What a reward function is given: one finished answer and all that is known of its prompt."""
+
+    prompt_text: str
+    response_text: str
+    answer: Any
+    row: Mapping[str, Any]
+    task: str
+    domain: str
+    finish: str
+    key: str
+    response_tokens: int
+
+
+Scorer = Callable[[RewardSample], Any]
+
+
+def exact(sample: RewardSample) -> float:
+    """1.0 if the response is the answer, blanks around them aside."""
+    return float(sample.response_text.strip() == answer_text(sample.answer).strip())
+
+
+def contains(sample: RewardSample) -> float:
+    """1.0 if the answer occurs in the response."""
+    return float(answer_text(sample.answer).strip() in sample.response_text)
+
+
+def make_math_verify() -> Scorer:
+    """1.0 if response and answer are equal as mathematics (GSM8K form: what is after ####)."""
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        raise MissingExtraError("reward math_verify", "math") from None
+    # It warns that its own timeout is off: that is a signal, which fails in threads; calls.py has one.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+    def read(text: str) -> list[Any]:
+        return parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+
+    def math_verify(sample: RewardSample) -> float:
+        answer = answer_text(sample.answer).rpartition("####")[2].strip()
+        marked = "$" in answer or "\\boxed" in answer
+        gold = read(answer if marked else f"${answer}$") or read(answer)
+        if not gold:
+            raise DataError(f"math-verify can't read the answer {answer!r}")
+        found = read(sample.response_text.rpartition("####")[2])
+        return float(verify(gold, found, timeout_seconds=None))
+
+    return math_verify
+
+
+def make_reasoning_gym() -> Scorer:
+    """The score that the row's own dataset gives the response, or its <answer>…</answer> part."""
+    try:
+        from reasoning_gym import get_score_answer_fn
+        from reasoning_gym.utils import extract_answer
+    except ImportError:
+        raise MissingExtraError("reward reasoning_gym", "reasoning-gym") from None
+    scorers: dict[str, Callable[..., float]] = {}
+
+    def reasoning_gym(sample: RewardSample) -> float:
+        name, entry = find_entry(sample.row)
+        if name not in scorers:
+            scorers[name] = get_score_answer_fn(name)
+        text = sample.response_text
+        found = extract_answer(text)
+        return scorers[name](text.strip() if found is None else found, entry)
+
+    return reasoning_gym
+
+
+def find_entry(row: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The dataset's name and the entry that a row of reasoning-gym holds, or a DataError.
+
+    Either the row is an entry as the package makes it (answer, metadata with source_dataset), or
+    its columns `dataset` and `entry` hold them. Metadata and entry may be JSON text.
+    """
+    entry = _as_mapping(row.get("entry", row))
+    metadata = _as_mapping(entry.get("metadata", {}))
+    name = row.get("dataset") or metadata.get("source_dataset")
+    if not isinstance(name, str) or "answer" not in entry:
+        raise DataError(
+            "reward reasoning_gym needs columns answer and metadata (with source_dataset), as its "
+            f"entries have them, or dataset and entry; the row has {', '.join(row) or 'none'}"
+        )
+    return name, {**entry, "metadata": metadata}
+
+
+def _as_mapping(value: Any) -> dict[str, Any]:
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        value = None
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+SCORERS: dict[str, Callable[[], Scorer]] = {
+    "exact": lambda: exact,
+    "contains": lambda: contains,
+    "math_verify": make_math_verify,
+    "reasoning_gym": make_reasoning_gym,
+}
+"""Makers of the reward functions by name; a maker fails if its extra is not installed."""
+
+NEEDS_ANSWER = frozenset({"checker", "exact", "contains", "math_verify"})
+INLINE = frozenset({"checker", "exact", "contains"})
+"""Pure and instant: called without a thread."""

@@ -1,0 +1,101 @@
+"""The replay buffer: which finished groups are trained on next. It holds keys and tags, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.keys import Key, Tags
+from practicum.recipe.schema import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All finished sessions of one prompt, failed ones too."""
+
+    prompt: int
+    rows: tuple[tuple[Key, Tags], ...]
+
+    def rewards(self) -> list[float]:
+        """The reward of each session that has one, counted once; the baseline's is not among them."""
+        by_session = {
+            key.session: tags.reward
+            for key, tags in self.rows
+            if tags.status == "ready" and not tags.is_baseline
+        }
+        return [reward for reward in by_session.values() if reward is not None]
+
+    @property
+    def is_flat(self) -> bool:
+        """No two sessions differ in reward, so a relative estimator learns nothing from it."""
+        return len(set(self.rewards())) < 2
+
+    @property
+    def version(self) -> int:
+        """Oldest weights that sampled a token of it."""
+        return min(tags.version_min for _, tags in self.rows)
+
+
+def groups_of(batch: BatchRef) -> list[Group]:
+    """The rows of a batch by prompt, in order of first appearance."""
+    by_prompt: dict[int, list[tuple[Key, Tags]]] = {}
+    for key, tags in batch:
+        by_prompt.setdefault(key.prompt, []).append((key, tags))
+    return [Group(prompt, tuple(rows)) for prompt, rows in by_prompt.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a step trains on, and what was left out on the way and must be cleared."""
+
+    batch: BatchRef
+    baselines: dict[int, float]
+    dropped: list[Key]
+    stale_groups: int
+
+
+class ReplayBuffer:
+    """Complete prompt groups, oldest first."""
+
+    def __init__(self, rules: Buffer, partition: str) -> None:
+        self.rules, self.partition = rules, partition
+        self._groups: list[Group] = []
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def add(self, groups: Sequence[Group]) -> list[Group]:
+        """Take in finished groups; gives back those left out for having no signal."""
+        left_out = [g for g in groups if self.rules.filter_flat_groups and g.is_flat]
+        self._groups += [g for g in groups if g not in left_out]
+        self._groups.sort(key=lambda group: group.prompt)
+        return left_out
+
+    def take(self, count: int, version: int) -> Taken:
+        """The oldest `count` groups (or all, if fewer); those sampled too long ago are dropped.
+
+        The batch has the rows to train on: ready, and not a baseline.
+        """
+        oldest = version - self.rules.max_staleness
+        stale = [g for g in self._groups if g.version < oldest]
+        fresh = [g for g in self._groups if g.version >= oldest]
+        chosen, self._groups = fresh[:count], fresh[count:]
+        rows = [row for group in chosen for row in group.rows]
+        kept = [(k, t) for k, t in rows if t.status == "ready" and not t.is_baseline]
+        baselines = {
+            k.prompt: t.reward for k, t in rows if t.is_baseline and t.reward is not None
+        }
+        train = {key for key, _ in kept}
+        dropped = [key for key, _ in rows if key not in train]
+        dropped += [key for group in stale for key, _ in group.rows]
+        batch = BatchRef(self.partition, tuple(k for k, _ in kept), tuple(t for _, t in kept))
+        return Taken(batch, baselines, dropped, len(stale))
+
+    def keys(self) -> list[Key]:
+        """Every row that waits here."""
+        return [key for group in self._groups for key, _ in group.rows]
+
+    def restore(self, batch: BatchRef) -> None:
+        """Hold again what a checkpoint held; nothing is filtered twice."""
+        self._groups = sorted(groups_of(batch), key=lambda group: group.prompt)

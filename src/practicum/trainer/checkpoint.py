@@ -1,0 +1,121 @@
+"""Checkpoints: written aside, then renamed, so that one is there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from practicum.errors import PracticumError
+
+ASIDE = ".writing-"
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a run is: everything small that a resumed run needs."""
+
+    step: int = 0
+    version: int = 0
+    stream: dict[str, int] = field(default_factory=dict)
+    kl: dict[str, float] = field(default_factory=dict)
+    positions: dict[str, int] = field(default_factory=dict)
+    first_eval: dict[str, float] = field(default_factory=dict)
+    last_eval: dict[str, float] = field(default_factory=dict)
+    best: float | None = None
+    best_step: int | None = None
+    seconds: float = 0.0
+
+
+class Checkpoints:
+    """The checkpoints of one run folder: save, find, prune."""
+
+    def __init__(self, folder: Path, keep_last: int) -> None:
+        self.folder, self.keep_last = folder, keep_last
+
+    def save(self, progress: Progress, write_parts: Callable[[Path], None]) -> Path:
+        """Write a checkpoint of this step, then drop those no longer kept."""
+        final = self.folder / f"step-{progress.step:06d}"
+        aside = self.folder / f"{ASIDE}{final.name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        write_parts(aside)
+        (aside / "progress.json").write_text(json.dumps(asdict(progress), indent=2))
+        _sync_tree(aside)
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(aside, final)
+        _sync(self.folder)
+        self._prune(progress.best_step)
+        return final
+
+    def steps(self) -> list[int]:
+        """Steps that have a whole checkpoint, oldest first."""
+        if not self.folder.is_dir():
+            return []
+        names = (path.name for path in self.folder.iterdir())
+        return sorted(int(name.removeprefix("step-")) for name in names if name.startswith("step-"))
+
+    def latest(self) -> tuple[Path, Progress]:
+        """The newest checkpoint."""
+        steps = self.steps()
+        if not steps:
+            raise PracticumError(
+                f"{self.folder} has no checkpoint to resume from: run without --resume"
+            )
+        path = self.folder / f"step-{steps[-1]:06d}"
+        return path, Progress(**json.loads((path / "progress.json").read_text()))
+
+    def _prune(self, best_step: int | None) -> None:
+        for stale in self.folder.glob(f"{ASIDE}*"):
+            shutil.rmtree(stale)
+        steps = self.steps()
+        for step in steps[: -self.keep_last]:
+            if step != best_step:
+                shutil.rmtree(self.folder / f"step-{step:06d}")
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            _sync(path)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """Dotted paths at which two resolved recipes differ."""
+    found = []
+    for key in sorted(old.keys() | new.keys()):
+        path, a, b = f"{prefix}{key}", old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += changed_keys(a, b, f"{path}.")
+        elif a != b:
+            found.append(path)
+    return found
+
+
+MAY_CHANGE = ("train.steps", "eval.", "checkpoint.", "track.", "checks.", "runtime.", "expected", "out")
+"""What a resumed run may set differently, because no step depends on it (steps: in no decay)."""
+
+
+def require_same_run(old: dict[str, Any], new: dict[str, Any]) -> None:
+    """A resumed run must be the run that was stopped."""
+    allowed = MAY_CHANGE if new["train"]["schedule"] == "constant" else MAY_CHANGE[1:]
+    changed = [k for k in changed_keys(old, new) if not k.startswith(allowed)]
+    if changed:
+        raise PracticumError(
+            f"the run to resume was started with other values of {', '.join(changed)}. "
+            "Resume with the recipe it had, or start anew with --fresh"
+        )

@@ -1,0 +1,93 @@
+"""The metrics of a step: their names, and those that come from tags. Padding and failed rows never count."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.keys import Tags
+from practicum.trainer.buffer import Group
+
+METRICS: dict[str, str] = {
+    "step": "Number of the step, from 1.",
+    "epoch": "Epoch of the prompt stream that the step's first prompt came from, from 0.",
+    "reward/mean": "Mean reward of the rolled-out sessions, each counted once.",
+    "reward/std": "Standard deviation of those rewards.",
+    "reward/mean/<domain>": "Mean reward of one domain.",
+    "reward/part/<function>": "Mean of one reward function, before its weight.",
+    "rollout/sessions": "Sessions rolled out, failed ones included.",
+    "rollout/failed": "Sessions that failed (their reasons are in samples.jsonl and the log).",
+    "rollout/tokens": "Tokens sampled.",
+    "rollout/tokens_per_second": "Tokens sampled per second of the rollout stage.",
+    "rollout/response_tokens": "Mean length of a response in tokens.",
+    "rollout/truncated": "Share of sessions cut off at max_new_tokens.",
+    "groups/flat": "Share of rolled-out groups whose rewards are all equal.",
+    "groups/of_one": "Groups with one session left, which have no relative signal.",
+    "groups/refills": "Further rollouts made to refill filtered groups.",
+    "groups/short": "Groups that the step lacks after all refills.",
+    "groups/stale": "Groups dropped for being older than buffer.max_staleness.",
+    "advantage/kl_reward": "KL to the reference in the reward, mean over sampled tokens.",
+    "advantage/kl_coefficient": "Weight of that KL.",
+    "advantage/kl_clamped": "Share of sampled tokens whose log-ratio to the reference was clamped.",
+    "advantage/<name>": "Other counts of the advantage estimator.",
+    "train/loss": "The aggregated loss that was minimised.",
+    "train/<name>": "Other numbers of the student's update; `learning/metrics.py` lists them.",
+    "train/gap_mean": "Mean |rollout - learner| logprob on fresh sampled tokens, in nats.",
+    "train/gap_max": "Largest such difference.",
+    "train/gap_k3": "k3 estimate of KL(rollout || learner) on them.",
+    "critic/<name>": "Numbers of the critic's update.",
+    "checks/<name>": "How often a check set to `warn` has fired in this step.",
+    "eval/greedy": "Mean reward of greedy answers over the evaluation prompts.",
+    "eval/greedy/<domain>": "The same for one domain.",
+    "eval/mean@<k>": "Mean reward over k samples per evaluation prompt.",
+    "eval/mean@<k>/<domain>": "The same for one domain.",
+    "eval/pass@<k>": "Share of evaluation prompts with a passing answer among k samples.",
+    "eval/pass@<k>/<domain>": "The same for one domain.",
+    "time/step": "Seconds of the whole step.",
+    "time/<stage>": "Seconds of one stage, or of eval and checkpoint.",
+}
+"""Every name that may stand in metrics.jsonl; <…> stands for any word. A test holds runs to this list."""
+
+
+def rollout_metrics(tags: Iterable[Tags], groups: Iterable[Group]) -> dict[str, float]:
+    """What a step's rollouts say, from tags alone. `tags` has one entry per session."""
+    tags, groups = list(tags), list(groups)
+    ready = [t for t in tags if t.status == "ready" and t.reward is not None]
+    out: dict[str, float] = {
+        "rollout/sessions": len(tags),
+        "rollout/failed": len(tags) - len(ready),
+        "rollout/tokens": sum(t.sampled_tokens for t in tags),
+    }
+    if ready:
+        rewards = [t.reward for t in ready if t.reward is not None]
+        out["reward/mean"] = statistics.fmean(rewards)
+        out["reward/std"] = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
+        out["rollout/response_tokens"] = statistics.fmean(t.response_tokens for t in ready)
+        out["rollout/truncated"] = statistics.fmean(t.finish == "length" for t in ready)
+        out |= by_domain("reward/mean", ready)
+    if groups:
+        out["groups/flat"] = statistics.fmean(group.is_flat for group in groups)
+    return out
+
+
+def by_domain(name: str, tags: Iterable[Tags]) -> dict[str, float]:
+    """Mean reward of each domain."""
+    rewards: dict[str, list[float]] = {}
+    for tag in tags:
+        if tag.reward is not None:
+            rewards.setdefault(tag.domain, []).append(tag.reward)
+    return {f"{name}/{domain}": statistics.fmean(r) for domain, r in sorted(rewards.items())}
+
+
+def session_tags(batch: BatchRef) -> list[Tags]:
+    """One Tags per session (its last trajectory's), without baselines and padding."""
+    found = {
+        key[:2]: tags for key, tags in batch if not tags.is_baseline and not tags.is_padding
+    }
+    return list(found.values())
+
+
+def prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """The same numbers under `prefix/`."""
+    return {f"{prefix}/{name}": value for name, value in metrics.items()}

@@ -1,0 +1,241 @@
+"""A run: steps, evaluations, checkpoints and everything written about them, from a recipe to an export."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from practicum.checks.watch import Watch
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.plan import make_plan
+from practicum.errors import PracticumError
+from practicum.observe.progress import ProgressView
+from practicum.observe.trackers import make_trackers
+from practicum.recipe.load import LoadedRecipe, load_recipe
+from practicum.recipe.schema import Recipe
+from practicum.runtime.local import Roles, start_local
+from practicum.tasks.check import tasks_needing_answer
+from practicum.tasks.stream import eval_prompts, make_stream
+from practicum.trainer.checkpoint import Checkpoints, Progress, require_same_run
+from practicum.trainer.evaluate import evaluate
+from practicum.trainer.folder import RunFolder
+from practicum.trainer.interrupt import Interrupt
+from practicum.trainer.randomness import random_state, set_random_state
+from practicum.trainer.samples import sample_rows
+from practicum.trainer.step import TRAIN, StepRunner
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run came to."""
+
+    name: str
+    folder: Path
+    first_eval: dict[str, float]
+    last_eval: dict[str, float]
+    steps: int
+    seconds: float
+    interrupted: bool
+
+
+class Run:
+    """One recipe, from its start or its last checkpoint to its end."""
+
+    def __init__(self, recipe: Recipe, folder: RunFolder, view: ProgressView) -> None:
+        self.recipe, self.folder, self.view = recipe, folder, view
+        self.plan = make_plan(recipe)
+        self.watch = Watch(recipe.checks, self._report)
+        self.roles: Roles = start_local(recipe, self.plan, self.watch)
+        needs_answer = tasks_needing_answer(recipe)
+        stream = make_stream(recipe.tasks, recipe.seed, needs_answer=needs_answer)
+        self.runner = StepRunner(recipe, self.plan, self.roles, stream, self.watch)
+        self.runner.on_stage, self.runner.on_batch = view.stage, self._keep_samples
+        self.eval_prompts = eval_prompts(recipe.tasks, recipe.eval.rows, seed=recipe.seed)
+        self.checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep_last)
+        self.trackers = make_trackers(recipe, folder.path)
+        self.progress = Progress()
+        self._samples: list[dict[str, Any]] = []
+        self._began = time.monotonic()
+
+    def train(self, interrupt: Interrupt) -> Outcome:
+        """All steps that are left, then the export."""
+        steps = self.recipe.train.steps
+        if self.progress.step == 0 and not self.progress.first_eval:
+            self.progress.first_eval = self.evaluate()
+            self._record(0, dict(self.progress.first_eval))
+        while self.progress.step < steps and not interrupt.asked:
+            self._one_step(self.progress.step + 1)
+        if self.checkpoints.steps()[-1:] != [self.progress.step]:
+            self.save()
+        if not interrupt.asked:
+            self.roles.student.learner.export(self.folder.export, self.roles.tokenizer)
+        return Outcome(
+            self.recipe.name,
+            self.folder.path,
+            self.progress.first_eval,
+            self.progress.last_eval or self.progress.first_eval,
+            self.progress.step,
+            self._elapsed(),
+            interrupt.asked,
+        )
+
+    def evaluate(self) -> dict[str, float]:
+        """Scores on the held-out prompts with the current weights."""
+        self.view.stage("eval")
+        began = time.perf_counter()
+        metrics = evaluate(self.recipe, self.roles, self.eval_prompts)
+        return metrics | {"time/eval": time.perf_counter() - began} if metrics else {}
+
+    def _one_step(self, number: int) -> None:
+        every, steps = self.recipe.eval.every, self.recipe.train.steps
+        metrics = self.runner.step(number)
+        self.progress.step = number
+        if number == steps or (every and number % every == 0):
+            self.progress.last_eval = self.evaluate()
+            metrics |= self.progress.last_eval
+        self._record(number, metrics)
+        is_best = self._is_best(metrics)
+        due = self.recipe.checkpoint.every
+        if is_best or (due and number % due == 0):
+            self.save()
+
+    def _is_best(self, metrics: dict[str, float]) -> bool:
+        name = self.recipe.checkpoint.keep_best
+        if name is None or name not in metrics:
+            if name is not None and any(key.startswith("eval/") for key in metrics):
+                known = ", ".join(sorted(k for k in metrics if k.startswith("eval/")))
+                raise PracticumError(f"checkpoint.keep_best is {name}; evaluations give {known}")
+            return False
+        if self.progress.best is not None and metrics[name] <= self.progress.best:
+            return False
+        self.progress.best, self.progress.best_step = metrics[name], self.progress.step
+        return True
+
+    def _record(self, number: int, metrics: dict[str, float]) -> None:
+        row = {"step": number, **metrics}
+        self.folder.append("metrics.jsonl", [row])
+        self.folder.append("samples.jsonl", [{"step": number, **s} for s in self._samples])
+        self._samples = []
+        for tracker in self.trackers:
+            tracker.log(number, metrics)
+        self.view.step(number, metrics)
+
+    def _keep_samples(self, batch: BatchRef) -> None:
+        wanted = self.recipe.track.trajectories - len(self._samples)
+        if wanted > 0:
+            self._samples += sample_rows(self.roles, batch, wanted)
+
+    def _report(self, sentence: str) -> None:
+        self.view.say(sentence)
+        self.folder.log(sentence)
+
+    def _elapsed(self) -> float:
+        return self.progress.seconds + time.monotonic() - self._began
+
+    def save(self) -> None:
+        """Write a checkpoint of the run as it is between two steps."""
+        began = time.perf_counter()
+        roles, progress = self.roles, self.progress
+        progress.version = roles.student.learner.version
+        progress.stream = self.runner.stream.state_dict()
+        progress.kl = roles.credit.state_dict()
+        progress.positions = self.folder.positions()
+        before, progress.seconds = progress.seconds, self._elapsed()
+        path = self.checkpoints.save(progress, self._write_parts)
+        progress.seconds = before
+        self.folder.log(f"checkpoint {path.name} in {time.perf_counter() - began:.2f} s")
+
+    def _write_parts(self, folder: Path) -> None:
+        self.roles.student.learner.save(folder / "student")
+        if self.roles.valuation is not None:
+            self.roles.valuation.critic.save(folder / "critic")
+        self.roles.store.save(folder / "store")
+        torch.save(random_state(), folder / "random.pt")
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint."""
+        path, self.progress = self.checkpoints.latest()
+        roles = self.roles
+        roles.student.learner.load(path / "student")
+        if roles.valuation is not None:
+            roles.valuation.critic.load(path / "critic")
+        roles.store.load(path / "store")
+        self.runner.buffer.restore(roles.store.batch(TRAIN))
+        self.runner.stream.load_state_dict(self.progress.stream)
+        roles.credit.load_state_dict(self.progress.kl)
+        set_random_state(torch.load(path / "random.pt", weights_only=True))
+        self.folder.rewind(self.progress.positions)
+        self.runner.sync_weights()
+        self.folder.log(f"resumed from {path.name}")
+
+    def close(self) -> None:
+        """Stop what runs in the background."""
+        for tracker in self.trackers:
+            tracker.close()
+        self.roles.close()
+
+
+def open_folder(recipe: Recipe, out: Path | None, *, resume: bool, fresh: bool) -> RunFolder:
+    """The run's folder: a new one, the one to resume, or (fresh) in place of an old run."""
+    folder = RunFolder(out or Path(recipe.out or Path("runs") / recipe.name))
+    if resume:
+        if not folder.is_used:
+            raise PracticumError(f"{folder.path} has no run to resume: leave out --resume")
+        require_same_run(folder.recipe(), recipe.model_dump(mode="json", exclude={"extends"}))
+        return folder
+    if folder.is_used:
+        if not fresh:
+            raise PracticumError(
+                f"{folder.path} holds a run already: --resume continues it, --fresh replaces it, "
+                "--out DIR writes elsewhere"
+            )
+        shutil.rmtree(folder.path)
+    folder.create(recipe)
+    return folder
+
+
+def train_loaded(
+    loaded: LoadedRecipe, out: Path | None = None, *, resume: bool = False, fresh: bool = False
+) -> Outcome:
+    """Train one recipe; used by the command line, the demo and tests."""
+    recipe = loaded.recipe
+    folder = open_folder(recipe, out, resume=resume, fresh=fresh)
+    done = Checkpoints(folder.checkpoints, 1).steps()[-1:] if resume else []
+    with ProgressView(recipe.name, recipe.train.steps, *done) as view:
+        run = Run(recipe, folder, view)
+        try:
+            if resume:
+                run.resume()
+            with Interrupt(view.say) as interrupt:
+                return run.train(interrupt)
+        except BaseException as error:
+            folder.log(f"stopped by {type(error).__name__}: {error}")
+            raise
+        finally:
+            run.close()
+
+
+def train_recipes(
+    paths: Sequence[Path],
+    overrides: Sequence[str] = (),
+    *,
+    resume: bool = False,
+    fresh: bool = False,
+    out: Path | None = None,
+) -> list[Outcome]:
+    """Train recipes one after the other; all are loaded and validated before the first starts."""
+    if out is not None and len(paths) > 1:
+        raise PracticumError("--out is for one recipe; several write to their own folders")
+    outcomes = []
+    for loaded in [load_recipe(path, overrides) for path in paths]:
+        outcome = train_loaded(loaded, out, resume=resume, fresh=fresh)
+        outcomes.append(outcome)
+        if outcome.interrupted:
+            break
+    return outcomes

@@ -1,0 +1,186 @@
+"""One training step, from prompts to new weights. Read `StepRunner.step` first.
+
+A step is a chain of stages. Which of them run, and what they read and write, is the plan's to say
+(`dataplane/plan.py`); where they run is the roles' (`runtime/`). This module holds keys and tags only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from practicum.checks import invariants
+from practicum.checks.watch import Watch
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.plan import Plan
+from practicum.errors import PracticumError
+from practicum.recipe.schema import Recipe
+from practicum.rollout.protocol import Sampling
+from practicum.runtime.local import Roles
+from practicum.runtime.practice import Attempt
+from practicum.tasks.prompts import Prompt
+from practicum.tasks.stream import PromptStream
+from practicum.trainer.buffer import Group, ReplayBuffer, groups_of
+from practicum.trainer.metrics import prefixed, rollout_metrics, session_tags
+
+TRAIN = "train"
+T = TypeVar("T")
+
+
+class StepRunner:
+    """Runs steps over a set of roles. Its state is the prompt stream and the replay buffer."""
+
+    def __init__(
+        self, recipe: Recipe, plan: Plan, roles: Roles, stream: PromptStream, watch: Watch
+    ) -> None:
+        self.recipe, self.plan, self.roles, self.stream = recipe, plan, roles, stream
+        self.watch = watch
+        self.buffer = ReplayBuffer(recipe.buffer, TRAIN)
+        self.on_stage: Callable[[str], None] = lambda name: None
+        self.on_batch: Callable[[BatchRef], None] = lambda batch: None
+        self._seconds: dict[str, float] = {}
+        self._parts: dict[str, float] = {}
+
+    def step(self, number: int) -> dict[str, float]:
+        """Practise, judge, learn, and leave the store as it was. Returns the step's metrics."""
+        began = time.perf_counter()
+        self._seconds = {}
+        self.watch.fired.clear()
+        student, critic, credit = self.roles.student, self.roles.valuation, self.roles.credit
+        supervised = "demonstrate" in self.plan
+
+        batch, baselines, metrics = self._demonstrations() if supervised else self._practise()
+        self._run("old_logprobs", lambda: student.old_logprobs(batch))
+        self._run("ref_logprobs", lambda: student.ref_logprobs(batch))
+        if critic is not None:
+            self._run("values", lambda: critic.values(batch))
+        advantage = self._run("advantages", lambda: credit.advantages(batch, baselines=baselines))
+        if critic is not None:
+            learnt = self._run("update_critic", lambda: critic.update(batch, step=number))
+            metrics |= prefixed("critic", learnt or {})
+        if not self._critic_warms_up(number):
+            learnt = self._run("update_student", lambda: student.update(batch, step=number))
+            metrics |= prefixed("train", learnt or {})
+        self._run("sync", self.sync_weights)
+        self._run("clear", lambda: self._clear(batch))
+
+        metrics |= _advantage_metrics(advantage or {})
+        metrics |= {f"checks/{name}": count for name, count in self.watch.fired.items()}
+        metrics |= {f"time/{name}": seconds for name, seconds in self._seconds.items()}
+        if (rolled := self._seconds.get("rollout")) and "rollout/tokens" in metrics:
+            metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / rolled
+        return metrics | {"time/step": time.perf_counter() - began}
+
+    def sync_weights(self) -> None:
+        """Give the engine the learner's weights and version."""
+        learner = self.roles.student.learner
+        self.roles.engine.load_weights(learner.named_weights(), learner.version)
+
+    def _demonstrations(self) -> tuple[BatchRef, dict[int, float], dict[str, float]]:
+        prompts = self.stream.take(self.recipe.train.prompts)
+        batch = self._run("demonstrate", lambda: self.roles.practice.demonstrate(prompts, TRAIN))
+        assert batch is not None
+        self.on_batch(batch)
+        return batch, {}, {"epoch": prompts[0].epoch}
+
+    def _practise(self) -> tuple[BatchRef, dict[int, float], dict[str, float]]:
+        """Roll out and judge until enough complete groups are there, and take the oldest."""
+        wanted, version = self.recipe.train.prompts, self.roles.student.learner.version
+        rolled: list[BatchRef] = []
+        groups: list[Group] = []
+        refills, epoch = -1, None
+        while len(self.buffer) < wanted and refills < self.recipe.buffer.max_refills:
+            prompts = self.stream.take(wanted - len(self.buffer))
+            epoch = prompts[0].epoch if epoch is None else epoch
+            batch = self._roll_out(prompts)
+            rolled.append(batch)
+            new = groups_of(batch)
+            groups += new
+            self._forget([key for group in self.buffer.add(new) for key, _ in group.rows])
+            refills += 1
+            if not self.recipe.buffer.filter_flat_groups:
+                break
+        taken = self.buffer.take(wanted, version)
+        self._forget(taken.dropped)
+        if not taken.batch:
+            raise PracticumError(
+                f"no group with a signal was left after {refills} refills: the task is too easy or too "
+                "hard for this model (reward/mean says which), or buffer.max_refills is too small"
+            )
+        check = invariants.weight_version(taken.batch, version, self.recipe.buffer.max_staleness)
+        self.watch("weight_version", check)
+        metrics = rollout_metrics([t for batch in rolled for t in session_tags(batch)], groups)
+        metrics |= self._parts
+        metrics["epoch"] = epoch or 0
+        if self.recipe.buffer.filter_flat_groups:
+            lacking = wanted - len({key.prompt for key in taken.batch.keys})
+            metrics |= {"groups/refills": refills, "groups/short": lacking}
+            metrics["groups/stale"] = taken.stale_groups
+        return taken.batch, taken.baselines, metrics
+
+    def _roll_out(self, prompts: list[Prompt]) -> BatchRef:
+        """Rollout and reward of these prompts; gives the rows with their rewards in the tags."""
+        practice, recipe = self.roles.practice, self.recipe
+        attempts = training_attempts(recipe, prompts, self.roles.stop)
+        batch = self._run("rollout", lambda: practice.rollout(attempts, TRAIN, seed=recipe.seed))
+        assert batch is not None
+        baseline = recipe.algorithm.advantage == "remax"
+        self.watch("groups", invariants.groups(batch, recipe.rollout.samples + baseline))
+        parts = self._run("reward", lambda: practice.reward(batch)) or {}
+        self._parts = {f"reward/part/{n}": sum(v) / len(v) for n, v in parts.items() if v}
+        batch = self.roles.store.batch(TRAIN, batch.keys)
+        self.on_batch(batch)
+        return batch
+
+    def _critic_warms_up(self, number: int) -> bool:
+        critic = self.recipe.critic
+        return critic is not None and number <= critic.warmup_steps
+
+    def _clear(self, batch: BatchRef) -> None:
+        self._forget(list(batch.keys))
+        held = self.roles.store.size(TRAIN)
+        self.watch("store_empty", invariants.store_empty(held, len(self.buffer.keys())))
+
+    def _forget(self, keys: list) -> None:
+        if keys:
+            self.roles.store.clear(TRAIN, keys)
+            self.roles.practice.forget(keys)
+
+    def _run(self, name: str, work: Callable[[], T]) -> T | None:
+        """Run a stage if the plan has it, and keep its time."""
+        if name not in self.plan:
+            return None
+        self.on_stage(name)
+        began = time.perf_counter()
+        try:
+            return work()
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+def training_attempts(
+    recipe: Recipe, prompts: list[Prompt], stop: frozenset[int]
+) -> list[Attempt]:
+    """The sessions of each prompt; ReMax adds a greedy one as the baseline."""
+    rollout = recipe.rollout
+    drawn = Sampling(
+        max_new_tokens=rollout.max_new_tokens,
+        stop=stop,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+    )
+    attempts = [Attempt(p, i, drawn) for p in prompts for i in range(rollout.samples)]
+    if recipe.algorithm.advantage == "remax":
+        greedy = Sampling(max_new_tokens=rollout.max_new_tokens, stop=stop, greedy=True)
+        attempts += [Attempt(p, rollout.samples, greedy, is_baseline=True) for p in prompts]
+    return attempts
+
+
+def _advantage_metrics(stats: Mapping[str, Any]) -> dict[str, float]:
+    stats = dict(stats)
+    out = {"groups/of_one": stats.pop("groups_of_one")} if "groups_of_one" in stats else {}
+    stats.pop("flat_groups", None)  # groups/flat says it, before any filter
+    return out | prefixed("advantage", stats)

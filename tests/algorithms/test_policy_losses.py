@@ -1,0 +1,242 @@
+"""Policy losses: numbers by hand, slow references, gradients, and laws on ragged batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from practicum.algorithms.aggregation import token_weights
+from practicum.algorithms.policy_losses.registry import POLICY_LOSSES
+from practicum.algorithms.policy_losses.types import PolicyInputs
+from practicum.recipe.schema import Algorithm
+
+from . import reference
+from .batches import Batch, batches, with_more_masked_tokens, with_sessions_permuted
+
+KINDS = sorted(POLICY_LOSSES)
+CLOSE: dict[str, Any] = {"rel": 1e-9, "abs": 1e-10}
+
+
+def inputs_of(
+    ratios: Sequence[float],
+    advantages: Sequence[float],
+    session: list[int] | None = None,
+    old: float = -1.0,
+    **more: Any,
+) -> PolicyInputs:
+    """Sampled tokens with these ratios to an old logprob."""
+    log_ratio = torch.tensor(ratios, dtype=torch.float64).log()
+    return PolicyInputs(
+        **{
+            "logprobs_N": (log_ratio + old).requires_grad_(),
+            "old_logprobs_N": torch.full_like(log_ratio, old),
+            "advantages_N": torch.tensor(advantages, dtype=torch.float64),
+            "mask_N": torch.ones(len(ratios), dtype=torch.bool),
+            "session_N": torch.tensor(session or list(range(len(ratios)))),
+            "clip_low": 0.2,
+            "clip_high": 0.28,
+            **more,
+        }
+    )
+
+
+def gradient(kind: str, inputs: PolicyInputs) -> Tensor:
+    (slope_N,) = torch.autograd.grad(POLICY_LOSSES[kind](inputs).loss_N.sum(), inputs.logprobs_N)
+    return slope_N
+
+
+def test_registry_has_the_recipe_s_names() -> None:
+    names = get_args(Algorithm.model_fields["loss"].annotation)
+    assert set(POLICY_LOSSES) == set(names) - {"supervised"}
+
+
+def test_ppo_clip_by_hand() -> None:
+    inputs = inputs_of([1.5, 0.5, 0.5, 1.5, 4.0, 1.1], [1, 1, -1, -1, -2, 2], dual_clip=3.0)
+    found = POLICY_LOSSES["ppo_clip"](inputs)
+    assert found.loss_N.tolist() == pytest.approx([-1.28, -0.5, 0.8, 1.5, 6, -2.2])
+    assert found.stats_N["ratio"].tolist() == pytest.approx([1.5, 0.5, 0.5, 1.5, 4, 1.1])
+    assert found.stats_N["clipped_high"].tolist() == [1, 0, 0, 0, 0, 0]
+    assert found.stats_N["clipped_low"].tolist() == [0, 0, 1, 0, 0, 0]
+    assert found.stats_N["dual_clipped"].tolist() == [0, 0, 0, 0, 1, 0]
+    assert found.stats_N["log_ratio_clamped"].tolist() == [0] * 6
+    assert found.stats_N["approx_kl"].tolist() == pytest.approx(
+        [r - 1 - math.log(r) for r in (1.5, 0.5, 0.5, 1.5, 4, 1.1)]
+    )
+    assert gradient("ppo_clip", inputs).tolist() == pytest.approx([0, -0.5, 0, 1.5, 0, -2.2])
+
+
+def test_gspo_by_hand() -> None:
+    inputs = inputs_of([1.2, 0.9, 2.0, 8.0], [1, 1, 1, 1], session=[0, 0, 2, 2])
+    found = POLICY_LOSSES["gspo"](inputs)
+    whole = math.sqrt(1.2 * 0.9)
+    assert found.stats_N["ratio"].tolist() == pytest.approx([whole, whole, 4, 4])
+    assert found.loss_N.tolist() == pytest.approx([-whole, -whole, -1.28, -1.28])
+    assert found.stats_N["clipped_high"].tolist() == [0, 0, 1, 1]
+    assert found.stats_N["approx_kl"].tolist() == pytest.approx(
+        [r - 1 - math.log(r) for r in (1.2, 0.9, 2, 8)]
+    )
+    assert gradient("gspo", inputs).tolist() == pytest.approx([-whole, -whole, 0, 0])
+
+
+def test_cispo_by_hand() -> None:
+    inputs = inputs_of([2.0, 0.5, 1.1], [2, -1, 1])
+    found = POLICY_LOSSES["cispo"](inputs)
+    weights = [1.28, 0.8, 1.1]
+    logprobs = [math.log(r) - 1 for r in (2.0, 0.5, 1.1)]
+    assert found.loss_N.tolist() == pytest.approx(
+        [-w * a * p for w, a, p in zip(weights, [2, -1, 1], logprobs, strict=True)]
+    )
+    assert found.stats_N["ratio"].tolist() == pytest.approx([2, 0.5, 1.1])
+    assert found.stats_N["clipped_high"].tolist() == [1, 0, 0]
+    assert found.stats_N["clipped_low"].tolist() == [0, 1, 0]
+    assert gradient("cispo", inputs).tolist() == pytest.approx([-2.56, 0.8, -1.1])
+
+
+def test_cispo_without_a_lower_bound() -> None:
+    inputs = inputs_of([0.01], [1], clip_low=1.0)
+    found = POLICY_LOSSES["cispo"](inputs)
+    assert gradient("cispo", inputs).tolist() == pytest.approx([-0.01])
+    assert found.stats_N["clipped_low"].tolist() == [0]
+
+
+def test_reinforce_by_hand() -> None:
+    inputs = inputs_of([1.0, 2.0], [3, -1])
+    found = POLICY_LOSSES["reinforce"](inputs)
+    assert found.loss_N.tolist() == pytest.approx([3, math.log(2) - 1])
+    assert gradient("reinforce", inputs).tolist() == [-3, 1]
+
+
+@pytest.mark.parametrize(("kind", "bites"), [("ppo_clip", [1, 1, 0]), ("gspo", [1, 1, 0])])
+def test_a_log_ratio_clamp_is_counted_and_stops_the_gradient(kind: str, bites: list[int]) -> None:
+    inputs = inputs_of(
+        [20.0, 0.01, 1.1], [-1, 1, 1], log_ratio_clamp=math.log(3), clip_high=9.0, clip_low=1.0
+    )
+    found = POLICY_LOSSES[kind](inputs)
+    assert found.stats_N["log_ratio_clamped"].tolist() == bites
+    assert found.stats_N["ratio"].tolist() == pytest.approx([3, 1 / 3, 1.1])
+    assert found.loss_N.tolist() == pytest.approx([3, -1 / 3, -1.1])
+    assert gradient(kind, inputs).tolist() == pytest.approx([0, 0, -1.1])
+
+
+@pytest.mark.parametrize("kind", ["cispo", "reinforce"])
+def test_a_log_ratio_clamp_is_counted_where_the_ratio_has_no_gradient(kind: str) -> None:
+    inputs = inputs_of([20.0, 1.1], [-1, 1], log_ratio_clamp=math.log(3), clip_high=9.0)
+    found = POLICY_LOSSES[kind](inputs)
+    assert found.stats_N["log_ratio_clamped"].tolist() == [1, 0]
+    assert found.stats_N["ratio"].tolist() == pytest.approx([3, 1.1])
+    assert gradient(kind, inputs).tolist() == pytest.approx(
+        [3, -1.1] if kind == "cispo" else [1, -1]
+    )
+
+
+@pytest.mark.parametrize("kind", ["ppo_clip", "gspo", "cispo"])
+def test_a_ratio_beyond_floats_is_harmless_where_the_clip_discards_it(kind: str) -> None:
+    inputs = inputs_of([1.0, 1.0], [1, 0])
+    inputs = replace(inputs, old_logprobs_N=inputs.old_logprobs_N - 2000.0)
+    assert POLICY_LOSSES[kind](inputs).loss_N.isfinite().all()
+    assert gradient(kind, inputs).tolist() == pytest.approx([-1.28 * (kind == "cispo"), 0])
+
+
+@pytest.mark.parametrize("kind", ["ppo_clip", "reinforce"])
+def test_gradient_against_finite_differences(kind: str) -> None:
+    ratios, advantages = [1.5, 0.5, 0.5, 1.5, 4.0, 1.1], [1, 1, -1, -1, -2, 2]
+    inputs = inputs_of(ratios, advantages, dual_clip=3.0)
+    assert torch.autograd.gradcheck(
+        lambda x: POLICY_LOSSES[kind](replace(inputs, logprobs_N=x)).loss_N, inputs.logprobs_N
+    )
+
+
+def test_gspo_s_token_form_has_the_gradient_of_the_sequence_objective() -> None:
+    """With one advantage per session, finite differences of its value see the sequence ratio."""
+    session = [0, 1, 0, 1, 1, 2, 2, 3]
+    inputs = inputs_of(
+        [1.2, 0.9, 0.9, 1.3, 0.8, 2.0, 3.0, 0.3],
+        [[1.5, -0.5, 1.0, -2.0][s] for s in session],
+        session=session,
+    )
+    weights_N = token_weights(
+        "seq_mean_token_mean", inputs.mask_N, inputs.session_N, 4, torch.float64
+    )
+
+    def loss(logprobs_N: Tensor) -> Tensor:
+        terms = POLICY_LOSSES["gspo"](replace(inputs, logprobs_N=logprobs_N))
+        return (weights_N * terms.loss_N).sum()
+
+    assert torch.autograd.gradcheck(loss, inputs.logprobs_N)
+
+
+def test_statistics_carry_no_gradient() -> None:
+    for kind in KINDS:
+        stats_N = POLICY_LOSSES[kind](inputs_of([1.5, 0.5], [1, -1])).stats_N
+        assert stats_N
+        assert not any(x_N.requires_grad for x_N in stats_N.values())
+
+
+@given(
+    batch=batches(),
+    clip_low=st.floats(0.05, 1.2),
+    clip_high=st.floats(0.05, 2.0),
+    dual_clip=st.none() | st.floats(1.1, 4),
+    clamp=st.none() | st.floats(0.3, 2),
+)
+@settings(deadline=None)
+def test_losses_and_gradients_follow_their_formulas(
+    batch: Batch, clip_low: float, clip_high: float, dual_clip: float | None, clamp: float | None
+) -> None:
+    for kind in KINDS:
+        inputs = batch.policy_inputs(clip_low, clip_high, dual_clip, clamp)
+        found = POLICY_LOSSES[kind](inputs)
+        loss, slope = reference.policy(batch, kind, clip_low, clip_high, dual_clip, clamp)
+        assert found.loss_N.tolist() == pytest.approx(loss, **CLOSE), kind
+        assert gradient(kind, inputs).tolist() == pytest.approx(slope, **CLOSE), kind
+
+
+@given(batch=batches())
+@settings(deadline=None)
+def test_masked_tokens_have_no_loss_gradient_or_statistic(batch: Batch) -> None:
+    for kind in KINDS:
+        inputs = batch.policy_inputs(dual_clip=2.0, log_ratio_clamp=1.0)
+        found, masked = POLICY_LOSSES[kind](inputs), ~inputs.mask_N
+        for x_N in (found.loss_N, gradient(kind, inputs), *found.stats_N.values()):
+            assert (x_N[masked] == 0).all(), kind
+            assert x_N.isfinite().all(), kind
+
+
+@given(data=st.data(), batch=batches())
+@settings(deadline=None)
+def test_more_masked_tokens_change_not_one_bit(data: st.DataObject, batch: Batch) -> None:
+    more, kept = data.draw(with_more_masked_tokens(batch))
+    for kind in KINDS:
+        before, after = batch.policy_inputs(dual_clip=2.0), more.policy_inputs(dual_clip=2.0)
+        loss_N = POLICY_LOSSES[kind](before).loss_N
+        assert torch.equal(POLICY_LOSSES[kind](after).loss_N[kept], loss_N), kind
+        assert torch.equal(gradient(kind, after)[kept], gradient(kind, before)), kind
+
+
+@given(data=st.data(), batch=batches())
+@settings(deadline=None)
+def test_the_order_of_sessions_does_not_matter(data: st.DataObject, batch: Batch) -> None:
+    moved, order = data.draw(with_sessions_permuted(batch))
+    for kind in KINDS:
+        loss_N = POLICY_LOSSES[kind](batch.policy_inputs()).loss_N
+        assert torch.equal(POLICY_LOSSES[kind](moved.policy_inputs()).loss_N, loss_N[order]), kind
+
+
+@given(batch=batches(), clip_range=st.floats(0, 0.5), dual_clip=st.none() | st.just(3.0))
+@settings(deadline=None)
+def test_on_policy_the_gradient_is_that_of_reinforce(
+    batch: Batch, clip_range: float, dual_clip: float | None
+) -> None:
+    inputs = replace(batch, old=batch.logprob).policy_inputs(clip_range, clip_range, dual_clip)
+    for kind in ("ppo_clip", "gspo", "cispo"):
+        assert torch.equal(gradient(kind, inputs), gradient("reinforce", inputs)), kind
+        ratio_N = POLICY_LOSSES[kind](inputs).stats_N["ratio"]
+        assert torch.equal(ratio_N, inputs.mask_N.to(ratio_N.dtype)), kind
