@@ -79,6 +79,9 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the run folder's newest checkpoint.")
     ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Replace the run that the folder holds already.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Run folder, in place of runs/NAME.")
     ] = None,
@@ -87,9 +90,11 @@ def train(
 
     practicum train recipes/sort.yaml --set train.steps=20 --out runs/short
     """
+    if resume and fresh:
+        raise typer.BadParameter("--resume continues a run, --fresh replaces it: give one of them")
     from practicum.trainer.run import train_recipes
 
-    train_recipes(recipes, overrides or [], resume, out)
+    train_recipes(recipes, overrides or [], resume=resume, fresh=fresh, out=out)
 
 
 @app.command(no_args_is_help=True)
@@ -178,14 +183,18 @@ def evaluate(
 
 
 @app.command()
-def demo() -> None:
+def demo(
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="Folder of the demo's runs.")
+    ] = Path("runs/demo"),
+) -> None:
     """Train a tiny model on this machine, in minutes.
 
     Warms it up on demonstrations, trains it with GRPO, shows what it learnt. No GPU, no network.
     """
-    from practicum.observe.demo import run_demo
+    from practicum.trainer.demo import run_demo
 
-    run_demo()
+    run_demo(out)
 
 
 def _preflight(loaded: LoadedRecipe) -> list[str]:

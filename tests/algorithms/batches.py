@@ -10,11 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from practicum.algorithms.advantages.types import AdvantageInputs
 from practicum.algorithms.policy_losses.types import PolicyInputs
+
+law = settings(deadline=None, max_examples=60)
 
 TOKEN_FIELDS = ("session", "mask", "reward", "value", "logprob", "old", "advantage")
 

@@ -126,7 +126,7 @@ def clip(x: float, low: float, high: float) -> float:
     return min(max(x, low), high)
 
 
-def log_ratios(batch: Batch, kind: str, clamp: float | None) -> list[float]:
+def log_ratios(batch: Batch, kind: str) -> list[float]:
     """What each token's ratio is the exponential of: its own, or its session's mean (gspo)."""
     result = [0.0] * len(batch.session)
     for s in range(len(batch.group)):
@@ -135,8 +135,6 @@ def log_ratios(batch: Batch, kind: str, clamp: float | None) -> list[float]:
             own = batch.logprob[i] - batch.old[i]
             whole = mean([batch.logprob[j] - batch.old[j] for j in where])
             result[i] = whole if kind == "gspo" else own
-            if clamp is not None:
-                result[i] = clip(result[i], -clamp, clamp)
     return result
 
 
@@ -150,10 +148,12 @@ def policy(
 ) -> tuple[list[float], list[float]]:
     """Loss of each token, and its derivative by the token's logprob (stop-gradients kept)."""
     losses, slopes = [0.0] * len(batch.session), [0.0] * len(batch.session)
-    for i, log_ratio in enumerate(log_ratios(batch, kind, clamp)):
+    for i, log_ratio in enumerate(log_ratios(batch, kind)):
         if not batch.mask[i]:
             continue
-        a, logprob, r = batch.advantage[i], batch.logprob[i], math.exp(log_ratio)
+        limit = math.inf if clamp is None else clamp
+        a, logprob = batch.advantage[i], batch.logprob[i]
+        r = math.exp(clip(log_ratio, -limit, limit))
         if kind == "reinforce":
             losses[i], slopes[i] = -a * logprob, -a
         elif kind == "cispo":
@@ -164,7 +164,7 @@ def policy(
             loss, follows_ratio = -min(unclipped, clipped), unclipped <= clipped
             if dual_clip is not None and a < 0 and loss > -dual_clip * a:
                 loss, follows_ratio = -dual_clip * a, False
-            if clamp is not None and abs(log_ratio) == clamp:
+            if abs(log_ratio) > limit:
                 follows_ratio = False
             losses[i], slopes[i] = loss, -r * a if follows_ratio else 0.0
     return losses, slopes

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from practicum.algorithms.advantages.groups import group_scores
@@ -17,7 +17,7 @@ from practicum.algorithms.advantages.whitening import whiten
 from practicum.recipe.schema import Algorithm
 
 from . import reference
-from .batches import Batch, batches, with_more_masked_tokens, with_sessions_permuted
+from .batches import Batch, batches, law, with_more_masked_tokens, with_sessions_permuted
 
 KINDS = sorted(ADVANTAGES)
 GROUP_KINDS = ["dr_grpo", "grpo", "reinforce_pp_baseline", "rloo"]
@@ -179,7 +179,7 @@ def test_the_number_type_is_kept(kind: str, dtype: torch.dtype) -> None:
 
 
 @given(batch=batches(), gamma=st.floats(0.5, 1), lam=st.floats(0, 1), whiten=st.booleans())
-@settings(deadline=None)
+@law
 def test_advantages_follow_their_formulas(
     batch: Batch, gamma: float, lam: float, whiten: bool
 ) -> None:
@@ -190,7 +190,7 @@ def test_advantages_follow_their_formulas(
 
 
 @given(batch=batches(), gamma=st.floats(0.5, 1), lam=st.floats(0, 1))
-@settings(deadline=None, max_examples=50)
+@law
 def test_only_gae_gives_returns_and_they_follow_their_formula(
     batch: Batch, gamma: float, lam: float
 ) -> None:
@@ -203,7 +203,7 @@ def test_only_gae_gives_returns_and_they_follow_their_formula(
 
 
 @given(batch=batches())
-@settings(deadline=None)
+@law
 def test_groups_without_signal_are_counted(batch: Batch) -> None:
     sizes = {g: len(reference.members(batch, g)) for g in set(batch.group)}
     flat = [g for g, n in sizes.items() if n > 1 and not reference.has_signal(batch, g)]
@@ -216,7 +216,7 @@ def test_groups_without_signal_are_counted(batch: Batch) -> None:
 
 
 @given(data=st.data(), batch=batches())
-@settings(deadline=None)
+@law
 def test_masked_tokens_change_not_one_bit(data: st.DataObject, batch: Batch) -> None:
     more, kept = data.draw(with_more_masked_tokens(batch))
     for kind in KINDS:
@@ -229,7 +229,7 @@ def test_masked_tokens_change_not_one_bit(data: st.DataObject, batch: Batch) -> 
 
 
 @given(data=st.data(), batch=batches())
-@settings(deadline=None)
+@law
 def test_the_order_of_sessions_does_not_matter(data: st.DataObject, batch: Batch) -> None:
     moved, order = data.draw(with_sessions_permuted(batch))
     for kind in KINDS:

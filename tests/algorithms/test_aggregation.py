@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from practicum.algorithms.aggregation import AGGREGATIONS, token_weights
@@ -14,7 +14,7 @@ from practicum.errors import PracticumError
 from practicum.recipe.schema import Algorithm
 
 from . import reference
-from .batches import Batch, batches
+from .batches import Batch, batches, law
 
 KINDS = sorted(AGGREGATIONS)
 MASK = torch.tensor([True, True, False, True, True])
@@ -50,7 +50,7 @@ def test_an_unknown_kind_names_the_known_ones() -> None:
 
 
 @given(batch=batches(), data=st.data())
-@settings(deadline=None)
+@law
 def test_any_split_adds_up_to_the_mean_of_means(batch: Batch, data: st.DataObject) -> None:
     tokens = len(batch.session)
     parts = data.draw(st.lists(st.integers(0, 2), min_size=tokens, max_size=tokens))

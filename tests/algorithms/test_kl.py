@@ -7,14 +7,14 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from practicum.algorithms.kl import KL_ESTIMATORS, AdaptiveKl, FixedKl, KlController, token_kl
 from practicum.errors import PracticumError
 from practicum.recipe.schema import Kl
 
-from .batches import Batch, batches
+from .batches import Batch, batches, law
 
 KINDS = sorted(KL_ESTIMATORS)
 
@@ -86,7 +86,7 @@ def test_gradient_against_finite_differences(kind: str) -> None:
 
 
 @given(batch=batches(), clamp=st.none() | st.floats(0.1, 2))
-@settings(deadline=None)
+@law
 def test_estimators_follow_their_formulas(batch: Batch, clamp: float | None) -> None:
     log_ratios = [new - old for new, old in zip(batch.logprob, batch.old, strict=True)]
     limit = math.inf if clamp is None else clamp

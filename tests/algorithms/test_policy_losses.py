@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from practicum.algorithms.policy_losses.types import PolicyInputs
 from practicum.recipe.schema import Algorithm
 
 from . import reference
-from .batches import Batch, batches, with_more_masked_tokens, with_sessions_permuted
+from .batches import Batch, batches, law, with_more_masked_tokens, with_sessions_permuted
 
 KINDS = sorted(POLICY_LOSSES)
 CLOSE: dict[str, Any] = {"rel": 1e-9, "abs": 1e-10}
@@ -187,7 +187,7 @@ def test_statistics_carry_no_gradient() -> None:
     dual_clip=st.none() | st.floats(1.1, 4),
     clamp=st.none() | st.floats(0.3, 2),
 )
-@settings(deadline=None)
+@law
 def test_losses_and_gradients_follow_their_formulas(
     batch: Batch, clip_low: float, clip_high: float, dual_clip: float | None, clamp: float | None
 ) -> None:
@@ -200,7 +200,7 @@ def test_losses_and_gradients_follow_their_formulas(
 
 
 @given(batch=batches())
-@settings(deadline=None)
+@law
 def test_masked_tokens_have_no_loss_gradient_or_statistic(batch: Batch) -> None:
     for kind in KINDS:
         inputs = batch.policy_inputs(dual_clip=2.0, log_ratio_clamp=1.0)
@@ -211,7 +211,7 @@ def test_masked_tokens_have_no_loss_gradient_or_statistic(batch: Batch) -> None:
 
 
 @given(data=st.data(), batch=batches())
-@settings(deadline=None)
+@law
 def test_more_masked_tokens_change_not_one_bit(data: st.DataObject, batch: Batch) -> None:
     more, kept = data.draw(with_more_masked_tokens(batch))
     for kind in KINDS:
@@ -222,7 +222,7 @@ def test_more_masked_tokens_change_not_one_bit(data: st.DataObject, batch: Batch
 
 
 @given(data=st.data(), batch=batches())
-@settings(deadline=None)
+@law
 def test_the_order_of_sessions_does_not_matter(data: st.DataObject, batch: Batch) -> None:
     moved, order = data.draw(with_sessions_permuted(batch))
     for kind in KINDS:
@@ -231,7 +231,7 @@ def test_the_order_of_sessions_does_not_matter(data: st.DataObject, batch: Batch
 
 
 @given(batch=batches(), clip_range=st.floats(0, 0.5), dual_clip=st.none() | st.just(3.0))
-@settings(deadline=None)
+@law
 def test_on_policy_the_gradient_is_that_of_reinforce(
     batch: Batch, clip_range: float, dual_clip: float | None
 ) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from practicum.algorithms.values import value_loss
 
-from .batches import Batch, batches
+from .batches import Batch, batches, law
 
 
 def tensor(values: list[float]) -> torch.Tensor:
@@ -45,7 +45,7 @@ def test_gradient_against_finite_differences(clip: float | None) -> None:
 
 
 @given(batch=batches(), clip=st.none() | st.floats(0.05, 1))
-@settings(deadline=None)
+@law
 def test_value_loss_follows_its_formula(batch: Batch, clip: float | None) -> None:
     values, old, target = (batch.floats(name) for name in ("value", "advantage", "reward"))
     values.requires_grad_()

@@ -1,24 +1,20 @@
-"""The suite that every Store passes.
+"""The suite that every Store passes; what concerns threads and disks is in conformance_shared.
 
 A store plugs in with a test file beside this one that gives the suite a way to make empty stores:
 
-    class TestMemoryStore(StoreConformance):
+    class TestMemoryStore(StoreConformance, SharedStoreConformance):
         @pytest.fixture
         def make_store(self):
             return MemoryStore
 
-A store with servers behind it starts them in a fixture of wider scope, yields a function that returns a
-fresh, empty store, and closes what it made. All stores of one test must be independent of each other.
+A store with servers behind it starts them in a fixture of wider scope, yields a function that
+returns a fresh, empty store, and closes what it made. All stores of one test must be independent of
+each other.
 """
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -28,62 +24,15 @@ from hypothesis import strategies as st
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.fields import FIELDS
 from practicum.dataplane.keys import Key, Tags
-from practicum.dataplane.ragged import Column, Ragged
+from practicum.dataplane.ragged import Ragged
 from practicum.dataplane.store import Store
-from practicum.errors import DeadlineError, StoreError
+from practicum.errors import StoreError
 
+from .bad_columns import BAD_COLUMNS, ONE, uneven
 from .rows import TOKENS, make_batch, make_column, make_columns, make_value, same
+from .threads import PATIENCE
 
 MakeStore = Callable[[], Store]
-PATIENCE = 60.0
-"""Seconds after which a thread of a test counts as stuck; none is ever waited for when all is well."""
-
-
-def uneven(name: str, batch: BatchRef) -> Column:
-    """The column of `name` with one token more in the last row."""
-    column = make_column(name, batch)
-    assert isinstance(column, Ragged)
-    rows = list(column.rows)
-    rows[-1] = torch.cat([rows[-1], rows[-1].new_ones((1, *rows[-1].shape[1:]))])
-    return Ragged.from_rows(rows)
-
-
-def ragged(values: torch.Tensor) -> Ragged:
-    return Ragged.packed(values, [len(values)])
-
-
-BAD_COLUMNS: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown field": ({"old_logprob": ragged(torch.zeros(2))}, "did you mean 'old_logprobs'"),
-    "dtype": ({"response_ids": ragged(torch.zeros(2))}, "response_ids of prompt 7"),
-    "dtype of a scalar": ({"reward": torch.zeros(1, dtype=torch.float64)}, "reward of prompt 7"),
-    "grad": ({"values": ragged(torch.zeros(2, requires_grad=True))}, "values of prompt 7.*detach"),
-    "grad of a row": (
-        {"values": Ragged.from_rows([torch.zeros(2, requires_grad=True)])},
-        "values of prompt 7.*detach",
-    ),
-    "grad of a scalar": ({"reward": torch.zeros(1, requires_grad=True)}, "reward of prompt 7"),
-    "rows": ({"values": Ragged.packed(torch.zeros(2), [1, 1])}, "values has 2 rows.*prompt 7"),
-    "rows of a scalar": ({"reward": torch.zeros(3)}, "reward has 3 rows.*1 keys"),
-    "rows of objects": ({"multi_modal_inputs": []}, "multi_modal_inputs has 0 rows"),
-    "rank too high": ({"values": ragged(torch.zeros(2, 3))}, r"values of prompt 7.*\[2, 3\]"),
-    "rank too low": (
-        {"teacher_topk_ids": ragged(torch.zeros(2, dtype=torch.int64))},
-        "teacher_topk_ids of prompt 7",
-    ),
-    "rank of a scalar": ({"reward": torch.zeros(1, 1)}, r"reward is \[1, 1\]"),
-    "tensor for ragged": ({"values": torch.zeros(1)}, "values is a Tensor"),
-    "ragged for scalar": ({"reward": ragged(torch.zeros(2))}, "reward is a Ragged"),
-    "ragged for objects": ({"multi_modal_inputs": ragged(torch.zeros(2))}, "multi_modal_inputs"),
-    "an object that can't be saved": (
-        {"multi_modal_inputs": [{"image": Path("a.png")}]},
-        "multi_modal_inputs of prompt 7.*Path",
-    ),
-    "an object with grad": (
-        {"multi_modal_inputs": [[torch.zeros(1, requires_grad=True)]]},
-        "multi_modal_inputs of prompt 7.*grad",
-    ),
-}
-ONE = BatchRef("train", (Key(7),), (Tags(),))
 
 
 class StoreConformance:
@@ -113,8 +62,12 @@ class StoreConformance:
             "prompt_ids",
         ]
 
-    @pytest.mark.parametrize("name", ["response_ids", "reward", "teacher_topk_ids", "multi_modal_inputs"])
-    def test_rows_of_several_puts_come_in_the_order_of_the_batch(self, store: Store, name: str) -> None:
+    @pytest.mark.parametrize(
+        "name", ["response_ids", "reward", "teacher_topk_ids", "multi_modal_inputs"]
+    )
+    def test_rows_of_several_puts_come_in_the_order_of_the_batch(
+        self, store: Store, name: str
+    ) -> None:
         for start in (0, 3, 6):
             batch = make_batch(3, start=start)
             store.put(batch, {name: make_column(name, batch)})
@@ -135,7 +88,9 @@ class StoreConformance:
         batch = make_batch(4)
         store.put(batch, make_columns(batch))
         store.put(batch, make_columns(batch, ["rollout_logprobs", "reward"], shift=5))
-        expected = make_columns(batch) | make_columns(batch, ["rollout_logprobs", "reward"], shift=5)
+        expected = make_columns(batch) | make_columns(
+            batch, ["rollout_logprobs", "reward"], shift=5
+        )
         assert same(store.get(batch, list(expected)), expected)
 
     def test_a_put_of_some_rows_leaves_the_others(self, store: Store) -> None:
@@ -149,7 +104,9 @@ class StoreConformance:
         empty = make_batch(2).take([])
         store.put(empty, {"reward": torch.zeros(0), "multi_modal_inputs": []})
         assert store.size() == 0
-        got = store.get(empty, ["response_ids", "teacher_topk_logprobs", "reward", "multi_modal_inputs"])
+        got = store.get(
+            empty, ["response_ids", "teacher_topk_logprobs", "reward", "multi_modal_inputs"]
+        )
         assert [len(column) for column in got.values()] == [0, 0, 0, 0]
 
     def test_partitions_are_apart(self, store: Store) -> None:
@@ -158,7 +115,9 @@ class StoreConformance:
         store.put(evaluation, make_columns(evaluation, ["reward"], shift=1))
         assert same(store.get(train, ["reward"]), make_columns(train, ["reward"]))
         store.clear("train")
-        assert same(store.get(evaluation, ["reward"]), make_columns(evaluation, ["reward"], shift=1))
+        assert same(
+            store.get(evaluation, ["reward"]), make_columns(evaluation, ["reward"], shift=1)
+        )
 
     @given(data=st.data())
     @settings(
@@ -201,7 +160,7 @@ class StoreConformance:
     def test_a_column_that_does_not_fit_its_field_is_refused(self, store: Store, case: str) -> None:
         columns, message = BAD_COLUMNS[case]
         with pytest.raises(StoreError, match=message):
-            store.put(ONE, {"response_ids": ragged(torch.arange(2)), **columns})
+            store.put(ONE, {"response_ids": Ragged.packed(torch.arange(2), [2]), **columns})
         assert store.size() == 0
 
     @pytest.mark.parametrize(
@@ -209,8 +168,16 @@ class StoreConformance:
         [
             (["response_ids"], "values", "values of prompt 3.* has 4 .*response_ids.* 3"),
             (["response_mask"], "teacher_topk_ids", "teacher_topk_ids of prompt 3.* has 4 .* 3"),
-            (["prompt_ids", "response_ids"], "position_ids", "position_ids of prompt 3.* has 8 .* 4.* 3"),
-            (["position_ids", "response_ids"], "prompt_ids", "position_ids of prompt 3.* has 7 .* 5.* 3"),
+            (
+                ["prompt_ids", "response_ids"],
+                "position_ids",
+                "position_ids of prompt 3.* has 8 .* 4.* 3",
+            ),
+            (
+                ["position_ids", "response_ids"],
+                "prompt_ids",
+                "position_ids of prompt 3.* has 7 .* 5.* 3",
+            ),
         ],
     )
     @pytest.mark.parametrize("together", [True, False])
@@ -274,9 +241,9 @@ class StoreConformance:
             store.get(batch, ["advantages"])
 
     def test_an_unknown_field_is_named_with_the_nearest(self, store: Store) -> None:
-        with pytest.raises(StoreError, match="'reponse_ids'.*'response_ids'"):
+        with pytest.raises(StoreError, match=r"'reponse_ids'.*'response_ids'"):
             store.get(make_batch(0), ["reponse_ids"])
-        with pytest.raises(StoreError, match="'reponse_ids'.*'response_ids'"):
+        with pytest.raises(StoreError, match=r"'reponse_ids'.*'response_ids'"):
             store.wait("train", [Key(0)], ["reponse_ids"], timeout=PATIENCE, owner="a test")
 
     def test_widths_that_differ_between_rows_are_refused_together(self, store: Store) -> None:
@@ -284,7 +251,9 @@ class StoreConformance:
         wide = Ragged.packed(torch.zeros(3, 2), [3])
         store.put(batch.take([0]), {"teacher_topk_logprobs": wide})
         store.put(batch.take([1]), {"teacher_topk_logprobs": Ragged.packed(torch.zeros(4, 5), [4])})
-        assert same(store.get(batch.take([0]), ["teacher_topk_logprobs"]), {"teacher_topk_logprobs": wide})
+        assert same(
+            store.get(batch.take([0]), ["teacher_topk_logprobs"]), {"teacher_topk_logprobs": wide}
+        )
         with pytest.raises(StoreError, match="teacher_topk_logprobs"):
             store.get(batch, ["teacher_topk_logprobs"])
 
@@ -358,233 +327,3 @@ class StoreConformance:
             store.clear("train", make_batch(3).keys)
         assert store.size() == 2
         store.clear("absent")
-
-    # Waiting.
-
-    def test_waiting_for_what_is_there_returns_it_with_its_tags(self, store: Store) -> None:
-        batch = make_batch(3)
-        store.put(batch, make_columns(batch))
-        wanted = batch.take([2, 0])
-        got = store.wait("train", wanted.keys, TOKENS, timeout=0, owner="a test")
-        assert got == wanted
-
-    def test_a_failed_row_counts_as_arrived(self, store: Store) -> None:
-        batch = make_batch(2)
-        store.put(batch.take([0]), make_columns(batch.take([0]), ["reward"]))
-        failed = Tags(status="failed", failure="the tool died")
-        store.put(BatchRef("train", batch.keys[1:], (failed,)), {})
-        got = store.wait("train", batch.keys, ["reward"], timeout=0, owner="a test")
-        assert got.tags == (batch.tags[0], failed)
-
-    def test_a_passed_deadline_says_who_waited_for_what(self, store: Store) -> None:
-        batch = make_batch(8)
-        store.put(batch.take([0, 1]), make_columns(batch.take([0, 1]), ["response_ids"]))
-        store.put(batch.take([0]), make_columns(batch.take([0]), ["reward"]))
-        with pytest.raises(DeadlineError) as caught:
-            store.wait("train", batch.keys, ["response_ids", "reward"], timeout=0.01, owner="the learner")
-        message = str(caught.value)
-        for part in ("the learner", "0.01 s", "8 rows", "'train'", "7 did not", "and 4 more"):
-            assert part in message
-        assert f"{batch.keys[1]} lacks reward;" in message
-        assert str(batch.keys[2]) in message
-        assert str(batch.keys[0]) not in message
-
-    def test_waiting_for_a_row_twice_is_an_error(self, store: Store) -> None:
-        with pytest.raises(StoreError, match="prompt 1/.*more than once"):
-            store.wait("train", [Key(1), Key(1)], ["reward"], timeout=PATIENCE, owner="a test")
-
-    def test_a_put_of_the_last_field_wakes_who_waits(self, store: Store) -> None:
-        batch = make_batch(3)
-        with waiting(store, batch.keys, ["response_ids", "reward"]) as result:
-            store.put(batch, make_columns(batch, ["response_ids"]))
-            store.put(batch.take([1, 2]), make_columns(batch.take([1, 2]), ["reward"]))
-            assert not result.done
-            store.put(batch.take([0]), make_columns(batch.take([0]), ["reward"]))
-            assert result.wait() == batch
-
-    def test_tagging_the_last_row_as_failed_wakes_who_waits(self, store: Store) -> None:
-        batch = make_batch(2)
-        with waiting(store, batch.keys, ["reward"]) as result:
-            store.put(batch.take([0]), make_columns(batch.take([0]), ["reward"]))
-            store.put(batch.take([1]), {})
-            assert not result.done
-            store.tag("train", {batch.keys[1]: replace(batch.tags[1], status="failed")})
-            assert [tags.status for tags in result.wait().tags] == ["ready", "failed"]
-
-    def test_a_row_cleared_while_others_are_awaited_is_awaited_again(self, store: Store) -> None:
-        batch = make_batch(2)
-        with waiting(store, batch.keys, ["reward"]) as result:
-            first, second = batch.take([0]), batch.take([1])
-            store.put(first, make_columns(first, ["reward"]))
-            store.clear("train", first.keys)
-            store.put(second, make_columns(second, ["reward"]))
-            assert not result.done
-            store.put(first, make_columns(first, ["reward"]))
-            assert result.wait() == batch
-
-    # Threads.
-
-    def test_a_put_is_seen_whole_or_not_at_all(self, store: Store, switching: None) -> None:
-        batch, names, rounds = make_batch(8), ("response_ids", "reward", "values"), 60
-        versions = [make_columns(batch, names, shift) for shift in range(rounds)]
-        store.put(batch, versions[0])
-        finished, torn, reads = threading.Event(), [], [0]
-
-        def read() -> None:
-            while not finished.is_set():
-                got = store.get(batch, names)
-                rewards = got["reward"]
-                assert isinstance(rewards, torch.Tensor)
-                if not same(got, versions[int(rewards[0])]):
-                    torn.append(got)
-                reads[0] += 1
-
-        readers = [Worker(read) for _ in range(2)]
-        for columns in versions:
-            store.put(batch, columns)
-        finished.set()
-        for reader in readers:
-            reader.wait()
-        assert not torn
-        assert reads[0]
-
-    def test_puts_of_many_threads_all_arrive(self, store: Store, switching: None) -> None:
-        batch = make_batch(40)
-
-        def write(start: int) -> None:
-            for i in range(start, 40, 4):
-                row = batch.take([i])
-                store.put(row, make_columns(row, ["response_ids"]))
-                store.put(row, make_columns(row, ["reward"]))
-
-        writers = [Worker(write, start) for start in range(4)]
-        got = store.wait("train", batch.keys, ["response_ids", "reward"], timeout=PATIENCE, owner="test")
-        for writer in writers:
-            writer.wait()
-        assert got == batch
-        expected = make_columns(batch, ["response_ids", "reward"])
-        assert same(store.get(batch, list(expected)), expected)
-
-    # Saving.
-
-    def test_what_is_saved_comes_back_exactly(self, make_store: MakeStore, tmp_path: Path) -> None:
-        saved, loaded = make_store(), make_store()
-        train, evaluation = make_batch(6), make_batch(2, start=4, partition="eval set/1")
-        odd = Tags("failed", 1, 2, 3, 4, 5, "ü", "t", "teacher", "stop", 1 / 3, True, True, "why\n")
-        train = BatchRef("train", train.keys, (odd, *train.tags[1:]))
-        store_names = list(FIELDS)
-        saved.put(train, make_columns(train, store_names))
-        saved.put(evaluation, make_columns(evaluation, ["reward"]))
-        narrow = Ragged.packed(torch.full((4, 1), torch.nan), [4])
-        saved.put(evaluation.take([0]), {"teacher_topk_logprobs": narrow})
-        other = make_batch(1, start=50)
-        loaded.put(other, make_columns(other))
-        saved.save(tmp_path / "store")
-        loaded.load(tmp_path / "store")
-        assert loaded.size() == 8
-        assert loaded.batch("train") == train
-        assert loaded.batch("eval set/1") == evaluation
-        assert same(loaded.get(train, store_names), make_columns(train, store_names))
-        assert same(loaded.get(evaluation, ["reward"]), make_columns(evaluation, ["reward"]))
-        topk = loaded.get(evaluation.take([0]), ["teacher_topk_logprobs"])["teacher_topk_logprobs"]
-        assert isinstance(topk, Ragged)
-        assert topk.lengths == [4]
-        assert topk.values.isnan().all()
-        with pytest.raises(StoreError, match="response_ids"):
-            loaded.get(evaluation, ["response_ids"])
-
-    def test_a_loaded_store_goes_on_as_the_saved_one(
-        self, make_store: MakeStore, tmp_path: Path
-    ) -> None:
-        saved, loaded, batch = make_store(), make_store(), make_batch(4)
-        saved.put(batch, make_columns(batch))
-        saved.save(tmp_path)
-        loaded.load(tmp_path)
-        with pytest.raises(StoreError, match="values of prompt 3"):
-            loaded.put(batch, {"values": uneven("values", batch)})
-        loaded.put(batch, make_columns(batch, ["values"]))
-        loaded.save(tmp_path)
-        saved.load(tmp_path)
-        assert same(saved.get(batch, [*TOKENS, "values"]), make_columns(batch, [*TOKENS, "values"]))
-
-    def test_an_empty_store_comes_back_empty(self, make_store: MakeStore, tmp_path: Path) -> None:
-        saved, loaded = make_store(), make_store()
-        batch = make_batch(2)
-        loaded.put(batch, {})
-        saved.save(tmp_path / "a" / "b")
-        loaded.load(tmp_path / "a" / "b")
-        assert loaded.size() == 0
-        assert len(loaded.batch("train")) == 0
-
-    def test_loading_what_nobody_saved_is_an_error(self, store: Store, tmp_path: Path) -> None:
-        batch = make_batch(1)
-        store.put(batch, {})
-        with pytest.raises(StoreError, match=str(tmp_path)):
-            store.load(tmp_path)
-        assert store.batch("train") == batch
-
-    def test_a_load_wakes_who_waits(self, make_store: MakeStore, tmp_path: Path) -> None:
-        saved, store, batch = make_store(), make_store(), make_batch(2)
-        saved.put(batch, make_columns(batch))
-        saved.save(tmp_path)
-        with waiting(store, batch.keys, ["response_ids"]) as result:
-            store.load(tmp_path)
-            assert result.wait() == batch
-
-    @pytest.fixture
-    def switching(self) -> Iterator[None]:
-        """Threads change places as often as Python lets them."""
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(1e-6)
-        yield
-        sys.setswitchinterval(before)
-
-
-class Worker:
-    """A thread whose result, or error, is handed over by `wait`."""
-
-    def __init__(self, work: Callable[..., Any], *args: object) -> None:
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(work, args), daemon=True)
-        self._thread.start()
-
-    def _run(self, work: Callable[..., Any], args: tuple[object, ...]) -> None:
-        try:
-            self._result = work(*args)
-        except BaseException as error:
-            self._error = error
-
-    @property
-    def done(self) -> bool:
-        return not self._thread.is_alive()
-
-    def wait(self) -> Any:
-        self._thread.join(PATIENCE)
-        assert self.done, "the thread is stuck"
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-
-class waiting:  # noqa: N801
-    """A thread that waits for rows of partition train, with a deadline far beyond the test's own."""
-
-    def __init__(self, store: Store, keys: tuple[Key, ...], fields: list[str]) -> None:
-        self._store, self._keys, self._fields = store, keys, fields
-
-    def __enter__(self) -> Worker:
-        started = threading.Event()
-
-        def work() -> BatchRef:
-            started.set()
-            return self._store.wait(
-                "train", self._keys, self._fields, timeout=10 * PATIENCE, owner="a test"
-            )
-
-        worker = Worker(work)
-        assert started.wait(PATIENCE)
-        return worker
-
-    def __exit__(self, *_: object) -> None:
-        return None

@@ -41,7 +41,7 @@ class Plan:
         for stage in self.stages:
             if stage.name == name:
                 return stage
-        why = next((why for stage, why in self.skipped if stage.name == name), "there is no such")
+        why = next((why for stage, why in self.skipped if stage.name == name), "no such stage")
         raise KeyError(f"stage {name!r} is not in the plan: {why}")
 
     def __contains__(self, name: object) -> bool:
@@ -64,7 +64,8 @@ def make_plan(recipe: Recipe) -> Plan:
 def old_source(recipe: Recipe) -> OldSource:
     """Where the logprobs before the update come from, for the ratio and for a KL in the reward.
 
-    own: the update's own logprobs, detached, are the old ones; nothing is stored for them.
+    own: the update's own logprobs, detached, are the old ones; nothing is stored for them. A loss
+    without a ratio reads none of them, even if a KL in the reward does.
     """
     algorithm, train = recipe.algorithm, recipe.train
     in_reward = algorithm.kl.place == "reward"
@@ -130,6 +131,16 @@ def candidates(recipe: Recipe) -> list[StageSpec]:
     ]
 
 
+def evaluation_plan() -> Plan:
+    """The stages of an evaluation: answers and their rewards, nothing else."""
+    return Plan(
+        (
+            StageSpec("rollout", writes=_ROWS, about="the student answers"),
+            StageSpec("reward", _TOKENS, ("reward",), effect=True, about="judge each answer"),
+        )
+    )
+
+
 def draw(plan: Plan) -> str:
     """The plan for people: stages, what they read (from whom) and write, and what is skipped."""
     lines = []
@@ -178,9 +189,9 @@ def _practice(recipe: Recipe) -> tuple[StageSpec, StageSpec]:
 def _update_reads(recipe: Recipe) -> tuple[str, ...]:
     if recipe.algorithm.loss == "supervised":
         return _ROWS
-    reads = [*_ROWS, "advantages", "rollout_logprobs", "plain_logprobs"]
-    if _has_ratio(recipe) and old_source(recipe) == "old_logprobs":
-        reads.append("old_logprobs")
+    reads = [*_ROWS, "advantages", "plain_logprobs"]
+    if _has_ratio(recipe) and old_source(recipe) != "own":
+        reads.append(old_source(recipe))
     if recipe.algorithm.kl.place == "loss":
         reads.append("ref_logprobs")
     return tuple(reads)

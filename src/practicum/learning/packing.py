@@ -6,44 +6,100 @@ row's response without its last token (which predicts nothing), with positions t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from practicum.dataplane.ragged import Ragged
 from practicum.errors import DataError
 from practicum.learning.layout import Segments, SharedPromptLayout
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Packed:
-    """One micro-batch, ready for a forward pass. M counts response tokens, in row order."""
+    """One micro-batch, ready for a forward pass. N counts input tokens, M response tokens to predict."""
 
     ids_N: Tensor
     positions_N: Tensor
-    gather_M: Tensor
-    """Packed index of the hidden state that predicts each response token."""
-    target_M: Tensor
-    row_lengths: list[int]
-    """Response tokens of each row; they add up to M."""
     layout: SharedPromptLayout
+    gather_M: Tensor
+    """Packed index of the hidden state that predicts each response token; rows in the order given."""
+    target_M: Tensor
+    """The response tokens."""
+    column_M: Tensor
+    """Where each response token is in the packed columns of the batch; always on the CPU."""
 
     def to(self, device: torch.device) -> Packed:
         """The same micro-batch on another device."""
         if self.ids_N.device == device:
             return self
-        moved = [x.to(device) for x in (self.ids_N, self.positions_N, self.gather_M, self.target_M)]
-        return Packed(*moved, self.row_lengths, self.layout.to(device))
+        moved = (x.to(device) for x in (self.ids_N, self.positions_N, self.layout))
+        targets = (x.to(device) for x in (self.gather_M, self.target_M))
+        return Packed(*moved, *targets, self.column_M)  # pyright: ignore[reportArgumentType]
 
 
-def prompt_names(prompts: Sequence[Tensor]) -> list[bytes]:
-    """A name for each prompt; rows with equal prompt ids have equal names."""
-    for i, prompt in enumerate(prompts):
-        if prompt.shape[0] == 0:
-            raise DataError(f"row {i} has an empty prompt; its first token has nothing to follow from")
-    return [prompt.numpy().tobytes() for prompt in prompts]
+class Rows:
+    """The rows of a batch, ready to be cut into micro-batches."""
+
+    def __init__(self, prompt_ids: Ragged, response_ids: Ragged) -> None:
+        if len(prompt_ids) != len(response_ids):
+            raise DataError(f"{len(prompt_ids)} prompts came with {len(response_ids)} responses")
+        for i, length in enumerate(prompt_ids.lengths):
+            if length == 0:
+                raise DataError(f"row {i} has an empty prompt: a response needs something to follow")
+        self.prompts, self.responses = prompt_ids.rows, response_ids.rows
+        self.prompt_lengths, self.lengths = prompt_ids.lengths, response_ids.lengths
+        self.names = [prompt.numpy().tobytes() for prompt in self.prompts]
+        self.starts = np.cumsum([0, *self.lengths])
+
+    def microbatches(
+        self,
+        token_budget: int,
+        *,
+        rows: Sequence[int] | None = None,
+        sampled_M: Tensor | None = None,
+        sessions: Sequence[int] | None = None,
+    ) -> Iterator[Packed]:
+        """Micro-batches of these rows (all if None), to predict the sampled tokens (all if None).
+
+        Rows with nothing to predict are in none of them. See `plan_microbatches` for `sessions`.
+        """
+        chosen = range(len(self.lengths)) if rows is None else rows
+        if sampled_M is not None:
+            sampled = np.concatenate([[0], sampled_M.numpy().cumsum()])
+            chosen = [i for i in chosen if sampled[self.starts[i + 1]] > sampled[self.starts[i]]]
+        parts = plan_microbatches(
+            [self.names[i] for i in chosen],
+            [self.prompt_lengths[i] for i in chosen],
+            [self.lengths[i] for i in chosen],
+            token_budget,
+            None if sessions is None else [sessions[i] for i in chosen],
+        )
+        for part in parts:
+            packed = self.pack([chosen[i] for i in part])
+            if sampled_M is not None:
+                packed = _keep(packed, sampled_M[packed.column_M])
+            yield packed
+
+    def pack(self, rows: Sequence[int]) -> Packed:
+        """Lay out these rows; each must have a response token."""
+        column = np.concatenate([np.arange(self.starts[i], self.starts[i + 1]) for i in rows])
+        return pack(
+            [self.prompts[i] for i in rows],
+            [self.responses[i] for i in rows],
+            [self.names[i] for i in rows],
+            torch.from_numpy(column),
+        )
+
+
+def _keep(packed: Packed, wanted_M: Tensor) -> Packed:
+    if bool(wanted_M.all()):
+        return packed
+    names = ("gather_M", "target_M", "column_M")
+    return replace(packed, **{name: getattr(packed, name)[wanted_M] for name in names})
 
 
 def plan_microbatches(
@@ -70,32 +126,33 @@ def plan_microbatches(
         return max(prompt_lengths[i] + response_lengths[i] for i in unit)
 
     def cost(rows: Sequence[int], present: set[Hashable]) -> int:
-        new = {names[i]: prompt_lengths[i] for i in rows if names[i] not in present}
-        return sum(new.values()) + sum(response_lengths[i] - 1 for i in rows)
+        prompts = {names[i]: prompt_lengths[i] for i in rows if names[i] not in present}
+        return sum(prompts.values()) + sum(response_lengths[i] - 1 for i in rows)
 
     # Longest first: rows of a micro-batch are alike, and what does not fit in memory fails at once.
     for bundle in bundles.values():
         bundle.sort(key=lambda unit: (-longest(unit), unit[0]))
     batches: list[list[int]] = []
     present: set[Hashable] = set()
-    used = token_budget + 1
+    room = 0
     for bundle in sorted(bundles.values(), key=lambda b: (-longest(b[0]), b[0][0])):
-        whole = cost([i for unit in bundle for i in unit], set())
-        if whole <= token_budget < used + whole:
-            used = token_budget + 1
+        if room < cost([i for unit in bundle for i in unit], present) <= token_budget:
+            room = 0
         for unit in bundle:
-            more = cost(unit, present)
-            if used + more > token_budget:
+            if not batches or cost(unit, present) > room:
                 batches.append([])
-                present, used, more = set(), 0, cost(unit, set())
+                present, room = set(), token_budget
+            room -= cost(unit, present)
             batches[-1] += unit
             present.update(names[i] for i in unit)
-            used += more
     return batches
 
 
 def pack(
-    prompts: Sequence[Tensor], responses: Sequence[Tensor], names: Sequence[Hashable]
+    prompts: Sequence[Tensor],
+    responses: Sequence[Tensor],
+    names: Sequence[Hashable],
+    column_M: Tensor,
 ) -> Packed:
     """Lay out rows (CPU tensors of ids); every row has a prompt and at least one response token."""
     first_row: dict[Hashable, int] = {}
@@ -110,19 +167,18 @@ def pack(
     lengths = np.concatenate([prompt_lengths, response_lengths - 1])
     starts = lengths.cumsum() - lengths
     base = np.concatenate([np.zeros_like(prompt_lengths), prompt_lengths[parent]])
-    parents = np.concatenate([np.full_like(prompt_lengths, -1), parent])
-    within = np.arange(lengths.sum()) - np.repeat(starts, lengths)
+    prefixes = np.concatenate([np.full_like(prompt_lengths, -1), parent])
 
     # The first token of a response is predicted by its prompt's last token, the others by their forerunners.
     row_starts = response_lengths.cumsum() - response_lengths
     own_starts = starts[len(prompt_lengths) :]
     gather = np.arange(response_lengths.sum()) + np.repeat(own_starts - 1 - row_starts, response_lengths)
-    gather[row_starts] = (starts + lengths)[: len(prompt_lengths)][parent] - 1
+    gather[row_starts] = (starts + lengths)[parent] - 1
     return Packed(
         ids_N=torch.cat(inputs),
-        positions_N=torch.from_numpy(within + np.repeat(base, lengths)),
+        positions_N=torch.from_numpy(np.arange(lengths.sum()) + np.repeat(base - starts, lengths)),
+        layout=SharedPromptLayout(Segments(starts, lengths, prefixes)),
         gather_M=torch.from_numpy(gather),
         target_M=torch.cat(list(responses)),
-        row_lengths=response_lengths.tolist(),
-        layout=SharedPromptLayout(Segments(starts, lengths, parents)),
+        column_M=column_M,
     )

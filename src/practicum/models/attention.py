@@ -67,9 +67,7 @@ def prepare_attention(model: PreTrainedModel) -> None:
     model.set_attn_implementation(IMPLEMENTATION)
 
 
-def packed_forward(
-    model: PreTrainedModel, ids_N: Tensor, positions_N: Tensor, layout: Layout
-) -> Tensor:
+def packed_forward(model: PreTrainedModel, ids_N: Tensor, positions_N: Tensor, layout: Layout) -> Tensor:
     """Last hidden states [N, hidden] of packed tokens under a layout."""
     # A mask that is already 4-D is passed through unread, so no [N, N] mask is ever built.
     unread = torch.empty(1, 1, 1, 1, device=ids_N.device)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from transformers import (
-
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
@@ -30,7 +29,12 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise RecipeError("model.device", name, "a device of this machine", "CUDA is not available: use cpu or auto")
+        raise RecipeError(
+            "model.device",
+            name,
+            "a device of this machine",
+            "CUDA is not available: use cpu or auto",
+        )
     return device
 
 
@@ -45,15 +49,26 @@ def make_model(spec: MakeModel, tokenizer: PreTrainedTokenizerBase, seed: int) -
     }
     if spec.family == "gpt2":
         config = GPT2Config(
-            n_embd=spec.hidden, n_layer=spec.layers, n_head=spec.heads, n_positions=spec.context,
-            attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, **common,
+            n_embd=spec.hidden,
+            n_layer=spec.layers,
+            n_head=spec.heads,
+            n_positions=spec.context,
+            attn_pdrop=0.0,
+            embd_pdrop=0.0,
+            resid_pdrop=0.0,
+            **common,
         )
     else:
         kind = Qwen3Config if spec.family == "qwen3" else LlamaConfig
         config = kind(
-            hidden_size=spec.hidden, intermediate_size=3 * spec.hidden, num_hidden_layers=spec.layers,
-            num_attention_heads=spec.heads, num_key_value_heads=spec.kv_heads, head_dim=spec.head_dim,
-            max_position_embeddings=spec.context, **common,
+            hidden_size=spec.hidden,
+            intermediate_size=3 * spec.hidden,
+            num_hidden_layers=spec.layers,
+            num_attention_heads=spec.heads,
+            num_key_value_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            max_position_embeddings=spec.context,
+            **common,
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -70,9 +85,16 @@ def load_tokenizer(spec: Model) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         key = "model.tokenizer" if spec.tokenizer else "model.path"
-        raise RecipeError(key, source, "a tokenizer in HuggingFace format", str(error).splitlines()[0]) from error
+        raise RecipeError(
+            key, source, "a tokenizer in HuggingFace format", str(error).splitlines()[0]
+        ) from error
     if tokenizer.eos_token_id is None:
-        raise RecipeError("model.tokenizer", source, "a tokenizer with an end-of-sequence token", "set eos_token in its config")
+        raise RecipeError(
+            "model.tokenizer",
+            source,
+            "a tokenizer with an end-of-sequence token",
+            "set eos_token in its config",
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -90,7 +112,12 @@ def load_model(spec: Model, seed: int, *, path: str | None = None) -> PreTrained
         try:
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
         except (OSError, ValueError) as error:
-            raise RecipeError("model.path", source, "a causal language model in HuggingFace format", str(error).splitlines()[0]) from error
+            raise RecipeError(
+                "model.path",
+                source,
+                "a causal language model in HuggingFace format",
+                str(error).splitlines()[0],
+            ) from error
     return ready(model, pick_device(spec.device))
 
 
@@ -108,7 +135,9 @@ def require_model_folder(source: str) -> None:
     looks_local = source.startswith((".", "/", "~")) or source.count("/") != 1 or Path(source).exists()
     if looks_local and not (Path(source).expanduser() / "config.json").is_file():
         raise RecipeError(
-            "model.path", source, "a folder with config.json and weights",
+            "model.path",
+            source,
+            "a folder with config.json and weights",
             "train the recipe that makes it first, or check the path",
         )
 
@@ -129,8 +158,6 @@ def stop_ids(
     for text in more:
         found = tokenizer.encode(text, add_special_tokens=False)
         if len(found) != 1:
-            raise RecipeError(
-                "rollout.stop", f"{text!r}, {len(found)} tokens", "strings of one token each"
-            )
+            raise RecipeError("rollout.stop", f"{text!r}, {len(found)} tokens", "strings of one token each")
         ids.add(found[0])
     return frozenset(int(i) for i in ids if i is not None)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from practicum.errors import RecipeError
 from practicum.recipe.origins import Origin
 from practicum.recipe.words import (
-    NAME,
     all_keys,
     choices,
     expected_type,
@@ -24,7 +23,7 @@ _YES_NO = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 
 
 def explain(error: ValidationError, origins: Mapping[str, Origin]) -> list[RecipeError]:
-    """Every problem of a validation, in the order of the recipe's keys."""
+    """Every problem that a validation found."""
     return [_explain(details, origins) for details in error.errors(include_url=False)]
 
 
@@ -97,9 +96,8 @@ def _advice(kind: Any, value: Any, path: str) -> str:
     if section is not None:
         keys = f"its keys are {', '.join(section.model_fields)}"
         return keys if value is not None else f"remove {path} to take the defaults; {keys}"
-    if isinstance(value, dict) and section_of(kind):
-        example = path.replace(NAME, "x")
-        return f"give the whole list, such as --set '{example}=[{{use: exact}}]'"
+    if isinstance(value, dict) and get_origin(inner) is list:
+        return f"give the whole list, such as --set '{path}=[…]'"
     return ""
 
 

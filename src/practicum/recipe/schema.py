@@ -144,7 +144,12 @@ class Rollout(Section):
         default_factory=list, description="Further stop tokens (each one token of the tokenizer)."
     )
     slots: int = Field(
-        default=256, ge=1, description="Sequences decoded at once (KV memory is set aside)."
+        default=256, ge=1, description="Sequences decoded at once; KV memory is slots × context."
+    )
+    context: int | None = Field(
+        default=None,
+        ge=2,
+        description="Longest prompt + answer in tokens; if unset 1,024 + max_new_tokens, at most the model's.",
     )
     deadline_s: float = Field(
         default=600.0, gt=0, description="Seconds one step's rollout may take."

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from practicum.errors import RecipeError
+from practicum.recipe.arithmetic import count
 from practicum.recipe.schema import Algorithm, Recipe, RewardFunction, Task
 
 GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"})
@@ -144,6 +145,16 @@ def _kl(recipe: Recipe) -> Iterator[RecipeError]:
         found = "0 with a target"
         expected = "a start greater than 0 (adaptation multiplies it)"
         yield RecipeError("algorithm.kl.coefficient", found, expected)
+    if kl.target is not None and 0.2 * count(recipe).sessions >= kl.horizon:
+        found = f"{kl.horizon} with {count(recipe).sessions} sessions per step"
+        advice = "one step could take the weight to zero or below"
+        expected = f"more than {0.2 * count(recipe).sessions:g}, a fifth of a step's sessions"
+        yield RecipeError("algorithm.kl.horizon", found, expected, advice)
+    cut = recipe.rollout.top_p < 1 or recipe.rollout.top_k > 0 or recipe.rollout.min_p > 0
+    if kl.place == "reward" and recipe.algorithm.old_logprobs == "rollout" and cut:
+        found = "rollout with a KL in the reward and top_p, top_k or min_p"
+        advice = "the engine's logprobs are those of the cut distribution, the reference's are not"
+        yield RecipeError("algorithm.old_logprobs", found, "auto or recompute", advice)
     if kl.reference is not None and kl.place == "off":
         found = f"{kl.reference!r} with algorithm.kl.place off"
         advice = "nothing would read the reference: set algorithm.kl.place to reward or loss"

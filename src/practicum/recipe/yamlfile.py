@@ -43,6 +43,14 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_text(self, text: str) -> yaml.Node:
+        # Double quotes keep all kinds of line breaks, on one line; PyYAML's other styles lose some.
+        style = '"' if text and text.splitlines() != [text] else None
+        return self.represent_scalar(_TAG + "str", text, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
 
 for _name, _pattern, _first in _RESOLVERS:
     for _side in (_Loader, _Dumper):

@@ -11,7 +11,6 @@ from practicum.errors import EngineError
 from practicum.rollout.protocol import Sampling
 
 _FIRST_LOOK = 1024
-_BLOCK = 512
 
 
 class Draw(NamedTuple):
@@ -105,28 +104,8 @@ def _cut_ranked(weights_BV: Tensor, top_k: int, top_p: float, width: int) -> Ten
 
 
 def inverse_cdf(weights_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row the token at share `uniform` of its weights' running sum, and the row's total.
-
-    Sums are float64. Wide rows are searched in two levels, so that running sums stay short.
-    """
-    vocab = weights_BV.shape[-1]
-    if vocab <= 4 * _BLOCK:
-        sums_BV = weights_BV.cumsum(-1, dtype=torch.float64)
-        total_B = sums_BV[:, -1]
-        return _first_above(sums_BV, uniform_B * total_B), total_B
-    blocks_BCX = torch.nn.functional.pad(weights_BV, (0, -vocab % _BLOCK)).unflatten(-1, (-1, _BLOCK))
-    sums_BC = blocks_BCX.sum(-1, dtype=torch.float64).cumsum(-1)
-    total_B = sums_BC[:, -1]
-    target_B = uniform_B * total_B
-    block_B1 = _first_above(sums_BC, target_B).unsqueeze(-1)
-    before_B = torch.nn.functional.pad(sums_BC, (1, 0)).gather(-1, block_B1).squeeze(-1)
-    inside_BX = blocks_BCX.take_along_dim(block_B1.unsqueeze(-1), 1).squeeze(1)
-    inside_BX = inside_BX.cumsum(-1, dtype=torch.float64)
-    # Added in another order, the block's sum may fall short of the target by a rounding.
-    below_B = torch.nextafter(inside_BX[:, -1], torch.zeros_like(before_B))
-    inside_B = _first_above(inside_BX, torch.minimum(target_B - before_B, below_B))
-    return block_B1.squeeze(-1) * _BLOCK + inside_B, total_B
-
-
-def _first_above(sums_BX: Tensor, target_B: Tensor) -> Tensor:
-    return torch.searchsorted(sums_BX, target_B.unsqueeze(-1), right=True).squeeze(-1)
+    """For each row the token at share `uniform` of its weights' running float64 sum, and the row's total."""
+    sums_BV = weights_BV.cumsum(-1, dtype=torch.float64)
+    total_B = sums_BV[:, -1]
+    tokens_B1 = torch.searchsorted(sums_BV, (uniform_B * total_B).unsqueeze(-1), right=True)
+    return tokens_B1.squeeze(-1), total_B

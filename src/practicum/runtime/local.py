@@ -10,11 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from practicum.checks.watch import Watch
 from practicum.dataplane.memory import MemoryStore
-from practicum.dataplane.plan import Plan
+from practicum.dataplane.plan import Plan, evaluation_plan
 from practicum.dataplane.store import Store
 from practicum.learning.critic import Critic
 from practicum.learning.learner import Learner
 from practicum.learning.scorer import Scorer
+from practicum.learning.trunk import Trunk
 from practicum.models.load import context_length, load_model, load_tokenizer, stop_ids
 from practicum.recipe.schema import Recipe
 from practicum.rollout.protocol import Engine
@@ -35,6 +36,7 @@ class Roles:
     stop: frozenset[int]
     engine: Engine
     practice: Practice
+    examiner: Practice
     student: Student
     credit: Credit
     valuation: Valuation | None
@@ -69,24 +71,25 @@ def start_local(recipe: Recipe, plan: Plan, watch: Watch) -> Roles:
     reference = None
     if "ref_logprobs" in plan:
         other = load_model(recipe.model, recipe.seed, path=recipe.algorithm.kl.reference)
-        reference = Scorer(other, microbatch_tokens=recipe.train.microbatch_tokens)
+        reference = Scorer(Trunk(other, recipe.train))
     engine = TorchEngine(
         model,
         slots=recipe.rollout.slots,
         context=rollout_context(recipe, context_length(model)),
-        pad_id=int(tokenizer.pad_token_id),  # pyright: ignore[reportArgumentType]
     )
     valuation = None
     if recipe.critic is not None:
         value_model = load_model(recipe.model, recipe.seed)
         critic = Critic(value_model, recipe.critic, recipe.train)
         valuation = Valuation(recipe, plan, store, critic)
+    judge = Judge(recipe.tasks, recipe.reward)
     return Roles(
         store=store,
         tokenizer=tokenizer,
         stop=stop_ids(model, tokenizer, recipe.rollout.stop),
         engine=engine,
-        practice=Practice(recipe, plan, store, engine, tokenizer, Judge(recipe.tasks, recipe.reward)),
+        practice=Practice(recipe, plan, store, engine, tokenizer, judge),
+        examiner=Practice(recipe, evaluation_plan(), store, engine, tokenizer, judge),
         student=Student(recipe, plan, store, learner, reference, watch),
         credit=Credit(recipe, plan, store),
         valuation=valuation,

@@ -36,14 +36,14 @@ class Attempt:
 
 
 class Practice:
-    """Rolls out and judges. One for each store partition's use; the engine is shared."""
+    """Rolls out and judges: one for training, one for evaluation, over one engine."""
 
     def __init__(
         self,
         recipe: Recipe,
         plan: Plan,
         store: Store,
-        engine: Engine | None,
+        engine: Engine,
         tokenizer: PreTrainedTokenizerBase,
         judge: Judge,
     ) -> None:
@@ -85,10 +85,7 @@ class Practice:
 
     async def _run(self, attempt: Attempt, ids: list[int], partition: str, seed: int) -> None:
         prompt = attempt.prompt
-        assert self.engine is not None
-        session = Session(
-            prompt, ids, attempt.session, self.engine, attempt.sampling, self.tokenizer, seed
-        )
+        session = Session(prompt, ids, attempt.session, self.engine, attempt.sampling, self.tokenizer, seed)
         name = self.recipe.rollout.loop
         try:
             trajectories = require_trajectories(await self._loop(session), name)
@@ -138,9 +135,7 @@ class Practice:
         return batch
 
     @stage("reward")
-    def reward(
-        self, batch: BatchRef, columns: Columns
-    ) -> tuple[dict[str, Column], dict[str, list[float]]]:
+    def reward(self, batch: BatchRef, columns: Columns) -> tuple[dict[str, Column], dict[str, list[float]]]:
         """Judge each session once; a session that can't be judged is marked failed, not scored zero.
 
         Returns each reward function's scores, for metrics.
@@ -149,12 +144,8 @@ class Practice:
         sessions: dict[tuple[int, int], int] = {}
         for i, key in enumerate(batch.keys):  # the last trajectory of a session holds its answer
             sessions[key.prompt, key.session] = i
-        samples = [
-            self._sample(batch, i, prompt_ids[i], response_ids[i]) for i in sessions.values()
-        ]
-        judged = run_async(
-            self.judge.score(samples), timeout=self.recipe.rollout.deadline_s, owner="reward"
-        )
+        samples = [self._sample(batch, i, prompt_ids[i], response_ids[i]) for i in sessions.values()]
+        judged = run_async(self.judge.score(samples), timeout=self.recipe.rollout.deadline_s, owner="reward")
         verdicts = dict(zip(sessions, judged, strict=True))
         rewards, tags = torch.zeros(len(batch)), {}
         for i, (key, tag) in enumerate(batch):

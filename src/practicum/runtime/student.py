@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from practicum.checks import invariants
@@ -15,7 +14,8 @@ from practicum.dataplane.plan import Plan, old_source
 from practicum.dataplane.ragged import Column, Ragged
 from practicum.dataplane.stage import Columns, stage
 from practicum.dataplane.store import Store
-from practicum.learning.learner import Learner, UpdateBatch
+from practicum.learning.batch import UpdateBatch
+from practicum.learning.learner import Learner
 from practicum.learning.minibatches import split_groups
 from practicum.learning.scorer import Scorer
 from practicum.recipe.schema import Recipe
@@ -86,9 +86,7 @@ class Student:
             limit = self.recipe.checks.logprob_gap_max
             self.watch("logprob_gap", invariants.logprob_gap(metrics, limit))
 
-    def _update_batch(
-        self, columns: Columns, session_B: Tensor, rows: Sequence[int]
-    ) -> UpdateBatch:
+    def _update_batch(self, columns: Columns, session_B: Tensor, rows: Sequence[int]) -> UpdateBatch:
         def column(name: str) -> Ragged | None:
             return columns.ragged(name).select(rows) if name in columns else None
 
@@ -96,7 +94,7 @@ class Student:
             prompt_ids=columns.ragged("prompt_ids").select(rows),
             response_ids=columns.ragged("response_ids").select(rows),
             response_mask=columns.ragged("response_mask").select(rows),
-            sessions=session_B[torch.tensor(rows)],
+            sessions=[int(session_B[row]) for row in rows],
             advantages=column("advantages"),
             old_logprobs=None if self._old == "own" else column(self._old),
             plain_logprobs=column("plain_logprobs"),
@@ -108,9 +106,7 @@ def minibatches(recipe: Recipe, batch: BatchRef, step: int) -> Iterator[list[int
     """Rows of each optimizer step on this batch, over all epochs."""
     prompts = [key.prompt for key in batch.keys]
     for epoch in range(recipe.train.epochs):
-        yield from split_groups(
-            prompts, recipe.train.minibatches, seed=recipe.seed, step=step, epoch=epoch
-        )
+        yield from split_groups(prompts, recipe.train.minibatches, seed=recipe.seed, step=step, epoch=epoch)
 
 
 def mean_metrics(taken: Sequence[Mapping[str, float]]) -> dict[str, float]:

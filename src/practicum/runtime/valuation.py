@@ -7,6 +7,7 @@ from practicum.dataplane.plan import Plan
 from practicum.dataplane.ragged import Column
 from practicum.dataplane.stage import Columns, stage
 from practicum.dataplane.store import Store
+from practicum.learning.batch import CriticBatch
 from practicum.learning.critic import Critic
 from practicum.recipe.schema import Recipe
 from practicum.runtime.student import mean_metrics, minibatches
@@ -29,9 +30,7 @@ class Valuation:
     ) -> tuple[dict[str, Column], dict[str, float]]:
         """All optimizer steps of the critic on this batch."""
         taken = [
-            self.critic.update(
-                **{name: columns.ragged(name).select(rows) for name in self.plan["update_critic"].reads}
-            )
+            self.critic.update(CriticBatch(**{name: columns.ragged(name).select(rows) for name in columns}))
             for rows in minibatches(self.recipe, batch, step)
         ]
         return {}, mean_metrics(taken)

@@ -25,8 +25,14 @@ class Outcome:
     error: BaseException | None = None
 
 
-def _raised(error: BaseException) -> Outcome:
-    return Outcome(failure=f"raised {type(error).__name__}: {error}", error=error)
+def shorten(text: str, limit: int = 200) -> str:
+    """The text, or its beginning and end if it is longer than the limit."""
+    return text if len(text) <= limit else f"{text[: limit // 2]} … {text[-limit // 2 :]}"
+
+
+def raised(error: BaseException) -> Outcome:
+    """The outcome of a call that raised."""
+    return Outcome(failure=f"raised {type(error).__name__}: {shorten(str(error))}", error=error)
 
 
 def _late(timeout: float) -> Outcome:
@@ -82,7 +88,7 @@ async def _await(
     if task.cancelled():
         return Outcome(failure="cancelled itself")
     error = task.exception()
-    return Outcome(task.result()) if error is None else _raised(error)
+    return Outcome(task.result()) if error is None else raised(error)
 
 
 async def _call_in_thread(
@@ -103,7 +109,7 @@ async def _call_in_thread(
             try:
                 outcome = Outcome(function(argument))
             except BaseException as error:  # SystemExit too: the waiting side must hear of it
-                outcome = _raised(error)
+                outcome = raised(error)
             try:
                 loop.call_soon_threadsafe(arrivals.put_nowait, outcome)
             except (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -55,13 +54,10 @@ def _functions(recipe: Recipe, name: str) -> list[RewardFunction]:
 
 def _find_problems(name: str, task: Task) -> list[RecipeError]:
     at = f"tasks.{name}"
-    problems = []
-    if not math.isfinite(task.weight):
-        problems.append(RecipeError(f"{at}.weight", str(task.weight), "a finite number"))
     if (task.kind is None) == (task.file is None):
         found = "neither kind nor file" if task.kind is None else "both kind and file"
-        problems.append(RecipeError(at, found, "one of them"))
-        return problems
+        return [RecipeError(at, found, "one of them")]
+    problems = []
     if task.kind is not None:
         problems += find_problems(name, task.kind, task.options)
         if task.eval_file is not None:

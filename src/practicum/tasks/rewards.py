@@ -15,7 +15,7 @@ from typing import Any
 from practicum.errors import RecipeError, RecipeErrors, RewardError
 from practicum.recipe.schema import Reward, RewardFunction, Task
 from practicum.tasks.builtin import TASKS
-from practicum.tasks.calls import Outcome, call_each
+from practicum.tasks.calls import Outcome, call_each, raised, shorten
 from practicum.tasks.scorers import INLINE, SCORERS, RewardSample, exact
 
 _FLOAT32_MAX = 3.4028234e38
@@ -127,8 +127,6 @@ class Judge:
 
 
 def _check_spec(spec: RewardFunction, path: str) -> None:
-    if not math.isfinite(spec.weight):
-        raise RecipeError(f"{path}.weight", str(spec.weight), "a finite number")
     if spec.batch and spec.use in ("checker", *SCORERS):
         hint = f"leave it out: {spec.use} takes one sample at a time."
         raise RecipeError(f"{path}.batch", "true", "false for a built-in reward", hint)
@@ -179,7 +177,7 @@ def _inline(call: Callable[[RewardSample], Any], sample: RewardSample) -> Outcom
     try:
         return Outcome(call(sample))
     except Exception as error:
-        return Outcome(failure=f"raised {type(error).__name__}: {error}", error=error)
+        return raised(error)
 
 
 def _unpack(outcome: Outcome, count: int) -> list[Outcome]:
@@ -207,7 +205,7 @@ def _checked(outcome: Outcome, weight: float) -> Outcome:
         number = math.inf
     if math.isfinite(number) and abs(weight * number) <= _FLOAT32_MAX:
         return Outcome(number)
-    return Outcome(failure=f"returned {_short(repr(value))}, expected a finite number")
+    return Outcome(failure=f"returned {shorten(repr(value))}, expected a finite number")
 
 
 def _describe(function: _Function, failure: str, sample: RewardSample) -> str:
@@ -215,13 +213,9 @@ def _describe(function: _Function, failure: str, sample: RewardSample) -> str:
         [
             f"reward {function.spec.use} {failure}",
             f"  sample:   {sample.key}, task {sample.task}",
-            f"  prompt:   {_short(sample.prompt_text)!r}",
-            f"  response: {_short(sample.response_text)!r}",
-            f"  answer:   {_short(repr(sample.answer))}",
+            f"  prompt:   {shorten(sample.prompt_text)!r}",
+            f"  response: {shorten(sample.response_text)!r}",
+            f"  answer:   {shorten(repr(sample.answer))}",
             "  → mend the function, or set reward.on_error: skip to leave such samples out.",
         ]
     )
-
-
-def _short(text: str, limit: int = 200) -> str:
-    return text if len(text) <= limit else f"{text[: limit // 2]} … {text[-limit // 2 :]}"

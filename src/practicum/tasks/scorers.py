@@ -46,7 +46,7 @@ def make_math_verify() -> Scorer:
         from math_verify import parse, verify
     except ImportError:
         raise MissingExtraError("reward math_verify", "math") from None
-    # It warns that its own timeout is off: that is a signal, which fails in threads; calls.py has one.
+    # It warns that its own timeout is off: a signal, which fails in threads; calls.py has one.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def read(text: str) -> list[Any]:

@@ -121,8 +121,8 @@ class PromptStream:
         """Go on where a saved stream was; an error if the prompts are not the same now."""
         if state.get("identity", self._identity) != self._identity:
             raise PracticumError(
-                "the prompts are not those of the checkpoint: the seed, a task's weight or options, "
-                f"or a file has changed, so position {state['position']} means another prompt.\n"
+                "the prompts are not those of the checkpoint: the seed, a task's weight or "
+                f"options, or a file has changed; position {state['position']} is another prompt.\n"
                 "  → restore them, or start a new run from the checkpoint's model."
             )
         self.position = int(state["position"])

@@ -83,9 +83,7 @@ class ReplayBuffer:
         chosen, self._groups = fresh[:count], fresh[count:]
         rows = [row for group in chosen for row in group.rows]
         kept = [(k, t) for k, t in rows if t.status == "ready" and not t.is_baseline]
-        baselines = {
-            k.prompt: t.reward for k, t in rows if t.is_baseline and t.reward is not None
-        }
+        baselines = {k.prompt: t.reward for k, t in rows if t.is_baseline and t.reward is not None}
         train = {key for key, _ in kept}
         dropped = [key for key, _ in rows if key not in train]
         dropped += [key for group in stale for key, _ in group.rows]

@@ -64,9 +64,7 @@ class Checkpoints:
         """The newest checkpoint."""
         steps = self.steps()
         if not steps:
-            raise PracticumError(
-                f"{self.folder} has no checkpoint to resume from: run without --resume"
-            )
+            raise PracticumError(f"{self.folder} has no checkpoint to resume from: run without --resume")
         path = self.folder / f"step-{steps[-1]:06d}"
         return path, Progress(**json.loads((path / "progress.json").read_text()))
 
@@ -106,7 +104,16 @@ def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> 
     return found
 
 
-MAY_CHANGE = ("train.steps", "eval.", "checkpoint.", "track.", "checks.", "runtime.", "expected", "out")
+MAY_CHANGE = (
+    "train.steps",
+    "eval.",
+    "checkpoint.",
+    "track.",
+    "checks.",
+    "runtime.",
+    "expected",
+    "out",
+)
 """What a resumed run may set differently, because no step depends on it (steps: in no decay)."""
 
 

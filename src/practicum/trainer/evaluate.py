@@ -32,14 +32,14 @@ def evaluate(recipe: Recipe, roles: Roles, prompts: Sequence[Prompt]) -> dict[st
     if not attempts:
         return {}
     try:
-        batch = roles.practice.rollout(attempts, EVAL, seed=recipe.seed + SEED_OFFSET)
-        roles.practice.reward(batch)
+        batch = roles.examiner.rollout(attempts, EVAL, seed=recipe.seed + SEED_OFFSET)
+        roles.examiner.reward(batch)
         batch = roles.store.batch(EVAL, batch.keys)
         return scores(batch, rules.samples, rules.pass_threshold)
     finally:
         left = roles.store.batch(EVAL).keys
         roles.store.clear(EVAL)
-        roles.practice.forget(left)
+        roles.examiner.forget(left)
 
 
 def scores(batch: BatchRef, k: int, pass_threshold: float) -> dict[str, float]:

@@ -82,9 +82,7 @@ def by_domain(name: str, tags: Iterable[Tags]) -> dict[str, float]:
 
 def session_tags(batch: BatchRef) -> list[Tags]:
     """One Tags per session (its last trajectory's), without baselines and padding."""
-    found = {
-        key[:2]: tags for key, tags in batch if not tags.is_baseline and not tags.is_padding
-    }
+    found = {key[:2]: tags for key, tags in batch if not tags.is_baseline and not tags.is_padding}
     return list(found.values())
 
 

@@ -35,8 +35,7 @@ def preflight(loaded: LoadedRecipe) -> list[str]:
     context = rollout_context(recipe, context_length(model))
     _check_context(recipe, longest, context, context_length(model))
     findings.append(
-        f"context: longest of {LOOKED_AT:,} prompts {longest[0]} tokens + answer {longest[1]} "
-        f"≤ {context}"
+        f"context: longest of {LOOKED_AT:,} prompts {longest[0]} tokens + answer {longest[1]} ≤ {context}"
     )
     if recipe.algorithm.kl.reference is not None:
         load_model(recipe.model, recipe.seed, path=recipe.algorithm.kl.reference)
@@ -82,15 +81,11 @@ def _longest(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[int, i
     return prompt_tokens, answer_tokens if supervised else recipe.rollout.max_new_tokens
 
 
-def _check_context(
-    recipe: Recipe, longest: tuple[int, int], context: int, model_context: int | None
-) -> None:
+def _check_context(recipe: Recipe, longest: tuple[int, int], context: int, model_context: int | None) -> None:
     prompt, answer = longest
     if model_context is not None and context > model_context:
         found, expected = f"{context}", f"at most the model's context of {model_context}"
-        raise RecipeErrors(
-            f"recipe {recipe.name}", [RecipeError("rollout.context", found, expected)]
-        )
+        raise RecipeErrors(f"recipe {recipe.name}", [RecipeError("rollout.context", found, expected)])
     if prompt + answer > context:
         raise RecipeErrors(
             f"recipe {recipe.name}",

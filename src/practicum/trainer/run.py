@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.plan import make_plan
 from practicum.errors import PracticumError
 from practicum.observe.progress import ProgressView
+from practicum.observe.tables import score_table
 from practicum.observe.trackers import make_trackers
 from practicum.recipe.load import LoadedRecipe, load_recipe
 from practicum.recipe.schema import Recipe
@@ -239,3 +241,21 @@ def train_recipes(
         if outcome.interrupted:
             break
     return outcomes
+
+
+def evaluate_recipe(path: Path, overrides: Sequence[str] = (), model: str | None = None) -> dict[str, float]:
+    """Scores of the recipe's model (or `model`) on its held-out prompts, shown as a table."""
+    chosen = [f"model.path={model}"] if model is not None else []
+    recipe = load_recipe(path, [*overrides, *chosen]).recipe
+    console = Console()
+    plan = make_plan(recipe)
+    roles = start_local(recipe, plan, Watch(recipe.checks, console.print))
+    try:
+        scores = evaluate(recipe, roles, eval_prompts(recipe.tasks, recipe.eval.rows, recipe.seed))
+    finally:
+        roles.close()
+    if not scores:
+        raise PracticumError("nothing to evaluate: no task is built-in or has an eval_file")
+    rows = {name.removeprefix("eval/"): {"score": value} for name, value in scores.items()}
+    console.print(score_table(f"{model or recipe.model.path or 'a new model'}", rows, ["score"]))
+    return scores

@@ -31,9 +31,7 @@ T = TypeVar("T")
 class StepRunner:
     """Runs steps over a set of roles. Its state is the prompt stream and the replay buffer."""
 
-    def __init__(
-        self, recipe: Recipe, plan: Plan, roles: Roles, stream: PromptStream, watch: Watch
-    ) -> None:
+    def __init__(self, recipe: Recipe, plan: Plan, roles: Roles, stream: PromptStream, watch: Watch) -> None:
         self.recipe, self.plan, self.roles, self.stream = recipe, plan, roles, stream
         self.watch = watch
         self.buffer = ReplayBuffer(recipe.buffer, TRAIN)
@@ -159,9 +157,7 @@ class StepRunner:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
 
 
-def training_attempts(
-    recipe: Recipe, prompts: list[Prompt], stop: frozenset[int]
-) -> list[Attempt]:
+def training_attempts(recipe: Recipe, prompts: list[Prompt], stop: frozenset[int]) -> list[Attempt]:
     """The sessions of each prompt; ReMax adds a greedy one as the baseline."""
     rollout = recipe.rollout
     drawn = Sampling(

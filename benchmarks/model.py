@@ -1,0 +1,96 @@
+"""The model that every contender gets: a tiny Qwen3, taught to sort until it stops by itself."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
+
+from practicum.models.tokenizer import make_tokenizer
+from practicum.tasks.builtin import bind
+from practicum.tasks.procedural import Example
+
+CACHE = Path(__file__).parent / ".cache"
+DIGITS = (6, 18)
+"""How many digits there are to sort in training; a prompt is `sort:` + digits + `=`."""
+STEPS, ROWS, PEAK_LR = 240, 64, 1e-3
+IGNORED = -100
+
+
+def model_folder() -> Path:
+    """The taught model in HuggingFace format; made on first use, then kept."""
+    folder = CACHE / f"sorter-{DIGITS[0]}-{DIGITS[1]}-{STEPS}x{ROWS}"
+    if not (folder / "model.safetensors").exists():
+        tokenizer = make_tokenizer()
+        model = teach(make_random_model(tokenizer), tokenizer)
+        tokenizer.save_pretrained(folder)
+        model.save_pretrained(folder)
+    return folder
+
+
+def make_random_model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """About 4M parameters: width 256, 4 layers, 4 heads of 64, 2 of them for keys and values."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def examples(split_seed: int, start: int, count: int, digits: tuple[int, int]) -> list[Example]:
+    """Sorting tasks with as many digits; a function of the arguments."""
+    task = bind("sort", "sort", {"length": list(digits)})
+    return [task.example(split_seed, "train", start + i) for i in range(count)]
+
+
+def teach(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Supervised on demonstrations, with a short warm-up and a linear decay."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, weight_decay=0.0)
+    began = time.perf_counter()
+    for step in range(STEPS):
+        rate = min((step + 1) / 20, (STEPS - step) / STEPS)
+        optimizer.param_groups[0]["lr"] = PEAK_LR * rate
+        ids_BT, labels_BT = _demonstrations(tokenizer, examples(0, step * ROWS, ROWS, DIGITS))
+        logits_BTV = model(input_ids=ids_BT).logits[:, :-1]
+        loss = cross_entropy(logits_BTV.flatten(0, 1), labels_BT[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 40 == 0 or step == STEPS - 1:
+            spent = time.perf_counter() - began
+            print(f"teaching: step {step} loss {loss.item():.3f} {spent:.0f} s", file=sys.stderr)
+    return model.eval()
+
+
+def _demonstrations(
+    tokenizer: PreTrainedTokenizerBase, rows: list[Example]
+) -> tuple[Tensor, Tensor]:
+    """Right-padded ids, and labels on the answers only. Right padding needs no attention mask."""
+    pad, eos = int(tokenizer.pad_token_id), int(tokenizer.eos_token_id)  # pyright: ignore
+    ids: list[Tensor] = []
+    labels: list[Tensor] = []
+    for prompt, answer in rows:
+        asked, answered = tokenizer.encode(prompt), [*tokenizer.encode(answer), eos]
+        ids.append(torch.tensor(asked + answered))
+        labels.append(torch.tensor([IGNORED] * len(asked) + answered))
+    padded = torch.nn.utils.rnn.pad_sequence
+    return padded(ids, batch_first=True, padding_value=pad), padded(
+        labels, batch_first=True, padding_value=IGNORED
+    )

@@ -1,0 +1,92 @@
+"""From hidden states to logprobs, a chunk of the vocabulary-wide logits at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from practicum.models.attention import head_logits
+
+CHUNK_LOGITS = 2**25
+"""Logits held at once; small enough for memory, large enough to use a large head's matrix well."""
+
+Reduce = Callable[[Tensor, slice], tuple[Tensor, ...]]
+"""From a chunk's logits [C, V] and the slice of tokens it covers, to tensors [C, ...]."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprobs of the targets; entropy of the distribution; logprobs at temperature 1. All [M]."""
+
+    logprobs_M: Tensor
+    entropy_M: Tensor | None
+    plain_M: Tensor | None
+
+
+def map_logits(
+    model: PreTrainedModel, hidden_M: Tensor, reduce: Reduce, *, chunk_logits: int = CHUNK_LOGITS
+) -> tuple[Tensor, ...]:
+    """Apply `reduce` to the logits of hidden states [M, hidden], M > 0, without ever holding [M, V].
+
+    Logits come as float32, or float64 if the model is. Under gradient, chunks are computed again in the
+    backward pass.
+    """
+
+    def chunk(hidden_C: Tensor, rows: slice) -> tuple[Tensor, ...]:
+        logits_CV = head_logits(model, hidden_C)
+        return reduce(logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)), rows)
+
+    tokens = hidden_M.shape[0]
+    size = max(1, chunk_logits // model.config.get_text_config().vocab_size)
+    if size >= tokens:
+        return chunk(hidden_M, slice(0, tokens))
+    slices = [slice(i, min(i + size, tokens)) for i in range(0, tokens, size)]
+    run: Callable[..., tuple[Tensor, ...]] = chunk
+    if torch.is_grad_enabled():
+
+        def run(hidden_C: Tensor, rows: slice) -> tuple[Tensor, ...]:
+            out = checkpoint(chunk, hidden_C, rows, use_reentrant=False, preserve_rng_state=False)
+            return cast(tuple[Tensor, ...], out)
+
+    parts = [run(hidden_M[rows], rows) for rows in slices]
+    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+
+def token_logprobs(
+    model: PreTrainedModel,
+    hidden_M: Tensor,
+    target_M: Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    entropy_grad: bool = False,
+    plain: bool = False,
+    chunk_logits: int = CHUNK_LOGITS,
+) -> TokenLogprobs:
+    """Logprobs of the targets under logits / temperature; entropy and plain logprobs if asked.
+
+    Gradients flow through the logprobs, and through the entropy if `entropy_grad`; never through plain.
+    """
+
+    def reduce(logits_CV: Tensor, rows: slice) -> tuple[Tensor, ...]:
+        target_C1 = target_M[rows].unsqueeze(1)
+        scaled_CV = logits_CV if temperature == 1.0 else logits_CV / temperature
+        all_CV = scaled_CV.log_softmax(-1)
+        out = [all_CV.gather(1, target_C1).squeeze(1)]
+        if entropy:
+            for_entropy_CV = all_CV if entropy_grad else all_CV.detach()
+            out.append(-(for_entropy_CV.exp() * for_entropy_CV).sum(-1))
+        if plain:
+            plain_CV = all_CV if temperature == 1.0 else logits_CV.log_softmax(-1)
+            out.append(plain_CV.detach().gather(1, target_C1).squeeze(1))
+        return tuple(out)
+
+    logprobs_M, *more = map_logits(model, hidden_M, reduce, chunk_logits=chunk_logits)
+    entropy_M = more.pop(0) if entropy else None
+    return TokenLogprobs(logprobs_M, entropy_M, more.pop(0) if plain else None)

@@ -1,0 +1,58 @@
+"""What an update reports: the one table of names, and means over sampled tokens."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+METRICS: dict[str, str] = {
+    "loss": "what was minimised: the aggregated loss with its penalties",
+    "tokens": "sampled tokens in the mini-batch",
+    "idle_tokens": "share of them in sessions whose gradient is surely zero (no backward pass)",
+    "policy_loss": "the policy's part of the loss, aggregated",
+    "entropy": "of the student at the sampling temperature",
+    "ratio": "importance ratio of the student to the ratio's denominator",
+    "approx_kl": "k3 estimate of KL(old || student)",
+    "clipped_low": "share of tokens held by the lower clip",
+    "clipped_high": "share of tokens held by the upper clip",
+    "dual_clipped": "share of tokens held by the dual clip",
+    "log_ratio_clamped": "share of tokens whose log-ratio was clamped",
+    "kl": "estimate of KL(student || reference), if it is in the loss",
+    "kl_clamped": "share of tokens whose log-ratio to the reference was clamped",
+    "gap_mean": "mean |learner - rollout| logprob at temperature 1, on fresh rows",
+    "gap_max": "largest such difference",
+    "gap_k3": "k3 estimate of KL(rollout || learner) from them",
+    "grad_norm": "global norm of the gradient before clipping",
+    "lr": "learning rate",
+    "value_loss": "the critic's loss",
+    "value_clipped": "share of tokens held by the value clip",
+    "value_mean": "the critic's value before the update",
+    "explained_variance": "1 - var(returns - values) / var(returns), before the update",
+}
+"""Means are over sampled tokens, never padding; a metric without tokens is absent."""
+
+
+class TokenMeans:
+    """Sums of per-token numbers over micro-batches, in double precision."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+        self._largest: dict[str, float] = {}
+
+    def add(self, name: str, value_M: Tensor) -> None:
+        """Count these tokens into the mean of `name`."""
+        assert name in METRICS, name
+        self._sums[name] = self._sums.get(name, 0.0) + float(value_M.detach().double().sum())
+        self._counts[name] = self._counts.get(name, 0) + value_M.numel()
+
+    def add_max(self, name: str, value_M: Tensor) -> None:
+        """Count these tokens into the maximum of `name`."""
+        assert name in METRICS, name
+        if value_M.numel():
+            largest = float(value_M.detach().max())
+            self._largest[name] = max(self._largest.get(name, largest), largest)
+
+    def result(self) -> dict[str, float]:
+        """Means and maxima of what was counted."""
+        means = {name: self._sums[name] / n for name, n in self._counts.items() if n}
+        return means | self._largest

@@ -1,0 +1,62 @@
+"""RMSNorm with a backward pass of its own: autograd's takes three to four times as long on a CPU."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        inverse = norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
+        unit = x * inverse
+        ctx.save_for_backward(unit, weight, inverse)
+        return unit * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        unit, weight, inverse = ctx.saved_tensors
+        along = grads[0] * unit
+        grad_weight = along.flatten(0, -2).sum(0)
+        mean = (along @ weight).unsqueeze(-1).mul_(-1.0 / unit.shape[-1])
+        grad_x = (grads[0] * weight).addcmul_(unit, mean).mul_(inverse)
+        return grad_x, grad_weight, None
+
+
+def forward(self: nn.Module, x: Tensor) -> Tensor:
+    """In place of the module's own forward; pickles by its name."""
+    weight = self.weight
+    assert isinstance(weight, Tensor)
+    if x.dtype != weight.dtype or not torch.is_grad_enabled():
+        return type(self).forward(self, x)
+    out = _RmsNorm.apply(x, weight, self.variance_epsilon)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _fits(module: nn.Module) -> bool:
+    """A norm of the Llama kind, in single or double precision, by its looks and by its numbers."""
+    if not (type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")):
+        return False
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dtype not in (torch.float32, torch.float64):
+        return False
+    probe = torch.linspace(-2.0, 3.0, 3 * weight.numel(), dtype=weight.dtype, device=weight.device)
+    probe = probe.view(3, -1)
+    with torch.no_grad():
+        theirs = module(probe)
+        mine = _RmsNorm.apply(probe, weight, module.variance_epsilon)
+    return torch.allclose(theirs, mine, rtol=1e-5, atol=1e-6)
+
+
+def fuse_norms(model: nn.Module) -> int:
+    """Give the model's RMSNorms the faster backward pass; says how many. Values change by rounding only."""
+    found = [module for module in model.modules() if _fits(module)]
+    for module in found:
+        module.forward = MethodType(forward, module)
+    return len(found)

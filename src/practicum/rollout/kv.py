@@ -1,0 +1,160 @@
+"""KV memory: set aside once, one slot per running sequence, and the layouts that fill and read it.
+
+Running sequences are always slots 0..B-1, so decoding reads a plain view of the memory, without a gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from practicum.errors import EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """What one token of one layer keeps."""
+
+    layers: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+
+class KvMemory:
+    """keys and values [layers, slots, kv heads, context, D]; pages are touched only when written."""
+
+    def __init__(self, shape: KvShape, slots: int, context: int, device: torch.device) -> None:
+        size = (shape.layers, slots, shape.heads, context)
+        self.keys = torch.empty(*size, shape.key_dim, dtype=shape.dtype, device=device)
+        self.values = torch.empty(*size, shape.value_dim, dtype=shape.dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    def put_prompt(self, prompt: PromptKv, first: int, count: int) -> None:
+        """Copy a prompt into `count` slots from `first` on."""
+        length = prompt.keys.shape[2]
+        for memory, part in ((self.keys, prompt.keys), (self.values, prompt.values)):
+            memory[:, first : first + count, :, :length] = part.unsqueeze(1)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of one slot into another."""
+        for memory in (self.keys, self.values):
+            memory[:, target, :, :length] = memory[:, source, :, :length]
+
+
+@dataclass(slots=True)
+class PromptKv:
+    """A prompt's keys and values [layers, kv heads, P, D]."""
+
+    keys: Tensor
+    values: Tensor
+
+    def copy(self) -> PromptKv:
+        """The same in memory of its own, so that the batch it was computed in can be freed."""
+        return PromptKv(self.keys.clone(), self.values.clone())
+
+
+class CausalLayout:
+    """Packed sequences, each attending causally to itself.
+
+    Sequences of similar length are padded to one rectangle on the right, where causal attention never looks.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self._buckets = [
+            tuple(index.to(device) for index in _bucket_indices(bucket))
+            for bucket in _similar(lengths)
+        ]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Attention of packed tokens; see `models.attention.Layout`."""
+        del layer
+        out = value.new_empty(query.shape[0], query.shape[1], value.shape[2])
+        for padded_GP, real_M, token_M in self._buckets:
+            q, k, v = (x[padded_GP].transpose(1, 2) for x in (query, key, value))
+            grouped = query.shape[1] != key.shape[1]
+            rows = scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
+            )
+            out[token_M] = rows.transpose(1, 2).flatten(0, 1)[real_M]
+        return out
+
+
+def _similar(lengths: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """(start, length) of packed sequences in buckets whose shortest is near their longest."""
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    spans = [(end - length, length) for end, length in zip(ends, lengths, strict=True)]
+    buckets: list[list[tuple[int, int]]] = []
+    for span in sorted(spans, key=lambda span: -span[1]):
+        if not buckets or span[1] < 0.75 * buckets[-1][0][1] - 8:
+            buckets.append([])
+        buckets[-1].append(span)
+    return buckets
+
+
+def _bucket_indices(spans: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Token at each padded place [G, P]; the padded places that are real [M]; their tokens [M]."""
+    start_G1 = torch.tensor([start for start, _ in spans]).unsqueeze(1)
+    length_G1 = torch.tensor([length for _, length in spans]).unsqueeze(1)
+    place_P = torch.arange(int(length_G1.max()))
+    real_GP = place_P < length_G1
+    padded_GP = torch.where(real_GP, start_G1 + place_P, start_G1)
+    return padded_GP, real_GP.flatten().nonzero().squeeze(1), padded_GP[real_GP]
+
+
+class PrefillLayout(CausalLayout):
+    """Causal attention that keeps every layer's keys and values."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        super().__init__(lengths, device)
+        self._lengths = list(lengths)
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Attention of packed tokens; see `models.attention.Layout`."""
+        self._keys[layer], self._values[layer] = key, value
+        return super().attend(layer, query, key, value, scale)
+
+    def prompts(self) -> list[PromptKv]:
+        """Keys and values of each prompt, as views of the batch's."""
+        layers = sorted(self._keys)
+        if not layers or layers != list(range(len(layers))):
+            raise EngineError(f"packed attention saw layers {layers}; the torch engine needs all from 0 on")
+        both = [torch.stack([kept[i] for i in layers]) for kept in (self._keys, self._values)]
+        keys, values = (x.transpose(1, 2).split(self._lengths, dim=2) for x in both)
+        return [PromptKv(k, v) for k, v in zip(keys, values, strict=True)]
+
+
+class DecodeLayout:
+    """One new token for each of the slots 0..B-1, attending to what its slot holds and to itself."""
+
+    def __init__(self, memory: KvMemory, length_B: Tensor) -> None:
+        self._memory, self._length_B = memory, length_B
+        self._slot_B = torch.arange(len(length_B), device=length_B.device)
+        self._longest = int(length_B.max()) + 1
+        places_L = torch.arange(self._longest, device=length_B.device)
+        mask_BL = torch.zeros(len(length_B), self._longest, dtype=memory.keys.dtype, device=length_B.device)
+        mask_BL.masked_fill_(places_L > length_B.unsqueeze(1), float("-inf"))
+        self._mask_B11L = mask_BL[:, None, None]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Write the new keys and values, then attend; see `models.attention.Layout`."""
+        keys, values = self._memory.keys[layer], self._memory.values[layer]
+        keys[self._slot_B, :, self._length_B] = key
+        values[self._slot_B, :, self._length_B] = value
+        rows, past = len(self._length_B), self._longest
+        # The query heads that share a kv head become its query length: no key is repeated.
+        folded = query.unflatten(1, (key.shape[1], -1))
+        out = scaled_dot_product_attention(
+            folded, keys[:rows, :, :past], values[:rows, :, :past], self._mask_B11L, scale=scale
+        )
+        return out.flatten(1, 2)

@@ -1,0 +1,168 @@
+"""Continuous batching: which requests are computed when. `Scheduler.step` is the torch engine's work."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from practicum.errors import EngineError
+from practicum.rollout.desk import Job, Outcome
+from practicum.rollout.forward import decode, prefill, sample_hidden
+from practicum.rollout.kv import KvMemory, KvShape
+from practicum.rollout.queue import GenerateJob, Queue, ScoreJob
+from practicum.rollout.randomness import uniforms
+from practicum.rollout.rows import Rows
+from practicum.rollout.sampler import Sampled
+from practicum.rollout.scoring import score_batch
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """What an engine has done since it was made."""
+
+    prefilled_prompts: int = 0
+    prefilled_tokens: int = 0
+    decode_steps: int = 0
+    decoded_tokens: int = 0
+    sampled_tokens: int = 0
+    scored_tokens: int = 0
+    most_rows: int = 0
+
+
+class Scheduler:
+    """Sequences in slots and requests that wait for them; used by one thread at a time."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kv_shape: KvShape,
+        *,
+        slots: int,
+        context: int,
+        prefill_tokens: int,
+        score_tokens: int,
+    ) -> None:
+        self.version = 0
+        self.stats = EngineStats()
+        self.memory: KvMemory | None = None
+        """None while the engine sleeps."""
+        self._model, self._kv_shape, self._device = model, kv_shape, model.device
+        self._slots, self._context = slots, context
+        self._prefill_tokens, self._score_tokens = prefill_tokens, score_tokens
+        self._rows = Rows(slots, context, self._device)
+        self._queue = Queue()
+        self._to_score: deque[ScoreJob] = deque()
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Set the KV memory aside, if it is not yet."""
+        if self.memory is None:
+            self.memory = KvMemory(self._kv_shape, self._slots, self._context, self._device)
+
+    def free(self) -> None:
+        """Forget all requests and free the KV memory."""
+        self.reset()
+        self.memory = None
+
+    def reset(self) -> None:
+        """Forget all requests, and what was computed for them."""
+        self._rows.clear()
+        self._queue.clear()
+        self._to_score.clear()
+
+    @torch.no_grad()
+    def step(self, arrived: list[Job]) -> tuple[list[Outcome], bool]:
+        """Take in new requests and do one turn's work: outcomes, and whether work is left."""
+        if self.memory is None:
+            raise EngineError("the engine sleeps or is closed: call wake() first")
+        self._take_in(arrived)
+        self._drop_abandoned(self.memory)
+        outcomes = self._score()
+        running_B = self._decode(self.memory)
+        fresh_B = self._admit(self.memory)
+        if self._rows.count:
+            sampled = self._sample(torch.cat([*running_B, *fresh_B]))
+            outcomes += self._collect(self.memory, sampled)
+        return outcomes, bool(self._rows.count or self._queue or self._to_score)
+
+    def _take_in(self, arrived: list[Job]) -> None:
+        for job in arrived:
+            if isinstance(job, GenerateJob):
+                self._queue.add(job)
+            elif isinstance(job, ScoreJob):
+                self._to_score.append(job)
+
+    def _drop_abandoned(self, memory: KvMemory) -> None:
+        self._remove(memory, [row for row, job in enumerate(self._rows.jobs) if job.abandoned])
+
+    def _decode(self, memory: KvMemory) -> list[Tensor]:
+        """Hidden states of the newest token of each running row."""
+        rows = self._rows
+        if not rows.count:
+            return []
+        hidden_B = decode(self._model, memory, rows.last_B, rows.length_B)
+        rows.length_B.add_(1)
+        self.stats.decode_steps += 1
+        self.stats.decoded_tokens += rows.count
+        return [hidden_B]
+
+    def _admit(self, memory: KvMemory) -> list[Tensor]:
+        """Give free slots to waiting requests; hidden states of their prompts' last tokens."""
+        taken = self._queue.take(self._slots - self._rows.count, self._prefill_tokens)
+        new = [admission.prompt for admission in taken if admission.computed is None]
+        computed = iter(prefill(self._model, new) if new else [])
+        self.stats.prefilled_prompts += len(new)
+        self.stats.prefilled_tokens += sum(map(len, new))
+        fresh: list[Tensor] = []
+        for admission in taken:
+            prompt = admission.computed or next(computed)
+            memory.put_prompt(prompt.kv, self._rows.count, len(admission.jobs))
+            self._queue.keep(admission.prompt, prompt)
+            self._rows.add(admission.jobs)
+            fresh.append(prompt.hidden.expand(len(admission.jobs), -1))
+        self.stats.most_rows = max(self.stats.most_rows, self._rows.count)
+        return fresh
+
+    def _sample(self, hidden_B: Tensor) -> Sampled:
+        rows = self._rows
+        self.stats.sampled_tokens += rows.count
+        uniform_B = uniforms(rows.key_B, rows.made_B)
+        if len(rows.draws) == 1:
+            return sample_hidden(self._model, hidden_B, next(iter(rows.draws)), uniform_B)
+        parts, order = [], []
+        for draw in rows.draws:
+            alike = [row for row, job in enumerate(rows.jobs) if job.draw == draw]
+            parts.append(sample_hidden(self._model, hidden_B[alike], draw, uniform_B[alike]))
+            order += alike
+        back_B = torch.tensor(order, device=self._device).argsort()
+        return Sampled(*(torch.cat(column)[back_B] for column in zip(*parts, strict=True)))
+
+    def _collect(self, memory: KvMemory, sampled: Sampled) -> list[Outcome]:
+        """Add a token to each row; finished rows leave their slots."""
+        done, finishes = self._rows.append(sampled)
+        jobs = [self._rows.jobs[row] for row in done]
+        generations = self._rows.generations(done, finishes, self.version)
+        self._remove(memory, done)
+        return list(zip(jobs, generations, strict=True))
+
+    def _remove(self, memory: KvMemory, rows: list[int]) -> None:
+        for source, target, length in self._rows.remove(rows) if rows else ():
+            memory.move(source, target, length)
+
+    def _score(self) -> list[Outcome]:
+        """One forward call's worth of the requests to score."""
+        jobs: list[ScoreJob] = []
+        budget = self._score_tokens
+        while self._to_score and (not jobs or len(self._to_score[0].ids) <= budget):
+            job = self._to_score.popleft()
+            if not job.abandoned:
+                jobs.append(job)
+                budget -= len(job.ids)
+        if not jobs:
+            return []
+        self.stats.scored_tokens += sum(len(job.ids) - job.start for job in jobs)
+        return list(zip(jobs, score_batch(self._model, jobs, self.version), strict=True))

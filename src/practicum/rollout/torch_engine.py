@@ -1,0 +1,181 @@
+"""The torch engine: any transformers causal LM, with continuous batching and KV memory set aside once.
+
+Equal prompts are computed once. Left out on purpose: paging (a slot is as long as the context) and reuse of
+prompts that merely begin alike. This file is what callers use; the engine's work is `scheduler.step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from practicum.errors import EngineError
+from practicum.models.fingerprint import fingerprint_ids
+from practicum.models.load import context_length
+from practicum.rollout.desk import Desk
+from practicum.rollout.forward import check_model, vocab_size
+from practicum.rollout.protocol import Counter, Generation, Memory, Sampling, Scores
+from practicum.rollout.queue import GenerateJob, ScoreJob
+from practicum.rollout.randomness import stream_key
+from practicum.rollout.sampler import Draw
+from practicum.rollout.scheduler import EngineStats, Scheduler
+from practicum.rollout.scoring import empty_scores, score_batch
+from practicum.rollout.weights import Shelf, distinct_tensors, return_memory, take_weights
+
+
+class TorchEngine:
+    """Samples and scores with the model object it is given; see `protocol.Engine`.
+
+    `slots` sequences are decoded at once, each of up to `context` tokens with its prompt. One forward call
+    takes up to `prefill_tokens` tokens of prompts, or `score_tokens` to score (a longer sequence goes alone).
+    With `owns_weights`, `sleep` frees the weights too: nobody else may use the model then.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        slots: int,
+        context: int,
+        version: int = 0,
+        prefill_tokens: int = 8192,
+        score_tokens: int = 8192,
+        owns_weights: bool = False,
+    ) -> None:
+        longest = context_length(model)
+        if longest is not None and context > longest:
+            raise EngineError(f"a context of {context} tokens is more than the model's {longest}")
+        self.version = version
+        self._model, self._owns_weights, self._device = model, owns_weights, model.device
+        self._context, self._longest, self._vocab = context, longest or context, vocab_size(model)
+        self._scheduler = Scheduler(
+            model,
+            check_model(model, context),
+            slots=slots,
+            context=context,
+            prefill_tokens=prefill_tokens,
+            score_tokens=score_tokens,
+        )
+        self._scheduler.version = version
+        self._shelf: Shelf | None = None
+        self._desk = Desk(self._scheduler.step, self._scheduler.reset, "torch engine")
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the engine has done since it was made."""
+        return self._scheduler.stats
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, counter: Counter
+    ) -> Generation:
+        """Sample one answer. Requests with equal prompts share the prompt's computation."""
+        self._check_awake()
+        self._check_ids(prompt_ids, "prompt")
+        _check_sampling(sampling)
+        if len(prompt_ids) + sampling.max_new_tokens > self._context:
+            raise EngineError(
+                f"a prompt of {len(prompt_ids)} tokens and max_new_tokens {sampling.max_new_tokens} do not "
+                f"fit the engine's context of {self._context} tokens: shorten one of them, or make the "
+                "engine with a longer context"
+            )
+        job = GenerateJob(tuple(prompt_ids), sampling, Draw.of(sampling), stream_key(counter))
+        return await self._desk.submit(job)
+
+    async def score(self, ids: Sequence[int], start: int, top_k: int = 0) -> Scores:
+        """Logprobs at temperature 1 of ids[start:], each given all before it."""
+        self._check_awake()
+        self._check_ids(ids, "sequence to score")
+        if not 1 <= start <= len(ids):
+            raise EngineError(f"can't score {len(ids)} tokens from {start} on: start is 1 to {len(ids)}")
+        if len(ids) > self._longest:
+            raise EngineError(f"{len(ids)} tokens to score are more than the model's {self._longest}")
+        if not 0 <= top_k <= self._vocab:
+            raise EngineError(f"top_k is {top_k}, expected 0 to {self._vocab}, the vocabulary's size")
+        if start == len(ids):
+            return empty_scores(top_k, self.version)
+        return await self._desk.submit(ScoreJob(list(ids), start, top_k))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take these weights by name, without a copy where they are the engine's own tensors already.
+
+        An EngineError, with nothing changed, if they do not fit or while requests are under way.
+        """
+        if self._shelf is not None:
+            raise EngineError("the engine sleeps and its weights are put aside: wake it to load weights")
+        self._check_idle("load weights")
+        with self._desk.turn:
+            take_weights(self._model, weights)
+            self._scheduler.reset()
+            self.version = self._scheduler.version = version
+
+    def sleep(self) -> Memory:
+        """Free the KV memory, and the weights if they are the engine's own; says what was freed."""
+        self._check_awake()
+        self._check_idle("sleep")
+        with self._desk.turn:
+            before = self.memory()
+            self._scheduler.free()
+            if self._owns_weights:
+                self._shelf = Shelf(self._model)
+            return_memory(self._device)
+            after = self.memory()
+        return Memory(before.weights - after.weights, before.kv - after.kv)
+
+    def wake(self) -> None:
+        """Be ready again, with the weights as they were. An engine that is awake stays as it is."""
+        with self._desk.turn:
+            if self._shelf is not None:
+                self._shelf.restore()
+                self._shelf = None
+            self._scheduler.allocate()
+
+    def memory(self) -> Memory:
+        """Bytes held now on the model's device: its weights, and the KV memory set aside."""
+        held = (t.nbytes for t in distinct_tensors(self._model) if t.device == self._device)
+        return Memory(sum(held), self._scheduler.memory.nbytes if self._scheduler.memory else 0)
+
+    @torch.no_grad()
+    def fingerprint(self) -> Tensor:
+        """Logprobs [15] of a fixed token sequence, to compare with the learner's."""
+        if self._shelf is not None:
+            raise EngineError("the engine sleeps and its weights are put aside: wake it for a fingerprint")
+        job = ScoreJob(fingerprint_ids(self._vocab), 1, 0)
+        with self._desk.turn:
+            return score_batch(self._model, [job], self.version)[0].logprobs
+
+    def close(self) -> None:
+        """Stop; requests under way fail with an EngineError. Weights put aside by `sleep` are lost."""
+        self._desk.close()
+        self._scheduler.free()
+        if self._shelf is not None:
+            self._shelf.drop()
+
+    def _check_awake(self) -> None:
+        if self._scheduler.memory is None:
+            raise EngineError("the engine sleeps or is closed: call wake() first")
+
+    def _check_idle(self, what: str) -> None:
+        if count := self._desk.open_jobs:
+            raise EngineError(f"can't {what} with {count} requests under way: await or cancel them first")
+
+    def _check_ids(self, ids: Sequence[int], what: str) -> None:
+        if not ids:
+            raise EngineError(f"the {what} is empty: at least one token is needed")
+        if min(ids) < 0 or max(ids) >= self._vocab:
+            raise EngineError(f"the {what} has token ids outside of 0 to {self._vocab - 1}")
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    wanted = (
+        ("max_new_tokens", sampling.max_new_tokens >= 1, "1 or more"),
+        ("temperature", sampling.temperature > 0, "above 0 (for the best token, set greedy)"),
+        ("top_k", sampling.top_k >= 0, "0 (off) or more"),
+        ("top_p", 0 < sampling.top_p <= 1, "above 0 and up to 1 (off)"),
+        ("min_p", 0 <= sampling.min_p < 1, "from 0 (off) to below 1"),
+    )
+    for name, good, expected in wanted:
+        if not good:
+            raise EngineError(f"{name} is {getattr(sampling, name)}, expected {expected}")

@@ -1,0 +1,126 @@
+"""Weights of an engine: taken from a learner by name, or put aside while the engine sleeps."""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+from collections.abc import Iterable, Iterator
+from typing import IO
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from practicum.errors import EngineError
+
+
+def named_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters and saved buffers by name; tied ones appear under each of their names."""
+    return model.state_dict(keep_vars=True)
+
+
+def distinct_tensors(model: PreTrainedModel) -> list[Tensor]:
+    """Every parameter and buffer of the model once."""
+    return list({id(t): t for t in (*model.parameters(), *model.buffers())}.values())
+
+
+def take_weights(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy weights into the model by name; tensors that are the model's own are left as they are.
+
+    Names and shapes are checked before anything is changed. A tied weight may come under any of its names.
+    """
+    given, own = dict(weights), named_tensors(model)
+    _check_names(given, own)
+    _check_tied(given, own)
+    with torch.no_grad():
+        for name, tensor in given.items():
+            if not _is_same_memory(tensor, own[name]):
+                own[name].copy_(tensor)
+
+
+def _is_same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.stride() == b.stride()
+
+
+def _check_names(given: dict[str, Tensor], own: dict[str, Tensor]) -> None:
+    covered = {id(own[name]) for name in given if name in own}
+    missing = [name for name, tensor in own.items() if id(tensor) not in covered]
+    unknown = [name for name in given if name not in own]
+    shapes = [
+        f"{name} is {tuple(tensor.shape)}, expected {tuple(own[name].shape)}"
+        for name, tensor in given.items()
+        if name in own and tensor.shape != own[name].shape
+    ]
+    problems = [
+        f"{len(names)} {what} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
+        for what, names in (("missing", missing), ("unknown", unknown), ("of another shape", shapes))
+        if names
+    ]
+    if problems:
+        raise EngineError(
+            f"weights do not fit the engine's model: {'; '.join(problems)}; nothing was loaded. "
+            "Engine and learner must hold the same architecture"
+        )
+
+
+def _check_tied(given: dict[str, Tensor], own: dict[str, Tensor]) -> None:
+    first: dict[int, str] = {}
+    for name, tensor in given.items():
+        other = first.setdefault(id(own[name]), name)
+        if not _is_same_memory(tensor, given[other]) and not torch.equal(tensor, given[other]):
+            raise EngineError(
+                f"{name} and {other} are one tied weight of the engine's model but came with different "
+                "values; nothing was loaded"
+            )
+
+
+class Shelf:
+    """A model's parameters, put aside: in a temporary file if they were on the CPU, else on the CPU."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._parameters = list(model.parameters())
+        self._shapes = [p.shape for p in self._parameters]
+        self._device = self._parameters[0].device
+        self._file: IO[bytes] | None = None
+        if self._device.type == "cpu":
+            self._file = tempfile.TemporaryFile(prefix="practicum-weights-")
+            for part in self._bytes():
+                self._file.write(part)
+            self._file.flush()
+            for parameter in self._parameters:
+                parameter.data = parameter.data.new_empty(0)
+        else:
+            for parameter in self._parameters:
+                parameter.data = parameter.data.cpu()
+
+    def restore(self) -> None:
+        """Give the parameters back, bit by bit the same."""
+        if self._file is None:
+            for parameter in self._parameters:
+                parameter.data = parameter.data.to(self._device)
+            return
+        for parameter, shape in zip(self._parameters, self._shapes, strict=True):
+            parameter.data = parameter.data.new_empty(shape)
+        self._file.seek(0)
+        for part in self._bytes():
+            if self._file.readinto(part) != len(part):  # pyright: ignore[reportAttributeAccessIssue]
+                raise EngineError("the temporary file of a sleeping engine's weights was cut short")
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what was put aside."""
+        if self._file is not None:
+            self._file.close()
+
+    def _bytes(self) -> Iterator[memoryview]:
+        for parameter in self._parameters:
+            assert parameter.data.is_contiguous()
+            yield memoryview(parameter.data.view(-1).view(torch.uint8).numpy())
+
+
+def return_memory(device: torch.device) -> None:
+    """Give freed memory back to the system, where the allocator would keep it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif device.type == "cpu" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)

@@ -1,0 +1,67 @@
+import pytest
+import torch
+
+from practicum.checks import invariants
+from practicum.checks.watch import Watch
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.keys import Key, Tags
+from practicum.dataplane.ragged import Ragged
+from practicum.errors import CheckError
+from practicum.recipe.schema import Checks
+
+
+def batch(*tags: Tags) -> BatchRef:
+    return BatchRef("train", tuple(Key(0, i) for i in range(len(tags))), tags)
+
+
+def test_weight_version_accepts_the_learners_and_allowed_staleness():
+    rows = batch(Tags(version_min=4, version_max=5))
+    assert invariants.weight_version(rows, 5, 1) is None
+    assert "weight versions 4–5" in (invariants.weight_version(rows, 5, 0) or "")
+    assert "the learner is at 4" in (invariants.weight_version(rows, 4, 9) or "")
+
+
+def test_logprob_gap_names_the_number_and_the_limit():
+    assert invariants.logprob_gap({"gap_mean": 0.01}, 0.05) is None
+    assert invariants.logprob_gap({}, 0.05) is None
+    finding = invariants.logprob_gap({"gap_mean": 0.2, "gap_max": 1.5}, 0.05)
+    assert finding is not None
+    assert "0.2 nats" in finding
+    assert "1.5" in finding
+
+
+def test_masks_must_agree_with_tags():
+    ids = Ragged.from_rows([torch.zeros(2, dtype=torch.int64)])
+    response = Ragged.from_rows([torch.zeros(3, dtype=torch.int64)])
+    mask = Ragged.from_rows([torch.tensor([True, False, True])])
+    good = batch(Tags(prompt_tokens=2, response_tokens=3, sampled_tokens=2))
+    assert invariants.masks(good, ids, response, mask) is None
+    bad = batch(Tags(prompt_tokens=2, response_tokens=3, sampled_tokens=3))
+    assert "2 sampled tokens" in (invariants.masks(bad, ids, response, mask) or "")
+
+
+def test_denominator_must_be_the_batchs_sampled_tokens():
+    assert invariants.denominator(5.0, 5) is None
+    assert "counted 4" in (invariants.denominator(4.0, 5) or "")
+
+
+def test_groups_must_be_whole():
+    assert invariants.groups(batch(Tags(), Tags()), 2) is None
+    assert "has 2 sessions, expected 3" in (invariants.groups(batch(Tags(), Tags()), 3) or "")
+
+
+def test_store_must_hold_only_what_waits():
+    assert invariants.store_empty(0, 0) is None
+    assert "3 rows are in the store" in (invariants.store_empty(3, 1) or "")
+
+
+def test_levels_decide_what_a_finding_does():
+    said: list[str] = []
+    with pytest.raises(CheckError, match="check groups: broken"):
+        Watch(Checks(), said.append)("groups", "broken")
+    watch = Watch(Checks(groups="warn"), said.append)
+    watch("groups", "broken")
+    assert said == ["check groups: broken"]
+    assert watch.fired == {"groups": 1}
+    Watch(Checks(groups="off"), said.append)("groups", "broken")
+    assert len(said) == 1

@@ -1,0 +1,85 @@
+"""BatchRef: what is cut and joined is the same, and anything uneven is an error."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.keys import Key, Tags
+from practicum.errors import StoreError
+
+from .rows import make_batch
+
+
+@given(parts=st.integers(1, 7), size=st.integers(0, 5))
+def test_chunk_then_concat_is_identity(parts: int, size: int) -> None:
+    batch = make_batch(parts * size)
+    chunks = batch.chunk(parts)
+    assert [len(chunk) for chunk in chunks] == [size] * parts
+    assert BatchRef.concat(chunks) == batch
+
+
+@given(count=st.integers(0, 9), seed=st.integers(0, 1000))
+def test_a_reordered_batch_can_be_put_back(count: int, seed: int) -> None:
+    batch = make_batch(count)
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    shuffled = batch.take(order)
+    assert shuffled.keys == tuple(batch.keys[i] for i in order)
+    assert shuffled.tags == tuple(batch.tags[i] for i in order)
+    assert shuffled.take([order.index(i) for i in range(count)]) == batch
+
+
+@given(count=st.integers(0, 9), wanted=st.sets(st.integers(0, 8)))
+def test_where_keeps_order_and_splits_without_loss(count: int, wanted: set[int]) -> None:
+    batch = make_batch(count)
+    chosen = batch.where(lambda key, tags: key.prompt in wanted)
+    rest = batch.where(lambda key, tags: key.prompt not in wanted)
+    assert [key.prompt for key in chosen.keys] == sorted(wanted & set(range(count)))
+    assert set(chosen.keys) | set(rest.keys) == set(batch.keys)
+    assert len(chosen) + len(rest) == count
+
+
+def test_where_sees_tags_and_rows_keep_them() -> None:
+    batch = BatchRef("train", (Key(0), Key(1), Key(2)), (Tags(), Tags(is_padding=True), Tags()))
+    assert batch.where(lambda _, tags: tags.is_padding) == batch.take([1])
+    assert list(batch.take([1])) == [(Key(1), Tags(is_padding=True))]
+
+
+@pytest.mark.parametrize("parts", [0, -1, 2, 4, 7])
+def test_uneven_chunks_are_an_error(parts: int) -> None:
+    with pytest.raises(StoreError, match=f"5 rows can't be cut into {parts}"):
+        make_batch(5).chunk(parts)
+
+
+@pytest.mark.parametrize("index", [-1, 3])
+def test_taking_a_row_that_does_not_exist_is_an_error(index: int) -> None:
+    with pytest.raises(StoreError, match=f"row {index} of a batch of 3 rows"):
+        make_batch(3).take([0, index])
+
+
+def test_a_row_twice_is_an_error() -> None:
+    batch = make_batch(3)
+    with pytest.raises(StoreError, match=r"prompt 1/session 1/trajectory 1 .*more than once"):
+        batch.take([0, 1, 1])
+    with pytest.raises(StoreError, match=r"prompt 2/session 0/trajectory 2 .*more than once"):
+        BatchRef.concat([batch, make_batch(3, start=2)])
+
+
+def test_keys_without_tags_are_an_error() -> None:
+    with pytest.raises(StoreError, match="2 keys came with 1 tags"):
+        BatchRef("train", (Key(0), Key(1)), (Tags(),))
+
+
+def test_batches_of_different_partitions_are_not_joined() -> None:
+    with pytest.raises(StoreError, match="'eval', 'train'"):
+        BatchRef.concat([make_batch(1), make_batch(1, start=1, partition="eval")])
+
+
+def test_joining_nothing_is_an_error() -> None:
+    with pytest.raises(StoreError, match="no batch to join"):
+        BatchRef.concat([])

@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from practicum.dataplane.fields import FIELDS
+from practicum.dataplane.plan import Plan, StageSpec, chain, draw, make_plan, old_source, resolve
+from practicum.errors import RecipeError
+from practicum.recipe.schema import Recipe
+
+ROWS = ("prompt_ids", "response_ids", "response_mask")
+SAMPLED = (*ROWS, "rollout_logprobs", "plain_logprobs")
+
+
+def recipe(**sections: Any) -> Recipe:
+    base = {"name": "run", "model": {"make": {}}, "tasks": {"sort": {"kind": "sort"}}}
+    return Recipe.model_validate(base | sections)
+
+
+def names(plan: Plan) -> list[str]:
+    return [stage.name for stage in plan.stages]
+
+
+def reason(plan: Plan, name: str) -> str:
+    return next(why for stage, why in plan.skipped if stage.name == name)
+
+
+def test_grpo_with_one_optimizer_step_needs_no_other_model() -> None:
+    plan = make_plan(recipe())
+    assert names(plan) == ["rollout", "reward", "advantages", "update_student", "sync", "clear"]
+    assert plan["rollout"].writes == SAMPLED
+    assert plan["advantages"].reads == ("response_mask", "reward")
+    assert plan["advantages"].writes == ("advantages",)
+    assert plan["update_student"].reads == (*ROWS, "advantages", "plain_logprobs")
+    assert "algorithm.kl.place is off" in reason(plan, "ref_logprobs")
+    assert "nobody reads old_logprobs: a batch gets one optimizer step" in reason(
+        plan, "old_logprobs"
+    )
+    assert "grpo" in reason(plan, "values")
+    assert "grpo has no critic" in reason(plan, "update_critic")
+
+
+def test_ppo_with_kl_in_the_reward_runs_everything_but_demonstrations() -> None:
+    plan = make_plan(
+        recipe(
+            algorithm={"advantage": "gae", "kl": {"place": "reward"}},
+            critic={},
+            train={"epochs": 2},
+        )
+    )
+    assert names(plan) == [
+        *("rollout", "reward", "old_logprobs", "ref_logprobs", "values", "advantages"),
+        *("update_critic", "update_student", "sync", "clear"),
+    ]
+    assert plan["advantages"].writes == ("advantages", "returns")
+    assert set(plan["advantages"].reads) == {
+        *("response_mask", "reward", "values", "ref_logprobs", "old_logprobs")
+    }
+    assert plan["update_critic"].reads == (*ROWS, "values", "returns")
+    assert "old_logprobs" in plan["update_student"].reads
+    assert "ref_logprobs" not in plan["update_student"].reads
+    assert [stage.name for stage, _ in plan.skipped] == ["demonstrate"]
+
+
+def test_supervised_training_judges_nothing() -> None:
+    plan = make_plan(recipe(algorithm={"loss": "supervised", "advantage": "none"}))
+    assert names(plan) == ["demonstrate", "update_student", "sync", "clear"]
+    assert plan["update_student"].reads == plan["demonstrate"].writes == ROWS
+    assert reason(plan, "advantages") == "nobody reads advantages: algorithm.loss is supervised"
+    assert reason(plan, "reward") == "nobody reads reward: advantages would, but is not run"
+    assert "demonstrations are the batch" in reason(plan, "rollout")
+    assert "no ratio" in reason(plan, "old_logprobs")
+
+
+def test_kl_in_the_loss_is_read_by_the_update_alone() -> None:
+    plan = make_plan(recipe(algorithm={"kl": {"place": "loss"}}))
+    assert "ref_logprobs" in plan
+    assert "ref_logprobs" in plan["update_student"].reads
+    assert "ref_logprobs" not in plan["advantages"].reads
+    assert "old_logprobs" not in plan
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "train", "source", "runs", "update_reads", "advantage_reads"),
+    [
+        ({}, {}, "own", False, False, False),
+        ({}, {"minibatches": 2}, "old_logprobs", True, True, False),
+        ({}, {"epochs": 2}, "old_logprobs", True, True, False),
+        ({"old_logprobs": "recompute"}, {}, "old_logprobs", True, True, False),
+        ({"old_logprobs": "rollout"}, {}, "rollout_logprobs", False, False, False),
+        ({"old_logprobs": "rollout"}, {"epochs": 4}, "rollout_logprobs", False, False, False),
+        ({"kl": {"place": "reward"}}, {}, "old_logprobs", True, True, True),
+        (
+            {"kl": {"place": "reward"}, "old_logprobs": "rollout"},
+            *({}, "rollout_logprobs", False, False, False),
+        ),
+        ({"loss": "reinforce"}, {"epochs": 2}, "own", False, False, False),
+        ({"loss": "reinforce", "old_logprobs": "recompute"}, {}, "own", False, False, False),
+        (
+            {"loss": "reinforce", "kl": {"place": "reward"}},
+            *({}, "old_logprobs", True, False, True),
+        ),
+        ({"loss": "gspo"}, {"epochs": 2}, "old_logprobs", True, True, False),
+    ],
+)
+def test_old_logprobs_are_computed_just_when_they_are_read(
+    algorithm: dict[str, Any],
+    train: dict[str, Any],
+    source: str,
+    runs: bool,
+    update_reads: bool,
+    advantage_reads: bool,
+) -> None:
+    asked = recipe(algorithm=algorithm, train=train)
+    plan = make_plan(asked)
+    assert old_source(asked) == source
+    assert ("old_logprobs" in plan) == runs
+    assert ("old_logprobs" in plan["update_student"].reads) == update_reads
+    assert ("old_logprobs" in plan["advantages"].reads) == advantage_reads
+
+
+def test_kl_in_the_reward_may_use_the_engines_logprobs() -> None:
+    plan = make_plan(recipe(algorithm={"kl": {"place": "reward"}, "old_logprobs": "rollout"}))
+    assert plan["advantages"].reads[-2:] == ("ref_logprobs", "rollout_logprobs")
+    assert plan["update_student"].reads.count("rollout_logprobs") == 1
+
+
+def test_every_plan_uses_fields_of_the_table_and_writes_before_it_reads() -> None:
+    for advantage, loss, place, old, epochs in itertools.product(
+        ("gae", "grpo", "remax"),
+        ("supervised", "ppo_clip", "reinforce"),
+        ("off", "reward", "loss"),
+        ("auto", "recompute", "rollout"),
+        (1, 2),
+    ):
+        algorithm = {"loss": loss, "old_logprobs": old, "kl": {"place": place}}
+        algorithm["advantage"] = "none" if loss == "supervised" else advantage
+        plan = make_plan(recipe(algorithm=algorithm, train={"epochs": epochs}))
+        written: set[str] = set()
+        for stage in plan:
+            assert set(stage.reads) | set(stage.writes) <= set(FIELDS)
+            assert len(set(stage.reads)) == len(stage.reads)
+            assert set(stage.reads) <= written
+            written |= set(stage.writes)
+
+
+def test_stages_whose_writes_nobody_reads_are_not_run_however_deep() -> None:
+    stages = [
+        StageSpec("a", (), ("x",)),
+        StageSpec("b", ("x",), ("y",)),
+        StageSpec("c", ("y",), ("z",)),
+        StageSpec("end", (), (), effect=True),
+    ]
+    plan = resolve(stages, {"z": "because"})
+    assert names(plan) == ["end"]
+    assert [(stage.name, why) for stage, why in plan.skipped] == [
+        ("a", "nobody reads x: b would, but is not run"),
+        ("b", "nobody reads y: c would, but is not run"),
+        ("c", "nobody reads z: because"),
+    ]
+
+
+def test_a_field_that_is_overwritten_before_it_is_read_is_not_made() -> None:
+    stages = [
+        StageSpec("first", (), ("x",)),
+        StageSpec("second", (), ("x",)),
+        StageSpec("end", ("x",), effect=True),
+    ]
+    plan = resolve(stages)
+    assert names(plan) == ["second", "end"]
+    assert plan.writer("end", "x") == "second"
+
+
+def test_a_field_that_is_read_and_rewritten_is_made_twice() -> None:
+    stages = [
+        StageSpec("make", (), ("x",)),
+        StageSpec("better", ("x",), ("x",)),
+        StageSpec("end", ("x",), effect=True),
+    ]
+    plan = resolve(stages)
+    assert names(plan) == ["make", "better", "end"]
+    assert plan.writer("better", "x") == "make"
+    assert plan.writer("end", "x") == "better"
+
+
+def test_reading_what_nobody_writes_is_an_error_that_names_both() -> None:
+    with pytest.raises(RecipeError, match=r"stage end: found that it reads missing"):
+        resolve([StageSpec("end", ("missing",), effect=True)])
+
+
+def test_reading_what_is_written_too_late_names_the_late_one() -> None:
+    stages = [StageSpec("end", ("x",), effect=True), StageSpec("late", (), ("x",), effect=True)]
+    with pytest.raises(RecipeError, match="late would, but not before it"):
+        resolve(stages)
+
+
+def test_reading_what_only_a_ruled_out_stage_writes_is_an_error() -> None:
+    stages = [StageSpec("a", (), ("x",), not_asked="off"), StageSpec("end", ("x",), effect=True)]
+    with pytest.raises(RecipeError, match="reads x"):
+        resolve(stages)
+
+
+def test_asking_for_a_skipped_stage_says_why_it_is_not_there() -> None:
+    plan = make_plan(recipe())
+    with pytest.raises(KeyError, match=r"ref_logprobs.*algorithm\.kl\.place is off"):
+        plan["ref_logprobs"]
+    with pytest.raises(KeyError, match="no such stage"):
+        plan["nonsense"]
+
+
+@st.composite
+def stage_lists(draw_value: st.DrawFn) -> list[StageSpec]:
+    fields = ["u", "v", "w", "x", "y", "z"]
+    stages: list[StageSpec] = []
+    written: list[str] = []
+    for number in range(draw_value(st.integers(1, 7))):
+        reads = draw_value(st.lists(st.sampled_from(written), unique=True)) if written else []
+        writes = draw_value(st.lists(st.sampled_from(fields), unique=True, max_size=2))
+        effect = draw_value(st.booleans())
+        stages.append(StageSpec(f"s{number}", tuple(reads), tuple(writes), effect))
+        written += writes
+    return stages
+
+
+@given(stage_lists())
+def test_a_plan_is_complete_and_holds_nothing_it_could_do_without(stages: list[StageSpec]) -> None:
+    plan = resolve(stages)
+    kept = list(plan.stages)
+    assert [s for s in stages if s in kept] == kept
+    assert {s.name for s in kept} | {s.name for s, _ in plan.skipped} == {s.name for s in stages}
+    assert all(stage in kept for stage in stages if stage.effect)
+
+    def writer(reader: StageSpec, name: str) -> StageSpec:
+        before = stages[: stages.index(reader)]
+        return next(stage for stage in reversed(before) if name in stage.writes)
+
+    # What a stage reads comes from the same stage as if all of them ran.
+    for stage in kept:
+        for name in stage.reads:
+            assert plan.writer(stage.name, name) == writer(stage, name).name
+    used = {writer(stage, name).name for stage in kept for name in stage.reads}
+    assert all(stage.effect or stage.name in used for stage in kept)
+
+
+def test_the_drawing_shows_who_wrote_what_is_read_and_what_is_left_out() -> None:
+    plan = make_plan(recipe(algorithm={"kl": {"place": "loss"}}, train={"minibatches": 4}))
+    text = draw(plan)
+    for words in (
+        "1. rollout",
+        "← ref_logprobs   (from ref_logprobs)",
+        "← advantages   (from advantages)",
+        "→ reward",
+        "– values",
+        "32 prompts × 8 samples = 256 sessions",
+        "4 optimizer steps per step, on 64 sessions each",
+    ):
+        assert words in text
+    assert chain(plan).startswith("rollout → reward → old_logprobs → ref_logprobs → advantages")
+
+
+def test_a_made_up_plan_can_be_drawn_without_counts() -> None:
+    assert draw(resolve([StageSpec("end", effect=True)])) == " 1. end"

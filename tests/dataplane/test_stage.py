@@ -1,0 +1,178 @@
+"""Stages: what is declared is what is read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.keys import Tags
+from practicum.dataplane.memory import MemoryStore
+from practicum.dataplane.plan import Plan, StageSpec
+from practicum.dataplane.ragged import Column, Ragged
+from practicum.dataplane.stage import Columns, stage
+from practicum.errors import StoreError
+
+from .rows import make_batch, make_columns, same
+
+BATCH = make_batch(4)
+PLAN = Plan(
+    stages=(
+        StageSpec("old_logprobs", ("response_ids", "reward"), ("old_logprobs", "entropy")),
+        StageSpec("update", ("old_logprobs",), ()),
+    )
+)
+
+
+class Learner:
+    """Doubles its response ids; `returned` replaces what old_logprobs returns."""
+
+    def __init__(self) -> None:
+        self.store, self.plan = MemoryStore(), PLAN
+        self.seen: list[str] = []
+        self.returned: Mapping[str, Column] | None = None
+        self.store.put(BATCH, make_columns(BATCH) | {"reward": torch.zeros(4)})
+
+    @stage("old_logprobs")
+    def old_logprobs(self, batch: BatchRef, columns: Columns, scale: float = 2.0) -> Any:
+        """Ids times scale."""
+        self.seen = list(columns)
+        if self.returned is not None:
+            return self.returned
+        ids = columns.ragged("response_ids")
+        column = Ragged.packed(ids.values.float() * scale, ids.lengths)
+        return {"old_logprobs": column, "entropy": column}
+
+    @stage("update")
+    def update(
+        self, batch: BatchRef, columns: Columns, *, ask: str = "old_logprobs"
+    ) -> tuple[dict[str, Column], float]:
+        values = columns[ask]
+        assert isinstance(values, Ragged)
+        return {}, values.values.sum().item()
+
+    @stage("retired")
+    def retired(self, batch: BatchRef, columns: Columns) -> dict[str, Column]:
+        return {}
+
+
+@pytest.fixture
+def learner() -> Learner:
+    return Learner()
+
+
+def ids_times(scale: float) -> Column:
+    ids = make_columns(BATCH)["response_ids"]
+    assert isinstance(ids, Ragged)
+    return Ragged.packed(ids.values.float() * scale, ids.lengths)
+
+
+def test_a_stage_reads_and_writes_what_the_plan_says(learner: Learner) -> None:
+    assert learner.old_logprobs(BATCH) is None
+    assert learner.seen == ["response_ids", "reward"]
+    got = learner.store.get(BATCH, ["old_logprobs", "entropy"])
+    assert same(got, {"old_logprobs": ids_times(2), "entropy": ids_times(2)})
+
+
+def test_arguments_reach_the_method_and_its_value_the_caller(learner: Learner) -> None:
+    learner.old_logprobs(BATCH, 3.0)
+    assert same(learner.store.get(BATCH, ["entropy"])["entropy"], ids_times(3))
+    learner.old_logprobs(BATCH, scale=0.5)
+    half = ids_times(0.5)
+    assert isinstance(half, Ragged)
+    assert learner.update(BATCH) == half.values.sum().item()
+
+
+def test_only_the_rows_of_the_batch_are_written(learner: Learner) -> None:
+    learner.old_logprobs(BATCH.take([3, 1]))
+    with pytest.raises(StoreError, match=r"old_logprobs .*2 of 4 .*prompt 0/.*prompt 2/"):
+        learner.store.get(BATCH, ["old_logprobs"])
+    rows = BATCH.take([1, 3])
+    expected = ids_times(2)
+    assert isinstance(expected, Ragged)
+    assert same(learner.store.get(rows, ["entropy"])["entropy"], expected.select([1, 3]))
+
+
+def test_a_stage_leaves_the_tags_that_the_store_has(learner: Learner) -> None:
+    learner.store.tag("train", {BATCH.keys[0]: Tags(reward=1.0)})
+    learner.old_logprobs(BATCH)
+    assert learner.store.batch("train").tags == (Tags(reward=1.0), *BATCH.tags[1:])
+
+
+def test_an_empty_batch_is_not_computed(learner: Learner) -> None:
+    learner.seen = ["untouched"]
+    assert learner.old_logprobs(BATCH.take([])) is None
+    assert learner.update(BATCH.take([])) is None
+    assert learner.seen == ["untouched"]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["entropy"], "did not write old_logprobs\n"),
+        (["entropy", "old_logprobs", "values"], "wrote values besides\n"),
+        (["entropy", "values"], "did not write old_logprobs and wrote values besides\n"),
+        ([], "did not write entropy, old_logprobs\n"),
+    ],
+)
+def test_writing_other_columns_than_declared_is_an_error(
+    learner: Learner, names: list[str], message: str
+) -> None:
+    learner.returned = make_columns(BATCH, names)
+    with pytest.raises(StoreError, match="stage 'old_logprobs' .*" + message):
+        learner.old_logprobs(BATCH)
+    with pytest.raises(StoreError, match="entropy"):
+        learner.store.get(BATCH, ["entropy"])
+
+
+def test_asking_for_a_column_that_is_not_declared_names_stage_and_field(learner: Learner) -> None:
+    learner.old_logprobs(BATCH)
+    with pytest.raises(StoreError, match=r"stage 'update' asked for 'reward'.*: old_logprobs"):
+        learner.update(BATCH, ask="reward")
+
+
+def test_columns_can_be_asked_what_they_are() -> None:
+    columns = Columns("update", {"reward": torch.zeros(2)})
+    assert "reward" in columns
+    assert "values" not in columns
+    assert dict(columns) == {"reward": columns.scalars("reward")}
+    with pytest.raises(StoreError, match="'update' asked for 'values'"):
+        columns.get("values")
+    with pytest.raises(AssertionError, match="reward is not a ragged field"):
+        columns.ragged("reward")
+
+
+def test_errors_say_in_which_stage_they_happened(learner: Learner) -> None:
+    with pytest.raises(StoreError, match=r"old_logprobs .*is missing") as caught:
+        learner.update(BATCH)
+    assert caught.value.__notes__ == ["in stage 'update' on 4 rows of partition 'train'"]
+
+
+def test_a_row_cleared_under_a_stage_is_not_made_again(learner: Learner) -> None:
+    learner.returned = make_columns(BATCH, ["old_logprobs", "entropy"])
+    absent = make_batch(1, start=9)
+    with pytest.raises(StoreError, match="prompt 9/"):
+        learner.old_logprobs(absent)
+    assert learner.store.size() == 4
+
+
+def test_a_stage_that_the_plan_left_out_is_an_error(learner: Learner) -> None:
+    with pytest.raises(KeyError, match="retired"):
+        learner.retired(BATCH)
+
+
+def test_a_stage_keeps_its_name_and_doc() -> None:
+    assert vars(Learner.old_logprobs)["stage_name"] == "old_logprobs"
+    assert Learner.old_logprobs.__name__ == "old_logprobs"
+    assert Learner.old_logprobs.__doc__ == "Ids times scale."
+
+
+def test_a_coroutine_is_not_a_stage() -> None:
+    async def slow(self: Learner, batch: BatchRef, columns: Columns) -> dict[str, Column]:
+        return {}
+
+    with pytest.raises(TypeError, match="stage 'slow' is a coroutine"):
+        stage("slow")(slow)  # pyright: ignore[reportArgumentType, reportCallIssue]

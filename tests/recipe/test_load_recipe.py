@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from practicum.errors import RecipeErrors
+from practicum.recipe.load import load_recipe
+from practicum.recipe.origins import leaves
+
+Write = Callable[..., Path]
+
+
+def refused(path: Path, *overrides: str) -> str:
+    with pytest.raises(RecipeErrors) as caught:
+        load_recipe(path, overrides)
+    return str(caught.value)
+
+
+def test_a_minimal_recipe_gets_every_default(write: Write) -> None:
+    loaded = load_recipe(write())
+    assert loaded.recipe.train.lr == 1e-4
+    assert loaded.recipe.algorithm.kl.place == "off"
+    assert loaded.source.name == "run.yaml"
+
+
+def test_every_leaf_has_an_origin(write: Write) -> None:
+    write("train: {lr: 3e-4, betas: [0.8, 0.9]}", "bases/base.yaml", minimal=False)
+    path = write("extends: bases/base.yaml\nrollout:\n  samples: 4\ntrain:\n  steps: 7\n")
+    loaded = load_recipe(path, ["train.prompts=16"])
+    shown = {key: str(origin) for key, origin in loaded.origins.items()}
+    assert set(shown) == {key for key, _ in leaves(loaded.recipe.model_dump())}
+    assert shown["train.lr"] == "base bases/base.yaml:1"
+    assert shown["train.betas"] == "base bases/base.yaml:1"
+    assert shown["rollout.samples"] == "file:7"
+    assert shown["train.steps"] == "file:9"
+    assert shown["train.prompts"] == "--set"
+    assert shown["train.eps"] == "default"
+    assert loaded.recipe.train.betas == (0.8, 0.9)
+    assert loaded.recipe.train.lr == 3e-4
+
+
+def test_the_nearer_layer_wins_and_its_origin_is_told(write: Write) -> None:
+    write("train: {lr: 1, steps: 1, prompts: 1, minibatches: 1}", "a.yaml", minimal=False)
+    write("extends: a.yaml\ntrain: {lr: 2, steps: 2, prompts: 2}", "b.yaml", minimal=False)
+    path = write("extends: b.yaml\ntrain: {lr: 3, steps: 3}")
+    loaded = load_recipe(path, ["train.lr=4", "train.lr=5"])
+    train = loaded.recipe.train
+    assert (train.lr, train.steps, train.prompts, train.minibatches) == (5.0, 3, 2, 1)
+    origins = [str(loaded.origins[f"train.{k}"]) for k in ("lr", "steps", "prompts", "minibatches")]
+    assert origins == ["--set", "file:6", "base b.yaml:2", "base a.yaml:1"]
+
+
+def test_bases_are_relative_to_the_file_that_names_them(
+    write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write("seed: 5", "deep/one/base.yaml", minimal=False)
+    write("extends: one/base.yaml", "deep/middle.yaml", minimal=False)
+    write("extends: ../deep/middle.yaml", "recipes/run.yaml")
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("recipes/run.yaml").recipe.seed == 5
+
+
+def test_lists_replace_and_mappings_merge(write: Write) -> None:
+    write("rollout: {stop: [a, b], samples: 3, top_k: 9}", "base.yaml", minimal=False)
+    rollout = load_recipe(
+        write("extends: base.yaml\nrollout: {stop: [c], samples: 4}")
+    ).recipe.rollout
+    assert (rollout.stop, rollout.samples, rollout.top_k) == (["c"], 4, 9)
+
+
+def test_a_base_need_not_be_complete_but_the_whole_must_be(write: Write) -> None:
+    text = refused(write("seed: 1", minimal=False))
+    assert "name: found nothing" in text
+    assert "tasks: found nothing" in text
+    assert "3 problems" in text
+
+
+def test_a_circle_of_bases_is_told(write: Write) -> None:
+    write("extends: run.yaml", "b.yaml")
+    text = refused(write("extends: b.yaml"))
+    assert "run.yaml → b.yaml → run.yaml" in text
+    assert "line 5" in text
+
+
+def test_a_recipe_that_extends_itself_is_told(write: Write) -> None:
+    assert "a circle: run.yaml → run.yaml" in refused(write("extends: run.yaml"))
+
+
+def test_a_missing_base_names_the_line_and_a_near_file(write: Write) -> None:
+    write("seed: 1", "tiny-model.yaml", minimal=False)
+    text = refused(write("extends: tiny_model.yaml"))
+    assert "extends (line 5 of" in text
+    assert "no such file" in text
+    assert "tiny-model.yaml?" in text
+
+
+def test_a_missing_recipe_names_a_near_file(write: Write) -> None:
+    path = write(name="sorting.yaml")
+    assert f"did you mean {path}?" in refused(path.parent / "sort.yaml")
+    assert "does not exist" in refused(path.parent / "nowhere" / "sort.yaml")
+
+
+def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
+    assert "is a directory" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "an empty file"),
+        (b"# only a comment\n", "an empty file"),
+        (b"- a\n", "expected a mapping"),
+        (b"name: \xff\n", "not UTF-8"),
+        (b"extends: [a, b]\n", "the path of one recipe"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    assert words in refused(path)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path, write: Write) -> None:
+    path = write()
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().lstrip())
+    assert load_recipe(path).recipe.name == "run"
+
+
+def test_set_adds_to_mappings_takes_yaml_and_null(write: Write) -> None:
+    path = write("critic: {lr: 1e-3}\nalgorithm: {advantage: gae}")
+    recipe = load_recipe(
+        path,
+        [
+            "tasks.more.kind=add",
+            "tasks.more.options={digits: [1, 1]}",
+            "rollout.stop=['=', '#']",
+            "critic=null",
+            "algorithm.advantage=grpo",
+            "train.clip_norm=null",
+            "train.lr=1e-5",
+            "expected=a = b",
+        ],
+    ).recipe
+    assert recipe.tasks["more"].options == {"digits": [1, 1]}
+    assert recipe.rollout.stop == ["=", "#"]
+    assert recipe.critic is None
+    assert recipe.train.clip_norm is None
+    assert recipe.train.lr == 1e-5
+    assert recipe.expected == "a = b"
+
+
+def test_set_may_fill_a_section_that_was_null(write: Write) -> None:
+    recipe = load_recipe(write(), ["critic.lr=0.5", "algorithm.advantage=gae"]).recipe
+    assert recipe.critic is not None
+    assert recipe.critic.lr == 0.5
+
+
+def test_every_wrong_set_is_told_at_once(write: Write) -> None:
+    text = refused(write(), "lr", "a..b=1", "=3", "x=[1", "extends=other.yaml")
+    assert "5 problems" in text
+    assert "key=value" in text
+    assert "--set x" in text
+
+
+def test_make_replaces_a_path_of_a_base_and_the_other_way_round(write: Write) -> None:
+    write("model: {path: some/model, tokenizer: its/own, dtype: bfloat16}", "p.yaml", minimal=False)
+    model = load_recipe(write("extends: p.yaml")).recipe.model
+    assert (model.path, model.tokenizer, model.dtype) == (None, None, "bfloat16")
+    model = load_recipe(write(), ["model.path=some/model"]).recipe.model
+    assert (model.path, model.make) == ("some/model", None)
+
+
+def test_both_alternatives_in_one_layer_are_a_mistake(write: Write) -> None:
+    assert "both path and make" in refused(write(), "model.path=x", "model.make.hidden=8")
+
+
+def test_a_tasks_file_replaces_its_kind_and_options(write: Write) -> None:
+    write("tasks: {sort: {options: {length: [2, 3]}, weight: 2}}", "base.yaml", minimal=False)
+    path = write("extends: base.yaml")
+    assert load_recipe(path).recipe.tasks["sort"].options == {"length": [2, 3]}
+    task = load_recipe(path, ["tasks.sort.file=rows.jsonl"]).recipe.tasks["sort"]
+    assert (task.kind, task.file, task.options, task.weight) == (None, "rows.jsonl", {}, 2.0)
+
+
+def test_null_drops_a_task_of_a_base(write: Write) -> None:
+    write("tasks: {copy: {kind: copy}}", "base.yaml", minimal=False)
+    path = write("extends: base.yaml")
+    assert set(load_recipe(path).recipe.tasks) == {"copy", "sort"}
+    assert set(load_recipe(path, ["tasks.copy=null"]).recipe.tasks) == {"sort"}
+    assert "at least 1" in refused(path, "tasks.copy=null", "tasks.sort=null")
+
+
+def test_origins_of_what_was_replaced_are_forgotten(write: Write) -> None:
+    path = write("algorithm: {advantage: gae}\ncritic:\n  lr: 1e-3\n")
+    loaded = load_recipe(path, ["critic=null", "algorithm.advantage=grpo"])
+    assert str(loaded.origins["critic"]) == "--set"
+    assert "critic.lr" not in loaded.origins

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from practicum.errors import RecipeErrors
+from practicum.recipe.load import load_recipe
+
+Write = Callable[..., Path]
+SUPERVISED = "algorithm.loss=supervised algorithm.advantage=none"
+PPO = "algorithm.advantage=gae critic={}"
+
+REFUSED = [
+    ("name=../up", "name"),
+    ("name=.hidden", "name"),
+    ("name=a/b", "name"),
+    ("name=''", "name"),
+    ("model.make=null", "model"),
+    ("model.device=gpu", "model.device"),
+    ("model.dtype=float64 train.autocast=bfloat16", "train.autocast"),
+    ("model.make.heads=6 model.make.kv_heads=4", "model.make.kv_heads"),
+    ("model.make.head_dim=31", "model.make.head_dim"),
+    ("model.make.family=gpt2 model.make.hidden=130", "model.make.hidden"),
+    ("rollout.max_new_tokens=512", "rollout.max_new_tokens"),
+    ("tasks.b.weight=2", "tasks.b"),
+    ("tasks.b.kind=add tasks.b.file=x.jsonl", "tasks.b"),
+    ("tasks.b.kind=add tasks.b.eval_file=x.jsonl", "tasks.b.eval_file"),
+    ("tasks.b.kind=add tasks.b.prompt=question", "tasks.b.prompt"),
+    ("tasks.b.kind=add tasks.b.system=hello", "tasks.b.system"),
+    ("tasks.b.file=x.jsonl tasks.b.options={a:1}", "tasks.b.options"),
+    ("tasks={'a/b':{kind:add}}", "tasks"),
+    ("reward.functions=[{weight:0}]", "reward.functions"),
+    ("tasks.sort.rewards=[]", "tasks.sort.rewards"),
+    ("algorithm.advantage=none", "algorithm.advantage"),
+    ("algorithm.loss=supervised", "algorithm.advantage"),
+    ("algorithm.gamma=0.9", "algorithm.gamma"),
+    ("algorithm.lam=0.9", "algorithm.lam"),
+    ("algorithm.loss=cispo algorithm.dual_clip=3", "algorithm.dual_clip"),
+    ("algorithm.loss=reinforce algorithm.log_ratio_clamp=3", "algorithm.log_ratio_clamp"),
+    (f"{SUPERVISED} algorithm.entropy=0.1", "algorithm.entropy"),
+    (f"{SUPERVISED} algorithm.kl.place=loss", "algorithm.kl.place"),
+    ("algorithm.kl.target=0.1", "algorithm.kl.target"),
+    ("algorithm.kl.target=0.1 algorithm.kl.place=loss", "algorithm.kl.target"),
+    (
+        "algorithm.kl.target=0.1 algorithm.kl.place=reward algorithm.kl.coefficient=0",
+        "algorithm.kl.coefficient",
+    ),
+    ("algorithm.kl.reference=x", "algorithm.kl.reference"),
+    ("algorithm.advantage=gae", "critic"),
+    ("critic={}", "critic"),
+    (f"{PPO} critic.warmup_steps=100", "critic.warmup_steps"),
+    ("rollout.samples=1", "rollout.samples"),
+    ("rollout.samples=1 algorithm.advantage=dr_grpo", "rollout.samples"),
+    ("rollout.samples=1 algorithm.advantage=rloo", "rollout.samples"),
+    ("rollout.samples=1 algorithm.advantage=reinforce_pp_baseline", "rollout.samples"),
+    (f"{PPO} buffer.filter_flat_groups=true", "buffer.filter_flat_groups"),
+    ("algorithm.advantage=remax buffer.filter_flat_groups=true", "buffer.filter_flat_groups"),
+    ("train.minibatches=5", "train.minibatches"),
+    ("train.minibatches=64", "train.minibatches"),
+    ("train.warmup_steps=101", "train.warmup_steps"),
+    ("train.final_lr=1 train.schedule=linear", "train.final_lr"),
+    ("train.final_lr=1e-5", "train.final_lr"),
+    ("eval.every=5 eval.greedy=false", "eval.every"),
+    ("checkpoint.keep_best=loss eval.every=5", "checkpoint.keep_best"),
+    ("checkpoint.keep_best=eval/greedy", "checkpoint.keep_best"),
+    (
+        "checkpoint.keep_best=eval/greedy eval.every=5 eval.greedy=false eval.samples=4",
+        "checkpoint.keep_best",
+    ),
+]
+
+ALLOWED = [
+    "",
+    SUPERVISED,
+    f"{SUPERVISED} train.minibatches=4 train.epochs=2 rollout.samples=1",
+    f"{PPO} rollout.samples=1 algorithm.gamma=0.9 algorithm.lam=0.9 critic.warmup_steps=5",
+    "algorithm.advantage=remax rollout.samples=1",
+    "algorithm.advantage=reinforce_pp rollout.samples=1 algorithm.gamma=0.99",
+    "algorithm.loss=gspo algorithm.dual_clip=3",
+    "algorithm.loss=gspo algorithm.aggregation=token_mean",
+    "algorithm.loss=cispo algorithm.clip_low=1 algorithm.log_ratio_clamp=5",
+    "algorithm.loss=reinforce algorithm.entropy=0.01",
+    "algorithm.kl.place=reward algorithm.kl.target=0.1",
+    "algorithm.kl.place=loss algorithm.kl.reference=some/model",
+    "algorithm.old_logprobs=rollout train.epochs=3 train.minibatches=4",
+    "buffer.filter_flat_groups=true",
+    "train.steps=0 train.warmup_steps=10",
+    "train.schedule=cosine train.final_lr=1e-5",
+    "eval.every=5 checkpoint.keep_best=eval/greedy",
+    "eval.every=5 eval.greedy=false eval.samples=4 checkpoint.keep_best=eval/mean@4",
+    "eval.greedy=false",
+    "model.make.family=gpt2 model.make.heads=3 model.make.hidden=96",
+    "model.device=cuda:1",
+    "tasks.b.file=x.jsonl tasks.b.prompt=question tasks.b.system=hello",
+    "tasks.b.kind=add tasks.b.chat=true tasks.b.system=hello",
+    "reward.functions=[{use:exact,weight:-1}]",
+]
+
+
+@pytest.mark.parametrize(("overrides", "path"), REFUSED)
+def test_an_impossible_combination_is_refused(write: Write, overrides: str, path: str) -> None:
+    with pytest.raises(RecipeErrors) as caught:
+        load_recipe(write(), [text.replace(":", ": ") for text in overrides.split()])
+    assert [error.path for error in caught.value.errors] == [path], str(caught.value)
+
+
+@pytest.mark.parametrize("overrides", ALLOWED)
+def test_a_possible_combination_is_allowed(write: Write, overrides: str) -> None:
+    sets = [t.replace(":", ": ") if "{" in t else t for t in overrides.split()]
+    load_recipe(write(), sets)
+
+
+def test_all_combinations_are_reported_at_once(write: Write) -> None:
+    with pytest.raises(RecipeErrors) as caught:
+        load_recipe(write("critic: {}\n"), ["rollout.samples=1", "train.minibatches=5"])
+    found = {error.path: error.found for error in caught.value.errors}
+    assert set(found) == {"critic", "rollout.samples", "train.minibatches"}
+    assert found["critic"].endswith("(file:5)")
+    assert found["rollout.samples"].endswith("(--set)")
+    assert "no relative signal" in str(caught.value)

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from practicum.errors import RecipeError, RecipeErrors
+from practicum.recipe.load import load_recipe
+
+Write = Callable[..., Path]
+
+
+def problem(path: Path, *overrides: str) -> RecipeError:
+    with pytest.raises(RecipeErrors) as caught:
+        load_recipe(path, overrides)
+    assert len(caught.value.errors) == 1, str(caught.value)
+    return caught.value.errors[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "meant"),
+    [
+        ("train.lrr=1", "train.lrr", "train.lr?"),
+        ("lr=1e-5", "lr", "train.lr or critic.lr?"),
+        ("train.samples=4", "train.samples", "rollout.samples or eval.samples?"),
+        ("max_tokens=5", "max_tokens", "rollout.max_new_tokens?"),
+        ("tarin.lr=1", "tarin", "train?"),
+        ("model.make.hiden=8", "model.make.hiden", "model.make.hidden?"),
+        ("tasks.sort.weigth=2", "tasks.sort.weigth", "tasks.sort.weight?"),
+        ("algorithm.reference=x", "algorithm.reference", "algorithm.kl.reference?"),
+        ("reward.functions=[{usee: x}]", "reward.functions[0].usee", "reward.functions[0].use?"),
+    ],
+)
+def test_an_unknown_key_names_the_one_that_was_meant(
+    write: Write, override: str, path: str, meant: str
+) -> None:
+    found = problem(write(), override)
+    assert found.path == path
+    assert "unknown key (--set)" in found.found
+    assert found.suggestion == f"did you mean {meant}"
+
+
+def test_an_unknown_key_like_no_other_gets_the_list(write: Write) -> None:
+    found = problem(write(), "checkpoint.zzz=1")
+    assert found.expected == "a key of checkpoint: every, keep_last, keep_best"
+    assert "practicum schema" in found.suggestion
+
+
+@pytest.mark.parametrize(
+    ("override", "found", "expected", "advice"),
+    [
+        ("train.steps=-3", "-3", "a whole number, at least 0", ""),
+        ("train.steps=1.5", "1.5", "a whole number, at least 0", ""),
+        ("train.steps='7'", "'7'", "a whole number, at least 0", "remove the quotes"),
+        ("train.steps=true", "true", "a whole number, at least 0", ""),
+        ("train.steps=null", "null", "a whole number, at least 0", ""),
+        ("train.lr=fast", "'fast'", "a number, greater than 0", ""),
+        ("train.lr=.inf", "inf", "a number, greater than 0", ""),
+        ("train.lr=.nan", "nan", "a number, greater than 0", ""),
+        ("train.clip_norm=0", "0", "a number, greater than 0, or null", ""),
+        ("rollout.top_p=2", "2", "a number, greater than 0 and at most 1", ""),
+        ("rollout.min_p=1", "1", "a number, at least 0 and less than 1", ""),
+        ("rollout.stop=x", "'x'", "a list of text", ""),
+        ("rollout.stop=[3]", "3", "text", "put it in quotes"),
+        ("eval.greedy=on", "'on'", "true or false", "write true"),
+        ("eval.greedy=1", "1", "true or false", ""),
+        (
+            "train.schedule=cosin",
+            "'cosin'",
+            "one of constant, linear, cosine",
+            "did you mean cosine?",
+        ),
+        ("runtime.kind=ray", "'ray'", "local", ""),
+        ("train.betas=[0.9, 1.5]", "1.5", "a number, at least 0 and less than 1", ""),
+        ("train.betas=0.9", "0.9", "a list of 2 numbers, each at least 0 and less than 1", ""),
+        ("tasks={}", "{}", "a mapping of names to tasks, with at least 1 of them", ""),
+        ("reward.functions=[]", "[]", "a list of mappings, with at least 1 of them", ""),
+    ],
+)
+def test_a_wrong_value_names_what_was_found_and_expected(
+    write: Write, override: str, found: str, expected: str, advice: str
+) -> None:
+    # An empty mapping would merge into the file's tasks, so this recipe has none.
+    path = (
+        write() if "tasks" not in override else write("name: x\nmodel: {make: {}}", minimal=False)
+    )
+    error = problem(path, override)
+    assert error.path.partition("[")[0] == override.partition("=")[0]
+    assert error.found == f"{found} (--set)"
+    assert error.expected == expected
+    assert error.suggestion == advice
+
+
+def test_a_section_left_empty_says_how_to_get_the_defaults(write: Write) -> None:
+    error = problem(write("eval:\n  # every: 5\n"))
+    assert error.found == "null (file:5)"
+    assert "remove eval to take the defaults" in error.suggestion
+
+
+def test_an_index_into_a_list_is_told_to_give_the_list(write: Write) -> None:
+    error = problem(write(), "reward.functions.0.use=exact")
+    assert "reward.functions=[…]" in error.suggestion
+
+
+def test_a_long_value_is_cut(write: Write) -> None:
+    error = problem(write(), "train.lr=" + "x" * 1000)
+    assert len(error.found) < 80
+
+
+def test_all_mistakes_come_at_once_with_their_lines(write: Write) -> None:
+    path = write("train:\n  lr: 0\n  stepz: 3\neval: {rows: many}\n")
+    with pytest.raises(RecipeErrors) as caught:
+        load_recipe(path, ["seed=-1"])
+    text = str(caught.value)
+    assert text.startswith(f"{path}: 4 problems")
+    for words in ("0 (file:6)", "unknown key (file:7)", "'many' (file:8)", "-1 (--set)"):
+        assert words in text

@@ -1,0 +1,104 @@
+"""The resolved recipe and the reference as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from practicum.recipe import yamlfile
+from practicum.recipe.arithmetic import count
+from practicum.recipe.load import load_recipe
+from practicum.recipe.reference import json_schema, markdown
+from practicum.recipe.show import resolved_yaml, show_recipe
+from practicum.recipe.words import all_keys, section_of
+
+Write = Callable[..., Path]
+RICH = """
+extends: base.yaml
+expected: "1e-5"
+rollout: {stop: ["=", "off", "# no comment"]}
+train: {lr: 1e-5, clip_norm: null}
+algorithm: {advantage: gae, kl: {place: loss}}
+critic: {clip: null}
+reward: {functions: [{use: exact}, {use: contains, weight: 0.5}]}
+tasks: {more: {kind: add, options: {digits: [1, 2]}, system: "be: brief", chat: true}}
+"""
+
+
+def test_the_resolved_recipe_loads_to_the_same_recipe(write: Write, tmp_path: Path) -> None:
+    write("seed: 3", "base.yaml", minimal=False)
+    text = RICH.replace("tasks: {", "tasks: {sort: {kind: sort}, ")
+    path = write("name: run\nmodel: {make: {}}\n" + text, minimal=False)
+    recipe = load_recipe(path, ["train.steps=7"]).recipe
+    elsewhere = tmp_path / "other" / "folder" / "resolved.yaml"
+    elsewhere.parent.mkdir(parents=True)
+    elsewhere.write_text(resolved_yaml(recipe), encoding="utf-8")
+    again = load_recipe(elsewhere).recipe
+    assert again == recipe.model_copy(update={"extends": None})
+    assert recipe.seed == again.seed == 3
+
+
+def test_the_shown_recipe_is_yaml_of_every_value_with_its_origin(write: Write) -> None:
+    write("seed: 3", "base.yaml", minimal=False)
+    loaded = load_recipe(write("extends: base.yaml\ntrain: {lr: 1e-5}\n"), ["rollout.stop=['#']"])
+    text = show_recipe(loaded)
+    assert yamlfile.parse(text, "shown").data == loaded.recipe.model_dump(mode="json")
+    assert len([line for line in text.splitlines() if "  # " in line]) == len(loaded.origins)
+    origins = {line.split(":")[0].strip(): line.rsplit("  # ")[-1] for line in text.splitlines()}
+    assert origins["seed"] == "base base.yaml:1"
+    assert origins["lr"] == "file:6"
+    assert origins["stop"] == "--set"
+    assert origins["eps"] == "default"
+
+
+def test_every_key_has_one_sentence() -> None:
+    for path, info in all_keys():
+        sentence = info.description or ""
+        assert sentence.endswith("."), path
+        assert "\n" not in sentence, path
+
+
+def test_every_section_says_what_it_is() -> None:
+    for path, info in all_keys():
+        section = section_of(info.annotation)
+        assert section is None or section.__doc__, path
+
+
+def test_the_reference_has_every_key_with_type_and_default() -> None:
+    lines = markdown().splitlines()
+    rows = {line.split("`")[1]: line for line in lines if line.startswith("| `")}
+    assert set(rows) == {path for path, _ in all_keys()}
+    assert "a number, greater than 0 | `0.0001` | Peak learning rate." in rows["train.lr"]
+    assert "one of off, reward, loss | `'off'`" in rows["algorithm.kl.place"]
+    assert "**required**" in rows["name"]
+    assert "[{use: checker, weight: 1.0" in rows["reward.functions"]
+    assert "tasks.<name>.kind" in rows
+    assert "reward.functions[].weight" in rows
+    assert "Largest mean \\|difference\\|" in rows["checks.logprob_gap_max"]
+
+
+def test_the_json_schema_is_json_and_closed() -> None:
+    schema = json.loads(json_schema())
+    assert schema["additionalProperties"] is False
+    assert set(schema["required"]) == {"name", "model", "tasks"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sessions", "updates", "words"),
+    [
+        ([], 256, 1, "32 prompts × 8 samples = 256 sessions per step"),
+        (["train.epochs=2", "train.minibatches=4"], 256, 8, "64 sessions each"),
+        (["algorithm.advantage=remax"], 256, 1, "and 32 greedy ones"),
+        (["buffer.filter_flat_groups=true"], 256, 1, "refilled up to 4 times"),
+        (["algorithm.loss=supervised", "algorithm.advantage=none"], 32, 1, "32 demonstrations per"),
+    ],
+)
+def test_the_sizes_of_a_step_follow_from_the_recipe(
+    write: Write, overrides: list[str], sessions: int, updates: int, words: str
+) -> None:
+    counts = count(load_recipe(write(), overrides).recipe)
+    assert (counts.sessions, counts.optimizer_steps) == (sessions, updates)
+    assert words in "\n".join(counts.lines())

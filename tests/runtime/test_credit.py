@@ -1,0 +1,86 @@
+import pytest
+import torch
+
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.keys import Key, Tags
+from practicum.dataplane.memory import MemoryStore
+from practicum.dataplane.plan import make_plan
+from practicum.dataplane.ragged import Ragged
+from practicum.recipe.schema import Recipe
+from practicum.runtime.credit import Credit, outcome_rewards
+
+
+def recipe(**algorithm: object) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "t",
+            "model": {"make": {}},
+            "tasks": {"sort": {"kind": "sort"}},
+            "rollout": {"samples": 2},
+            "algorithm": algorithm,
+        }
+    )
+
+
+def filled(store: MemoryStore, rewards: list[float], lengths: list[int], **columns: Ragged) -> BatchRef:
+    keys = tuple(Key(i // 2, i % 2) for i in range(len(rewards)))
+    tags = tuple(
+        Tags(reward=r, response_tokens=n, sampled_tokens=n) for r, n in zip(rewards, lengths, strict=True)
+    )
+    batch = BatchRef("train", keys, tags)
+    total = sum(lengths)
+    ids = Ragged.packed(torch.zeros(total, dtype=torch.int64), lengths)
+    mask = Ragged.packed(torch.ones(total, dtype=torch.bool), lengths)
+    store.put(
+        batch,
+        {"response_ids": ids, "response_mask": mask, "reward": torch.tensor(rewards), **columns},
+    )
+    return batch
+
+
+def test_outcome_stands_at_the_last_sampled_token_of_each_session():
+    rewards = torch.tensor([2.0, 3.0, 5.0])
+    mask = torch.tensor([True, True, False, True, False])
+    session = torch.tensor([0, 0, 0, 1, 2])
+    assert outcome_rewards(rewards, mask, session).tolist() == [0.0, 2.0, 0.0, 3.0, 0.0]
+
+
+def test_grpo_advantages_are_group_relative_and_constant_over_a_response():
+    store, r = MemoryStore(), recipe()
+    batch = filled(store, [1.0, 0.0, 1.0, 1.0], [2, 1, 1, 2])
+    stats = Credit(r, make_plan(r), store).advantages(batch, baselines={})
+    got = store.get(batch, ["advantages"])["advantages"]
+    assert isinstance(got, Ragged)
+    half = 0.5 / (0.5**0.5 + 1e-6)
+    torch.testing.assert_close(got.values, torch.tensor([half, half, -half, 0.0, 0.0, 0.0]))
+    assert stats is not None
+    assert stats["flat_groups"] == 1
+
+
+def test_remax_subtracts_the_greedy_reward_of_the_prompt():
+    store, r = MemoryStore(), recipe(advantage="remax")
+    batch = filled(store, [1.0, 0.0], [1, 1])
+    Credit(r, make_plan(r), store).advantages(batch, baselines={0: 0.25})
+    got = store.get(batch, ["advantages"])["advantages"]
+    assert isinstance(got, Ragged)
+    assert got.values.tolist() == [0.75, -0.25]
+
+
+def test_kl_in_the_reward_is_weighted_and_adapts():
+    kl = {"place": "reward", "coefficient": 0.5, "estimator": "k1", "target": 0.1, "horizon": 100}
+    store, r = MemoryStore(), recipe(advantage="remax", kl=kl)
+    old = Ragged.packed(torch.tensor([-1.0, -1.0, -1.0]), [2, 1])
+    ref = Ragged.packed(torch.tensor([-1.5, -1.0, -2.0]), [2, 1])
+    batch = filled(store, [1.0, 0.0], [2, 1], old_logprobs=old, ref_logprobs=ref)
+    credit = Credit(r, make_plan(r), store)
+    stats = credit.advantages(batch, baselines={0: 0.0})
+    got = store.get(batch, ["advantages"])["advantages"]
+    assert isinstance(got, Ragged)
+    # scores: 1 - 0.5·(0.5 + 0) and 0 - 0.5·1
+    torch.testing.assert_close(got.values, torch.tensor([0.75, 0.75, -0.5]))
+    assert stats is not None
+    assert stats["kl_reward"] == 0.5
+    assert credit.kl.coefficient == pytest.approx(0.5 * (1 + 0.2 * 2 / 100))
+    other = Credit(r, make_plan(r), store)
+    other.load_state_dict(credit.state_dict())
+    assert other.kl.coefficient == credit.kl.coefficient

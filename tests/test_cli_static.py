@@ -1,0 +1,148 @@
+"""The command line as a user meets it: real processes, and no torch where none is needed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from practicum import __version__
+from practicum.cli import app
+
+RECIPE = "name: run\nmodel: {make: {}}\ntasks: {sort: {kind: sort}}\n"
+HEAVY = ("torch", "transformers", "numpy", "ray", "vllm")
+
+# Runs the command in this interpreter and reports on stderr which heavy modules it brought in.
+PROBE = """
+import sys
+from practicum.cli import app
+try:
+    app(sys.argv[1:])
+finally:
+    print("HEAVY", [m for m in {heavy} if m in sys.modules], file=sys.stderr)
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "practicum.cli", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["check", "RECIPE", "--static", "--set", "train.lr=1e-5"],
+        ["check", "RECIPE", "--static", "--set", "train.lrr=1e-5"],
+        ["explain", "RECIPE"],
+        ["schema"],
+        ["schema", "--json"],
+        ["--help"],
+        ["train", "--help"],
+    ],
+)
+def test_static_commands_import_no_torch(recipe: str, args: list[str]) -> None:
+    args = [recipe if arg == "RECIPE" else arg for arg in args]
+    code = PROBE.format(heavy=HEAVY)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == (2 if "train.lrr=1e-5" in args else 0), done.stderr
+    assert done.stderr.splitlines()[-1] == "HEAVY []"
+
+
+def test_the_probe_sees_what_is_imported() -> None:
+    code = "import numpy\n" + PROBE.format(heavy=HEAVY)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--version"], capture_output=True, text=True, timeout=60
+    )
+    assert "'numpy'" in done.stderr.splitlines()[-1]
+
+
+def test_check_shows_values_origins_stages_sizes_and_ok(recipe: str) -> None:
+    done = run("check", recipe, "--static", "--set", "train.lr=1e-5", "--set", "rollout.samples=4")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    for line in (
+        "name: run # file:1",
+        "lr: 1.0e-05 # --set",
+        "steps: 100 # default",
+        "rollout → reward → advantages → update_student → sync → clear",
+        "32 prompts × 4 samples = 128 sessions per step",
+    ):
+        assert line in lines
+    assert any(line.startswith("not ref_logprobs: nobody reads") for line in lines)
+    assert lines[-1] == "ok (static part only)"
+
+
+def test_mistakes_are_sentences_on_stderr_and_exit_code_2(recipe: str) -> None:
+    done = run("check", recipe, "--static", "--set", "lr=1", "--set", "train.steps=many")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"{recipe}: 2 problems")
+    assert "did you mean train.lr" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["check", "explain"])
+def test_a_missing_file_is_a_sentence(command: str, tmp_path: Path) -> None:
+    done = run(command, str(tmp_path / "none.yaml"))
+    assert done.returncode == 2
+    assert "no such file" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_explain_draws_the_plan(recipe: str) -> None:
+    result = CliRunner().invoke(app, ["explain", recipe, "--set", "algorithm.kl.place=loss"])
+    assert result.exit_code == 0
+    assert result.output.startswith("A step of run")
+    assert "ref_logprobs   (from ref_logprobs)" in result.output
+    assert "not run:" in result.output
+
+
+def test_schema_is_markdown_or_json() -> None:
+    text = CliRunner().invoke(app, ["schema"]).output
+    assert text.startswith("# The recipe")
+    assert "`train.lr`" in text
+    schema = json.loads(CliRunner().invoke(app, ["schema", "--json"]).output)
+    assert schema["title"] == "Recipe"
+
+
+def test_version_and_help() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output.strip() == __version__
+    text = CliRunner().invoke(app, ["--help"]).output
+    for command in ("train", "check", "explain", "schema", "tasks", "eval", "demo"):
+        assert command in text
+
+
+def test_an_unknown_command_or_option_is_refused() -> None:
+    assert CliRunner().invoke(app, ["nonsense"]).exit_code == 2
+    assert CliRunner().invoke(app, ["schema", "--yaml"]).exit_code == 2
+
+
+def test_a_bug_is_not_dressed_up_as_a_users_mistake(
+    monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("practicum.cli.make_plan", broken)
+    result = CliRunner().invoke(app, ["explain", recipe])
+    assert isinstance(result.exception, ZeroDivisionError)
+
+
+def test_resume_and_fresh_exclude_each_other(recipe: str) -> None:
+    result = CliRunner().invoke(app, ["train", recipe, "--resume", "--fresh"])
+    assert result.exit_code == 2
+    assert "give one of them" in result.output

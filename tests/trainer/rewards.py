@@ -1,0 +1,13 @@
+"""Reward functions that recipes in tests name."""
+
+from practicum.tasks.scorers import RewardSample
+
+
+def even_length(sample: RewardSample) -> float:
+    return float(len(sample.response_text) % 2 == 0)
+
+
+def fails_on_odd_sessions(sample: RewardSample) -> float:
+    if "session 1/" in sample.key or "session 3/" in sample.key:
+        raise ValueError("odd session")
+    return float(len(sample.response_text))

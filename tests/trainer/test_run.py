@@ -1,0 +1,263 @@
+"""Whole runs of a tiny recipe: what they write, that they repeat, resume and stop as promised."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from practicum.errors import CheckError, PracticumError
+from practicum.trainer import run as run_module
+from practicum.trainer.metrics import METRICS
+from practicum.trainer.run import train_loaded
+from practicum.trainer.step import StepRunner
+
+from .recipes import tiny
+
+SUPERVISED = {"algorithm": {"loss": "supervised", "advantage": "none"}}
+PPO = {"algorithm": {"advantage": "gae", "lam": 0.95}, "critic": {"lr": 1e-3, "warmup_steps": 1}}
+KL = {"algorithm": {"kl": {"place": "reward", "target": 0.1, "horizon": 1000}}}
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    timed = ("time/", "rollout/tokens_per_second")
+    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "export" / "model.safetensors")
+
+
+def same_run(a: Path, b: Path) -> None:
+    assert without_times(metrics_of(a)) == without_times(metrics_of(b))
+    one, other = weights_of(a), weights_of(b)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        SUPERVISED,
+        {},
+        PPO,
+        KL,
+        {"algorithm": {"advantage": "remax", "loss": "reinforce", "kl": {"place": "loss"}}},
+        {"algorithm": {"advantage": "rloo", "loss": "gspo", "aggregation": "seq_mean_token_mean"}},
+        {
+            "algorithm": {
+                "advantage": "dr_grpo",
+                "loss": "cispo",
+                "aggregation": "seq_mean_token_sum",
+            }
+        },
+        {"algorithm": {"advantage": "reinforce_pp", "entropy": 0.01, "old_logprobs": "rollout"}},
+        {"train": {"steps": 2, "prompts": 4, "epochs": 2, "minibatches": 2, "lr": 1e-3}},
+    ],
+    ids=[
+        "supervised",
+        "grpo",
+        "ppo",
+        "kl-reward",
+        "remax-kl-loss",
+        "rloo-gspo",
+        "drgrpo-cispo",
+        "rpp-entropy",
+        "minibatches",
+    ],
+)
+def test_each_kind_of_run_finishes_and_documents_its_metrics(tmp_path: Path, sections: dict):
+    outcome = train_loaded(tiny(tmp_path, **sections), tmp_path / "run")
+    rows = metrics_of(outcome.folder)
+    assert [row["step"] for row in rows] == list(range(outcome.steps + 1))
+    known = [re.escape(name) for name in METRICS]
+    pattern = re.compile("|".join(re.sub(r"<[^>]+>", "[^/]+", name) for name in known))
+    for row in rows:
+        undocumented = [name for name in row if not pattern.fullmatch(name)]
+        assert not undocumented
+        assert all(isinstance(value, int | float) for value in row.values())
+    model = AutoModelForCausalLM.from_pretrained(outcome.folder / "export")
+    assert model.config.architectures == ["Qwen3ForCausalLM"]
+    assert AutoTokenizer.from_pretrained(outcome.folder / "export").eos_token == "<eos>"
+
+
+def test_same_seed_same_run(tmp_path: Path):
+    for name in ("a", "b"):
+        train_loaded(tiny(tmp_path), tmp_path / name)
+    same_run(tmp_path / "a", tmp_path / "b")
+
+
+def test_another_seed_another_run(tmp_path: Path):
+    train_loaded(tiny(tmp_path), tmp_path / "a")
+    train_loaded(tiny(tmp_path, "seed=4"), tmp_path / "b")
+    assert without_times(metrics_of(tmp_path / "a")) != without_times(metrics_of(tmp_path / "b"))
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, how: Any) -> None:
+    """Let `how()` happen between `step` and the one after it."""
+    whole = StepRunner.step
+
+    def stepping(self: StepRunner, number: int) -> dict[str, float]:
+        metrics = whole(self, number)
+        if number == step:
+            how()
+        return metrics
+
+    monkeypatch.setattr(StepRunner, "step", stepping)
+
+
+@pytest.mark.parametrize("sections", [SUPERVISED, {}, PPO, KL], ids=["supervised", "grpo", "ppo", "kl"])
+def test_interrupted_and_resumed_equals_never_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict
+):
+    train_loaded(tiny(tmp_path, **sections), tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
+        outcome = train_loaded(tiny(tmp_path, **sections), tmp_path / "cut")
+    assert outcome.interrupted
+    assert outcome.steps == 2
+    train_loaded(tiny(tmp_path, **sections), tmp_path / "cut", resume=True)
+    same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_surplus_groups_survive_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sections = {
+        "buffer": {"filter_flat_groups": True, "max_staleness": 100, "max_refills": 50},
+        "reward": {"functions": [{"use": "tests.trainer.rewards:even_length"}]},
+        "checks": {"logprob_gap": "off"},
+    }
+    train_loaded(tiny(tmp_path, **sections), tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
+        train_loaded(tiny(tmp_path, **sections), tmp_path / "cut")
+    train_loaded(tiny(tmp_path, **sections), tmp_path / "cut", resume=True)
+    same_run(tmp_path / "whole", tmp_path / "cut")
+    rows = metrics_of(tmp_path / "whole")[1:]
+    assert all(row["groups/refills"] >= 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_killed_between_steps_and_resumed_equals_never_stopped(tmp_path: Path):
+    args = ["--set", "checkpoint.every=1", "--set", "train.steps=6"]
+    tiny(tmp_path)
+
+    def command(out: str, *more: str) -> list[str]:
+        return [
+            sys.executable,
+            "-m",
+            "practicum",
+            "train",
+            str(tmp_path / "recipe.yaml"),
+            *args,
+            "--out",
+            str(tmp_path / out),
+            *more,
+        ]
+
+    subprocess.run(command("whole"), check=True, timeout=100)
+    process = subprocess.Popen(command("cut"))
+    try:
+        deadline = time.monotonic() + 90
+        while not list((tmp_path / "cut" / "checkpoints").glob("step-*")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.wait(timeout=10)
+    subprocess.run(command("cut", "--resume"), check=True, timeout=100)
+    same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_a_second_interrupt_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def twice() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    stop_after(monkeypatch, 1, twice)
+    with pytest.raises(KeyboardInterrupt):
+        train_loaded(tiny(tmp_path), tmp_path / "run")
+
+
+def test_a_used_folder_is_neither_overwritten_nor_resumed_as_another_run(tmp_path: Path):
+    train_loaded(tiny(tmp_path, "train.steps=1"), tmp_path / "run")
+    with pytest.raises(PracticumError, match="--resume continues it, --fresh replaces it"):
+        train_loaded(tiny(tmp_path), tmp_path / "run")
+    with pytest.raises(PracticumError, match=r"other values of train\.lr"):
+        train_loaded(tiny(tmp_path, "train.lr=0.5"), tmp_path / "run", resume=True)
+    with pytest.raises(PracticumError, match="no run to resume"):
+        train_loaded(tiny(tmp_path), tmp_path / "nowhere", resume=True)
+    train_loaded(tiny(tmp_path, "train.steps=2"), tmp_path / "run", resume=True)
+    assert len(metrics_of(tmp_path / "run")) == 3
+    train_loaded(tiny(tmp_path, "train.steps=1"), tmp_path / "run", fresh=True)
+    assert len(metrics_of(tmp_path / "run")) == 2
+
+
+def test_the_run_folder_has_recipe_versions_samples_and_log(tmp_path: Path):
+    train_loaded(tiny(tmp_path, "track.tensorboard=true"), tmp_path / "run")
+    folder = tmp_path / "run"
+    samples = [json.loads(s) for s in (folder / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 4 * 4
+    assert {"prompt", "response", "reward", "version", "finish"} <= samples[0].keys()
+    assert "torch" in json.loads((folder / "versions.json").read_text())
+    assert "checkpoint step-000004" in (folder / "log.txt").read_text()
+    assert list((folder / "tensorboard").iterdir())
+
+
+def test_the_best_checkpoint_is_kept(tmp_path: Path):
+    sections = {
+        "eval": {"rows": 8, "every": 1},
+        "checkpoint": {"keep_last": 1, "keep_best": "eval/greedy"},
+    }
+    train_loaded(tiny(tmp_path, **sections), tmp_path / "run")
+    rows = metrics_of(tmp_path / "run")[1:]
+    best = max(rows, key=lambda row: row["eval/greedy"])["step"]
+    steps = sorted(int(p.name[5:]) for p in (tmp_path / "run" / "checkpoints").iterdir())
+    assert steps == sorted({best, 4})
+
+
+def test_stale_weights_in_the_engine_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(StepRunner, "sync_weights", lambda self: None)
+    with pytest.raises(CheckError, match="check weight_version"):
+        train_loaded(tiny(tmp_path), tmp_path / "run")
+
+
+def test_a_corrupt_engine_is_caught_by_the_logprob_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    practise = run_module.StepRunner._practise
+
+    def tampered(self: StepRunner) -> Any:
+        batch, baselines, metrics = practise(self)
+        store = self.roles.store
+        columns = store.get(batch, ["plain_logprobs"])
+        column: Any = columns["plain_logprobs"]
+        store.put(batch, {"plain_logprobs": type(column).packed(column.values - 1.0, column.lengths)})
+        return batch, baselines, metrics
+
+    monkeypatch.setattr(StepRunner, "_practise", tampered)
+    with pytest.raises(CheckError, match="check logprob_gap: rollout and learner logprobs differ by 1 nats"):
+        train_loaded(tiny(tmp_path), tmp_path / "run")
+
+
+def test_a_failing_reward_stops_the_run_or_is_counted(tmp_path: Path):
+    functions = [{"use": "tests.trainer.rewards:fails_on_odd_sessions"}]
+    sections: dict[str, Any] = {"reward": {"functions": functions}}
+    with pytest.raises(PracticumError, match="fails_on_odd_sessions"):
+        train_loaded(tiny(tmp_path, **sections), tmp_path / "stop")
+    sections["reward"] = {"functions": functions, "on_error": "skip"}
+    train_loaded(tiny(tmp_path, **sections), tmp_path / "skip")
+    rows = metrics_of(tmp_path / "skip")[1:]
+    assert all(row["rollout/failed"] == 8 for row in rows)
+    assert all(row["rollout/sessions"] == 16 for row in rows)
