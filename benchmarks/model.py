@@ -18,7 +18,7 @@ from practicum.tasks.procedural import Example
 CACHE = Path(__file__).parent / ".cache"
 DIGITS = (6, 18)
 """How many digits there are to sort in training; a prompt is `sort:` + digits + `=`."""
-STEPS, ROWS, PEAK_LR = 240, 64, 1e-3
+STEPS, ROWS, PEAK_LR = 160, 48, 1e-3
 IGNORED = -100
 
 

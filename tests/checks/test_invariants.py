@@ -14,11 +14,12 @@ def batch(*tags: Tags) -> BatchRef:
     return BatchRef("train", tuple(Key(0, i) for i in range(len(tags))), tags)
 
 
-def test_weight_version_accepts_the_learners_and_allowed_staleness():
-    rows = batch(Tags(version_min=4, version_max=5))
-    assert invariants.weight_version(rows, 5, 1) is None
-    assert "weight versions 4–5" in (invariants.weight_version(rows, 5, 0) or "")
-    assert "the learner is at 4" in (invariants.weight_version(rows, 4, 9) or "")
+def test_fresh_rows_must_have_the_learners_weight_version():
+    assert invariants.weight_version(batch(Tags(version_min=5, version_max=5)), 5) is None
+    mixed = batch(Tags(version_min=4, version_max=5))
+    assert "weight versions 4–5" in (invariants.weight_version(mixed, 5) or "")
+    newer = batch(Tags(version_min=5, version_max=5))
+    assert "the learner is at 4" in (invariants.weight_version(newer, 4) or "")
 
 
 def test_logprob_gap_names_the_number_and_the_limit():

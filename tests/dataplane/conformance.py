@@ -62,12 +62,8 @@ class StoreConformance:
             "prompt_ids",
         ]
 
-    @pytest.mark.parametrize(
-        "name", ["response_ids", "reward", "teacher_topk_ids", "multi_modal_inputs"]
-    )
-    def test_rows_of_several_puts_come_in_the_order_of_the_batch(
-        self, store: Store, name: str
-    ) -> None:
+    @pytest.mark.parametrize("name", ["response_ids", "reward", "teacher_topk_ids", "multi_modal_inputs"])
+    def test_rows_of_several_puts_come_in_the_order_of_the_batch(self, store: Store, name: str) -> None:
         for start in (0, 3, 6):
             batch = make_batch(3, start=start)
             store.put(batch, {name: make_column(name, batch)})
@@ -88,9 +84,7 @@ class StoreConformance:
         batch = make_batch(4)
         store.put(batch, make_columns(batch))
         store.put(batch, make_columns(batch, ["rollout_logprobs", "reward"], shift=5))
-        expected = make_columns(batch) | make_columns(
-            batch, ["rollout_logprobs", "reward"], shift=5
-        )
+        expected = make_columns(batch) | make_columns(batch, ["rollout_logprobs", "reward"], shift=5)
         assert same(store.get(batch, list(expected)), expected)
 
     def test_a_put_of_some_rows_leaves_the_others(self, store: Store) -> None:
@@ -104,9 +98,7 @@ class StoreConformance:
         empty = make_batch(2).take([])
         store.put(empty, {"reward": torch.zeros(0), "multi_modal_inputs": []})
         assert store.size() == 0
-        got = store.get(
-            empty, ["response_ids", "teacher_topk_logprobs", "reward", "multi_modal_inputs"]
-        )
+        got = store.get(empty, ["response_ids", "teacher_topk_logprobs", "reward", "multi_modal_inputs"])
         assert [len(column) for column in got.values()] == [0, 0, 0, 0]
 
     def test_partitions_are_apart(self, store: Store) -> None:
@@ -115,9 +107,7 @@ class StoreConformance:
         store.put(evaluation, make_columns(evaluation, ["reward"], shift=1))
         assert same(store.get(train, ["reward"]), make_columns(train, ["reward"]))
         store.clear("train")
-        assert same(
-            store.get(evaluation, ["reward"]), make_columns(evaluation, ["reward"], shift=1)
-        )
+        assert same(store.get(evaluation, ["reward"]), make_columns(evaluation, ["reward"], shift=1))
 
     @given(data=st.data())
     @settings(
@@ -251,9 +241,7 @@ class StoreConformance:
         wide = Ragged.packed(torch.zeros(3, 2), [3])
         store.put(batch.take([0]), {"teacher_topk_logprobs": wide})
         store.put(batch.take([1]), {"teacher_topk_logprobs": Ragged.packed(torch.zeros(4, 5), [4])})
-        assert same(
-            store.get(batch.take([0]), ["teacher_topk_logprobs"]), {"teacher_topk_logprobs": wide}
-        )
+        assert same(store.get(batch.take([0]), ["teacher_topk_logprobs"]), {"teacher_topk_logprobs": wide})
         with pytest.raises(StoreError, match="teacher_topk_logprobs"):
             store.get(batch, ["teacher_topk_logprobs"])
 

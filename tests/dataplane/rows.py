@@ -55,9 +55,7 @@ def make_column(name: str, batch: BatchRef, shift: int = 0) -> Column:
     return torch.stack(tensors) if extent == "scalar" else Ragged.from_rows(tensors)
 
 
-def make_columns(
-    batch: BatchRef, names: Sequence[str] = TOKENS, shift: int = 0
-) -> dict[str, Column]:
+def make_columns(batch: BatchRef, names: Sequence[str] = TOKENS, shift: int = 0) -> dict[str, Column]:
     return {name: make_column(name, batch, shift) for name in names}
 
 

@@ -69,9 +69,7 @@ def test_rows_in_any_order_are_views_of_what_was_put(store: Store, values: Tenso
     store.put(BATCH, {"response_ids": Ragged.packed(values, LENGTHS)})
     got = get_ids(store, [4, 1, 3])
     assert all(shares(row, values) for row in got.rows)
-    assert [row.tolist() for row in got.rows] == [
-        values.split(LENGTHS)[i].tolist() for i in (4, 1, 3)
-    ]
+    assert [row.tolist() for row in got.rows] == [values.split(LENGTHS)[i].tolist() for i in (4, 1, 3)]
 
 
 def test_single_rows_are_handed_out_as_they_are(store: Store) -> None:
@@ -163,9 +161,7 @@ def test_saving_few_rows_of_a_big_put_writes_few_bytes(store: Store, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["index.json", "columns-0.pt"])
-def test_a_damaged_save_is_an_error_that_names_the_folder(
-    store: Store, tmp_path: Path, name: str
-) -> None:
+def test_a_damaged_save_is_an_error_that_names_the_folder(store: Store, tmp_path: Path, name: str) -> None:
     store.put(BATCH, make_columns(BATCH))
     store.save(tmp_path)
     file = tmp_path / name

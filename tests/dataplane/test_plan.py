@@ -37,9 +37,7 @@ def test_grpo_with_one_optimizer_step_needs_no_other_model() -> None:
     assert plan["advantages"].writes == ("advantages",)
     assert plan["update_student"].reads == (*ROWS, "advantages", "plain_logprobs")
     assert "algorithm.kl.place is off" in reason(plan, "ref_logprobs")
-    assert "nobody reads old_logprobs: a batch gets one optimizer step" in reason(
-        plan, "old_logprobs"
-    )
+    assert "nobody reads old_logprobs: a batch gets one optimizer step" in reason(plan, "old_logprobs")
     assert "grpo" in reason(plan, "values")
     assert "grpo has no critic" in reason(plan, "update_critic")
 

@@ -15,9 +15,7 @@ LENGTHS = st.one_of(
     st.lists(st.integers(0, 5), min_size=1, max_size=8),
     st.tuples(st.integers(0, 5), st.integers(1, 6)).map(lambda pair: [pair[0]] * pair[1]),
 )
-SHAPES = st.tuples(
-    LENGTHS, st.sampled_from([(), (1,), (3,), (2, 3), (0,)]), st.sampled_from(DTYPES)
-)
+SHAPES = st.tuples(LENGTHS, st.sampled_from([(), (1,), (3,), (2, 3), (0,)]), st.sampled_from(DTYPES))
 Shape = tuple[list[int], tuple[int, ...], torch.dtype]
 laws = settings(max_examples=60, deadline=None)
 
@@ -63,9 +61,7 @@ def test_rows_and_packed_values_are_two_forms_of_one_column(shape: Shape) -> Non
 
 @laws
 @given(SHAPES, st.booleans(), st.data())
-def test_select_takes_those_rows_in_that_order(
-    shape: Shape, packed: bool, data: st.DataObject
-) -> None:
+def test_select_takes_those_rows_in_that_order(shape: Shape, packed: bool, data: st.DataObject) -> None:
     rows = make_rows(shape)
     ragged = Ragged.packed(torch.cat(rows), shape[0]) if packed else Ragged.from_rows(rows)
     indices = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1))
@@ -100,6 +96,9 @@ def test_rows_with_strides_are_copied_together() -> None:
     values = torch.arange(12)
     every_other = [values[0:4:2], values[4:8:2]]
     assert Ragged.from_rows(every_other).values.tolist() == [0, 2, 4, 6]
+    # Each row begins where the one before it would end if it had no gaps.
+    interleaved = [values[0:4:2], values[2:6:2]]
+    assert Ragged.from_rows(interleaved).values.tolist() == [0, 2, 2, 4]
     # Rows of one value count as contiguous whatever their stride says.
     singles = [values[0:2:2], values[1:3:2], values[2:4:2]]
     assert Ragged.from_rows(singles).values.tolist() == [0, 1, 2]
@@ -111,6 +110,13 @@ def test_a_row_between_two_of_one_storage_must_lie_between_them() -> None:
     values, other = torch.arange(6), torch.arange(10, 12)
     rows = [values[:2], other, values[4:]]
     assert Ragged.from_rows(rows).values.tolist() == [0, 1, 10, 11, 4, 5]
+
+
+def test_neighbours_in_memory_of_two_storages_are_copied_together() -> None:
+    memory = bytearray(range(8))
+    rows = [torch.frombuffer(memory, dtype=torch.uint8, count=4, offset=at) for at in (0, 4)]
+    assert rows[0].data_ptr() + 4 == rows[1].data_ptr()
+    assert Ragged.from_rows(rows).values.tolist() == list(range(8))
 
 
 def test_gradients_flow_through_joined_rows() -> None:
@@ -169,9 +175,7 @@ def test_tensors_that_are_not_jagged_are_refused() -> None:
         Ragged.from_nested(turned)
 
 
-@pytest.mark.parametrize(
-    "row", [torch.zeros(2, dtype=torch.float64), torch.zeros(2, 1), torch.tensor(1.0)]
-)
+@pytest.mark.parametrize("row", [torch.zeros(2, dtype=torch.float64), torch.zeros(2, 1), torch.tensor(1.0)])
 def test_rows_may_differ_in_length_only(row: Tensor) -> None:
     with pytest.raises(ValueError, match="row 1 is"):
         Ragged.from_rows([torch.zeros(2), row])

@@ -10,13 +10,13 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.ragged import Ragged
 
 
-def weight_version(batch: BatchRef, version: int, max_staleness: int) -> str | None:
-    """The engine sampled with the weights the learner has, or at most `max_staleness` older ones."""
-    for key, tags in batch:
-        if tags.version_max > version or tags.version_min < version - max_staleness:
+def weight_version(fresh: BatchRef, version: int) -> str | None:
+    """The engine sampled every token of a fresh rollout with the weights that the learner has."""
+    for key, tags in fresh:
+        if (tags.version_min, tags.version_max) != (version, version):
             return (
                 f"{key} was sampled with weight versions {tags.version_min}–{tags.version_max}, "
-                f"the learner is at {version} and buffer.max_staleness is {max_staleness}"
+                f"the learner is at {version}: the engine missed an update"
             )
     return None
 

@@ -56,9 +56,7 @@ class BatchRef:
         if len(partitions) > 1:
             raise StoreError(f"can't join batches of partitions {sorted(partitions)}")
         keys = tuple(key for batch in batches for key in batch.keys)
-        return BatchRef(
-            partitions.pop(), keys, tuple(tag for batch in batches for tag in batch.tags)
-        )
+        return BatchRef(partitions.pop(), keys, tuple(tag for batch in batches for tag in batch.tags))
 
 
 def check_distinct(keys: Sequence[Key], what: str) -> None:

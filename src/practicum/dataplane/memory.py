@@ -34,9 +34,7 @@ class MemoryStore:
         self._changed = threading.Condition()
         self._partitions: dict[str, dict[Key, _Row]] = {}
 
-    def put(
-        self, batch: BatchRef, columns: Mapping[str, Column], *, keep_tags: bool = False
-    ) -> None:
+    def put(self, batch: BatchRef, columns: Mapping[str, Column], *, keep_tags: bool = False) -> None:
         """Write columns by reference; nothing is written if anything is wrong."""
         spans = check_columns(batch, columns)
         # One tuple of cells for each row, in the order of the columns.

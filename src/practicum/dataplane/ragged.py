@@ -19,9 +19,7 @@ class Ragged:
 
     __slots__ = ("_rows", "_values", "lengths")
 
-    def __init__(
-        self, rows: list[Tensor] | None, values: Tensor | None, lengths: list[int]
-    ) -> None:
+    def __init__(self, rows: list[Tensor] | None, values: Tensor | None, lengths: list[int]) -> None:
         self._rows, self._values, self.lengths = rows, values, lengths
 
     @classmethod
@@ -141,9 +139,7 @@ class Ragged:
     def from_nested(cls, nested: Tensor) -> Ragged:
         """From a jagged nested tensor [B, ragged, ...], without copying if it has no holes."""
         if not nested.is_nested or nested.layout != torch.jagged or nested.dim() < 2:
-            raise ValueError(
-                f"found a tensor of layout {nested.layout}, expected a jagged nested one"
-            )
+            raise ValueError(f"found a tensor of layout {nested.layout}, expected a jagged nested one")
         if isinstance(nested.shape[1], int):
             raise ValueError("the ragged axis of the nested tensor is not its second one")
         jagged: Any = nested  # torch's types don't know what jagged tensors have besides

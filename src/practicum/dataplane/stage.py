@@ -105,9 +105,7 @@ def stage(name: str) -> _Decorator:
                 _check_writes(name, spec.writes, written)
                 self.store.put(batch, written, keep_tags=True)
             except Exception as error:
-                error.add_note(
-                    f"in stage {name!r} on {len(batch)} rows of partition {batch.partition!r}"
-                )
+                error.add_note(f"in stage {name!r} on {len(batch)} rows of partition {batch.partition!r}")
                 raise
             return value
 

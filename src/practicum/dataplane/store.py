@@ -24,9 +24,7 @@ class Store(Protocol):
       missing.
     """
 
-    def put(
-        self, batch: BatchRef, columns: Mapping[str, Column], *, keep_tags: bool = False
-    ) -> None:
+    def put(self, batch: BatchRef, columns: Mapping[str, Column], *, keep_tags: bool = False) -> None:
         """Write columns, row i belonging to batch.keys[i], together with batch.tags (they replace).
 
         With `keep_tags` the rows must exist and keep the tags that the store has: for a writer

@@ -93,9 +93,7 @@ def _raise_uneven(
 ) -> None:
     for key, found, wanted in zip(keys, lengths, expected, strict=True):
         if found != wanted:
-            raise StoreError(
-                f"{name} of {key} has {found} tokens, but {other} of the same put has {wanted}"
-            )
+            raise StoreError(f"{name} of {key} has {found} tokens, but {other} of the same put has {wanted}")
 
 
 def _check_rows(field: Field, batch: BatchRef, rows: int) -> None:

@@ -59,9 +59,9 @@ class Critic:
     def values(self, prompt_ids: Ragged, response_ids: Ragged) -> Ragged:
         """The value of the state before each response token."""
         rows = Rows(prompt_ids, response_ids)
-        values_M = torch.empty(sum(response_ids.lengths), dtype=self.trunk.dtype)
+        values_M = torch.empty(sum(response_ids.lengths))
         for packed in self.trunk.microbatches(rows):
-            values_M[packed.column_M] = self._values(packed).cpu()
+            values_M[packed.column_M] = self._values(packed).float().cpu()
         return Ragged.packed(values_M, response_ids.lengths)
 
     def update(self, batch: CriticBatch) -> Metrics:

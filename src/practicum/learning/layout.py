@@ -1,4 +1,4 @@
-"""Attention over packed segments: each token sees its segment's prefix and what came before it in the segment.
+"""Attention over packed segments: a token sees its segment's prefix and what came before it there.
 
 A prompt is a segment without prefix, a response has its prompt as prefix. Segments of like length are
 gathered into padded blocks, so the cost is that of attention over short sequences, never [N, N].

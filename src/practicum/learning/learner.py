@@ -26,7 +26,8 @@ from practicum.recipe.schema import Algorithm, Train
 class Learner:
     """The student. `step` is the training step that the schedule is at: the trainer sets it.
 
-    `version` counts the updates applied to the weights. `temperature` is that of the rollouts.
+    `version` counts the updates applied to the weights. `temperature` is that of the rollouts; supervised
+    training is at temperature 1.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Learner:
         before_step: Callable[[Metrics], None] | None = None,
     ) -> None:
         self.model, self.train, self.algorithm = model, train, algorithm
-        self.temperature = temperature
+        self.temperature = 1.0 if algorithm.loss == "supervised" else temperature
         self.version = 0
         self.step = 0
         self.trunk = Trunk(model, train)

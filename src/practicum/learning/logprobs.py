@@ -46,14 +46,13 @@ def map_logits(
     size = max(1, chunk_logits // model.config.get_text_config().vocab_size)
     if size >= tokens:
         return chunk(hidden_M, slice(0, tokens))
+
+    def recomputed(hidden_C: Tensor, rows: slice) -> tuple[Tensor, ...]:
+        out = checkpoint(chunk, hidden_C, rows, use_reentrant=False, preserve_rng_state=False)
+        return cast(tuple[Tensor, ...], out)
+
+    run = recomputed if torch.is_grad_enabled() else chunk
     slices = [slice(i, min(i + size, tokens)) for i in range(0, tokens, size)]
-    run: Callable[..., tuple[Tensor, ...]] = chunk
-    if torch.is_grad_enabled():
-
-        def run(hidden_C: Tensor, rows: slice) -> tuple[Tensor, ...]:
-            out = checkpoint(chunk, hidden_C, rows, use_reentrant=False, preserve_rng_state=False)
-            return cast(tuple[Tensor, ...], out)
-
     parts = [run(hidden_M[rows], rows) for rows in slices]
     return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 

@@ -9,12 +9,17 @@ import torch
 from torch import Tensor, nn
 
 
+def _unit(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x / rms(x), and 1 / rms(x), in x's precision (transformers' own drops double to single)."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    inverse = norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
+    return x * inverse, inverse
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        inverse = norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
-        unit = x * inverse
+        unit, inverse = _unit(x, eps)
         ctx.save_for_backward(unit, weight, inverse)
         return unit * weight
 
@@ -30,13 +35,12 @@ class _RmsNorm(torch.autograd.Function):
 
 def forward(self: nn.Module, x: Tensor) -> Tensor:
     """In place of the module's own forward; pickles by its name."""
-    weight = self.weight
-    assert isinstance(weight, Tensor)
-    if x.dtype != weight.dtype or not torch.is_grad_enabled():
+    weight, eps = self.weight, self.variance_epsilon
+    if x.dtype != weight.dtype:  # pyright: ignore[reportAttributeAccessIssue]
         return type(self).forward(self, x)
-    out = _RmsNorm.apply(x, weight, self.variance_epsilon)
-    assert isinstance(out, Tensor)
-    return out
+    if torch.is_grad_enabled():
+        return _RmsNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
+    return _unit(x, eps)[0] * weight  # pyright: ignore
 
 
 def _fits(module: nn.Module) -> bool:

@@ -36,9 +36,14 @@ class Packed:
         """The same micro-batch on another device."""
         if self.ids_N.device == device:
             return self
-        moved = (x.to(device) for x in (self.ids_N, self.positions_N, self.layout))
-        targets = (x.to(device) for x in (self.gather_M, self.target_M))
-        return Packed(*moved, *targets, self.column_M)  # pyright: ignore[reportArgumentType]
+        return Packed(
+            ids_N=self.ids_N.to(device),
+            positions_N=self.positions_N.to(device),
+            layout=self.layout.to(device),
+            gather_M=self.gather_M.to(device),
+            target_M=self.target_M.to(device),
+            column_M=self.column_M,
+        )
 
 
 class Rows:

@@ -16,7 +16,7 @@ from practicum.models.fingerprint import fingerprint_ids
 
 @dataclass(frozen=True, slots=True)
 class LogprobColumns:
-    """One number for every response token; float32, or float64 from a float64 model."""
+    """One float32 number for every response token."""
 
     logprobs: Ragged
     entropy: Ragged | None
@@ -44,7 +44,7 @@ class Scorer:
         trunk, rows = self.trunk, Rows(prompt_ids, response_ids)
         wanted = {"logprobs_M": True, "entropy_M": entropy, "plain_M": plain}
         tokens = sum(response_ids.lengths)
-        columns = {name: torch.empty(tokens, dtype=trunk.dtype) for name, on in wanted.items() if on}
+        columns = {name: torch.empty(tokens) for name, on in wanted.items() if on}
         for packed in trunk.microbatches(rows):
             with trunk.precision():
                 found = token_logprobs(
@@ -56,7 +56,7 @@ class Scorer:
                     plain=plain,
                 )
             for name, column in columns.items():
-                column[packed.column_M] = getattr(found, name).cpu()
+                column[packed.column_M] = getattr(found, name).float().cpu()
 
         def ragged(name: str) -> Ragged | None:
             return Ragged.packed(columns[name], response_ids.lengths) if name in columns else None
@@ -69,4 +69,4 @@ class Scorer:
         """Logprobs [15] of a fixed sequence, float32: equal for equal weights (models/fingerprint.py)."""
         ids = torch.tensor(fingerprint_ids(self.trunk.model.config.get_text_config().vocab_size))
         prompt, response = (Ragged.from_rows([part]) for part in (ids[:1], ids[1:]))
-        return self.logprobs(prompt, response, temperature=1.0).logprobs.values.float()
+        return self.logprobs(prompt, response, temperature=1.0).logprobs.values

@@ -1,8 +1,8 @@
 """The seam through which practicum lays out attention in any transformers model.
 
-transformers calls a registered function in each attention layer. Ours hands queries, keys and values to a
-`Layout` given to the forward call; the learner's layout attends within packed sequences that share prompts,
-the engine's writes and reads its KV memory. So linear layers see packed tokens without padding. A forward call
+transformers calls a registered function in each attention layer. Ours hands queries, keys and values to the
+`Layout` given to the forward call: the learner's attends within packed sequences that share prompts, the
+engine's writes and reads its KV memory. So linear layers see packed tokens without padding. A forward call
 without a layout gets plain SDPA attention.
 """
 
@@ -54,8 +54,8 @@ def _attention(
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
-    out = layout.attend(layer, *(x.squeeze(0).transpose(0, 1) for x in (query, key, value)), scale)
-    return out.unsqueeze(0), None
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    return layout.attend(layer, query, key, value, scale).unsqueeze(0), None
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention)

@@ -127,7 +127,8 @@ def ready(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     prepare_attention(model)
-    return model.to(device).eval()
+    model.to(device)  # pyright: ignore[reportArgumentType]  (transformers' wrapper hides the signature)
+    return model.eval()
 
 
 def require_model_folder(source: str) -> None:
@@ -151,13 +152,12 @@ def stop_ids(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, more: Sequence[str] = ()
 ) -> frozenset[int]:
     """Tokens that end an answer: the tokenizer's EOS, the generation config's, and the recipe's."""
-    ids = {tokenizer.eos_token_id}
     generation = getattr(model, "generation_config", None)
     declared = getattr(generation, "eos_token_id", None)
-    ids.update(declared if isinstance(declared, list) else [declared])
+    ids: list[Any] = [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
     for text in more:
         found = tokenizer.encode(text, add_special_tokens=False)
         if len(found) != 1:
             raise RecipeError("rollout.stop", f"{text!r}, {len(found)} tokens", "strings of one token each")
-        ids.add(found[0])
+        ids.append(found[0])
     return frozenset(int(i) for i in ids if i is not None)

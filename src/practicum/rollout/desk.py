@@ -1,7 +1,7 @@
 """The desk between coroutines and an engine's thread: requests go in, results come back, nobody polls.
 
-Requests that coroutines hand in during one turn of their event loop reach the engine together, so that it starts with
-the whole batch. Results of one engine step go back with one call per event loop.
+Requests that coroutines hand in during one turn of their event loop reach the engine together, so that it
+starts with the whole batch. Results of one engine step go back with one call per event loop.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class Desk:
     """
 
     def __init__(
-        self, step: Callable[[list[Job]], tuple[list[Outcome], bool]], reset: Callable[[], None], name: str
+        self,
+        step: Callable[[list[Job]], tuple[list[Outcome], bool]],
+        reset: Callable[[], None],
+        name: str,
     ) -> None:
         self.turn = threading.Lock()
         """Held while a step runs: who changes what steps use takes it."""

@@ -5,34 +5,55 @@ Running sequences are always slots 0..B-1, so decoding reads a plain view of the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from practicum.errors import EngineError
 
+RUN_COST = 512
+"""Padding, in positions, that takes about as long as one more attention call."""
 
-@dataclass(frozen=True, slots=True)
-class KvShape:
-    """What one token of one layer keeps."""
 
-    layers: int
-    heads: int
-    key_dim: int
-    value_dim: int
-    dtype: torch.dtype
+@dataclass(slots=True)
+class PromptKv:
+    """A prompt's keys and values [layers, kv heads, P, D]."""
+
+    keys: Tensor
+    values: Tensor
+
+    def copy(self) -> PromptKv:
+        """The same in memory of its own, so that the batch it was computed in can be freed."""
+        return PromptKv(self.keys.clone(), self.values.clone())
+
+
+def lazy_zeros(size: tuple[int, ...], like: Tensor) -> Tensor:
+    """Zeros whose pages the system hands out when they are first written; torch.zeros touches all.
+
+    Zeros, because what lies behind a mask is multiplied by 0, and 0 × NaN is NaN.
+    """
+    if like.device.type != "cpu":
+        return like.new_zeros(size)
+    return torch.from_numpy(np.zeros(math.prod(size) * like.itemsize, np.uint8)).view(like.dtype).view(size)
 
 
 class KvMemory:
-    """keys and values [layers, slots, kv heads, context, D]; pages are touched only when written."""
+    """keys and values [layers, slots, kv heads, context, D], all 0 at first.
 
-    def __init__(self, shape: KvShape, slots: int, context: int, device: torch.device) -> None:
-        size = (shape.layers, slots, shape.heads, context)
-        self.keys = torch.empty(*size, shape.key_dim, dtype=shape.dtype, device=device)
-        self.values = torch.empty(*size, shape.value_dim, dtype=shape.dtype, device=device)
+    Attention multiplies what lies behind a sequence's end by 0, so it must be finite.
+    """
+
+    def __init__(self, like: PromptKv, slots: int, context: int) -> None:
+        def allocate(part: Tensor) -> Tensor:
+            layers, heads, _, width = part.shape
+            return _zeros((layers, slots, heads, context, width), part.dtype, part.device)
+
+        self.keys, self.values = allocate(like.keys), allocate(like.values)
 
     @property
     def nbytes(self) -> int:
@@ -50,16 +71,14 @@ class KvMemory:
             memory[:, target, :, :length] = memory[:, source, :, :length]
 
 
-@dataclass(slots=True)
-class PromptKv:
-    """A prompt's keys and values [layers, kv heads, P, D]."""
-
-    keys: Tensor
-    values: Tensor
-
-    def copy(self) -> PromptKv:
-        """The same in memory of its own, so that the batch it was computed in can be freed."""
-        return PromptKv(self.keys.clone(), self.values.clone())
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on the CPU numpy's, whose pages take no memory until they are written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size, line = math.prod(shape) * dtype.itemsize, 64
+    raw = torch.from_numpy(np.zeros(size + line, dtype=np.uint8))
+    start = -raw.data_ptr() % line
+    return raw[start : start + size].view(dtype).view(shape)
 
 
 class CausalLayout:
@@ -70,8 +89,7 @@ class CausalLayout:
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self._buckets = [
-            tuple(index.to(device) for index in _bucket_indices(bucket))
-            for bucket in _similar(lengths)
+            tuple(index.to(device) for index in _bucket_indices(bucket)) for bucket in _similar(lengths)
         ]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -81,9 +99,7 @@ class CausalLayout:
         for padded_GP, real_M, token_M in self._buckets:
             q, k, v = (x[padded_GP].transpose(1, 2) for x in (query, key, value))
             grouped = query.shape[1] != key.shape[1]
-            rows = scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
-            )
+            rows = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
             out[token_M] = rows.transpose(1, 2).flatten(0, 1)[real_M]
         return out
 
@@ -140,9 +156,10 @@ class DecodeLayout:
     def __init__(self, memory: KvMemory, length_B: Tensor) -> None:
         self._memory, self._length_B = memory, length_B
         self._slot_B = torch.arange(len(length_B), device=length_B.device)
-        self._longest = int(length_B.max()) + 1
-        places_L = torch.arange(self._longest, device=length_B.device)
-        mask_BL = torch.zeros(len(length_B), self._longest, dtype=memory.keys.dtype, device=length_B.device)
+        longest = int(length_B.max()) + 1
+        self._runs = [(0, len(length_B), longest)] if longest <= RUN_COST else runs(length_B.tolist())
+        places_L = torch.arange(longest, device=length_B.device)
+        mask_BL = torch.zeros(len(length_B), longest, dtype=memory.keys.dtype, device=length_B.device)
         mask_BL.masked_fill_(places_L > length_B.unsqueeze(1), float("-inf"))
         self._mask_B11L = mask_BL[:, None, None]
 
@@ -151,10 +168,34 @@ class DecodeLayout:
         keys, values = self._memory.keys[layer], self._memory.values[layer]
         keys[self._slot_B, :, self._length_B] = key
         values[self._slot_B, :, self._length_B] = value
-        rows, past = len(self._length_B), self._longest
         # The query heads that share a kv head become its query length: no key is repeated.
         folded = query.unflatten(1, (key.shape[1], -1))
-        out = scaled_dot_product_attention(
-            folded, keys[:rows, :, :past], values[:rows, :, :past], self._mask_B11L, scale=scale
-        )
-        return out.flatten(1, 2)
+        outs = [
+            scaled_dot_product_attention(
+                folded[first:end],
+                keys[first:end, :, :longest],
+                values[first:end, :, :longest],
+                self._mask_B11L[first:end, :, :, :longest],
+                scale=scale,
+            )
+            for first, end, longest in self._runs
+        ]
+        return (outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1, 2)
+
+
+def runs(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Neighbouring slots that attend together, (first, end, longest), with the new token counted in.
+
+    A run pads its rows to the longest of them: slots are parted where that costs more than a further call.
+    """
+    found: list[tuple[int, int, int]] = []
+    for slot, length in enumerate(lengths):
+        length += 1
+        if found:
+            first, end, longest = found[-1]
+            padding = (end - first) * max(0, length - longest) + max(0, longest - length)
+            if padding <= RUN_COST:
+                found[-1] = (first, slot + 1, max(longest, length))
+                continue
+        found.append((slot, slot + 1, length))
+    return found

@@ -1,7 +1,7 @@
 """Randomness without state: each token's uniform number is a hash of what the token is.
 
-A generation's key is a hash of its `Counter`; the number at a position is splitmix64's output for (key, position). So
-a sample depends on nothing but its own identity: not on the batch, the slot, the order or the time.
+A generation's key is a hash of its `Counter`; the number at a position is splitmix64's output for (key,
+position). So a sample depends on nothing but its own identity: not on the batch, the slot, or the order.
 """
 
 from __future__ import annotations

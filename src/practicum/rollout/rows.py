@@ -73,7 +73,14 @@ class Rows:
         """Put new sequences behind the running ones; their prompts fill their slots."""
         first, end = self.count, self.count + len(jobs)
         state = [
-            (_NO_TOKEN, len(job.prompt), 0, job.sampling.max_new_tokens, job.key, self._free_outs.pop())
+            (
+                _NO_TOKEN,
+                len(job.prompt),
+                0,
+                job.sampling.max_new_tokens,
+                job.key,
+                self._free_outs.pop(),
+            )
             for job in jobs
         ]
         self._state[first:end] = torch.tensor(state, device=self._state.device)
@@ -105,12 +112,19 @@ class Rows:
             return []
         index = torch.tensor(rows, device=self._state.device)
         made = self.made_B[index].tolist()
-        kept = [
+        tokens, logprobs, plain = (
             buffer[:, : max(made)][self._out_B[index]].cpu()
             for buffer in (self._tokens, self._logprobs, self._plain)
-        ]
+        )
         return [
-            Generation(*(part[i, :n].clone() for part in kept), finish, version, version)
+            Generation(
+                tokens=tokens[i, :n].clone(),
+                logprobs=logprobs[i, :n].clone(),
+                plain_logprobs=plain[i, :n].clone(),
+                finish=finish,
+                version_min=version,
+                version_max=version,
+            )
             for i, (n, finish) in enumerate(zip(made, finishes, strict=True))
         ]
 

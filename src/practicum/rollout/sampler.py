@@ -26,9 +26,7 @@ class Draw(NamedTuple):
     def of(cls, sampling: Sampling) -> Draw:
         if sampling.greedy:
             return cls(greedy=True)
-        return cls(
-            False, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
-        )
+        return cls(False, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
 
     @property
     def cuts(self) -> bool:

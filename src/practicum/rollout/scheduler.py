@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from practicum.errors import EngineError
 from practicum.rollout.desk import Job, Outcome
-from practicum.rollout.forward import decode, prefill, sample_hidden
-from practicum.rollout.kv import KvMemory, KvShape
+from practicum.rollout.forward import Runner, decode, prefill, sample_hidden
+from practicum.rollout.kv import KvMemory
 from practicum.rollout.queue import GenerateJob, Queue, ScoreJob
 from practicum.rollout.randomness import uniforms
 from practicum.rollout.rows import Rows
@@ -38,8 +37,7 @@ class Scheduler:
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        kv_shape: KvShape,
+        runner: Runner,
         *,
         slots: int,
         context: int,
@@ -50,10 +48,10 @@ class Scheduler:
         self.stats = EngineStats()
         self.memory: KvMemory | None = None
         """None while the engine sleeps."""
-        self._model, self._kv_shape, self._device = model, kv_shape, model.device
+        self._runner = runner
         self._slots, self._context = slots, context
         self._prefill_tokens, self._score_tokens = prefill_tokens, score_tokens
-        self._rows = Rows(slots, context, self._device)
+        self._rows = Rows(slots, context, runner.device)
         self._queue = Queue()
         self._to_score: deque[ScoreJob] = deque()
         self.allocate()
@@ -61,7 +59,7 @@ class Scheduler:
     def allocate(self) -> None:
         """Set the KV memory aside, if it is not yet."""
         if self.memory is None:
-            self.memory = KvMemory(self._kv_shape, self._slots, self._context, self._device)
+            self.memory = KvMemory(self._runner.token_kv, self._slots, self._context)
 
     def free(self) -> None:
         """Forget all requests and free the KV memory."""
@@ -104,7 +102,7 @@ class Scheduler:
         rows = self._rows
         if not rows.count:
             return []
-        hidden_B = decode(self._model, memory, rows.last_B, rows.length_B)
+        hidden_B = decode(self._runner, memory, rows.last_B, rows.length_B)
         rows.length_B.add_(1)
         self.stats.decode_steps += 1
         self.stats.decoded_tokens += rows.count
@@ -114,7 +112,7 @@ class Scheduler:
         """Give free slots to waiting requests; hidden states of their prompts' last tokens."""
         taken = self._queue.take(self._slots - self._rows.count, self._prefill_tokens)
         new = [admission.prompt for admission in taken if admission.computed is None]
-        computed = iter(prefill(self._model, new) if new else [])
+        computed = iter(prefill(self._runner, new) if new else [])
         self.stats.prefilled_prompts += len(new)
         self.stats.prefilled_tokens += sum(map(len, new))
         fresh: list[Tensor] = []
@@ -132,13 +130,13 @@ class Scheduler:
         self.stats.sampled_tokens += rows.count
         uniform_B = uniforms(rows.key_B, rows.made_B)
         if len(rows.draws) == 1:
-            return sample_hidden(self._model, hidden_B, next(iter(rows.draws)), uniform_B)
+            return sample_hidden(self._runner, hidden_B, next(iter(rows.draws)), uniform_B)
         parts, order = [], []
         for draw in rows.draws:
             alike = [row for row, job in enumerate(rows.jobs) if job.draw == draw]
-            parts.append(sample_hidden(self._model, hidden_B[alike], draw, uniform_B[alike]))
+            parts.append(sample_hidden(self._runner, hidden_B[alike], draw, uniform_B[alike]))
             order += alike
-        back_B = torch.tensor(order, device=self._device).argsort()
+        back_B = torch.tensor(order, device=self._runner.device).argsort()
         return Sampled(*(torch.cat(column)[back_B] for column in zip(*parts, strict=True)))
 
     def _collect(self, memory: KvMemory, sampled: Sampled) -> list[Outcome]:
@@ -165,4 +163,4 @@ class Scheduler:
         if not jobs:
             return []
         self.stats.scored_tokens += sum(len(job.ids) - job.start for job in jobs)
-        return list(zip(jobs, score_batch(self._model, jobs, self.version), strict=True))
+        return list(zip(jobs, score_batch(self._runner, jobs, self.version), strict=True))

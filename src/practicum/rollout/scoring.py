@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from practicum.models.attention import head_logits, packed_forward
+from practicum.rollout.forward import Runner, pack
 from practicum.rollout.kv import CausalLayout
 from practicum.rollout.protocol import Scores
 from practicum.rollout.queue import ScoreJob
@@ -16,17 +15,16 @@ from practicum.rollout.queue import ScoreJob
 LOGITS_AT_ONCE = 2**22
 
 
-def score_batch(model: PreTrainedModel, jobs: Sequence[ScoreJob], version: int) -> list[Scores]:
+def score_batch(runner: Runner, jobs: Sequence[ScoreJob], version: int) -> list[Scores]:
     """Scores of each job, by one forward call. Each job must have at least one token to score."""
     # The last token predicts nothing that was asked for, so it is no input.
     lengths = [len(job.ids) - 1 for job in jobs]
-    ids_N = torch.tensor([i for job in jobs for i in job.ids[:-1]], device=model.device)
-    positions_N = torch.cat([torch.arange(n) for n in lengths]).to(model.device)
-    hidden_N = packed_forward(model, ids_N, positions_N, CausalLayout(lengths, model.device))
+    inputs = pack([job.ids[:-1] for job in jobs], runner.device)
+    hidden_N = runner.hidden(*inputs, CausalLayout(lengths, runner.device))
     wanted_M = torch.cat([torch.arange(n) >= job.start - 1 for n, job in zip(lengths, jobs, strict=True)])
-    target_M = torch.tensor([i for job in jobs for i in job.ids[job.start :]], device=model.device)
+    target_M = torch.tensor([i for job in jobs for i in job.ids[job.start :]], device=runner.device)
     top_k = max(job.top_k for job in jobs)
-    columns = _logprobs(model, hidden_N[wanted_M.to(model.device)], target_M, top_k)
+    columns = _logprobs(runner, hidden_N[wanted_M.to(runner.device)], target_M, top_k)
     counts = [len(job.ids) - job.start for job in jobs]
     scores = []
     for job, logprobs, ids, best in zip(jobs, *(c.split(counts) for c in columns), strict=True):
@@ -43,13 +41,13 @@ def empty_scores(top_k: int, version: int) -> Scores:
 
 
 def _logprobs(
-    model: PreTrainedModel, hidden_M: Tensor, target_M: Tensor, top_k: int
+    runner: Runner, hidden_M: Tensor, target_M: Tensor, top_k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """On the CPU: logprobs of the targets [M], ids and logprobs of the most likely tokens [M, K]."""
     logprobs, ids, best = [], [], []
-    rows = max(1, LOGITS_AT_ONCE // model.get_input_embeddings().weight.shape[0])
+    rows = max(1, LOGITS_AT_ONCE // runner.vocab)
     for hidden, target in zip(hidden_M.split(rows), target_M.split(rows), strict=True):
-        logits = head_logits(model, hidden)
+        logits = runner.logits(hidden)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         norm = logits.logsumexp(-1, keepdim=True)
         logprobs.append(logits.gather(-1, target.unsqueeze(-1)).sub_(norm).squeeze(-1))

@@ -16,7 +16,7 @@ from practicum.errors import EngineError
 from practicum.models.fingerprint import fingerprint_ids
 from practicum.models.load import context_length
 from practicum.rollout.desk import Desk
-from practicum.rollout.forward import check_model, vocab_size
+from practicum.rollout.forward import Runner
 from practicum.rollout.protocol import Counter, Generation, Memory, Sampling, Scores
 from practicum.rollout.queue import GenerateJob, ScoreJob
 from practicum.rollout.randomness import stream_key
@@ -49,11 +49,11 @@ class TorchEngine:
         if longest is not None and context > longest:
             raise EngineError(f"a context of {context} tokens is more than the model's {longest}")
         self.version = version
-        self._model, self._owns_weights, self._device = model, owns_weights, model.device
-        self._context, self._longest, self._vocab = context, longest or context, vocab_size(model)
+        self._model, self._owns_weights = model, owns_weights
+        self._context, self._longest = context, longest or context
+        self._runner = Runner(model)
         self._scheduler = Scheduler(
-            model,
-            check_model(model, context),
+            self._runner,
             slots=slots,
             context=context,
             prefill_tokens=prefill_tokens,
@@ -68,9 +68,7 @@ class TorchEngine:
         """What the engine has done since it was made."""
         return self._scheduler.stats
 
-    async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, counter: Counter
-    ) -> Generation:
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, counter: Counter) -> Generation:
         """Sample one answer. Requests with equal prompts share the prompt's computation."""
         self._check_awake()
         self._check_ids(prompt_ids, "prompt")
@@ -92,8 +90,8 @@ class TorchEngine:
             raise EngineError(f"can't score {len(ids)} tokens from {start} on: start is 1 to {len(ids)}")
         if len(ids) > self._longest:
             raise EngineError(f"{len(ids)} tokens to score are more than the model's {self._longest}")
-        if not 0 <= top_k <= self._vocab:
-            raise EngineError(f"top_k is {top_k}, expected 0 to {self._vocab}, the vocabulary's size")
+        if not 0 <= top_k <= self._runner.vocab:
+            raise EngineError(f"top_k is {top_k}, expected 0 to {self._runner.vocab}, the vocabulary's size")
         if start == len(ids):
             return empty_scores(top_k, self.version)
         return await self._desk.submit(ScoreJob(list(ids), start, top_k))
@@ -120,7 +118,7 @@ class TorchEngine:
             self._scheduler.free()
             if self._owns_weights:
                 self._shelf = Shelf(self._model)
-            return_memory(self._device)
+            return_memory(self._runner.device)
             after = self.memory()
         return Memory(before.weights - after.weights, before.kv - after.kv)
 
@@ -134,7 +132,7 @@ class TorchEngine:
 
     def memory(self) -> Memory:
         """Bytes held now on the model's device: its weights, and the KV memory set aside."""
-        held = (t.nbytes for t in distinct_tensors(self._model) if t.device == self._device)
+        held = (t.nbytes for t in distinct_tensors(self._model) if t.device == self._runner.device)
         return Memory(sum(held), self._scheduler.memory.nbytes if self._scheduler.memory else 0)
 
     @torch.no_grad()
@@ -142,9 +140,9 @@ class TorchEngine:
         """Logprobs [15] of a fixed token sequence, to compare with the learner's."""
         if self._shelf is not None:
             raise EngineError("the engine sleeps and its weights are put aside: wake it for a fingerprint")
-        job = ScoreJob(fingerprint_ids(self._vocab), 1, 0)
+        job = ScoreJob(fingerprint_ids(self._runner.vocab), 1, 0)
         with self._desk.turn:
-            return score_batch(self._model, [job], self.version)[0].logprobs
+            return score_batch(self._runner, [job], self.version)[0].logprobs
 
     def close(self) -> None:
         """Stop; requests under way fail with an EngineError. Weights put aside by `sleep` are lost."""
@@ -164,8 +162,8 @@ class TorchEngine:
     def _check_ids(self, ids: Sequence[int], what: str) -> None:
         if not ids:
             raise EngineError(f"the {what} is empty: at least one token is needed")
-        if min(ids) < 0 or max(ids) >= self._vocab:
-            raise EngineError(f"the {what} has token ids outside of 0 to {self._vocab - 1}")
+        if min(ids) < 0 or max(ids) >= self._runner.vocab:
+            raise EngineError(f"the {what} has token ids outside of 0 to {self._runner.vocab - 1}")
 
 
 def _check_sampling(sampling: Sampling) -> None:

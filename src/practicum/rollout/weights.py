@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import tempfile
-from collections.abc import Iterable, Iterator
-from typing import IO
+from collections.abc import Iterable
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -53,7 +53,11 @@ def _check_names(given: dict[str, Tensor], own: dict[str, Tensor]) -> None:
     ]
     problems = [
         f"{len(names)} {what} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
-        for what, names in (("missing", missing), ("unknown", unknown), ("of another shape", shapes))
+        for what, names in (
+            ("missing", missing),
+            ("unknown", unknown),
+            ("of another shape", shapes),
+        )
         if names
     ]
     if problems:
@@ -79,15 +83,14 @@ class Shelf:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._parameters = list(model.parameters())
-        self._shapes = [p.shape for p in self._parameters]
+        self._shapes = [parameter.shape for parameter in self._parameters]
         self._device = self._parameters[0].device
-        self._file: IO[bytes] | None = None
+        self._file: BinaryIO | None = None
         if self._device.type == "cpu":
-            self._file = tempfile.TemporaryFile(prefix="practicum-weights-")
-            for part in self._bytes():
-                self._file.write(part)
-            self._file.flush()
+            # Not a context manager: the file stays open until `restore`.
+            self._file = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115
             for parameter in self._parameters:
+                self._file.write(_bytes(parameter.data.contiguous()))
                 parameter.data = parameter.data.new_empty(0)
         else:
             for parameter in self._parameters:
@@ -99,12 +102,12 @@ class Shelf:
             for parameter in self._parameters:
                 parameter.data = parameter.data.to(self._device)
             return
+        self._file.seek(0)
         for parameter, shape in zip(self._parameters, self._shapes, strict=True):
             parameter.data = parameter.data.new_empty(shape)
-        self._file.seek(0)
-        for part in self._bytes():
-            if self._file.readinto(part) != len(part):  # pyright: ignore[reportAttributeAccessIssue]
-                raise EngineError("the temporary file of a sleeping engine's weights was cut short")
+            read = self._file.readinto(_bytes(parameter.data))  # pyright: ignore[reportAttributeAccessIssue]
+            if read != parameter.data.nbytes:
+                raise EngineError("the temporary file with a sleeping engine's weights was cut short")
         self.drop()
 
     def drop(self) -> None:
@@ -112,10 +115,10 @@ class Shelf:
         if self._file is not None:
             self._file.close()
 
-    def _bytes(self) -> Iterator[memoryview]:
-        for parameter in self._parameters:
-            assert parameter.data.is_contiguous()
-            yield memoryview(parameter.data.view(-1).view(torch.uint8).numpy())
+
+def _bytes(tensor: Tensor) -> memoryview:
+    array: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def return_memory(device: torch.device) -> None:

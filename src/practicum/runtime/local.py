@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -67,7 +68,14 @@ def start_local(recipe: Recipe, plan: Plan, watch: Watch) -> Roles:
     tokenizer = load_tokenizer(recipe.model)
     model = load_model(recipe.model, recipe.seed)
     store = MemoryStore()
-    learner = Learner(model, recipe.train, recipe.algorithm, temperature=recipe.rollout.temperature)
+    on_nonfinite = partial(watch, "finite")
+    learner = Learner(
+        model,
+        recipe.train,
+        recipe.algorithm,
+        temperature=recipe.rollout.temperature,
+        on_nonfinite=on_nonfinite,
+    )
     reference = None
     if "ref_logprobs" in plan:
         other = load_model(recipe.model, recipe.seed, path=recipe.algorithm.kl.reference)
@@ -79,8 +87,7 @@ def start_local(recipe: Recipe, plan: Plan, watch: Watch) -> Roles:
     )
     valuation = None
     if recipe.critic is not None:
-        value_model = load_model(recipe.model, recipe.seed)
-        critic = Critic(value_model, recipe.critic, recipe.train)
+        critic = Critic(model, recipe.train, recipe.critic, on_nonfinite=on_nonfinite)
         valuation = Valuation(recipe, plan, store, critic)
     judge = Judge(recipe.tasks, recipe.reward)
     return Roles(

@@ -49,6 +49,8 @@ class Practice:
     ) -> None:
         self.recipe, self.plan, self.store = recipe, plan, store
         self.engine, self.tokenizer, self.judge = engine, tokenizer, judge
+        assert isinstance(tokenizer.eos_token_id, int)
+        self.end_id = tokenizer.eos_token_id
         self.prompts: dict[Key, Prompt] = {}
         self._loop = find_loop(recipe.rollout.loop)
 
@@ -119,7 +121,7 @@ class Practice:
     def _demonstration(self, prompt: Prompt) -> tuple[Key, Tags, Trajectory, Prompt]:
         ids = self.tokenizer.encode(demonstration(prompt), add_special_tokens=False)
         trajectory = Trajectory(self.encode(prompt))
-        trajectory.add_demonstration([*ids, self.tokenizer.eos_token_id])
+        trajectory.add_demonstration([*ids, self.end_id])
         return Key(prompt.uid), self._tags(prompt, trajectory, None), trajectory, prompt
 
     def _put(

@@ -71,12 +71,13 @@ class Student:
             ids = (columns.ragged("prompt_ids"), columns.ragged("response_ids"))
             self.watch("masks", invariants.masks(batch, *ids, columns.ragged("response_mask")))
         session_B, _ = dense_ids([key[:2] for key in batch.keys])
+        self.learner.step = step - 1
         taken: list[dict[str, float]] = []
         for rows in minibatches(self.recipe, batch, step):
             update = self._update_batch(columns, session_B, rows)
             sampled = sum(batch.tags[row].sampled_tokens for row in rows)
-            check = partial(self._check, sampled, fresh=not taken)
-            taken.append(self.learner.update(update, before_step=check))
+            self.learner.stepper.before_step = partial(self._check, sampled, fresh=not taken)
+            taken.append(self.learner.update(update))
         return {}, mean_metrics(taken)
 
     def _check(self, sampled: int, metrics: Mapping[str, float], *, fresh: bool) -> None:

@@ -29,6 +29,7 @@ class Valuation:
         self, batch: BatchRef, columns: Columns, *, step: int
     ) -> tuple[dict[str, Column], dict[str, float]]:
         """All optimizer steps of the critic on this batch."""
+        self.critic.step = step - 1
         taken = [
             self.critic.update(CriticBatch(**{name: columns.ragged(name).select(rows) for name in columns}))
             for rows in minibatches(self.recipe, batch, step)

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 
 from practicum.errors import RecipeError, RecipeErrors
 from practicum.tasks.kinds.add import ADD
-from practicum.tasks.kinds.climb import CLIMB
 from practicum.tasks.kinds.compare import COMPARE
 from practicum.tasks.kinds.copy import COPY
 from practicum.tasks.kinds.count import COUNT
+from practicum.tasks.kinds.countdown import COUNTDOWN
 from practicum.tasks.kinds.reverse import REVERSE
 from practicum.tasks.kinds.sort import SORT
 from practicum.tasks.procedural import BuiltinTask, Procedural
 
 TASKS: dict[str, Procedural] = {
-    kind.name: kind for kind in (COPY, REVERSE, COMPARE, COUNT, SORT, ADD, CLIMB)
+    kind.name: kind for kind in (COPY, REVERSE, COMPARE, COUNT, SORT, ADD, COUNTDOWN)
 }
 """By name, roughly from easy to hard."""
 

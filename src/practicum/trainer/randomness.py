@@ -14,7 +14,8 @@ import torch
 
 def random_state() -> dict[str, Any]:
     """States of Python's, numpy's and torch's global generators, as plain values."""
-    name, keys, *rest = np.random.get_state()
+    name, keys, *rest = np.random.get_state(legacy=True)
+    assert isinstance(keys, np.ndarray)
     state = {
         "python": random.getstate(),
         "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest),

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from transformers.utils.logging import disable_progress_bar
 
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
@@ -76,6 +77,7 @@ class Run:
         if self.checkpoints.steps()[-1:] != [self.progress.step]:
             self.save()
         if not interrupt.asked:
+            disable_progress_bar()  # saving a model would draw into our own display
             self.roles.student.learner.export(self.folder.export, self.roles.tokenizer)
         return Outcome(
             self.recipe.name,
@@ -208,8 +210,8 @@ def train_loaded(
     """Train one recipe; used by the command line, the demo and tests."""
     recipe = loaded.recipe
     folder = open_folder(recipe, out, resume=resume, fresh=fresh)
-    done = Checkpoints(folder.checkpoints, 1).steps()[-1:] if resume else []
-    with ProgressView(recipe.name, recipe.train.steps, *done) as view:
+    steps = Checkpoints(folder.checkpoints, 1).steps() if resume else []
+    with ProgressView(recipe.name, recipe.train.steps, done=steps[-1] if steps else 0) as view:
         run = Run(recipe, folder, view)
         try:
             if resume:

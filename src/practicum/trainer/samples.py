@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.stage import Columns
 from practicum.runtime.local import Roles
 
 
@@ -14,8 +15,9 @@ def sample_rows(roles: Roles, batch: BatchRef, count: int) -> list[dict[str, Any
     for i, key in enumerate(batch.keys):
         firsts.setdefault(key.prompt, i)
     part = batch.take(list(firsts.values())[:count])
-    columns = roles.store.get(part, ["prompt_ids", "response_ids"])
-    rows = zip(part, columns["prompt_ids"].rows, columns["response_ids"].rows, strict=True)
+    columns = Columns("samples", roles.store.get(part, ["prompt_ids", "response_ids"]))
+    prompts, responses = columns.ragged("prompt_ids"), columns.ragged("response_ids")
+    rows = zip(part, prompts.rows, responses.rows, strict=True)
     return [
         {
             "prompt_uid": key.prompt,

@@ -106,8 +106,6 @@ class StepRunner:
                 f"no group with a signal was left after {refills} refills: the task is too easy or too "
                 "hard for this model (reward/mean says which), or buffer.max_refills is too small"
             )
-        check = invariants.weight_version(taken.batch, version, self.recipe.buffer.max_staleness)
-        self.watch("weight_version", check)
         metrics = rollout_metrics([t for batch in rolled for t in session_tags(batch)], groups)
         metrics |= self._parts
         metrics["epoch"] = epoch or 0
@@ -121,13 +119,15 @@ class StepRunner:
         """Rollout and reward of these prompts; gives the rows with their rewards in the tags."""
         practice, recipe = self.roles.practice, self.recipe
         attempts = training_attempts(recipe, prompts, self.roles.stop)
-        batch = self._run("rollout", lambda: practice.rollout(attempts, TRAIN, seed=recipe.seed))
-        assert batch is not None
+        rolled = self._run("rollout", lambda: practice.rollout(attempts, TRAIN, seed=recipe.seed))
+        assert rolled is not None
         baseline = recipe.algorithm.advantage == "remax"
-        self.watch("groups", invariants.groups(batch, recipe.rollout.samples + baseline))
-        parts = self._run("reward", lambda: practice.reward(batch)) or {}
+        version = self.roles.student.learner.version
+        self.watch("weight_version", invariants.weight_version(rolled, version))
+        self.watch("groups", invariants.groups(rolled, recipe.rollout.samples + baseline))
+        parts = self._run("reward", lambda: practice.reward(rolled)) or {}
         self._parts = {f"reward/part/{n}": sum(v) / len(v) for n, v in parts.items() if v}
-        batch = self.roles.store.batch(TRAIN, batch.keys)
+        batch = self.roles.store.batch(TRAIN, rolled.keys)
         self.on_batch(batch)
         return batch
 

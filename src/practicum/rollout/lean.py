@@ -1,0 +1,93 @@
+"""A lean forward for decoders like Llama and Qwen: the model's own weights, a third of the calls.
+
+With small models and few rows, decoding is bound by the number of calls, not by arithmetic. The engine
+compares this forward with the model's own before it uses it, and goes without where it does not fit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, rms_norm, silu
+from transformers import PreTrainedModel
+
+from practicum.models.attention import Layout
+
+_FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
+_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def lean_decoder(model: PreTrainedModel) -> LeanDecoder | None:
+    """A lean forward of this model, if it is of a family and number type that it knows."""
+    config = model.config
+    known = (
+        config.model_type in _FAMILIES
+        and config.hidden_act == "silu"
+        # The families' norms compute in float32 whatever the weights are; only then are both the same.
+        and model.dtype == torch.float32
+    )
+    if not known:
+        return None
+    base: Any = model.base_model
+    for layer in base.layers:
+        attention = layer.self_attn
+        linears = [getattr(attention, name) for name in _LINEARS]
+        linears += [layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj]
+        plain = all(type(part) is nn.Linear for part in linears)
+        if not plain or getattr(attention, "sliding_window", None):
+            return None
+    return LeanDecoder(model)
+
+
+class LeanDecoder:
+    """Last hidden states of packed tokens; for use without gradients."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._base: Any = model.base_model
+
+    def __call__(self, ids_N: Tensor, positions_N: Tensor, layout: Layout) -> Tensor:
+        """As `models.attention.packed_forward`."""
+        base = self._base
+        hidden_N = base.embed_tokens(ids_N)
+        cos, sin = (x.squeeze(0).unsqueeze(1) for x in base.rotary_emb(hidden_N, positions_N.unsqueeze(0)))
+        half = cos.shape[-1] // 2
+        # Rotary embedding negates the half that it swaps to the front: the sign is put into the sine.
+        sin = torch.cat((-sin[..., :half], sin[..., half:]), -1)
+        for i, layer in enumerate(base.layers):
+            normed = _norm(hidden_N, layer.input_layernorm)
+            attended = _attention(i, layer.self_attn, normed, cos, sin, layout)
+            _add_linear(hidden_N, attended, layer.self_attn.o_proj)
+            normed = _norm(hidden_N, layer.post_attention_layernorm)
+            gate = silu(_linear(normed, layer.mlp.gate_proj), inplace=True)
+            _add_linear(hidden_N, gate.mul_(_linear(normed, layer.mlp.up_proj)), layer.mlp.down_proj)
+        return _norm(hidden_N, base.norm)
+
+
+def _attention(index: int, module: Any, hidden_N: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    width = module.head_dim
+    query, key, value = (
+        _linear(hidden_N, part).unflatten(-1, (-1, width))
+        for part in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    if hasattr(module, "q_norm"):
+        query, key = _norm(query, module.q_norm), _norm(key, module.k_norm)
+    heads = query.shape[1]
+    both = torch.cat((query, key), 1)
+    both = (both * cos).addcmul_(both.roll(width // 2, -1), sin)
+    return layout.attend(index, both[:, :heads], both[:, heads:], value, module.scaling).flatten(1)
+
+
+def _norm(x: Tensor, module: Any) -> Tensor:
+    return rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
+
+
+def _linear(x: Tensor, module: Any) -> Tensor:
+    return linear(x, module.weight, module.bias)
+
+
+def _add_linear(total: Tensor, x: Tensor, module: Any) -> None:
+    total.addmm_(x, module.weight.t())
+    if module.bias is not None:
+        total.add_(module.bias)

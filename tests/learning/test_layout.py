@@ -1,0 +1,105 @@
+"""Attention in padded blocks equals attention under one dense mask."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from practicum.learning import layout as layout_module
+from practicum.learning.layout import Segments, SharedPromptLayout
+
+
+def segments_of(prompts, responses):
+    """Prompts by length; responses by (prompt, length)."""
+    lengths = np.array([*prompts, *(length for _, length in responses)], dtype=np.int64)
+    prefixes = np.array([*([-1] * len(prompts)), *(prompt for prompt, _ in responses)], dtype=np.int64)
+    return Segments(lengths.cumsum() - lengths, lengths, prefixes)
+
+
+def dense_mask(segments):
+    """[N, N]: what each packed token may see, token by token."""
+    total = int(segments.lengths.sum())
+    sees = torch.zeros(total, total, dtype=torch.bool)
+    for start, length, prefix in zip(segments.starts, segments.lengths, segments.prefixes, strict=True):
+        for i in range(start, start + length):
+            sees[i, start : i + 1] = True
+            if prefix >= 0:
+                first = segments.starts[prefix]
+                sees[i, first : first + segments.lengths[prefix]] = True
+    return sees
+
+
+def dense_attention(segments, query, key, value, scale):
+    group = query.shape[1] // key.shape[1]
+    k, v = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (key, value))
+    scores = query.transpose(0, 1) @ k.transpose(1, 2) * scale
+    scores = scores.masked_fill(~dense_mask(segments), float("-inf"))
+    return (scores.softmax(-1) @ v).transpose(0, 1)
+
+
+def tensors(total, heads, kv_heads, seed, dtype=torch.float64):
+    g = torch.Generator().manual_seed(seed)
+    shapes = [(total, heads, 4), (total, kv_heads, 4), (total, kv_heads, 4)]
+    drawn = [torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [x.requires_grad_() for x in drawn]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompts=st.lists(st.integers(1, 12), min_size=1, max_size=5),
+    responses=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 15)), max_size=12),
+    heads=st.sampled_from([(4, 4), (4, 2), (6, 2), (4, 1)]),
+    chunk=st.sampled_from([1, 3, 8, 1024]),
+    block_cost=st.sampled_from([0, 50, 10**9]),
+)
+def test_output_and_gradients_equal_dense_attention(prompts, responses, heads, chunk, block_cost):
+    segments = segments_of(prompts, [(p % len(prompts), n) for p, n in responses])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout_module, "QUERY_CHUNK", chunk)
+        patch.setattr(layout_module, "BLOCK_COST", block_cost)
+        layout = SharedPromptLayout(segments)
+    inputs = tensors(int(segments.lengths.sum()), *heads, seed=len(responses))
+    mine = layout.attend(0, *inputs, 0.3)
+    theirs = dense_attention(segments, *inputs, 0.3)
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+    weights = torch.randn(mine.shape, dtype=mine.dtype, generator=torch.Generator().manual_seed(0))
+    for a, b in zip(*(torch.autograd.grad((x * weights).sum(), inputs) for x in (mine, theirs)), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-2)])
+def test_lower_precisions(dtype, tolerance):
+    segments = segments_of([5, 3], [(0, 7), (0, 2), (1, 9)])
+    inputs = tensors(26, 4, 2, seed=0, dtype=dtype)
+    mine = SharedPromptLayout(segments).attend(0, *inputs, 0.5)
+    assert mine.dtype == dtype
+    theirs = dense_attention(segments, *(x.double() for x in inputs), 0.5)
+    torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=tolerance)
+
+
+def test_a_long_response_does_not_pad_the_short_ones():
+    segments = segments_of([10], [(0, 3000), *[(0, 10)] * 50])
+    layout = SharedPromptLayout(segments)
+    scores = sum(block.mask_b1QK.numel() for block in layout.blocks)
+    needed = int(dense_mask(segments_of([10], [(0, 300), *[(0, 10)] * 50])).sum())
+    assert scores < 0.75 * 3000 * 3010 + 2 * needed
+    assert max(block.mask_b1QK.shape[2] for block in layout.blocks) <= layout_module.QUERY_CHUNK
+
+
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 60)), min_size=1, max_size=60),
+)
+@settings(deadline=None)
+def test_padding_of_each_block_is_bounded(prompts, responses):
+    segments = segments_of(prompts, [(p % len(prompts), n) for p, n in responses])
+    lengths = segments.lengths
+    prefix = np.where(segments.prefixes >= 0, lengths[segments.prefixes], 0)
+    real = int((lengths * (lengths + prefix)).sum())
+    layout = SharedPromptLayout(segments)
+    padded = sum(block.mask_b1QK.numel() for block in layout.blocks)
+    allowed = layout_module.BLOCK_COST * len(layout.blocks)
+    assert padded <= real / (1 - layout_module.WASTE) + allowed
