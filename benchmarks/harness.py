@@ -14,6 +14,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -37,6 +38,21 @@ class Contender:
     function: str
     options: Mapping[str, Any] = field(default_factory=dict)
     threads: int = 1
+
+
+class Stopwatch:
+    """Seconds since it was made: by the clock, and of processor time in all threads of this process.
+
+    The clock is what counts. On a busy machine, processor time says how much of it was waiting.
+    """
+
+    def __init__(self) -> None:
+        self._clock, self._cpu = time.perf_counter(), time.process_time()
+
+    def read(self) -> Measured:
+        """Both readings now."""
+        clock, cpu = time.perf_counter() - self._clock, time.process_time() - self._cpu
+        return {"seconds": clock, "cpu_seconds": cpu}
 
 
 class Channel:
@@ -77,7 +93,13 @@ class Child:
         quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
         with self._log_path.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.harness", contender.function, json.dumps(dict(contender.options))],
+                [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.harness",
+                    contender.function,
+                    json.dumps(dict(contender.options)),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -10,28 +10,28 @@ import matplotlib  # pyright: ignore[reportMissingImports]
 from benchmarks.harness import RESULTS, Measured, medians, spread
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  # pyright: ignore[reportMissingImports]
+import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]
 
 Rounds = Mapping[str, Sequence[Measured]]
 COLOURS = {"practicum": "#1b7f5c"}
 OTHERS = ("#8a8f98", "#c2b280")
 
 
-def bars(by_threads: Mapping[str, Rounds], measure: str, label: str, name: str) -> None:
-    """Medians as bars, grouped by threads, with the range over the rounds."""
+def bars(settings: Mapping[str, Rounds], measure: str, label: str, name: str) -> None:
+    """Medians as bars, grouped by setting, with the range over the rounds."""
     figure, axes = plt.subplots(figsize=(7, 3.4))
-    names = list(next(iter(by_threads.values())))
+    names = list(next(iter(settings.values())))
     width = 0.8 / len(names)
     for i, contender in enumerate(names):
         colour = COLOURS.get(contender, OTHERS[i % len(OTHERS)])
-        for place, rounds in enumerate(by_threads.values()):
+        for place, rounds in enumerate(settings.values()):
             middle = medians(rounds[contender])[measure]
             low, high = spread(rounds[contender], measure)
             at = place + (i - (len(names) - 1) / 2) * width
             axes.bar(at, middle, width * 0.92, color=colour, label=contender if place == 0 else "")
             axes.errorbar(at, middle, [[middle - low], [high - middle]], color="black", capsize=3)
             axes.text(at, middle, f" {middle:,.3g}" if middle < 100 else f" {middle:,.0f}")
-    axes.set_xticks(range(len(by_threads)), [f"{threads} thread(s)" for threads in by_threads])
+    axes.set_xticks(range(len(settings)), list(settings))
     axes.set_ylabel(label)
     axes.legend(frameon=False)
     _save(figure, name)

@@ -43,15 +43,12 @@ def whitened(batch: Batch, values: list[float]) -> list[float]:
     if len(sampled) < 2 or all(x == sampled[0] for x in sampled):
         return [0.0] * len(values)
     return [
-        (x - mean(sampled)) / (std(sampled) + EPS) if batch.mask[i] else 0.0
-        for i, x in enumerate(values)
+        (x - mean(sampled)) / (std(sampled) + EPS) if batch.mask[i] else 0.0 for i, x in enumerate(values)
     ]
 
 
 def by_session(batch: Batch, value_of_session: dict[int, float]) -> list[float]:
-    return [
-        value_of_session.get(s, 0.0) if batch.mask[i] else 0.0 for i, s in enumerate(batch.session)
-    ]
+    return [value_of_session.get(s, 0.0) if batch.mask[i] else 0.0 for i, s in enumerate(batch.session)]
 
 
 def group_relative(batch: Batch, kind: str) -> list[float]:
@@ -84,9 +81,7 @@ def returns(batch: Batch, gamma: float) -> list[float]:
 
 def reinforce_pp_baseline(batch: Batch) -> list[float]:
     white = whitened(batch, group_relative(batch, "dr_grpo"))
-    return [
-        x if has_signal(batch, batch.group[batch.session[i]]) else 0.0 for i, x in enumerate(white)
-    ]
+    return [x if has_signal(batch, batch.group[batch.session[i]]) else 0.0 for i, x in enumerate(white)]
 
 
 def remax(batch: Batch) -> list[float]:

@@ -38,9 +38,7 @@ def outcomes(groups: list[list[float]], length: int = 1) -> AdvantageInputs:
     )
 
 
-def one_session(
-    rewards: list[float], mask: list[bool] | None = None, **more: Any
-) -> AdvantageInputs:
+def one_session(rewards: list[float], mask: list[bool] | None = None, **more: Any) -> AdvantageInputs:
     return AdvantageInputs(
         token_rewards_N=torch.tensor(rewards, dtype=torch.float64),
         mask_N=torch.tensor(mask or [True] * len(rewards)),
@@ -76,9 +74,7 @@ def test_reinforce_pp_by_hand() -> None:
     found = ADVANTAGES["reinforce_pp"](one_session([0, 0, 1], gamma=0.5))
     # Returns 1/4, 1/2, 1: mean 7/12, unbiased variance 7/48.
     scale = math.sqrt(7 / 48) + 1e-6
-    assert found.advantages_N.tolist() == pytest.approx(
-        [(x - 7 / 12) / scale for x in (0.25, 0.5, 1.0)]
-    )
+    assert found.advantages_N.tolist() == pytest.approx([(x - 7 / 12) / scale for x in (0.25, 0.5, 1.0)])
 
 
 def test_reinforce_pp_baseline_by_hand() -> None:
@@ -164,6 +160,12 @@ def test_whitening_what_does_not_vary_gives_zeros(values: list[float]) -> None:
     assert whiten(values_N, mask_N).tolist() == [0.0] * (len(values) + 1)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_batch_is_fine(kind: str) -> None:
+    found = ADVANTAGES[kind](Batch([], [], [], [], [], [], [], group=[], baseline=[]).advantage_inputs())
+    assert found.advantages_N.tolist() == []
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_number_type_is_kept(kind: str, dtype: torch.dtype) -> None:
@@ -180,9 +182,7 @@ def test_the_number_type_is_kept(kind: str, dtype: torch.dtype) -> None:
 
 @given(batch=batches(), gamma=st.floats(0.5, 1), lam=st.floats(0, 1), whiten=st.booleans())
 @law
-def test_advantages_follow_their_formulas(
-    batch: Batch, gamma: float, lam: float, whiten: bool
-) -> None:
+def test_advantages_follow_their_formulas(batch: Batch, gamma: float, lam: float, whiten: bool) -> None:
     for kind in KINDS:
         found = ADVANTAGES[kind](batch.advantage_inputs(gamma, lam, whiten))
         expected = reference.advantages(batch, kind, gamma, lam, whiten)
@@ -191,9 +191,7 @@ def test_advantages_follow_their_formulas(
 
 @given(batch=batches(), gamma=st.floats(0.5, 1), lam=st.floats(0, 1))
 @law
-def test_only_gae_gives_returns_and_they_follow_their_formula(
-    batch: Batch, gamma: float, lam: float
-) -> None:
+def test_only_gae_gives_returns_and_they_follow_their_formula(batch: Batch, gamma: float, lam: float) -> None:
     for kind in KINDS:
         found = ADVANTAGES[kind](batch.advantage_inputs(gamma, lam)).returns_N
         assert (found is not None) == (kind == "gae")

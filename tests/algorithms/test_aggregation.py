@@ -56,9 +56,7 @@ def test_any_split_adds_up_to_the_mean_of_means(batch: Batch, data: st.DataObjec
     parts = data.draw(st.lists(st.integers(0, 2), min_size=tokens, max_size=tokens))
     losses = torch.tensor(batch.reward, dtype=torch.float64)
     for kind in KINDS:
-        weights_N = token_weights(
-            kind, batch.mask_N, batch.session_N, len(batch.group), torch.float64
-        )
+        weights_N = token_weights(kind, batch.mask_N, batch.session_N, len(batch.group), torch.float64)
         total = 0.0
         for part in range(3):
             here = torch.tensor(parts, dtype=torch.int64) == part

@@ -132,9 +132,7 @@ def test_a_log_ratio_clamp_is_counted_where_the_ratio_has_no_gradient(kind: str)
     found = POLICY_LOSSES[kind](inputs)
     assert found.stats_N["log_ratio_clamped"].tolist() == [1, 0]
     assert found.stats_N["ratio"].tolist() == pytest.approx([3, 1.1])
-    assert gradient(kind, inputs).tolist() == pytest.approx(
-        [3, -1.1] if kind == "cispo" else [1, -1]
-    )
+    assert gradient(kind, inputs).tolist() == pytest.approx([3, -1.1] if kind == "cispo" else [1, -1])
 
 
 @pytest.mark.parametrize("kind", ["ppo_clip", "gspo", "cispo"])
@@ -162,15 +160,19 @@ def test_gspo_s_token_form_has_the_gradient_of_the_sequence_objective() -> None:
         [[1.5, -0.5, 1.0, -2.0][s] for s in session],
         session=session,
     )
-    weights_N = token_weights(
-        "seq_mean_token_mean", inputs.mask_N, inputs.session_N, 4, torch.float64
-    )
+    weights_N = token_weights("seq_mean_token_mean", inputs.mask_N, inputs.session_N, 4, torch.float64)
 
     def loss(logprobs_N: Tensor) -> Tensor:
         terms = POLICY_LOSSES["gspo"](replace(inputs, logprobs_N=logprobs_N))
         return (weights_N * terms.loss_N).sum()
 
     assert torch.autograd.gradcheck(loss, inputs.logprobs_N)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_batch_is_fine(kind: str) -> None:
+    inputs = Batch([], [], [], [], [], [], [], group=[], baseline=[]).policy_inputs()
+    assert POLICY_LOSSES[kind](inputs).loss_N.tolist() == []
 
 
 def test_statistics_carry_no_gradient() -> None:

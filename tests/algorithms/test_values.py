@@ -51,9 +51,7 @@ def test_value_loss_follows_its_formula(batch: Batch, clip: float | None) -> Non
     values.requires_grad_()
     found = value_loss(values, old, target, batch.mask_N, clip)
     expected, held = [], []
-    for mask, v, v_old, r in zip(
-        batch.mask, batch.value, batch.advantage, batch.reward, strict=True
-    ):
+    for mask, v, v_old, r in zip(batch.mask, batch.value, batch.advantage, batch.reward, strict=True):
         near = v if clip is None else min(max(v, v_old - clip), v_old + clip)
         expected.append(max((v - r) ** 2, (near - r) ** 2) / 2 if mask else 0.0)
         held.append(float(mask and (near - r) ** 2 > (v - r) ** 2))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -21,7 +23,7 @@ def test_a_decay_ends_at_final_lr_at_the_last_step_and_stays(schedule):
     rates = [lr_at(step, train) for step in range(15)]
     assert rates[2] == pytest.approx(1.0)
     assert rates[11:] == pytest.approx([0.1] * 4)
-    assert all(a > b for a, b in zip(rates[2:11], rates[3:12], strict=True))
+    assert all(a > b for a, b in pairwise(rates[2:12]))
 
 
 def test_linear_and_cosine_meet_half_way():

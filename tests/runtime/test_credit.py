@@ -76,8 +76,8 @@ def test_kl_in_the_reward_is_weighted_and_adapts():
     stats = credit.advantages(batch, baselines={0: 0.0})
     got = store.get(batch, ["advantages"])["advantages"]
     assert isinstance(got, Ragged)
-    # scores: 1 - 0.5·(0.5 + 0) and 0 - 0.5·1
-    torch.testing.assert_close(got.values, torch.tensor([0.75, 0.75, -0.5]))
+    # returns from each token on: 1 - 0.5·(0.5 + 0), 1 - 0.5·0, and 0 - 0.5·1
+    torch.testing.assert_close(got.values, torch.tensor([0.75, 1.0, -0.5]))
     assert stats is not None
     assert stats["kl_reward"] == 0.5
     assert credit.kl.coefficient == pytest.approx(0.5 * (1 + 0.2 * 2 / 100))

@@ -23,9 +23,7 @@ def write(path: Path, *lines: str | dict) -> Path:
 
 
 texts = st.text(min_size=1).filter(lambda t: t.strip())
-rows = st.lists(
-    st.fixed_dictionaries({"prompt": texts, "answer": texts, "n": st.integers()}), min_size=1
-)
+rows = st.lists(st.fixed_dictionaries({"prompt": texts, "answer": texts, "n": st.integers()}), min_size=1)
 
 
 @given(rows)

@@ -44,9 +44,7 @@ def sample(
 
 
 def judge_for(*uses: str, on_error: Any = "stop", timeout_s: float = 30.0, **options: Any) -> Judge:
-    functions = [
-        RewardFunction(use=f"{HERE}:{use}", timeout_s=timeout_s, **options) for use in uses
-    ]
+    functions = [RewardFunction(use=f"{HERE}:{use}", timeout_s=timeout_s, **options) for use in uses]
     return Judge({"t": Task(kind="sort")}, Reward(functions=functions, on_error=on_error))
 
 
@@ -54,12 +52,8 @@ def score(judge: Judge, *samples: RewardSample) -> list[Judged]:
     return asyncio.run(judge.score(samples))
 
 
-def built_in(
-    use: str, response: str, answer: Any, task: Task | None = None, row: Any = None
-) -> float:
-    judge = Judge(
-        {"t": task or Task(file="rows.jsonl")}, Reward(functions=[RewardFunction(use=use)])
-    )
+def built_in(use: str, response: str, answer: Any, task: Task | None = None, row: Any = None) -> float:
+    judge = Judge({"t": task or Task(file="rows.jsonl")}, Reward(functions=[RewardFunction(use=use)]))
     (judged,) = score(judge, sample(response, answer, row=row))
     assert judged.reward is not None
     assert judged.parts == {use: judged.reward}
@@ -177,12 +171,8 @@ def test_functions_are_added_with_their_weights():
 def test_tasks_have_rewards_of_their_own(calls):
     own = Task(file="x.jsonl", rewards=[RewardFunction(use="contains")])
     shared = RewardFunction(use=f"{HERE}:batch_length", batch=True)
-    judge = Judge(
-        {"a": Task(kind="sort"), "b": own, "c": Task(kind="add")}, Reward(functions=[shared])
-    )
-    judged = score(
-        judge, sample("aa", task="a"), sample("has 1249", task="b"), sample("ccc", task="c")
-    )
+    judge = Judge({"a": Task(kind="sort"), "b": own, "c": Task(kind="add")}, Reward(functions=[shared]))
+    judged = score(judge, sample("aa", task="a"), sample("has 1249", task="b"), sample("ccc", task="c"))
     assert [j.parts for j in judged] == [
         {"batch_length": 2.0},
         {"contains": 1.0},
@@ -291,9 +281,7 @@ def test_what_is_no_finite_number_is_a_failure(response):
 def test_a_batch_of_the_wrong_size_fails_as_a_whole():
     with pytest.raises(RewardError, match=r"returned 1 values \(for a batch of 2 samples\)"):
         score(judge_for("batch_too_few", batch=True), sample("a"), sample("b"))
-    judged = score(
-        judge_for("batch_too_few", batch=True, on_error="skip"), sample("a"), sample("b")
-    )
+    judged = score(judge_for("batch_too_few", batch=True, on_error="skip"), sample("a"), sample("b"))
     assert [j.reward for j in judged] == [None, None]
 
 

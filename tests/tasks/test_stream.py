@@ -88,9 +88,7 @@ def test_the_seed_changes_rows_and_turns(tasks):
 
 def test_train_prompts_are_never_eval_prompts(tasks):
     assert all(
-        split_of(str(p.content)) == "train"
-        for p in make_stream(tasks, 0).take(100)
-        if p.task == "digits"
+        split_of(str(p.content)) == "train" for p in make_stream(tasks, 0).take(100) if p.task == "digits"
     )
     held_out = make_stream({"digits": tasks["digits"]}, 0, split="eval").take(100)
     assert all(split_of(str(p.content)) == "eval" for p in held_out)

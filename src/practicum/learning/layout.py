@@ -6,8 +6,9 @@ gathered into padded blocks, so the cost is that of attention over short sequenc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,14 +16,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-QUERY_CHUNK = 1024
+QUERY_CHUNK = 512
 """Longer segments attend in pieces of this many queries, each to no later keys."""
 WASTE = 0.3
-"""Share of padding in a block's scores above which the block is split."""
-BLOCK_COST = 1024
-"""Scores that take about as long as the fixed cost of one more block; less padding is not worth a split."""
+"""Share of padding in a block's scores from which a block is split."""
+FEW_SCORES, MANY_SCORES = 4096, 65_536
+"""Padding that is never worth one more block, and padding that always is."""
 
 Ints = NDArray[np.int64]
+
+
+Function = TypeVar("Function", bound=Callable[..., Tensor])
+
+
+def _uncompiled(function: Function) -> Function:
+    """Left out of torch.compile: shapes here change with every micro-batch."""
+    return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +85,7 @@ class SharedPromptLayout:
         moved.back_N = self.back_N.to(device)
         return moved
 
+    @_uncompiled
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """query [N, heads, D], key and value [N, kv heads, D] → output [N, heads, D]."""
         outs = [_attend(block, query, key, value, scale) for block in self.blocks]
@@ -123,7 +133,8 @@ def _cuts(pieces: _Pieces) -> Iterator[tuple[int, int]]:
         area = n * (stop + before)
         wide = max(queries, n), max(keys, stop), max(prefix, before)
         padded = (i + 1 - first) * wide[0] * (wide[1] + wide[2])
-        if i > first and padded - real - area > max(WASTE * padded, BLOCK_COST):
+        waste = padded - real - area
+        if i > first and waste > max(FEW_SCORES, min(WASTE * padded, MANY_SCORES)):
             yield first, i
             first, real, wide = i, 0, (n, stop, before)
         real += area

@@ -13,7 +13,7 @@ from practicum.dataplane.ragged import Ragged
 from practicum.errors import EngineError
 from practicum.learning.norms import fuse_norms
 from practicum.learning.packing import Packed, Rows
-from practicum.models.attention import packed_forward
+from practicum.models.attention import IMPLEMENTATION, packed_forward
 from practicum.models.fingerprint import fingerprint_ids
 from practicum.recipe.schema import Train
 
@@ -87,22 +87,35 @@ class Trunk:
     @torch.no_grad()
     def self_test(self) -> None:
         """Compare hidden states of packed rows that share a prompt with the model's own forward."""
+        name = type(self.model).__name__
+        if self.model.config._attn_implementation != IMPLEMENTATION:
+            raise EngineError(
+                f"{name} does not let its attention be replaced (transformers' AttentionInterface), so "
+                "practicum can't train this architecture"
+            )
+        try:
+            gap = self._probe_gap()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise EngineError(f"{name} can't run packed rows: {error}") from error
+        allowed = _TOLERANCE[self.model.dtype]
+        if not gap <= allowed:
+            raise EngineError(
+                f"{name}: packed rows differ from the model's own forward pass by {gap:.2g} (allowed: "
+                f"{allowed:.2g}), so practicum can't train this architecture: "
+                "its layers do more than causal attention over positions"
+            )
+
+    def _probe_gap(self) -> float:
+        """Largest difference of the two forward passes, in parts of the largest hidden state."""
         ids = torch.tensor(fingerprint_ids(self.model.config.get_text_config().vocab_size))
         prompts, responses = [ids[:5], ids[:5], ids[3:5]], [ids[5:9], ids[8:16], ids[9:12]]
         rows = Rows(Ragged.from_rows(prompts), Ragged.from_rows(responses))
         packed = rows.pack(range(len(prompts))).to(self.device)
-        mine = packed_forward(self.model, packed.ids_N, packed.positions_N, packed.layout)
-        start = 0
+        hidden_N = packed_forward(self.model, packed.ids_N, packed.positions_N, packed.layout)
+        theirs = []
         for prompt, response in zip(prompts, responses, strict=True):
             sequence = torch.cat([prompt, response[:-1]]).unsqueeze(0).to(self.device)
-            theirs = self.model.base_model(input_ids=sequence, use_cache=False).last_hidden_state[0]
-            theirs = theirs[prompt.shape[0] - 1 :]
-            places = packed.gather_M[start : start + response.shape[0]]
-            start += response.shape[0]
-            gap = float((mine[places] - theirs).abs().max() / theirs.abs().max())
-            if not gap <= _TOLERANCE[self.model.dtype]:
-                raise EngineError(
-                    f"{type(self.model).__name__}: the packed forward pass differs from the model's own by "
-                    f"{gap:.2g} (allowed: {_TOLERANCE[self.model.dtype]:.2g}), so practicum can't train this "
-                    "architecture; its attention does more than causal attention over positions"
-                )
+            out = self.model.base_model(input_ids=sequence, use_cache=False)
+            theirs.append(out.last_hidden_state[0, prompt.shape[0] - 1 :])
+        theirs_M = torch.cat(theirs)
+        return float((hidden_N[packed.gather_M] - theirs_M).abs().max() / theirs_M.abs().max())

@@ -81,6 +81,8 @@ def load_tokenizer(spec: Model) -> PreTrainedTokenizerBase:
         return make_tokenizer()
     source = spec.tokenizer or spec.path
     assert source is not None
+    if spec.tokenizer is None:
+        require_model_folder(source)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:

@@ -25,6 +25,7 @@ class ProgressView:
         self._live = Live(console=self.console, refresh_per_second=4, transient=True)
         self._began = self._shown = time.monotonic()
         self._step, self._stage = done, "starting"
+        self._printed: int | None = None
         self._metrics: dict[str, float] = {}
         self._evals: dict[str, float] = {}
 
@@ -41,8 +42,8 @@ class ProgressView:
     ) -> None:
         if self.console.is_terminal:
             self._live.stop()
-        if self._metrics:
-            self.console.print(self.line(), highlight=False)
+        if self._metrics and self._printed != self._step:
+            self._print_line()
 
     def stage(self, name: str) -> None:
         """A stage begins."""
@@ -55,12 +56,15 @@ class ProgressView:
         self._evals |= {k: v for k, v in metrics.items() if k.startswith("eval/")}
         self._refresh()
         if not self.console.is_terminal and time.monotonic() - self._shown >= LINE_EVERY_S:
-            self._shown = time.monotonic()
-            self.console.print(self.line(), highlight=False)
+            self._print_line()
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self.console.print(text, highlight=False)
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+    def _print_line(self) -> None:
+        self._shown, self._printed = time.monotonic(), self._step
+        self.say(self.line())
 
     def line(self) -> str:
         """The state in one line."""
@@ -103,7 +107,7 @@ class ProgressView:
         table.add_row(*(Text(name, style="dim") for name in facts))
         table.add_row(*facts.values())
         bar = ProgressBar(total=max(self.steps, 1), completed=self._step, width=60)
-        split = Text("  ".join(("time", "")).strip() + " ", style="dim")
+        split = Text("time ", style="dim")
         for i, (name, share) in enumerate(stage_shares(self._metrics)):
             split.append("█" * max(1, round(share * 40)), style=COLOURS[i % len(COLOURS)])
             split.append(f" {name} {share:.0%} ", style="dim")

@@ -56,6 +56,10 @@ class Desk:
         with self._door:
             return len(self._open)
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     async def submit(self, job: Job) -> Any:
         """Hand in a job and wait for its result."""
         loop = asyncio.get_running_loop()

@@ -50,6 +50,11 @@ class Runner:
             self.token_kv = prefill(self, [[0]])[0].kv
             """What the model keeps of one token, for the shape of KV memory."""
 
+    @property
+    def is_lean(self) -> bool:
+        """Whether the model runs by the lean forward."""
+        return self._lean is not None
+
     def hidden(self, ids_N: Tensor, positions_N: Tensor, layout: Layout) -> Tensor:
         """Last hidden states [N, hidden] of packed tokens."""
         if self._lean is not None:

@@ -33,25 +33,25 @@ class PromptKv:
 
 
 def lazy_zeros(size: tuple[int, ...], like: Tensor) -> Tensor:
-    """Zeros whose pages the system hands out when they are first written; torch.zeros touches all.
-
-    Zeros, because what lies behind a mask is multiplied by 0, and 0 × NaN is NaN.
-    """
+    """Zeros; on the CPU numpy's, whose pages take no memory until they are written."""
     if like.device.type != "cpu":
         return like.new_zeros(size)
-    return torch.from_numpy(np.zeros(math.prod(size) * like.itemsize, np.uint8)).view(like.dtype).view(size)
+    count, line = math.prod(size) * like.itemsize, 64
+    raw = torch.from_numpy(np.zeros(count + line, np.uint8))
+    start = -raw.data_ptr() % line
+    return raw[start : start + count].view(like.dtype).view(size)
 
 
 class KvMemory:
     """keys and values [layers, slots, kv heads, context, D], all 0 at first.
 
-    Attention multiplies what lies behind a sequence's end by 0, so it must be finite.
+    Zeros, because attention multiplies what lies behind a sequence's end by 0, and 0 x NaN is NaN.
     """
 
     def __init__(self, like: PromptKv, slots: int, context: int) -> None:
         def allocate(part: Tensor) -> Tensor:
             layers, heads, _, width = part.shape
-            return _zeros((layers, slots, heads, context, width), part.dtype, part.device)
+            return lazy_zeros((layers, slots, heads, context, width), part)
 
         self.keys, self.values = allocate(like.keys), allocate(like.values)
 
@@ -69,16 +69,6 @@ class KvMemory:
         """Copy the first `length` positions of one slot into another."""
         for memory in (self.keys, self.values):
             memory[:, target, :, :length] = memory[:, source, :, :length]
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on the CPU numpy's, whose pages take no memory until they are written."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    size, line = math.prod(shape) * dtype.itemsize, 64
-    raw = torch.from_numpy(np.zeros(size + line, dtype=np.uint8))
-    start = -raw.data_ptr() % line
-    return raw[start : start + size].view(dtype).view(shape)
 
 
 class CausalLayout:

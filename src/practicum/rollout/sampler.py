@@ -65,13 +65,11 @@ def sample(logits_BV: Tensor, draw: Draw, uniform_B: Tensor) -> Sampled:
 
 
 def _logprob(scores_BV: Tensor, tokens_B: Tensor, total_B: Tensor) -> Tensor:
-    score_B = scores_BV.gather(-1, tokens_B.unsqueeze(-1)).squeeze(-1)
-    logprobs_B = score_B - total_B.log()
-    if not bool(logprobs_B.isfinite().all()):
+    if not bool(total_B.isfinite().all()):
         raise EngineError(
             "the model gives logits that are not finite: its weights are broken, or its number type overflows"
         )
-    return logprobs_B
+    return scores_BV.gather(-1, tokens_B.unsqueeze(-1)).squeeze(-1) - total_B.log()
 
 
 def cut(weights_BV: Tensor, draw: Draw) -> Tensor:

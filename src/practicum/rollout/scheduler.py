@@ -76,7 +76,7 @@ class Scheduler:
     def step(self, arrived: list[Job]) -> tuple[list[Outcome], bool]:
         """Take in new requests and do one turn's work: outcomes, and whether work is left."""
         if self.memory is None:
-            raise EngineError("the engine sleeps or is closed: call wake() first")
+            raise EngineError("the engine sleeps: call wake() first")
         self._take_in(arrived)
         self._drop_abandoned(self.memory)
         outcomes = self._score()

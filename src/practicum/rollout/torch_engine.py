@@ -124,6 +124,8 @@ class TorchEngine:
 
     def wake(self) -> None:
         """Be ready again, with the weights as they were. An engine that is awake stays as it is."""
+        if self._desk.closed:
+            raise EngineError("the engine is closed: make a new one")
         with self._desk.turn:
             if self._shelf is not None:
                 self._shelf.restore()
@@ -152,8 +154,10 @@ class TorchEngine:
             self._shelf.drop()
 
     def _check_awake(self) -> None:
+        if self._desk.closed:
+            raise EngineError("the engine is closed: make a new one")
         if self._scheduler.memory is None:
-            raise EngineError("the engine sleeps or is closed: call wake() first")
+            raise EngineError("the engine sleeps: call wake() first")
 
     def _check_idle(self, what: str) -> None:
         if count := self._desk.open_jobs:

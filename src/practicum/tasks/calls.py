@@ -68,9 +68,7 @@ async def call_each(
     return outcomes
 
 
-async def _await(
-    function: Callable[[Any], Awaitable[Any]], argument: Any, timeout: float
-) -> Outcome:
+async def _await(function: Callable[[Any], Awaitable[Any]], argument: Any, timeout: float) -> Outcome:
     """One call of an async function; a function that swallows its cancellation is left behind."""
 
     async def body() -> Any:
@@ -112,9 +110,7 @@ async def _call_in_thread(
                 outcome = raised(error)
             try:
                 loop.call_soon_threadsafe(arrivals.put_nowait, outcome)
-            except (
-                RuntimeError
-            ):  # the loop was closed while the function ran: nobody waits any more
+            except RuntimeError:  # the loop was closed while the function ran: nobody waits any more
                 return
 
     threading.Thread(target=work, name="practicum-reward", daemon=True).start()

@@ -162,9 +162,7 @@ def _check_entries(name: str, file: FileSource) -> list[str]:
             try:
                 unsure += score(sample) < 1.0
             except Exception as error:
-                raise DataError(
-                    f"{file.where(index)}: reasoning_gym can't score it: {error}"
-                ) from error
+                raise DataError(f"{file.where(index)}: reasoning_gym can't score it: {error}") from error
     if not unsure:
         return []
     tried = min(_TRIED_ROWS, len(file))

@@ -93,12 +93,8 @@ class Procedural:
             if name not in self.options:
                 near = get_close_matches(str(name), self.options, n=1)
                 known = ", ".join(self.options)
-                hint = (
-                    f"did you mean {near[0]}?" if near else "`practicum tasks` lists the options."
-                )
-                problems.append(
-                    RecipeError(path, "an unknown option", f"one of {known} ({self.name})", hint)
-                )
+                hint = f"did you mean {near[0]}?" if near else "`practicum tasks` lists the options."
+                problems.append(RecipeError(path, "an unknown option", f"one of {known} ({self.name})", hint))
                 continue
             try:
                 values[name] = self.options[name].read(path, value)
@@ -127,9 +123,7 @@ class BuiltinTask:
             example = self.kind.make(draws, self.settings)
             if split_of(example.prompt) == split:
                 return example
-        shown = {
-            name: list(v) if isinstance(v, tuple) else v for name, v in self.settings.values.items()
-        }
+        shown = {name: list(v) if isinstance(v, tuple) else v for name, v in self.settings.values.items()}
         raise RecipeError(
             f"tasks.{self.name}.options",
             f"{shown}, which leave too few examples of {self.kind.name} to fill the {split} split",

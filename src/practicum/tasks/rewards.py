@@ -120,9 +120,7 @@ class Judge:
         outcomes = [_checked(outcome, spec.weight) for outcome in outcomes]
         for i, outcome in enumerate(outcomes):
             if self._stop and outcome.failure is not None:
-                raise RewardError(
-                    _describe(function, outcome.failure, samples[i])
-                ) from outcome.error
+                raise RewardError(_describe(function, outcome.failure, samples[i])) from outcome.error
         return outcomes
 
 

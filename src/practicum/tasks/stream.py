@@ -70,9 +70,7 @@ class ShuffledFile:
 
     def draw(self, index: int) -> Drawn:
         epoch, step = divmod(index, len(self.file))
-        return draw_row(
-            self.file, Permutation(len(self.file), (self.seed, self.name, epoch))[step], epoch
-        )
+        return draw_row(self.file, Permutation(len(self.file), (self.seed, self.name, epoch))[step], epoch)
 
 
 def draw_row(file: FileSource, index: int, epoch: int = 0) -> Drawn:
@@ -96,9 +94,7 @@ class PromptStream:
         assert len(self._tasks) == len(self._sources)
         weights = [task.weight for task in tasks.values()]
         self._mixture = Mixture(list(tasks), weights, seed)
-        parts = (
-            f"{n} {t.weight} {s.identity}" for (n, t), s in zip(self._tasks, sources, strict=True)
-        )
+        parts = (f"{n} {t.weight} {s.identity}" for (n, t), s in zip(self._tasks, sources, strict=True))
         self._identity = f"{mix(seed, *parts):016x}"
         self.position = 0
 
@@ -141,8 +137,7 @@ def make_stream(
     used = tasks if split == "train" else {n: t for n, t in tasks.items() if is_evaluated(t)}
     if not used:
         raise PracticumError(
-            "no task can be evaluated: none is built-in or has an eval_file.\n"
-            "  → set tasks.<name>.eval_file."
+            "no task can be evaluated: none is built-in or has an eval_file.\n  → set tasks.<name>.eval_file."
         )
     sources = [_source(n, t, seed, split, n in needs_answer) for n, t in used.items()]
     return PromptStream(used, sources, seed)
@@ -169,9 +164,7 @@ def eval_prompts(tasks: Mapping[str, Task], rows: int, seed: int) -> list[Prompt
             drawn = [draw_row(file, index) for index in range(min(rows, len(file)))]
         else:
             continue
-        prompts.extend(
-            to_prompt(uid, name, task, one) for uid, one in enumerate(drawn, start=len(prompts))
-        )
+        prompts.extend(to_prompt(uid, name, task, one) for uid, one in enumerate(drawn, start=len(prompts)))
     return prompts
 
 

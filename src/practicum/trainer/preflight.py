@@ -43,6 +43,16 @@ def preflight(loaded: LoadedRecipe) -> list[str]:
     return findings
 
 
+def check_prompts(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, model_context: int | None
+) -> str:
+    """Prompts can be written by the tokenizer and fit the context with their answers; says how long they are."""
+    longest = _longest(recipe, tokenizer)
+    context = rollout_context(recipe, model_context)
+    _check_context(recipe, longest, context, model_context)
+    return f"context: longest of {LOOKED_AT:,} prompts {longest[0]} tokens + answer {longest[1]} ≤ {context}"
+
+
 def _describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     chat = "a chat template" if tokenizer.chat_template else "no chat template"
     end, pad = tokenizer.eos_token, tokenizer.pad_token

@@ -17,18 +17,20 @@ from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.plan import make_plan
 from practicum.errors import PracticumError
+from practicum.models.load import context_length
 from practicum.observe.progress import ProgressView
 from practicum.observe.tables import score_table
 from practicum.observe.trackers import make_trackers
 from practicum.recipe.load import LoadedRecipe, load_recipe
 from practicum.recipe.schema import Recipe
 from practicum.runtime.local import Roles, start_local
-from practicum.tasks.check import tasks_needing_answer
+from practicum.tasks.check import check_tasks, tasks_needing_answer
 from practicum.tasks.stream import eval_prompts, make_stream
 from practicum.trainer.checkpoint import Checkpoints, Progress, require_same_run
 from practicum.trainer.evaluate import evaluate
 from practicum.trainer.folder import RunFolder
 from practicum.trainer.interrupt import Interrupt
+from practicum.trainer.preflight import check_prompts
 from practicum.trainer.randomness import random_state, set_random_state
 from practicum.trainer.samples import sample_rows
 from practicum.trainer.step import TRAIN, StepRunner
@@ -55,6 +57,7 @@ class Run:
         self.plan = make_plan(recipe)
         self.watch = Watch(recipe.checks, self._report)
         self.roles: Roles = start_local(recipe, self.plan, self.watch)
+        check_prompts(recipe, self.roles.tokenizer, context_length(self.roles.student.learner.model))
         needs_answer = tasks_needing_answer(recipe)
         stream = make_stream(recipe.tasks, recipe.seed, needs_answer=needs_answer)
         self.runner = StepRunner(recipe, self.plan, self.roles, stream, self.watch)
@@ -209,6 +212,7 @@ def train_loaded(
 ) -> Outcome:
     """Train one recipe; used by the command line, the demo and tests."""
     recipe = loaded.recipe
+    check_tasks(recipe)
     folder = open_folder(recipe, out, resume=resume, fresh=fresh)
     steps = Checkpoints(folder.checkpoints, 1).steps() if resume else []
     with ProgressView(recipe.name, recipe.train.steps, done=steps[-1] if steps else 0) as view:

@@ -53,7 +53,7 @@ def group_scores(inputs: AdvantageInputs) -> GroupScores:
     live = (score_S[live_S], group_S[live_S], groups)
     size_G = segment_count(group_S[live_S], groups)
     equal_G = segment_min(*live) == segment_max(*live)
-    signal_S = live_S & ((size_G > 1) & ~equal_G)[group_S]
+    signal_S = live_S & ~equal_G[group_S]
     return GroupScores(
         centred_S=(score_S - segment_mean(*live)[group_S]).masked_fill(~signal_S, 0.0),
         std_S=segment_std(*live)[group_S],

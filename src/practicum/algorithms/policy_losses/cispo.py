@@ -22,9 +22,7 @@ from practicum.algorithms.policy_losses.types import PolicyInputs, PolicyTerms
 
 def cispo(inputs: PolicyInputs) -> PolicyTerms:
     """-weight * advantage * logprob; clips bite whatever the sign of the advantage."""
-    log_ratio_N, clamped_N = clamp_log_ratio(
-        token_log_ratios(inputs).detach(), inputs.log_ratio_clamp
-    )
+    log_ratio_N, clamped_N = clamp_log_ratio(token_log_ratios(inputs).detach(), inputs.log_ratio_clamp)
     low, high = log_clip_range(inputs)
     weight_N = log_ratio_N.clamp(low, high).exp() * inputs.advantages_N
     logprobs_N = inputs.logprobs_N.masked_fill(~inputs.mask_N, 0.0)

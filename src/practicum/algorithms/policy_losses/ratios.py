@@ -28,9 +28,7 @@ def log_clip_range(inputs: PolicyInputs) -> tuple[float, float]:
     return low, math.log1p(inputs.clip_high)
 
 
-def clipped_surrogate(
-    log_ratio_N: Tensor, inputs: PolicyInputs
-) -> tuple[Tensor, dict[str, Tensor]]:
+def clipped_surrogate(log_ratio_N: Tensor, inputs: PolicyInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """-min(r A, clip(r) A), at most dual_clip |A| where A < 0; with where each clip held (bool).
 
     The minimum takes the upper clip only for A > 0 and the lower one only for A < 0, so it is -A
@@ -67,8 +65,5 @@ def policy_terms(
     }
     return PolicyTerms(
         loss_N.masked_fill(~inputs.mask_N, 0.0),
-        {
-            name: x_N.detach().to(loss_N.dtype).masked_fill(~inputs.mask_N, 0.0)
-            for name, x_N in stats.items()
-        },
+        {name: x_N.detach().to(loss_N.dtype).masked_fill(~inputs.mask_N, 0.0) for name, x_N in stats.items()},
     )

@@ -1,0 +1,130 @@
+"""Puts the tables of results/*.json into README.md, between its two markers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.harness import HERE, RESULTS, medians, paired_ratio, spread
+
+BEGIN, END = "<!-- results: written by `make bench` -->", "<!-- end of results -->"
+GOAL = 4.0
+STAGES = ("rollout", "reward", "advantages", "update_student", "sync", "clear")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def rollout(found: Mapping[str, Any]) -> str:
+    """Tokens per second of each contender, and ours over the best of the others."""
+    parts = [f"### Rollout, {_where(found)}", "![rollout](results/rollout.png)"]
+    rows = []
+    for title, rounds in found["raced"].items():
+        ours, *others = rounds
+        best = max(others, key=lambda name: medians(rounds[name])["tokens_per_second"])
+        for name in rounds:
+            low, high = spread(rounds[name], "tokens_per_second")
+            mid = medians(rounds[name])
+            ratio = paired_ratio(rounds[ours], rounds[name], "tokens_per_second")
+            told = "" if name == ours else _ratio(ratio) + (" (best peer)" if name == best else "")
+            speed = f"{mid['tokens_per_second']:,.0f} ({low:,.0f} to {high:,.0f})"
+            rows.append([title, name, speed, f"{mid['seconds']:.2f}", f"{mid['tokens']:.0f}", told])
+    head = ["setting", "contender", "tokens/s", "s", "tokens", "practicum is faster by"]
+    return "\n\n".join([*parts, table(head, rows)])
+
+
+def grpo_step(found: Mapping[str, Any]) -> str:
+    """Seconds per step of both, and the ratio."""
+    parts = [f"### GRPO step, {_where(found)}", "![GRPO step](results/grpo_step.png)"]
+    rows = []
+    for title, rounds in found["raced"].items():
+        ratio = paired_ratio(rounds["trl"], rounds["practicum"], "seconds")
+        for name in rounds:
+            mid, (low, high) = medians(rounds[name]), spread(rounds[name], "seconds")
+            told = _ratio(ratio) if name == "trl" else ""
+            seconds = f"{mid['seconds']:.2f} ({low:.2f} to {high:.2f})"
+            tokens = f"{mid['tokens']:.0f}"
+            rows.append([title, name, seconds, tokens, f"{mid['mean_reward']:.2f}", told])
+    head = ["setting", "contender", "s/step", "tokens sampled", "reward", "practicum is faster by"]
+    return "\n\n".join([*parts, table(head, rows)])
+
+
+def growth(found: Mapping[str, Any]) -> str:
+    """Seconds by stage for each size, and the exponents."""
+    parts = [f"### Growth, {_where(found)}", "![growth](results/growth.png)"]
+    rows = []
+    for series, points in found["medians"].items():
+        first = points[0][1]["seconds"] / points[0][0]
+        for size, mid in points:
+            per_size = mid["seconds"] / size / first
+            stages = [f"{mid[name]:.2f}" for name in ("rollout", "update_student")]
+            label = f"{series} ×{size:g}"
+            rows.append([label, f"{mid['seconds']:.2f}", *stages, f"{mid['tokens']:.0f}", f"{per_size:.2f}"])
+    head = ["size", "s/step", "rollout", "update", "tokens sampled", "time ÷ linear"]
+    told = [
+        f"Exponent of growth (1 is linear) with the {series}: step {found['exponents'][series]['seconds']:.2f}, "
+        f"rollout {found['exponents'][series]['rollout']:.2f}, "
+        f"update {found['exponents'][series]['update_student']:.2f}."
+        for series in found["exponents"]
+    ]
+    return "\n\n".join([*parts, table(head, rows), "\n".join(told)])
+
+
+def profile(found: Mapping[str, Any]) -> str:
+    """The step by stage and by kind of operator."""
+    step = found["step"]
+    kinds = found["kinds"]
+    stages = [[name, f"{step[name]:.3f}", f"{step[name] / step['seconds']:.1%}"] for name in STAGES]
+    whole = sum(kinds.values())
+    split = sorted(kinds.items(), key=lambda item: -item[1])
+    operators = [[name, f"{seconds:.3f}", f"{seconds / whole:.1%}"] for name, seconds in split]
+    return "\n\n".join(
+        [
+            f"### Where practicum's step spends its time, {_where(found)}",
+            f"One step under torch.profiler (which itself costs time): {step['seconds']:.2f} s, "
+            f"{found['calls']:,} operator calls.",
+            table(["stage", "s", "share of the step"], stages),
+            table(["operators (their own time, all threads)", "s", "share"], operators),
+        ]
+    )
+
+
+def _where(found: Mapping[str, Any]) -> str:
+    machine = found["machine"]
+    return f"{machine['processor']}, {machine['cores']} cores"
+
+
+def _ratio(ratio: tuple[float, float, float]) -> str:
+    middle, low, high = ratio
+    reached = "" if middle >= GOAL else f", under the goal of {GOAL:g}×"
+    return f"{middle:.1f}× ({low:.1f} to {high:.1f}){reached}"
+
+
+def main() -> None:
+    """Write the section of README.md anew from what is in results/."""
+    sections = []
+    for build in (rollout, grpo_step, growth, profile):
+        path = RESULTS / f"{build.__name__}.json"
+        if path.exists():
+            sections.append(build(json.loads(path.read_text())))
+    text = "\n\n".join(sections)
+    readme = HERE / "README.md"
+    readme.write_text(insert(readme.read_text(), text))
+    print(text)
+
+
+def insert(document: str, text: str) -> str:
+    """The document with `text` in place of what is between the markers."""
+    before, begin, rest = document.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"README.md has lost its markers: {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"
+
+
+if __name__ == "__main__":
+    main()

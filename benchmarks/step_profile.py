@@ -1,0 +1,98 @@
+"""Where practicum's step spends its time, by torch.profiler: one step of the GRPO benchmark.
+
+The engine decodes in a thread of its own, so the profiler has to be on in all threads.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks import harness
+from benchmarks.grpo_step import LR, MAX_NEW, PROMPTS, SAMPLES
+from benchmarks.harness import Channel, Contender
+from benchmarks.model import DIGITS, model_folder
+from benchmarks.stepping import Steps, make_recipe
+
+GROUPS = {
+    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
+    "attention": ("scaled_dot_product",),
+    "norms": ("rms_norm", "RmsNorm"),
+    "optimizer": ("Optimizer", "_foreach", "_fused_adam"),
+    "copies and indexing": (
+        *("aten::copy_", "aten::index", "aten::_index", "aten::cat", "aten::gather"),
+        *("aten::scatter", "aten::fill_", "aten::zero_", "aten::clone", "aten::embedding"),
+    ),
+    "element by element": (
+        *("aten::mul", "aten::add", "aten::sub", "aten::div", "aten::neg", "aten::pow"),
+        *("aten::exp", "aten::silu", "aten::sigmoid", "aten::cos", "aten::sin", "softmax"),
+    ),
+}
+"""Kinds of work by the beginnings of operator names; the rest is `other operators`."""
+
+
+KIND = "kind: "
+
+
+def profiled(channel: Channel) -> None:
+    """Two steps to warm up, then one under the profiler: seconds by kind of work."""
+    recipe = make_recipe(
+        "profile",
+        prompts=PROMPTS,
+        samples=SAMPLES,
+        max_new_tokens=MAX_NEW,
+        digits=DIGITS,
+        lr=LR,
+        threads=1,
+    )
+    # Without this, the profiler sees only the thread that started it.
+    everywhere: Any = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+    with Steps(recipe) as steps:
+        steps.step()
+        steps.step()
+
+        def run(turn: int) -> dict[str, float]:
+            with profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere) as seen:
+                found = steps.step()
+            print(seen.key_averages().table("self_cpu_time_total", row_limit=40), file=sys.stderr)
+            return {**found, **{f"{KIND}{k}": v for k, v in by_kind(seen.key_averages()).items()}}
+
+        channel.serve(run)
+
+
+def by_kind(averages: Any) -> dict[str, float]:
+    """Seconds of the operators themselves, summed by kind, and the number of calls."""
+    seconds: dict[str, float] = defaultdict(float)
+    for event in averages:
+        kind = kind_of(event.key)
+        seconds[kind] += event.self_cpu_time_total / 1e6
+        seconds["calls"] += event.count
+    return dict(seconds)
+
+
+def kind_of(operator: str) -> str:
+    """The kind of work that an operator is."""
+    for kind, names in GROUPS.items():
+        if any(name in operator for name in names):
+            return kind
+    return "other operators"
+
+
+def main() -> None:
+    """Profile, and write the split."""
+    model_folder()
+    print("profile of a step, 1 thread")
+    contender = Contender("profile", "benchmarks.step_profile:profiled")
+    found = harness.race([contender], rounds=1, warmup=0)["profile"][0]
+    kinds = {name.removeprefix(KIND): v for name, v in found.items() if name.startswith(KIND)}
+    step = {name: v for name, v in found.items() if not name.startswith(KIND)}
+    calls = int(kinds.pop("calls"))
+    harness.write_results("profile", {"step": step, "kinds": kinds, "calls": calls})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Real tiny models and engines for the tests of this folder."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from practicum.models.load import make_model, ready
+from practicum.models.tokenizer import make_tokenizer
+from practicum.recipe.schema import MakeModel
+from practicum.rollout.protocol import Counter, Generation, Sampling
+from practicum.rollout.torch_engine import TorchEngine
+
+FAMILIES = ("qwen3", "llama", "gpt2")
+Request = tuple[Sequence[int], Sampling, Counter]
+
+
+def tiny(family: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A random model whose weights are large enough for attention to matter and answers to differ."""
+    spec: Any = {"family": family, "hidden": 48, "layers": 2, "heads": 4, "head_dim": 12, "context": 128}
+    if family != "gpt2":
+        spec["kv_heads"] = 2
+    model = make_model(MakeModel(**spec), make_tokenizer(), seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4.0)
+    model.to(dtype=dtype)  # pyright: ignore
+    return ready(model, torch.device("cpu"))
+
+
+@contextmanager
+def engine_of(
+    model: PreTrainedModel, slots: int = 16, context: int = 96, **more: Any
+) -> Iterator[TorchEngine]:
+    """An engine that is closed at the end."""
+    engine = TorchEngine(model, slots=slots, context=context, **more)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def prompts(count: int, seed: int = 0, shortest: int = 1, longest: int = 24) -> list[list[int]]:
+    """Prompts of various lengths."""
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(shortest, longest + 1, (count,), generator=g).tolist()
+    return [torch.randint(3, 60, (n,), generator=g).tolist() for n in lengths]
+
+
+def sampling(max_new_tokens: int = 16, stop: Iterable[int] = (), **more: Any) -> Sampling:
+    return Sampling(max_new_tokens=max_new_tokens, stop=frozenset(stop), **more)
+
+
+def generate(engine: TorchEngine, requests: Sequence[Request]) -> list[Generation]:
+    """All requests at once."""
+
+    async def run() -> list[Generation]:
+        return await asyncio.gather(*(engine.generate(*request) for request in requests))
+
+    return asyncio.run(run())
+
+
+def plain_logprobs(model: PreTrainedModel, prompt: Sequence[int], tokens: Tensor) -> Tensor:
+    """Full log distributions [R, V] at each sampled token, by a plain forward of the whole sequence."""
+    ids = torch.cat([torch.tensor(prompt), tokens]).unsqueeze(0)
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1)

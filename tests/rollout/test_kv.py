@@ -1,0 +1,128 @@
+"""KV memory and the layouts, against attention written out for one query at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from practicum.rollout import kv
+from practicum.rollout.kv import (
+    CausalLayout,
+    DecodeLayout,
+    KvMemory,
+    PrefillLayout,
+    PromptKv,
+    lazy_zeros,
+    runs,
+)
+
+HEADS, KV_HEADS, WIDTH = 6, 2, 5
+CPU = torch.device("cpu")
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def attend_one(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    """query [heads, D], keys and values [L, kv heads, D]."""
+    out = []
+    for head in range(HEADS):
+        shared = head // (HEADS // KV_HEADS)
+        weights = torch.softmax(scale * keys[:, shared] @ query[head], 0)
+        out.append(weights @ values[:, shared])
+    return torch.stack(out)
+
+
+@given(st.lists(st.integers(1, 70), min_size=1, max_size=8))
+def test_packed_sequences_attend_causally_to_themselves(lengths: list[int]):
+    total = sum(lengths)
+    query = random(total, HEADS, WIDTH)
+    key, value = random(total, KV_HEADS, WIDTH, seed=1), random(total, KV_HEADS, WIDTH, seed=2)
+    layout = PrefillLayout(lengths, CPU)
+    out = layout.attend(0, query, key, value, 0.3)
+    start = 0
+    for length, prompt in zip(lengths, layout.prompts(), strict=True):
+        assert torch.equal(prompt.keys[0].transpose(0, 1), key[start : start + length])
+        assert torch.equal(prompt.values[0].transpose(0, 1), value[start : start + length])
+        for i in {start, start + length // 2, start + length - 1}:
+            expected = attend_one(query[i], key[start : i + 1], value[start : i + 1], 0.3)
+            torch.testing.assert_close(out[i], expected, rtol=0, atol=1e-12)
+        start += length
+
+
+def test_sequences_of_unlike_length_are_not_padded_to_one_another(monkeypatch):
+    padded = []
+    real = kv.scaled_dot_product_attention
+
+    def counting(query, *args, **kwargs):
+        padded.append(query.shape[0] * query.shape[2])
+        return real(query, *args, **kwargs)
+
+    monkeypatch.setattr(kv, "scaled_dot_product_attention", counting)
+    lengths = [1000, 10, 12, 9, 11, 990]
+    x = random(sum(lengths), HEADS, WIDTH)
+    CausalLayout(lengths, CPU).attend(0, x, x, x, 1.0)
+    assert sum(padded) < 1.02 * sum(lengths)
+
+
+@pytest.mark.parametrize("run_cost", [0, 4, 512])
+def test_decoding_attends_to_the_slot_and_the_new_token(run_cost: int, monkeypatch):
+    monkeypatch.setattr(kv, "RUN_COST", run_cost)
+    lengths = [3, 1, 9, 9, 2, 8]
+    memory = KvMemory(PromptKv(random(2, KV_HEADS, 1, WIDTH), random(2, KV_HEADS, 1, WIDTH)), 8, 16)
+    for slot, length in enumerate(lengths):
+        part = [random(2, KV_HEADS, length, WIDTH, seed=10 * slot + i) for i in range(2)]
+        memory.put_prompt(PromptKv(*part), slot, 1)
+    query = random(6, HEADS, WIDTH)
+    key, value = random(6, KV_HEADS, WIDTH, seed=1), random(6, KV_HEADS, WIDTH, seed=2)
+    out = DecodeLayout(memory, torch.tensor(lengths)).attend(1, query, key, value, 0.7)
+    for slot, length in enumerate(lengths):
+        keys = memory.keys[1, slot, :, : length + 1].transpose(0, 1)
+        values = memory.values[1, slot, :, : length + 1].transpose(0, 1)
+        assert torch.equal(keys[-1], key[slot])
+        assert torch.equal(values[-1], value[slot])
+        expected = attend_one(query[slot], keys, values, 0.7)
+        torch.testing.assert_close(out[slot], expected, rtol=0, atol=1e-12)
+
+
+@given(st.lists(st.integers(0, 5000), min_size=1, max_size=40))
+def test_runs_cover_the_slots_and_pad_little(lengths: list[int]):
+    found = runs(lengths)
+    assert [first for first, _, _ in found] == [0, *(end for _, end, _ in found[:-1])]
+    assert found[-1][1] == len(lengths)
+    for first, end, longest in found:
+        assert longest == max(lengths[first:end]) + 1
+        padding = sum(longest - 1 - length for length in lengths[first:end])
+        assert padding <= kv.RUN_COST * (end - first)
+
+
+def test_a_prompt_is_copied_into_each_of_its_slots_and_moves():
+    prompt = PromptKv(random(2, KV_HEADS, 4, WIDTH), random(2, KV_HEADS, 4, WIDTH, seed=1))
+    memory = KvMemory(prompt, 6, 10)
+    memory.put_prompt(prompt, 2, 3)
+    memory.move(4, 0, 4)
+    for slot in (0, 2, 3, 4):
+        assert torch.equal(memory.keys[:, slot, :, :4], prompt.keys)
+        assert torch.equal(memory.values[:, slot, :, :4], prompt.values)
+    for slot in (1, 5):
+        assert not memory.keys[:, slot].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_kv_memory_is_zero_aligned_and_untouched(dtype: torch.dtype):
+    zeros = lazy_zeros((3, 5, 7), torch.empty(0, dtype=dtype))
+    assert zeros.dtype == dtype
+    assert zeros.shape == (3, 5, 7)
+    assert zeros.data_ptr() % 64 == 0
+    assert not zeros.any()
+    before = resident()
+    large = lazy_zeros((1 << 26,), torch.empty(0, dtype=dtype))
+    assert resident() - before < large.nbytes // 4
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096

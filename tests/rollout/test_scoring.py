@@ -1,0 +1,82 @@
+"""Scores against a plain forward."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from practicum.rollout import scoring
+from practicum.rollout.protocol import Counter, Scores
+from practicum.rollout.torch_engine import TorchEngine
+from tests.rollout.engines import FAMILIES, engine_of, plain_logprobs, prompts, sampling, tiny
+
+
+def score(engine: TorchEngine, jobs: list[tuple[list[int], int, int]]) -> list[Scores]:
+    async def run() -> list[Scores]:
+        return await asyncio.gather(*(engine.score(*job) for job in jobs))
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("logits_at_once", [2**22, 200])
+@pytest.mark.parametrize("score_tokens", [10_000, 30])
+def test_scores_equal_a_plain_forward(family: str, logits_at_once: int, score_tokens: int, monkeypatch):
+    monkeypatch.setattr(scoring, "LOGITS_AT_ONCE", logits_at_once)
+    model = tiny(family)
+    sequences = prompts(12, shortest=2, longest=60)
+    jobs = [(ids, 1 + i % (len(ids) - 1), (0, 5, 2)[i % 3]) for i, ids in enumerate(sequences)]
+    with engine_of(model, version=4, score_tokens=score_tokens) as engine:
+        got = score(engine, jobs)
+        assert engine.stats.scored_tokens == sum(len(ids) - start for ids, start, _ in jobs)
+    for (ids, start, k), scores in zip(jobs, got, strict=True):
+        plain = plain_logprobs(model, ids[:start], torch.tensor(ids[start:]))
+        at = torch.tensor(ids[start:]).unsqueeze(-1)
+        torch.testing.assert_close(scores.logprobs, plain.gather(-1, at).squeeze(-1), rtol=0, atol=1e-4)
+        assert scores.version == 4
+        if not k:
+            assert scores.topk_ids is None
+            assert scores.topk_logprobs is None
+            continue
+        assert scores.topk_logprobs is not None
+        assert scores.topk_ids is not None
+        best = plain.topk(k)
+        torch.testing.assert_close(scores.topk_logprobs, best.values, rtol=0, atol=1e-4)
+        assert torch.equal(scores.topk_ids, best.indices)
+
+
+def test_no_token_to_score_gives_empty_scores():
+    with engine_of(tiny()) as engine:
+        plain, top = score(engine, [([5, 6], 2, 0), ([5], 1, 3)])
+    assert plain.logprobs.shape == (0,)
+    assert plain.topk_ids is None
+    assert top.topk_ids is not None
+    assert top.topk_ids.shape == (0, 3)
+
+
+def test_what_was_sampled_scores_what_it_was_sampled_with():
+    async def run(engine: TorchEngine):
+        asked = prompts(10)
+        got = await asyncio.gather(
+            *(engine.generate(p, sampling(12), Counter(0, i)) for i, p in enumerate(asked))
+        )
+        pairs = zip(asked, got, strict=True)
+        scores = await asyncio.gather(*(engine.score(p + g.tokens.tolist(), len(p)) for p, g in pairs))
+        return got, scores
+
+    with engine_of(tiny()) as engine:
+        for generation, scores in zip(*asyncio.run(run(engine)), strict=True):
+            torch.testing.assert_close(generation.plain_logprobs, scores.logprobs, rtol=0, atol=1e-4)
+
+
+def test_scoring_and_sampling_go_on_side_by_side():
+    async def run(engine: TorchEngine):
+        return await asyncio.gather(
+            *(engine.generate(p, sampling(12), Counter(0, 0)) for p in prompts(8)),
+            *(engine.score(p, 1) for p in prompts(8, seed=1, shortest=2)),
+        )
+
+    with engine_of(tiny(), slots=2, score_tokens=20) as engine:
+        assert len(asyncio.run(run(engine))) == 16
