@@ -1,18 +1,21 @@
 """How practicum's time per step grows with the batch (×1, ×4, ×16) and the response (×1, ×4).
 
 ×1 is 32 prompts × 8 samples. In the batch series answers stop by themselves (at most 32 tokens); in
-the response series there are no stop tokens, so that every answer has exactly 32 or 128 tokens.
+the response series there are no stop tokens, so that every answer has exactly 32 or 128 tokens. No such
+answer is right, and where all rewards are equal there is nothing to learn: they get a made-up reward.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import harness, plots
 from benchmarks.harness import Channel, Contender, Measured, medians
 from benchmarks.model import DIGITS, model_folder
 from benchmarks.stepping import Steps, make_recipe
+from practicum.tasks.scorers import RewardSample
 
 PROMPTS, SAMPLES, LR = 32, 8, 1e-5
 LENGTH = 32
@@ -30,9 +33,15 @@ def stepper(channel: Channel, batch: int, response: int, stops: bool) -> None:
         digits=DIGITS,
         lr=LR,
         threads=THREADS,
+        reward="checker" if stops else "benchmarks.growth:is_even",
     )
     with Steps(recipe, stops=stops) as steps:
         channel.serve(lambda turn: steps.step())
+
+
+def is_even(samples: Sequence[RewardSample]) -> list[float]:
+    """A reward that differs within every group: whether the answer's characters add up to even."""
+    return [float(sum(map(ord, sample.response_text)) % 2 == 0) for sample in samples]
 
 
 def contender(batch: int, response: int, stops: bool) -> Contender:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from practicum.models.tokenizer import make_tokenizer
 from practicum.tasks.builtin import bind
@@ -33,7 +34,7 @@ def model_folder() -> Path:
     return folder
 
 
-def make_random_model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def make_random_model(tokenizer: Any) -> PreTrainedModel:
     """About 4M parameters: width 256, 4 layers, 4 heads of 64, 2 of them for keys and values."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -59,7 +60,7 @@ def examples(split_seed: int, start: int, count: int, digits: tuple[int, int]) -
     return [task.example(split_seed, "train", start + i) for i in range(count)]
 
 
-def teach(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def teach(model: PreTrainedModel, tokenizer: Any) -> PreTrainedModel:
     """Supervised on demonstrations, with a short warm-up and a linear decay."""
     torch.set_num_threads(1)  # the same weights whatever the machine; faster, if it is busy
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, weight_decay=0.0)
@@ -80,9 +81,9 @@ def teach(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrai
     return model.eval()
 
 
-def _demonstrations(tokenizer: PreTrainedTokenizerBase, rows: list[Example]) -> tuple[Tensor, Tensor]:
+def _demonstrations(tokenizer: Any, rows: list[Example]) -> tuple[Tensor, Tensor]:
     """Right-padded ids, and labels on the answers only. Right padding needs no attention mask."""
-    pad, eos = int(tokenizer.pad_token_id), int(tokenizer.eos_token_id)  # pyright: ignore
+    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
     ids: list[Tensor] = []
     labels: list[Tensor] = []
     for prompt, answer in rows:

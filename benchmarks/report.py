@@ -65,12 +65,13 @@ def growth(found: Mapping[str, Any]) -> str:
             label = f"{series} ×{size:g}"
             rows.append([label, f"{mid['seconds']:.2f}", *stages, f"{mid['tokens']:.0f}", f"{per_size:.2f}"])
     head = ["size", "s/step", "rollout", "update", "tokens sampled", "time ÷ linear"]
-    told = [
-        f"Exponent of growth (1 is linear) with the {series}: step {found['exponents'][series]['seconds']:.2f}, "
-        f"rollout {found['exponents'][series]['rollout']:.2f}, "
-        f"update {found['exponents'][series]['update_student']:.2f}."
-        for series in found["exponents"]
-    ]
+    told = []
+    for series, found_p in found["exponents"].items():
+        step, rolled, updated = (found_p[n] for n in ("seconds", "rollout", "update_student"))
+        told.append(
+            f"Exponent of growth with the {series} (1 is linear): step {step:.2f}, "
+            f"rollout {rolled:.2f}, update {updated:.2f}.  "
+        )
     return "\n\n".join([*parts, table(head, rows), "\n".join(told)])
 
 

@@ -26,7 +26,7 @@ SETTINGS = {
 }
 """Threads and the most new tokens. A cap of the longest right answer and its end token takes away
 the few answers that never end, for which `generate` decodes all 256 rows to the last."""
-ROUNDS = 5
+ROUNDS = 2
 CONTENDERS = ("practicum", "transformers generate", "transformers continuous batching")
 
 
@@ -96,7 +96,7 @@ def generate(channel: Channel, max_new: int) -> None:
 
 def continuous_batching(channel: Channel, max_new: int) -> None:
     """transformers' `generate_batch`: samples forked from their prompt, its memory kept for reuse."""
-    from transformers.generation import ContinuousBatchingConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     model, tokenizer = load()
     config = _generation_config(tokenizer, max_new, num_return_sequences=SAMPLES)

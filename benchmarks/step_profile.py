@@ -9,7 +9,7 @@ import sys
 from collections import defaultdict
 from typing import Any
 
-import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import harness
@@ -50,7 +50,7 @@ def profiled(channel: Channel) -> None:
         threads=1,
     )
     # Without this, the profiler sees only the thread that started it.
-    everywhere: Any = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+    everywhere = _ExperimentalConfig(profile_all_threads=True)
     with Steps(recipe) as steps:
         steps.step()
         steps.step()

@@ -60,6 +60,7 @@ def make_recipe(
     digits: tuple[int, int],
     lr: float,
     threads: int,
+    reward: str = "checker",
 ) -> Recipe:
     """GRPO on sorting with the benchmark's model; everything else as the recipe's defaults have it."""
     written: dict[str, Any] = {
@@ -67,6 +68,7 @@ def make_recipe(
         "out": str(CACHE / "runs" / f"{name}-{os.getpid()}"),
         "model": {"path": str(model_folder())},
         "tasks": {"sort": {"kind": "sort", "options": {"length": list(digits)}}},
+        "reward": {"functions": [{"use": reward, "batch": reward != "checker"}]},
         "algorithm": {"advantage": "grpo", "loss": "ppo_clip", "aggregation": "token_mean"},
         "rollout": {"samples": samples, "max_new_tokens": max_new_tokens},
         "train": {"prompts": prompts, "lr": lr, "steps": 1000},

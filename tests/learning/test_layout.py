@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from practicum.learning import layout as layout_module
 from practicum.learning.layout import Segments, SharedPromptLayout
@@ -40,11 +41,13 @@ def dense_attention(segments, query, key, value, scale):
     return (scores.softmax(-1) @ v).transpose(0, 1)
 
 
-def tensors(total, heads, kv_heads, seed, dtype=torch.float64):
+def tensors(total, heads, kv_heads, seed, dtype=torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     g = torch.Generator().manual_seed(seed)
-    shapes = [(total, heads, 4), (total, kv_heads, 4), (total, kv_heads, 4)]
-    drawn = [torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes]
-    return [x.requires_grad_() for x in drawn]
+
+    def draw(n: int) -> Tensor:
+        return torch.randn(total, n, 4, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+
+    return draw(heads), draw(kv_heads), draw(kv_heads)
 
 
 @settings(max_examples=60, deadline=None)
@@ -76,7 +79,8 @@ def test_lower_precisions(dtype, tolerance):
     inputs = tensors(26, 4, 2, seed=0, dtype=dtype)
     mine = SharedPromptLayout(segments).attend(0, *inputs, 0.5)
     assert mine.dtype == dtype
-    theirs = dense_attention(segments, *(x.double() for x in inputs), 0.5)
+    query, key, value = (x.double() for x in inputs)
+    theirs = dense_attention(segments, query, key, value, 0.5)
     torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=tolerance)
 
 

@@ -119,6 +119,12 @@ def test_a_batch_without_sampled_tokens_is_not_applied():
     assert all(torch.equal(before[name], w) for name, w in learner.named_weights())
 
 
+def test_supervised_training_is_at_temperature_one():
+    batch = random_batch(3)
+    cold, _ = learn(MODELS["qwen3"], batch, TRAIN, algorithm("supervised"), temperature=0.3)
+    assert_same(cold, reference_update(MODELS["qwen3"], batch, TRAIN, algorithm("supervised")), EXACT)
+
+
 def test_own_logprobs_as_denominator_make_every_ratio_exactly_one():
     batch = replace(random_batch(7), old_logprobs=None)
     _, metrics = learn(MODELS["qwen3"], batch, TRAIN, algorithm())

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -30,7 +33,7 @@ def tiny(family: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float3
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.mul_(4.0)
+                parameter.mul_(10.0)
     model.to(dtype=dtype)  # pyright: ignore
     return ready(model, torch.device("cpu"))
 
@@ -73,3 +76,11 @@ def plain_logprobs(model: PreTrainedModel, prompt: Sequence[int], tokens: Tensor
     with torch.no_grad():
         logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
     return logits.log_softmax(-1)
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        pytest.skip("this system does not say how much memory a process has")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from practicum.rollout.lean import lean_decoder
 from practicum.rollout.protocol import Counter, Generation
 from tests.rollout.engines import FAMILIES, engine_of, generate, plain_logprobs, prompts, sampling, tiny
 
@@ -39,9 +38,9 @@ def test_greedy_equals_transformers_greedy(family: str):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 2e-6)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-5), (torch.float64, 2e-6)])
 def test_logprobs_are_those_of_a_plain_forward(family: str, dtype: torch.dtype, tolerance: float):
-    """Logprobs go down to -20 here and are float32, so 2e-6 is their rounding."""
+    """In float32 the largest gap seen is 1e-5; in float64 it is the rounding of the results to float32."""
     model = tiny(family, dtype=dtype)
     asked = prompts(20)
     with engine_of(model, slots=7) as engine:
@@ -178,31 +177,6 @@ def test_requests_of_one_moment_start_together():
         generate(engine, [(p, sampling(10), Counter(0, i)) for i, p in enumerate(prompts(64))])
         assert engine.stats.most_rows == 64
         assert engine.stats.decode_steps == 9
-
-
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_the_lean_forward_is_used_and_equals_the_packed_one(family: str, monkeypatch):
-    model = tiny(family)
-    assert lean_decoder(model) is not None
-    requests = [(p, sampling(12), Counter(0, i)) for i, p in enumerate(prompts(12))]
-    with engine_of(model) as engine:
-        assert engine._runner.is_lean
-        lean = generate(engine, requests)
-        monkeypatch.setattr(engine._runner, "_lean", None)
-        packed = generate(engine, requests)
-    for a, b in zip(lean, packed, strict=True):
-        assert same(a, b)
-        torch.testing.assert_close(a.logprobs, b.logprobs, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("family", "dtype"), [("gpt2", torch.float32), ("qwen3", torch.float64), ("llama", torch.bfloat16)]
-)
-def test_other_models_go_without_the_lean_forward(family: str, dtype: torch.dtype):
-    with engine_of(tiny(family, dtype=dtype)) as engine:
-        assert not engine._runner.is_lean
-        (got,) = generate(engine, [([5, 6], sampling(8), Counter(0, 0))])
-    assert len(got.tokens) == 8
 
 
 def test_bfloat16_logprobs_are_near_a_plain_forward():

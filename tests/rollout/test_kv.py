@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from practicum.rollout import kv
@@ -17,6 +17,7 @@ from practicum.rollout.kv import (
     lazy_zeros,
     runs,
 )
+from tests.rollout.engines import resident
 
 HEADS, KV_HEADS, WIDTH = 6, 2, 5
 CPU = torch.device("cpu")
@@ -36,6 +37,7 @@ def attend_one(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sc
     return torch.stack(out)
 
 
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=8))
 def test_packed_sequences_attend_causally_to_themselves(lengths: list[int]):
     total = sum(lengths)
@@ -121,8 +123,3 @@ def test_kv_memory_is_zero_aligned_and_untouched(dtype: torch.dtype):
     before = resident()
     large = lazy_zeros((1 << 26,), torch.empty(0, dtype=dtype))
     assert resident() - before < large.nbytes // 4
-
-
-def resident() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096

@@ -214,13 +214,13 @@ def test_the_loop_stays_free_while_the_engine_works(model):
         turns = 0
         while not task.done():
             turns += 1
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         return turns, await task
 
     with engine_of(model, context=128) as engine:
         turns, generation = asyncio.run(run(engine))
     assert len(generation.tokens) == 120
-    assert turns > 10
+    assert turns > 3
 
 
 def test_results_are_without_gradients(model):

@@ -12,18 +12,22 @@ from practicum.errors import EngineError
 from practicum.models.fingerprint import fingerprint_ids
 from practicum.rollout.protocol import Counter, Generation
 from practicum.rollout.torch_engine import TorchEngine
-from tests.rollout.engines import FAMILIES, engine_of, generate, plain_logprobs, prompts, sampling, tiny
+from tests.rollout.engines import (
+    FAMILIES,
+    engine_of,
+    generate,
+    plain_logprobs,
+    prompts,
+    resident,
+    sampling,
+    tiny,
+)
 
 REQUESTS = [(p, sampling(12), Counter(0, i)) for i, p in enumerate(prompts(6))]
 
 
 def tokens(generations: list[Generation]) -> list[list[int]]:
     return [generation.tokens.tolist() for generation in generations]
-
-
-def resident() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
 
 
 @pytest.mark.parametrize("family", FAMILIES)

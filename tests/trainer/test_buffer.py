@@ -6,11 +6,11 @@ from practicum.recipe.schema import Buffer
 from practicum.trainer.buffer import Group, ReplayBuffer, groups_of
 
 
-def group(prompt: int, rewards: list[float | None], version: int = 0) -> Group:
+def group(prompt: int, rewards: list[float | None]) -> Group:
     rows = []
     for session, reward in enumerate(rewards):
         status = "ready" if reward is not None else "failed"
-        tags = Tags(status=status, reward=reward, version_min=version, version_max=version)
+        tags = Tags(status=status, reward=reward)
         rows.append((Key(prompt, session), tags))
     return Group(prompt, tuple(rows))
 
@@ -18,7 +18,7 @@ def group(prompt: int, rewards: list[float | None], version: int = 0) -> Group:
 def test_takes_oldest_complete_groups_first():
     buffer = ReplayBuffer(Buffer(), "train")
     buffer.add([group(7, [0.0, 1.0]), group(3, [1.0, 0.0]), group(5, [0.0, 0.0])])
-    taken = buffer.take(2, version=0)
+    taken = buffer.take(2)
     assert [key.prompt for key in taken.batch.keys] == [3, 3, 5, 5]
     assert buffer.keys() == [Key(7, 0), Key(7, 1)]
 
@@ -51,19 +51,10 @@ def test_failed_and_baseline_rows_are_not_trained_on_but_are_cleared():
     batch = BatchRef("train", tuple(k for k, _ in rows), tuple(t for _, t in rows))
     buffer = ReplayBuffer(Buffer(), "train")
     buffer.add(groups_of(batch))
-    taken = buffer.take(1, version=0)
+    taken = buffer.take(1)
     assert taken.batch.keys == (Key(1, 0),)
     assert taken.baselines == {1: 0.5}
-    assert set(taken.dropped) == {Key(1, 1), Key(1, 2)}
-
-
-def test_stale_groups_are_dropped_and_counted():
-    buffer = ReplayBuffer(Buffer(max_staleness=1), "train")
-    buffer.add([group(1, [0.0, 1.0], version=3), group(2, [0.0, 1.0], version=4)])
-    taken = buffer.take(2, version=5)
-    assert taken.stale_groups == 1
-    assert {key.prompt for key in taken.batch.keys} == {2}
-    assert {key.prompt for key in taken.dropped} == {1}
+    assert set(taken.spent) == {Key(1, 1), Key(1, 2)}
 
 
 def test_restore_gives_back_what_was_held():
@@ -72,4 +63,4 @@ def test_restore_gives_back_what_was_held():
     held = [row for g in (group(1, [0.0, 1.0]), group(2, [0.0, 1.0])) for row in g.rows]
     other = ReplayBuffer(Buffer(filter_flat_groups=True), "train")
     other.restore(BatchRef("train", tuple(k for k, _ in held), tuple(t for _, t in held)))
-    assert other.take(2, 0) == buffer.take(2, 0)
+    assert other.take(2) == buffer.take(2)

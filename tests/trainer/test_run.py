@@ -134,11 +134,10 @@ def test_interrupted_and_resumed_equals_never_stopped(
     same_run(tmp_path / "whole", tmp_path / "cut")
 
 
-def test_surplus_groups_survive_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_filtered_groups_are_refilled_and_the_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     sections = {
-        "buffer": {"filter_flat_groups": True, "max_staleness": 100, "max_refills": 50},
+        "buffer": {"filter_flat_groups": True, "max_refills": 50},
         "reward": {"functions": [{"use": "tests.trainer.rewards:even_length"}]},
-        "checks": {"logprob_gap": "off"},
     }
     train_loaded(tiny(tmp_path, **sections), tmp_path / "whole")
     with monkeypatch.context() as patch:
@@ -147,7 +146,9 @@ def test_surplus_groups_survive_a_resume(tmp_path: Path, monkeypatch: pytest.Mon
     train_loaded(tiny(tmp_path, **sections), tmp_path / "cut", resume=True)
     same_run(tmp_path / "whole", tmp_path / "cut")
     rows = metrics_of(tmp_path / "whole")[1:]
-    assert all(row["groups/refills"] >= 0 for row in rows)
+    assert all(row["groups/short"] == 0 for row in rows)
+    assert any(row["groups/refills"] > 0 for row in rows)
+    assert all(row["rollout/sessions"] > 16 for row in rows if row["groups/refills"] > 0)
 
 
 @pytest.mark.slow

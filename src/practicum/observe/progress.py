@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
+from statistics import fmean
 from types import TracebackType
 
 from rich.console import Console, Group
@@ -20,10 +22,11 @@ class ProgressView:
     """Shows step, reward or loss, tokens/s, where the time goes, and the time left."""
 
     def __init__(self, name: str, steps: int, done: int = 0, console: Console | None = None) -> None:
-        self.name, self.steps, self.first = name, steps, done
+        self.name, self.steps = name, steps
         self.console = console or Console()
         self._live = Live(console=self.console, refresh_per_second=4, transient=True)
-        self._began = self._shown = time.monotonic()
+        self._shown = time.monotonic()
+        self._durations: deque[float] = deque(maxlen=20)
         self._step, self._stage = done, "starting"
         self._printed: int | None = None
         self._metrics: dict[str, float] = {}
@@ -53,6 +56,8 @@ class ProgressView:
     def step(self, number: int, metrics: Mapping[str, float]) -> None:
         """A step is done."""
         self._step, self._metrics = number, dict(metrics)
+        if "time/step" in metrics:
+            self._durations.append(metrics["time/step"])
         self._evals |= {k: v for k, v in metrics.items() if k.startswith("eval/")}
         self._refresh()
         if not self.console.is_terminal and time.monotonic() - self._shown >= LINE_EVERY_S:
@@ -91,10 +96,9 @@ class ProgressView:
         return ", ".join(shares)
 
     def _left(self) -> str:
-        done = self._step - self.first
-        if not done:
+        if not self._durations:
             return "…"
-        seconds = (time.monotonic() - self._began) / done * (self.steps - self._step)
+        seconds = fmean(self._durations) * (self.steps - self._step)
         return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
     def _refresh(self) -> None:

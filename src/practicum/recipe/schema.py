@@ -285,11 +285,6 @@ class Buffer(Section):
     max_refills: int = Field(
         default=4, ge=0, description="Further rollouts a step may make to refill."
     )
-    max_staleness: int = Field(
-        default=0,
-        ge=0,
-        description="Weight versions a surplus group may be old; older ones are dropped.",
-    )
 
 
 class Eval(Section):

@@ -144,8 +144,10 @@ class DecodeLayout:
     """One new token for each of the slots 0..B-1, attending to what its slot holds and to itself."""
 
     def __init__(self, memory: KvMemory, length_B: Tensor) -> None:
-        self._memory, self._length_B = memory, length_B
-        self._slot_B = torch.arange(len(length_B), device=length_B.device)
+        self._memory = memory
+        slots, heads, context = memory.keys.shape[1:4]
+        lane_BH = torch.arange(slots * heads, device=length_B.device).view(slots, heads)[: len(length_B)]
+        self._place_M = (lane_BH * context + length_B.unsqueeze(1)).view(-1)
         longest = int(length_B.max()) + 1
         self._runs = [(0, len(length_B), longest)] if longest <= RUN_COST else runs(length_B.tolist())
         places_L = torch.arange(longest, device=length_B.device)
@@ -156,8 +158,9 @@ class DecodeLayout:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Write the new keys and values, then attend; see `models.attention.Layout`."""
         keys, values = self._memory.keys[layer], self._memory.values[layer]
-        keys[self._slot_B, :, self._length_B] = key
-        values[self._slot_B, :, self._length_B] = value
+        for memory, new in ((keys, key), (values, value)):
+            width = new.shape[-1]
+            memory.view(-1, width).index_copy_(0, self._place_M, new.reshape(-1, width))
         # The query heads that share a kv head become its query length: no key is repeated.
         folded = query.unflatten(1, (key.shape[1], -1))
         outs = [

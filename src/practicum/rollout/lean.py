@@ -6,39 +6,44 @@ compares this forward with the model's own before it uses it, and goes without w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import linear, silu
 from transformers import PreTrainedModel
 
 from practicum.models.attention import Layout
 
 _FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
-_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def lean_decoder(model: PreTrainedModel) -> LeanDecoder | None:
     """A lean forward of this model, if it is of a family and number type that it knows."""
-    config = model.config
+    config: Any = model.config
     known = (
         config.model_type in _FAMILIES
         and config.hidden_act == "silu"
         # The families' norms compute in float32 whatever the weights are; only then are both the same.
         and model.dtype == torch.float32
+        and not getattr(config, "sliding_window", None)
+        and config.rope_parameters.get("partial_rotary_factor") in (None, 1.0)
     )
-    if not known:
-        return None
+    return LeanDecoder(model) if known and all(map(_is_plain, _linears(model))) else None
+
+
+def _linears(model: PreTrainedModel) -> Iterator[nn.Module]:
     base: Any = model.base_model
     for layer in base.layers:
-        attention = layer.self_attn
-        linears = [getattr(attention, name) for name in _LINEARS]
-        linears += [layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj]
-        plain = all(type(part) is nn.Linear for part in linears)
-        if not plain or getattr(attention, "sliding_window", None):
-            return None
-    return LeanDecoder(model)
+        attention, mlp = layer.self_attn, layer.mlp
+        yield from (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+        yield from (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Nothing but a matrix: no adapter, quantization or hook that only the module's own call would run."""
+    return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
 
 
 class LeanDecoder:
@@ -46,41 +51,48 @@ class LeanDecoder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._base: Any = model.base_model
+        self._eps = torch.tensor(model.config.rms_norm_eps, device=model.device)
 
     def __call__(self, ids_N: Tensor, positions_N: Tensor, layout: Layout) -> Tensor:
         """As `models.attention.packed_forward`."""
-        base = self._base
+        base, eps = self._base, self._eps
         hidden_N = base.embed_tokens(ids_N)
         cos, sin = (x.squeeze(0).unsqueeze(1) for x in base.rotary_emb(hidden_N, positions_N.unsqueeze(0)))
         half = cos.shape[-1] // 2
         # Rotary embedding negates the half that it swaps to the front: the sign is put into the sine.
         sin = torch.cat((-sin[..., :half], sin[..., half:]), -1)
         for i, layer in enumerate(base.layers):
-            normed = _norm(hidden_N, layer.input_layernorm)
-            attended = _attention(i, layer.self_attn, normed, cos, sin, layout)
+            normed = _norm(hidden_N, layer.input_layernorm, eps)
+            attended = _attention(i, layer.self_attn, normed, (cos, sin, eps), layout)
             _add_linear(hidden_N, attended, layer.self_attn.o_proj)
-            normed = _norm(hidden_N, layer.post_attention_layernorm)
+            normed = _norm(hidden_N, layer.post_attention_layernorm, eps)
             gate = silu(_linear(normed, layer.mlp.gate_proj), inplace=True)
             _add_linear(hidden_N, gate.mul_(_linear(normed, layer.mlp.up_proj)), layer.mlp.down_proj)
-        return _norm(hidden_N, base.norm)
+        return _norm(hidden_N, base.norm, eps)
 
 
-def _attention(index: int, module: Any, hidden_N: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+def _attention(
+    index: int, module: Any, hidden_N: Tensor, constants: tuple[Tensor, Tensor, Tensor], layout: Layout
+) -> Tensor:
     width = module.head_dim
+    cos, sin, eps = constants
     query, key, value = (
         _linear(hidden_N, part).unflatten(-1, (-1, width))
         for part in (module.q_proj, module.k_proj, module.v_proj)
     )
     if hasattr(module, "q_norm"):
-        query, key = _norm(query, module.q_norm), _norm(key, module.k_norm)
+        query, key = _norm(query, module.q_norm, eps), _norm(key, module.k_norm, eps)
     heads = query.shape[1]
     both = torch.cat((query, key), 1)
     both = (both * cos).addcmul_(both.roll(width // 2, -1), sin)
     return layout.attend(index, both[:, :heads], both[:, heads:], value, module.scaling).flatten(1)
 
 
-def _norm(x: Tensor, module: Any) -> Tensor:
-    return rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
+def _norm(x: Tensor, module: Any, eps: Tensor) -> Tensor:
+    """RMSNorm in fewer passes than torch's own takes on a CPU."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    inverse = torch.addcmul(eps, length, length, value=1 / x.shape[-1]).rsqrt_()
+    return (x * inverse).mul_(module.weight)
 
 
 def _linear(x: Tensor, module: Any) -> Tensor:

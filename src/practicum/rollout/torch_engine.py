@@ -45,6 +45,8 @@ class TorchEngine:
         score_tokens: int = 8192,
         owns_weights: bool = False,
     ) -> None:
+        if slots < 1:
+            raise EngineError(f"an engine needs at least 1 slot, not {slots}")
         longest = context_length(model)
         if longest is not None and context > longest:
             raise EngineError(f"a context of {context} tokens is more than the model's {longest}")
@@ -124,8 +126,7 @@ class TorchEngine:
 
     def wake(self) -> None:
         """Be ready again, with the weights as they were. An engine that is awake stays as it is."""
-        if self._desk.closed:
-            raise EngineError("the engine is closed: make a new one")
+        self._check_open()
         with self._desk.turn:
             if self._shelf is not None:
                 self._shelf.restore()
@@ -153,9 +154,12 @@ class TorchEngine:
         if self._shelf is not None:
             self._shelf.drop()
 
-    def _check_awake(self) -> None:
+    def _check_open(self) -> None:
         if self._desk.closed:
             raise EngineError("the engine is closed: make a new one")
+
+    def _check_awake(self) -> None:
+        self._check_open()
         if self._scheduler.memory is None:
             raise EngineError("the engine sleeps: call wake() first")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import tempfile
 from collections.abc import Iterable
 from typing import Any, BinaryIO, cast
@@ -79,7 +80,7 @@ def _check_tied(given: dict[str, Tensor], own: dict[str, Tensor]) -> None:
 
 
 class Shelf:
-    """A model's parameters, put aside: in a temporary file if they were on the CPU, else on the CPU."""
+    """A model's parameters, put aside: in a file of TMPDIR if they were on the CPU, else on the CPU."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._parameters = list(model.parameters())
@@ -125,5 +126,5 @@ def return_memory(device: torch.device) -> None:
     """Give freed memory back to the system, where the allocator would keep it."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    elif device.type == "cpu" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+    elif sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)

@@ -31,11 +31,6 @@ class Group:
         """No two sessions differ in reward, so a relative estimator learns nothing from it."""
         return len(set(self.rewards())) < 2
 
-    @property
-    def version(self) -> int:
-        """Oldest weights that sampled a token of it."""
-        return min(tags.version_min for _, tags in self.rows)
-
 
 def groups_of(batch: BatchRef) -> list[Group]:
     """The rows of a batch by prompt, in order of first appearance."""
@@ -47,12 +42,11 @@ def groups_of(batch: BatchRef) -> list[Group]:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a step trains on, and what was left out on the way and must be cleared."""
+    """What a step trains on, and the rows of its groups that are not trained on and can be cleared."""
 
     batch: BatchRef
     baselines: dict[int, float]
-    dropped: list[Key]
-    stale_groups: int
+    spent: list[Key]
 
 
 class ReplayBuffer:
@@ -72,23 +66,18 @@ class ReplayBuffer:
         self._groups.sort(key=lambda group: group.prompt)
         return left_out
 
-    def take(self, count: int, version: int) -> Taken:
-        """The oldest `count` groups (or all, if fewer); those sampled too long ago are dropped.
+    def take(self, count: int) -> Taken:
+        """The oldest `count` groups, or all if there are fewer.
 
         The batch has the rows to train on: ready, and not a baseline.
         """
-        oldest = version - self.rules.max_staleness
-        stale = [g for g in self._groups if g.version < oldest]
-        fresh = [g for g in self._groups if g.version >= oldest]
-        chosen, self._groups = fresh[:count], fresh[count:]
+        chosen, self._groups = self._groups[:count], self._groups[count:]
         rows = [row for group in chosen for row in group.rows]
         kept = [(k, t) for k, t in rows if t.status == "ready" and not t.is_baseline]
         baselines = {k.prompt: t.reward for k, t in rows if t.is_baseline and t.reward is not None}
         train = {key for key, _ in kept}
-        dropped = [key for key, _ in rows if key not in train]
-        dropped += [key for group in stale for key, _ in group.rows]
         batch = BatchRef(self.partition, tuple(k for k, _ in kept), tuple(t for _, t in kept))
-        return Taken(batch, baselines, dropped, len(stale))
+        return Taken(batch, baselines, [key for key, _ in rows if key not in train])
 
     def keys(self) -> list[Key]:
         """Every row that waits here."""

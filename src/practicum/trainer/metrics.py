@@ -26,7 +26,6 @@ METRICS: dict[str, str] = {
     "groups/of_one": "Groups with one session left, which have no relative signal.",
     "groups/refills": "Further rollouts made to refill filtered groups.",
     "groups/short": "Groups that the step lacks after all refills.",
-    "groups/stale": "Groups dropped for being older than buffer.max_staleness.",
     "advantage/kl_reward": "KL to the reference in the reward, mean over sampled tokens.",
     "advantage/kl_coefficient": "Weight of that KL.",
     "advantage/kl_clamped": "Share of sampled tokens whose log-ratio to the reference was clamped.",

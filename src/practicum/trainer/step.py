@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from statistics import fmean
 from typing import Any, TypeVar
 
 from practicum.checks import invariants
@@ -38,12 +39,12 @@ class StepRunner:
         self.on_stage: Callable[[str], None] = lambda name: None
         self.on_batch: Callable[[BatchRef], None] = lambda batch: None
         self._seconds: dict[str, float] = {}
-        self._parts: dict[str, float] = {}
+        self._parts: dict[str, list[float]] = {}
 
     def step(self, number: int) -> dict[str, float]:
         """Practise, judge, learn, and leave the store as it was. Returns the step's metrics."""
         began = time.perf_counter()
-        self._seconds = {}
+        self._seconds, self._parts = {}, {}
         self.watch.fired.clear()
         student, critic, credit = self.roles.student, self.roles.valuation, self.roles.credit
         supervised = "demonstrate" in self.plan
@@ -84,7 +85,7 @@ class StepRunner:
 
     def _practise(self) -> tuple[BatchRef, dict[int, float], dict[str, float]]:
         """Roll out and judge until enough complete groups are there, and take the oldest."""
-        wanted, version = self.recipe.train.prompts, self.roles.student.learner.version
+        wanted = self.recipe.train.prompts
         rolled: list[BatchRef] = []
         groups: list[Group] = []
         refills, epoch = -1, None
@@ -99,20 +100,19 @@ class StepRunner:
             refills += 1
             if not self.recipe.buffer.filter_flat_groups:
                 break
-        taken = self.buffer.take(wanted, version)
-        self._forget(taken.dropped)
+        taken = self.buffer.take(wanted)
+        self._forget(taken.spent)
         if not taken.batch:
             raise PracticumError(
                 f"no group with a signal was left after {refills} refills: the task is too easy or too "
                 "hard for this model (reward/mean says which), or buffer.max_refills is too small"
             )
         metrics = rollout_metrics([t for batch in rolled for t in session_tags(batch)], groups)
-        metrics |= self._parts
+        metrics |= {f"reward/part/{name}": fmean(scores) for name, scores in self._parts.items()}
         metrics["epoch"] = epoch or 0
         if self.recipe.buffer.filter_flat_groups:
             lacking = wanted - len({key.prompt for key in taken.batch.keys})
             metrics |= {"groups/refills": refills, "groups/short": lacking}
-            metrics["groups/stale"] = taken.stale_groups
         return taken.batch, taken.baselines, metrics
 
     def _roll_out(self, prompts: list[Prompt]) -> BatchRef:
@@ -126,7 +126,8 @@ class StepRunner:
         self.watch("weight_version", invariants.weight_version(rolled, version))
         self.watch("groups", invariants.groups(rolled, recipe.rollout.samples + baseline))
         parts = self._run("reward", lambda: practice.reward(rolled)) or {}
-        self._parts = {f"reward/part/{n}": sum(v) / len(v) for n, v in parts.items() if v}
+        for name, scores in parts.items():
+            self._parts.setdefault(name, []).extend(scores)
         batch = self.roles.store.batch(TRAIN, rolled.keys)
         self.on_batch(batch)
         return batch

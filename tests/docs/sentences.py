@@ -1,0 +1,43 @@
+"""What the checks say when they fire, made by making them fire."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from practicum.checks import invariants
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.keys import Key, Tags
+from practicum.dataplane.ragged import Ragged
+from practicum.learning.optim import Stepper
+from practicum.recipe.schema import Train
+
+Sentence = tuple[str, str | None]
+
+
+def check_sentences() -> list[Sentence]:
+    """(name in the recipe, example of its sentence)."""
+    tags = Tags(prompt_tokens=9, response_tokens=6, sampled_tokens=6, version_min=6, version_max=6)
+    batch = BatchRef("train", (Key(40, 2),), (tags,))
+    ids, mask = torch.zeros(9, dtype=torch.int64), torch.tensor([True] * 5 + [False])
+    columns = (Ragged.from_rows([ids]), Ragged.from_rows([ids[:6]]), Ragged.from_rows([mask]))
+    gap = {"gap_mean": 0.21, "gap_max": 3.4}
+    return [
+        ("weight_version", invariants.weight_version(batch, 7)),
+        ("groups", invariants.groups(batch, 8)),
+        ("masks", invariants.masks(batch, *columns)),
+        ("masks", invariants.denominator(4096.0, 4100)),
+        ("logprob_gap", invariants.logprob_gap(gap, 0.05)),
+        ("finite", _nonfinite()),
+        ("store_empty", invariants.store_empty(held=8, waiting=0)),
+    ]
+
+
+def _nonfinite() -> str:
+    said: list[str] = []
+    weight = torch.nn.Parameter(torch.ones(1))
+    stepper = Stepper([weight], Train(), on_nonfinite=said.append)
+    weight.grad = torch.full((1,), math.nan)
+    assert not stepper.step(1e-4, {"loss": 0.3, "tokens": 4096.0})
+    return said[0]

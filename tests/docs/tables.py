@@ -1,0 +1,84 @@
+"""Tables of the docs, written from the code they describe."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from practicum.dataplane.fields import FIELDS, Field
+from practicum.learning.metrics import METRICS as UPDATE_METRICS
+from practicum.tasks.builtin import describe_tasks
+from practicum.tasks.scorers import RewardSample
+from practicum.trainer.metrics import METRICS
+
+_LETTERS = {"prompt": "P", "response": "R", "sequence": "P+R"}
+_SHOWN = 32
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    body = ["| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows]
+    return "\n".join(["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|", *body])
+
+
+def fields_table() -> str:
+    """Every field of a row."""
+    rows = ((f"`{f.name}`", f.dtype, _shape(f), f.writer, f.about) for f in FIELDS.values())
+    return table(("field", "dtype", "shape", "written by", "what"), rows)
+
+
+def _shape(field: Field) -> str:
+    if field.extent == "object":
+        return "any"
+    axes = [_LETTERS[field.extent]] if field.extent != "scalar" else []
+    return f"[{', '.join([*axes, *field.trailing])}]"
+
+
+def metrics_table() -> str:
+    """Every name that may stand in metrics.jsonl."""
+    return table(("name", "what"), ((f"`{name}`", about) for name, about in METRICS.items()))
+
+
+def update_metrics_table() -> str:
+    """What stands behind train/ and critic/."""
+    return table(("name", "what"), ((f"`{name}`", about) for name, about in UPDATE_METRICS.items()))
+
+
+def tasks_table() -> str:
+    """The built-in tasks, as `practicum tasks` lists them."""
+    rows = []
+    for task in describe_tasks():
+        answer = task.answer if len(task.answer) <= _SHOWN else f"{task.answer[:_SHOWN]}…"
+        options = "; ".join(f"`{name}` = {about}" for name, about in task.options.items())
+        rows.append((f"`{task.name}`", task.about, f"`{task.prompt}` → `{answer}`", options))
+    return table(("kind", "what", "example", "options and their defaults"), rows)
+
+
+def sample_fields() -> list[str]:
+    """What a reward function is given."""
+    return [field.name for field in dataclasses.fields(RewardSample)]
+
+
+TABLES: dict[str, tuple[str, Callable[[], str]]] = {
+    "fields": ("dataplane.md", fields_table),
+    "metrics": ("runs.md", metrics_table),
+    "update metrics": ("runs.md", update_metrics_table),
+    "tasks": ("tasks.md", tasks_table),
+}
+"""Each table's page and maker. On the page it stands between two comments: <!-- table: name --> and <!-- end -->."""
+
+
+def update_page(text: str, name: str) -> str:
+    """The page with this table written anew."""
+    begin = f"<!-- table: {name} -->\n"
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition("\n<!-- end -->")
+    assert found and closed, f"the page lacks the comments around the table {name!r}"
+    return before + begin + TABLES[name][1]() + closed + after
+
+
+if __name__ == "__main__":  # writes the tables into docs/, from the root of the repository
+    for name, (page, _) in TABLES.items():
+        path = Path("docs") / page
+        path.write_text(update_page(path.read_text(), name))

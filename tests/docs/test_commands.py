@@ -1,0 +1,114 @@
+"""Every `practicum` line in the docs runs, in a copy of the repository's recipes, with few steps and rows."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from practicum.cli import app
+from practicum.models.load import load_model, load_tokenizer
+from practicum.recipe.load import load_recipe
+from practicum.recipe.schema import MakeModel, Model
+
+from .pages import PAGES, ROOT, Command, commands_of, write_files
+
+TRAINING = ("train", "eval", "demo")
+FEW = {
+    "train": "train.steps=2 train.warmup_steps=0 train.prompts=4 rollout.samples=2 rollout.max_new_tokens=6 eval.rows=4",
+    "eval": "eval.rows=4",
+}
+"""What makes a run short; the learning is not what these tests are about."""
+
+
+def is_static(command: Command) -> bool:
+    return command.words[0] not in TRAINING
+
+
+def run(command: Command) -> str:
+    """Run it in this process; its output, after the exit code was as the page says."""
+    words = command.words
+    target: str | None = None
+    if ">" in words:
+        words, target = words[: words.index(">")], words[words.index(">") + 1]
+    result = CliRunner().invoke(app, [*words, *few(words)])
+    failed = result.exception if not isinstance(result.exception, SystemExit) else None
+    assert failed is None, f"{command}\n{failed!r}"
+    assert result.exit_code == command.exit_code, f"{command}\n{result.output}"
+    if target is not None:
+        Path(target).write_text(result.output)
+    return result.output
+
+
+def few(words: list[str]) -> list[str]:
+    """Further arguments that shorten this command."""
+    small = FEW.get(words[0], "").split()
+    if words[0] == "train":
+        recipes = [load_recipe(word).recipe for word in words if word.endswith(".yaml")]
+        small += ["critic.warmup_steps=0"] if all(recipe.critic for recipe in recipes) else []
+        small += ["runtime.threads=1"]
+    return [word for pair in small for word in ("--set", pair)]
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the repository's recipes, and a tiny model where the demo's base model would be."""
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", ".")])
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    return tmp_path
+
+
+def put_base_model(folder: Path) -> None:
+    make = MakeModel(hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, context=128)
+    spec = Model(make=make, device="cpu")
+    load_model(spec, seed=0).save_pretrained(folder)
+    load_tokenizer(spec).save_pretrained(folder)
+
+
+def run_page(page: Path, folder: Path, commands: list[Command], monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(page, folder)
+    for command in commands:
+        with monkeypatch.context() as patch:
+            if command.finds_modules_here:
+                patch.syspath_prepend(os.fspath(folder))
+            output = run(command)
+        if command.output is not None:
+            assert output == command.output, f"{command} prints something else"
+
+
+def pages_with(static: bool) -> list[Path]:
+    return [page for page in PAGES if any(is_static(c) == static for c in commands_of(page))]
+
+
+@pytest.mark.parametrize("page", pages_with(static=True), ids=lambda page: page.stem)
+def test_commands_that_only_look_run(page: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch):
+    put_base_model(workplace / "runs/demo/base/export")
+    run_page(page, workplace, [c for c in commands_of(page) if is_static(c)], monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", pages_with(static=False), ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_that_train_run(page: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch):
+    # The demo has tests of its own: it takes no --set.
+    commands = [c for c in commands_of(page) if not is_static(c) and c.words[0] != "demo"]
+    put_base_model(workplace / "runs/demo/base/export")
+    run_page(page, workplace, commands, monkeypatch)
+
+
+def test_commands_are_found():
+    assert {page.stem for page in pages_with(static=True)} >= {"recipes", "dataplane", "tasks", "algorithms"}
+    assert {page.stem for page in pages_with(static=False)} >= {"runs", "rollout"}
+
+
+def test_a_command_that_does_not_do_what_the_page_says_is_noticed(workplace: Path):
+    page = workplace / "page.md"
+    page.write_text("```sh\npracticum check recipes/none.yaml --static\n```\n")
+    (command,) = commands_of(page)
+    with pytest.raises(AssertionError, match="no such file"):
+        run(Command(command.block, command.line, None))
