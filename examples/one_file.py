@@ -10,8 +10,8 @@ Read it top to bottom. The parts are practicum's, used directly; what the traine
 - critic, reference policy, KL, several optimizer steps per batch: this algorithm does without them.
 `practicum train` has all of it, and `src/practicum/trainer/step.py` is this loop with its stages named.
 
-Expected: the reward rises from about 0.15 to about 0.7. Shapes: `_N` has an entry for each response token of a
-batch, `_S` one for each session (one answer to one prompt).
+Expected: the reward rises from about 0.15 to about 0.7. Shapes: `_N` has an entry for each response token of
+a batch, `_S` one for each session (one answer to one prompt).
 """
 
 from __future__ import annotations

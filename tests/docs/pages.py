@@ -6,6 +6,7 @@ A block with `title="path"` is a file: the tests write it before they run the pa
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class Block:
         return found[1] if found else None
 
     def __str__(self) -> str:
-        return f"{self.page.relative_to(ROOT)}:{self.line}"
+        return f"{os.path.relpath(self.page, ROOT)}:{self.line}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,15 +66,15 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "update metrics": ("runs.md", update_metrics_table),
     "tasks": ("tasks.md", tasks_table),
 }
-"""Each table's page and maker. On the page it stands between two comments: <!-- table: name --> and <!-- end -->."""
+"""Each table's page and maker; there it stands between the comments <!-- table: name --> and <!-- end -->."""
 
 
 def update_page(text: str, name: str) -> str:
     """The page with this table written anew."""
     begin = f"<!-- table: {name} -->\n"
-    before, found, rest = text.partition(begin)
+    before, _, rest = text.partition(begin)
     _, closed, after = rest.partition("\n<!-- end -->")
-    assert found and closed, f"the page lacks the comments around the table {name!r}"
+    assert closed, f"the page lacks the comments around the table {name!r}"
     return before + begin + TABLES[name][1]() + closed + after
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,9 @@ from .pages import PAGES, ROOT, Command, commands_of, write_files
 
 TRAINING = ("train", "eval", "demo")
 FEW = {
-    "train": "train.steps=2 train.warmup_steps=0 train.prompts=4 rollout.samples=2 rollout.max_new_tokens=6 eval.rows=4",
-    "eval": "eval.rows=4",
+    "train": "train.steps=2 train.warmup_steps=0 train.prompts=4 rollout.samples=2 rollout.max_new_tokens=6 "
+    "eval.rows=4 runtime.threads=1",
+    "eval": "eval.rows=4 runtime.threads=1",
 }
 """What makes a run short; the learning is not what these tests are about."""
 
@@ -50,18 +50,15 @@ def few(words: list[str]) -> list[str]:
     if words[0] == "train":
         recipes = [load_recipe(word).recipe for word in words if word.endswith(".yaml")]
         small += ["critic.warmup_steps=0"] if all(recipe.critic for recipe in recipes) else []
-        small += ["runtime.threads=1"]
     return [word for pair in small for word in ("--set", pair)]
 
 
 @pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workplace(empty_folder: Path) -> Path:
     """A folder with the repository's recipes, and a tiny model where the demo's base model would be."""
-    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", ".")])
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    return tmp_path
+    shutil.copytree(ROOT / "recipes", empty_folder / "recipes")
+    put_base_model(empty_folder / "runs/demo/base/export")
+    return empty_folder
 
 
 def put_base_model(folder: Path) -> None:
@@ -88,7 +85,6 @@ def pages_with(static: bool) -> list[Path]:
 
 @pytest.mark.parametrize("page", pages_with(static=True), ids=lambda page: page.stem)
 def test_commands_that_only_look_run(page: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch):
-    put_base_model(workplace / "runs/demo/base/export")
     run_page(page, workplace, [c for c in commands_of(page) if is_static(c)], monkeypatch)
 
 
@@ -97,7 +93,6 @@ def test_commands_that_only_look_run(page: Path, workplace: Path, monkeypatch: p
 def test_commands_that_train_run(page: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch):
     # The demo has tests of its own: it takes no --set.
     commands = [c for c in commands_of(page) if not is_static(c) and c.words[0] != "demo"]
-    put_base_model(workplace / "runs/demo/base/export")
     run_page(page, workplace, commands, monkeypatch)
 
 
@@ -111,4 +106,4 @@ def test_a_command_that_does_not_do_what_the_page_says_is_noticed(workplace: Pat
     page.write_text("```sh\npracticum check recipes/none.yaml --static\n```\n")
     (command,) = commands_of(page)
     with pytest.raises(AssertionError, match="no such file"):
-        run(Command(command.block, command.line, None))
+        run(command)

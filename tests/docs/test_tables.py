@@ -27,7 +27,7 @@ DOCS = ROOT / "docs"
 def first_cells(page: str, header: str) -> list[str]:
     """What stands in backticks in the first column of the table whose header begins so."""
     lines = (DOCS / page).read_text().splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {header} |"))
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {header}"))
     cells = []
     for line in lines[start + 2 :]:
         if not line.startswith("|"):
