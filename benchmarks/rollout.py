@@ -26,7 +26,7 @@ SETTINGS = {
 }
 """Threads and the most new tokens. A cap of the longest right answer and its end token takes away
 the few answers that never end, for which `generate` decodes all 256 rows to the last."""
-ROUNDS = 2
+ROUNDS = 5
 CONTENDERS = ("practicum", "transformers generate", "transformers continuous batching")
 
 

@@ -54,9 +54,7 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
 def test_static_commands_import_no_torch(recipe: str, args: list[str]) -> None:
     args = [recipe if arg == "RECIPE" else arg for arg in args]
     code = PROBE.format(heavy=HEAVY)
-    done = subprocess.run(
-        [sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60)
     assert done.returncode == (2 if "train.lrr=1e-5" in args else 0), done.stderr
     assert done.stderr.splitlines()[-1] == "HEAVY []"
 
@@ -131,9 +129,7 @@ def test_an_unknown_command_or_option_is_refused() -> None:
     assert CliRunner().invoke(app, ["schema", "--yaml"]).exit_code == 2
 
 
-def test_a_bug_is_not_dressed_up_as_a_users_mistake(
-    monkeypatch: pytest.MonkeyPatch, recipe: str
-) -> None:
+def test_a_bug_is_not_dressed_up_as_a_users_mistake(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 

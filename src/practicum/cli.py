@@ -168,9 +168,7 @@ def evaluate(
     overrides: Overrides = None,
     model: Annotated[
         str | None,
-        typer.Option(
-            "--model", metavar="PATH", help="Folder or hub name, in place of the recipe's."
-        ),
+        typer.Option("--model", metavar="PATH", help="Folder or hub name, in place of the recipe's."),
     ] = None,
 ) -> None:
     """Evaluate a model on the held-out prompts of a recipe.
@@ -184,9 +182,9 @@ def evaluate(
 
 @app.command()
 def demo(
-    out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Folder of the demo's runs.")
-    ] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of the demo's runs.")] = Path(
+        "runs/demo"
+    ),
 ) -> None:
     """Train a tiny model on this machine, in minutes.
 

@@ -64,9 +64,7 @@ def test_bases_are_relative_to_the_file_that_names_them(
 
 def test_lists_replace_and_mappings_merge(write: Write) -> None:
     write("rollout: {stop: [a, b], samples: 3, top_k: 9}", "base.yaml", minimal=False)
-    rollout = load_recipe(
-        write("extends: base.yaml\nrollout: {stop: [c], samples: 4}")
-    ).recipe.rollout
+    rollout = load_recipe(write("extends: base.yaml\nrollout: {stop: [c], samples: 4}")).recipe.rollout
     assert (rollout.stop, rollout.samples, rollout.top_k) == (["c"], 4, 9)
 
 

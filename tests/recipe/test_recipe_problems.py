@@ -82,9 +82,7 @@ def test_a_wrong_value_names_what_was_found_and_expected(
     write: Write, override: str, found: str, expected: str, advice: str
 ) -> None:
     # An empty mapping would merge into the file's tasks, so this recipe has none.
-    path = (
-        write() if "tasks" not in override else write("name: x\nmodel: {make: {}}", minimal=False)
-    )
+    path = write() if "tasks" not in override else write("name: x\nmodel: {make: {}}", minimal=False)
     error = problem(path, override)
     assert error.path.partition("[")[0] == override.partition("=")[0]
     assert error.found == f"{found} (--set)"

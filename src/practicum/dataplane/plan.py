@@ -118,9 +118,7 @@ def candidates(recipe: Recipe) -> list[StageSpec]:
     return [
         *_practice(recipe),
         StageSpec("reward", _TOKENS, ("reward",), about="judge each answer"),
-        StageSpec(
-            "old_logprobs", _TOKENS, ("old_logprobs",), about="the student before the update"
-        ),
+        StageSpec("old_logprobs", _TOKENS, ("old_logprobs",), about="the student before the update"),
         StageSpec("ref_logprobs", _TOKENS, ("ref_logprobs",), about="the reference policy"),
         StageSpec("values", _TOKENS, ("values",), about="what the critic expects"),
         StageSpec("advantages", judged, gains, about=f"what each token was worth ({_by(recipe)})"),

@@ -81,9 +81,7 @@ def _read(file: Path, extended_by: tuple[Path, yamlfile.Document] | None) -> yam
         text = file.read_text(encoding="utf-8-sig")
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise RecipeError(
-            place, f"{reason}: {file}", "a recipe file (YAML)", _other_file(file)
-        ) from None
+        raise RecipeError(place, f"{reason}: {file}", "a recipe file (YAML)", _other_file(file)) from None
     except UnicodeDecodeError as error:
         raise RecipeError(str(file), f"a byte that is not UTF-8 ({error.reason})", "text") from None
     document = yamlfile.parse(text, str(file))

@@ -70,9 +70,7 @@ class Layers:
             for leaf, _ in leaves(value, ".".join(here)):
                 self.origins[leaf] = origin_of(leaf)
 
-    def _drop_replaced(
-        self, data: dict[str, Any], layer: Mapping[str, Any], path: tuple[str, ...]
-    ) -> None:
+    def _drop_replaced(self, data: dict[str, Any], layer: Mapping[str, Any], path: tuple[str, ...]) -> None:
         place = ("tasks", "*") if len(path) == 2 and path[0] == "tasks" else path
         alternatives = _ALTERNATIVES.get(place, {})
         chosen = [key for key in alternatives if layer.get(key) is not None]

@@ -28,12 +28,8 @@ class MakeModel(Section):
     hidden: int = Field(default=128, ge=8, description="Width of the residual stream.")
     layers: int = Field(default=4, ge=1, description="Number of transformer layers.")
     heads: int = Field(default=4, ge=1, description="Attention heads.")
-    kv_heads: int = Field(
-        default=2, ge=1, description="Key/value heads, a divisor of heads (not for gpt2)."
-    )
-    head_dim: int = Field(
-        default=32, ge=4, description="Width of one head (gpt2: always hidden / heads)."
-    )
+    kv_heads: int = Field(default=2, ge=1, description="Key/value heads, a divisor of heads (not for gpt2).")
+    head_dim: int = Field(default=32, ge=4, description="Width of one head (gpt2: always hidden / heads).")
     context: int = Field(default=512, ge=16, description="Longest sequence in tokens.")
 
 
@@ -47,15 +43,11 @@ class Model(Section):
     make: MakeModel | None = Field(
         default=None, description="Make a tiny random model instead of loading one from a path."
     )
-    tokenizer: str | None = Field(
-        default=None, description="Folder or hub name; the model's own if unset."
-    )
+    tokenizer: str | None = Field(default=None, description="Folder or hub name; the model's own if unset.")
     dtype: Literal["float32", "bfloat16", "float64"] = Field(
         default="float32", description="Number type of the weights."
     )
-    device: str = Field(
-        default="auto", description="cpu, cuda, cuda:N, or auto: CUDA where there is one."
-    )
+    device: str = Field(default="auto", description="cpu, cuda, cuda:N, or auto: CUDA where there is one.")
 
 
 class RewardFunction(Section):
@@ -68,9 +60,7 @@ class RewardFunction(Section):
     )
     weight: float = Field(default=1.0, description="Factor of this reward in the sum.")
     timeout_s: float = Field(default=30.0, gt=0, description="Seconds a call may take.")
-    batch: bool = Field(
-        default=False, description="The function takes a list of samples, returns a list."
-    )
+    batch: bool = Field(default=False, description="The function takes a list of samples, returns a list.")
 
 
 class Reward(Section):
@@ -99,22 +89,12 @@ class Task(Section):
         default=None,
         description="JSONL or Parquet file of training rows, relative to the working directory.",
     )
-    eval_file: str | None = Field(
-        default=None, description="JSONL or Parquet file of evaluation rows."
-    )
-    prompt: str = Field(
-        default="prompt", description="Column with the prompt: a string or chat messages."
-    )
-    answer: str = Field(
-        default="answer", description="Column with the expected answer, for checkers."
-    )
+    eval_file: str | None = Field(default=None, description="JSONL or Parquet file of evaluation rows.")
+    prompt: str = Field(default="prompt", description="Column with the prompt: a string or chat messages.")
+    answer: str = Field(default="answer", description="Column with the expected answer, for checkers.")
     weight: float = Field(default=1.0, gt=0, description="Share of this task among the prompts.")
-    domain: str | None = Field(
-        default=None, description="Label in metrics; the task's name if unset."
-    )
-    chat: bool = Field(
-        default=False, description="Wrap string prompts into a user message (chat template)."
-    )
+    domain: str | None = Field(default=None, description="Label in metrics; the task's name if unset.")
+    chat: bool = Field(default=False, description="Wrap string prompts into a user message (chat template).")
     system: str | None = Field(default=None, description="System message put before chat prompts.")
     rewards: list[RewardFunction] | None = Field(
         default=None, description="Rewards of this task, in place of reward.functions."
@@ -130,16 +110,12 @@ class Rollout(Section):
     )
     samples: int = Field(default=8, ge=1, description="Sessions for each prompt.")
     max_new_tokens: int = Field(default=64, ge=1, description="Longest answer in tokens.")
-    temperature: float = Field(
-        default=1.0, gt=0, description="Sampling temperature of training rollouts."
-    )
+    temperature: float = Field(default=1.0, gt=0, description="Sampling temperature of training rollouts.")
     top_p: float = Field(
         default=1.0, gt=0, le=1, description="Nucleus: smallest set with this mass; 1 = off."
     )
     top_k: int = Field(default=0, ge=0, description="Keep this many most likely tokens; 0 = all.")
-    min_p: float = Field(
-        default=0.0, ge=0, lt=1, description="Drop tokens below this share of the best one."
-    )
+    min_p: float = Field(default=0.0, ge=0, lt=1, description="Drop tokens below this share of the best one.")
     stop: list[str] = Field(
         default_factory=list, description="Further stop tokens (each one token of the tokenizer)."
     )
@@ -149,37 +125,23 @@ class Rollout(Section):
     context: int | None = Field(
         default=None,
         ge=2,
-        description="Longest prompt + answer in tokens; if unset 1,024 + max_new_tokens, at most the model's.",
+        description="Longest prompt + answer in tokens; unset: 1,024 + max_new_tokens, at most the model's.",
     )
-    deadline_s: float = Field(
-        default=600.0, gt=0, description="Seconds one step's rollout may take."
-    )
+    deadline_s: float = Field(default=600.0, gt=0, description="Seconds one step's rollout may take.")
 
 
 class Kl(Section):
     """Penalty for moving away from a reference policy."""
 
-    place: Literal["off", "reward", "loss"] = Field(
-        default="off", description="Where the penalty enters."
-    )
-    coefficient: float = Field(
-        default=0.05, ge=0, description="Weight of the penalty (start, if adaptive)."
-    )
-    estimator: Literal["k1", "k2", "k3"] = Field(
-        default="k3", description="Estimator of the divergence."
-    )
+    place: Literal["off", "reward", "loss"] = Field(default="off", description="Where the penalty enters.")
+    coefficient: float = Field(default=0.05, ge=0, description="Weight of the penalty (start, if adaptive).")
+    estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="Estimator of the divergence.")
     target: float | None = Field(
         default=None, gt=0, description="Adapt the weight towards this KL (reward only)."
     )
-    horizon: int = Field(
-        default=10_000, ge=1, description="Sessions over which the adaptation acts."
-    )
-    clamp: float | None = Field(
-        default=None, gt=0, description="Clamp log-ratios to ± this; off if unset."
-    )
-    reference: str | None = Field(
-        default=None, description="Reference model; the student's start if unset."
-    )
+    horizon: int = Field(default=10_000, ge=1, description="Sessions over which the adaptation acts.")
+    clamp: float | None = Field(default=None, gt=0, description="Clamp log-ratios to ± this; off if unset.")
+    reference: str | None = Field(default=None, description="Reference model; the student's start if unset.")
 
 
 class Algorithm(Section):
@@ -187,9 +149,7 @@ class Algorithm(Section):
 
     advantage: Literal[
         "none", "gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax"
-    ] = Field(
-        default="grpo", description="Estimator of the advantage; none only for supervised training."
-    )
+    ] = Field(default="grpo", description="Estimator of the advantage; none only for supervised training.")
     loss: Literal["supervised", "ppo_clip", "gspo", "cispo", "reinforce"] = Field(
         default="ppo_clip", description="Policy loss, or supervised training on demonstrations."
     )
@@ -197,25 +157,15 @@ class Algorithm(Section):
         default="token_mean",
         description="How token losses become one number, by global real counts.",
     )
-    clip_low: float = Field(
-        default=0.2, ge=0, description="Lower clip range of the ratio (1 - this)."
-    )
-    clip_high: float = Field(
-        default=0.2, ge=0, description="Upper clip range of the ratio (1 + this)."
-    )
+    clip_low: float = Field(default=0.2, ge=0, description="Lower clip range of the ratio (1 - this).")
+    clip_high: float = Field(default=0.2, ge=0, description="Upper clip range of the ratio (1 + this).")
     dual_clip: float | None = Field(
         default=None, gt=1, description="Dual-clip bound for negative advantages."
     )
-    log_ratio_clamp: float | None = Field(
-        default=None, gt=0, description="Clamp log-ratios to ± this."
-    )
-    gamma: float = Field(
-        default=1.0, gt=0, le=1, description="Discount per token (gae, reinforce_pp)."
-    )
+    log_ratio_clamp: float | None = Field(default=None, gt=0, description="Clamp log-ratios to ± this.")
+    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount per token (gae, reinforce_pp).")
     lam: float = Field(default=1.0, ge=0, le=1, description="GAE's lambda.")
-    whiten: bool = Field(
-        default=True, description="Whiten GAE advantages over the batch's sampled tokens."
-    )
+    whiten: bool = Field(default=True, description="Whiten GAE advantages over the batch's sampled tokens.")
     entropy: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus.")
     kl: Kl = Field(default_factory=Kl, description="Penalty against a reference policy.")
     old_logprobs: Literal["auto", "recompute", "rollout"] = Field(
@@ -230,9 +180,7 @@ class Critic(Section):
 
     lr: float = Field(default=1e-4, gt=0, description="Learning rate.")
     warmup_steps: int = Field(default=0, ge=0, description="Steps in which only the critic learns.")
-    clip: float | None = Field(
-        default=0.2, gt=0, description="Clip range of the value loss; off if null."
-    )
+    clip: float | None = Field(default=0.2, gt=0, description="Clip range of the value loss; off if null.")
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -242,36 +190,24 @@ class Train(Section):
     """The optimizer and the size of a step."""
 
     steps: int = Field(default=100, ge=0, description="Training steps.")
-    prompts: int = Field(
-        default=32, ge=1, description="Prompts (demonstrations, if supervised) per step."
-    )
+    prompts: int = Field(default=32, ge=1, description="Prompts (demonstrations, if supervised) per step.")
     epochs: int = Field(default=1, ge=1, description="Passes over a step's batch.")
-    minibatches: int = Field(
-        default=1, ge=1, description="Optimizer steps in one pass over the batch."
-    )
+    minibatches: int = Field(default=1, ge=1, description="Optimizer steps in one pass over the batch.")
     lr: float = Field(default=1e-4, gt=0, description="Peak learning rate.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="Learning rate after the warm-up."
     )
     warmup_steps: int = Field(default=0, ge=0, description="Steps of linear learning-rate warm-up.")
-    final_lr: float = Field(
-        default=0.0, ge=0, description="Learning rate at the last step of a decay."
-    )
+    final_lr: float = Field(default=0.0, ge=0, description="Learning rate at the last step of a decay.")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay of matrices.")
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), strict=False, description="AdamW betas.")
     eps: float = Field(default=1e-8, gt=0, description="AdamW epsilon.")
     clip_norm: float | None = Field(
         default=1.0, gt=0, description="Clip the global gradient norm; off if null."
     )
-    microbatch_tokens: int = Field(
-        default=16_384, ge=1, description="Tokens of one forward and backward."
-    )
-    autocast: Literal["off", "bfloat16"] = Field(
-        default="off", description="Mixed precision of the compute."
-    )
-    gradient_checkpointing: bool = Field(
-        default=False, description="Recompute activations to save memory."
-    )
+    microbatch_tokens: int = Field(default=16_384, ge=1, description="Tokens of one forward and backward.")
+    autocast: Literal["off", "bfloat16"] = Field(default="off", description="Mixed precision of the compute.")
+    gradient_checkpointing: bool = Field(default=False, description="Recompute activations to save memory.")
     compile: bool = Field(default=False, description="Use torch.compile on the learner's model.")
 
 
@@ -282,34 +218,24 @@ class Buffer(Section):
         default=False,
         description="Leave out groups whose rewards are all equal, and refill (DAPO).",
     )
-    max_refills: int = Field(
-        default=4, ge=0, description="Further rollouts a step may make to refill."
-    )
+    max_refills: int = Field(default=4, ge=0, description="Further rollouts a step may make to refill.")
 
 
 class Eval(Section):
     """Evaluation on held-out prompts, per domain."""
 
-    every: int = Field(
-        default=0, ge=0, description="Steps between evaluations; 0 = only first and last."
-    )
+    every: int = Field(default=0, ge=0, description="Steps between evaluations; 0 = only first and last.")
     rows: int = Field(default=128, ge=1, description="Prompts of each task.")
     greedy: bool = Field(default=True, description="Report the greedy answer's score.")
-    samples: int = Field(
-        default=0, ge=0, description="Samples per prompt for mean@k and pass@k; 0 = none."
-    )
+    samples: int = Field(default=0, ge=0, description="Samples per prompt for mean@k and pass@k; 0 = none.")
     temperature: float = Field(default=1.0, gt=0, description="Temperature of those samples.")
-    pass_threshold: float = Field(
-        default=1.0, description="Reward from which a sample counts as a pass."
-    )
+    pass_threshold: float = Field(default=1.0, description="Reward from which a sample counts as a pass.")
 
 
 class Checkpoint(Section):
     """What is kept of a run."""
 
-    every: int = Field(
-        default=0, ge=0, description="Steps between checkpoints; 0 = only at the end."
-    )
+    every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0 = only at the end.")
     keep_last: int = Field(default=2, ge=1, description="Newest checkpoints kept.")
     keep_best: str | None = Field(
         default=None, description="Metric whose best checkpoint is kept too, such as eval/greedy."
@@ -319,13 +245,9 @@ class Checkpoint(Section):
 class Track(Section):
     """Where metrics and samples go besides metrics.jsonl."""
 
-    tensorboard: bool = Field(
-        default=False, description="Write TensorBoard events into the run folder."
-    )
+    tensorboard: bool = Field(default=False, description="Write TensorBoard events into the run folder.")
     wandb: str | None = Field(default=None, description="Weights & Biases project to log to.")
-    trajectories: int = Field(
-        default=4, ge=0, description="Trajectories written to samples.jsonl per step."
-    )
+    trajectories: int = Field(default=4, ge=0, description="Trajectories written to samples.jsonl per step.")
 
 
 Level = Literal["error", "warn", "off"]
@@ -346,12 +268,8 @@ class Checks(Section):
         description="Largest mean |difference| in nats that logprob_gap accepts.",
     )
     masks: Level = Field(default="error", description="Masks, lengths and loss denominators agree.")
-    groups: Level = Field(
-        default="error", description="Each group has the sessions it should have."
-    )
-    store_empty: Level = Field(
-        default="error", description="Nothing of a finished step stays in the store."
-    )
+    groups: Level = Field(default="error", description="Each group has the sessions it should have.")
+    store_empty: Level = Field(default="error", description="Nothing of a finished step stays in the store.")
     finite: Level = Field(
         default="error", description="No non-finite loss or gradient reaches the optimizer."
     )
@@ -361,9 +279,7 @@ class Runtime(Section):
     """Where the roles live."""
 
     kind: Literal["local"] = Field(default="local", description="local: all roles in this process.")
-    threads: int | None = Field(
-        default=None, ge=1, description="torch threads; one per core if unset."
-    )
+    threads: int | None = Field(default=None, ge=1, description="torch threads; one per core if unset.")
 
 
 class Recipe(Section):

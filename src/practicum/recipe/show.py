@@ -20,9 +20,7 @@ def show_recipe(loaded: LoadedRecipe) -> str:
     """Every value with a comment that says where it came from; valid YAML itself."""
     lines = list(_lines(loaded.recipe.model_dump(mode="json"), "", "", loaded.origins))
     width = min(60, max(len(text) for text, _ in lines))
-    return "\n".join(
-        text if origin is None else f"{text:<{width}}  # {origin}" for text, origin in lines
-    )
+    return "\n".join(text if origin is None else f"{text:<{width}}  # {origin}" for text, origin in lines)
 
 
 def _lines(

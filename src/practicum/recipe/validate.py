@@ -35,9 +35,7 @@ def combinations(recipe: Recipe) -> list[RecipeError]:
 
 def _names(recipe: Recipe) -> Iterator[RecipeError]:
     if not _NAME.fullmatch(recipe.name):
-        yield RecipeError(
-            "name", repr(recipe.name), "letters, digits, '_', '-' and '.'", "it names a folder"
-        )
+        yield RecipeError("name", repr(recipe.name), "letters, digits, '_', '-' and '.'", "it names a folder")
     for name in recipe.tasks:
         if not _WORD.fullmatch(name):
             expected = "letters, digits, '_' and '-'"

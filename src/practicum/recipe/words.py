@@ -46,9 +46,7 @@ def step_name(annotation: Any, name: str) -> str:
     return name + {dict: f".{NAME}", list: "[]"}.get(get_origin(kind) or kind, "")
 
 
-def all_keys(
-    section: type[BaseModel] = Recipe, prefix: str = ""
-) -> Iterator[tuple[str, FieldInfo]]:
+def all_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Every key there is with its dotted path, sections before what they hold."""
     for name, info in section.model_fields.items():
         yield prefix + name, info

@@ -96,9 +96,7 @@ def dump(data: Any, *, flow: bool = False) -> str:
     return text.removesuffix("...\n").rstrip("\n") if flow else text
 
 
-def _plain(
-    node: yaml.Node, path: tuple[str, ...], lines: dict[str, int], name: str, active: set[int]
-) -> Any:
+def _plain(node: yaml.Node, path: tuple[str, ...], lines: dict[str, int], name: str, active: set[int]) -> Any:
     if isinstance(node, yaml.ScalarNode):
         return _scalar(node, name)
     if id(node) in active:
@@ -106,10 +104,7 @@ def _plain(
     active.add(id(node))
     try:
         if isinstance(node, yaml.SequenceNode):
-            return [
-                _plain(item, (*path, str(i)), lines, name, active)
-                for i, item in enumerate(node.value)
-            ]
+            return [_plain(item, (*path, str(i)), lines, name, active) for i, item in enumerate(node.value)]
         assert isinstance(node, yaml.MappingNode)
         data: dict[str, Any] = {}
         first_line: dict[str, int] = {}

@@ -74,9 +74,7 @@ class Engine(Protocol):
 
     version: int
 
-    async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, counter: Counter
-    ) -> Generation:
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, counter: Counter) -> Generation:
         """Sample one answer. Requests with equal prompts share the prompt's computation."""
         ...
 

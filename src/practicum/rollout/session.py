@@ -38,9 +38,7 @@ class Trajectory:
 
     def add_sampled(self, generation: Generation) -> None:
         """Append what the student sampled."""
-        self.pieces.append(
-            _Piece(generation.tokens, True, generation.logprobs, generation.plain_logprobs)
-        )
+        self.pieces.append(_Piece(generation.tokens, True, generation.logprobs, generation.plain_logprobs))
         first = generation.version_min
         self.version_min = first if self.version_min is None else min(self.version_min, first)
         self.version_max = max(self.version_max, generation.version_max)

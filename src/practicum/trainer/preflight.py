@@ -43,10 +43,8 @@ def preflight(loaded: LoadedRecipe) -> list[str]:
     return findings
 
 
-def check_prompts(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, model_context: int | None
-) -> str:
-    """Prompts can be written by the tokenizer and fit the context with their answers; says how long they are."""
+def check_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, model_context: int | None) -> str:
+    """Prompts can be written by the tokenizer and fit the context with their answers; says their length."""
     longest = _longest(recipe, tokenizer)
     context = rollout_context(recipe, model_context)
     _check_context(recipe, longest, context, model_context)
