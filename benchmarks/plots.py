@@ -30,9 +30,11 @@ def bars(settings: Mapping[str, Rounds], measure: str, label: str, name: str) ->
             at = place + (i - (len(names) - 1) / 2) * width
             axes.bar(at, middle, width * 0.92, color=colour, label=contender if place == 0 else "")
             axes.errorbar(at, middle, [[middle - low], [high - middle]], color="black", capsize=3)
-            axes.text(at, middle, f" {middle:,.3g}" if middle < 100 else f" {middle:,.0f}")
+            told = f"{middle:,.3g}" if middle < 100 else f"{middle:,.0f}"
+            axes.annotate(told, (at, high), (0, 3), textcoords="offset points", ha="center")
     axes.set_xticks(range(len(settings)), list(settings))
     axes.set_ylabel(label)
+    axes.margins(y=0.15)
     axes.legend(frameon=False)
     _save(figure, name)
 

@@ -30,10 +30,11 @@ def rollout(found: Mapping[str, Any]) -> str:
             low, high = spread(rounds[name], "tokens_per_second")
             mid = medians(rounds[name])
             ratio = paired_ratio(rounds[ours], rounds[name], "tokens_per_second")
-            told = "" if name == ours else _ratio(ratio) + (" (best peer)" if name == best else "")
+            told = "" if name == ours else _ratio(ratio, with_goal=name == best)
             speed = f"{mid['tokens_per_second']:,.0f} ({low:,.0f} to {high:,.0f})"
-            rows.append([title, name, speed, f"{mid['seconds']:.2f}", f"{mid['tokens']:.0f}", told])
-    head = ["setting", "contender", "tokens/s", "s", "tokens", "practicum is faster by"]
+            times = f"{mid['seconds']:.2f} ({mid['cpu_seconds']:.2f})"
+            rows.append([title, name, speed, times, f"{mid['tokens']:.0f}", told])
+    head = ["setting", "contender", "tokens/s", "s (of processor)", "tokens", "practicum is faster by"]
     return "\n\n".join([*parts, table(head, rows)])
 
 
@@ -45,11 +46,19 @@ def grpo_step(found: Mapping[str, Any]) -> str:
         ratio = paired_ratio(rounds["trl"], rounds["practicum"], "seconds")
         for name in rounds:
             mid, (low, high) = medians(rounds[name]), spread(rounds[name], "seconds")
-            told = _ratio(ratio) if name == "trl" else ""
+            told = _ratio(ratio, with_goal=True) if name == "trl" else ""
             seconds = f"{mid['seconds']:.2f} ({low:.2f} to {high:.2f})"
-            tokens = f"{mid['tokens']:.0f}"
-            rows.append([title, name, seconds, tokens, f"{mid['mean_reward']:.2f}", told])
-    head = ["setting", "contender", "s/step", "tokens sampled", "reward", "practicum is faster by"]
+            cpu, tokens = f"{mid['cpu_seconds']:.2f}", f"{mid['tokens']:.0f}"
+            rows.append([title, name, seconds, cpu, tokens, f"{mid['mean_reward']:.2f}", told])
+    head = [
+        "setting",
+        "contender",
+        "s/step",
+        "of processor",
+        "tokens sampled",
+        "reward",
+        "practicum is faster by",
+    ]
     return "\n\n".join([*parts, table(head, rows)])
 
 
@@ -63,8 +72,9 @@ def growth(found: Mapping[str, Any]) -> str:
             per_size = mid["seconds"] / size / first
             stages = [f"{mid[name]:.2f}" for name in ("rollout", "update_student")]
             label = f"{series} ×{size:g}"
-            rows.append([label, f"{mid['seconds']:.2f}", *stages, f"{mid['tokens']:.0f}", f"{per_size:.2f}"])
-    head = ["size", "s/step", "rollout", "update", "tokens sampled", "time ÷ linear"]
+            cpu, tokens = f"{mid['cpu_seconds']:.2f}", f"{mid['tokens']:.0f}"
+            rows.append([label, f"{mid['seconds']:.2f}", cpu, *stages, tokens, f"{per_size:.2f}"])
+    head = ["size", "s/step", "of processor", "rollout", "update", "tokens sampled", "time ÷ linear"]
     told = []
     for series, found_p in found["exponents"].items():
         step, rolled, updated = (found_p[n] for n in ("seconds", "rollout", "update_student"))
@@ -78,7 +88,7 @@ def growth(found: Mapping[str, Any]) -> str:
 def profile(found: Mapping[str, Any]) -> str:
     """The step by stage and by kind of operator."""
     step = found["step"]
-    kinds = found["kinds"]
+    kinds, rate = found["kinds"], step["best_gflop_per_second"]
     stages = [[name, f"{step[name]:.3f}", f"{step[name] / step['seconds']:.1%}"] for name in STAGES]
     whole = sum(kinds.values())
     split = sorted(kinds.items(), key=lambda item: -item[1])
@@ -87,7 +97,9 @@ def profile(found: Mapping[str, Any]) -> str:
         [
             f"### Where practicum's step spends its time, {_where(found)}",
             f"One step under torch.profiler (which itself costs time): {step['seconds']:.2f} s, "
-            f"{found['calls']:,} operator calls.",
+            f"{found['calls']:,} operator calls. Its matrix products are {found['gflop']:.0f} GFLOP; "
+            f"at this thread's best rate for such products, {rate:.0f} GFLOP/s, they alone would take "
+            f"{found['gflop'] / rate:.2f} s.",
             table(["stage", "s", "share of the step"], stages),
             table(["operators (their own time, all threads)", "s", "share"], operators),
         ]
@@ -99,10 +111,11 @@ def _where(found: Mapping[str, Any]) -> str:
     return f"{machine['processor']}, {machine['cores']} cores"
 
 
-def _ratio(ratio: tuple[float, float, float]) -> str:
+def _ratio(ratio: tuple[float, float, float], *, with_goal: bool) -> str:
     middle, low, high = ratio
-    reached = "" if middle >= GOAL else f", under the goal of {GOAL:g}×"
-    return f"{middle:.1f}× ({low:.1f} to {high:.1f}){reached}"
+    verdict = "reached" if middle >= GOAL else "missed"
+    told = f" · goal {GOAL:g}× {verdict}" if with_goal else ""
+    return f"{middle:.1f}× ({low:.1f} to {high:.1f}){told}"
 
 
 def main() -> None:

@@ -5,10 +5,14 @@ The engine decodes in a thread of its own, so the profiler has to be on in all t
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
@@ -56,22 +60,46 @@ def profiled(channel: Channel) -> None:
         steps.step()
 
         def run(turn: int) -> dict[str, float]:
-            with profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere) as seen:
+            with profile(
+                activities=[ProfilerActivity.CPU], experimental_config=everywhere, record_shapes=True
+            ) as seen:
                 found = steps.step()
             print(seen.key_averages().table("self_cpu_time_total", row_limit=40), file=sys.stderr)
-            return {**found, **{f"{KIND}{k}": v for k, v in by_kind(seen.key_averages()).items()}}
+            found["best_gflop_per_second"] = best_rate()
+            kinds = by_kind(seen.key_averages(group_by_input_shape=True))
+            return found | {f"{KIND}{name}": value for name, value in kinds.items()}
 
         channel.serve(run)
 
 
 def by_kind(averages: Any) -> dict[str, float]:
-    """Seconds of the operators themselves, summed by kind, and the number of calls."""
+    """Seconds of the operators themselves, summed by kind; calls; the matrix products' GFLOP."""
     seconds: dict[str, float] = defaultdict(float)
     for event in averages:
         kind = kind_of(event.key)
         seconds[kind] += event.self_cpu_time_total / 1e6
         seconds["calls"] += event.count
+        if kind == "matrix products":
+            seconds["gflop"] += event.count * gflop(event.input_shapes)
     return dict(seconds)
+
+
+def gflop(shapes: Sequence[Sequence[int]]) -> float:
+    """Of one matrix product with these inputs; the two that are multiplied are the last matrices."""
+    left, right = [shape for shape in shapes if len(shape) >= 2][-2:]
+    return 2 * math.prod(left) * right[-1] / 1e9
+
+
+def best_rate() -> float:
+    """GFLOP/s of a matrix product of this model's widths and many rows: what this thread can do."""
+    rows, wide, narrow = 2048, 1024, 256
+    left, right = torch.randn(rows, narrow), torch.randn(narrow, wide)
+    times = []
+    for _ in range(20):
+        began = time.perf_counter()
+        torch.mm(left, right)
+        times.append(time.perf_counter() - began)
+    return 2 * rows * wide * narrow / min(times) / 1e9
 
 
 def kind_of(operator: str) -> str:
@@ -90,8 +118,8 @@ def main() -> None:
     found = harness.race([contender], rounds=1, warmup=0)["profile"][0]
     kinds = {name.removeprefix(KIND): v for name, v in found.items() if name.startswith(KIND)}
     step = {name: v for name, v in found.items() if not name.startswith(KIND)}
-    calls = int(kinds.pop("calls"))
-    harness.write_results("profile", {"step": step, "kinds": kinds, "calls": calls})
+    counts = {"calls": int(kinds.pop("calls")), "gflop": kinds.pop("gflop")}
+    harness.write_results("profile", {"step": step, "kinds": kinds, **counts})
 
 
 if __name__ == "__main__":

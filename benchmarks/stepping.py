@@ -12,7 +12,8 @@ from benchmarks.harness import Measured, Stopwatch
 from benchmarks.model import CACHE, model_folder
 from practicum.observe.progress import ProgressView
 from practicum.recipe.schema import Recipe
-from practicum.trainer.run import Run, open_folder
+from practicum.trainer.folder import RunFolder
+from practicum.trainer.run import Run
 
 TIMED = ("rollout", "reward", "advantages", "update_student", "sync", "clear")
 
@@ -21,9 +22,10 @@ class Steps:
     """Takes steps of a recipe, all checks on; closes what it started at the end of the `with`."""
 
     def __init__(self, recipe: Recipe, *, stops: bool = True) -> None:
-        folder = open_folder(recipe, None, resume=False, fresh=True)
+        folder = RunFolder(CACHE / "runs" / f"{recipe.name}-{os.getpid()}")
         console = Console(file=open(os.devnull, "w"))  # noqa: SIM115 - lives as long as the run
         self.run = Run(recipe, folder, ProgressView(recipe.name, recipe.train.steps, console=console))
+        self.run.begin(resume=False)
         if not stops:
             self.run.roles.stop = frozenset()
         self._number = 0
@@ -64,8 +66,7 @@ def make_recipe(
 ) -> Recipe:
     """GRPO on sorting with the benchmark's model; everything else as the recipe's defaults have it."""
     written: dict[str, Any] = {
-        "name": f"benchmark/{name}",
-        "out": str(CACHE / "runs" / f"{name}-{os.getpid()}"),
+        "name": name,
         "model": {"path": str(model_folder())},
         "tasks": {"sort": {"kind": "sort", "options": {"length": list(digits)}}},
         "reward": {"functions": [{"use": reward, "batch": reward != "checker"}]},

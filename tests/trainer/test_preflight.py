@@ -52,7 +52,7 @@ def test_a_missing_model_folder_says_what_to_do(tmp_path: Path):
 
 
 def test_an_unknown_loop_is_refused(tmp_path: Path):
-    with pytest.raises(RecipeError, match=r"rollout\.loop: found singleturn"):
+    with pytest.raises(RecipeError, match=r"rollout\.loop: found 'singleturn'"):
         preflight(tiny(tmp_path, "rollout.loop=singleturn"))
 
 

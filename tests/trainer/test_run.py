@@ -207,6 +207,15 @@ def test_a_used_folder_is_neither_overwritten_nor_resumed_as_another_run(tmp_pat
     assert len(metrics_of(tmp_path / "run")) == 2
 
 
+def test_a_recipe_that_can_not_start_costs_no_folder(tmp_path: Path):
+    train_loaded(tiny(tmp_path, "train.steps=1"), tmp_path / "run")
+    for out in ("run", "new"):
+        with pytest.raises(PracticumError, match=r"rollout\.loop"):
+            train_loaded(tiny(tmp_path, "rollout.loop=nowhere:loop"), tmp_path / out, fresh=True)
+    assert len(metrics_of(tmp_path / "run")) == 2
+    assert not (tmp_path / "new").exists()
+
+
 def test_the_run_folder_has_recipe_versions_samples_and_log(tmp_path: Path):
     train_loaded(tiny(tmp_path, "track.tensorboard=true"), tmp_path / "run")
     folder = tmp_path / "run"
@@ -262,3 +271,4 @@ def test_a_failing_reward_stops_the_run_or_is_counted(tmp_path: Path):
     rows = metrics_of(tmp_path / "skip")[1:]
     assert all(row["rollout/failed"] == 8 for row in rows)
     assert all(row["rollout/sessions"] == 16 for row in rows)
+    assert "failed: prompt 0/session 1/trajectory 0" in (tmp_path / "skip" / "log.txt").read_text()

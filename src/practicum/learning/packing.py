@@ -142,7 +142,7 @@ def plan_microbatches(
     room = 0
     for bundle in sorted(bundles.values(), key=lambda b: (-longest(b[0]), b[0][0])):
         if room < cost([i for unit in bundle for i in unit], present) <= token_budget:
-            room = 0
+            room = -1  # not even a unit that costs nothing goes into this micro-batch
         for unit in bundle:
             if not batches or cost(unit, present) > room:
                 batches.append([])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
+from difflib import get_close_matches
 
 from practicum.errors import RecipeError
+from practicum.recipe.functions import import_function
 from practicum.rollout.session import Loop, Session, Trajectory
 
 
@@ -23,14 +24,11 @@ def find_loop(name: str) -> Loop:
     """A built-in loop, or a user's `package.module:function`."""
     if name in LOOPS:
         return LOOPS[name]
-    module_name, colon, function_name = name.partition(":")
-    if not colon:
-        known = ", ".join(LOOPS)
-        raise RecipeError("rollout.loop", name, f"one of {known}, or package.module:function")
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise RecipeError("rollout.loop", name, "an importable function", str(error)) from error
+    if ":" not in name:
+        near = get_close_matches(name, LOOPS, n=1)
+        wanted = f"one of {', '.join(LOOPS)}, or package.module:function"
+        raise RecipeError("rollout.loop", repr(name), wanted, f"did you mean {near[0]}?" if near else "")
+    function = import_function(name, "rollout.loop")
     if not inspect.iscoroutinefunction(function):
-        raise RecipeError("rollout.loop", name, "a coroutine function", "declare it `async def`")
+        raise RecipeError("rollout.loop", repr(name), "a coroutine function", "declare it `async def`")
     return function

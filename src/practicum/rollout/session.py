@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,11 +96,24 @@ class Session:
         """Open a context: with these tokens, or with the prompt's."""
         return Trajectory(list(self.prompt_ids if prompt_ids is None else prompt_ids))
 
-    async def generate(self, trajectory: Trajectory, **changes: Any) -> Generation:
-        """Sample the next turn and append it; `changes` replace fields of the recipe's Sampling."""
+    async def generate(
+        self,
+        trajectory: Trajectory,
+        *,
+        max_new_tokens: int | None = None,
+        stop: frozenset[int] | None = None,
+    ) -> Generation:
+        """Sample the next turn and append it; another length or other stop tokens, if given.
+
+        The distribution is the recipe's in every turn: it is the one that the learner trains.
+        """
         counter = Counter(self._seed, self.prompt.uid, self.index, self._turn)
         self._turn += 1
-        sampling = replace(self.sampling, **changes) if changes else self.sampling
+        sampling = replace(
+            self.sampling,
+            max_new_tokens=max_new_tokens or self.sampling.max_new_tokens,
+            stop=self.sampling.stop if stop is None else stop,
+        )
         generation = await self._engine.generate(trajectory.ids(), sampling, counter)
         trajectory.add_sampled(generation)
         return generation

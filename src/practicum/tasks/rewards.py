@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 from practicum.errors import RecipeError, RecipeErrors, RewardError
+from practicum.recipe.functions import import_function
 from practicum.recipe.schema import Reward, RewardFunction, Task
 from practicum.tasks.builtin import TASKS
 from practicum.tasks.calls import Outcome, call_each, raised, shorten
@@ -136,31 +134,11 @@ def load_function(spec: RewardFunction, path: str) -> Callable[[Any], Any]:
     if spec.use in SCORERS:
         return SCORERS[spec.use]()
     known = ("checker", *SCORERS)
-    module_name, colon, attribute = spec.use.partition(":")
-    if not (colon and module_name and attribute):
+    if ":" not in spec.use:
         near = get_close_matches(spec.use, known, n=1)
         wanted = f"{', '.join(known)} or package.module:function"
         raise RecipeError(path, repr(spec.use), wanted, f"did you mean {near[0]}?" if near else "")
-    module = _import(module_name, spec.use, path)
-    function = getattr(module, attribute, None)
-    if function is None:
-        near = get_close_matches(attribute, vars(module), n=1)
-        hint = f"did you mean {module_name}:{near[0]}?" if near else ""
-        raise RecipeError(path, repr(spec.use), f"a function of module {module_name}", hint)
-    if not callable(function) or isinstance(function, type):
-        raise RecipeError(path, f"{spec.use!r}, a {type(function).__name__}", "a function")
-    return function
-
-
-def _import(module_name: str, use: str, path: str) -> Any:
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        return importlib.import_module(module_name)
-    except Exception as error:
-        hint = f"importing {module_name} from {here} raised {type(error).__name__}: {error}"
-        raise RecipeError(path, repr(use), "a module that can be imported", hint) from error
+    return import_function(spec.use, path)
 
 
 def _checker(task: Task) -> Callable[[RewardSample], float]:

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,8 +34,10 @@ class RunFolder:
         """Whether a run has been here."""
         return (self.path / "recipe.yaml").exists()
 
-    def create(self, recipe: Recipe) -> None:
-        """Begin a run: the folder, its recipe as resolved, and what it runs on."""
+    def replace(self, recipe: Recipe) -> None:
+        """Begin a run, in place of one that was here: its recipe as resolved, and what it runs on."""
+        if self.is_used:
+            shutil.rmtree(self.path)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         resolved = recipe.model_dump(mode="json", exclude={"extends"})
         write_atomic(self.path / "recipe.yaml", yaml.safe_dump(resolved, sort_keys=False))
@@ -69,7 +72,9 @@ class RunFolder:
                 os.truncate(path, size)
 
     def log(self, line: str) -> None:
-        """Add a line with the time to log.txt."""
+        """Add a line with the time to log.txt; before the run has begun there is no log."""
+        if not self.path.is_dir():
+            return
         with (self.path / "log.txt").open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 

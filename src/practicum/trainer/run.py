@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from practicum.errors import PracticumError
 from practicum.models.load import context_length
 from practicum.observe.progress import ProgressView
 from practicum.observe.tables import score_table
-from practicum.observe.trackers import make_trackers
+from practicum.observe.trackers import Tracker, make_trackers
 from practicum.recipe.load import LoadedRecipe, load_recipe
 from practicum.recipe.schema import Recipe
 from practicum.runtime.local import Roles, start_local
@@ -64,10 +63,18 @@ class Run:
         self.runner.on_stage, self.runner.on_batch = view.stage, self._keep_samples
         self.eval_prompts = eval_prompts(recipe.tasks, recipe.eval.rows, seed=recipe.seed)
         self.checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep_last)
-        self.trackers = make_trackers(recipe, folder.path)
+        self.trackers: list[Tracker] = []
         self.progress = Progress()
         self._samples: list[dict[str, Any]] = []
         self._began = time.monotonic()
+
+    def begin(self, *, resume: bool) -> None:
+        """Take the folder into use: all that can be wrong with the recipe is known by now."""
+        if not resume:
+            self.folder.replace(self.recipe)
+        self.trackers = make_trackers(self.recipe, self.folder.path)
+        if resume:
+            self.resume()
 
     def train(self, interrupt: Interrupt) -> Outcome:
         """All steps that are left, then the export."""
@@ -134,6 +141,9 @@ class Run:
         self.view.step(number, metrics)
 
     def _keep_samples(self, batch: BatchRef) -> None:
+        for key, tags in batch:
+            if tags.failure is not None:
+                self.folder.log(f"failed: {key}: {tags.failure}")
         wanted = self.recipe.track.trajectories - len(self._samples)
         if wanted > 0:
             self._samples += sample_rows(self.roles, batch, wanted)
@@ -188,22 +198,18 @@ class Run:
         self.roles.close()
 
 
-def open_folder(recipe: Recipe, out: Path | None, *, resume: bool, fresh: bool) -> RunFolder:
-    """The run's folder: a new one, the one to resume, or (fresh) in place of an old run."""
+def choose_folder(recipe: Recipe, out: Path | None, *, resume: bool, fresh: bool) -> RunFolder:
+    """The run's folder, if this run may use it. Nothing is written or removed yet."""
     folder = RunFolder(out or Path(recipe.out or Path("runs") / recipe.name))
+    if resume and not folder.is_used:
+        raise PracticumError(f"{folder.path} has no run to resume: leave out --resume")
     if resume:
-        if not folder.is_used:
-            raise PracticumError(f"{folder.path} has no run to resume: leave out --resume")
         require_same_run(folder.recipe(), recipe.model_dump(mode="json", exclude={"extends"}))
-        return folder
-    if folder.is_used:
-        if not fresh:
-            raise PracticumError(
-                f"{folder.path} holds a run already: --resume continues it, --fresh replaces it, "
-                "--out DIR writes elsewhere"
-            )
-        shutil.rmtree(folder.path)
-    folder.create(recipe)
+    elif folder.is_used and not fresh:
+        raise PracticumError(
+            f"{folder.path} holds a run already: --resume continues it, --fresh replaces it, "
+            "--out DIR writes elsewhere"
+        )
     return folder
 
 
@@ -213,13 +219,12 @@ def train_loaded(
     """Train one recipe; used by the command line, the demo and tests."""
     recipe = loaded.recipe
     check_tasks(recipe)
-    folder = open_folder(recipe, out, resume=resume, fresh=fresh)
+    folder = choose_folder(recipe, out, resume=resume, fresh=fresh)
     steps = Checkpoints(folder.checkpoints, 1).steps() if resume else []
     with ProgressView(recipe.name, recipe.train.steps, done=steps[-1] if steps else 0) as view:
         run = Run(recipe, folder, view)
         try:
-            if resume:
-                run.resume()
+            run.begin(resume=resume)
             with Interrupt(view.say) as interrupt:
                 return run.train(interrupt)
         except BaseException as error:
