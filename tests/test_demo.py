@@ -41,7 +41,7 @@ def test_the_demo_command_ends_with_a_table_and_the_folder(
     short = tmp_path / "recipes"
     (short / "demo").mkdir(parents=True)
     for name in ("base.yaml", "grpo.yaml"):
-        cut = "\ntrain: {steps: 2, prompts: 4}\n"
+        cut = "\ntrain: {steps: 2, prompts: 4, warmup_steps: 0}\n"
         (short / "demo" / name).write_text(f"extends: {DEMO / name}{cut}")
     monkeypatch.setattr("practicum.trainer.demo.shipped_recipes", lambda: short)
     for _ in range(2):  # a second demo replaces the first
