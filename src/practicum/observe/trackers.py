@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,7 +38,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of a Weights & Biases project; a resumed run continues it."""
+    """A run of a Weights & Biases project; a resumed run continues it, by the id in its folder."""
 
     def __init__(self, project: str, recipe: Recipe, folder: Path) -> None:
         try:
@@ -45,8 +46,16 @@ class WandB:
         except ImportError as error:
             raise MissingExtraError("track.wandb", "wandb") from error
         config: dict[str, Any] = recipe.model_dump(mode="json")
+        id_file = folder / "wandb.id"
+        if not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex)
         self._run = wandb.init(
-            project=project, name=recipe.name, dir=str(folder), config=config, resume="allow"
+            project=project,
+            name=recipe.name,
+            id=id_file.read_text(),
+            dir=str(folder),
+            config=config,
+            resume="allow",
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

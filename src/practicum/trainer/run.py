@@ -249,9 +249,21 @@ def train_recipes(
     for loaded in [load_recipe(path, overrides) for path in paths]:
         outcome = train_loaded(loaded, out, resume=resume, fresh=fresh)
         outcomes.append(outcome)
+        Console().print(summary(outcome, loaded.recipe.expected), highlight=False, soft_wrap=True)
         if outcome.interrupted:
             break
     return outcomes
+
+
+def summary(outcome: Outcome, expected: str | None) -> str:
+    """A run in a few lines: how it ended, its scores before and after, where it lies."""
+    ended = "stopped, --resume continues it" if outcome.interrupted else "done"
+    lines = [f"{outcome.name}: {ended} · {outcome.steps} steps in {outcome.seconds:.0f} s · {outcome.folder}"]
+    for name, last in outcome.last_eval.items():
+        if name.startswith("eval/"):
+            first = outcome.first_eval.get(name)
+            lines.append(f"  {name} {f'{first:.3f} → ' if first is not None else ''}{last:.3f}")
+    return "\n".join([*lines, *([f"  expected: {expected}"] if expected else [])])
 
 
 def evaluate_recipe(path: Path, overrides: Sequence[str] = (), model: str | None = None) -> dict[str, float]:
