@@ -26,6 +26,9 @@ class _Commands(TyperGroup):
         except PracticumError as error:
             typer.echo("\n".join([str(error), *getattr(error, "__notes__", [])]), err=True)
             raise typer.Exit(2) from None
+        except (PermissionError, NotADirectoryError) as error:
+            typer.echo(f"{error.filename}: {error.strerror}", err=True)
+            raise typer.Exit(2) from None
 
 
 app = typer.Typer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,10 +24,8 @@ class TensorBoard:
     """Event files in the run folder."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise MissingExtraError("track.tensorboard", "tensorboard") from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(log_dir=str(folder / "tensorboard"))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -41,10 +40,8 @@ class WandB:
     """A run of a Weights & Biases project; a resumed run continues it, by the id in its folder."""
 
     def __init__(self, project: str, recipe: Recipe, folder: Path) -> None:
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise MissingExtraError("track.wandb", "wandb") from error
+        import wandb  # pyright: ignore[reportMissingImports]
+
         config: dict[str, Any] = recipe.model_dump(mode="json")
         id_file = folder / "wandb.id"
         if not id_file.exists():
@@ -63,6 +60,16 @@ class WandB:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def require_trackers(recipe: Recipe) -> None:
+    """The trackers that the recipe asks for are installed, or a MissingExtraError names the extra."""
+    for name, wanted in (("tensorboard", recipe.track.tensorboard), ("wandb", recipe.track.wandb)):
+        try:
+            if wanted:
+                importlib.import_module(name)
+        except ImportError as error:
+            raise MissingExtraError(f"track.{name}", name) from error
 
 
 def make_trackers(recipe: Recipe, folder: Path) -> list[Tracker]:

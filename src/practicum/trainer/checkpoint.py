@@ -115,6 +115,7 @@ MAY_CHANGE = (
     "runtime.",
     "expected",
     "out",
+    "rollout.deadline_s",
 )
 """What a resumed run may set differently, because no step depends on it (steps: in no decay)."""
 

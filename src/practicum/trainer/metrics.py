@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Tags
@@ -82,8 +83,17 @@ def by_domain(name: str, tags: Iterable[Tags]) -> dict[str, float]:
 
 
 def session_tags(batch: BatchRef) -> list[Tags]:
-    """One Tags per session (its last trajectory's), without baselines and padding."""
-    found = {key[:2]: tags for key, tags in batch if not tags.is_baseline and not tags.is_padding}
+    """One Tags per session: its last trajectory's, with the tokens of all. No baselines, no padding."""
+    found: dict[tuple[int, ...], Tags] = {}
+    for key, last in batch:
+        if last.is_baseline or last.is_padding:
+            continue
+        before = found.get(key[:2], Tags())
+        found[key[:2]] = replace(
+            last,
+            response_tokens=before.response_tokens + last.response_tokens,
+            sampled_tokens=before.sampled_tokens + last.sampled_tokens,
+        )
     return list(found.values())
 
 

@@ -107,6 +107,8 @@ class StepRunner:
                 f"no group to learn from is left after {refills} refills: rewards are all equal (the task is "
                 "too easy or too hard for this model) or all sessions failed; see samples.jsonl and log.txt"
             )
+        if not any(tags.sampled_tokens for tags in batch.tags):
+            raise PracticumError("the student sampled no token in this step: the loop adds only given ones")
         metrics = rollout_metrics([t for part in rolled for t in session_tags(part)], groups)
         metrics |= {f"reward/part/{name}": fmean(scores) for name, scores in self._parts.items()}
         metrics["epoch"] = epoch or 0
