@@ -24,7 +24,10 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except PracticumError as error:
-            typer.echo(str(error), err=True)
+            typer.echo("\n".join([str(error), *getattr(error, "__notes__", [])]), err=True)
+            raise typer.Exit(2) from None
+        except (PermissionError, NotADirectoryError) as error:
+            typer.echo(f"{error.filename}: {error.strerror}", err=True)
             raise typer.Exit(2) from None
 
 

@@ -15,10 +15,10 @@ def batch(*tags: Tags) -> BatchRef:
 
 
 def test_fresh_rows_must_have_the_learners_weight_version():
-    assert invariants.weight_version(batch(Tags(version_min=5, version_max=5)), 5) is None
-    mixed = batch(Tags(version_min=4, version_max=5))
+    assert invariants.weight_version(batch(Tags(sampled_tokens=1, version_min=5, version_max=5)), 5) is None
+    mixed = batch(Tags(sampled_tokens=1, version_min=4, version_max=5))
     assert "weight versions 4–5" in (invariants.weight_version(mixed, 5) or "")
-    newer = batch(Tags(version_min=5, version_max=5))
+    newer = batch(Tags(sampled_tokens=1, version_min=5, version_max=5))
     assert "the learner is at 4" in (invariants.weight_version(newer, 4) or "")
 
 

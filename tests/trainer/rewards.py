@@ -1,5 +1,7 @@
 """Reward functions that recipes in tests name."""
 
+import random
+
 from practicum.tasks.scorers import RewardSample
 
 
@@ -11,3 +13,13 @@ def fails_on_odd_sessions(sample: RewardSample) -> float:
     if "session 1/" in sample.key or "session 3/" in sample.key:
         raise ValueError("odd session")
     return float(len(sample.response_text))
+
+
+def fails_on_the_first_prompts_baseline(sample: RewardSample) -> float:
+    if "prompt 0/session 4/" in sample.key:
+        raise ValueError("no baseline")
+    return float(len(sample.response_text))
+
+
+def at_random(sample: RewardSample) -> float:
+    return random.random()

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from practicum.errors import CheckError, PracticumError
 from practicum.trainer import run as run_module
@@ -272,3 +273,94 @@ def test_a_failing_reward_stops_the_run_or_is_counted(tmp_path: Path):
     assert all(row["rollout/failed"] == 8 for row in rows)
     assert all(row["rollout/sessions"] == 16 for row in rows)
     assert "failed: prompt 0/session 1/trajectory 0" in (tmp_path / "skip" / "log.txt").read_text()
+
+
+def test_remax_leaves_out_a_group_whose_baseline_failed(tmp_path: Path):
+    functions = [{"use": "tests.trainer.rewards:fails_on_the_first_prompts_baseline"}]
+    sections: dict[str, Any] = {
+        "reward": {"functions": functions, "on_error": "skip"},
+        "algorithm": {"advantage": "remax"},
+    }
+    train_loaded(tiny(tmp_path, **sections), tmp_path / "run")
+    rows = metrics_of(tmp_path / "run")[1:]
+    assert [row["groups/without_baseline"] for row in rows] == [1, 0, 0, 0]
+
+
+def test_evaluation_counts_what_it_could_not_judge(tmp_path: Path):
+    sections = {
+        "reward": {"functions": [{"use": "tests.trainer.rewards:fails_on_odd_sessions"}], "on_error": "skip"},
+        "eval": {"rows": 4, "samples": 2},
+    }
+    train_loaded(tiny(tmp_path, "train.steps=0", **sections), tmp_path / "run")
+    (row,) = metrics_of(tmp_path / "run")
+    assert row["eval/failed"] == 8  # 4 prompts of 2 tasks, session 1 of each
+    assert {"eval/mean@2", "eval/pass@2", "eval/greedy"} <= row.keys()
+
+
+def test_resuming_before_the_first_checkpoint_says_how_to_go_on(tmp_path: Path):
+    train_loaded(tiny(tmp_path, "train.steps=1"), tmp_path / "run")
+    for checkpoint in (tmp_path / "run" / "checkpoints").iterdir():
+        shutil.rmtree(checkpoint)
+    with pytest.raises(PracticumError, match="start again with --fresh"):
+        train_loaded(tiny(tmp_path, "train.steps=1"), tmp_path / "run", resume=True)
+
+
+def test_the_summary_names_scores_and_folder(tmp_path: Path):
+    outcome = train_loaded(tiny(tmp_path, "train.steps=1"), tmp_path / "run")
+    text = run_module.summary(outcome, "about nothing")
+    assert "tiny: done · 1 steps in" in text
+    assert "eval/greedy 0.000 → " in text
+    assert "expected: about nothing" in text
+
+
+def test_a_tracker_that_is_not_installed_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(PracticumError, match=r"pip install 'practicum\[wandb\]'"):
+        train_loaded(tiny(tmp_path, "track.wandb=project"), tmp_path / "run")
+
+
+def test_fresh_never_touches_files_that_are_not_a_runs(tmp_path: Path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text("mine")
+    with pytest.raises(PracticumError, match="not a run's"):
+        train_loaded(tiny(tmp_path), folder, fresh=True)
+    assert (folder / "recipe.yaml").read_text() == "mine"
+    train_loaded(tiny(tmp_path, "train.steps=1"), tmp_path / "run")
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    with pytest.raises(PracticumError, match="wandb"):
+        train_loaded(tiny(tmp_path, "track.wandb=p"), tmp_path / "run", fresh=True)
+    assert (tmp_path / "run" / "export").is_dir()
+    train_loaded(tiny(tmp_path, "train.steps=1"), tmp_path / "run", fresh=True)
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+
+
+def test_rewards_that_draw_from_global_generators_repeat(tmp_path: Path):
+    sections = {"reward": {"functions": [{"use": "tests.trainer.rewards:at_random"}]}}
+    for name in ("a", "b"):
+        train_loaded(tiny(tmp_path, **sections), tmp_path / name)
+    same_run(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_best_metric_that_is_not_measured_is_named_before_any_step(tmp_path: Path):
+    sections = {"eval": {"rows": 4, "every": 1}, "checkpoint": {"keep_best": "eval/greedy/nothing"}}
+    with pytest.raises(PracticumError, match="evaluations give eval/greedy, eval/greedy/compare"):
+        train_loaded(tiny(tmp_path, **sections), tmp_path / "run")
+
+
+def test_checkers_see_only_what_the_student_wrote_and_all_its_tokens_count(tmp_path: Path):
+    loaded = tiny(tmp_path, "rollout.loop=tests.trainer.loops:two_trajectories")
+    train_loaded(loaded, tmp_path / "run")
+    for row in metrics_of(tmp_path / "run")[1:]:
+        assert row["rollout/tokens"] == row["train/tokens"]
+        assert row["rollout/sessions"] == 16
+    samples = (tmp_path / "run" / "samples.jsonl").read_text()
+    assert "given" in samples
+
+
+def test_a_reference_of_another_vocabulary_is_refused(tmp_path: Path):
+    config = GPT2Config(vocab_size=500, n_embd=16, n_layer=1, n_head=1, n_positions=64)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "other")
+    sections = {"algorithm": {"kl": {"place": "loss", "reference": str(tmp_path / "other")}}}
+    with pytest.raises(PracticumError, match=r"kl\.reference: .* vocabulary of 500 tokens"):
+        train_loaded(tiny(tmp_path, **sections), tmp_path / "run")

@@ -13,7 +13,7 @@ from practicum.dataplane.ragged import Ragged
 def weight_version(fresh: BatchRef, version: int) -> str | None:
     """The engine sampled every token of a fresh rollout with the weights that the learner has."""
     for key, tags in fresh:
-        if (tags.version_min, tags.version_max) != (version, version):
+        if tags.sampled_tokens and (tags.version_min, tags.version_max) != (version, version):
             return (
                 f"{key} was sampled with weight versions {tags.version_min}–{tags.version_max}, "
                 f"the learner is at {version}: the engine missed an update"

@@ -117,7 +117,7 @@ def candidates(recipe: Recipe) -> list[StageSpec]:
     learns = (*_ROWS, "values", "returns") if gae else _ROWS
     return [
         *_practice(recipe),
-        StageSpec("reward", _TOKENS, ("reward",), about="judge each answer"),
+        StageSpec("reward", _ROWS, ("reward",), about="judge each answer"),
         StageSpec("old_logprobs", _TOKENS, ("old_logprobs",), about="the student before the update"),
         StageSpec("ref_logprobs", _TOKENS, ("ref_logprobs",), about="the reference policy"),
         StageSpec("values", _TOKENS, ("values",), about="what the critic expects"),
@@ -134,7 +134,7 @@ def evaluation_plan() -> Plan:
     return Plan(
         (
             StageSpec("rollout", writes=_ROWS, about="the student answers"),
-            StageSpec("reward", _TOKENS, ("reward",), effect=True, about="judge each answer"),
+            StageSpec("reward", _ROWS, ("reward",), effect=True, about="judge each answer"),
         )
     )
 

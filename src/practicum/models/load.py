@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -102,20 +103,22 @@ def load_tokenizer(spec: Model) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(spec: Model, seed: int, *, path: str | None = None) -> PreTrainedModel:
-    """The student (or `path` in its place), on its device, without dropout, in evaluation mode."""
+def load_model(
+    spec: Model, seed: int, *, path: str | None = None, key: str = "model.path"
+) -> PreTrainedModel:
+    """The student (or `path` in its place), on its device, without dropout; `key` is for errors."""
     source = path or spec.path
     dtype = getattr(torch, spec.dtype)
     if source is None:
         assert spec.make is not None
         model = make_model(spec.make, load_tokenizer(spec), seed).to(dtype)
     else:
-        require_model_folder(source)
+        require_model_folder(source, key)
         try:
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise RecipeError(
-                "model.path",
+                key,
                 source,
                 "a causal language model in HuggingFace format",
                 str(error).splitlines()[0],
@@ -133,12 +136,12 @@ def ready(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     return model.eval()
 
 
-def require_model_folder(source: str) -> None:
+def require_model_folder(source: str, key: str = "model.path") -> None:
     """A path that looks local must be a folder with a config; a hub name is left to the hub."""
     looks_local = source.startswith((".", "/", "~")) or source.count("/") != 1 or Path(source).exists()
     if looks_local and not (Path(source).expanduser() / "config.json").is_file():
         raise RecipeError(
-            "model.path",
+            key,
             source,
             "a folder with config.json and weights",
             "train the recipe that makes it first, or check the path",
@@ -159,7 +162,7 @@ def stop_ids(
     ids: list[Any] = [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
     for text in more:
         found = tokenizer.encode(text, add_special_tokens=False)
-        if len(found) != 1:
+        if len(found) != 1 or found[0] == tokenizer.unk_token_id:
             raise RecipeError("rollout.stop", f"{text!r}, {len(found)} tokens", "strings of one token each")
         ids.append(found[0])
     return frozenset(int(i) for i in ids if i is not None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,10 +24,8 @@ class TensorBoard:
     """Event files in the run folder."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise MissingExtraError("track.tensorboard", "tensorboard") from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(log_dir=str(folder / "tensorboard"))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -37,16 +37,22 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of a Weights & Biases project; a resumed run continues it."""
+    """A run of a Weights & Biases project; a resumed run continues it, by the id in its folder."""
 
     def __init__(self, project: str, recipe: Recipe, folder: Path) -> None:
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise MissingExtraError("track.wandb", "wandb") from error
+        import wandb  # pyright: ignore[reportMissingImports]
+
         config: dict[str, Any] = recipe.model_dump(mode="json")
+        id_file = folder / "wandb.id"
+        if not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex)
         self._run = wandb.init(
-            project=project, name=recipe.name, dir=str(folder), config=config, resume="allow"
+            project=project,
+            name=recipe.name,
+            id=id_file.read_text(),
+            dir=str(folder),
+            config=config,
+            resume="allow",
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -54,6 +60,16 @@ class WandB:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def require_trackers(recipe: Recipe) -> None:
+    """The trackers that the recipe asks for are installed, or a MissingExtraError names the extra."""
+    for name, wanted in (("tensorboard", recipe.track.tensorboard), ("wandb", recipe.track.wandb)):
+        try:
+            if wanted:
+                importlib.import_module(name)
+        except ImportError as error:
+            raise MissingExtraError(f"track.{name}", name) from error
 
 
 def make_trackers(recipe: Recipe, folder: Path) -> list[Tracker]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from practicum.errors import RecipeError
 from practicum.recipe.arithmetic import count
-from practicum.recipe.schema import Algorithm, Recipe, RewardFunction, Task
+from practicum.recipe.schema import Algorithm, Buffer, Eval, Kl, Recipe, RewardFunction, Task
 
 GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"})
 """Estimators that compare the sessions of one prompt with one another."""
@@ -23,6 +23,9 @@ _READ_BY: tuple[tuple[str, str, frozenset[str]], ...] = (
     ("lam", "advantage", frozenset({"gae"})),
     ("dual_clip", "loss", frozenset({"ppo_clip", "gspo"})),
     ("log_ratio_clamp", "loss", frozenset({"ppo_clip", "gspo", "cispo"})),
+    ("clip_low", "loss", frozenset({"ppo_clip", "gspo", "cispo"})),
+    ("clip_high", "loss", frozenset({"ppo_clip", "gspo", "cispo"})),
+    ("whiten", "advantage", frozenset({"gae"})),
     ("entropy", "loss", frozenset({"ppo_clip", "gspo", "cispo", "reinforce"})),
 )
 
@@ -149,14 +152,16 @@ def _kl(recipe: Recipe) -> Iterator[RecipeError]:
         expected = f"more than {0.2 * count(recipe).sessions:g}, a fifth of a step's sessions"
         yield RecipeError("algorithm.kl.horizon", found, expected, advice)
     cut = recipe.rollout.top_p < 1 or recipe.rollout.top_k > 0 or recipe.rollout.min_p > 0
-    if kl.place == "reward" and recipe.algorithm.old_logprobs == "rollout" and cut:
-        found = "rollout with a KL in the reward and top_p, top_k or min_p"
-        advice = "the engine's logprobs are those of the cut distribution, the reference's are not"
+    if recipe.algorithm.old_logprobs == "rollout" and cut:
+        found = "rollout with top_p, top_k or min_p"
+        advice = "the engine's logprobs are those of the cut distribution, the learner's are not"
         yield RecipeError("algorithm.old_logprobs", found, "auto or recompute", advice)
-    if kl.reference is not None and kl.place == "off":
-        found = f"{kl.reference!r} with algorithm.kl.place off"
-        advice = "nothing would read the reference: set algorithm.kl.place to reward or loss"
-        yield RecipeError("algorithm.kl.reference", found, "a place for the penalty", advice)
+    for option in ("reference", "coefficient", "estimator", "clamp", "horizon"):
+        value = getattr(kl, option)
+        if kl.place == "off" and value != _default(Kl, option):
+            found = f"{value!r} with algorithm.kl.place off"
+            advice = "nothing would read it: set algorithm.kl.place to reward or loss"
+            yield RecipeError(f"algorithm.kl.{option}", found, "a place for the penalty", advice)
 
 
 def _critic(recipe: Recipe) -> Iterator[RecipeError]:
@@ -185,6 +190,10 @@ def _groups(recipe: Recipe) -> Iterator[RecipeError]:
             "at least 2",
             "it compares the sessions of a prompt: a group of one has no relative signal",
         )
+    refills = recipe.buffer.max_refills
+    if not recipe.buffer.filter_flat_groups and refills != _default(Buffer, "max_refills"):
+        found = f"{refills} with buffer.filter_flat_groups false"
+        yield RecipeError("buffer.max_refills", found, "filter_flat_groups: true", "nothing else refills")
     if recipe.buffer.filter_flat_groups and advantage not in GROUP_ESTIMATORS:
         yield RecipeError(
             "buffer.filter_flat_groups",
@@ -217,6 +226,11 @@ def _eval(recipe: Recipe) -> Iterator[RecipeError]:
         found = f"{recipe.eval.every} with eval.greedy false and eval.samples 0"
         advice = "set eval.greedy to true or eval.samples to at least 1"
         yield RecipeError("eval.every", found, "an evaluation that measures something", advice)
+    for option in ("temperature", "pass_threshold"):
+        value = getattr(recipe.eval, option)
+        if not recipe.eval.samples and value != _default(Eval, option):
+            found = f"{value} with eval.samples 0"
+            yield RecipeError(f"eval.{option}", found, "eval.samples of at least 1", "only samples use it")
     if best is None:
         return
     if not best.startswith("eval/"):

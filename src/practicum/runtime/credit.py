@@ -75,8 +75,7 @@ class Credit:
         self, columns: Columns, token_rewards_N: Tensor, mask_N: Tensor, sessions: int
     ) -> tuple[Tensor, dict[str, float]]:
         kl = self.recipe.algorithm.kl
-        source = old_source(self.recipe)
-        student_N = columns.ragged("old_logprobs" if source == "own" else source).values
+        student_N = columns.ragged(old_source(self.recipe)).values
         if not mask_N.any():
             return token_rewards_N, {}
         reference_N = columns.ragged("ref_logprobs").values

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from practicum.checks.watch import Watch
 from practicum.dataplane.memory import MemoryStore
 from practicum.dataplane.plan import Plan, evaluation_plan
 from practicum.dataplane.store import Store
+from practicum.errors import RecipeError
 from practicum.learning.critic import Critic
 from practicum.learning.learner import Learner
 from practicum.learning.scorer import Scorer
@@ -62,6 +63,17 @@ def rollout_context(recipe: Recipe, model_context: int | None) -> int:
     return needed if model_context is None else min(needed, model_context)
 
 
+def load_reference(recipe: Recipe, student: PreTrainedModel) -> PreTrainedModel:
+    """The reference policy: a model of the student's vocabulary, or the student's start."""
+    path, key = recipe.algorithm.kl.reference, "algorithm.kl.reference"
+    reference = load_model(recipe.model, recipe.seed, path=path, key=key)
+    own, other = (m.config.get_text_config().vocab_size for m in (student, reference))
+    if own != other:
+        expected = f"a model of the student's vocabulary of {own}"
+        raise RecipeError(key, f"{path} with a vocabulary of {other} tokens", expected)
+    return reference
+
+
 def start_local(recipe: Recipe, plan: Plan, watch: Watch) -> Roles:
     """Load the models and connect the roles."""
     set_threads(recipe.runtime.threads)
@@ -78,8 +90,7 @@ def start_local(recipe: Recipe, plan: Plan, watch: Watch) -> Roles:
     )
     reference = None
     if "ref_logprobs" in plan:
-        other = load_model(recipe.model, recipe.seed, path=recipe.algorithm.kl.reference)
-        reference = Scorer(Trunk(other, recipe.train))
+        reference = Scorer(Trunk(load_reference(recipe, model), recipe.train))
     engine = TorchEngine(
         model,
         slots=recipe.rollout.slots,

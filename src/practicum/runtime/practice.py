@@ -93,7 +93,7 @@ class Practice:
             trajectories = require_trajectories(await self._loop(session), name)
         except PracticumError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise PracticumError(
                 f"agent loop {name} raised {type(error).__name__} on prompt {prompt.uid} "
                 f"(task {prompt.task}, row {prompt.index}): {error}"
@@ -143,10 +143,11 @@ class Practice:
         Returns each reward function's scores, for metrics.
         """
         prompt_ids, response_ids = columns.ragged("prompt_ids"), columns.ragged("response_ids")
+        mask = columns.ragged("response_mask")
         sessions: dict[tuple[int, int], int] = {}
         for i, key in enumerate(batch.keys):  # the last trajectory of a session holds its answer
             sessions[key.prompt, key.session] = i
-        samples = [self._sample(batch, i, prompt_ids[i], response_ids[i]) for i in sessions.values()]
+        samples = [self._sample(batch, i, prompt_ids[i], response_ids[i][mask[i]]) for i in sessions.values()]
         judged = run_async(self.judge.score(samples), timeout=self.recipe.rollout.deadline_s, owner="reward")
         verdicts = dict(zip(sessions, judged, strict=True))
         rewards, tags = torch.zeros(len(batch)), {}
@@ -162,7 +163,9 @@ class Practice:
             )
         self.store.tag(batch.partition, tags)
         parts: dict[str, list[float]] = {}
-        for verdict in judged:
+        for row, verdict in zip(sessions.values(), judged, strict=True):
+            if verdict.reward is None or batch.tags[row].is_baseline:
+                continue
             for name, value in verdict.parts.items():
                 parts.setdefault(name, []).append(value)
         return {"reward": rewards}, parts

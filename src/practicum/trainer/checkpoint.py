@@ -64,7 +64,9 @@ class Checkpoints:
         """The newest checkpoint."""
         steps = self.steps()
         if not steps:
-            raise PracticumError(f"{self.folder} has no checkpoint to resume from: run without --resume")
+            raise PracticumError(
+                f"{self.folder} has no checkpoint to resume from yet: start again with --fresh"
+            )
         path = self.folder / f"step-{steps[-1]:06d}"
         return path, Progress(**json.loads((path / "progress.json").read_text()))
 
@@ -113,6 +115,7 @@ MAY_CHANGE = (
     "runtime.",
     "expected",
     "out",
+    "rollout.deadline_s",
 )
 """What a resumed run may set differently, because no step depends on it (steps: in no decay)."""
 

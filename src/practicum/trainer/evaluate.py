@@ -44,8 +44,11 @@ def evaluate(recipe: Recipe, roles: Roles, prompts: Sequence[Prompt]) -> dict[st
 
 def scores(batch: BatchRef, k: int, pass_threshold: float) -> dict[str, float]:
     """Metrics of judged evaluation rows; greedy ones are tagged as baselines."""
-    rows = {key[:2]: (key, tags) for key, tags in batch if tags.reward is not None}
-    out = _means("eval/greedy", [(t.domain, t.reward) for _, t in rows.values() if t.is_baseline])
+    sessions = {key[:2]: (key, tags) for key, tags in batch}
+    rows = {name: row for name, row in sessions.items() if row[1].reward is not None}
+    failed = len(sessions) - len(rows)
+    out = {"eval/failed": float(failed)} if failed else {}
+    out |= _means("eval/greedy", [(t.domain, t.reward) for _, t in rows.values() if t.is_baseline])
     if k:
         sampled = [(key, tags) for key, tags in rows.values() if not tags.is_baseline]
         out |= _means(f"eval/mean@{k}", [(t.domain, t.reward) for _, t in sampled])

@@ -19,6 +19,8 @@ from practicum.recipe.schema import Recipe
 
 PACKAGES = ("practicum", "torch", "transformers", "numpy", "pydantic", "safetensors")
 APPENDED = ("metrics.jsonl", "samples.jsonl")
+OWNED = (*APPENDED, "recipe.yaml", "log.txt", "wandb.id", "checkpoints", "export", "tensorboard", "wandb")
+"""What a run writes besides versions.json, which marks its folder; nothing else is ever removed."""
 
 
 class RunFolder:
@@ -32,18 +34,32 @@ class RunFolder:
     @property
     def is_used(self) -> bool:
         """Whether a run has been here."""
-        return (self.path / "recipe.yaml").exists()
+        marker = self.path / "versions.json"
+        return marker.exists() and "practicum" in json.loads(marker.read_text())
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether files of somebody else's are here that a run would write over."""
+        return not self.is_used and any((self.path / name).exists() for name in OWNED)
 
     def replace(self, recipe: Recipe) -> None:
         """Begin a run, in place of one that was here: its recipe as resolved, and what it runs on."""
-        if self.is_used:
-            shutil.rmtree(self.path)
+        for name in OWNED if self.is_used else ():
+            path = self.path / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
-        resolved = recipe.model_dump(mode="json", exclude={"extends"})
-        write_atomic(self.path / "recipe.yaml", yaml.safe_dump(resolved, sort_keys=False))
+        self.write_recipe(recipe)
         versions = {name: _version(name) for name in PACKAGES}
         versions |= {"python": platform.python_version(), "machine": platform.platform()}
         write_atomic(self.path / "versions.json", json.dumps(versions, indent=2))
+
+    def write_recipe(self, recipe: Recipe) -> None:
+        """The recipe as resolved: every value that the run goes by."""
+        resolved = recipe.model_dump(mode="json", exclude={"extends"})
+        write_atomic(self.path / "recipe.yaml", yaml.safe_dump(resolved, sort_keys=False))
 
     def recipe(self) -> dict[str, Any]:
         """The resolved recipe of the run that is here."""

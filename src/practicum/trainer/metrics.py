@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Tags
@@ -24,6 +25,7 @@ METRICS: dict[str, str] = {
     "rollout/truncated": "Share of sessions cut off at max_new_tokens.",
     "groups/flat": "Share of rolled-out groups whose rewards are all equal.",
     "groups/of_one": "Groups with one session left, which have no relative signal.",
+    "groups/without_baseline": "Groups left out because their greedy baseline failed (remax).",
     "groups/refills": "Further rollouts made to refill filtered groups.",
     "groups/short": "Groups that the step lacks after all refills.",
     "advantage/kl_reward": "KL to the reference in the reward, mean over sampled tokens.",
@@ -39,12 +41,13 @@ METRICS: dict[str, str] = {
     "checks/<name>": "How often a check set to `warn` has fired in this step.",
     "eval/greedy": "Mean reward of greedy answers over the evaluation prompts.",
     "eval/greedy/<domain>": "The same for one domain.",
+    "eval/failed": "Evaluation sessions without a reward, left out of the scores; absent if none.",
     "eval/mean@<k>": "Mean reward over k samples per evaluation prompt.",
     "eval/mean@<k>/<domain>": "The same for one domain.",
     "eval/pass@<k>": "Share of evaluation prompts with a passing answer among k samples.",
     "eval/pass@<k>/<domain>": "The same for one domain.",
     "time/step": "Seconds of the whole step.",
-    "time/<stage>": "Seconds of one stage, or of eval and checkpoint.",
+    "time/<stage>": "Seconds of one stage, or of the evaluation.",
 }
 """Every name that may stand in metrics.jsonl; <…> stands for any word. A test holds runs to this list."""
 
@@ -80,8 +83,17 @@ def by_domain(name: str, tags: Iterable[Tags]) -> dict[str, float]:
 
 
 def session_tags(batch: BatchRef) -> list[Tags]:
-    """One Tags per session (its last trajectory's), without baselines and padding."""
-    found = {key[:2]: tags for key, tags in batch if not tags.is_baseline and not tags.is_padding}
+    """One Tags per session: its last trajectory's, with the tokens of all. No baselines, no padding."""
+    found: dict[tuple[int, ...], Tags] = {}
+    for key, last in batch:
+        if last.is_baseline or last.is_padding:
+            continue
+        before = found.get(key[:2], Tags())
+        found[key[:2]] = replace(
+            last,
+            response_tokens=before.response_tokens + last.response_tokens,
+            sampled_tokens=before.sampled_tokens + last.sampled_tokens,
+        )
     return list(found.values())
 
 

@@ -11,7 +11,7 @@ from practicum.models.load import context_length, load_model, load_tokenizer, st
 from practicum.recipe.load import LoadedRecipe
 from practicum.recipe.schema import Recipe
 from practicum.rollout.loops import find_loop
-from practicum.runtime.local import rollout_context
+from practicum.runtime.local import load_reference, rollout_context
 from practicum.tasks.check import check_tasks, tasks_needing_answer
 from practicum.tasks.prompts import Prompt, demonstration, encode_prompt
 from practicum.tasks.stream import eval_prompts, make_stream
@@ -38,7 +38,7 @@ def preflight(loaded: LoadedRecipe) -> list[str]:
         f"context: longest of {LOOKED_AT:,} prompts {longest[0]} tokens + answer {longest[1]} ≤ {context}"
     )
     if recipe.algorithm.kl.reference is not None:
-        load_model(recipe.model, recipe.seed, path=recipe.algorithm.kl.reference)
+        load_reference(recipe, model)
         findings.append(f"reference: {recipe.algorithm.kl.reference} loads")
     return findings
 
@@ -86,7 +86,7 @@ def _longest(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[int, i
             )
         prompt_tokens = max(prompt_tokens, len(ids))
         answer_tokens = max(answer_tokens, len(answer) + 1)
-    return prompt_tokens, answer_tokens if supervised else recipe.rollout.max_new_tokens
+    return prompt_tokens, max(answer_tokens, recipe.rollout.max_new_tokens)
 
 
 def _check_context(recipe: Recipe, longest: tuple[int, int], context: int, model_context: int | None) -> None:

@@ -12,6 +12,13 @@ import numpy as np
 import torch
 
 
+def seed_generators(seed: int) -> None:
+    """Start the global generators at the run's seed."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def random_state() -> dict[str, Any]:
     """States of Python's, numpy's and torch's global generators, as plain values."""
     name, keys, *rest = np.random.get_state(legacy=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from practicum.errors import PracticumError
 from practicum.models.load import context_length
 from practicum.observe.progress import ProgressView
 from practicum.observe.tables import score_table
-from practicum.observe.trackers import Tracker, make_trackers
+from practicum.observe.trackers import Tracker, make_trackers, require_trackers
 from practicum.recipe.load import LoadedRecipe, load_recipe
 from practicum.recipe.schema import Recipe
 from practicum.runtime.local import Roles, start_local
@@ -30,7 +32,7 @@ from practicum.trainer.evaluate import evaluate
 from practicum.trainer.folder import RunFolder
 from practicum.trainer.interrupt import Interrupt
 from practicum.trainer.preflight import check_prompts
-from practicum.trainer.randomness import random_state, set_random_state
+from practicum.trainer.randomness import random_state, seed_generators, set_random_state
 from practicum.trainer.samples import sample_rows
 from practicum.trainer.step import TRAIN, StepRunner
 
@@ -54,6 +56,7 @@ class Run:
     def __init__(self, recipe: Recipe, folder: RunFolder, view: ProgressView) -> None:
         self.recipe, self.folder, self.view = recipe, folder, view
         self.plan = make_plan(recipe)
+        require_trackers(recipe)
         self.watch = Watch(recipe.checks, self._report)
         self.roles: Roles = start_local(recipe, self.plan, self.watch)
         check_prompts(recipe, self.roles.tokenizer, context_length(self.roles.student.learner.model))
@@ -70,8 +73,11 @@ class Run:
 
     def begin(self, *, resume: bool) -> None:
         """Take the folder into use: all that can be wrong with the recipe is known by now."""
-        if not resume:
+        if resume:
+            self.folder.write_recipe(self.recipe)
+        else:
             self.folder.replace(self.recipe)
+            seed_generators(self.recipe.seed)
         self.trackers = make_trackers(self.recipe, self.folder.path)
         if resume:
             self.resume()
@@ -79,8 +85,9 @@ class Run:
     def train(self, interrupt: Interrupt) -> Outcome:
         """All steps that are left, then the export."""
         steps = self.recipe.train.steps
-        if self.progress.step == 0 and not self.progress.first_eval:
+        if not self.folder.positions()["metrics.jsonl"]:
             self.progress.first_eval = self.evaluate()
+            self._require_best_metric()
             self._record(0, dict(self.progress.first_eval))
         while self.progress.step < steps and not interrupt.asked:
             self._one_step(self.progress.step + 1)
@@ -88,7 +95,10 @@ class Run:
             self.save()
         if not interrupt.asked:
             disable_progress_bar()  # saving a model would draw into our own display
-            self.roles.student.learner.export(self.folder.export, self.roles.tokenizer)
+            aside = self.folder.export.with_name(".export")
+            self.roles.student.learner.export(aside, self.roles.tokenizer)
+            shutil.rmtree(self.folder.export, ignore_errors=True)
+            aside.rename(self.folder.export)
         return Outcome(
             self.recipe.name,
             self.folder.path,
@@ -122,14 +132,17 @@ class Run:
     def _is_best(self, metrics: dict[str, float]) -> bool:
         name = self.recipe.checkpoint.keep_best
         if name is None or name not in metrics:
-            if name is not None and any(key.startswith("eval/") for key in metrics):
-                known = ", ".join(sorted(k for k in metrics if k.startswith("eval/")))
-                raise PracticumError(f"checkpoint.keep_best is {name}; evaluations give {known}")
             return False
         if self.progress.best is not None and metrics[name] <= self.progress.best:
             return False
         self.progress.best, self.progress.best_step = metrics[name], self.progress.step
         return True
+
+    def _require_best_metric(self) -> None:
+        name, first = self.recipe.checkpoint.keep_best, self.progress.first_eval
+        if name is not None and name not in first:
+            known = ", ".join(sorted(k for k in first if k.startswith("eval/"))) or "nothing to choose by"
+            raise PracticumError(f"checkpoint.keep_best is {name}; evaluations give {known}")
 
     def _record(self, number: int, metrics: dict[str, float]) -> None:
         row = {"step": number, **metrics}
@@ -205,6 +218,11 @@ def choose_folder(recipe: Recipe, out: Path | None, *, resume: bool, fresh: bool
         raise PracticumError(f"{folder.path} has no run to resume: leave out --resume")
     if resume:
         require_same_run(folder.recipe(), recipe.model_dump(mode="json", exclude={"extends"}))
+    elif folder.is_foreign:
+        raise PracticumError(
+            f"{folder.path} has files that a run would write over and that are not a run's: "
+            "choose another folder with --out DIR"
+        )
     elif folder.is_used and not fresh:
         raise PracticumError(
             f"{folder.path} holds a run already: --resume continues it, --fresh replaces it, "
@@ -221,17 +239,14 @@ def train_loaded(
     check_tasks(recipe)
     folder = choose_folder(recipe, out, resume=resume, fresh=fresh)
     steps = Checkpoints(folder.checkpoints, 1).steps() if resume else []
-    with ProgressView(recipe.name, recipe.train.steps, done=steps[-1] if steps else 0) as view:
-        run = Run(recipe, folder, view)
+    view = ProgressView(recipe.name, recipe.train.steps, done=steps[-1] if steps else 0)
+    with view, Interrupt(view.say) as interrupt, closing(Run(recipe, folder, view)) as run:
         try:
             run.begin(resume=resume)
-            with Interrupt(view.say) as interrupt:
-                return run.train(interrupt)
+            return run.train(interrupt)
         except BaseException as error:
             folder.log(f"stopped by {type(error).__name__}: {error}")
             raise
-        finally:
-            run.close()
 
 
 def train_recipes(
@@ -249,9 +264,21 @@ def train_recipes(
     for loaded in [load_recipe(path, overrides) for path in paths]:
         outcome = train_loaded(loaded, out, resume=resume, fresh=fresh)
         outcomes.append(outcome)
+        Console().print(summary(outcome, loaded.recipe.expected), highlight=False, soft_wrap=True)
         if outcome.interrupted:
             break
     return outcomes
+
+
+def summary(outcome: Outcome, expected: str | None) -> str:
+    """A run in a few lines: how it ended, its scores before and after, where it lies."""
+    ended = "stopped, --resume continues it" if outcome.interrupted else "done"
+    lines = [f"{outcome.name}: {ended} · {outcome.steps} steps in {outcome.seconds:.0f} s · {outcome.folder}"]
+    for name, last in outcome.last_eval.items():
+        if name.startswith("eval/"):
+            first = outcome.first_eval.get(name)
+            lines.append(f"  {name} {f'{first:.3f} → ' if first is not None else ''}{last:.3f}")
+    return "\n".join([*lines, *([f"  expected: {expected}"] if expected else [])])
 
 
 def evaluate_recipe(path: Path, overrides: Sequence[str] = (), model: str | None = None) -> dict[str, float]:

@@ -22,7 +22,7 @@ from practicum.runtime.local import Roles
 from practicum.runtime.practice import Attempt
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import PromptStream
-from practicum.trainer.buffer import Group, ReplayBuffer, groups_of
+from practicum.trainer.buffer import Group, ReplayBuffer, Taken, groups_of
 from practicum.trainer.metrics import prefixed, rollout_metrics, session_tags
 
 TRAIN = "train"
@@ -92,9 +92,8 @@ class StepRunner:
         while len(self.buffer) < wanted and refills < self.recipe.buffer.max_refills:
             prompts = self.stream.take(wanted - len(self.buffer))
             epoch = prompts[0].epoch if epoch is None else epoch
-            batch = self._roll_out(prompts)
-            rolled.append(batch)
-            new = groups_of(batch)
+            rolled.append(self._roll_out(prompts))
+            new = groups_of(rolled[-1])
             groups += new
             self._forget([key for group in self.buffer.add(new) for key, _ in group.rows])
             refills += 1
@@ -102,18 +101,30 @@ class StepRunner:
                 break
         taken = self.buffer.take(wanted)
         self._forget(taken.spent)
-        if not taken.batch:
+        batch, lost = self._with_baseline(taken)
+        if not batch:
             raise PracticumError(
-                f"no group with a signal was left after {refills} refills: the task is too easy or too "
-                "hard for this model (reward/mean says which), or buffer.max_refills is too small"
+                f"no group to learn from is left after {refills} refills: rewards are all equal (the task is "
+                "too easy or too hard for this model) or all sessions failed; see samples.jsonl and log.txt"
             )
-        metrics = rollout_metrics([t for batch in rolled for t in session_tags(batch)], groups)
+        if not any(tags.sampled_tokens for tags in batch.tags):
+            raise PracticumError("the student sampled no token in this step: the loop adds only given ones")
+        metrics = rollout_metrics([t for part in rolled for t in session_tags(part)], groups)
         metrics |= {f"reward/part/{name}": fmean(scores) for name, scores in self._parts.items()}
         metrics["epoch"] = epoch or 0
         if self.recipe.buffer.filter_flat_groups:
-            lacking = wanted - len({key.prompt for key in taken.batch.keys})
+            lacking = wanted - len({key.prompt for key in batch.keys})
             metrics |= {"groups/refills": refills, "groups/short": lacking}
-        return taken.batch, taken.baselines, metrics
+        return batch, taken.baselines, metrics | lost
+
+    def _with_baseline(self, taken: Taken) -> tuple[BatchRef, dict[str, float]]:
+        """ReMax can't learn from a group whose greedy session failed: it is left out and counted."""
+        if self.recipe.algorithm.advantage != "remax":
+            return taken.batch, {}
+        batch = taken.batch.where(lambda key, _: key.prompt in taken.baselines)
+        lost = {key for key in taken.batch.keys if key.prompt not in taken.baselines}
+        self._forget(list(lost))
+        return batch, {"groups/without_baseline": len({key.prompt for key in lost})}
 
     def _roll_out(self, prompts: list[Prompt]) -> BatchRef:
         """Rollout and reward of these prompts; gives the rows with their rewards in the tags."""
