@@ -33,7 +33,6 @@ class Trajectory:
     version_min: int | None = None
     version_max: int = 0
     finish: str = ""
-    reward: float | None = None
 
     def add_sampled(self, generation: Generation) -> None:
         """Append what the student sampled."""
