@@ -7,7 +7,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 # One thread per process: two test processes on two cores must not fight over them.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test check lint bench clean help
+.PHONY: demo test check quick lint bench clean help
 
 help:  ## Show what there is.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -18,8 +18,11 @@ demo: $(VENV)/.base  ## Train a tiny model from nothing and show that it learnt.
 test: lint  ## Lint, types and all tests.
 	$(PYTEST) -n 2
 
-check: lint  ## The inner loop: lint, types and the quick tests.
-	$(PYTEST) -n 2 -m "not slow"
+check: $(VENV)/.dev  ## The inner loop: lint, types and the quick tests, side by side.
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint quick
+
+quick: $(VENV)/.dev
+	$(PYTEST) -n 2 -q -m "not slow"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -6,10 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.harness import HERE, RESULTS, medians, paired_ratio, spread
+from benchmarks.harness import HERE, RESULTS, Measured, medians, paired_ratio, spread
 
 BEGIN, END = "<!-- results: written by `make bench` -->", "<!-- end of results -->"
 GOAL = 4.0
+BUSY_BELOW = 0.75
+"""Cores that the best-served contender gets per thread, below which a machine counts as busy."""
 STAGES = ("rollout", "reward", "advantages", "update_student", "sync", "clear")
 
 
@@ -35,7 +37,7 @@ def rollout(found: Mapping[str, Any]) -> str:
             times = f"{mid['seconds']:.2f} ({mid['cpu_seconds']:.2f})"
             rows.append([title, name, speed, times, f"{mid['tokens']:.0f}", told])
     head = ["setting", "contender", "tokens/s", "s (of processor)", "tokens", "practicum is faster by"]
-    return "\n\n".join([*parts, table(head, rows)])
+    return "\n\n".join([*parts, table(head, rows), *busy(found["raced"])])
 
 
 def grpo_step(found: Mapping[str, Any]) -> str:
@@ -59,7 +61,7 @@ def grpo_step(found: Mapping[str, Any]) -> str:
         "reward",
         "practicum is faster by",
     ]
-    return "\n\n".join([*parts, table(head, rows)])
+    return "\n\n".join([*parts, table(head, rows), *busy(found["raced"])])
 
 
 def growth(found: Mapping[str, Any]) -> str:
@@ -104,6 +106,20 @@ def profile(found: Mapping[str, Any]) -> str:
             table(["operators (their own time, all threads)", "s", "share"], operators),
         ]
     )
+
+
+def busy(raced: Mapping[str, Mapping[str, Sequence[Measured]]]) -> list[str]:
+    """A warning for each setting in which nobody got the processor time that its threads could use."""
+    warnings = []
+    for title, rounds in raced.items():
+        mids = [medians(found) for found in rounds.values()]
+        most = max(mid["cpu_seconds"] / mid["seconds"] for mid in mids)
+        if most < BUSY_BELOW * int(title.split()[0]):
+            warnings.append(
+                f"**{title}**: the machine was busy, no contender got more than {most:.1f} cores. "
+                "These rows say nothing; measure again on a quiet one."
+            )
+    return warnings
 
 
 def _where(found: Mapping[str, Any]) -> str:

@@ -50,3 +50,12 @@ def test_results_replace_what_is_between_the_markers_only() -> None:
 def test_a_readme_without_markers_is_refused() -> None:
     with pytest.raises(ValueError, match="markers"):
         report.insert("no markers here", "new")
+
+
+def test_a_setting_that_did_not_get_its_cores_is_marked() -> None:
+    calm: list[Measured] = [{"seconds": 2.0, "cpu_seconds": 1.9}]
+    starved: list[Measured] = [{"seconds": 2.0, "cpu_seconds": 2.0}]
+    assert report.busy({"1 thread": {"a": calm}}) == []
+    (warning,) = report.busy({"1 thread": {"a": calm}, "2 threads": {"a": starved}})
+    assert "2 threads" in warning
+    assert "1.0 cores" in warning
