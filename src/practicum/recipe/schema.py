@@ -7,16 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-
-class Section(BaseModel):
-    """A part of the recipe. Unknown keys are errors; a recipe is never changed after loading."""
-
-    # Strict: "8" is not 8 and yes is not true. A recipe says what it means.
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, strict=True, allow_inf_nan=False
-    )
+from practicum.recipe.section import Section
+from practicum.recipe.teaching import Distill, RewardModel, Route, Teacher
 
 
 class MakeModel(Section):
@@ -72,6 +66,15 @@ class Reward(Section):
     on_error: Literal["stop", "skip"] = Field(
         default="stop",
         description="A raising reward stops the run, or its sample is counted and left out.",
+    )
+    models: dict[str, RewardModel] = Field(
+        default_factory=dict, description="Models that judge besides the functions, by name."
+    )
+    weight: float = Field(
+        default=1.0, ge=0, description="Weight of what is learnt from rewards, beside distill.weight."
+    )
+    watch: bool = Field(
+        default=False, description="Judge answers for the metrics even if nothing is learnt from it."
     )
 
 
@@ -280,6 +283,16 @@ class Runtime(Section):
 
     kind: Literal["local"] = Field(default="local", description="local: all roles in this process.")
     threads: int | None = Field(default=None, ge=1, description="torch threads; one per core if unset.")
+    teachers_gb: float | None = Field(
+        default=None,
+        gt=0,
+        description="Device memory in which sleeping colocated models may stay; unset: all stay.",
+    )
+    teachers_host_gb: float | None = Field(
+        default=None,
+        gt=0,
+        description="Host memory for those that had to leave the device; the rest goes to disk.",
+    )
 
 
 class Recipe(Section):
@@ -296,6 +309,11 @@ class Recipe(Section):
     model: Model = Field(description="The student.")
     tasks: dict[str, Task] = Field(min_length=1, description="Where prompts come from, by name.")
     reward: Reward = Field(default_factory=Reward, description="How an answer is judged.")
+    teachers: dict[str, Teacher] = Field(
+        default_factory=dict, description="Who corrects the student, by name; one takes every prompt."
+    )
+    route: Route = Field(default_factory=Route, description="Which teacher corrects which prompt.")
+    distill: Distill | None = Field(default=None, description="What is learnt from the teachers.")
     rollout: Rollout = Field(default_factory=Rollout, description="How the student practises.")
     algorithm: Algorithm = Field(default_factory=Algorithm, description="What is learnt.")
     train: Train = Field(default_factory=Train, description="Optimizer and size of a step.")

@@ -36,6 +36,7 @@ class Runner:
             raise EngineError(f"{kind} is not prepared for packed attention: see models.load.ready")
         self.model, self.device = model, model.device
         self.vocab: int = model.get_input_embeddings().weight.shape[0]  # pyright: ignore
+        self.hidden_size: int = model.get_input_embeddings().weight.shape[1]  # pyright: ignore
         self._lean = lean_decoder(model)
         gap, most = _probe(self)
         if self._lean is not None and not gap <= most:

@@ -74,12 +74,13 @@ class KvMemory:
 class CausalLayout:
     """Packed sequences, each attending causally to itself.
 
-    Sequences of similar length are padded to one rectangle on the right, where causal attention never looks.
+    Sequences are padded on the right, where causal attention never looks, to a length that depends on their
+    own alone (`padded_length`): a sequence's numbers do not depend on its neighbours.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self._buckets = [
-            tuple(index.to(device) for index in _bucket_indices(bucket)) for bucket in _similar(lengths)
+            tuple(index.to(device) for index in _bucket_indices(bucket)) for bucket in _alike(lengths)
         ]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -94,23 +95,26 @@ class CausalLayout:
         return out
 
 
-def _similar(lengths: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """(start, length) of packed sequences in buckets whose shortest is near their longest."""
+def padded_length(length: int) -> int:
+    """The next multiple of 16; above 128, of a step that grows with the length (an eighth of it at most)."""
+    step = max(16, 2 ** (length.bit_length() - 4))
+    return -(-length // step) * step
+
+
+def _alike(lengths: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """(start, length) of packed sequences in buckets of one padded length."""
     ends = torch.tensor(lengths).cumsum(0).tolist()
-    spans = [(end - length, length) for end, length in zip(ends, lengths, strict=True)]
-    buckets: list[list[tuple[int, int]]] = []
-    for span in sorted(spans, key=lambda span: -span[1]):
-        if not buckets or span[1] < 0.75 * buckets[-1][0][1] - 8:
-            buckets.append([])
-        buckets[-1].append(span)
-    return buckets
+    buckets: dict[int, list[tuple[int, int]]] = {}
+    for end, length in zip(ends, lengths, strict=True):
+        buckets.setdefault(padded_length(length), []).append((end - length, length))
+    return list(buckets.values())
 
 
 def _bucket_indices(spans: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
     """Token at each padded place [G, P]; the padded places that are real [M]; their tokens [M]."""
     start_G1 = torch.tensor([start for start, _ in spans]).unsqueeze(1)
     length_G1 = torch.tensor([length for _, length in spans]).unsqueeze(1)
-    place_P = torch.arange(int(length_G1.max()))
+    place_P = torch.arange(padded_length(spans[0][1]))
     real_GP = place_P < length_G1
     padded_GP = torch.where(real_GP, start_G1 + place_P, start_G1)
     return padded_GP, real_GP.flatten().nonzero().squeeze(1), padded_GP[real_GP]

@@ -53,12 +53,16 @@ class Generation:
 
 @dataclass(slots=True)
 class Scores:
-    """Logprobs of given tokens from position `start` on: [R], and the top-k at each position [R, K]."""
+    """What a model says of given tokens from position `start` on. All on the CPU, float32 but the ids."""
 
     logprobs: Tensor
+    """Of the tokens themselves [R]."""
     topk_ids: Tensor | None
     topk_logprobs: Tensor | None
+    """The most likely tokens of each position and their logprobs, best first [R, K]."""
     version: int
+    hidden: Tensor | None = None
+    """Last hidden state that predicts each token [R, H]: with the output head, the whole distribution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +82,16 @@ class Engine(Protocol):
         """Sample one answer. Requests with equal prompts share the prompt's computation."""
         ...
 
-    async def score(self, ids: Sequence[int], start: int, top_k: int = 0) -> Scores:
-        """Logprobs at temperature 1 of ids[start:], each given all before it."""
+    async def score(
+        self,
+        ids: Sequence[int],
+        start: int,
+        top_k: int = 0,
+        *,
+        temperature: float = 1.0,
+        hidden: bool = False,
+    ) -> Scores:
+        """Logprobs of ids[start:], each given all before it; their hidden states too, if asked."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -31,7 +31,9 @@ class ScoreJob(Job):
 
     ids: Sequence[int]
     start: int
-    top_k: int
+    top_k: int = 0
+    temperature: float = 1.0
+    hidden: bool = False
 
 
 @dataclass(slots=True)

@@ -84,8 +84,19 @@ class TorchEngine:
         job = GenerateJob(tuple(prompt_ids), sampling, Draw.of(sampling), stream_key(counter))
         return await self._desk.submit(job)
 
-    async def score(self, ids: Sequence[int], start: int, top_k: int = 0) -> Scores:
-        """Logprobs at temperature 1 of ids[start:], each given all before it."""
+    async def score(
+        self,
+        ids: Sequence[int],
+        start: int,
+        top_k: int = 0,
+        *,
+        temperature: float = 1.0,
+        hidden: bool = False,
+    ) -> Scores:
+        """Logprobs of ids[start:], each given all before it; their hidden states too, if asked.
+
+        The numbers do not depend on what else is scored at the same time.
+        """
         self._check_awake()
         self._check_ids(ids, "sequence to score")
         if not 1 <= start <= len(ids):
@@ -94,9 +105,12 @@ class TorchEngine:
             raise EngineError(f"{len(ids)} tokens to score are more than the model's {self._longest}")
         if not 0 <= top_k <= self._runner.vocab:
             raise EngineError(f"top_k is {top_k}, expected 0 to {self._runner.vocab}, the vocabulary's size")
+        if temperature <= 0:
+            raise EngineError(f"temperature is {temperature}, expected above 0")
+        job = ScoreJob(list(ids), start, top_k, temperature, hidden)
         if start == len(ids):
-            return empty_scores(top_k, self.version)
-        return await self._desk.submit(ScoreJob(list(ids), start, top_k))
+            return empty_scores(self._runner, job, self.version)
+        return await self._desk.submit(job)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take these weights by name, without a copy where they are the engine's own tensors already.
@@ -143,7 +157,7 @@ class TorchEngine:
         """Logprobs [15] of a fixed token sequence, to compare with the learner's."""
         if self._shelf is not None:
             raise EngineError("the engine sleeps and its weights are put aside: wake it for a fingerprint")
-        job = ScoreJob(fingerprint_ids(self._runner.vocab), 1, 0)
+        job = ScoreJob(fingerprint_ids(self._runner.vocab), 1)
         with self._desk.turn:
             return score_batch(self._runner, [job], self.version)[0].logprobs
 
