@@ -18,10 +18,11 @@ RANK = {
     "tasks": 4,
     "rollout": 5,
     "learning": 5,
-    "runtime": 6,
-    "observe": 7,
-    "trainer": 8,
-    "cli": 9,
+    "teachers": 6,
+    "runtime": 7,
+    "observe": 8,
+    "trainer": 9,
+    "cli": 10,
 }
 FILES = sorted(p for p in ROOT.rglob("*.py") if p.parent != ROOT or p.stem in RANK)
 

@@ -43,6 +43,10 @@ class EngineError(PracticumError):
     """A rollout or teacher engine can't do what it was asked."""
 
 
+class TeacherError(PracticumError):
+    """A teacher can't score, died or did not answer in time: names the teacher and the row."""
+
+
 class RewardError(PracticumError):
     """A reward function raised or timed out: names the function and the sample."""
 

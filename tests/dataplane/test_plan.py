@@ -61,7 +61,7 @@ def test_ppo_with_kl_in_the_reward_runs_everything_but_demonstrations() -> None:
     assert plan["update_critic"].reads == (*ROWS, "values", "returns")
     assert "old_logprobs" in plan["update_student"].reads
     assert "ref_logprobs" not in plan["update_student"].reads
-    assert [stage.name for stage, _ in plan.skipped] == ["demonstrate"]
+    assert [stage.name for stage, _ in plan.skipped] == ["demonstrate", "teachers"]
 
 
 def test_supervised_training_judges_nothing() -> None:

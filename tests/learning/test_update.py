@@ -15,6 +15,7 @@ from practicum.dataplane.ragged import Ragged
 from practicum.errors import CheckError, DataError
 from practicum.learning.learner import Learner
 from practicum.learning.metrics import METRICS
+from practicum.learning.objective import Objective
 from practicum.recipe.schema import Algorithm, Kl, Train
 
 from .reference import FAMILIES, random_batch, reference_update, take, tiny
@@ -74,7 +75,7 @@ def test_sessions_without_advantage_change_nothing_but_need_no_backward_pass(los
     batch = random_batch(5, groups=4, flat_groups=2)
     skipping, metrics = learn(MODELS["qwen3"], batch, TRAIN, algorithm(loss), budget=40)
     assert 0 < metrics["idle_tokens"] < 1
-    monkeypatch.setattr("practicum.learning.learner.surely_zero_gradient", lambda algorithm: False)
+    monkeypatch.setattr(Objective, "zero_without_advantage", False)
     full, full_metrics = learn(MODELS["qwen3"], batch, TRAIN, algorithm(loss), budget=40)
     assert full_metrics["idle_tokens"] == 0
     assert_same(skipping, full, 1e-12)

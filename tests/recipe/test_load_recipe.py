@@ -8,6 +8,7 @@ import pytest
 from practicum.errors import RecipeErrors
 from practicum.recipe.load import load_recipe
 from practicum.recipe.origins import leaves
+from practicum.recipe.teaching import OwnPlacement
 
 Write = Callable[..., Path]
 
@@ -195,3 +196,43 @@ def test_origins_of_what_was_replaced_are_forgotten(write: Write) -> None:
     loaded = load_recipe(path, ["critic=null", "algorithm.advantage=grpo"])
     assert str(loaded.origins["critic"]) == "--set"
     assert "critic.lr" not in loaded.origins
+
+
+TEACHERS = """
+teachers:
+  a: {model: x, placement: {own: {replicas: 2, threads: 3}}}
+  b: {url: "http://host/v1", model: y, retries: 5}
+route: {by: task, to: {sort: {a: 0.5, b: 0.5}}}
+distill: {}
+"""
+
+
+def test_a_placement_is_replaced_by_a_word_and_a_word_by_a_placement(write: Write) -> None:
+    path = write(TEACHERS)
+    assert load_recipe(path, ["teachers.a.placement=own"]).recipe.teachers["a"].placement == "own"
+    loaded = load_recipe(path, ["teachers.a.placement.own.replicas=4"])
+    placement = loaded.recipe.teachers["a"].placement
+    assert isinstance(placement, OwnPlacement)
+    assert (placement.own.replicas, placement.own.threads) == (4, 3)
+    assert str(loaded.origins["teachers.a.placement.own.threads"]) == "file:7"
+
+
+def test_a_student_takes_the_place_of_a_model_and_the_other_way_round(write: Write) -> None:
+    path = write(TEACHERS)
+    teacher = load_recipe(path, ["teachers.b.student.every=3"]).recipe.teachers["b"]
+    assert (teacher.model, teacher.url, teacher.retries) == (None, None, 3)
+    write(TEACHERS.replace("model: x", "student: {}"), "base.yaml", minimal=False)
+    path = write("extends: base.yaml")
+    teacher = load_recipe(path, ["teachers.a.model=x"]).recipe.teachers["a"]
+    assert (teacher.model, teacher.student) == ("x", None)
+
+
+def test_weights_of_teachers_are_replaced_as_a_whole(write: Write) -> None:
+    overrides = ["route.to.sort={a: 1}", "tasks.add.kind=add", "route.to.add=b"]
+    assert load_recipe(write(TEACHERS), overrides).recipe.route.to == {"sort": {"a": 1.0}, "add": "b"}
+
+
+def test_null_drops_a_teacher_and_an_entry_of_a_route(write: Write) -> None:
+    overrides = ["teachers.b=null", "route.to.sort=null", "route.by=domain"]
+    recipe = load_recipe(write(TEACHERS), overrides).recipe
+    assert (set(recipe.teachers), recipe.route.to) == ({"a"}, {})

@@ -75,7 +75,6 @@ def test_an_unknown_key_like_no_other_gets_the_list(write: Write) -> None:
         ("train.betas=[0.9, 1.5]", "1.5", "a number, at least 0 and less than 1", ""),
         ("train.betas=0.9", "0.9", "a list of 2 numbers, each at least 0 and less than 1", ""),
         ("tasks={}", "{}", "a mapping of names to tasks, with at least 1 of them", ""),
-        ("reward.functions=[]", "[]", "a list of mappings, with at least 1 of them", ""),
     ],
 )
 def test_a_wrong_value_names_what_was_found_and_expected(
@@ -114,3 +113,64 @@ def test_all_mistakes_come_at_once_with_their_lines(write: Write) -> None:
     assert text.startswith(f"{path}: 4 problems")
     for words in ("0 (file:6)", "unknown key (file:7)", "'many' (file:8)", "-1 (--set)"):
         assert words in text
+
+
+PLACED = "teachers: {math: {model: x, placement: {own: {replicas: 2}}}}\n"
+FORMS = "colocated, own, or {own: {replicas: …}}"
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "expected", "advice"),
+    [
+        ("teachers.math.placement=ow", "teachers.math.placement", FORMS, "did you mean own?"),
+        ("teachers.math.placement=3", "teachers.math.placement", FORMS, ""),
+        ("teachers.math.placement=null", "teachers.math.placement", FORMS, ""),
+        (
+            "teachers.math.placement.own.replica=3",
+            "teachers.math.placement.own.replica",
+            "a key of teachers.math.placement.own",
+            "did you mean teachers.math.placement.own.replicas?",
+        ),
+        (
+            "teachers.math.placement.onw=1",
+            "teachers.math.placement.onw",
+            "a key of teachers.math.placement",
+            "did you mean teachers.math.placement.own?",
+        ),
+        (
+            "teachers.math.placement.own.replicas=0",
+            "teachers.math.placement.own.replicas",
+            "a whole number, at least 1",
+            "",
+        ),
+        (
+            "teachers.math.placement.own=null",
+            "teachers.math.placement.own",
+            "a mapping",
+            "write {} to take the defaults; its keys are replicas, threads",
+        ),
+        ("route.to.sort=3", "route.to.sort", "text, or a mapping of names to numbers", ""),
+        ("route.to.sort={a: b}", "route.to.sort.a", "a number", ""),
+        ("route.to=a", "route.to", "a mapping of names to text or mappings of names to numbers", ""),
+        (
+            "teachers.math.modell=x",
+            "teachers.math.modell",
+            "a key of teachers.math",
+            "did you mean teachers.math.model?",
+        ),
+    ],
+)
+def test_a_value_of_several_forms_has_one_problem(
+    write: Write, override: str, path: str, expected: str, advice: str
+) -> None:
+    error = problem(write(PLACED), override)
+    assert (error.path, error.expected, error.suggestion) == (path, expected, advice)
+
+
+def test_a_problem_in_a_form_does_not_hide_that_of_another_value(write: Write) -> None:
+    with pytest.raises(RecipeErrors) as caught:
+        load_recipe(write(PLACED), ["teachers.math.placement.own.threads=x", "teachers.b.placement=c"])
+    assert [e.path for e in caught.value.errors] == [
+        "teachers.math.placement.own.threads",
+        "teachers.b.placement",
+    ]

@@ -24,6 +24,11 @@ train: {lr: 1e-5, clip_norm: null}
 algorithm: {advantage: gae, kl: {place: loss}}
 critic: {clip: null}
 reward: {functions: [{use: exact}, {use: contains, weight: 0.5}]}
+teachers:
+  a: {model: x, placement: {own: {replicas: 2}}}
+  b: {student: {}, placement: own, before: "{answer}\\n"}
+route: {by: task, to: {sort: {a: 0.7, b: 0.3}, more: b}, shares: {a: 0.5, b: 0.5}}
+distill: {signal: full}
 tasks: {more: {kind: add, options: {digits: [1, 2]}, system: "be: brief", chat: true}}
 """
 
@@ -77,6 +82,9 @@ def test_the_reference_has_every_key_with_type_and_default() -> None:
     assert "[{use: checker, weight: 1.0" in rows["reward.functions"]
     assert "tasks.<name>.kind" in rows
     assert "reward.functions[].weight" in rows
+    assert "| colocated, own, or {own: {replicas: …}} | `colocated` |" in rows["teachers.<name>.placement"]
+    assert "teachers.<name>.placement.own.replicas" in rows
+    assert "| a mapping of names to teachers | `{}` |" in rows["teachers"]
     assert "Largest mean \\|difference\\|" in rows["checks.logprob_gap_max"]
 
 
@@ -84,6 +92,11 @@ def test_the_json_schema_is_json_and_closed() -> None:
     schema = json.loads(json_schema())
     assert schema["additionalProperties"] is False
     assert set(schema["required"]) == {"name", "model", "tasks"}
+    placement = schema["$defs"]["Teacher"]["properties"]["placement"]["anyOf"]
+    assert placement == [
+        {"enum": ["colocated", "own"], "type": "string"},
+        {"$ref": "#/$defs/OwnPlacement"},
+    ]
 
 
 @pytest.mark.parametrize(

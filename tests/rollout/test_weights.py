@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from typing import Literal
 
 import pytest
 import torch
 
 from practicum.errors import EngineError
 from practicum.models.fingerprint import fingerprint_ids
-from practicum.rollout.protocol import Counter, Generation
+from practicum.rollout.protocol import Counter, Generation, Memory
 from practicum.rollout.torch_engine import TorchEngine
 from tests.rollout.engines import (
     FAMILIES,
@@ -123,21 +124,23 @@ def test_nothing_changes_under_requests_on_their_way(what: str):
         assert {g.version_max for g in asyncio.run(run(engine))} == {0}
 
 
-@pytest.mark.parametrize("owns_weights", [True, False])
-def test_sleep_frees_what_it_says_and_wake_restores_every_bit(owns_weights: bool):
+@pytest.mark.parametrize("aside", ["disk", "host", None])
+def test_sleep_frees_what_it_says_and_wake_restores_every_bit(aside: Literal["disk", "host"] | None):
     model = tiny()
     before = copy.deepcopy(model.state_dict())
     size = sum(parameter.nbytes for parameter in model.parameters())
-    with engine_of(model, owns_weights=owns_weights) as engine:
+    with engine_of(model, owns_weights=aside is not None) as engine:
         expected = generate(engine, REQUESTS)
         held = engine.memory()
         assert held.weights >= size
         assert held.kv == 2 * 2 * 16 * 2 * 96 * 12 * 4
         freed = engine.sleep()
+        if aside is not None:
+            freed = Memory(engine.put_aside(aside).weights, freed.kv)
         left = engine.memory()
         assert (left.weights + freed.weights, left.kv + freed.kv) == (held.weights, held.kv)
         assert freed.kv == held.kv
-        assert freed.weights == (size if owns_weights else 0)
+        assert freed.weights == (size if aside == "disk" else 0)  # a CPU's memory is the host's
         with pytest.raises(EngineError, match="sleeps"):
             generate(engine, REQUESTS[:1])
         with pytest.raises(EngineError, match="sleeps"):
@@ -156,7 +159,11 @@ def test_weights_put_aside_can_not_be_used_or_loaded():
     model = tiny()
     weights = copy.deepcopy(model.state_dict())
     with engine_of(model, owns_weights=True) as engine:
+        with pytest.raises(EngineError, match="only a sleeping engine"):
+            engine.put_aside("disk")
         engine.sleep()
+        engine.put_aside("host")
+        engine.put_aside("disk")
         for use in (engine.fingerprint, lambda: engine.load_weights(weights.items(), 1)):
             with pytest.raises(EngineError, match="wake it"):
                 use()

@@ -3,7 +3,7 @@
 Everything that builds or checks a row is driven by this table. Rows are ragged and unpadded. The
 ragged axis is always the first one, so position ids of several axes are held as [P+R, D].
 P prompt tokens, R response tokens, K teacher's top-k, L MoE layers, E experts per token,
-D position axes.
+D position axes, H hidden size of the widest teacher.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ _FIELDS = (
     Field("teacher_logprobs", "float32", "response", "teachers", "of the sampled token"),
     Field("teacher_topk_ids", "int64", "response", "teachers", "most likely tokens", ("K",)),
     Field("teacher_topk_logprobs", "float32", "response", "teachers", "their logprobs", ("K",)),
+    Field("teacher_hidden", "float32", "response", "teachers", "last hidden states", ("H",)),
     Field("old_logprobs", "float32", "response", "old_logprobs", "the student before the update"),
     Field("ref_logprobs", "float32", "response", "ref_logprobs", "the reference policy"),
     Field("entropy", "float32", "response", "old_logprobs", "of the student at each position"),

@@ -9,6 +9,13 @@ from typing import Literal
 from practicum.errors import RecipeError
 from practicum.recipe.arithmetic import Counts, count
 from practicum.recipe.schema import Recipe
+from practicum.recipe.ways import (
+    distils_by_loss,
+    distils_by_policy,
+    has_advantage_estimator,
+    has_policy_loss,
+    uses_reward,
+)
 
 OldSource = Literal["own", "old_logprobs", "rollout_logprobs"]
 
@@ -62,13 +69,13 @@ def make_plan(recipe: Recipe) -> Plan:
 
 
 def old_source(recipe: Recipe) -> OldSource:
-    """Where the logprobs before the update come from, for the ratio and for a KL in the reward.
+    """Where the logprobs before the update come from: for the ratio, a KL in the reward, teachers in it.
 
     own: the update's own logprobs, detached, are the old ones; nothing is stored for them. A loss
     without a ratio reads none of them, even if a KL in the reward does.
     """
     algorithm, train = recipe.algorithm, recipe.train
-    in_reward = algorithm.kl.place == "reward"
+    in_reward = algorithm.kl.place == "reward" or distils_by_policy(recipe)
     if not in_reward and not _has_ratio(recipe):
         return "own"
     if algorithm.old_logprobs == "rollout":
@@ -106,24 +113,21 @@ def resolve(candidates: Sequence[StageSpec], why_unread: Mapping[str, str] | Non
 def candidates(recipe: Recipe) -> list[StageSpec]:
     """Every stage there is, in order, with this recipe's reads and writes."""
     algorithm = recipe.algorithm
-    gae, kl = algorithm.advantage == "gae", algorithm.kl.place
+    gae = algorithm.advantage == "gae"
     no_critic = "" if gae else f"algorithm.advantage {algorithm.advantage} has no critic"
-    old = () if old_source(recipe) == "own" else (old_source(recipe),)
-    judged = ("response_mask", "reward")
-    judged += ("values",) if gae else ()
-    judged += ("ref_logprobs", *old) if kl == "reward" else ()
-    loss = "supervised" if algorithm.loss == "supervised" else f"policy loss {algorithm.loss}"
     gains = ("advantages", "returns") if gae else ("advantages",)
     learns = (*_ROWS, "values", "returns") if gae else _ROWS
+    watched = recipe.reward.watch
     return [
         *_practice(recipe),
-        StageSpec("reward", _ROWS, ("reward",), about="judge each answer"),
+        StageSpec("reward", _ROWS, ("reward",), effect=watched, about="judge each answer"),
+        StageSpec("teachers", _TOKENS, _teacher_writes(recipe), about="the teachers score each answer"),
         StageSpec("old_logprobs", _TOKENS, ("old_logprobs",), about="the student before the update"),
         StageSpec("ref_logprobs", _TOKENS, ("ref_logprobs",), about="the reference policy"),
         StageSpec("values", _TOKENS, ("values",), about="what the critic expects"),
-        StageSpec("advantages", judged, gains, about=f"what each token was worth ({_by(recipe)})"),
+        StageSpec("advantages", _judged(recipe), gains, about=f"what each token was worth ({_by(recipe)})"),
         StageSpec("update_critic", learns, effect=True, about="value loss", not_asked=no_critic),
-        StageSpec("update_student", _update_reads(recipe), effect=True, about=loss),
+        StageSpec("update_student", _update_reads(recipe), effect=True, about=_loss(recipe)),
         StageSpec("sync", effect=True, about="the engine takes the new weights"),
         StageSpec("clear", effect=True, about="the store forgets the step"),
     ]
@@ -184,29 +188,73 @@ def _practice(recipe: Recipe) -> tuple[StageSpec, StageSpec]:
     )
 
 
+def _judged(recipe: Recipe) -> tuple[str, ...]:
+    """What the advantages are made from."""
+    algorithm = recipe.algorithm
+    reads = ["response_mask"]
+    if uses_reward(recipe):
+        reads.append("reward")
+    if has_advantage_estimator(recipe) and algorithm.advantage == "gae":
+        reads.append("values")
+    if algorithm.kl.place == "reward":
+        reads.append("ref_logprobs")
+    if distils_by_policy(recipe):
+        reads.append("teacher_logprobs")
+    if (algorithm.kl.place == "reward" or distils_by_policy(recipe)) and old_source(recipe) != "own":
+        reads.append(old_source(recipe))
+    return tuple(reads)
+
+
+def _teacher_writes(recipe: Recipe) -> tuple[str, ...]:
+    signal = recipe.distill.signal if recipe.distill is not None else "sampled"
+    more = {
+        "sampled": (),
+        "top_k": ("teacher_topk_ids", "teacher_topk_logprobs"),
+        "full": ("teacher_hidden",),
+    }
+    return ("teacher_logprobs", *more[signal])
+
+
 def _update_reads(recipe: Recipe) -> tuple[str, ...]:
     if recipe.algorithm.loss == "supervised":
         return _ROWS
-    reads = [*_ROWS, "advantages", "plain_logprobs"]
+    reads = [*_ROWS, *(["advantages"] if has_policy_loss(recipe) else []), "plain_logprobs"]
     if _has_ratio(recipe) and old_source(recipe) != "own":
         reads.append(old_source(recipe))
+    if recipe.distill is not None:
+        reads += _teacher_writes(recipe) if distils_by_loss(recipe) else ("teacher_logprobs",)
     if recipe.algorithm.kl.place == "loss":
         reads.append("ref_logprobs")
     return tuple(reads)
 
 
+def _loss(recipe: Recipe) -> str:
+    """The student's loss in words."""
+    if recipe.algorithm.loss == "supervised":
+        return "supervised"
+    parts = [f"policy loss {recipe.algorithm.loss}"] if has_policy_loss(recipe) else []
+    if recipe.distill is not None and distils_by_loss(recipe):
+        parts.append(f"{recipe.distill.divergence} from the teachers ({recipe.distill.signal})")
+    return " + ".join(parts)
+
+
 def _has_ratio(recipe: Recipe) -> bool:
-    return recipe.algorithm.loss not in ("supervised", "reinforce")
+    return has_policy_loss(recipe) and recipe.algorithm.loss != "reinforce"
 
 
 def _by(recipe: Recipe) -> str:
-    kl = ", KL in the reward" if recipe.algorithm.kl.place == "reward" else ""
-    return recipe.algorithm.advantage + kl
+    parts = [recipe.algorithm.advantage] if has_advantage_estimator(recipe) else []
+    parts += ["KL in the reward"] if recipe.algorithm.kl.place == "reward" else []
+    if recipe.distill is not None and distils_by_policy(recipe):
+        parts.append(f"the teachers' {recipe.distill.divergence} as {recipe.distill.through}")
+    return ", ".join(parts) or "nothing"
 
 
 def _why_unread(recipe: Recipe) -> dict[str, str]:
     algorithm = recipe.algorithm
-    if not _has_ratio(recipe):
+    if not has_policy_loss(recipe):
+        old = "there is no policy loss"
+    elif not _has_ratio(recipe):
         old = f"algorithm.loss {algorithm.loss} has no ratio"
     elif algorithm.old_logprobs == "rollout":
         old = "algorithm.old_logprobs is rollout: the engine's are used"
@@ -216,7 +264,11 @@ def _why_unread(recipe: Recipe) -> dict[str, str]:
         "old_logprobs": old,
         "ref_logprobs": f"algorithm.kl.place is {algorithm.kl.place}",
         "values": f"algorithm.advantage is {algorithm.advantage}",
-        "advantages": f"algorithm.loss is {algorithm.loss}",
+        "advantages": f"algorithm.loss is {algorithm.loss}"
+        if algorithm.loss == "supervised"
+        else "there is no policy loss: reward.weight is 0 and the teachers enter by the loss",
+        "reward": "reward.weight is 0" if recipe.reward.weight == 0 else "demonstrations are not judged",
+        "teacher_logprobs": "the recipe has no teachers" if recipe.distill is None else "",
     }
 
 
@@ -243,5 +295,5 @@ def _reason(stage: StageSpec, candidates: Sequence[StageSpec], why: Mapping[str,
     readers = [other.name for other in later if set(stage.writes) & set(other.reads)]
     if readers:
         return f"nobody reads {fields}: {' and '.join(readers)} would, but is not run"
-    reasons = [why[name] for name in stage.writes if name in why]
+    reasons = [why[name] for name in stage.writes if why.get(name)]
     return f"nobody reads {fields}" + (f": {'; '.join(reasons)}" if reasons else "")

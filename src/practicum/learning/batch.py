@@ -11,6 +11,7 @@ from torch import Tensor
 
 from practicum.dataplane.ragged import Ragged
 from practicum.errors import DataError
+from practicum.learning.teaching import TeacherColumns
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,9 @@ class UpdateBatch:
     old_logprobs: Ragged | None = None
     plain_logprobs: Ragged | None = None
     ref_logprobs: Ragged | None = None
+    teachers: TeacherColumns | None = None
+    groups: Sequence[int] | None = None
+    """A number for each row: what is measured is also given by these groups."""
 
 
 @dataclass(frozen=True, slots=True)

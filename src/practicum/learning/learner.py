@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -12,13 +12,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from practicum.algorithms.aggregation import token_weights
 from practicum.dataplane.ragged import Ragged
 from practicum.learning.batch import UpdateBatch, dense_sessions, need_column, per_token
+from practicum.learning.groups import GroupSums
 from practicum.learning.logprobs import token_logprobs
 from practicum.learning.metrics import TokenMeans
-from practicum.learning.objective import needed_columns, surely_zero_gradient, token_losses
+from practicum.learning.objective import Objective, token_losses
 from practicum.learning.optim import Metrics, Stepper, lr_at, stop_on_nonfinite
 from practicum.learning.packing import Packed, Rows
 from practicum.learning.parts import Counters, load_parts, save_parts
 from practicum.learning.scorer import LogprobColumns, Scorer
+from practicum.learning.teaching import Teaching, share_factors
 from practicum.learning.trunk import Trunk
 from practicum.recipe.schema import Algorithm, Train
 
@@ -27,7 +29,7 @@ class Learner:
     """The student. `step` is the training step that the schedule is at: the trainer sets it.
 
     `version` counts the updates applied to the weights. `temperature` is that of the rollouts; supervised
-    training is at temperature 1.
+    training is at temperature 1. `by_group` holds sums of the last update by the batch's groups.
     """
 
     def __init__(
@@ -37,10 +39,13 @@ class Learner:
         algorithm: Algorithm,
         *,
         temperature: float = 1.0,
+        teaching: Teaching | None = None,
         on_nonfinite: Callable[[str], None] = stop_on_nonfinite,
         before_step: Callable[[Metrics], None] | None = None,
     ) -> None:
-        self.model, self.train, self.algorithm = model, train, algorithm
+        self.model, self.train = model, train
+        self.objective = Objective(algorithm, teaching)
+        self.by_group = GroupSums()
         self.temperature = 1.0 if algorithm.loss == "supervised" else temperature
         self.version = 0
         self.step = 0
@@ -68,18 +73,19 @@ class Learner:
         The result does not depend on how rows fall into micro-batches. Without a sampled token nothing is
         done; with a non-finite loss or gradient the weights stay as they are.
         """
-        job = _Update(batch, self.algorithm, self.trunk.dtype)
+        job = _Update(batch, self.objective, self.trunk.dtype)
+        self.by_group = GroupSums()
         metrics: Metrics = {"tokens": float(job.tokens)}
         if not job.tokens:
             return metrics
         means = TokenMeans()
-        totals = {"loss": 0.0, "policy_loss": 0.0}
+        totals = {"loss": 0.0}
         with self.trunk.training():
             for packed in job.microbatches(self.trunk, job.active):
-                self._add(totals, job, packed, means)
+                self._add(totals, job, packed, means, self.by_group)
         with torch.no_grad():
             for packed in job.microbatches(self.trunk, job.idle):
-                self._add(totals, job, packed, means)
+                self._add(totals, job, packed, means, self.by_group)
         if not job.active:
             self.stepper.zero_missing_grads()
         metrics |= totals | means.result()
@@ -88,9 +94,26 @@ class Learner:
             self.version += 1
         return metrics
 
-    def _add(self, totals: dict[str, float], job: _Update, packed: Packed, means: TokenMeans) -> None:
+    def gradient_norms(self, batch: UpdateBatch, parts: Sequence[Sequence[int]]) -> list[float]:
+        """Norm of the gradient of each part of the rows in this mini-batch's loss; nothing is learnt."""
+        job = _Update(batch, self.objective, self.trunk.dtype)
+        norms = []
+        for rows in parts:
+            mine = sorted(set(rows) & set(job.active))
+            with self.trunk.training():
+                for packed in job.microbatches(self.trunk, mine):
+                    self._add({"loss": 0.0}, job, packed, TokenMeans(), GroupSums())
+            norms.append(self.stepper.take_norm())
+        return norms
+
+    def _add(
+        self, totals: dict[str, float], job: _Update, packed: Packed, means: TokenMeans, groups: GroupSums
+    ) -> None:
         """Forward, and backward if gradients are on, of one micro-batch."""
-        columns = job.columns_of(packed)
+        columns, teaching = job.columns_of(packed), self.objective.teaching
+        also = None
+        if teaching is not None:
+            also = teaching.reduce(columns, packed.target_M, self.temperature)
         with self.trunk.precision():
             found = token_logprobs(
                 self.model,
@@ -98,15 +121,29 @@ class Learner:
                 packed.target_M,
                 temperature=self.temperature,
                 entropy=True,
-                entropy_grad=self.algorithm.entropy > 0,
+                entropy_grad=self.objective.algorithm.entropy > 0,
                 plain="plain_logprobs" in columns,
+                logprobs_grad=self.objective.uses_logprobs,
+                also=also,
             )
-        loss_M, policy_M = token_losses(found, columns, columns["session"], self.algorithm, means)
-        loss = (columns["weights"] * loss_M).sum()
+        losses = token_losses(found, columns, columns["session"], self.objective, means)
+        weighted_M = columns["weights"] * losses.loss_M
+        loss = weighted_M.sum()
         if torch.is_grad_enabled():
             loss.backward()
         totals["loss"] += float(loss.detach())
-        totals["policy_loss"] += float((columns["weights"] * policy_M.detach()).sum())
+        if losses.policy_M is not None:
+            policy = float((columns["weights"] * losses.policy_M.detach()).sum())
+            totals["policy_loss"] = totals.get("policy_loss", 0.0) + policy
+        if "group" in columns:
+            groups.add(
+                columns["group"],
+                weight=columns["weights"],
+                loss=weighted_M,
+                entropy=found.entropy_M,
+                kl=losses.teacher_kl_M,
+                overlap=losses.overlap_M,
+            )
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights themselves, not copies; tied ones once."""
@@ -136,25 +173,37 @@ class Learner:
 class _Update:
     """One mini-batch, with everything known before the first backward pass."""
 
-    def __init__(self, batch: UpdateBatch, algorithm: Algorithm, dtype: torch.dtype) -> None:
+    def __init__(self, batch: UpdateBatch, objective: Objective, dtype: torch.dtype) -> None:
         self.rows = Rows(batch.prompt_ids, batch.response_ids)
         self.sampled_M = need_column(batch, "response_mask", "every update").bool()
         self.tokens = int(self.sampled_M.sum())
         self.sessions, count = dense_sessions(batch.sessions)
-        session_M = per_token(self.sessions, batch.response_ids.lengths)
-        columns = needed_columns(batch, algorithm)
-        columns["weights"] = token_weights(algorithm.aggregation, self.sampled_M, session_M, count, dtype)
-        self.columns = {name: column.to(dtype) for name, column in columns.items()}
+        lengths = batch.response_ids.lengths
+        session_M = per_token(self.sessions, lengths)
+        columns = objective.columns(batch)
+        kind = objective.algorithm.aggregation
+        columns["weights"] = token_weights(kind, self.sampled_M, session_M, count, dtype)
+        self.columns = {name: x.to(dtype) if x.is_floating_point() else x for name, x in columns.items()}
         self.columns["session"] = session_M
-        self.whole_sessions = algorithm.loss == "gspo"
+        if batch.groups is not None:
+            self.columns["group"] = per_token(batch.groups, lengths)
+        if objective.teaching is not None and batch.teachers is not None:
+            self._teach(objective.teaching, per_token(batch.teachers.teacher, lengths))
+        self.whole_sessions = objective.algorithm.loss == "gspo" and objective.has_policy
 
         active_S = torch.ones(count, dtype=torch.bool)
-        if surely_zero_gradient(algorithm):
+        if objective.zero_without_advantage:
             active_S = torch.zeros(count, dtype=torch.bool)
             active_S[session_M[self.sampled_M & (self.columns["advantages"] != 0)]] = True
         self.active = [i for i, session in enumerate(self.sessions) if active_S[session]]
         self.idle = [i for i, session in enumerate(self.sessions) if not active_S[session]]
         self.idle_tokens = int((self.sampled_M & ~active_S[session_M]).sum())
+
+    def _teach(self, teaching: Teaching, teacher_M: Tensor) -> None:
+        self.columns["teacher"] = teacher_M
+        if teaching.shares is not None and self.tokens:
+            weights_M = self.columns["weights"]
+            self.columns["weights"] = weights_M * share_factors(weights_M, teacher_M, teaching.shares)
 
     def microbatches(self, trunk: Trunk, rows: list[int]) -> Iterator[Packed]:
         """Micro-batches of these rows, to predict their sampled tokens."""

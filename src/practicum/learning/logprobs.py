@@ -22,11 +22,15 @@ Reduce = Callable[[Tensor, slice], tuple[Tensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Logprobs of the targets; entropy of the distribution; logprobs at temperature 1. All [M]."""
+    """Logprobs of the targets; entropy of the distribution; logprobs at temperature 1. All [M].
+
+    `more` is what the caller's own function made of the logits.
+    """
 
     logprobs_M: Tensor
     entropy_M: Tensor | None
     plain_M: Tensor | None
+    more: tuple[Tensor, ...] = ()
 
 
 def map_logits(
@@ -66,26 +70,33 @@ def token_logprobs(
     entropy: bool = False,
     entropy_grad: bool = False,
     plain: bool = False,
+    logprobs_grad: bool = True,
+    also: Reduce | None = None,
     chunk_logits: int = CHUNK_LOGITS,
 ) -> TokenLogprobs:
     """Logprobs of the targets under logits / temperature; entropy and plain logprobs if asked.
 
-    Gradients flow through the logprobs, and through the entropy if `entropy_grad`; never through plain.
+    Gradients flow through the logprobs if `logprobs_grad`, through the entropy if `entropy_grad`, never
+    through plain. `also` makes further tensors [C, ...] of the same logits, see TokenLogprobs.more.
     """
+    fixed = not (logprobs_grad or entropy_grad)
 
     def reduce(logits_CV: Tensor, rows: slice) -> tuple[Tensor, ...]:
         target_C1 = target_M[rows].unsqueeze(1)
-        scaled_CV = logits_CV if temperature == 1.0 else logits_CV / temperature
+        own_CV = logits_CV.detach() if fixed else logits_CV
+        scaled_CV = own_CV if temperature == 1.0 else own_CV / temperature
         all_CV = scaled_CV.log_softmax(-1)
         out = [all_CV.gather(1, target_C1).squeeze(1)]
         if entropy:
             for_entropy_CV = all_CV if entropy_grad else all_CV.detach()
             out.append(-(for_entropy_CV.exp() * for_entropy_CV).sum(-1))
         if plain:
-            plain_CV = all_CV if temperature == 1.0 else logits_CV.log_softmax(-1)
+            plain_CV = all_CV if temperature == 1.0 else logits_CV.detach().log_softmax(-1)
             out.append(plain_CV.detach().gather(1, target_C1).squeeze(1))
-        return tuple(out)
+        del all_CV, scaled_CV  # what `also` needs comes on top
+        return (*out, *(also(logits_CV, rows) if also is not None else ()))
 
     logprobs_M, *more = map_logits(model, hidden_M, reduce, chunk_logits=chunk_logits)
     entropy_M = more.pop(0) if entropy else None
-    return TokenLogprobs(logprobs_M, entropy_M, more.pop(0) if plain else None)
+    plain_M = more.pop(0) if plain else None
+    return TokenLogprobs(logprobs_M, entropy_M, plain_M, tuple(more))

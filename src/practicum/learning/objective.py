@@ -1,8 +1,12 @@
-"""The student's loss of each sampled token, and what is reported of it."""
+"""The student's loss of each sampled token, and what is reported of it.
+
+loss = policy loss (or supervised) + distill.weight × divergence from the teachers - entropy + KL penalty
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,47 +17,93 @@ from practicum.algorithms.policy_losses.types import PolicyInputs
 from practicum.learning.batch import UpdateBatch, need_column, token_column
 from practicum.learning.logprobs import TokenLogprobs
 from practicum.learning.metrics import TokenMeans
+from practicum.learning.teaching import Teaching
 from practicum.recipe.schema import Algorithm
 
 Columns = Mapping[str, Tensor]
 
 
-def needed_columns(batch: UpdateBatch, algorithm: Algorithm) -> dict[str, Tensor]:
-    """The batch's token columns [M] that this loss reads."""
-    columns: dict[str, Tensor | None] = {"plain_logprobs": token_column(batch, "plain_logprobs")}
-    if algorithm.loss != "supervised":
-        columns["old_logprobs"] = token_column(batch, "old_logprobs")
-        columns["advantages"] = need_column(batch, "advantages", f"loss {algorithm.loss}")
-    if algorithm.kl.place == "loss":
-        columns["ref_logprobs"] = need_column(batch, "ref_logprobs", "algorithm.kl.place: loss")
-    return {name: column for name, column in columns.items() if column is not None}
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What an update minimises."""
+
+    algorithm: Algorithm
+    teaching: Teaching | None = None
+
+    @property
+    def supervised(self) -> bool:
+        """Whether the rows are demonstrations."""
+        return self.algorithm.loss == "supervised"
+
+    @property
+    def has_policy(self) -> bool:
+        """Whether there is a policy loss, and so advantages."""
+        return not self.supervised and not (self.teaching is not None and self.teaching.alone)
+
+    @property
+    def uses_logprobs(self) -> bool:
+        """Whether the gradient flows through the sampled tokens' logprobs at the sampling temperature."""
+        teaching = self.teaching
+        sampled = teaching is not None and teaching.by_loss and teaching.distill.signal == "sampled"
+        return self.supervised or self.has_policy or sampled or self.algorithm.kl.place == "loss"
+
+    def columns(self, batch: UpdateBatch) -> dict[str, Tensor]:
+        """The batch's token columns [M, ...] that this loss reads."""
+        columns: dict[str, Tensor | None] = {"plain_logprobs": token_column(batch, "plain_logprobs")}
+        if self.has_policy:
+            columns["old_logprobs"] = token_column(batch, "old_logprobs")
+            columns["advantages"] = need_column(batch, "advantages", f"loss {self.algorithm.loss}")
+        if self.algorithm.kl.place == "loss":
+            columns["ref_logprobs"] = need_column(batch, "ref_logprobs", "algorithm.kl.place: loss")
+        if self.teaching is not None:
+            columns |= self.teaching.columns(batch.teachers)
+        return {name: column for name, column in columns.items() if column is not None}
+
+    @property
+    def zero_without_advantage(self) -> bool:
+        """Whether a session without advantage surely has no gradient: nothing else pulls at it."""
+        taught = self.teaching is not None and self.teaching.by_loss
+        pulls = self.algorithm.entropy > 0 or self.algorithm.kl.place == "loss" or taught
+        return self.has_policy and not pulls
 
 
-def surely_zero_gradient(algorithm: Algorithm) -> bool:
-    """Whether a session without advantage has no gradient: nothing but the policy loss pulls at it."""
-    pulls = algorithm.entropy > 0 or algorithm.kl.place == "loss"
-    return algorithm.loss != "supervised" and not pulls
+@dataclass(frozen=True, slots=True)
+class TokenLosses:
+    """Loss of each sampled token [M], and the parts of it that are reported."""
+
+    loss_M: Tensor
+    policy_M: Tensor | None
+    teacher_kl_M: Tensor | None
+    """k1 of each token to its teacher, without gradient."""
+    overlap_M: Tensor | None
+    """Share of the teacher's top-k in the student's own, where the signal tells."""
 
 
 def token_losses(
     found: TokenLogprobs,
     columns: Columns,
     session_M: Tensor,
-    algorithm: Algorithm,
+    objective: Objective,
     means: TokenMeans,
-) -> tuple[Tensor, Tensor]:
-    """Loss [M] of sampled tokens, and the policy's part of it; statistics go into `means`.
+) -> TokenLosses:
+    """Losses of sampled tokens; statistics go into `means`.
 
     `columns` and `session_M` are of these tokens; a session's tokens must all be here (gspo).
     """
+    algorithm, teaching = objective.algorithm, objective.teaching
     logprobs_M, entropy_M = found.logprobs_M, found.entropy_M
     assert entropy_M is not None
     means.add("entropy", entropy_M)
-    if algorithm.loss == "supervised":
+    policy_M = taught = None
+    if objective.supervised:
         policy_M = -logprobs_M
-    else:
+    elif objective.has_policy:
         policy_M = _policy_loss(logprobs_M, columns, session_M, algorithm, means)
-    loss_M = policy_M
+    loss_M = torch.zeros_like(logprobs_M) if policy_M is None else policy_M
+    if teaching is not None:
+        taught = teaching.token_losses(found, columns, means)
+        if taught.loss_M is not None:
+            loss_M = loss_M + teaching.distill.weight * taught.loss_M
     if algorithm.entropy > 0:
         loss_M = loss_M - algorithm.entropy * entropy_M
     if algorithm.kl.place == "loss":
@@ -67,7 +117,8 @@ def token_losses(
     if "plain_logprobs" in columns:
         assert found.plain_M is not None
         _count_gap(found.plain_M - columns["plain_logprobs"], means)
-    return loss_M, policy_M
+    kl_M, overlap_M = (taught.kl_M, taught.overlap_M) if taught is not None else (None, None)
+    return TokenLosses(loss_M, policy_M, kl_M, overlap_M)
 
 
 def _policy_loss(

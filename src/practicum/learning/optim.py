@@ -86,6 +86,13 @@ class Stepper:
         finally:
             self.optimizer.zero_grad(set_to_none=True)
 
+    def take_norm(self) -> float:
+        """Global norm of the gradients that lie on the parameters, which are removed."""
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        norm = float(nn.utils.get_total_norm(grads)) if grads else 0.0
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
     def zero_missing_grads(self) -> None:
         """A gradient of zeros where no backward pass ran: the optimizer then steps all the same."""
         for p in self.parameters:

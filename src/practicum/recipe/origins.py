@@ -28,14 +28,21 @@ OVERRIDE = Origin("--set")
 _ALTERNATIVES: dict[tuple[str, ...], dict[str, tuple[str, ...]]] = {
     ("model",): {"path": ("tokenizer",), "make": ()},
     ("tasks", "*"): {"kind": ("options",), "file": ("eval_file", "prompt", "answer")},
+    ("teachers", "*"): {
+        "model": ("url", "tokenizer", "dtype", "device", "concurrency", "retries", "api_key_env"),
+        "student": (),
+    },
 }
+# Mappings of the user's own names, in which null drops an entry.
+_NAMED = (("tasks",), ("teachers",), ("reward", "models"), ("route", "to"), ("route", "shares"))
 
 
 class Layers:
     """Plain data made of layers, the later over the earlier, and the origin of each leaf.
 
-    Mappings are merged, everything else is replaced. A key that takes the place of another
-    (model.make of model.path, a task's file of its kind) removes it. `tasks.x: null` drops a task.
+    Mappings are merged, everything else is replaced; so are weights of teachers in route.to. A key that
+    takes the place of another (model.make of model.path, a task's file of its kind) removes it.
+    `tasks.x: null` drops a task, and so with teachers, reward models and entries of a route.
     """
 
     def __init__(self) -> None:
@@ -57,13 +64,13 @@ class Layers:
         for key, value in layer.items():
             here = (*path, key)
             old = data.get(key)
-            if isinstance(value, dict) and isinstance(old, dict):
+            if isinstance(value, dict) and isinstance(old, dict) and path != ("route", "to"):
                 if value:
                     self.origins.pop(".".join(here), None)
                 self._merge(old, value, here, origin_of)
                 continue
             self._forget(here)
-            if value is None and path == ("tasks",) and key in data:
+            if value is None and path in _NAMED and key in data:
                 del data[key]
                 continue
             data[key] = copy.deepcopy(value)
@@ -71,7 +78,7 @@ class Layers:
                 self.origins[leaf] = origin_of(leaf)
 
     def _drop_replaced(self, data: dict[str, Any], layer: Mapping[str, Any], path: tuple[str, ...]) -> None:
-        place = ("tasks", "*") if len(path) == 2 and path[0] == "tasks" else path
+        place = (path[0], "*") if len(path) == 2 and path[:1] in _NAMED else path
         alternatives = _ALTERNATIVES.get(place, {})
         chosen = [key for key in alternatives if layer.get(key) is not None]
         if len(chosen) != 1:

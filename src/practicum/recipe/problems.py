@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from practicum.errors import RecipeError
 from practicum.recipe.origins import Origin
 from practicum.recipe.words import (
+    Spot,
     all_keys,
     choices,
     expected_type,
@@ -24,7 +25,8 @@ _YES_NO = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 
 def explain(error: ValidationError, origins: Mapping[str, Origin]) -> list[RecipeError]:
     """Every problem that a validation found."""
-    return [_explain(details, origins) for details in error.errors(include_url=False)]
+    found = [(details, find_key(details["loc"])) for details in error.errors(include_url=False)]
+    return [_explain(details, spot, origins) for details, spot in _one_per_union(found)]
 
 
 def dotted(path: Sequence[str | int]) -> str:
@@ -51,13 +53,13 @@ def unknown_key(path: Sequence[str | int]) -> tuple[str, str]:
     """For a key that does not exist: what could stand there, and what was probably meant."""
     *parent, last = path
     word, level = str(last), dotted(parent) if parent else ""
-    here = section_of(find_key(parent)[1])
+    here = section_of(find_key(parent).kind)
     valid = list(here.model_fields) if here else []
     prefix = f"{level}." if level else ""
     where = f"a key of {level}" if level else "a key of the recipe"
     if close := nearest(word, valid):
         return where, f"did you mean {prefix}{close}?"
-    known = [key for key, _ in all_keys()]
+    known = sorted((key for key, _ in all_keys()), key=lambda key: key.count("."))
     if elsewhere := [key for key in known if key.rsplit(".", 1)[-1] == word]:
         return where, f"did you mean {' or '.join(elsewhere[:3])}?"
     distant = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}
@@ -66,22 +68,36 @@ def unknown_key(path: Sequence[str | int]) -> tuple[str, str]:
     return f"{where}: {', '.join(valid)}", "`practicum schema` lists every key"
 
 
-def _explain(details: Any, origins: Mapping[str, Origin]) -> RecipeError:
-    loc, value = details["loc"], details["input"]
-    path = dotted(loc)
-    info, kind = find_key(loc)
+def _one_per_union(found: Sequence[tuple[Any, Spot]]) -> Iterator[tuple[Any, Spot]]:
+    """Pydantic tells of each form of a union why it does not fit; what was meant is one of them.
+
+    Problems inside a form are of a value with that form's shape; a value with no form's shape is one problem.
+    """
+    inside = {spot.union for _, spot in found if spot.union is not None and spot.path != spot.union}
+    for details, spot in found:
+        if spot.union is None or spot.path != spot.union:
+            yield details, spot
+        elif spot.union not in inside:
+            inside.add(spot.union)
+            yield details, spot
+
+
+def _explain(details: Any, spot: Spot, origins: Mapping[str, Origin]) -> RecipeError:
+    value, info, kind = details["input"], spot.info, spot.kind
+    path = dotted(spot.path)
     if details["type"] == "extra_forbidden":
-        where, meant = unknown_key(loc)
+        where, meant = unknown_key(spot.path)
         return RecipeError(path, with_origin("an unknown key", path, origins), where, meant)
     wanted = expected_type(kind, info.metadata if info else ())
     if details["type"] == "missing":
         sentence = (info.description or "").rstrip(".") if info else ""
         return RecipeError(path, "nothing", f"{wanted} ({sentence})", f"add the key {path}")
     found = with_origin(shorten(value), path, origins)
-    return RecipeError(path, found, wanted, _advice(kind, value, path))
+    optional = info is None or not info.is_required()
+    return RecipeError(path, found, wanted, _advice(kind, value, path, optional))
 
 
-def _advice(kind: Any, value: Any, path: str) -> str:
+def _advice(kind: Any, value: Any, path: str, optional: bool) -> str:
     inner, _ = unwrap(kind)
     if words := choices(kind):
         close = nearest(str(value), words)
@@ -95,7 +111,9 @@ def _advice(kind: Any, value: Any, path: str) -> str:
     section = inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None
     if section is not None:
         keys = f"its keys are {', '.join(section.model_fields)}"
-        return keys if value is not None else f"remove {path} to take the defaults; {keys}"
+        if value is not None:
+            return keys
+        return f"{f'remove {path}' if optional else 'write {}'} to take the defaults; {keys}"
     if isinstance(value, dict) and get_origin(inner) is list:
         return f"give the whole list, such as --set '{path}=[…]'"
     return ""

@@ -61,7 +61,7 @@ class Reward(Section):
     """How an answer is judged."""
 
     functions: list[RewardFunction] = Field(
-        default_factory=lambda: [RewardFunction()], min_length=1, description="The rewards to add."
+        default_factory=lambda: [RewardFunction()], description="The rewards to add."
     )
     on_error: Literal["stop", "skip"] = Field(
         default="stop",
@@ -272,6 +272,9 @@ class Checks(Section):
     )
     masks: Level = Field(default="error", description="Masks, lengths and loss denominators agree.")
     groups: Level = Field(default="error", description="Each group has the sessions it should have.")
+    teacher_shares: Level = Field(
+        default="warn", description="Each teacher has at least a tenth of its target share of the gradient."
+    )
     store_empty: Level = Field(default="error", description="Nothing of a finished step stays in the store.")
     finite: Level = Field(
         default="error", description="No non-finite loss or gradient reaches the optimizer."
@@ -286,7 +289,8 @@ class Runtime(Section):
     teachers_gb: float | None = Field(
         default=None,
         gt=0,
-        description="Device memory in which sleeping colocated models may stay; unset: all stay.",
+        description="Device memory in which sleeping colocated models may stay; unset: all stay on a CPU, "
+        "none on another device.",
     )
     teachers_host_gb: float | None = Field(
         default=None,

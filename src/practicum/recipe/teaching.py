@@ -14,7 +14,7 @@ Dtype = Literal["float32", "bfloat16", "float64"]
 class Own(Section):
     """Processes of its own, which score while the student still rolls out."""
 
-    replicas: int = Field(default=1, ge=1, description="Processes that share this teacher's rows.")
+    replicas: int = Field(default=1, ge=1, description="Processes that share the model's rows.")
     threads: int = Field(default=1, ge=1, description="torch threads of each process.")
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from practicum.errors import RecipeError
 from practicum.recipe.arithmetic import count
-from practicum.recipe.schema import Algorithm, Buffer, Eval, Kl, Recipe, RewardFunction, Task
+from practicum.recipe.rules import check_device, check_names, default_of
+from practicum.recipe.schema import Algorithm, Buffer, Eval, Kl, Recipe, Task
+from practicum.recipe.validate_distill import check_distill
+from practicum.recipe.validate_reward import check_reward, unread_algorithm
+from practicum.recipe.validate_route import check_route
+from practicum.recipe.validate_teachers import check_teachers
+from practicum.recipe.ways import has_advantage_estimator, is_supervised
 
 GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"})
 """Estimators that compare the sessions of one prompt with one another."""
 
-_WORD = re.compile(r"[A-Za-z0-9_-]+")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
-_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 # Options that only some choices read: (option, the choosing key, choices that read it).
 _READ_BY: tuple[tuple[str, str, frozenset[str]], ...] = (
@@ -32,17 +35,17 @@ _READ_BY: tuple[tuple[str, str, frozenset[str]], ...] = (
 
 def combinations(recipe: Recipe) -> list[RecipeError]:
     """Every impossible combination of a recipe whose types are right."""
-    checks = (_names, _model, _tasks, _rewards, _algorithm, _kl, _critic, _groups, _train, _eval)
+    checks = (
+        *(_names, _model, _tasks, check_reward, _algorithm, _kl, _critic, _groups, _train, _eval),
+        *(check_teachers, check_route, check_distill),
+    )
     return [problem for check in checks for problem in check(recipe)]
 
 
 def _names(recipe: Recipe) -> Iterator[RecipeError]:
     if not _NAME.fullmatch(recipe.name):
         yield RecipeError("name", repr(recipe.name), "letters, digits, '_', '-' and '.'", "it names a folder")
-    for name in recipe.tasks:
-        if not _WORD.fullmatch(name):
-            expected = "letters, digits, '_' and '-'"
-            yield RecipeError("tasks", f"a task named {name!r}", expected, "it names metrics")
+    yield from check_names("tasks", "task", recipe.tasks)
 
 
 def _model(recipe: Recipe) -> Iterator[RecipeError]:
@@ -51,8 +54,7 @@ def _model(recipe: Recipe) -> Iterator[RecipeError]:
         found = "neither path nor make" if make is None else "both path and make"
         advice = "set model.path to a folder or hub name, or model.make to {} for a tiny model"
         yield RecipeError("model", found, "exactly one of path and make", advice)
-    if not _DEVICE.fullmatch(model.device):
-        yield RecipeError("model.device", repr(model.device), "auto, cpu, cuda or cuda:N")
+    yield from check_device("model", model.device)
     if recipe.train.autocast != "off" and model.dtype == "float64":
         found = f"{recipe.train.autocast} with model.dtype float64"
         yield RecipeError("train.autocast", found, "off, or float32 weights")
@@ -84,24 +86,13 @@ def _tasks(recipe: Recipe) -> Iterator[RecipeError]:
             yield RecipeError(path, found, "exactly one of kind and file", advice)
             continue
         for key in ("eval_file", "prompt", "answer") if task.kind else ("options",):
-            if (value := getattr(task, key)) != _default(Task, key):
+            if (value := getattr(task, key)) != default_of(Task, key):
                 other = "file" if task.kind else "kind"
                 found = f"{value!r} in a task without {other}"
                 yield RecipeError(f"{path}.{key}", found, f"a task with {other}", f"remove {key}")
         if task.kind and task.system is not None and not task.chat:
             found = f"{task.system[:40]!r} without chat: true"
             yield RecipeError(f"{path}.system", found, "chat: true, or no system message")
-
-
-def _rewards(recipe: Recipe) -> Iterator[RecipeError]:
-    lists: dict[str, list[RewardFunction] | None] = {"reward.functions": recipe.reward.functions}
-    lists |= {f"tasks.{name}.rewards": task.rewards for name, task in recipe.tasks.items()}
-    for path, functions in lists.items():
-        if functions is None:
-            continue
-        if not any(function.weight for function in functions):
-            found = "no reward" if not functions else "weights that are all 0"
-            yield RecipeError(path, found, "at least one reward with a weight that is not 0")
 
 
 def _algorithm(recipe: Recipe) -> Iterator[RecipeError]:
@@ -114,17 +105,18 @@ def _algorithm(recipe: Recipe) -> Iterator[RecipeError]:
             "none",
             "demonstrations have no advantage: set algorithm.advantage to none, or another loss",
         )
-    elif loss != "supervised" and advantage == "none":
+    elif advantage == "none" and has_advantage_estimator(recipe):
         yield RecipeError(
             "algorithm.advantage",
             f"none with algorithm.loss {loss}",
             "an estimator such as grpo",
             "a policy loss needs an advantage; only algorithm.loss supervised goes without",
         )
+    elsewhere = set(unread_algorithm(recipe))
     for option, chooser, readers in _READ_BY:
         value, choice = getattr(algorithm, option), getattr(algorithm, chooser)
-        default = _default(Algorithm, option)
-        if value != default and choice not in readers:
+        default = default_of(Algorithm, option)
+        if value != default and choice not in readers and not {option, chooser} & elsewhere:
             yield RecipeError(
                 f"algorithm.{option}",
                 f"{value} with algorithm.{chooser} {choice}, which does not use it",
@@ -158,7 +150,7 @@ def _kl(recipe: Recipe) -> Iterator[RecipeError]:
         yield RecipeError("algorithm.old_logprobs", found, "auto or recompute", advice)
     for option in ("reference", "coefficient", "estimator", "clamp", "horizon"):
         value = getattr(kl, option)
-        if kl.place == "off" and value != _default(Kl, option):
+        if kl.place == "off" and value != default_of(Kl, option):
             found = f"{value!r} with algorithm.kl.place off"
             advice = "nothing would read it: set algorithm.kl.place to reward or loss"
             yield RecipeError(f"algorithm.kl.{option}", found, "a place for the penalty", advice)
@@ -166,6 +158,8 @@ def _kl(recipe: Recipe) -> Iterator[RecipeError]:
 
 def _critic(recipe: Recipe) -> Iterator[RecipeError]:
     gae = recipe.algorithm.advantage == "gae"
+    if not is_supervised(recipe) and not has_advantage_estimator(recipe):
+        return
     if gae and recipe.critic is None:
         found = "no critic with algorithm.advantage gae"
         yield RecipeError("critic", found, "a critic", "add critic: {} for one with the defaults")
@@ -183,7 +177,7 @@ def _critic(recipe: Recipe) -> Iterator[RecipeError]:
 
 def _groups(recipe: Recipe) -> Iterator[RecipeError]:
     advantage, samples = recipe.algorithm.advantage, recipe.rollout.samples
-    if advantage in GROUP_ESTIMATORS and samples < 2:
+    if advantage in GROUP_ESTIMATORS and samples < 2 and has_advantage_estimator(recipe):
         yield RecipeError(
             "rollout.samples",
             f"{samples} with algorithm.advantage {advantage}",
@@ -191,10 +185,10 @@ def _groups(recipe: Recipe) -> Iterator[RecipeError]:
             "it compares the sessions of a prompt: a group of one has no relative signal",
         )
     refills = recipe.buffer.max_refills
-    if not recipe.buffer.filter_flat_groups and refills != _default(Buffer, "max_refills"):
+    if not recipe.buffer.filter_flat_groups and refills != default_of(Buffer, "max_refills"):
         found = f"{refills} with buffer.filter_flat_groups false"
         yield RecipeError("buffer.max_refills", found, "filter_flat_groups: true", "nothing else refills")
-    if recipe.buffer.filter_flat_groups and advantage not in GROUP_ESTIMATORS:
+    if recipe.buffer.filter_flat_groups and recipe.reward.weight and advantage not in GROUP_ESTIMATORS:
         yield RecipeError(
             "buffer.filter_flat_groups",
             f"true with algorithm.advantage {advantage}",
@@ -228,7 +222,7 @@ def _eval(recipe: Recipe) -> Iterator[RecipeError]:
         yield RecipeError("eval.every", found, "an evaluation that measures something", advice)
     for option in ("temperature", "pass_threshold"):
         value = getattr(recipe.eval, option)
-        if not recipe.eval.samples and value != _default(Eval, option):
+        if not recipe.eval.samples and value != default_of(Eval, option):
             found = f"{value} with eval.samples 0"
             yield RecipeError(f"eval.{option}", found, "eval.samples of at least 1", "only samples use it")
     if best is None:
@@ -243,7 +237,3 @@ def _eval(recipe: Recipe) -> Iterator[RecipeError]:
     elif best.endswith("/greedy") and not recipe.eval.greedy:
         found = f"{best!r} with eval.greedy false"
         yield RecipeError("checkpoint.keep_best", found, "a metric that is measured")
-
-
-def _default(section: Any, key: str) -> Any:
-    return section.model_fields[key].get_default(call_default_factory=True, validated_data={})

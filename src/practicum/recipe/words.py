@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel
@@ -14,27 +14,34 @@ from pydantic.fields import FieldInfo
 from practicum.recipe.schema import Recipe
 
 NAME = "<name>"
+_SECTIONS = {"Task": "tasks", "Teacher": "teachers", "RewardModel": "reward models"}
 _SIMPLE = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
 def unwrap(annotation: Any) -> tuple[Any, bool]:
-    """The type behind `X | None` and Annotated, and whether null is allowed."""
+    """The type behind `X | None` and Annotated, and whether null is allowed; `X | Y` stays a union."""
     if get_origin(annotation) is Annotated:
         return unwrap(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, UnionType):
-        kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
-        assert len(kinds) == 1, f"recipes hold one type or null, not {annotation}"
-        return unwrap(kinds[0])[0], True
-    return annotation, False
+    if not _is_union(annotation):
+        return annotation, False
+    kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
+    nullable = len(kinds) < len(get_args(annotation))
+    return (unwrap(kinds[0])[0] if len(kinds) == 1 else Union[*kinds]), nullable
+
+
+def forms_of(annotation: Any) -> list[Any]:
+    """The types that a value may have, null aside: several for a union, else one."""
+    kind, _ = unwrap(annotation)
+    return [unwrap(form)[0] for form in get_args(kind)] if _is_union(kind) else [kind]
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section that a key holds, directly, or as the items of a list or mapping."""
-    kind, _ = unwrap(annotation)
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return kind
-    if get_origin(kind) in (list, dict):
-        return section_of(get_args(kind)[-1])
+    """The section that a key holds, directly, as a form of several, or as items of a list or mapping."""
+    for kind in forms_of(annotation):
+        if _is_section(kind):
+            return kind
+        if get_origin(kind) in (list, dict) and (inner := section_of(get_args(kind)[-1])):
+            return inner
     return None
 
 
@@ -56,14 +63,17 @@ def all_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tu
 
 
 def choices(annotation: Any) -> list[str]:
-    """The words a key may be, if it is a choice."""
-    kind, _ = unwrap(annotation)
-    return [str(word) for word in get_args(kind)] if get_origin(kind) is Literal else []
+    """The words a key may be, if it is a choice (or has a choice among its forms)."""
+    kinds = [kind for kind in forms_of(annotation) if get_origin(kind) is Literal]
+    return [str(word) for kind in kinds for word in get_args(kind)]
 
 
 def type_words(annotation: Any) -> str:
     """A type for people: 'a whole number', 'one of k1, k2, k3', 'a list of text'."""
-    kind, _ = unwrap(annotation)
+    forms = forms_of(annotation)
+    if len(forms) > 1:
+        return ", or ".join(_form_words(form) for form in forms)
+    kind = forms[0]
     if words := choices(kind):
         return f"one of {', '.join(words)}" if len(words) > 1 else words[0]
     if kind in _SIMPLE:
@@ -74,7 +84,7 @@ def type_words(annotation: Any) -> str:
     if get_origin(kind) is tuple:
         return f"a list of {len(items)} {_plural(items[0])}"
     if get_origin(kind) is dict:
-        return "a mapping" + (f" of names to {_plural(items[1])}" if section_of(items[1]) else "")
+        return "a mapping" + (f" of names to {_plural(items[1])}" if items[1] is not Any else "")
     return "a mapping" if section_of(kind) else "any value"
 
 
@@ -101,28 +111,84 @@ def nearest(word: str, among: Iterable[str], cutoff: float = 0.6) -> str | None:
     return close[0] if close else None
 
 
-def find_key(path: Sequence[str | int]) -> tuple[FieldInfo | None, Any]:
-    """The key at a path of pydantic, and the type there (an item's, below lists and mappings)."""
-    info, kind = None, Recipe
-    for step in path:
-        inner, _ = unwrap(kind)
-        items = get_args(inner)
-        info = None
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            info = inner.model_fields.get(str(step))
-            kind = info.annotation if info else Any
-        elif get_origin(inner) is tuple and isinstance(step, int) and step < len(items):
-            kind = items[step]
-        else:
-            kind = items[-1] if items else Any
-    return info, kind
+class Spot(NamedTuple):
+    """A place in the recipe: its path, its key (none for items) and the type there.
+
+    `union` is the path of the value with several forms that the place is in, or is.
+    """
+
+    path: tuple[str | int, ...]
+    info: FieldInfo | None
+    kind: Any
+    union: tuple[str | int, ...] | None
+
+
+def find_key(location: Sequence[str | int]) -> Spot:
+    """The place that pydantic, or a path, names; below lists and mappings the kind is an item's.
+
+    Pydantic's locations name a union's form after the union's path; paths do not.
+    """
+    info, kind, path, union, whole = None, Recipe, (), None, None
+    for step in location:
+        forms = forms_of(kind)
+        if len(forms) > 1:
+            named = [form for form in forms if _is_tag(step, form)]
+            if named and union is None:
+                whole, union, kind = kind, path, named[0]
+                continue
+            forms = [form for form in forms if _is_section(form) or get_args(form)][-1:]
+        info, kind = _step_into(forms[0], step)
+        path = (*path, step)
+    return Spot(path, info, whole if path == union else kind, union)
+
+
+def _step_into(kind: Any, step: str | int) -> tuple[FieldInfo | None, Any]:
+    items = get_args(kind)
+    if _is_section(kind):
+        info = kind.model_fields.get(str(step))
+        return info, info.annotation if info else Any
+    if get_origin(kind) is tuple and isinstance(step, int) and step < len(items):
+        return None, items[step]
+    return None, items[-1] if items else Any
+
+
+def _is_tag(step: str | int, form: Any) -> bool:
+    """Whether pydantic's location names a form of a union so: Section, str, literal[…], dict[…]."""
+    if _is_section(form) or form in _SIMPLE:
+        return step == form.__name__
+    kind = {Literal: "literal"}.get(get_origin(form), getattr(get_origin(form), "__name__", ""))
+    return str(step).startswith(f"{kind}[")
+
+
+def _is_section(kind: Any) -> TypeGuard[type[BaseModel]]:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _is_union(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, UnionType)
+
+
+def _form_words(form: Any) -> str:
+    """One form of several: its words without 'one of', a section by how it is written."""
+    return ", ".join(choices(form)) or (_shape(form) if _is_section(form) else type_words(form))
+
+
+def _shape(section: type[BaseModel]) -> str:
+    """How a section is written: {own: {replicas: …}}."""
+    name, info = next(iter(section.model_fields.items()))
+    inner = section_of(info.annotation)
+    return f"{{{name}: {_shape(inner) if inner else '…'}}}"
 
 
 def _plural(annotation: Any) -> str:
-    section = section_of(annotation)
-    if section is not None:
-        return "mappings" if section.__name__ != "Task" else "tasks"
-    kind, _ = unwrap(annotation)
+    forms = forms_of(annotation)
+    if len(forms) > 1:
+        return " or ".join(_plural(form) for form in forms)
+    kind = forms[0]
+    if _is_section(kind):
+        return _SECTIONS.get(kind.__name__, "mappings")
+    if get_origin(kind) is dict:
+        return f"mappings of names to {_plural(get_args(kind)[1])}"
     plural = {int: "whole numbers", float: "numbers", str: "text"}.get(kind, "values")
     if get_origin(annotation) is Annotated:
         bounds = [words for r in get_args(annotation)[1].metadata if (words := _bound(r))]

@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from practicum.errors import EngineError, PracticumError
+
+TURN_S = 60.0
+"""Seconds that one step of an engine may take before who waits for its end gives up."""
 
 
 @dataclass(eq=False, slots=True)
@@ -49,6 +52,16 @@ class Desk:
         self._open: set[Job] = set()
         self._thread: threading.Thread | None = None
         self._work_left = self._look_again = self._closed = False
+
+    @contextlib.contextmanager
+    def take_turn(self, what: str, timeout: float = TURN_S) -> Iterator[None]:
+        """Wait for the step under way and hold the next one back; a step that hangs is an EngineError."""
+        if not self.turn.acquire(timeout=timeout):
+            raise EngineError(f"the {self._name} can't {what}: a step of it has not ended for {timeout:g} s")
+        try:
+            yield
+        finally:
+            self.turn.release()
 
     @property
     def open_jobs(self) -> int:

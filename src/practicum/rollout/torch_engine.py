@@ -23,7 +23,7 @@ from practicum.rollout.randomness import stream_key
 from practicum.rollout.sampler import Draw
 from practicum.rollout.scheduler import EngineStats, Scheduler
 from practicum.rollout.scoring import empty_scores, score_batch
-from practicum.rollout.weights import Shelf, distinct_tensors, return_memory, take_weights
+from practicum.rollout.weights import Aside, Shelf, distinct_tensors, return_memory, take_weights
 
 
 class TorchEngine:
@@ -31,7 +31,7 @@ class TorchEngine:
 
     `slots` sequences are decoded at once, each of up to `context` tokens with its prompt. One forward call
     takes up to `prefill_tokens` tokens of prompts, or `score_tokens` to score (a longer sequence goes alone).
-    With `owns_weights`, `sleep` frees the weights too: nobody else may use the model then.
+    With `owns_weights`, a sleeping engine may put them aside: nobody else may use the model then.
     """
 
     def __init__(
@@ -126,22 +126,34 @@ class TorchEngine:
             self.version = self._scheduler.version = version
 
     def sleep(self) -> Memory:
-        """Free the KV memory, and the weights if they are the engine's own; says what was freed."""
+        """Free the KV memory; says what was freed. `put_aside` then frees the weights too."""
         self._check_awake()
         self._check_idle("sleep")
-        with self._desk.turn:
+        with self._desk.take_turn("go to sleep"):
             before = self.memory()
             self._scheduler.free()
-            if self._owns_weights:
-                self._shelf = Shelf(self._model)
             return_memory(self._runner.device)
-            after = self.memory()
-        return Memory(before.weights - after.weights, before.kv - after.kv)
+        return Memory(0, before.kv)
+
+    def put_aside(self, where: Aside) -> Memory:
+        """Move a sleeping engine's weights to the host's memory or to disk; says what its device gained.
+
+        On a CPU, its memory is the host's: only disk frees it.
+        """
+        if self._scheduler.memory is not None or not self._owns_weights:
+            raise EngineError("only a sleeping engine that owns its weights can put them aside")
+        before = self.memory()
+        if self._shelf is None:
+            self._shelf = Shelf(self._model, where)
+        else:
+            self._shelf.move(where)
+        return_memory(self._runner.device)
+        return Memory(before.weights - self.memory().weights, 0)
 
     def wake(self) -> None:
         """Be ready again, with the weights as they were. An engine that is awake stays as it is."""
         self._check_open()
-        with self._desk.turn:
+        with self._desk.take_turn("wake"):
             if self._shelf is not None:
                 self._shelf.restore()
                 self._shelf = None

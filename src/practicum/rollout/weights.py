@@ -6,7 +6,7 @@ import ctypes
 import sys
 import tempfile
 from collections.abc import Iterable
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Literal, cast
 
 import torch
 from torch import Tensor
@@ -79,23 +79,33 @@ def _check_tied(given: dict[str, Tensor], own: dict[str, Tensor]) -> None:
             )
 
 
-class Shelf:
-    """A model's parameters, put aside: in a file of TMPDIR if they were on the CPU, else on the CPU."""
+Aside = Literal["host", "disk"]
+"""Where a sleeping model's weights may lie: in the host's memory, or in a file of TMPDIR."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+
+class Shelf:
+    """A model's parameters, put aside."""
+
+    def __init__(self, model: PreTrainedModel, where: Aside) -> None:
         self._parameters = list(model.parameters())
         self._shapes = [parameter.shape for parameter in self._parameters]
         self._device = self._parameters[0].device
         self._file: BinaryIO | None = None
-        if self._device.type == "cpu":
+        self.move(where)
+
+    def move(self, where: Aside) -> None:
+        """Put them there; from disk they only come back to the device."""
+        if self._file is not None:
+            return
+        if where == "disk":
             # Not a context manager: the file stays open until `restore`.
             self._file = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115
-            for parameter in self._parameters:
-                self._file.write(_bytes(parameter.data.contiguous()))
-                parameter.data = parameter.data.new_empty(0)
-        else:
-            for parameter in self._parameters:
-                parameter.data = parameter.data.cpu()
+        for parameter in self._parameters:
+            kept = parameter.data.cpu()
+            if self._file is not None:
+                self._file.write(_bytes(kept.contiguous()))
+                kept = kept.new_empty(0)
+            parameter.data = kept
 
     def restore(self) -> None:
         """Give the parameters back, bit by bit the same."""
@@ -105,10 +115,11 @@ class Shelf:
             return
         self._file.seek(0)
         for parameter, shape in zip(self._parameters, self._shapes, strict=True):
-            parameter.data = parameter.data.new_empty(shape)
-            read = self._file.readinto(_bytes(parameter.data))  # pyright: ignore[reportAttributeAccessIssue]
-            if read != parameter.data.nbytes:
+            read_back = parameter.data.new_empty(shape)
+            count = self._file.readinto(_bytes(read_back))  # pyright: ignore[reportAttributeAccessIssue]
+            if count != read_back.nbytes:
                 raise EngineError("the temporary file with a sleeping engine's weights was cut short")
+            parameter.data = read_back.to(self._device)
         self.drop()
 
     def drop(self) -> None:

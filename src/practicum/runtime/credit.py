@@ -16,6 +16,7 @@ from practicum.dataplane.ragged import Column, Ragged
 from practicum.dataplane.stage import Columns, stage
 from practicum.dataplane.store import Store
 from practicum.recipe.schema import Recipe
+from practicum.recipe.ways import has_advantage_estimator
 
 
 def dense_ids(names: list) -> tuple[Tensor, int]:
@@ -48,11 +49,21 @@ class Credit:
         session_N = session_B.repeat_interleave(torch.tensor(mask.lengths))
         first_rows = _first_rows(session_B, sessions)
         prompts = [batch.keys[i].prompt for i in first_rows]
-        rewards_S = columns.scalars("reward")[first_rows]
-        token_rewards_N = outcome_rewards(rewards_S, mask.values, session_N)
-        stats: dict[str, float] = {}
+        distill, weight = self.recipe.distill, self.recipe.reward.weight
+        taught_N, stats = self._taught(columns, mask.values)
+        if not has_advantage_estimator(self.recipe):
+            assert taught_N is not None
+            return {"advantages": Ragged.packed(taught_N, mask.lengths)}, stats
+        token_rewards_N = torch.zeros(len(mask.values))
+        if "reward" in columns:
+            rewards_S = columns.scalars("reward")[first_rows]
+            token_rewards_N = outcome_rewards(rewards_S, mask.values, session_N)
         if algorithm.kl.place == "reward":
-            token_rewards_N, stats = self._penalise(columns, token_rewards_N, mask.values, sessions)
+            token_rewards_N, more = self._penalise(columns, token_rewards_N, mask.values, sessions)
+            stats |= more
+        if distill is not None and distill.through == "reward":
+            assert taught_N is not None
+            token_rewards_N, weight, taught_N = weight * token_rewards_N + taught_N, 1.0, None
         result = ADVANTAGES[algorithm.advantage](
             AdvantageInputs(
                 token_rewards_N=token_rewards_N,
@@ -66,10 +77,28 @@ class Credit:
                 whiten=algorithm.whiten,
             )
         )
-        written: dict[str, Column] = {"advantages": Ragged.packed(result.advantages_N, mask.lengths)}
+        advantages_N = result.advantages_N if weight == 1.0 else weight * result.advantages_N
+        if taught_N is not None:
+            advantages_N = advantages_N + taught_N
+        written: dict[str, Column] = {"advantages": Ragged.packed(advantages_N, mask.lengths)}
         if result.returns_N is not None and "returns" in self.plan["advantages"].writes:
             written["returns"] = Ragged.packed(result.returns_N, mask.lengths)
         return written, stats | result.stats
+
+    def _taught(self, columns: Columns, mask_N: Tensor) -> tuple[Tensor | None, dict[str, float]]:
+        """Weight × the negative estimate of KL(student || teacher) of each token, if it enters here."""
+        distill = self.recipe.distill
+        if distill is None or distill.through == "loss":
+            return None, {}
+        student_N = columns.ragged(old_source(self.recipe)).values
+        teacher_N = columns.ragged("teacher_logprobs").values
+        terms = token_kl(distill.divergence, student_N, teacher_N, mask_N, clamp=distill.clamp)
+        stats = {}
+        if mask_N.any():
+            stats["teacher_kl"] = float(terms.kl_N[mask_N].mean())
+            if distill.clamp is not None:
+                stats["teacher_clamped"] = float(terms.clamped_N[mask_N].float().mean())
+        return -distill.weight * terms.kl_N, stats
 
     def _penalise(
         self, columns: Columns, token_rewards_N: Tensor, mask_N: Tensor, sessions: int

@@ -23,6 +23,8 @@ from practicum.recipe.schema import Recipe
 from practicum.rollout.protocol import Engine
 from practicum.rollout.torch_engine import TorchEngine
 from practicum.runtime.credit import Credit
+from practicum.runtime.faculty import Faculty
+from practicum.runtime.hiring import hire, teaching_of
 from practicum.runtime.practice import Practice
 from practicum.runtime.student import Student
 from practicum.runtime.valuation import Valuation
@@ -38,6 +40,7 @@ class Roles:
     stop: frozenset[int]
     engine: Engine
     practice: Practice
+    faculty: Faculty | None
     examiner: Practice
     student: Student
     credit: Credit
@@ -45,7 +48,11 @@ class Roles:
 
     def close(self) -> None:
         """Stop what runs in the background."""
-        self.engine.close()
+        try:
+            if self.faculty is not None:
+                self.faculty.staff.close()
+        finally:
+            self.engine.close()
 
 
 def set_threads(threads: int | None) -> int:
@@ -81,11 +88,14 @@ def start_local(recipe: Recipe, plan: Plan, watch: Watch) -> Roles:
     model = load_model(recipe.model, recipe.seed)
     store = MemoryStore()
     on_nonfinite = partial(watch, "finite")
+    context = rollout_context(recipe, context_length(model))
+    staff = hire(recipe, model, context) if "teachers" in plan else None
     learner = Learner(
         model,
         recipe.train,
         recipe.algorithm,
         temperature=recipe.rollout.temperature,
+        teaching=None if staff is None else teaching_of(recipe, staff),
         on_nonfinite=on_nonfinite,
     )
     reference = None
@@ -94,8 +104,9 @@ def start_local(recipe: Recipe, plan: Plan, watch: Watch) -> Roles:
     engine = TorchEngine(
         model,
         slots=recipe.rollout.slots,
-        context=rollout_context(recipe, context_length(model)),
+        context=context,
     )
+    faculty = None if staff is None else Faculty(recipe, plan, store, staff, engine, tokenizer)
     valuation = None
     if recipe.critic is not None:
         critic = Critic(model, recipe.train, recipe.critic, on_nonfinite=on_nonfinite)
@@ -106,7 +117,8 @@ def start_local(recipe: Recipe, plan: Plan, watch: Watch) -> Roles:
         tokenizer=tokenizer,
         stop=stop_ids(model, tokenizer, recipe.rollout.stop),
         engine=engine,
-        practice=Practice(recipe, plan, store, engine, tokenizer, judge),
+        practice=Practice(recipe, plan, store, engine, tokenizer, judge, faculty),
+        faculty=faculty,
         examiner=Practice(recipe, evaluation_plan(), store, engine, tokenizer, judge),
         student=Student(recipe, plan, store, learner, reference, watch),
         credit=Credit(recipe, plan, store),

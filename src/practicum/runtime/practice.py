@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,7 @@ from practicum.rollout.loops import find_loop
 from practicum.rollout.protocol import Engine, Sampling
 from practicum.rollout.session import Session, Trajectory, require_trajectories
 from practicum.runtime.events import run_async
+from practicum.runtime.faculty import Faculty
 from practicum.tasks.prompts import Prompt, demonstration, encode_prompt
 from practicum.tasks.rewards import Judge, RewardSample
 
@@ -46,13 +48,18 @@ class Practice:
         engine: Engine,
         tokenizer: PreTrainedTokenizerBase,
         judge: Judge,
+        faculty: Faculty | None = None,
     ) -> None:
         self.recipe, self.plan, self.store = recipe, plan, store
         self.engine, self.tokenizer, self.judge = engine, tokenizer, judge
+        self.faculty = faculty
+        self.hidden_share: float | None = None
+        """Share of the last rollout's streamed scoring that was hidden behind it."""
         assert isinstance(tokenizer.eos_token_id, int)
         self.end_id = tokenizer.eos_token_id
         self.prompts: dict[Key, Prompt] = {}
         self._loop = find_loop(recipe.rollout.loop)
+        self._last_sample = 0.0
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's tokens, by its task's chat settings."""
@@ -67,8 +74,12 @@ class Practice:
     def rollout(self, attempts: Sequence[Attempt], partition: str, *, seed: int) -> BatchRef:
         """Run sessions at once; a row is in the store as soon as its session is done."""
         encoded = {a.prompt.uid: self.encode(a.prompt) for a in attempts}
+        before = self._streamed_s()
+        self._last_sample = time.perf_counter()
         work = self._run_all(attempts, encoded, partition, seed)
         run_async(work, timeout=self.recipe.rollout.deadline_s, owner=f"rollout ({partition})")
+        waited, scored = time.perf_counter() - self._last_sample, self._streamed_s() - before
+        self.hidden_share = 1.0 - min(1.0, waited / scored) if scored else None
         wanted = {(a.prompt.uid, a.session) for a in attempts}
         rows = self.store.batch(partition)
         # Sessions finish in any order; the batch is in the order of its keys.
@@ -98,11 +109,14 @@ class Practice:
                 f"agent loop {name} raised {type(error).__name__} on prompt {prompt.uid} "
                 f"(task {prompt.task}, row {prompt.index}): {error}"
             ) from error
+        self._last_sample = time.perf_counter()
         rows = [
             (Key(prompt.uid, attempt.session, i), self._tags(prompt, t, attempt), t, prompt)
             for i, t in enumerate(trajectories)
         ]
-        self._put(partition, rows, self.plan["rollout"].writes)
+        batch = self._put(partition, rows, self.plan["rollout"].writes)
+        if self.faculty is not None:
+            await self.faculty.stream(batch, prompt)
 
     def _tags(self, prompt: Prompt, trajectory: Trajectory, attempt: Attempt | None) -> Tags:
         pieces = trajectory.pieces
@@ -114,9 +128,14 @@ class Practice:
             version_max=trajectory.version_max,
             domain=prompt.domain,
             task=prompt.task,
+            teacher=None if self.faculty is None else self.faculty.teacher_of(prompt),
             finish=trajectory.finish,
             is_baseline=attempt is not None and attempt.is_baseline,
         )
+
+    def _streamed_s(self) -> float:
+        """Seconds of streamed scoring so far."""
+        return 0.0 if self.faculty is None else self.faculty.streamed_s()
 
     def _demonstration(self, prompt: Prompt) -> tuple[Key, Tags, Trajectory, Prompt]:
         ids = self.tokenizer.encode(demonstration(prompt), add_special_tokens=False)

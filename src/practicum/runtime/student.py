@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
@@ -15,14 +16,25 @@ from practicum.dataplane.ragged import Column, Ragged
 from practicum.dataplane.stage import Columns, stage
 from practicum.dataplane.store import Store
 from practicum.learning.batch import UpdateBatch
+from practicum.learning.groups import GroupSums
 from practicum.learning.learner import Learner
 from practicum.learning.minibatches import split_groups
 from practicum.learning.scorer import Scorer
+from practicum.learning.teaching import TeacherColumns
 from practicum.recipe.schema import Recipe
 from practicum.runtime.credit import dense_ids
+from practicum.teachers.ledger import Measured, pair_of
 
 FRESH_ONLY = ("gap_mean", "gap_max", "gap_k3")
 """Metrics that mean something only before the batch's first optimizer step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """What an update reports: metrics, and the numbers of each teacher and domain if there are teachers."""
+
+    metrics: dict[str, float]
+    measured: Measured | None
 
 
 class Student:
@@ -40,6 +52,7 @@ class Student:
         self.recipe, self.plan, self.store, self.watch = recipe, plan, store, watch
         self.learner, self.reference = learner, reference
         self._old = old_source(recipe)
+        self._numbers = {name: number for number, name in enumerate(recipe.teachers)}
 
     @stage("old_logprobs")
     def old_logprobs(self, batch: BatchRef, columns: Columns) -> dict[str, Column]:
@@ -63,22 +76,47 @@ class Student:
         return {"ref_logprobs": result.logprobs}
 
     @stage("update_student")
-    def update(
-        self, batch: BatchRef, columns: Columns, *, step: int
-    ) -> tuple[dict[str, Column], dict[str, float]]:
+    def update(self, batch: BatchRef, columns: Columns, *, step: int) -> tuple[dict[str, Column], Learnt]:
         """All optimizer steps on this batch; checks may refuse each before weights change."""
         if self.watch.looks_at("masks"):
             ids = (columns.ragged("prompt_ids"), columns.ragged("response_ids"))
             self.watch("masks", invariants.masks(batch, *ids, columns.ragged("response_mask")))
         session_B, _ = dense_ids([key[:2] for key in batch.keys])
+        pairs = list(dict.fromkeys(pair_of(tags) for tags in batch.tags))
+        sums, norms = GroupSums(), ({}, {})
         self.learner.step = step - 1
         taken: list[dict[str, float]] = []
         for rows in minibatches(self.recipe, batch, step):
-            update = self._update_batch(columns, session_B, rows)
+            update = self._update_batch(batch, columns, session_B, rows, pairs)
+            if not taken and self._measures_gradients(step):
+                norms = self._gradient_norms(update, batch.take(rows))
             sampled = sum(batch.tags[row].sampled_tokens for row in rows)
             self.learner.stepper.before_step = partial(self._check, sampled, fresh=not taken)
             taken.append(self.learner.update(update))
-        return {}, mean_metrics(taken)
+            sums.merge(self.learner.by_group)
+        measured = Measured(pairs, sums, *norms) if self._numbers else None
+        return {}, Learnt(mean_metrics(taken), measured)
+
+    def _measures_gradients(self, step: int) -> bool:
+        every = self.recipe.route.measure_every
+        return bool(self._numbers) and every > 0 and (step - 1) % every == 0
+
+    def _gradient_norms(
+        self, update: UpdateBatch, rows: BatchRef
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Norm of the gradient of each teacher's and of each domain's rows."""
+        by_teacher: dict[str, list[int]] = {}
+        by_domain: dict[str, list[int]] = {}
+        for i, tags in enumerate(rows.tags):
+            by_teacher.setdefault(tags.teacher or "", []).append(i)
+            by_domain.setdefault(tags.domain, []).append(i)
+        norms = dict(
+            zip(by_teacher, self.learner.gradient_norms(update, list(by_teacher.values())), strict=True)
+        )
+        if list(by_teacher.values()) == list(by_domain.values()):
+            return norms, dict(zip(by_domain, norms.values(), strict=True))
+        domain_norms = self.learner.gradient_norms(update, list(by_domain.values()))
+        return norms, dict(zip(by_domain, domain_norms, strict=True))
 
     def _check(self, sampled: int, metrics: Mapping[str, float], *, fresh: bool) -> None:
         """Refuse an optimizer step whose numbers are not in order; weights are untouched so far."""
@@ -87,7 +125,14 @@ class Student:
             limit = self.recipe.checks.logprob_gap_max
             self.watch("logprob_gap", invariants.logprob_gap(metrics, limit))
 
-    def _update_batch(self, columns: Columns, session_B: Tensor, rows: Sequence[int]) -> UpdateBatch:
+    def _update_batch(
+        self,
+        batch: BatchRef,
+        columns: Columns,
+        session_B: Tensor,
+        rows: Sequence[int],
+        pairs: Sequence[tuple[str, str]],
+    ) -> UpdateBatch:
         def column(name: str) -> Ragged | None:
             return columns.ragged(name).select(rows) if name in columns else None
 
@@ -100,6 +145,23 @@ class Student:
             old_logprobs=None if self._old == "own" else column(self._old),
             plain_logprobs=column("plain_logprobs"),
             ref_logprobs=column("ref_logprobs"),
+            teachers=self._teachers(batch, columns, rows),
+            groups=[pairs.index(pair_of(batch.tags[row])) for row in rows] if self._numbers else None,
+        )
+
+    def _teachers(self, batch: BatchRef, columns: Columns, rows: Sequence[int]) -> TeacherColumns | None:
+        if "teacher_logprobs" not in columns:
+            return None
+
+        def column(name: str) -> Ragged | None:
+            return columns.ragged(name).select(rows) if name in columns else None
+
+        return TeacherColumns(
+            teacher=[self._numbers[batch.tags[row].teacher or ""] for row in rows],
+            logprobs=columns.ragged("teacher_logprobs").select(rows),
+            topk_ids=column("teacher_topk_ids"),
+            topk_logprobs=column("teacher_topk_logprobs"),
+            hidden=column("teacher_hidden"),
         )
 
 

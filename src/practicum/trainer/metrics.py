@@ -31,12 +31,29 @@ METRICS: dict[str, str] = {
     "advantage/kl_reward": "KL to the reference in the reward, mean over sampled tokens.",
     "advantage/kl_coefficient": "Weight of that KL.",
     "advantage/kl_clamped": "Share of sampled tokens whose log-ratio to the reference was clamped.",
+    "advantage/teacher_kl": "KL(student || teacher) by distill.divergence, where teachers enter here.",
+    "advantage/teacher_clamped": "Share of sampled tokens whose log-ratio to the teacher was clamped.",
     "advantage/<name>": "Other counts of the advantage estimator.",
     "train/loss": "The aggregated loss that was minimised.",
     "train/<name>": "Other numbers of the student's update; `learning/metrics.py` lists them.",
     "train/gap_mean": "Mean |rollout - learner| logprob on fresh sampled tokens, in nats.",
     "train/gap_max": "Largest such difference.",
     "train/gap_k3": "k3 estimate of KL(rollout || learner) on them.",
+    "teachers/hidden": "Share of the streamed teachers' scoring time that was hidden behind the rollout.",
+    "teacher/<teacher>/prompts": "Prompts of the batch that one teacher corrects.",
+    "teacher/<teacher>/prompts_share": "Its share of the prompts.",
+    "teacher/<teacher>/tokens": "Sampled tokens that it corrects.",
+    "teacher/<teacher>/tokens_share": "Its share of them.",
+    "teacher/<teacher>/loss": "Loss of its tokens, weighted as in the loss.",
+    "teacher/<teacher>/loss_share": "Its share of the weights of the loss; route.shares sets it.",
+    "teacher/<teacher>/gradient_share": "Norm of its rows' gradient in parts of the sum, if measured.",
+    "teacher/<teacher>/kl": "k1 estimate of KL(student || teacher), mean over its tokens.",
+    "teacher/<teacher>/overlap": "Share of its top-k that is in the student's own top-k.",
+    "teacher/<teacher>/reward": "Mean reward of its sessions, if answers are judged.",
+    "teacher/<teacher>/entropy": "Entropy of the student on its tokens.",
+    "teacher/<teacher>/seconds": "Seconds it was scoring (colocated: awake).",
+    "teacher/<teacher>/wakes": "How often it was woken (colocated).",
+    "domain/<domain>/<name>": "The same numbers by domain, without seconds and wakes.",
     "critic/<name>": "Numbers of the critic's update.",
     "checks/<name>": "How often a check set to `warn` has fired in this step.",
     "eval/greedy": "Mean reward of greedy answers over the evaluation prompts.",
@@ -55,7 +72,7 @@ METRICS: dict[str, str] = {
 def rollout_metrics(tags: Iterable[Tags], groups: Iterable[Group]) -> dict[str, float]:
     """What a step's rollouts say, from tags alone. `tags` has one entry per session."""
     tags, groups = list(tags), list(groups)
-    ready = [t for t in tags if t.status == "ready" and t.reward is not None]
+    ready = [t for t in tags if t.status == "ready"]
     out: dict[str, float] = {
         "rollout/sessions": len(tags),
         "rollout/failed": len(tags) - len(ready),
@@ -63,13 +80,15 @@ def rollout_metrics(tags: Iterable[Tags], groups: Iterable[Group]) -> dict[str, 
     }
     if ready:
         rewards = [t.reward for t in ready if t.reward is not None]
-        out["reward/mean"] = statistics.fmean(rewards)
-        out["reward/std"] = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
+        if rewards:
+            out["reward/mean"] = statistics.fmean(rewards)
+            out["reward/std"] = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
         out["rollout/response_tokens"] = statistics.fmean(t.response_tokens for t in ready)
         out["rollout/truncated"] = statistics.fmean(t.finish == "length" for t in ready)
         out |= by_domain("reward/mean", ready)
-    if groups:
-        out["groups/flat"] = statistics.fmean(group.is_flat for group in groups)
+    judged = [group for group in groups if group.rewards()]
+    if judged:
+        out["groups/flat"] = statistics.fmean(group.is_flat for group in judged)
     return out
 
 

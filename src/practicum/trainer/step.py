@@ -22,6 +22,7 @@ from practicum.runtime.local import Roles
 from practicum.runtime.practice import Attempt
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import PromptStream
+from practicum.teachers.ledger import Measured, ledger, starved
 from practicum.trainer.buffer import Group, ReplayBuffer, Taken, groups_of
 from practicum.trainer.metrics import prefixed, rollout_metrics, session_tags
 
@@ -49,7 +50,9 @@ class StepRunner:
         student, critic, credit = self.roles.student, self.roles.valuation, self.roles.credit
         supervised = "demonstrate" in self.plan
 
+        self._refresh_copies(number)
         batch, baselines, metrics = self._demonstrations() if supervised else self._practise()
+        metrics |= self._teach(batch)
         self._run("old_logprobs", lambda: student.old_logprobs(batch))
         self._run("ref_logprobs", lambda: student.ref_logprobs(batch))
         if critic is not None:
@@ -60,7 +63,9 @@ class StepRunner:
             metrics |= prefixed("critic", learnt or {})
         if not self._critic_warms_up(number):
             learnt = self._run("update_student", lambda: student.update(batch, step=number))
-            metrics |= prefixed("train", learnt or {})
+            assert learnt is not None
+            metrics |= prefixed("train", learnt.metrics)
+            metrics |= self._ledger(batch, learnt.measured)
         self._run("sync", self.sync_weights)
         self._run("clear", lambda: self._clear(batch))
 
@@ -142,6 +147,30 @@ class StepRunner:
         batch = self.roles.store.batch(TRAIN, rolled.keys)
         self.on_batch(batch)
         return batch
+
+    def _refresh_copies(self, number: int) -> None:
+        """Teachers that are copies of the student take its weights when the recipe says."""
+        if self.roles.faculty is not None:
+            learner = self.roles.student.learner
+            self.roles.faculty.refresh(number, lambda: dict(learner.named_weights()), learner.version)
+
+    def _teach(self, batch: BatchRef) -> dict[str, float]:
+        """The teachers score what they have not scored during the rollout."""
+        faculty, practice = self.roles.faculty, self.roles.practice
+        if faculty is None:
+            return {}
+        waiting = faculty.waiting(batch)
+        self._run("teachers", lambda: faculty.score(waiting, prompts=practice.prompts))
+        hidden = practice.hidden_share
+        return {} if hidden is None else {"teachers/hidden": hidden}
+
+    def _ledger(self, batch: BatchRef, measured: Measured | None) -> dict[str, float]:
+        faculty = self.roles.faculty
+        if faculty is None or measured is None:
+            return {}
+        metrics = ledger(batch, measured, *faculty.spent())
+        self.watch("teacher_shares", starved(metrics, self.recipe.route.shares))
+        return metrics
 
     def _critic_warms_up(self, number: int) -> bool:
         critic = self.recipe.critic

@@ -1,0 +1,63 @@
+"""What a recipe's settings come to: the ways in which a step learns."""
+
+from __future__ import annotations
+
+from practicum.recipe.schema import Recipe
+from practicum.recipe.teaching import Own, OwnPlacement, Placement, Teacher
+
+
+def is_supervised(recipe: Recipe) -> bool:
+    """Whether the batch is demonstrations."""
+    return recipe.algorithm.loss == "supervised"
+
+
+def uses_reward(recipe: Recipe) -> bool:
+    """Whether something is learnt from rewards."""
+    return not is_supervised(recipe) and recipe.reward.weight > 0
+
+
+def judges(recipe: Recipe) -> bool:
+    """Whether training answers are judged at all."""
+    return uses_reward(recipe) or (recipe.reward.watch and not is_supervised(recipe))
+
+
+def distils_by_loss(recipe: Recipe) -> bool:
+    """Whether a divergence from the teachers is back-propagated."""
+    return recipe.distill is not None and recipe.distill.through == "loss"
+
+
+def distils_by_policy(recipe: Recipe) -> bool:
+    """Whether the teachers enter by each token's advantage or reward."""
+    return recipe.distill is not None and recipe.distill.through != "loss"
+
+
+def has_policy_loss(recipe: Recipe) -> bool:
+    """Whether the update has a policy loss, and so advantages."""
+    return not is_supervised(recipe) and (uses_reward(recipe) or distils_by_policy(recipe))
+
+
+def has_advantage_estimator(recipe: Recipe) -> bool:
+    """Whether algorithm.advantage is asked."""
+    through_reward = recipe.distill is not None and recipe.distill.through == "reward"
+    return not is_supervised(recipe) and (uses_reward(recipe) or through_reward)
+
+
+def compare_temperature(recipe: Recipe) -> float:
+    """Temperature at which student and teachers are compared."""
+    chosen = recipe.distill.temperature if recipe.distill is not None else None
+    return recipe.rollout.temperature if chosen is None else chosen
+
+
+def is_own(placement: Placement) -> bool:
+    """Whether a placement means processes of its own."""
+    return placement != "colocated"
+
+
+def own_options(teacher: Teacher) -> Own:
+    """Options of the placement `own`."""
+    return teacher.placement.own if isinstance(teacher.placement, OwnPlacement) else Own()
+
+
+def streams(teacher: Teacher) -> bool:
+    """Whether rows are scored while others still roll out."""
+    return teacher.url is not None or is_own(teacher.placement)

@@ -1,0 +1,219 @@
+"""The teachers' role: rows find their teacher, are scored, and what it said is written.
+
+Teachers with resources of their own score a row as soon as its session is finished (`stream`). Colocated
+ones wait until the rollout is done (`score`): the student's engine sleeps, each that has rows is woken once.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PreTrainedTokenizerBase
+
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.keys import Key
+from practicum.dataplane.plan import Plan
+from practicum.dataplane.ragged import Column, Ragged
+from practicum.dataplane.stage import Columns, stage
+from practicum.dataplane.store import Store
+from practicum.recipe.schema import Recipe
+from practicum.recipe.ways import compare_temperature
+from practicum.rollout.protocol import Engine, Scores
+from practicum.runtime.events import run_async
+from practicum.tasks.prompts import Prompt
+from practicum.teachers.colocated import ColocatedTeacher
+from practicum.teachers.head import OutputHead
+from practicum.teachers.own import OwnTeacher
+from practicum.teachers.place import Place, Row, Wanted, score_rows
+from practicum.teachers.residency import Residency
+from practicum.teachers.route import before_text, teacher_of
+
+
+@dataclass(slots=True)
+class Staff:
+    """The teachers of a run: where each lives, and what the learner must know of each."""
+
+    places: dict[str, Place]
+    residency: Residency
+    heads: dict[str, OutputHead] = field(default_factory=dict)
+    """Output heads, if the signal is the full distribution."""
+
+    @property
+    def width(self) -> int:
+        """Hidden size of the widest teacher, which rows of hidden states are filled up to."""
+        return max((head.weight.shape[1] for head in self.heads.values()), default=0)
+
+    def colocated(self) -> dict[str, ColocatedTeacher]:
+        """Those that are woken after the rollout."""
+        return {name: p for name, p in self.places.items() if isinstance(p, ColocatedTeacher)}
+
+    def close(self) -> None:
+        """Stop all of them, even if one can't be."""
+        errors = []
+        for place in self.places.values():
+            try:
+                place.close()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+
+class Faculty:
+    """Scores rows by their teachers. Works for one rollout at a time."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        store: Store,
+        staff: Staff,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self.recipe, self.plan, self.store = recipe, plan, store
+        self.staff, self.engine, self.tokenizer = staff, engine, tokenizer
+        assert recipe.distill is not None
+        signal = recipe.distill.signal
+        self.wanted = Wanted(
+            top_k=recipe.distill.top_k if signal == "top_k" else 0,
+            hidden=signal == "full",
+            temperature=compare_temperature(recipe),
+        )
+        self._colocated = staff.colocated()
+        self._spent = self.seconds(), dict(staff.residency.wakes)
+
+    def teacher_of(self, prompt: Prompt) -> str:
+        """Who corrects this prompt."""
+        return teacher_of(prompt, self.recipe.route, self.recipe.teachers, self.recipe.seed)
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of scoring of each teacher so far."""
+        return {name: place.busy_s for name, place in self.staff.places.items()}
+
+    def streamed_s(self) -> float:
+        """Seconds of streamed scoring so far."""
+        return sum(s for name, s in self.seconds().items() if name not in self._colocated)
+
+    async def stream(self, session: BatchRef, prompt: Prompt) -> None:
+        """Score a finished session if its teacher has resources of its own, and write what it said."""
+        name = session.tags[0].teacher
+        assert name is not None
+        if name in self._colocated or session.tags[0].is_baseline:
+            return
+        columns = Columns("teachers", self.store.get(session, self.plan["teachers"].reads))
+        rows = self._rows(session, columns, {key: prompt for key in session.keys})
+        scores = await score_rows(self.staff.places[name], rows, self.wanted)
+        self.store.put(session, self._columns(scores), keep_tags=True)
+
+    @stage("teachers")
+    def score(self, batch: BatchRef, columns: Columns, *, prompts: Mapping[Key, Prompt]) -> dict[str, Column]:
+        """Scores of rows by colocated teachers, each woken once and put to sleep whatever happens."""
+        rows = self._rows(batch, columns, prompts)
+        found: dict[int, Scores] = {}
+        self.engine.sleep()
+        try:
+            for name, mine in _by_teacher(batch).items():
+                with self.staff.residency.awake(name):
+                    work = score_rows(self.staff.places[name], [rows[i] for i in mine], self.wanted)
+                    deadline = self.recipe.teachers[name].deadline_s
+                    scores = run_async(work, timeout=deadline, owner=f"teacher {name} ({len(mine)} rows)")
+                found.update(zip(mine, scores, strict=True))
+        finally:
+            self.engine.wake()
+        return self._columns([found[i] for i in range(len(batch))])
+
+    def refresh(self, step: int, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
+        """Before step `step`: copies of the student whose time has come take these weights."""
+        for name, teacher in self.recipe.teachers.items():
+            every = teacher.student.every if teacher.student is not None else 0
+            if every and step > 1 and (step - 1) % every == 0:
+                self.give_weights(name, weights(), version)
+
+    def give_weights(self, name: str, weights: Mapping[str, Tensor], version: int) -> None:
+        """Make a copy of the student what these weights are."""
+        place = self.staff.places[name]
+        if isinstance(place, ColocatedTeacher):
+            with self.staff.residency.awake(name):
+                place.take(weights, version)
+                self._renew_head(name, place)
+            return
+        assert isinstance(place, OwnTeacher)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "weights.safetensors"
+            save_file({key: x.contiguous().cpu() for key, x in weights.items()}, path)
+            place.load_weights(path, version)
+        self._renew_head(name, place)
+
+    def _renew_head(self, name: str, place: ColocatedTeacher | OwnTeacher) -> None:
+        if (head := self.staff.heads.get(name)) is not None:
+            fresh = place.head()
+            head.weight.copy_(fresh.weight)
+            if head.bias is not None and fresh.bias is not None:
+                head.bias.copy_(fresh.bias)
+
+    def spent(self) -> tuple[dict[str, float], dict[str, int]]:
+        """Seconds and wakes of each teacher since this was asked last."""
+        seconds, wakes = self.seconds(), dict(self.staff.residency.wakes)
+        before_s, before_w = self._spent
+        self._spent = seconds, wakes
+        return (
+            {name: s - before_s.get(name, 0.0) for name, s in seconds.items()},
+            {name: n - before_w.get(name, 0) for name, n in wakes.items()},
+        )
+
+    def waiting(self, batch: BatchRef) -> BatchRef:
+        """The rows that colocated teachers have yet to score."""
+        return batch.where(lambda _, tags: tags.teacher in self._colocated)
+
+    def _rows(self, batch: BatchRef, columns: Columns, prompts: Mapping[Key, Prompt]) -> list[Row]:
+        prompt_ids, response_ids = columns.ragged("prompt_ids"), columns.ragged("response_ids")
+        rows = []
+        for (key, tags), prompt, response in zip(batch, prompt_ids.rows, response_ids.rows, strict=True):
+            assert tags.teacher is not None
+            before = self._before(tags.teacher, prompts.get(key))
+            ids = [*before, *prompt.tolist(), *response.tolist()]
+            rows.append(Row(ids, len(ids) - response.shape[0], str(key)))
+        return rows
+
+    def _before(self, name: str, prompt: Prompt | None) -> list[int]:
+        teacher = self.recipe.teachers[name]
+        if teacher.before is None:
+            return []
+        assert prompt is not None, "a row's prompt is remembered as long as the row is in the store"
+        return self.tokenizer.encode(before_text(teacher, prompt), add_special_tokens=False)
+
+    def _columns(self, scores: Sequence[Scores]) -> dict[str, Column]:
+        columns: dict[str, Column] = {"teacher_logprobs": Ragged.from_rows([s.logprobs for s in scores])}
+        if self.wanted.top_k:
+            ids, best = zip(*(_top(s) for s in scores), strict=True)
+            columns["teacher_topk_ids"] = Ragged.from_rows(ids)
+            columns["teacher_topk_logprobs"] = Ragged.from_rows(best)
+        if self.wanted.hidden:
+            columns["teacher_hidden"] = Ragged.from_rows([_widened(s, self.staff.width) for s in scores])
+        return columns
+
+
+def _by_teacher(batch: BatchRef) -> dict[str, list[int]]:
+    rows: dict[str, list[int]] = {}
+    for i, tags in enumerate(batch.tags):
+        assert tags.teacher is not None
+        rows.setdefault(tags.teacher, []).append(i)
+    return rows
+
+
+def _top(scores: Scores) -> tuple[Tensor, Tensor]:
+    assert scores.topk_ids is not None
+    assert scores.topk_logprobs is not None
+    return scores.topk_ids, scores.topk_logprobs
+
+
+def _widened(scores: Scores, width: int) -> Tensor:
+    assert scores.hidden is not None
+    return pad(scores.hidden, (0, width - scores.hidden.shape[1]))

@@ -1,0 +1,132 @@
+"""Teachers come to work: each is loaded, started or probed, and what the learner needs of it is fetched."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedModel
+
+from practicum.errors import RecipeError
+from practicum.learning.teaching import Head, Teaching
+from practicum.recipe.schema import Recipe
+from practicum.recipe.teaching import Teacher
+from practicum.recipe.ways import compare_temperature, has_policy_loss, is_own
+from practicum.runtime.events import run_async
+from practicum.runtime.faculty import Staff
+from practicum.teachers.colocated import ColocatedTeacher, load_teacher
+from practicum.teachers.head import OutputHead
+from practicum.teachers.own import OwnTeacher
+from practicum.teachers.place import Place, Wanted
+from practicum.teachers.probe import probe
+from practicum.teachers.remote import RemoteTeacher
+from practicum.teachers.residency import Residency
+
+START_S = 300.0
+"""Seconds that teachers in processes of their own may take to load."""
+GIB = 2**30
+
+
+def hire(recipe: Recipe, student: PreTrainedModel, longest: int) -> Staff:
+    """All teachers of the recipe, ready: colocated ones asleep, own ones loaded, remote ones probed.
+
+    `longest` is the longest sequence that a teacher will see. If one can't be had, none stays behind.
+    """
+    with ExitStack() as undo:
+        places: dict[str, Place] = {}
+        for name, teacher in recipe.teachers.items():
+            places[name] = _place(name, teacher, recipe, student)
+            undo.callback(places[name].close)
+        colocated = [place for place in places.values() if isinstance(place, ColocatedTeacher)]
+        heads = _heads(recipe, places, ColocatedTeacher, student.device)
+        residency = Residency(
+            colocated, _bytes(recipe.runtime.teachers_gb), _bytes(recipe.runtime.teachers_host_gb)
+        )
+        _await(recipe, places, student, longest)
+        heads |= _heads(recipe, places, OwnTeacher, student.device)
+        _check_heads(heads, student)
+        undo.pop_all()
+        return Staff(places, residency, heads)
+
+
+def teaching_of(recipe: Recipe, staff: Staff) -> Teaching:
+    """What the learner needs to know, with teachers numbered in the recipe's order."""
+    assert recipe.distill is not None
+    numbers = teacher_numbers(recipe)
+    shares = recipe.route.shares
+    return Teaching(
+        recipe.distill,
+        compare_temperature(recipe),
+        heads=[_cut_head(staff.heads[name]) for name in numbers] if staff.heads else (),
+        alone=not has_policy_loss(recipe),
+        shares=None if shares is None else {numbers[name]: share for name, share in shares.items()},
+    )
+
+
+def teacher_numbers(recipe: Recipe) -> dict[str, int]:
+    """Each teacher's number."""
+    return {name: number for number, name in enumerate(recipe.teachers)}
+
+
+def _place(name: str, teacher: Teacher, recipe: Recipe, student: PreTrainedModel) -> Place:
+    if teacher.url is not None:
+        return RemoteTeacher(name, teacher)
+    if is_own(teacher.placement):
+        copies = teacher.student is not None
+        place = OwnTeacher(name, teacher, model=recipe.model if copies else None, seed=recipe.seed)
+        place.start()
+        return place
+    return ColocatedTeacher(name, teacher, load_teacher(name, teacher, student))
+
+
+def _await(recipe: Recipe, places: dict[str, Place], student: PreTrainedModel, longest: int) -> None:
+    distill = recipe.distill
+    top_k = distill.top_k if distill is not None and distill.signal == "top_k" else 0
+    vocab = student.config.get_text_config().vocab_size
+    for name, place in places.items():
+        if isinstance(place, OwnTeacher):
+            place.ready(START_S)
+        elif isinstance(place, RemoteTeacher):
+            asked = probe(place, Wanted(top_k=top_k), vocab, longest)
+            run_async(asked, timeout=recipe.teachers[name].deadline_s, owner=f"the probe of teacher {name}")
+
+
+def _heads(
+    recipe: Recipe,
+    places: dict[str, Place],
+    kind: type[ColocatedTeacher] | type[OwnTeacher],
+    device: torch.device,
+) -> dict[str, OutputHead]:
+    """Output heads of the teachers of one kind, on the student's device, if the signal needs them."""
+    if recipe.distill is None or recipe.distill.signal != "full":
+        return {}
+    found = {name: p.head() for name, p in places.items() if isinstance(p, kind)}
+    return {name: _moved(head, device) for name, head in found.items()}
+
+
+def _moved(head: OutputHead, device: torch.device) -> OutputHead:
+    bias = None if head.bias is None else head.bias.to(device)
+    return replace(head, weight=head.weight.to(device), bias=bias)
+
+
+def _check_heads(heads: dict[str, OutputHead], student: PreTrainedModel) -> None:
+    own = student.config.get_text_config().vocab_size
+    for name, head in heads.items():
+        if head.weight.shape[0] != own:
+            raise RecipeError(
+                f"teachers.{name}.model",
+                f"an output head for {head.weight.shape[0]} tokens",
+                f"{own}, the student's",
+                "compare on the teacher's best tokens instead: distill.signal: top_k",
+            )
+
+
+def _cut_head(head: OutputHead) -> Head:
+    """The head for hidden states that are filled up to the widest teacher's size."""
+    width = head.weight.shape[1]
+    return lambda hidden_MH: head.logits(hidden_MH[:, :width])
+
+
+def _bytes(gigabytes: float | None) -> float | None:
+    return None if gigabytes is None else gigabytes * GIB

@@ -1,0 +1,88 @@
+"""Teachers in the student's process and on its device: asleep until the rollout is done."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from practicum.models.load import context_length, load_model
+from practicum.recipe.schema import Model
+from practicum.recipe.teaching import Teacher
+from practicum.rollout.protocol import Scores
+from practicum.rollout.torch_engine import TorchEngine
+from practicum.rollout.weights import Aside, distinct_tensors
+from practicum.teachers.head import OutputHead
+from practicum.teachers.place import Row, Wanted
+
+
+class ColocatedTeacher:
+    """A model that scores between `wake` and `sleep`; `Residency` says when."""
+
+    def __init__(self, name: str, teacher: Teacher, model: PreTrainedModel) -> None:
+        self.name, self.busy_s, self._woken = name, 0.0, time.perf_counter()
+        self.model = model
+        self.nbytes = sum(tensor.nbytes for tensor in distinct_tensors(model))
+        self.on_cpu = model.device.type == "cpu"
+        # Scoring needs no KV memory: one slot of two tokens is what the engine can't do without.
+        self.engine = TorchEngine(
+            model, slots=1, context=2, score_tokens=teacher.batch_tokens, owns_weights=True
+        )
+
+    def head(self) -> OutputHead:
+        """Its output head, which stays when it sleeps."""
+        return OutputHead.of(self.model)
+
+    async def score(self, row: Row, wanted: Wanted) -> Scores:
+        """What it says of a row; it must be awake."""
+        return await self.engine.score(
+            row.ids, row.start, wanted.top_k, temperature=wanted.temperature, hidden=wanted.hidden
+        )
+
+    def wake(self) -> None:
+        """Bring the weights back to the device."""
+        self._woken = time.perf_counter()
+        self.engine.wake()
+
+    def sleep(self) -> None:
+        """Rest; the weights stay where they are until `put_aside`."""
+        self.engine.sleep()
+        self.busy_s += time.perf_counter() - self._woken
+
+    def put_aside(self, where: Aside) -> None:
+        """Move a sleeping teacher's weights to the host's memory or to disk."""
+        self.engine.put_aside(where)
+
+    def take(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Become what these weights are; it must be awake."""
+        self.engine.load_weights(weights.items(), version)
+
+    def close(self) -> None:
+        """Stop."""
+        self.engine.close()
+
+
+def load_teacher(name: str, teacher: Teacher, student: PreTrainedModel) -> PreTrainedModel:
+    """The teacher's model: from its folder, or a copy of the student."""
+    if teacher.student is not None:
+        return copied(student)
+    assert teacher.model is not None
+    spec = Model(path=teacher.model, dtype=teacher.dtype, device=teacher.device)
+    return load_model(spec, 0, key=f"teachers.{name}.model")
+
+
+def copied(student: PreTrainedModel) -> PreTrainedModel:
+    """The student's weights in tensors of their own, not to be trained."""
+    model = copy.deepcopy(student)
+    for parameter in model.parameters():
+        assert isinstance(parameter, nn.Parameter)
+        parameter.requires_grad_(False)
+    return model.eval()
+
+
+def longest(teacher: Teacher, model: PreTrainedModel) -> int | None:
+    """Tokens of the longest sequence that the teacher may score."""
+    return teacher.context or context_length(model)

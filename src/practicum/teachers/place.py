@@ -1,0 +1,98 @@
+"""What every place of a teacher offers: whole token sequences in, scores of the response tokens out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from practicum.rollout.protocol import Scores
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is asked of each row beside the logprobs of its tokens."""
+
+    top_k: int = 0
+    hidden: bool = False
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A whole token sequence, unpadded; scores are of ids[start:]."""
+
+    ids: Sequence[int]
+    start: int
+    name: str
+    """For errors, such as "prompt 3/session 1/trajectory 0"."""
+
+
+class Place(Protocol):
+    """Where a teacher lives. `score` is a coroutine of the process's one event loop."""
+
+    @property
+    def name(self) -> str:
+        """The teacher's name in the recipe."""
+        ...
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of scoring so far."""
+        ...
+
+    async def score(self, row: Row, wanted: Wanted) -> Scores:
+        """Scores of one row; a TeacherError names the teacher and the row."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what it holds; rows under way fail."""
+        ...
+
+
+async def score_rows(place: Place, rows: Sequence[Row], wanted: Wanted) -> list[Scores]:
+    """Scores of all rows, asked for at once. A row that fails cancels the others and its error surfaces."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(place.score(row, wanted)) for row in rows]
+    except ExceptionGroup as failed:
+        error = failed.exceptions[0]
+        raise error from error.__cause__
+    return [task.result() for task in tasks]
+
+
+def no_scores(wanted: Wanted, hidden_size: int, version: int = 0) -> Scores:
+    """Scores of a row without response tokens."""
+    k = wanted.top_k
+    top = (torch.empty(0, k, dtype=torch.int64), torch.empty(0, k)) if k else (None, None)
+    hidden = torch.empty(0, hidden_size) if wanted.hidden else None
+    return Scores(torch.empty(0), *top, version, hidden)
+
+
+class OpenTime:
+    """Seconds during which at least one piece of work was open; used by one thread."""
+
+    def __init__(self) -> None:
+        self._done, self._open, self._since = 0.0, 0, 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self._done + (time.monotonic() - self._since if self._open else 0.0)
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """One piece of work, from here to the end of the block."""
+        if not self._open:
+            self._since = time.monotonic()
+        self._open += 1
+        try:
+            yield
+        finally:
+            self._open -= 1
+            if not self._open:
+                self._done += time.monotonic() - self._since

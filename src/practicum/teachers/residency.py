@@ -1,0 +1,98 @@
+"""Where colocated models lie while they sleep: on their device, in the host's memory, or on disk.
+
+The one that was used last stays nearest. On a CPU the device's memory is the host's, so what does not fit
+there goes to disk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal, Protocol
+
+from practicum.rollout.weights import Aside
+
+Level = Literal["device", "host", "disk"]
+
+
+class Sleeper(Protocol):
+    """A model that sleeps and wakes; `nbytes` are its weights'. `on_cpu`: its memory is the host's."""
+
+    name: str
+    nbytes: int
+    on_cpu: bool
+
+    def wake(self) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def put_aside(self, where: Aside) -> None: ...
+
+
+class Residency:
+    """Wakes one model at a time and keeps the sleeping ones within budgets (bytes).
+
+    Without a device budget all stay where they are on a CPU, and none on another device.
+    """
+
+    def __init__(self, sleepers: Sequence[Sleeper], device: float | None, host: float | None) -> None:
+        self._sleepers = {sleeper.name: sleeper for sleeper in sleepers}
+        self._device, self._host = device, math.inf if host is None else host
+        self._order: list[str] = []
+        """Names, the one used last at the end."""
+        self._level: dict[str, Level] = {}
+        self.wakes: dict[str, int] = dict.fromkeys(self._sleepers, 0)
+        for sleeper in sleepers:
+            self._rest(sleeper)
+
+    def level(self, name: str) -> Level:
+        """Where a sleeping model's weights are."""
+        return self._level[name]
+
+    @contextmanager
+    def awake(self, name: str) -> Iterator[None]:
+        """The model is awake inside and asleep after, whatever happens."""
+        sleeper = self._sleepers[name]
+        self.wakes[name] += 1
+        try:
+            sleeper.wake()
+            yield
+        finally:
+            self._rest(sleeper)
+
+    def _rest(self, sleeper: Sleeper) -> None:
+        """Put it to sleep, then move the least recently used ones until all budgets hold."""
+        sleeper.sleep()
+        name = sleeper.name
+        self._order = [*(other for other in self._order if other != name), name]
+        self._level[name] = "device"
+        self._make_room()
+
+    def _make_room(self) -> None:
+        for name in self._beyond("device"):
+            on_cpu = self._sleepers[name].on_cpu
+            self._move(name, "disk" if on_cpu else "host")
+        for name in self._beyond("host"):
+            self._move(name, "disk")
+
+    def _beyond(self, level: Level) -> list[str]:
+        """Models of a level that do not fit its budget, counted from the one used last."""
+        beyond, used = [], 0
+        for name in reversed(self._order):
+            if self._level[name] == level:
+                used += self._sleepers[name].nbytes
+                if used > self._budget(level, self._sleepers[name]):
+                    beyond.append(name)
+        return beyond[::-1]
+
+    def _budget(self, level: Level, sleeper: Sleeper) -> float:
+        if level == "host":
+            return self._host
+        if self._device is None:
+            return math.inf if sleeper.on_cpu else 0
+        return self._device
+
+    def _move(self, name: str, where: Aside) -> None:
+        self._sleepers[name].put_aside(where)
+        self._level[name] = where

@@ -1,0 +1,80 @@
+"""Which teacher corrects a prompt, and what it alone gets to read before it. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from practicum.errors import DataError
+from practicum.recipe.routing import destinations
+from practicum.recipe.teaching import Route, Teacher
+from practicum.recipe.templates import fields_of, fill
+from practicum.tasks.draws import mix
+from practicum.tasks.prompts import Prompt, answer_text
+
+
+def teacher_of(prompt: Prompt, route: Route, teachers: Collection[str], seed: int) -> str:
+    """The teacher of a prompt, a function of the recipe, the seed and the prompt alone.
+
+    One teacher takes every prompt; of several with weights one is drawn by (seed, prompt.uid).
+    """
+    if len(teachers) == 1:
+        return next(iter(teachers))
+    value = routed_value(prompt, route)
+    weights = destinations(route, value)
+    if missing := [name for name in weights if name not in teachers]:
+        raise DataError(
+            f"{prompt} has the {route.by} {value!r}, and there is no teacher {missing[0]!r}: "
+            f"the teachers are {', '.join(teachers)}.\n"
+            f"  → set route.to: {{{value}: …}} to one of them."
+        )
+    return _draw(weights, seed, prompt.uid)
+
+
+def routed_value(prompt: Prompt, route: Route) -> str:
+    """What a prompt is routed by: its domain, its task or a column of its row."""
+    if route.by == "domain":
+        return prompt.domain
+    if route.by == "task":
+        return prompt.task
+    return _column(prompt, route.by, "route.by")
+
+
+def before_text(teacher: Teacher, prompt: Prompt) -> str:
+    """What the teacher reads before the prompt, filled in from the prompt's row; empty if nothing."""
+    text = teacher.before or ""
+    values = {field: _field(prompt, field) for field in fields_of(text)}
+    return fill(text, values)
+
+
+def _draw(weights: Mapping[str, float], seed: int, uid: int) -> str:
+    """One of the names by weight; the order in which they are written does not matter."""
+    names = sorted(weights)
+    left = (mix(seed, "teacher", uid) >> 11) * 2.0**-53 * sum(weights[name] for name in names)
+    for name in names[:-1]:
+        left -= weights[name]
+        if left < 0:
+            return name
+    return names[-1]
+
+
+def _field(prompt: Prompt, field: str) -> str:
+    if field != "answer":
+        return _column(prompt, field, "before")
+    try:
+        return answer_text(prompt.answer)
+    except DataError as error:
+        raise DataError(f"{prompt}, {{answer}} of before: {error}") from None
+
+
+def _column(prompt: Prompt, column: str, reader: str) -> str:
+    row: Mapping[str, Any] = prompt.row
+    if column not in row:
+        columns = ", ".join(map(repr, row)) or "none"
+        raise DataError(f"{prompt} has no column {column!r}, which {reader} names: its columns are {columns}")
+    value = row[column]
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise DataError(
+            f"{prompt} has {value!r} in column {column!r}, which {reader} names: expected text or a number"
+        )
+    return str(value)

@@ -1,0 +1,133 @@
+"""What holds for every divergence with every signal it can be computed from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from practicum.algorithms.distill.distributions import full_divergence, topk_divergence
+from practicum.algorithms.distill.registry import PAIRS
+from practicum.algorithms.distill.sampled import sampled_divergence
+from practicum.algorithms.distill.types import DistillTerms
+from practicum.recipe.divergences import why_dead
+
+TOKENS, VOCAB, TOP_K = 40, 300, 16
+EITHER_SIGN = ("k1", "k1_straight")
+CLAMPS = {"sampled": 0.7, "top_k": 0.02, "full": 0.02}
+
+
+def noise(seed: int, dtype: torch.dtype = torch.float32, scale: float = 3.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return scale * torch.randn(TOKENS, VOCAB, generator=generator, dtype=dtype)
+
+
+def scored(logits: Tensor, ids: Tensor) -> Tensor:
+    """Logprobs as a teacher's engine gives them."""
+    return logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True)
+
+
+def divergence(
+    pair: tuple[str, str], logits: Tensor, teacher: Tensor, *, k: int = TOP_K, clamp: float | None = None
+) -> DistillTerms:
+    """The pair's divergence, from the logits of both; the sampled tokens are fixed."""
+    kind, signal = pair
+    if signal == "full":
+        return full_divergence(kind, logits, teacher, clamp=clamp)
+    if signal == "top_k":
+        ids = teacher.topk(k).indices
+        return topk_divergence(kind, logits, ids, scored(teacher, ids), clamp=clamp)
+    ids = torch.arange(TOKENS).unsqueeze(1) % VOCAB
+    return sampled_divergence(
+        kind, scored(logits, ids).squeeze(1), scored(teacher, ids).squeeze(1), clamp=clamp
+    )
+
+
+def value_and_gradient(
+    pair: tuple[str, str], logits: Tensor, teacher: Tensor, k: int = TOP_K
+) -> tuple[Tensor, Tensor]:
+    logits = logits.clone().requires_grad_()
+    loss = divergence(pair, logits, teacher, k=k).loss_N
+    (gradient,) = torch.autograd.grad(loss.sum(), logits)
+    return loss.detach(), gradient
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize("scale", [1.0, 8.0, 60.0])
+@pytest.mark.parametrize("k", [1, TOP_K, VOCAB])
+def test_a_teacher_equal_to_the_student_gives_exactly_nothing(
+    pair: tuple[str, str], scale: float, k: int
+) -> None:
+    logits = noise(0, scale=scale)
+    loss, gradient = value_and_gradient(pair, logits, logits.clone(), k)
+    assert loss.count_nonzero() == 0
+    if why_dead(*pair, "loss") is None:
+        assert gradient.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_another_teacher_gives_another_gradient_unless_the_pair_is_called_dead(pair: tuple[str, str]) -> None:
+    logits = noise(0)
+    _, first = value_and_gradient(pair, logits, noise(1))
+    _, second = value_and_gradient(pair, logits, noise(2))
+    assert torch.equal(first, second) == (why_dead(*pair, "loss") is not None)
+    assert first.count_nonzero() > 0
+
+
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair[0] not in EITHER_SIGN], ids="-".join)
+def test_a_gradient_step_comes_closer_to_the_teacher(pair: tuple[str, str]) -> None:
+    logits, teacher = noise(0, torch.float64, 1.0), noise(1, torch.float64, 1.0)
+    before, gradient = value_and_gradient(pair, logits, teacher)
+    after, _ = value_and_gradient(pair, logits - 1e-3 * gradient, teacher)
+    assert (after < before).all()
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_gradients_never_reach_the_teacher(pair: tuple[str, str]) -> None:
+    logits, teacher = noise(0).requires_grad_(), noise(1).requires_grad_()
+    divergence(pair, logits, teacher).loss_N.sum().backward()
+    assert logits.grad is not None
+    assert teacher.grad is None
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_a_clamp_is_counted_and_stops_the_gradient(pair: tuple[str, str]) -> None:
+    logits, teacher = noise(0, scale=1.0).requires_grad_(), noise(1, scale=1.0)
+    # Every other row is so near the teacher that it is not clamped.
+    with torch.no_grad():
+        logits[::2] += 0.9 * (teacher[::2] - logits[::2])
+    clamp = CLAMPS[pair[1]]
+    free, held = divergence(pair, logits, teacher), divergence(pair, logits, teacher, clamp=clamp)
+    assert not free.clamped_N.any()
+    assert 0 < held.clamped_N.sum() < TOKENS
+    if pair[1] != "sampled":
+        assert torch.equal(held.clamped_N, free.loss_N > clamp)
+        assert (held.loss_N[held.clamped_N] == torch.tensor(clamp)).all()
+    assert torch.equal(held.loss_N[~held.clamped_N], free.loss_N[~held.clamped_N])
+    (found,) = torch.autograd.grad(held.loss_N.sum(), logits)
+    (unclamped,) = torch.autograd.grad(free.loss_N.sum(), logits)
+    assert found[held.clamped_N].count_nonzero() == 0
+    assert torch.equal(found[~held.clamped_N], unclamped[~held.clamped_N])
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_without_gradient_the_values_are_the_same(pair: tuple[str, str]) -> None:
+    logits, teacher = noise(0).requires_grad_(), noise(1)
+    with torch.no_grad():
+        still = divergence(pair, logits, teacher).loss_N
+    assert not still.requires_grad
+    assert torch.equal(still, divergence(pair, logits, teacher).loss_N)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_no_tokens_give_no_losses(pair: tuple[str, str]) -> None:
+    kind, signal = pair
+    logits, none = torch.empty(0, VOCAB, requires_grad=True), torch.empty(0)
+    found = {
+        "full": lambda: full_divergence(kind, logits, torch.empty(0, VOCAB)),
+        "top_k": lambda: topk_divergence(kind, logits, torch.empty(0, 4).long(), torch.empty(0, 4)),
+        "sampled": lambda: sampled_divergence(kind, logits.sum(-1), none),
+    }[signal]()
+    assert found.loss_N.shape == found.clamped_N.shape == (0,)
+    found.loss_N.sum().backward()
+    assert logits.grad is not None

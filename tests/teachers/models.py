@@ -1,0 +1,55 @@
+"""A tiny teacher on disk, its rows, and what an engine in this process says of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from practicum.rollout.protocol import Scores
+from practicum.teachers.place import Row, Wanted
+from tests.rollout.engines import engine_of, prompts, tiny
+
+
+def save_tiny(folder: Path, family: str = "qwen3", seed: int = 0) -> PreTrainedModel:
+    """Save a tiny model into a folder, and give it."""
+    model = tiny(family, seed)
+    model.save_pretrained(folder)
+    return model
+
+
+def rows(count: int, seed: int = 0, shortest: int = 4, longest: int = 60) -> list[Row]:
+    """Rows of various lengths; each has a prompt of about a third."""
+    made = prompts(count, seed=seed, shortest=shortest, longest=longest)
+    return [Row(ids, max(1, len(ids) // 3), f"prompt {i}/session 0") for i, ids in enumerate(made)]
+
+
+def in_process(model: PreTrainedModel, some: Sequence[Row], wanted: Wanted) -> list[Scores]:
+    """Scores of the rows by a torch engine here, one row at a time."""
+
+    async def run() -> list[Scores]:
+        return [
+            await engine.score(
+                row.ids, row.start, wanted.top_k, temperature=wanted.temperature, hidden=wanted.hidden
+            )
+            for row in some
+        ]
+
+    with engine_of(model) as engine:
+        return asyncio.run(run())
+
+
+def assert_same(got: Sequence[Scores], expected: Sequence[Scores]) -> None:
+    """Bit for bit the same scores."""
+    for one, other in zip(got, expected, strict=True):
+        for field in ("logprobs", "topk_ids", "topk_logprobs", "hidden"):
+            a, b = getattr(one, field), getattr(other, field)
+            if b is None:
+                assert a is None, field
+            else:
+                assert a.dtype == b.dtype, field
+                assert a.shape == b.shape, field
+                assert torch.equal(a, b), field
