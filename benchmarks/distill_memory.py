@@ -1,7 +1,7 @@
 """Peak memory of the distillation losses beside that of one log-softmax of all tokens × vocabulary.
 
-Forward and backward through the head, in chunks, as the learner does it; each in a process of its own. Counted
-is what comes on top of weights and inputs. A narrow model leaves the memory of the losses alone to be seen.
+Forward and backward through the head, in chunks, as the learner does it; each in a process of its own.
+Counted is what comes on top of weights and inputs. The model is narrow, so that the losses are what is seen.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from benchmarks import harness
 from benchmarks.harness import Channel, Contender, Measured, Stopwatch
 from practicum.algorithms.distill.distributions import full_divergence, topk_divergence
 from practicum.learning.logprobs import CHUNK_LOGITS, map_logits
+from practicum.models.attention import head_logits
 
 TOKENS, VOCAB, HIDDEN, TOP_K = 8192, 151_936, 64, 32
 GOAL = 0.25
@@ -56,13 +57,13 @@ def full(channel: Channel) -> None:
 def materialised(channel: Channel) -> None:
     """The log-softmax of all tokens, written in chunks so that nothing else is counted, and no backward."""
     model, hidden_M = make_student()
-    weight_VH = model.get_output_embeddings().weight.detach()
 
+    @torch.no_grad()
     def run() -> None:
         logprobs_MV = torch.empty(TOKENS, VOCAB)
         for i in range(0, TOKENS, 64):
             rows = slice(i, i + 64)
-            torch.log_softmax(hidden_M.detach()[rows] @ weight_VH.T, -1, out=logprobs_MV[rows])
+            torch.log_softmax(head_logits(model, hidden_M[rows]), -1, out=logprobs_MV[rows])
 
     channel.serve(lambda _: above_inputs(run))
 

@@ -277,3 +277,11 @@ def test_what_can_not_be_distilled_is_refused(
 @pytest.mark.parametrize("text", ALLOWED)
 def test_what_can_work_is_allowed(tmp_path: Path, text: str) -> None:
     load(tmp_path, text)
+
+
+def test_teachers_that_say_nothing_are_not_called_the_same(tmp_path: Path) -> None:
+    with pytest.raises(RecipeErrors) as caught:
+        load(tmp_path, "teachers: {sort: {}, math: {}}\ndistill: {}")
+    assert [error.found.partition(" (")[0] for error in caught.value.errors] == [
+        "neither model, url nor student"
+    ] * 2

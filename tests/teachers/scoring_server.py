@@ -80,7 +80,7 @@ def scoring_server(model: PreTrainedModel, **manners: Any) -> Iterator[ScoringSe
 
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     http.daemon_threads = True
-    serving = threading.Thread(target=http.serve_forever, daemon=True)
+    serving = threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True)
     serving.start()
     try:
         yield ScoringServer(f"http://127.0.0.1:{http.server_address[1]}/v1", behaviour, engine)

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from practicum.errors import TeacherError
+from practicum.models.attention import head_logits
 from practicum.models.load import load_model
 from practicum.recipe.schema import MakeModel, Model
 from practicum.recipe.teaching import Own, OwnPlacement, Teacher
@@ -179,28 +180,37 @@ def test_new_weights_change_the_scores_of_every_process(own: OwnTeacher, tmp_pat
         own.load_weights(old, 0)
 
 
-def test_a_model_made_from_a_seed_is_the_same_in_its_own_process():
+def test_a_copy_of_a_made_student_with_threads_and_context_of_the_recipe():
     spec = Model(make=MakeModel(hidden=32, layers=1, heads=2, head_dim=16, context=128), device="cpu")
-    own = OwnTeacher("copy", Teacher(placement="own"), model=spec, seed=4)
+    placement = OwnPlacement(own=Own(threads=2))
+    own = OwnTeacher("copy", Teacher(placement=placement, context=50), model=spec, seed=4)
     own.start()
     try:
-        own.ready(START_S)
+        facts = own.ready(START_S)
+        assert (facts.threads, facts.context) == (2, 50)
         some = rows(3, longest=30)
-        assert_same(score(own, some), in_process(load_model(spec, 4), some, Wanted()))
+        expected = in_process(load_model(spec, 4), some, Wanted())
+        for one, other in zip(score(own, some), expected, strict=True):
+            torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
     finally:
         own.close()
 
 
-def test_threads_of_the_recipe_are_those_of_the_process_and_a_context_can_be_cut(
-    folder: Path, model: PreTrainedModel
-):
-    with started(folder, threads=2, context=50) as own:
-        assert own.facts().threads == 2
-        assert own.facts().context == 50
+@pytest.mark.parametrize("scaling", ["logit_scale", "logits_scaling", "final_logit_softcapping"])
+def test_the_head_alone_gives_the_models_logits(scaling: str):
+    model = tiny()
+    setattr(model.config, scaling, 0.7)
+    head = OutputHead.of(model)
+    hidden_MH = torch.randn(5, 48, generator=torch.Generator().manual_seed(0))
+    expected = head_logits(model, hidden_MH)
+    assert torch.equal(head.logits(hidden_MH), expected)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.zero_()  # pyright: ignore[reportCallIssue]
+    assert torch.equal(head.logits(hidden_MH), expected), "the head is a copy"
 
 
 def test_a_missing_folder_is_told_by_name_and_leaves_no_process(tmp_path: Path):
-    own = OwnTeacher("math", teacher_of(tmp_path / "nothing", replicas=2))
+    own = OwnTeacher("math", teacher_of(tmp_path / "nothing"))
     own.start()
     with pytest.raises(TeacherError, match=r"teacher math .*teachers\.math\.model: found .*nothing"):
         own.ready(START_S)
@@ -260,21 +270,20 @@ def test_close_ends_even_a_stopped_process_and_fails_rows_under_way(folder: Path
         with pytest.raises(TeacherError, match=r"prompt 0/session 0: it was closed"):
             await task
 
-    with started(folder, replicas=2) as own:
-        for pid in own.pids:
-            os.kill(pid, signal.SIGSTOP)
+    with started(folder) as own:
+        os.kill(own.pids[0], signal.SIGSTOP)
         asyncio.run(close_meanwhile(own))
         assert not any(alive(pid) for pid in own.pids)
         own.close()  # once more is fine
 
 
 PARENT = """
-import sys, time
-from practicum.recipe.teaching import Own, OwnPlacement, Teacher
+import sys
+from practicum.recipe.teaching import Teacher
 from practicum.teachers.own import OwnTeacher
 
 if __name__ == "__main__":
-    teacher = Teacher(model=sys.argv[1], placement=OwnPlacement(own=Own(replicas=2)), device="cpu")
+    teacher = Teacher(model=sys.argv[1], placement="own", device="cpu")
     own = OwnTeacher("math", teacher)
     own.start()
     own.ready(100)
@@ -290,7 +299,7 @@ def test_a_parent_that_is_killed_leaves_no_process(folder: Path, model: PreTrain
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 2
+        assert len(pids) == 1
         assert all(alive(pid) for pid in pids)
         parent.kill()
     assert until(lambda: not any(alive(pid) for pid in pids))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
@@ -17,11 +18,14 @@ from transformers import (
     PreTrainedTokenizerBase,
     Qwen3Config,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from practicum.errors import RecipeError
 from practicum.models.attention import prepare_attention
 from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.schema import MakeModel, Model
+
+disable_progress_bar()  # loading and saving would draw into our own display
 
 
 def pick_device(name: str) -> torch.device:
@@ -146,6 +150,21 @@ def require_model_folder(source: str, key: str = "model.path") -> None:
             "a folder with config.json and weights",
             "train the recipe that makes it first, or check the path",
         )
+
+
+def model_facts(spec: Model, tokens: int) -> tuple[int | None, int | None]:
+    """Longest sequence and width of the output, as far as the config says; no weights are loaded."""
+    if spec.make is not None:
+        return spec.make.context, tokens
+    assert spec.path is not None
+    require_model_folder(spec.path)
+    try:
+        config: Any = AutoConfig.from_pretrained(spec.path)
+    except (OSError, ValueError) as error:
+        expected = "a causal language model in HuggingFace format"
+        raise RecipeError("model.path", spec.path, expected, str(error).splitlines()[0]) from error
+    width = getattr(config.get_text_config(), "vocab_size", None)
+    return getattr(config, "max_position_embeddings", None), width
 
 
 def context_length(model: PreTrainedModel) -> int | None:

@@ -149,8 +149,8 @@ class RewardModel(Section):
 
     kind: Literal["classifier", "judge"] = Field(
         default="classifier",
-        description="classifier: a sequence-classification model's score of prompt + answer; judge: a language "
-        "model that is asked and whose number is read.",
+        description="classifier: a sequence-classification model's score of prompt + answer; judge: a "
+        "language model that is asked and whose number is read.",
     )
     model: str = Field(description="Folder in HuggingFace format or hub name; with url: its name there.")
     url: str | None = Field(default=None, description="OpenAI-compatible server that has the model.")
@@ -158,7 +158,8 @@ class RewardModel(Section):
     weight: float = Field(default=1.0, description="Factor of its score in the reward.")
     label: int = Field(default=0, ge=0, description="Output of the classifier that is the score.")
     prompt: str = Field(
-        default="Question: {prompt}\nAnswer: {response}\nIs the answer right? Rate it from 0 to 10.\nRating: ",
+        default="Question: {prompt}\nAnswer: {response}\n"
+        "Is the answer right? Rate it from 0 to 10.\nRating: ",
         description="What a judge is asked; {prompt}, {response} and {answer} are filled in.",
     )
     scale: float = Field(default=0.1, description="Factor of the number that a judge says.")

@@ -78,7 +78,8 @@ def _duplicates(teachers: dict[str, Teacher]) -> Iterator[RecipeError]:
     for name, teacher in teachers.items():
         identity = [_plain(getattr(teacher, key)) for key in _IDENTITY]
         twin = next((other for other, theirs in seen if theirs == identity), None)
-        if twin is not None and any(identity):
+        reached = teacher.model or teacher.url or teacher.student
+        if twin is not None and reached:
             yield RecipeError(
                 f"teachers.{name}",
                 f"the same teacher as {twin}",

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
@@ -88,6 +89,7 @@ class Faculty:
         )
         self._colocated = staff.colocated()
         self._spent = self.seconds(), dict(staff.residency.wakes)
+        self._copies: dict[str, tuple[dict[str, Tensor], int]] = {}
 
     def teacher_of(self, prompt: Prompt) -> str:
         """Who corrects this prompt."""
@@ -134,10 +136,27 @@ class Faculty:
         for name, teacher in self.recipe.teachers.items():
             every = teacher.student.every if teacher.student is not None else 0
             if every and step > 1 and (step - 1) % every == 0:
-                self.give_weights(name, weights(), version)
+                # A copy of our own: it is also what a checkpoint keeps of this teacher.
+                copied = {key: x.cpu().clone() for key, x in weights().items()}
+                self._give_weights(name, copied, version)
 
-    def give_weights(self, name: str, weights: Mapping[str, Tensor], version: int) -> None:
+    def save(self, folder: Path) -> None:
+        """Write the copies of the student that are not its start."""
+        for name, (weights, version) in self._copies.items():
+            folder.mkdir(parents=True, exist_ok=True)
+            contiguous = {key: x.contiguous() for key, x in weights.items()}
+            save_file(contiguous, folder / f"{name}.safetensors", metadata={"version": str(version)})
+
+    def load(self, folder: Path) -> None:
+        """Take up the copies that `save` wrote."""
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                version = int(file.metadata()["version"])
+            self._give_weights(path.stem, load_file(path), version)
+
+    def _give_weights(self, name: str, weights: dict[str, Tensor], version: int) -> None:
         """Make a copy of the student what these weights are."""
+        self._copies[name] = weights, version
         place = self.staff.places[name]
         if isinstance(place, ColocatedTeacher):
             with self.staff.residency.awake(name):
@@ -147,7 +166,7 @@ class Faculty:
         assert isinstance(place, OwnTeacher)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "weights.safetensors"
-            save_file({key: x.contiguous().cpu() for key, x in weights.items()}, path)
+            save_file({key: x.contiguous() for key, x in weights.items()}, path)
             place.load_weights(path, version)
         self._renew_head(name, place)
 

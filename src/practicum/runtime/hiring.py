@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import torch
@@ -28,10 +28,27 @@ START_S = 300.0
 GIB = 2**30
 
 
-def hire(recipe: Recipe, student: PreTrainedModel, longest: int) -> Staff:
-    """All teachers of the recipe, ready: colocated ones asleep, own ones loaded, remote ones probed.
+def probe_servers(recipe: Recipe, vocab: int, longest: int) -> list[str]:
+    """Whether teachers behind URLs can do what the recipe asks, for sequences of up to `longest` tokens."""
+    distill = recipe.distill
+    wanted = Wanted(top_k=distill.top_k if distill is not None and distill.signal == "top_k" else 0)
+    findings = []
+    for name, teacher in recipe.teachers.items():
+        if teacher.url is None:
+            continue
+        with closing(RemoteTeacher(name, teacher)) as place:
+            asked = probe(place, wanted, vocab, longest)
+            run_async(
+                asked, timeout=teacher.deadline_s, owner=f"the probe of teacher {name} at {teacher.url}"
+            )
+        findings.append(f"teacher {name}: {teacher.url} scores prompts, twice the same")
+    return findings
 
-    `longest` is the longest sequence that a teacher will see. If one can't be had, none stays behind.
+
+def hire(recipe: Recipe, student: PreTrainedModel) -> Staff:
+    """All teachers of the recipe, ready: colocated ones asleep, own ones loaded.
+
+    Servers are taken as probed (`probe_servers`). If one teacher can't be had, none stays behind.
     """
     with ExitStack() as undo:
         places: dict[str, Place] = {}
@@ -43,7 +60,9 @@ def hire(recipe: Recipe, student: PreTrainedModel, longest: int) -> Staff:
         residency = Residency(
             colocated, _bytes(recipe.runtime.teachers_gb), _bytes(recipe.runtime.teachers_host_gb)
         )
-        _await(recipe, places, student, longest)
+        for place in places.values():
+            if isinstance(place, OwnTeacher):
+                place.ready(START_S)
         heads |= _heads(recipe, places, OwnTeacher, student.device)
         _check_heads(heads, student)
         undo.pop_all()
@@ -78,18 +97,6 @@ def _place(name: str, teacher: Teacher, recipe: Recipe, student: PreTrainedModel
         place.start()
         return place
     return ColocatedTeacher(name, teacher, load_teacher(name, teacher, student))
-
-
-def _await(recipe: Recipe, places: dict[str, Place], student: PreTrainedModel, longest: int) -> None:
-    distill = recipe.distill
-    top_k = distill.top_k if distill is not None and distill.signal == "top_k" else 0
-    vocab = student.config.get_text_config().vocab_size
-    for name, place in places.items():
-        if isinstance(place, OwnTeacher):
-            place.ready(START_S)
-        elif isinstance(place, RemoteTeacher):
-            asked = probe(place, Wanted(top_k=top_k), vocab, longest)
-            run_async(asked, timeout=recipe.teachers[name].deadline_s, owner=f"the probe of teacher {name}")
 
 
 def _heads(

@@ -88,8 +88,7 @@ def start_local(recipe: Recipe, plan: Plan, watch: Watch) -> Roles:
     model = load_model(recipe.model, recipe.seed)
     store = MemoryStore()
     on_nonfinite = partial(watch, "finite")
-    context = rollout_context(recipe, context_length(model))
-    staff = hire(recipe, model, context) if "teachers" in plan else None
+    staff = hire(recipe, model) if "teachers" in plan else None
     learner = Learner(
         model,
         recipe.train,
@@ -104,7 +103,7 @@ def start_local(recipe: Recipe, plan: Plan, watch: Watch) -> Roles:
     engine = TorchEngine(
         model,
         slots=recipe.rollout.slots,
-        context=context,
+        context=rollout_context(recipe, context_length(model)),
     )
     faculty = None if staff is None else Faculty(recipe, plan, store, staff, engine, tokenizer)
     valuation = None

@@ -17,6 +17,9 @@ from practicum.learning.groups import GroupSums
 STARVED = 0.1
 """A teacher below this part of its target share is warned about."""
 
+SUMMED = frozenset({"prompts", "tokens", "seconds", "wakes"})
+"""Numbers that add up over steps; of the others a run has the mean."""
+
 Pair = tuple[str, str]
 """A teacher and a domain."""
 
@@ -102,25 +105,6 @@ def totals(rows: Iterable[Mapping[str, float]]) -> dict[str, dict[str, float]]:
                 if name.startswith(f"{kind} ") and whole:
                     line[f"{what}_share"] = line[what] / whole
     return lines
-
-
-SUMMED = frozenset({"prompts", "tokens", "seconds", "wakes"})
-SHOWN = (
-    "prompts",
-    "prompts_share",
-    "tokens",
-    "tokens_share",
-    "loss",
-    "loss_share",
-    "gradient_share",
-    "kl",
-    "overlap",
-    "reward",
-    "entropy",
-    "seconds",
-    "wakes",
-)
-"""Columns of the table at the end of a run, in order."""
 
 
 def _lines(batch: BatchRef, measured: Measured, which: int) -> dict[str, dict[str, float]]:

@@ -70,6 +70,11 @@ class RunFolder:
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
+    def metrics(self) -> list[dict[str, float]]:
+        """The metrics of every step so far."""
+        path = self.path / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
     def positions(self) -> dict[str, int]:
         """Sizes of the appended files now, for a checkpoint."""
         return {n: p.stat().st_size if (p := self.path / n).exists() else 0 for n in APPENDED}

@@ -7,14 +7,17 @@ from collections.abc import Iterable
 from transformers import PreTrainedTokenizerBase
 
 from practicum.errors import RecipeError, RecipeErrors
-from practicum.models.load import context_length, load_model, load_tokenizer, stop_ids
+from practicum.models.load import load_model, load_tokenizer, model_facts, stop_ids
 from practicum.recipe.load import LoadedRecipe
 from practicum.recipe.schema import Recipe
 from practicum.rollout.loops import find_loop
+from practicum.runtime.hiring import probe_servers
 from practicum.runtime.local import load_reference, rollout_context
 from practicum.tasks.check import check_tasks, tasks_needing_answer
 from practicum.tasks.prompts import Prompt, demonstration, encode_prompt
 from practicum.tasks.stream import eval_prompts, make_stream
+from practicum.teachers.check import check_teachers
+from practicum.teachers.check_routes import check_routes
 
 LOOKED_AT = 2_000
 """Prompts that are encoded to find the longest one."""
@@ -23,32 +26,50 @@ LOOKED_AT = 2_000
 def preflight(loaded: LoadedRecipe) -> list[str]:
     """Findings in sentences; mistakes are RecipeErrors."""
     recipe = loaded.recipe
-    findings = check_tasks(recipe)
-    find_loop(recipe.rollout.loop)
-    tokenizer = load_tokenizer(recipe.model)
-    findings.append(_describe_tokenizer(tokenizer))
+    findings = check_without_models(recipe)
     model = load_model(recipe.model, recipe.seed)
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     findings.append(f"model: {type(model).__name__}, {millions:.2f}M parameters, on {model.device}")
-    stop_ids(model, tokenizer, recipe.rollout.stop)
-    longest = _longest(recipe, tokenizer)
-    context = rollout_context(recipe, context_length(model))
-    _check_context(recipe, longest, context, context_length(model))
-    findings.append(
-        f"context: longest of {LOOKED_AT:,} prompts {longest[0]} tokens + answer {longest[1]} ≤ {context}"
-    )
+    stop_ids(model, load_tokenizer(recipe.model), recipe.rollout.stop)
     if recipe.algorithm.kl.reference is not None:
         load_reference(recipe, model)
         findings.append(f"reference: {recipe.algorithm.kl.reference} loads")
     return findings
 
 
-def check_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, model_context: int | None) -> str:
-    """Prompts can be written by the tokenizer and fit the context with their answers; says their length."""
+def check_without_models(recipe: Recipe) -> list[str]:
+    """All that files, tokenizers, configs and servers tell, before any weights are loaded."""
+    findings = check_tasks(recipe)
+    find_loop(recipe.rollout.loop)
+    tokenizer = load_tokenizer(recipe.model)
+    findings.append(_describe_tokenizer(tokenizer))
+    model_context, vocab = model_facts(recipe.model, len(tokenizer))
     longest = _longest(recipe, tokenizer)
     context = rollout_context(recipe, model_context)
     _check_context(recipe, longest, context, model_context)
-    return f"context: longest of {LOOKED_AT:,} prompts {longest[0]} tokens + answer {longest[1]} ≤ {context}"
+    findings.append(
+        f"context: longest of {LOOKED_AT:,} prompts {longest[0]} tokens + answer {longest[1]} ≤ {context}"
+    )
+    if recipe.teachers:
+        findings += check_routes(recipe)
+        findings += check_teachers(
+            recipe,
+            tokenizer,
+            longest_prompt=longest[0],
+            longest_answer=longest[1],
+            uses_chat=_uses_chat(recipe),
+            student_vocab=vocab,
+            student_context=model_context,
+        )
+        findings += probe_servers(recipe, vocab or len(tokenizer), sum(longest))
+    return findings
+
+
+def _uses_chat(recipe: Recipe) -> bool:
+    """Whether some prompt goes through the chat template."""
+    return any(task.chat for task in recipe.tasks.values()) or any(
+        not isinstance(prompt.content, str) for prompt in _prompts(recipe)
+    )
 
 
 def _describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:

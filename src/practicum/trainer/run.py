@@ -12,29 +12,31 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers.utils.logging import disable_progress_bar
 
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.plan import make_plan
+from practicum.dataplane.plan import evaluation_plan, make_plan
 from practicum.errors import PracticumError
-from practicum.models.load import context_length
 from practicum.observe.progress import ProgressView
-from practicum.observe.tables import score_table
+from practicum.observe.tables import ledger_table, score_table
 from practicum.observe.trackers import Tracker, make_trackers, require_trackers
 from practicum.recipe.load import LoadedRecipe, load_recipe
 from practicum.recipe.schema import Recipe
 from practicum.runtime.local import Roles, start_local
-from practicum.tasks.check import check_tasks, tasks_needing_answer
+from practicum.tasks.check import tasks_needing_answer
 from practicum.tasks.stream import eval_prompts, make_stream
+from practicum.teachers.ledger import totals
 from practicum.trainer.checkpoint import Checkpoints, Progress, require_same_run
 from practicum.trainer.evaluate import evaluate
 from practicum.trainer.folder import RunFolder
 from practicum.trainer.interrupt import Interrupt
-from practicum.trainer.preflight import check_prompts
+from practicum.trainer.preflight import check_without_models
 from practicum.trainer.randomness import random_state, seed_generators, set_random_state
 from practicum.trainer.samples import sample_rows
 from practicum.trainer.step import TRAIN, StepRunner
+
+LEDGER_WIDTH = 120
+"""Columns of the table of teachers, also where the output is no terminal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,8 @@ class Run:
         self.plan = make_plan(recipe)
         require_trackers(recipe)
         self.watch = Watch(recipe.checks, self._report)
+        check_without_models(recipe)
         self.roles: Roles = start_local(recipe, self.plan, self.watch)
-        check_prompts(recipe, self.roles.tokenizer, context_length(self.roles.student.learner.model))
         needs_answer = tasks_needing_answer(recipe)
         stream = make_stream(recipe.tasks, recipe.seed, needs_answer=needs_answer)
         self.runner = StepRunner(recipe, self.plan, self.roles, stream, self.watch)
@@ -94,7 +96,6 @@ class Run:
         if self.checkpoints.steps()[-1:] != [self.progress.step]:
             self.save()
         if not interrupt.asked:
-            disable_progress_bar()  # saving a model would draw into our own display
             aside = self.folder.export.with_name(".export")
             self.roles.student.learner.export(aside, self.roles.tokenizer)
             shutil.rmtree(self.folder.export, ignore_errors=True)
@@ -185,6 +186,8 @@ class Run:
         self.roles.student.learner.save(folder / "student")
         if self.roles.valuation is not None:
             self.roles.valuation.critic.save(folder / "critic")
+        if self.roles.faculty is not None:
+            self.roles.faculty.save(folder / "teachers")
         self.roles.store.save(folder / "store")
         torch.save(random_state(), folder / "random.pt")
 
@@ -195,6 +198,8 @@ class Run:
         roles.student.learner.load(path / "student")
         if roles.valuation is not None:
             roles.valuation.critic.load(path / "critic")
+        if roles.faculty is not None:
+            roles.faculty.load(path / "teachers")
         roles.store.load(path / "store")
         self.runner.buffer.restore(roles.store.batch(TRAIN))
         self.runner.stream.load_state_dict(self.progress.stream)
@@ -236,7 +241,6 @@ def train_loaded(
 ) -> Outcome:
     """Train one recipe; used by the command line, the demo and tests."""
     recipe = loaded.recipe
-    check_tasks(recipe)
     folder = choose_folder(recipe, out, resume=resume, fresh=fresh)
     steps = Checkpoints(folder.checkpoints, 1).steps() if resume else []
     view = ProgressView(recipe.name, recipe.train.steps, done=steps[-1] if steps else 0)
@@ -265,6 +269,7 @@ def train_recipes(
         outcome = train_loaded(loaded, out, resume=resume, fresh=fresh)
         outcomes.append(outcome)
         Console().print(summary(outcome, loaded.recipe.expected), highlight=False, soft_wrap=True)
+        show_ledger(outcome.folder)
         if outcome.interrupted:
             break
     return outcomes
@@ -281,13 +286,19 @@ def summary(outcome: Outcome, expected: str | None) -> str:
     return "\n".join([*lines, *([f"  expected: {expected}"] if expected else [])])
 
 
+def show_ledger(folder: Path) -> None:
+    """What each teacher and domain had of the run, if it had teachers."""
+    lines = totals(RunFolder(folder).metrics())
+    if lines:
+        Console(width=max(Console().width, LEDGER_WIDTH)).print(ledger_table(lines))
+
+
 def evaluate_recipe(path: Path, overrides: Sequence[str] = (), model: str | None = None) -> dict[str, float]:
     """Scores of the recipe's model (or `model`) on its held-out prompts, shown as a table."""
     chosen = [f"model.path={model}"] if model is not None else []
     recipe = load_recipe(path, [*overrides, *chosen]).recipe
     console = Console()
-    plan = make_plan(recipe)
-    roles = start_local(recipe, plan, Watch(recipe.checks, console.print))
+    roles = start_local(recipe, evaluation_plan(), Watch(recipe.checks, console.print))
     try:
         scores = evaluate(recipe, roles, eval_prompts(recipe.tasks, recipe.eval.rows, recipe.seed))
     finally:
