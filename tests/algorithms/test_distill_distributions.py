@@ -240,6 +240,13 @@ def test_a_tail_at_its_floor_has_no_gradient_but_the_tokens_do(kind: str) -> Non
     assert gradient[0, 2:].abs().max() < 1e-9
 
 
+def test_the_student_s_tail_counts_as_its_floor() -> None:
+    logits, teacher = torch.tensor([[30.0, 29.0, 0.0, 0.0]]), torch.tensor([0.3, 0.2, 0.5])
+    found = topk_divergence("forward_kl", logits, torch.tensor([[0, 1]]), teacher[:2].log().unsqueeze(0))
+    student = torch.cat([logits[0].softmax(0)[:2], torch.tensor([distributions.TAIL_FLOOR])])
+    assert found.loss_N.item() == pytest.approx((teacher * (teacher / student).log()).sum().item(), rel=1e-5)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_one_tensor_of_the_logits_size_is_kept_for_the_backward_pass(kind: str) -> None:
     logits, teacher = noise(0).requires_grad_(), noise(1)

@@ -16,7 +16,7 @@ from practicum.rollout.queue import GenerateJob, Queue, ScoreJob
 from practicum.rollout.randomness import uniforms
 from practicum.rollout.rows import Rows
 from practicum.rollout.sampler import Sampled
-from practicum.rollout.scoring import score_batch
+from practicum.rollout.scoring import cost, score_batch
 
 
 @dataclass(slots=True)
@@ -154,12 +154,16 @@ class Scheduler:
     def _score(self) -> list[Outcome]:
         """One forward call's worth of the requests to score."""
         jobs: list[ScoreJob] = []
-        budget = self._score_tokens
-        while self._to_score and (not jobs or len(self._to_score[0].ids) <= budget):
-            job = self._to_score.popleft()
+        seen: set[tuple[int, ...]] = set()
+        tokens = 0
+        while self._to_score:
+            job = self._to_score[0]
             if not job.abandoned:
+                tokens += cost(job, seen)
+                if jobs and tokens > self._score_tokens:
+                    break
                 jobs.append(job)
-                budget -= len(job.ids)
+            self._to_score.popleft()
         if not jobs:
             return []
         self.stats.scored_tokens += sum(len(job.ids) - job.start for job in jobs)

@@ -1,8 +1,8 @@
 """Logprobs of given tokens: packed without padding, and never all tokens times the vocabulary at once.
 
-A job's numbers are the same, bit for bit, whatever else is in its batch: attention sees a sequence padded by
-its own length alone, and matrices have at least FEWEST_TOKENS rows, because those with fewer take other ways
-through the linear algebra libraries.
+What comes before the scored tokens is computed once for all jobs that share it. A job's numbers are the same,
+bit for bit, whatever else is in its batch: attention sees sequences padded by their own lengths alone, and
+matrices have at least FEWEST_TOKENS rows, because small ones take other ways through the algebra libraries.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from practicum.rollout.forward import Runner, pack
-from practicum.rollout.kv import CausalLayout
+from practicum.rollout.forward import Runner
+from practicum.rollout.prefixes import PrefixLayout
 from practicum.rollout.protocol import Scores
 from practicum.rollout.queue import ScoreJob
 
@@ -23,20 +23,8 @@ FEWEST_TOKENS = 256
 
 def score_batch(runner: Runner, jobs: Sequence[ScoreJob], version: int) -> list[Scores]:
     """Scores of each job, by one forward call. Each job must have at least one token to score."""
-    # The last token predicts nothing that was asked for, so it is no input.
-    inputs = [job.ids[:-1] for job in jobs]
-    lengths = [len(ids) for ids in inputs]
-    wanted = [torch.arange(n) >= job.start - 1 for n, job in zip(lengths, jobs, strict=True)]
-    if (lacking := FEWEST_TOKENS - sum(lengths)) > 0:
-        inputs = [*inputs, *_filling(inputs[0], lacking)]
-        lengths = [len(ids) for ids in inputs]
-        wanted.append(torch.zeros(sum(lengths[len(jobs) :]), dtype=torch.bool))
-    layout = CausalLayout(lengths, runner.device)
-    hidden_N = runner.hidden(*pack(inputs, runner.device), layout)
-    hidden_M = hidden_N[torch.cat(wanted).to(runner.device)]
-    counts = [len(job.ids) - job.start for job in jobs]
     scores = []
-    for job, hidden_R in zip(jobs, hidden_M.split(counts), strict=True):
+    for job, hidden_R in zip(jobs, _hidden(runner, jobs), strict=True):
         target_R = torch.tensor(job.ids[job.start :], device=runner.device)
         logprobs, ids, best = _logprobs(runner, hidden_R, target_R, job)
         top = (ids, best) if job.top_k else (None, None)
@@ -45,17 +33,46 @@ def score_batch(runner: Runner, jobs: Sequence[ScoreJob], version: int) -> list[
     return scores
 
 
+def cost(job: ScoreJob, seen: set[tuple[int, ...]]) -> int:
+    """Tokens that a job adds to a batch that has computed the prefixes in `seen`; notes its own there."""
+    prefix = tuple(job.ids[: job.start])
+    more = 0 if prefix in seen else len(prefix)
+    seen.add(prefix)
+    return more + len(job.ids) - job.start - 1
+
+
+def _hidden(runner: Runner, jobs: Sequence[ScoreJob]) -> list[Tensor]:
+    """Hidden states [R, H] that predict the tokens of each job."""
+    numbers: dict[tuple[int, ...], int] = {}
+    parents = [numbers.setdefault(tuple(job.ids[: job.start]), len(numbers)) for job in jobs]
+    # The last token predicts nothing that was asked for, so it is no input.
+    tails = [job.ids[job.start : -1] for job in jobs]
+    prefixes: list[Sequence[int]] = list(numbers)
+    if (lacking := FEWEST_TOKENS - sum(map(len, prefixes)) - sum(map(len, tails))) > 0:
+        prefixes += [prefixes[0]] * -(-lacking // len(prefixes[0]))
+    lengths = [len(prefix) for prefix in prefixes]
+    starts = [lengths[parent] for parent in parents]
+    layout = PrefixLayout(
+        lengths,
+        [(parent, len(tail)) for parent, tail in zip(parents, tails, strict=True) if tail],
+        runner.device,
+    )
+    ids_N = torch.tensor([i for part in (*prefixes, *tails) for i in part], device=runner.device)
+    positions = [torch.arange(n) for n in lengths]
+    positions += [torch.arange(at, at + len(tail)) for at, tail in zip(starts, tails, strict=True)]
+    hidden_N = runner.hidden(ids_N, torch.cat(positions).to(runner.device), layout)
+    last = torch.tensor(lengths, device=runner.device).cumsum(0) - 1
+    first_JH = hidden_N[last[parents]]
+    parts = hidden_N[sum(lengths) :].split([len(tail) for tail in tails])
+    return [torch.cat([first.unsqueeze(0), part]) for first, part in zip(first_JH, parts, strict=True)]
+
+
 def empty_scores(runner: Runner, job: ScoreJob, version: int) -> Scores:
     """What scoring no token gives."""
     k = job.top_k
     top = (torch.empty(0, k, dtype=torch.int64), torch.empty(0, k)) if k else (None, None)
     hidden = torch.empty(0, runner.hidden_size) if job.hidden else None
     return Scores(torch.empty(0), *top, version, hidden)
-
-
-def _filling(ids: Sequence[int], lacking: int) -> list[Sequence[int]]:
-    """Copies of a sequence with at least this many tokens in all."""
-    return [ids] * -(-lacking // len(ids))
 
 
 def _logprobs(

@@ -113,9 +113,8 @@ class RemoteTeacher:
             raise TeacherError(f"teacher {self.name} was closed")
         if self._client is None or self._turns is None:
             self._loop = asyncio.get_running_loop()
-            limits = httpx2.Limits(
-                max_connections=self._concurrency, max_keepalive_connections=self._concurrency
-            )
+            # `_turns` bounds the connections too; each is kept for the next request.
+            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=self._concurrency)
             # No timeout of its own: the deadline of `ask` covers connecting, waiting and reading.
             self._client = httpx2.AsyncClient(headers=self._headers, limits=limits, timeout=None)
             self._turns = asyncio.Semaphore(self._concurrency)

@@ -14,4 +14,4 @@ def kl_terms(a: Tensor, b: Tensor, log_ratio: Tensor) -> Tensor:
     """
     # a (d + expm1(-d)) keeps the digits of a small d, but overflows where b is very much greater than a.
     near = a * (log_ratio + torch.expm1(-log_ratio))
-    return torch.where(log_ratio > -1.0, near, a * log_ratio + (b - a)).clamp_min_(0.0)
+    return torch.where(log_ratio > -1.0, near, a * log_ratio + (b - a))
