@@ -1,8 +1,9 @@
-"""`practicum demo`: a tiny model from nothing, then GRPO on a verifiable task, and what it gained."""
+"""`practicum demo`: a tiny model from nothing, a specialist for each domain by GRPO, one student of all."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -10,10 +11,11 @@ from rich.console import Console
 import practicum
 from practicum.errors import PracticumError
 from practicum.observe.tables import score_table
-from practicum.recipe.load import load_recipe
-from practicum.trainer.run import train_loaded
+from practicum.recipe.load import LoadedRecipe, load_recipe
+from practicum.trainer.run import Outcome, evaluate_model, show_ledger, train_loaded
 
-RECIPES = ("base.yaml", "grpo.yaml")
+BASE, STUDENT = "base", "student"
+Scores = Mapping[str, float]
 
 
 def shipped_recipes() -> Path:
@@ -25,27 +27,59 @@ def shipped_recipes() -> Path:
     raise PracticumError("the recipes that come with practicum are not there: reinstall it")
 
 
-def run_demo(out: Path = Path("runs/demo")) -> None:
-    """Train the demo's recipes into `out`, replacing an earlier demo, and show base against result."""
+def run_demo(out: Path = Path("runs/mopd")) -> None:
+    """Run the recipes of recipes/mopd into `out`, replacing an earlier demo, and show who can do what."""
     console, began = Console(), time.monotonic()
-    folder = shipped_recipes() / "demo"
-    base_out, grpo_out = out / "base", out / "grpo"
-    console.print("[bold]1/2[/bold] a tiny model from nothing, supervised on three tasks")
-    base = train_loaded(load_recipe(folder / RECIPES[0]), base_out, fresh=True)
-    if base.interrupted:
-        return
-    console.print("[bold]2/2[/bold] GRPO on one of them: rewards only")
-    over = [f"model.path={base_out / 'export'}"]
-    grpo = train_loaded(load_recipe(folder / RECIPES[1], over), grpo_out, fresh=True)
-    if grpo.interrupted:
-        return
-    rows = {"base model": _named(grpo.first_eval), "after GRPO": _named(grpo.last_eval)}
-    columns = list(rows["after GRPO"])
-    console.print(score_table("share of held-out prompts answered right", rows, columns))
-    console.print(f"{time.monotonic() - began:.0f} s · run folder: {grpo.folder}", highlight=False)
+    recipes = demo_recipes(out)
+    student: Outcome | None = None
+    for number, (name, loaded) in enumerate(recipes.items(), start=1):
+        console.print(f"[bold]{number}/{len(recipes)}[/bold] {name}: {_purpose(name)}")
+        student = train_loaded(loaded, out / name, fresh=True)
+        if student.interrupted:
+            return
+    assert student is not None
+    show_ledger(student.folder)
+    exam = {name: evaluate_model(recipes[STUDENT].recipe, out / name / "export") for name in recipes}
+    rows = demo_rows(exam)
+    console.print(score_table("share of held-out prompts answered right", rows, list(rows[BASE])))
+    console.print(f"{time.monotonic() - began:.0f} s · run folder: {student.folder}", highlight=False)
 
 
-def _named(scores: dict[str, float]) -> dict[str, float]:
-    """Evaluation metrics under the names a reader needs."""
-    names = {name: name.removeprefix("eval/") for name in scores if name.startswith("eval/")}
-    return {short: scores[name] for name, short in names.items() if "/" not in short}
+def demo_recipes(out: Path) -> dict[str, LoadedRecipe]:
+    """The recipes in order, base first and student last, with their models in `out`."""
+    folder = shipped_recipes() / "mopd"
+    specialists = sorted(p.stem for p in folder.glob("*.yaml") if p.stem not in (BASE, STUDENT))
+    start = [f"model.path={out / BASE / 'export'}"]
+    taught = [*start, *(f"teachers.{name}.model={out / name / 'export'}" for name in specialists)]
+    over = {BASE: [], **dict.fromkeys(specialists, start), STUDENT: taught}
+    return {name: load_recipe(folder / f"{name}.yaml", changes) for name, changes in over.items()}
+
+
+def demo_rows(exam: Mapping[str, Scores]) -> dict[str, dict[str, float]]:
+    """The final table: each model's score by domain and their mean, and how far the student came.
+
+    The last row is the student's part of the way from the base model to each domain's specialist.
+    """
+    domains = [name for name in exam if name not in (BASE, STUDENT)]
+    rows = {name: {d: scores[f"eval/greedy/{d}"] for d in domains} for name, scores in exam.items()}
+    way = {
+        d: (rows[STUDENT][d] - rows[BASE][d]) / (rows[d][d] - rows[BASE][d])
+        for d in domains
+        if rows[d][d] != rows[BASE][d]
+    }
+    for row in rows.values():
+        row["mean"] = sum(row.values()) / len(domains)
+    named = {
+        BASE: rows[BASE],
+        **{f"specialist {d}": rows[d] for d in domains},
+        STUDENT: rows[STUDENT],
+    }
+    return {**named, "student, of the way": way}
+
+
+def _purpose(name: str) -> str:
+    if name == BASE:
+        return "a tiny model from nothing, supervised on all domains, stopped early"
+    if name == STUDENT:
+        return "the base model again, corrected token by token by the specialist of each prompt"
+    return "the base model becomes a specialist by GRPO, from rewards alone"

@@ -295,16 +295,22 @@ def show_ledger(folder: Path) -> None:
 
 def evaluate_recipe(path: Path, overrides: Sequence[str] = (), model: str | None = None) -> dict[str, float]:
     """Scores of the recipe's model (or `model`) on its held-out prompts, shown as a table."""
-    chosen = [f"model.path={model}"] if model is not None else []
-    recipe = load_recipe(path, [*overrides, *chosen]).recipe
-    console = Console()
-    roles = start_local(recipe, evaluation_plan(), Watch(recipe.checks, console.print))
-    try:
-        scores = evaluate(recipe, roles, eval_prompts(recipe.tasks, recipe.eval.rows, recipe.seed))
-    finally:
-        roles.close()
+    recipe = load_recipe(path, overrides).recipe
+    scores = evaluate_model(recipe, None if model is None else Path(model))
     if not scores:
         raise PracticumError("nothing to evaluate: no task is built-in or has an eval_file")
     rows = {name.removeprefix("eval/"): {"score": value} for name, value in scores.items()}
-    console.print(score_table(f"{model or recipe.model.path or 'a new model'}", rows, ["score"]))
+    Console().print(score_table(f"{model or recipe.model.path or 'a new model'}", rows, ["score"]))
     return scores
+
+
+def evaluate_model(recipe: Recipe, model: Path | None = None) -> dict[str, float]:
+    """Scores of the recipe's model, or of the one in this folder, on the recipe's held-out prompts."""
+    if model is not None:
+        spec = recipe.model.model_copy(update={"path": str(model), "make": None})
+        recipe = recipe.model_copy(update={"model": spec})
+    roles = start_local(recipe, evaluation_plan(), Watch(recipe.checks, Console().print))
+    try:
+        return evaluate(recipe, roles, eval_prompts(recipe.tasks, recipe.eval.rows, recipe.seed))
+    finally:
+        roles.close()
