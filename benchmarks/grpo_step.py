@@ -5,22 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from benchmarks import harness, plots
-from benchmarks.harness import Channel, Contender, Measured, Stopwatch
-from benchmarks.model import CACHE, DIGITS, examples, model_folder
-from benchmarks.stepping import Steps, make_recipe
+from benchmarks import harness, plots, trl_peer
+from benchmarks.harness import Channel, Contender, Measured
+from benchmarks.model import DIGITS, examples, model_folder
+from benchmarks.stepping import Steps, make_recipe, mean
 
 PROMPTS, SAMPLES, MAX_NEW, LR = 32, 8, 32, 1e-5
-MICROBATCH = 64
-"""Rows of TRL's forward and backward passes, with one generation and one optimizer step per batch
-whatever it is. Tried were 16, 32, 64 and 256: smaller ones are up to a tenth faster than 256."""
 ROUNDS, BLOCK = {1: 5}, 2
 """Rounds by threads, and the steps that a contender takes in one turn."""
-STEPS = 1000
-"""More than will be taken."""
 
 
 def practicum(channel: Channel, threads: int) -> None:
@@ -35,7 +29,7 @@ def practicum(channel: Channel, threads: int) -> None:
         threads=threads,
     )
     with Steps(recipe) as steps:
-        channel.serve(lambda turn: _mean([steps.step() for _ in range(BLOCK)]))
+        channel.serve(lambda turn: mean([steps.step() for _ in range(BLOCK)]))
 
 
 def trl(channel: Channel, threads: int) -> None:
@@ -49,63 +43,9 @@ def trl(channel: Channel, threads: int) -> None:
     folder = model_folder()
     drawn = examples(2, 0, 4096, DIGITS)
     rows = {"prompt": [e.prompt for e in drawn], "answer": [e.answer for e in drawn]}
-    turns, is_sorted = _turns_and_reward(channel)
-    trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
-        reward_funcs=is_sorted,
-        args=_trl_config(),
-        train_dataset=Dataset.from_dict(rows),
-        processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
-        callbacks=[turns],
-    )
-    trainer.train()
-
-
-def _trl_config() -> Any:
-    from trl import GRPOConfig  # pyright: ignore[reportMissingImports]
-
-    return GRPOConfig(
-        output_dir=str(CACHE / "trl"),
-        use_cpu=True,
-        bf16=False,  # its default is bfloat16, which is slower on this processor
-        gradient_checkpointing=False,  # its default is on, which trades time for memory
-        per_device_train_batch_size=MICROBATCH,
-        gradient_accumulation_steps=PROMPTS * SAMPLES // MICROBATCH,
-        num_generations=SAMPLES,
-        max_completion_length=MAX_NEW,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        beta=0.0,
-        epsilon=0.2,
-        loss_type="dapo",  # the mean over all tokens of the batch
-        num_iterations=1,
-        learning_rate=LR,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        adam_beta1=0.9,
-        adam_beta2=0.999,
-        adam_epsilon=1e-8,
-        max_grad_norm=1.0,
-        max_steps=STEPS,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        seed=0,
-    )
-
-
-def _turns_and_reward(channel: Channel) -> tuple[Any, Callable[..., list[float]]]:
-    """A callback that lets the trainer take a block of steps per turn, and the reward function.
-
-    The reward function sees all answers, so it is also where tokens and rewards are counted.
-    """
-    from transformers import TrainerCallback
-
     counted: list[Measured] = []
 
+    # The reward function sees all answers, so it is also where tokens and rewards are counted.
     def is_sorted(
         completions: list[str], completion_ids: list[list[int]], answer: list[str], **row: Any
     ) -> list[float]:
@@ -114,31 +54,28 @@ def _turns_and_reward(channel: Channel) -> tuple[Any, Callable[..., list[float]]
         counted.append({"tokens": tokens, "mean_reward": sum(rewards) / len(rewards)})
         return rewards
 
-    class Turns(TrainerCallback):
-        left, watch = 0, Stopwatch()
-
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            channel.ready()
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if self.left == 0:
-                if channel.next_turn() is None:
-                    raise SystemExit
-                counted.clear()
-                self.left, self.watch = BLOCK, Stopwatch()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.left -= 1
-            if self.left == 0:
-                spent = {name: value / BLOCK for name, value in self.watch.read().items()}
-                assert len(counted) == BLOCK, "one generation per optimizer step"
-                channel.answer({**spent, **_mean(counted)})
-
-    return Turns(), is_sorted
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        reward_funcs=is_sorted,
+        args=_trl_config(),
+        train_dataset=Dataset.from_dict(rows),
+        processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
+        callbacks=[trl_peer.make_turns(channel, BLOCK, counted)],
+    )
+    trainer.train()
 
 
-def _mean(steps: list[Measured]) -> Measured:
-    return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+def _trl_config() -> Any:
+    from trl import GRPOConfig  # pyright: ignore[reportMissingImports]
+
+    return GRPOConfig(
+        **trl_peer.settings(PROMPTS * SAMPLES, MAX_NEW, LR),
+        num_generations=SAMPLES,
+        beta=0.0,
+        epsilon=0.2,
+        loss_type="dapo",  # the mean over all tokens of the batch
+        num_iterations=1,
+    )
 
 
 def main() -> None:
@@ -164,7 +101,7 @@ def settings() -> dict[str, Any]:
         "max_new_tokens": MAX_NEW,
         "digits": DIGITS,
         "lr": LR,
-        "trl_microbatch_rows": MICROBATCH,
+        "trl_microbatch_rows": trl_peer.MICROBATCH,
         "rounds": ROUNDS,
         "steps_per_round": BLOCK,
     }

@@ -1,7 +1,8 @@
-"""The model that every contender gets: a tiny Qwen3, taught to sort until it stops by itself."""
+"""The models that contenders get: a tiny Qwen3 taught to sort until it stops by itself, and its teachers."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -20,6 +21,8 @@ CACHE = Path(__file__).parent / ".cache"
 DIGITS = (6, 18)
 """How many digits there are to sort in training; a prompt is `sort:` + digits + `=`."""
 STEPS, ROWS, PEAK_LR = 160, 48, 1e-3
+MORE_STEPS, MORE_DIGITS = 120, (6, 20)
+"""Of the teacher: the taught model, taught on."""
 IGNORED = -100
 
 
@@ -34,15 +37,42 @@ def model_folder() -> Path:
     return folder
 
 
-def make_random_model(tokenizer: Any) -> PreTrainedModel:
-    """About 4M parameters: width 256, 4 layers, 4 heads of 64, 2 of them for keys and values."""
+def teacher_folder(copy: str = "") -> Path:
+    """The same model taught on, by which it sorts better; `copy` names a folder with the same weights."""
+    folder = CACHE / f"{model_folder().name}-taught-on-{MORE_STEPS}"
+    if not (folder / "model.safetensors").exists():
+        tokenizer = make_tokenizer()
+        model = AutoModelForCausalLM.from_pretrained(model_folder(), dtype=torch.float32)
+        model = teach(model, tokenizer, MORE_STEPS, MORE_DIGITS, start=STEPS * ROWS)
+        tokenizer.save_pretrained(folder)
+        model.save_pretrained(folder)
+    if not copy:
+        return folder
+    twin = folder.with_name(f"{folder.name}-{copy}")
+    if not (twin / "model.safetensors").exists():
+        shutil.copytree(folder, twin, dirs_exist_ok=True)
+    return twin
+
+
+def random_folder(width: int, layers: int) -> Path:
+    """A model with random weights, for what depends on its size alone."""
+    folder = CACHE / f"random-{width}-{layers}"
+    if not (folder / "model.safetensors").exists():
+        tokenizer = make_tokenizer()
+        tokenizer.save_pretrained(folder)
+        make_random_model(tokenizer, width, layers).save_pretrained(folder)
+    return folder
+
+
+def make_random_model(tokenizer: Any, width: int = 256, layers: int = 4) -> PreTrainedModel:
+    """About 4M parameters if not told otherwise; heads of 64, half as many of them for keys and values."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 128,
         head_dim=64,
         max_position_embeddings=256,
         tie_word_embeddings=True,
@@ -60,22 +90,29 @@ def examples(split_seed: int, start: int, count: int, digits: tuple[int, int]) -
     return [task.example(split_seed, "train", start + i) for i in range(count)]
 
 
-def teach(model: PreTrainedModel, tokenizer: Any) -> PreTrainedModel:
-    """Supervised on demonstrations, with a short warm-up and a linear decay."""
+def teach(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    steps: int = STEPS,
+    digits: tuple[int, int] = DIGITS,
+    start: int = 0,
+) -> PreTrainedModel:
+    """Supervised on demonstrations from number `start` on, with a short warm-up and a linear decay."""
     torch.set_num_threads(1)  # the same weights whatever the machine; faster, if it is busy
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, weight_decay=0.0)
     began = time.perf_counter()
-    for step in range(STEPS):
-        rate = min((step + 1) / 20, (STEPS - step) / STEPS)
+    for step in range(steps):
+        rate = min((step + 1) / 20, (steps - step) / steps)
         optimizer.param_groups[0]["lr"] = PEAK_LR * rate
-        ids_BT, labels_BT = _demonstrations(tokenizer, examples(0, step * ROWS, ROWS, DIGITS))
+        rows = examples(0, start + step * ROWS, ROWS, digits)
+        ids_BT, labels_BT = _demonstrations(tokenizer, rows)
         logits_BTV = model(input_ids=ids_BT).logits[:, :-1]
         loss = cross_entropy(logits_BTV.flatten(0, 1), labels_BT[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % 40 == 0 or step == STEPS - 1:
+        if step % 40 == 0 or step == steps - 1:
             spent = time.perf_counter() - began
             print(f"teaching: step {step} loss {loss.item():.3f} {spent:.0f} s", file=sys.stderr)
     return model.eval()

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.harness import HERE, RESULTS, Measured, medians, paired_ratio, spread
+from benchmarks import report_teachers as teachers
+from benchmarks.harness import HERE, RESULTS, medians, paired_ratio, spread
+from benchmarks.tables import busy, faster, table, where
 
 BEGIN, END = "<!-- results: written by `make bench` -->", "<!-- end of results -->"
 GOAL = 4.0
-BUSY_BELOW = 0.75
-"""Cores that the best-served contender gets per thread, below which a machine counts as busy."""
 STAGES = ("rollout", "reward", "advantages", "update_student", "sync", "clear")
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def rollout(found: Mapping[str, Any]) -> str:
     """Tokens per second of each contender, and ours over the best of the others."""
-    parts = [f"### Rollout, {_where(found)}", "![rollout](results/rollout.png)"]
+    parts = [f"### Rollout, {where(found)}", "![rollout](results/rollout.png)"]
     rows = []
     for title, rounds in found["raced"].items():
         ours, *others = rounds
@@ -32,7 +26,7 @@ def rollout(found: Mapping[str, Any]) -> str:
             low, high = spread(rounds[name], "tokens_per_second")
             mid = medians(rounds[name])
             ratio = paired_ratio(rounds[ours], rounds[name], "tokens_per_second")
-            told = "" if name == ours else _ratio(ratio, with_goal=name == best)
+            told = "" if name == ours else faster(ratio, GOAL if name == best else None)
             speed = f"{mid['tokens_per_second']:,.0f} ({low:,.0f} to {high:,.0f})"
             times = f"{mid['seconds']:.2f} ({mid['cpu_seconds']:.2f})"
             rows.append([title, name, speed, times, f"{mid['tokens']:.0f}", told])
@@ -42,13 +36,13 @@ def rollout(found: Mapping[str, Any]) -> str:
 
 def grpo_step(found: Mapping[str, Any]) -> str:
     """Seconds per step of both, and the ratio."""
-    parts = [f"### GRPO step, {_where(found)}", "![GRPO step](results/grpo_step.png)"]
+    parts = [f"### GRPO step, {where(found)}", "![GRPO step](results/grpo_step.png)"]
     rows = []
     for title, rounds in found["raced"].items():
         ratio = paired_ratio(rounds["trl"], rounds["practicum"], "seconds")
         for name in rounds:
             mid, (low, high) = medians(rounds[name]), spread(rounds[name], "seconds")
-            told = _ratio(ratio, with_goal=True) if name == "trl" else ""
+            told = faster(ratio, GOAL) if name == "trl" else ""
             seconds = f"{mid['seconds']:.2f} ({low:.2f} to {high:.2f})"
             cpu, tokens = f"{mid['cpu_seconds']:.2f}", f"{mid['tokens']:.0f}"
             rows.append([title, name, seconds, cpu, tokens, f"{mid['mean_reward']:.2f}", told])
@@ -66,7 +60,7 @@ def grpo_step(found: Mapping[str, Any]) -> str:
 
 def growth(found: Mapping[str, Any]) -> str:
     """Seconds by stage for each size, and the exponents."""
-    parts = [f"### Growth, {_where(found)}", "![growth](results/growth.png)"]
+    parts = [f"### Growth, {where(found)}", "![growth](results/growth.png)"]
     rows = []
     for series, points in found["medians"].items():
         first = points[0][1]["seconds"] / points[0][0]
@@ -97,7 +91,7 @@ def profile(found: Mapping[str, Any]) -> str:
     operators = [[name, f"{seconds:.3f}", f"{seconds / whole:.1%}"] for name, seconds in split]
     return "\n\n".join(
         [
-            f"### Where practicum's step spends its time, {_where(found)}",
+            f"### Where practicum's step spends its time, {where(found)}",
             f"One step under torch.profiler (which itself costs time): {step['seconds']:.2f} s, "
             f"{found['calls']:,} operator calls. Its matrix products are {found['gflop']:.0f} GFLOP; "
             f"at this thread's best rate for such products, {rate:.0f} GFLOP/s, they alone would take "
@@ -108,36 +102,17 @@ def profile(found: Mapping[str, Any]) -> str:
     )
 
 
-def busy(raced: Mapping[str, Mapping[str, Sequence[Measured]]]) -> list[str]:
-    """A warning for each setting in which nobody got the processor time that its threads could use."""
-    warnings = []
-    for title, rounds in raced.items():
-        mids = [medians(found) for found in rounds.values()]
-        most = max(mid["cpu_seconds"] / mid["seconds"] for mid in mids)
-        if most < BUSY_BELOW * int(title.split()[0]):
-            warnings.append(
-                f"**{title}**: the machine was busy, no contender got more than {most:.1f} cores. "
-                "These rows say nothing; measure again on a quiet one."
-            )
-    return warnings
-
-
-def _where(found: Mapping[str, Any]) -> str:
-    machine = found["machine"]
-    return f"{machine['processor']}, {machine['cores']} cores"
-
-
-def _ratio(ratio: tuple[float, float, float], *, with_goal: bool) -> str:
-    middle, low, high = ratio
-    verdict = "reached" if middle >= GOAL else "missed"
-    told = f" · goal {GOAL:g}× {verdict}" if with_goal else ""
-    return f"{middle:.1f}× ({low:.1f} to {high:.1f}){told}"
+SECTIONS = (
+    *(rollout, grpo_step, growth, profile),
+    *(teachers.distill_step, teachers.teacher_overlap, teachers.teacher_sleep, teachers.distill_memory),
+)
+"""In the report's order; each is named as its file in results/."""
 
 
 def main() -> None:
     """Write the section of README.md anew from what is in results/."""
     sections = []
-    for build in (rollout, grpo_step, growth, profile):
+    for build in SECTIONS:
         path = RESULTS / f"{build.__name__}.json"
         if path.exists():
             sections.append(build(json.loads(path.read_text())))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +16,14 @@ from practicum.recipe.schema import Recipe
 from practicum.trainer.folder import RunFolder
 from practicum.trainer.run import Run
 
-TIMED = ("rollout", "reward", "advantages", "update_student", "sync", "clear")
+TIMED = ("rollout", "reward", "teachers", "advantages", "update_student", "sync", "clear")
+METRICS = {
+    "mean_reward": "reward/mean",
+    "idle_share": "train/idle_tokens",
+    "distill_loss": "train/distill_loss",
+    "hidden": "teachers/hidden",
+}
+"""Further numbers of a step, where its recipe gives them."""
 
 
 class Steps:
@@ -38,19 +46,26 @@ class Steps:
         shutil.rmtree(self.run.folder.path, ignore_errors=True)
 
     def step(self) -> Measured:
-        """One step: its seconds, its seconds by stage, the tokens sampled and the mean reward."""
+        """One step: its seconds, its seconds by stage, the tokens sampled, and what METRICS has."""
         self._number += 1
         watch = Stopwatch()
         metrics = self.run.runner.step(self._number)
         spent = watch.read()
         stages = {name: metrics[f"time/{name}"] for name in TIMED if f"time/{name}" in metrics}
+        more = {name: metrics[key] for name, key in METRICS.items() if key in metrics}
+        scoring = [metrics.get(f"teacher/{name}/seconds", 0.0) for name in self.run.recipe.teachers]
         return {
             **spent,
             "tokens": metrics["rollout/tokens"],
-            "mean_reward": metrics["reward/mean"],
-            "idle_share": metrics["train/idle_tokens"],
+            **more,
+            **({"scoring": sum(scoring)} if scoring else {}),
             **stages,
         }
+
+
+def mean(steps: Sequence[Measured]) -> Measured:
+    """Mean of each number over the steps."""
+    return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
 
 
 def make_recipe(
@@ -66,14 +81,49 @@ def make_recipe(
 ) -> Recipe:
     """GRPO on sorting with the benchmark's model; everything else as the recipe's defaults have it."""
     written: dict[str, Any] = {
-        "name": name,
-        "model": {"path": str(model_folder())},
-        "tasks": {"sort": {"kind": "sort", "options": {"length": list(digits)}}},
+        **_common(name, prompts, samples, max_new_tokens, lr, threads),
+        "tasks": {"sort": _sorting(digits)},
         "reward": {"functions": [{"use": reward, "batch": reward != "checker"}]},
         "algorithm": {"advantage": "grpo", "loss": "ppo_clip", "aggregation": "token_mean"},
+    }
+    return Recipe.model_validate(written)
+
+
+def make_distillation(
+    name: str,
+    teachers: Mapping[str, Mapping[str, Any]],
+    *,
+    prompts: int,
+    samples: int,
+    max_new_tokens: int,
+    digits: tuple[int, int],
+    lr: float,
+    signal: str = "top_k",
+    tasks: Sequence[str] = ("sort",),
+) -> Recipe:
+    """Reverse KL to the teachers and nothing else, 1 thread; several go by the tasks' names."""
+    written: dict[str, Any] = {
+        **_common(name, prompts, samples, max_new_tokens, lr, threads=1),
+        "tasks": {task: _sorting(digits) for task in tasks},
+        "teachers": teachers,
+        "reward": {"weight": 0.0},
+        "distill": {"divergence": "reverse_kl", "signal": signal},
+    }
+    return Recipe.model_validate(written)
+
+
+def _common(
+    name: str, prompts: int, samples: int, max_new_tokens: int, lr: float, threads: int
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "model": {"path": str(model_folder())},
         "rollout": {"samples": samples, "max_new_tokens": max_new_tokens},
         "train": {"prompts": prompts, "lr": lr, "steps": 1000},
         "eval": {"rows": 1},
         "runtime": {"threads": threads},
     }
-    return Recipe.model_validate(written)
+
+
+def _sorting(digits: tuple[int, int]) -> dict[str, Any]:
+    return {"kind": "sort", "options": {"length": list(digits)}}

@@ -186,12 +186,13 @@ def evaluate(
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of the demo's runs.")] = Path(
-        "runs/demo"
+        "runs/mopd"
     ),
 ) -> None:
-    """Train a tiny model on this machine, in minutes.
+    """Train specialists and one student of them all on this machine, in minutes.
 
-    Warms it up on demonstrations, trains it with GRPO, shows what it learnt. No GPU, no network.
+    A tiny base model from demonstrations, a specialist for each of three domains by GRPO, then one student
+    corrected by all three (on-policy distillation), and a table of who can do what. No GPU, no network.
     """
     from practicum.trainer.demo import run_demo
 

@@ -57,7 +57,7 @@ def few(words: list[str]) -> list[str]:
 def workplace(empty_folder: Path) -> Path:
     """A folder with the repository's recipes, and a tiny model where the demo's base model would be."""
     shutil.copytree(ROOT / "recipes", empty_folder / "recipes")
-    put_base_model(empty_folder / "runs/demo/base/export")
+    put_base_model(empty_folder / "runs/mopd/base/export")
     return empty_folder
 
 
@@ -93,7 +93,7 @@ def test_commands_that_only_look_run(page: Path, workplace: Path, monkeypatch: p
 def test_commands_that_train_run(page: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch):
     # The demo has tests of its own: it takes no --set.
     commands = [c for c in commands_of(page) if not is_static(c) and c.words[0] != "demo"]
-    if any("recipes/demo/base.yaml" in c.words for c in commands):
+    if any("recipes/mopd/base.yaml" in c.words for c in commands):
         shutil.rmtree(workplace / "runs")  # the page trains the base model itself
     run_page(page, workplace, commands, monkeypatch)
 

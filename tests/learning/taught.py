@@ -66,7 +66,9 @@ def padded(model: PreTrainedModel, batch: UpdateBatch) -> tuple[Tensor, Tensor]:
     hidden_BTH = model.base_model(input_ids=ids_BT, attention_mask=mask_BT).last_hidden_state
     rows = [h[len(p) - 1 : len(p) + len(r) - 1] for h, (p, r) in zip(hidden_BTH, pairs, strict=True)]
     hidden_MH = torch.cat(rows)
-    return hidden_MH, model.get_output_embeddings()(hidden_MH)
+    head = model.get_output_embeddings()
+    assert head is not None
+    return hidden_MH, head(hidden_MH)
 
 
 def teacher_of_rows(batch: UpdateBatch) -> list[int]:
@@ -107,10 +109,8 @@ def take_taught(batch: UpdateBatch, rows: list[int]) -> UpdateBatch:
     """Those rows in that order, with what their teachers said."""
     assert batch.teachers is not None
     given = batch.teachers
-    picked = {
-        name: getattr(given, name).select(rows)
-        for name in ("logprobs", "topk_ids", "topk_logprobs", "hidden")
-    }
+    fields = ("logprobs", "topk_ids", "topk_logprobs", "hidden")
+    picked = {name: getattr(given, name).select(rows) for name in fields}
     teachers = TeacherColumns(teacher=[given.teacher[i] for i in rows], **picked)
     groups = None if batch.groups is None else [batch.groups[i] for i in rows]
     return replace(take(batch, rows), teachers=teachers, groups=groups)
@@ -195,9 +195,10 @@ def plain_gradient(
     session_M = per_token([names.index(s) for s in batch.sessions], batch)
     weights_M = token_weights(aggregation, mask_M, session_M, len(names), torch.float64)
     if how.shares is not None:
+        total = weights_M.sum()
         for number, share in how.shares.items():
             mine_M = number_M == number
-            weights_M[mine_M] *= share * weights_M.sum() / weights_M[mine_M].sum()
+            weights_M[mine_M] *= share * total / weights_M[mine_M].sum()
     if only is not None:
         chosen = [int(i in set(only)) for i in range(len(batch.sessions))]
         weights_M = weights_M * per_token(chosen, batch)

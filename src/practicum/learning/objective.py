@@ -56,7 +56,7 @@ class Objective:
         if self.algorithm.kl.place == "loss":
             columns["ref_logprobs"] = need_column(batch, "ref_logprobs", "algorithm.kl.place: loss")
         if self.teaching is not None:
-            columns |= self.teaching.columns(batch.teachers)
+            columns |= self.teaching.columns(batch.teachers, batch.response_ids.lengths)
         return {name: column for name, column in columns.items() if column is not None}
 
     @property

@@ -60,8 +60,8 @@ class Teaching:
         """Whether the divergence is back-propagated."""
         return self.distill.through == "loss"
 
-    def columns(self, given: TeacherColumns | None) -> dict[str, Tensor]:
-        """The token columns [M, ...] that this way of teaching reads."""
+    def columns(self, given: TeacherColumns | None, lengths: list[int]) -> dict[str, Tensor]:
+        """The token columns [M, ...] that this way of teaching reads, of responses of these lengths."""
         if given is None:
             raise DataError("the mini-batch lacks what the teachers said, which distill needs")
         wanted = {"teacher_logprobs": given.logprobs}
@@ -74,6 +74,9 @@ class Teaching:
         missing = [name for name, column in wanted.items() if column is None]
         if missing:
             raise DataError(f"the mini-batch lacks {', '.join(missing)}, which distill needs")
+        uneven = [name for name, column in wanted.items() if column is not None and column.lengths != lengths]
+        if uneven:
+            raise DataError(f"{', '.join(uneven)} has rows of other lengths than the responses")
         return {name: column.values for name, column in wanted.items() if column is not None}
 
     def reduce(

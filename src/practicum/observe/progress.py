@@ -82,6 +82,8 @@ class ProgressView:
             facts["reward"] = f"{m['reward/mean']:.3f}"
         elif "train/loss" in m:
             facts["loss"] = f"{m['train/loss']:.3f}"
+        if "train/teacher_kl" in m:
+            facts["KL to teachers"] = f"{m['train/teacher_kl']:.3f}"
         if "eval/greedy" in self._evals:
             facts["eval"] = f"{self._evals['eval/greedy']:.3f}"
         if "rollout/tokens_per_second" in m:

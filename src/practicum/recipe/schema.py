@@ -230,6 +230,9 @@ class Eval(Section):
     every: int = Field(default=0, ge=0, description="Steps between evaluations; 0 = only first and last.")
     rows: int = Field(default=128, ge=1, description="Prompts of each task.")
     greedy: bool = Field(default=True, description="Report the greedy answer's score.")
+    stop_at: float | None = Field(
+        default=None, description="End the run as soon as an evaluation's eval/greedy is at least this."
+    )
     samples: int = Field(default=0, ge=0, description="Samples per prompt for mean@k and pass@k; 0 = none.")
     temperature: float = Field(default=1.0, gt=0, description="Temperature of those samples.")
     pass_threshold: float = Field(default=1.0, description="Reward from which a sample counts as a pass.")

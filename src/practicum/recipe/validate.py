@@ -225,6 +225,10 @@ def _eval(recipe: Recipe) -> Iterator[RecipeError]:
         if not recipe.eval.samples and value != default_of(Eval, option):
             found = f"{value} with eval.samples 0"
             yield RecipeError(f"eval.{option}", found, "eval.samples of at least 1", "only samples use it")
+    if recipe.eval.stop_at is not None and not (recipe.eval.greedy and recipe.eval.every):
+        found = f"{recipe.eval.stop_at} without greedy evaluations during training"
+        advice = "set eval.every to the steps between them, and eval.greedy to true"
+        yield RecipeError("eval.stop_at", found, "evaluations to stop by", advice)
     if best is None:
         return
     if not best.startswith("eval/"):

@@ -14,6 +14,7 @@ from practicum.recipe.ways import (
     has_policy_loss,
     is_supervised,
     judges,
+    measures,
     uses_reward,
 )
 
@@ -31,6 +32,7 @@ def check_reward(recipe: Recipe) -> Iterator[RecipeError]:
     yield from _without_reward(recipe)
     yield from _functions(recipe)
     yield from check_names("reward.models", "reward model", recipe.reward.models)
+    yield from _of_use(recipe)
     for name, model in recipe.reward.models.items():
         yield from _model(f"reward.models.{name}", model)
 
@@ -83,10 +85,9 @@ def _without_reward(recipe: Recipe) -> Iterator[RecipeError]:
 
 
 def _functions(recipe: Recipe) -> Iterator[RecipeError]:
-    measured = recipe.eval.greedy or recipe.eval.samples
     if any(model.weight for model in recipe.reward.models.values()):
         return
-    if not judges(recipe) and not measured:
+    if not judges(recipe) and not measures(recipe):
         return
     lists: dict[str, list[RewardFunction] | None] = {"reward.functions": recipe.reward.functions}
     lists |= {f"tasks.{name}.rewards": task.rewards for name, task in recipe.tasks.items()}
@@ -94,6 +95,22 @@ def _functions(recipe: Recipe) -> Iterator[RecipeError]:
         if functions is not None and not any(function.weight for function in functions):
             found = "no reward" if not functions else "weights that are all 0"
             yield RecipeError(path, found, "at least one reward with a weight that is not 0")
+
+
+def _of_use(recipe: Recipe) -> Iterator[RecipeError]:
+    """Models that nobody asks, or that share the metric reward/part/<name> with a function."""
+    if recipe.reward.models and not judges(recipe) and not measures(recipe):
+        found, advice = "reward models, and no answer is judged", "remove them, or set reward.watch: true"
+        yield RecipeError("reward.models", found, "none", advice)
+    lists = [recipe.reward.functions, *(task.rewards or [] for task in recipe.tasks.values())]
+    functions = {function.use.rpartition(":")[2] for some in lists for function in some}
+    for name in recipe.reward.models:
+        if name in functions:
+            expected = "a name that no reward function has"
+            advice = f"both would be the metric reward/part/{name}: call the model something else"
+            yield RecipeError(
+                f"reward.models.{name}", f"a model named like the reward {name}", expected, advice
+            )
 
 
 def _model(path: str, model: RewardModel) -> Iterator[RecipeError]:

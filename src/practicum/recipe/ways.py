@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from practicum.recipe.schema import Recipe
-from practicum.recipe.teaching import Own, OwnPlacement, Placement, Teacher
+from practicum.recipe.teaching import Own, OwnPlacement, Placement, RewardModel, Teacher
 
 
 def is_supervised(recipe: Recipe) -> bool:
@@ -53,11 +53,16 @@ def is_own(placement: Placement) -> bool:
     return placement != "colocated"
 
 
-def own_options(teacher: Teacher) -> Own:
+def own_options(model: Teacher | RewardModel) -> Own:
     """Options of the placement `own`."""
-    return teacher.placement.own if isinstance(teacher.placement, OwnPlacement) else Own()
+    return model.placement.own if isinstance(model.placement, OwnPlacement) else Own()
 
 
-def streams(teacher: Teacher) -> bool:
+def streams(model: Teacher | RewardModel) -> bool:
     """Whether rows are scored while others still roll out."""
-    return teacher.url is not None or is_own(teacher.placement)
+    return model.url is not None or is_own(model.placement)
+
+
+def measures(recipe: Recipe) -> bool:
+    """Whether evaluations have answers to judge."""
+    return bool(recipe.eval.greedy or recipe.eval.samples)

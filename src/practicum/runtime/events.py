@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 from practicum.errors import DeadlineError
 
 T = TypeVar("T")
+UNWIND_S = 5.0
+"""Seconds that cancelled work may take to clean up behind itself."""
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 
@@ -26,15 +28,28 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def run_async(work: Coroutine[Any, Any, T], *, timeout: float, owner: str) -> T:
-    """Run a coroutine to its end from synchronous code; past the deadline it is cancelled."""
-    future = asyncio.run_coroutine_threadsafe(work, event_loop())
+    """Run a coroutine to its end from synchronous code; past the deadline it is cancelled.
+
+    When this returns or raises, the work is over, unless it refuses to end for UNWIND_S.
+    """
+    ended = threading.Event()
+
+    async def watched() -> T:
+        try:
+            return await work
+        finally:
+            ended.set()
+
+    future = asyncio.run_coroutine_threadsafe(watched(), event_loop())
     try:
         return future.result(timeout)
     except concurrent.futures.TimeoutError:
         if future.done():  # the work itself raised a TimeoutError
             raise
         future.cancel()
+        ended.wait(UNWIND_S)
         raise DeadlineError(f"{owner} was not done after {timeout:g} s") from None
     except BaseException:
         future.cancel()  # Ctrl-C in the caller must not leave the work running
+        ended.wait(UNWIND_S)
         raise

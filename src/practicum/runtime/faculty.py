@@ -153,6 +153,7 @@ class Faculty:
             with safe_open(path, "pt") as file:
                 version = int(file.metadata()["version"])
             self._give_weights(path.stem, load_file(path), version)
+        self._spent = self.seconds(), dict(self.staff.residency.wakes)  # this was no step's work
 
     def _give_weights(self, name: str, weights: dict[str, Tensor], version: int) -> None:
         """Make a copy of the student what these weights are."""

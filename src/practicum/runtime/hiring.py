@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
@@ -21,7 +22,7 @@ from practicum.teachers.own import OwnTeacher
 from practicum.teachers.place import Place, Wanted
 from practicum.teachers.probe import probe
 from practicum.teachers.remote import RemoteTeacher
-from practicum.teachers.residency import Residency
+from practicum.teachers.residency import Residency, Sleeper
 
 START_S = 300.0
 """Seconds that teachers in processes of their own may take to load."""
@@ -45,10 +46,11 @@ def probe_servers(recipe: Recipe, vocab: int, longest: int) -> list[str]:
     return findings
 
 
-def hire(recipe: Recipe, student: PreTrainedModel) -> Staff:
+def hire(recipe: Recipe, student: PreTrainedModel, others: Sequence[Sleeper] = ()) -> Staff:
     """All teachers of the recipe, ready: colocated ones asleep, own ones loaded.
 
-    Servers are taken as probed (`probe_servers`). If one teacher can't be had, none stays behind.
+    Servers are taken as probed (`probe_servers`). If one teacher can't be had, none stays behind. `others`
+    are colocated models that share the memory budgets.
     """
     with ExitStack() as undo:
         places: dict[str, Place] = {}
@@ -57,9 +59,7 @@ def hire(recipe: Recipe, student: PreTrainedModel) -> Staff:
             undo.callback(places[name].close)
         colocated = [place for place in places.values() if isinstance(place, ColocatedTeacher)]
         heads = _heads(recipe, places, ColocatedTeacher, student.device)
-        residency = Residency(
-            colocated, _bytes(recipe.runtime.teachers_gb), _bytes(recipe.runtime.teachers_host_gb)
-        )
+        residency = make_residency(recipe, [*colocated, *others])
         for place in places.values():
             if isinstance(place, OwnTeacher):
                 place.ready(START_S)
@@ -67,6 +67,11 @@ def hire(recipe: Recipe, student: PreTrainedModel) -> Staff:
         _check_heads(heads, student)
         undo.pop_all()
         return Staff(places, residency, heads)
+
+
+def make_residency(recipe: Recipe, sleepers: Sequence[Sleeper]) -> Residency:
+    """Colocated models, put to sleep within the recipe's budgets."""
+    return Residency(sleepers, _bytes(recipe.runtime.teachers_gb), _bytes(recipe.runtime.teachers_host_gb))
 
 
 def teaching_of(recipe: Recipe, staff: Staff) -> Teaching:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -20,15 +21,18 @@ from practicum.learning.scorer import Scorer
 from practicum.learning.trunk import Trunk
 from practicum.models.load import context_length, load_model, load_tokenizer, stop_ids
 from practicum.recipe.schema import Recipe
+from practicum.recipe.ways import measures
 from practicum.rollout.protocol import Engine
 from practicum.rollout.torch_engine import TorchEngine
 from practicum.runtime.credit import Credit
-from practicum.runtime.faculty import Faculty
-from practicum.runtime.hiring import hire, teaching_of
+from practicum.runtime.faculty import Faculty, Staff
+from practicum.runtime.hiring import hire, make_residency, teaching_of
+from practicum.runtime.jury import Jury, Panel, seat
 from practicum.runtime.practice import Practice
 from practicum.runtime.student import Student
 from practicum.runtime.valuation import Valuation
 from practicum.tasks.rewards import Judge
+from practicum.teachers.residency import Residency
 
 
 @dataclass(slots=True)
@@ -45,14 +49,15 @@ class Roles:
     student: Student
     credit: Credit
     valuation: Valuation | None
+    panel: Panel = field(default_factory=Panel)
 
     def close(self) -> None:
         """Stop what runs in the background."""
-        try:
+        with ExitStack() as stack:
+            stack.callback(self.engine.close)
+            stack.callback(self.panel.close)
             if self.faculty is not None:
-                self.faculty.staff.close()
-        finally:
-            self.engine.close()
+                stack.callback(self.faculty.staff.close)
 
 
 def set_threads(threads: int | None) -> int:
@@ -81,6 +86,22 @@ def load_reference(recipe: Recipe, student: PreTrainedModel) -> PreTrainedModel:
     return reference
 
 
+def hire_models(
+    recipe: Recipe, plan: Plan, student: PreTrainedModel
+) -> tuple[Staff | None, Panel, Residency]:
+    """Teachers and reward models, as far as the plan or evaluations ask them, and where they sleep."""
+    panel = Panel()
+    if recipe.reward.models and ("reward" in plan or measures(recipe)):
+        # Another tokenizer may need more tokens than the student's for the same text.
+        panel = seat(recipe, room=2 * rollout_context(recipe, None))
+    with ExitStack() as undo:
+        undo.callback(panel.close)
+        staff = hire(recipe, student, panel.sleepers()) if "teachers" in plan else None
+        residency = make_residency(recipe, panel.sleepers()) if staff is None else staff.residency
+        undo.pop_all()
+    return staff, panel, residency
+
+
 def start_local(recipe: Recipe, plan: Plan, watch: Watch) -> Roles:
     """Load the models and connect the roles."""
     set_threads(recipe.runtime.threads)
@@ -88,7 +109,7 @@ def start_local(recipe: Recipe, plan: Plan, watch: Watch) -> Roles:
     model = load_model(recipe.model, recipe.seed)
     store = MemoryStore()
     on_nonfinite = partial(watch, "finite")
-    staff = hire(recipe, model) if "teachers" in plan else None
+    staff, panel, residency = hire_models(recipe, plan, model)
     learner = Learner(
         model,
         recipe.train,
@@ -111,15 +132,22 @@ def start_local(recipe: Recipe, plan: Plan, watch: Watch) -> Roles:
         critic = Critic(model, recipe.train, recipe.critic, on_nonfinite=on_nonfinite)
         valuation = Valuation(recipe, plan, store, critic)
     judge = Judge(recipe.tasks, recipe.reward)
+    exam = evaluation_plan()
+
+    def jury(plan: Plan) -> Jury | None:
+        asked = panel.places and "reward" in plan
+        return Jury(recipe, panel, residency, engine) if asked else None
+
     return Roles(
         store=store,
         tokenizer=tokenizer,
         stop=stop_ids(model, tokenizer, recipe.rollout.stop),
         engine=engine,
-        practice=Practice(recipe, plan, store, engine, tokenizer, judge, faculty),
+        practice=Practice(recipe, plan, store, engine, tokenizer, judge, faculty, jury(plan)),
         faculty=faculty,
-        examiner=Practice(recipe, evaluation_plan(), store, engine, tokenizer, judge),
+        examiner=Practice(recipe, exam, store, engine, tokenizer, judge, jury=jury(exam)),
         student=Student(recipe, plan, store, learner, reference, watch),
         credit=Credit(recipe, plan, store),
         valuation=valuation,
+        panel=panel,
     )

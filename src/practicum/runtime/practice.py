@@ -23,6 +23,7 @@ from practicum.rollout.protocol import Engine, Sampling
 from practicum.rollout.session import Session, Trajectory, require_trajectories
 from practicum.runtime.events import run_async
 from practicum.runtime.faculty import Faculty
+from practicum.runtime.jury import Jury, together
 from practicum.tasks.prompts import Prompt, demonstration, encode_prompt
 from practicum.tasks.rewards import Judge, RewardSample
 
@@ -49,10 +50,11 @@ class Practice:
         tokenizer: PreTrainedTokenizerBase,
         judge: Judge,
         faculty: Faculty | None = None,
+        jury: Jury | None = None,
     ) -> None:
         self.recipe, self.plan, self.store = recipe, plan, store
         self.engine, self.tokenizer, self.judge = engine, tokenizer, judge
-        self.faculty = faculty
+        self.faculty, self.jury = faculty, jury
         self.hidden_share: float | None = None
         """Share of the last rollout's streamed scoring that was hidden behind it."""
         assert isinstance(tokenizer.eos_token_id, int)
@@ -115,8 +117,11 @@ class Practice:
             for i, t in enumerate(trajectories)
         ]
         batch = self._put(partition, rows, self.plan["rollout"].writes)
-        if self.faculty is not None:
-            await self.faculty.stream(batch, prompt)
+        streams = [] if self.faculty is None else [self.faculty.stream(batch, prompt)]
+        if self.jury is not None:
+            answer = session.text(trajectories[-1])
+            streams.append(self.jury.stream(self.jury.case(batch.keys[-1], prompt, answer)))
+        await together(streams)
 
     def _tags(self, prompt: Prompt, trajectory: Trajectory, attempt: Attempt | None) -> Tags:
         pieces = trajectory.pieces
@@ -134,8 +139,8 @@ class Practice:
         )
 
     def _streamed_s(self) -> float:
-        """Seconds of streamed scoring so far."""
-        return 0.0 if self.faculty is None else self.faculty.streamed_s()
+        """Seconds of streamed scoring and judging so far."""
+        return sum(role.streamed_s() for role in (self.faculty, self.jury) if role is not None)
 
     def _demonstration(self, prompt: Prompt) -> tuple[Key, Tags, Trajectory, Prompt]:
         ids = self.tokenizer.encode(demonstration(prompt), add_special_tokens=False)
@@ -159,7 +164,7 @@ class Practice:
     def reward(self, batch: BatchRef, columns: Columns) -> tuple[dict[str, Column], dict[str, list[float]]]:
         """Judge each session once; a session that can't be judged is marked failed, not scored zero.
 
-        Returns each reward function's scores, for metrics.
+        Returns the scores of each reward function and model, for metrics.
         """
         prompt_ids, response_ids = columns.ragged("prompt_ids"), columns.ragged("response_ids")
         mask = columns.ragged("response_mask")
@@ -168,6 +173,11 @@ class Practice:
             sessions[key.prompt, key.session] = i
         samples = [self._sample(batch, i, prompt_ids[i], response_ids[i][mask[i]]) for i in sessions.values()]
         judged = run_async(self.judge.score(samples), timeout=self.recipe.rollout.deadline_s, owner="reward")
+        if self.jury is not None:
+            jury, keys = self.jury, [batch.keys[i] for i in sessions.values()]
+            shown = zip(keys, samples, strict=True)
+            cases = [jury.case(key, self.prompts[key], sample.response_text) for key, sample in shown]
+            judged = jury.add(judged, cases)
         verdicts = dict(zip(sessions, judged, strict=True))
         rewards, tags = torch.zeros(len(batch)), {}
         for i, (key, tag) in enumerate(batch):
@@ -210,3 +220,5 @@ class Practice:
         """Drop what is remembered of rows that leave the store."""
         for key in keys:
             self.prompts.pop(key, None)
+            if self.jury is not None:
+                self.jury.forget([key])

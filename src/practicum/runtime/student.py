@@ -99,7 +99,7 @@ class Student:
 
     def _measures_gradients(self, step: int) -> bool:
         every = self.recipe.route.measure_every
-        return bool(self._numbers) and every > 0 and (step - 1) % every == 0
+        return bool(self._numbers) and every > 0 and (step == 1 or step % every == 0)
 
     def _gradient_norms(
         self, update: UpdateBatch, rows: BatchRef

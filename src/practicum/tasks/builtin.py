@@ -13,11 +13,12 @@ from practicum.tasks.kinds.copy import COPY
 from practicum.tasks.kinds.count import COUNT
 from practicum.tasks.kinds.countdown import COUNTDOWN
 from practicum.tasks.kinds.reverse import REVERSE
+from practicum.tasks.kinds.rotate import ROTATE
 from practicum.tasks.kinds.sort import SORT
 from practicum.tasks.procedural import BuiltinTask, Procedural
 
 TASKS: dict[str, Procedural] = {
-    kind.name: kind for kind in (COPY, REVERSE, COMPARE, COUNT, SORT, ADD, COUNTDOWN)
+    kind.name: kind for kind in (COPY, REVERSE, ROTATE, COMPARE, COUNT, SORT, ADD, COUNTDOWN)
 }
 """By name, roughly from easy to hard."""
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from practicum.models.load import context_length, load_model
+from practicum.errors import EngineError, TeacherError
+from practicum.models.load import load_model
 from practicum.recipe.schema import Model
 from practicum.recipe.teaching import Teacher
 from practicum.rollout.protocol import Scores
@@ -38,9 +39,12 @@ class ColocatedTeacher:
 
     async def score(self, row: Row, wanted: Wanted) -> Scores:
         """What it says of a row; it must be awake."""
-        return await self.engine.score(
-            row.ids, row.start, wanted.top_k, temperature=wanted.temperature, hidden=wanted.hidden
-        )
+        try:
+            return await self.engine.score(
+                row.ids, row.start, wanted.top_k, temperature=wanted.temperature, hidden=wanted.hidden
+            )
+        except EngineError as error:
+            raise TeacherError(f"teacher {self.name} failed in {row.name}: {error}") from error
 
     def wake(self) -> None:
         """Bring the weights back to the device."""
@@ -81,8 +85,3 @@ def copied(student: PreTrainedModel) -> PreTrainedModel:
         assert isinstance(parameter, nn.Parameter)
         parameter.requires_grad_(False)
     return model.eval()
-
-
-def longest(teacher: Teacher, model: PreTrainedModel) -> int | None:
-    """Tokens of the longest sequence that the teacher may score."""
-    return teacher.context or context_length(model)

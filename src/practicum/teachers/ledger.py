@@ -54,7 +54,7 @@ def ledger(
         lines = _lines(batch, measured, which)
         whole = sum(norms.values())
         for name, line in lines.items():
-            if whole > 0:
+            if whole > 0 and name in norms:  # measured on one mini-batch, which may lack a name
                 line["gradient_share"] = norms[name] / whole
             if part == "teacher":
                 line["seconds"] = seconds.get(name, 0.0)
@@ -96,7 +96,7 @@ def totals(rows: Iterable[Mapping[str, float]]) -> dict[str, dict[str, float]]:
                 gathered.setdefault(f"{kind} {name}", {}).setdefault(what, []).append(value)
     lines = {
         name: {what: sum(v) if what in SUMMED else fmean(v) for what, v in line.items()}
-        for name, line in sorted(gathered.items(), reverse=True)
+        for name, line in sorted(gathered.items(), key=lambda item: (item[0].startswith("domain "), item[0]))
     }
     for kind in ("teacher", "domain"):
         for what in ("prompts", "tokens"):

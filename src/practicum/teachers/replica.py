@@ -20,7 +20,7 @@ from typing import Any
 
 from practicum.errors import TeacherError
 from practicum.teachers import worker
-from practicum.teachers.worker import HELLO, Facts, Reply, Request, Setup
+from practicum.teachers.worker import HELLO, Facts, Reply, Request, RewarderSetup, Setup
 
 _EXIT_S = 2.0
 """How long a process may take to be gone after its end of the pipe closed."""
@@ -34,9 +34,9 @@ class _Waiting:
 
 
 class Replica:
-    """One process of a teacher. `who` begins its error messages."""
+    """One process of a teacher or reward model. `who` begins its error messages."""
 
-    def __init__(self, who: str, setup: Setup) -> None:
+    def __init__(self, who: str, setup: Setup | RewarderSetup) -> None:
         self.hello: Future[Facts] = Future()
         """Done when the model is loaded, or failed with the process's own words."""
         self.busy_s = 0.0

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
+from practicum.errors import EngineError, PracticumError
 from practicum.rollout.weights import Aside
 
 Level = Literal["device", "host", "disk"]
@@ -52,14 +53,25 @@ class Residency:
 
     @contextmanager
     def awake(self, name: str) -> Iterator[None]:
-        """The model is awake inside and asleep after, whatever happens."""
+        """The model is awake inside and asleep after, whatever happens.
+
+        What goes wrong inside is what surfaces, even if the model then can't be put to sleep.
+        """
         sleeper = self._sleepers[name]
         self.wakes[name] += 1
         try:
             sleeper.wake()
+        except (PracticumError, OSError, RuntimeError) as error:
+            raise EngineError(f"{name} can't be woken: {error}") from error
+        try:
             yield
-        finally:
-            self._rest(sleeper)
+        except BaseException as error:
+            try:
+                self._rest(sleeper)
+            except PracticumError as also:
+                error.add_note(f"{name} could not be put to sleep either: {also}")
+            raise
+        self._rest(sleeper)
 
     def _rest(self, sleeper: Sleeper) -> None:
         """Put it to sleep, then move the least recently used ones until all budgets hold."""
@@ -77,13 +89,18 @@ class Residency:
             self._move(name, "disk")
 
     def _beyond(self, level: Level) -> list[str]:
-        """Models of a level that do not fit its budget, counted from the one used last."""
+        """Models of a level that do not fit its budget, counted from the one used last.
+
+        One that is too large for what is left takes no room from those used before it.
+        """
         beyond, used = [], 0
         for name in reversed(self._order):
             if self._level[name] == level:
-                used += self._sleepers[name].nbytes
-                if used > self._budget(level, self._sleepers[name]):
+                sleeper = self._sleepers[name]
+                if used + sleeper.nbytes > self._budget(level, sleeper):
                     beyond.append(name)
+                else:
+                    used += sleeper.nbytes
         return beyond[::-1]
 
     def _budget(self, level: Level, sleeper: Sleeper) -> float:

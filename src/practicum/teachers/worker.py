@@ -1,4 +1,4 @@
-"""A teacher's process: loads a model, then answers what comes through a pipe until the pipe closes.
+"""A teacher's or reward model's process: loads it, then answers what comes through a pipe until that closes.
 
 Nothing here imports torch before `main` runs, because the number of threads is read when torch is loaded.
 Tensors travel as safetensors bytes: torch's own pickling would share memory with a process that may die.
@@ -14,15 +14,17 @@ import sys
 import threading
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, cast
 
 from practicum.errors import PracticumError
 from practicum.recipe.schema import Model
+from practicum.recipe.teaching import RewardModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from practicum.rollout.torch_engine import TorchEngine
+    from practicum.teachers.rewarders.local import Local
 
 HELLO = 0
 """The number of the reply that nobody asked for: the model is loaded, or why it is not."""
@@ -42,8 +44,18 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
+class RewarderSetup:
+    """What a process needs to know to become a reward model; see `rewarders.local.load_rewarder`."""
+
+    name: str
+    model: RewardModel
+    room: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
-    """What a teacher's model is like."""
+    """What a teacher's or reward model is like."""
 
     vocab: int
     hidden: int
@@ -53,10 +65,13 @@ class Facts:
 
 
 class Request(NamedTuple):
-    """Something to do. `score`: (ids, start, top_k, temperature, hidden); `load`: (path, version)."""
+    """Something to do. `score`: (ids, start, top_k, temperature, hidden); `load`: (path, version).
+
+    `judge`: (case,).
+    """
 
     number: int
-    what: Literal["score", "load", "head", "cancel", "stop"]
+    what: Literal["score", "load", "head", "judge", "cancel", "stop"]
     args: tuple[Any, ...] = ()
 
 
@@ -79,20 +94,28 @@ def receive(pipe: Connection) -> Any:
     return pickle.loads(pipe.recv_bytes())
 
 
-def main(pipe: Connection, setup: Setup) -> None:
+class _Served(Protocol):
+    """A model that answers requests."""
+
+    async def answer(self, request: Request) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+def main(pipe: Connection, setup: Setup | RewarderSetup) -> None:
     """Run the process from its start to its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group: the parent decides
     os.environ["OMP_NUM_THREADS"] = str(setup.threads)
     try:
-        model, engine, facts = _load(setup)
+        served, facts = _load(setup)
     except Exception as error:
         _send_if_heard(pipe, Reply(HELLO, None, _words(error), 0.0))
         _leave(1)
     if _send_if_heard(pipe, Reply(HELLO, facts, None, 0.0)):
         loop = asyncio.new_event_loop()
-        loop.run_until_complete(_Server(pipe, engine, model).run())
+        loop.run_until_complete(_Server(pipe, served).run())
         loop.close()
-    engine.close()
+    served.close()
     _leave(0)
 
 
@@ -103,32 +126,50 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _load(setup: Setup) -> tuple[PreTrainedModel, TorchEngine, Facts]:
+def _load(setup: Setup | RewarderSetup) -> tuple[_Served, Facts]:
     import torch
     from transformers.utils.logging import disable_progress_bar
 
+    torch.set_num_threads(setup.threads)
+    disable_progress_bar()  # bars of several processes would draw over each other
+    return _load_rewarder(setup) if isinstance(setup, RewarderSetup) else _load_teacher(setup)
+
+
+def _load_teacher(setup: Setup) -> tuple[_Served, Facts]:
     from practicum.models.load import context_length, load_model
     from practicum.rollout.torch_engine import TorchEngine
 
-    torch.set_num_threads(setup.threads)
-    disable_progress_bar()  # bars of several processes would draw over each other
     model = load_model(setup.model, setup.seed, key=setup.key)
     longest = context_length(model)
     # Scoring needs no KV memory, so as little as there can be is set aside.
     context = min(2, longest) if longest is not None else setup.context or 8192
     engine = TorchEngine(model, slots=1, context=context, score_tokens=setup.batch_tokens)
     limits = [n for n in (setup.context, longest) if n is not None]
+    return _Teacher(engine, model), _facts(model, min(limits, default=None))
+
+
+def _load_rewarder(setup: RewarderSetup) -> tuple[_Served, Facts]:
+    from practicum.models.load import context_length
+    from practicum.teachers.rewarders.local import load_rewarder
+
+    local = load_rewarder(setup.name, setup.model, setup.room)
+    return _Rewarder(local), _facts(local.model, context_length(local.model))
+
+
+def _facts(model: PreTrainedModel, context: int | None) -> Facts:
+    import torch
+
     vocab, hidden = tuple(cast("torch.Tensor", model.get_input_embeddings().weight).shape)
-    return model, engine, Facts(vocab, hidden, min(limits, default=None), torch.get_num_threads())
+    return Facts(vocab, hidden, context, torch.get_num_threads())
 
 
 class _Server:
     """Answers requests side by side; those that came in one message are scored together."""
 
-    def __init__(self, pipe: Connection, engine: TorchEngine, model: PreTrainedModel) -> None:
+    def __init__(self, pipe: Connection, served: _Served) -> None:
         from practicum.teachers.place import OpenTime
 
-        self._pipe, self._engine, self._model = pipe, engine, model
+        self._pipe, self._served = pipe, served
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._ended = asyncio.Event()
         self._busy = OpenTime()
@@ -174,6 +215,34 @@ class _Server:
             self._ended.set()
 
     async def _do(self, request: Request) -> Any:
+        if request.what not in ("score", "judge"):
+            return await self._served.answer(request)
+        with self._busy.work():
+            return await self._served.answer(request)
+
+
+class _Rewarder:
+    """A reward model: a case's score, or why it has none."""
+
+    def __init__(self, local: Local) -> None:
+        self._local, self.close = local, local.close
+
+    async def answer(self, request: Request) -> Any:
+        from practicum.teachers.rewarders.case import Unjudged
+
+        try:
+            return await self._local.judge(*request.args), None
+        except Unjudged as failure:
+            return None, str(failure)
+
+
+class _Teacher:
+    """A teacher's engine: scores, its output head, other weights."""
+
+    def __init__(self, engine: TorchEngine, model: PreTrainedModel) -> None:
+        self._engine, self._model, self.close = engine, model, engine.close
+
+    async def answer(self, request: Request) -> Any:
         if request.what == "score":
             return await self._score(*request.args)
         if request.what == "load":
@@ -183,8 +252,7 @@ class _Server:
     async def _score(self, ids: list[int], start: int, top_k: int, temperature: float, hidden: bool) -> Any:
         from safetensors.torch import save
 
-        with self._busy.work():
-            scores = await self._engine.score(ids, start, top_k, temperature=temperature, hidden=hidden)
+        scores = await self._engine.score(ids, start, top_k, temperature=temperature, hidden=hidden)
         tensors = {
             "logprobs": scores.logprobs,
             "topk_ids": scores.topk_ids,

@@ -12,12 +12,14 @@ from practicum.recipe.load import LoadedRecipe
 from practicum.recipe.schema import Recipe
 from practicum.rollout.loops import find_loop
 from practicum.runtime.hiring import probe_servers
+from practicum.runtime.jury import probe_judges
 from practicum.runtime.local import load_reference, rollout_context
 from practicum.tasks.check import check_tasks, tasks_needing_answer
 from practicum.tasks.prompts import Prompt, demonstration, encode_prompt
 from practicum.tasks.stream import eval_prompts, make_stream
 from practicum.teachers.check import check_teachers
 from practicum.teachers.check_routes import check_routes
+from practicum.teachers.rewarders.check import check_rewarders
 
 LOOKED_AT = 2_000
 """Prompts that are encoded to find the longest one."""
@@ -62,6 +64,9 @@ def check_without_models(recipe: Recipe) -> list[str]:
             student_context=model_context,
         )
         findings += probe_servers(recipe, vocab or len(tokenizer), sum(longest))
+    if recipe.reward.models:
+        findings += check_rewarders(recipe, tokenizer, sum(longest))
+        findings += probe_judges(recipe, chat=_uses_chat(recipe))
     return findings
 
 

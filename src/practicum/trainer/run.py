@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ from practicum.trainer.randomness import random_state, seed_generators, set_rand
 from practicum.trainer.samples import sample_rows
 from practicum.trainer.step import TRAIN, StepRunner
 
-LEDGER_WIDTH = 120
+LEDGER_WIDTH = 150
 """Columns of the table of teachers, also where the output is no terminal."""
 
 
@@ -91,7 +92,7 @@ class Run:
             self.progress.first_eval = self.evaluate()
             self._require_best_metric()
             self._record(0, dict(self.progress.first_eval))
-        while self.progress.step < steps and not interrupt.asked:
+        while self.progress.step < steps and not interrupt.asked and not self._is_good_enough():
             self._one_step(self.progress.step + 1)
         if self.checkpoints.steps()[-1:] != [self.progress.step]:
             self.save()
@@ -129,6 +130,12 @@ class Run:
         due = self.recipe.checkpoint.every
         if is_best or (due and number % due == 0):
             self.save()
+
+    def _is_good_enough(self) -> bool:
+        """Whether the last evaluation reached eval.stop_at."""
+        wanted = self.recipe.eval.stop_at
+        scores = self.progress.last_eval or self.progress.first_eval
+        return wanted is not None and scores.get("eval/greedy", -math.inf) >= wanted
 
     def _is_best(self, metrics: dict[str, float]) -> bool:
         name = self.recipe.checkpoint.keep_best

@@ -1,0 +1,1 @@
+"""Reward models: a classifier or a prompted judge, placed like a teacher. May be imported as teachers may."""

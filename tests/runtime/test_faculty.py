@@ -1,0 +1,362 @@
+"""Rows find their teachers, are scored, and whatever happens nobody is left awake."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.teachers.models import in_process
+from tests.teachers.schools import save_teacher, school
+from tests.teachers.scoring_server import MODEL, scoring_server
+from tests.trainer.loops import two_trajectories
+
+from practicum.checks.watch import Watch
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.keys import Key, Tags
+from practicum.dataplane.plan import make_plan
+from practicum.dataplane.ragged import Ragged
+from practicum.errors import DeadlineError, EngineError, TeacherError
+from practicum.models.load import load_model
+from practicum.recipe.schema import Model, Recipe
+from practicum.rollout.session import Session, Trajectory
+from practicum.rollout.torch_engine import TorchEngine
+from practicum.runtime.faculty import Faculty
+from practicum.runtime.local import Roles, start_local
+from practicum.tasks.stream import make_stream
+from practicum.teachers.colocated import ColocatedTeacher
+from practicum.teachers.place import Row, Wanted
+from practicum.trainer.step import TRAIN, training_attempts
+
+ROUTE = {"by": "task", "to": {"copy": "small", "compare": "wide"}}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Two teachers of different hidden sizes."""
+    root = tmp_path_factory.mktemp("teachers")
+    return {
+        "small": save_teacher(root / "small", seed=1),
+        "wide": save_teacher(root / "wide", seed=2, hidden=48),
+    }
+
+
+def recipe_of(folders: dict[str, str], *, each: dict[str, Any] | None = None, **sections: Any) -> Recipe:
+    teachers = {name: {"model": folder, **(each or {})} for name, folder in folders.items()}
+    return Recipe.model_validate(school(teachers=teachers, **{"route": ROUTE, "distill": {}} | sections))
+
+
+@contextmanager
+def started(recipe: Recipe) -> Iterator[tuple[Roles, Faculty]]:
+    roles = start_local(recipe, make_plan(recipe), Watch(recipe.checks, print))
+    assert roles.faculty is not None
+    try:
+        yield roles, roles.faculty
+    finally:
+        roles.close()
+
+
+def roll_out(recipe: Recipe, roles: Roles, prompts: int = 6) -> BatchRef:
+    drawn = make_stream(recipe.tasks, recipe.seed).take(prompts)
+    attempts = training_attempts(recipe, drawn, roles.stop)
+    return roles.practice.rollout(attempts, TRAIN, seed=recipe.seed)
+
+
+def teach(faculty: Faculty, roles: Roles, batch: BatchRef) -> None:
+    faculty.score(faculty.waiting(batch), prompts=roles.practice.prompts)
+
+
+def ragged(roles: Roles, batch: BatchRef, *names: str) -> list[Ragged]:
+    columns = roles.store.get(batch, names)
+    found = [columns[name] for name in names]
+    assert all(isinstance(column, Ragged) for column in found)
+    return [column for column in found if isinstance(column, Ragged)]
+
+
+def is_awake(place: ColocatedTeacher) -> bool:
+    return place.engine._scheduler.memory is not None
+
+
+def assert_at_rest(roles: Roles, faculty: Faculty) -> None:
+    """Teachers sleep, the student's engine does not, and it works."""
+    assert not [name for name, place in faculty.staff.colocated().items() if is_awake(place)]
+    assert roles.engine.memory().kv > 0
+    assert isinstance(roles.engine, TorchEngine)
+    assert roles.engine._desk.open_jobs == 0
+
+
+@pytest.mark.parametrize("signal", ["sampled", "top_k", "full"])
+def test_rows_are_scored_by_their_own_teacher(folders: dict[str, str], signal: str):
+    divergence = "k2" if signal == "sampled" else "reverse_kl"
+    top_k = {"top_k": 4} if signal == "top_k" else {}
+    recipe = recipe_of(folders, distill={"divergence": divergence, "signal": signal, **top_k})
+    with started(recipe) as (roles, faculty):
+        batch = roll_out(recipe, roles)
+        teach(faculty, roles, batch)
+        prompts, responses, logprobs = ragged(roles, batch, "prompt_ids", "response_ids", "teacher_logprobs")
+        extra = {"sampled": (), "top_k": ("teacher_topk_ids",), "full": ("teacher_hidden",)}[signal]
+        more = ragged(roles, batch, *extra)
+        assert_at_rest(roles, faculty)
+    assert {tags.teacher for tags in batch.tags} == {"small", "wide"}
+    wanted = Wanted(top_k=4 if signal == "top_k" else 0, hidden=signal == "full")
+    models = {name: load_model(Model(path=path, device="cpu"), 0) for name, path in folders.items()}
+    for i, (key, tags) in enumerate(batch):
+        name = {"copy": "small", "compare": "wide"}[tags.task]
+        assert tags.teacher == name
+        ids = [*prompts[i].tolist(), *responses[i].tolist()]
+        row = Row(ids, len(prompts[i]), str(key))
+        expected = in_process(models[name], [row], wanted)[0]
+        assert torch.equal(logprobs[i], expected.logprobs)
+        if signal == "top_k":
+            assert expected.topk_ids is not None
+            assert torch.equal(more[0][i], expected.topk_ids)
+        if signal == "full":
+            assert expected.hidden is not None
+            width = expected.hidden.shape[1]
+            assert more[0][i].shape[1] == 48
+            assert torch.equal(more[0][i][:, :width], expected.hidden)
+            assert not more[0][i][:, width:].any()
+
+
+def test_each_teacher_with_rows_is_woken_once_and_no_other(folders: dict[str, str]):
+    recipe = recipe_of(folders)
+    with started(recipe) as (roles, faculty):
+        batch = roll_out(recipe, roles)
+        teach(faculty, roles, batch)
+        assert faculty.staff.residency.wakes == {"small": 1, "wide": 1}
+        seconds, wakes = faculty.spent()
+        assert wakes == {"small": 1, "wide": 1}
+        assert all(s > 0 for s in seconds.values())
+        teach(faculty, roles, batch.where(lambda _, tags: tags.teacher == "wide"))
+        assert faculty.staff.residency.wakes == {"small": 1, "wide": 2}
+        seconds, wakes = faculty.spent()
+        assert wakes == {"small": 0, "wide": 1}
+        assert seconds["small"] == 0
+
+
+def test_a_step_without_rows_wakes_nobody(folders: dict[str, str]):
+    recipe = recipe_of(folders)
+    with started(recipe) as (roles, faculty):
+        batch = roll_out(recipe, roles)
+        teach(faculty, roles, batch.take([]))
+        assert faculty.staff.residency.wakes == {"small": 0, "wide": 0}
+        assert_at_rest(roles, faculty)
+
+
+def by_hand(roles: Roles, responses: list[list[int]], teachers: list[str]) -> BatchRef:
+    """Rows with these responses in the store."""
+    tags = tuple(
+        Tags(teacher=name, response_tokens=len(r)) for name, r in zip(teachers, responses, strict=True)
+    )
+    batch = BatchRef(TRAIN, tuple(Key(i) for i in range(len(tags))), tags)
+    ids = Ragged.from_rows([torch.tensor(r, dtype=torch.int64) for r in responses])
+    prompts = Ragged.from_rows([torch.tensor([10, 11, 12])] * len(tags))
+    roles.store.put(batch, {"prompt_ids": prompts, "response_ids": ids})
+    return batch
+
+
+@pytest.mark.parametrize("signal", ["top_k", "full"])
+def test_rows_without_response_tokens_have_empty_scores(folders: dict[str, str], signal: str):
+    recipe = recipe_of(folders, distill={"signal": signal})
+    with started(recipe) as (roles, faculty):
+        batch = by_hand(roles, [[], [7, 8], []], ["small", "small", "wide"])
+        teach(faculty, roles, batch)
+        names = ["teacher_logprobs", *(["teacher_topk_ids"] if signal == "top_k" else ["teacher_hidden"])]
+        assert all(column.lengths == [0, 2, 0] for column in ragged(roles, batch, *names))
+        assert_at_rest(roles, faculty)
+
+
+def test_a_teacher_that_fails_is_named_and_nobody_stays_awake(folders: dict[str, str]):
+    async def fails(*_: object, **__: object) -> None:
+        raise EngineError("out of memory")
+
+    recipe = recipe_of(folders, runtime={"threads": 1, "teachers_gb": 1e-6})
+    with started(recipe) as (roles, faculty):
+        batch = roll_out(recipe, roles)
+        faculty.staff.colocated()["wide"].engine.score = fails  # pyright: ignore
+        with pytest.raises(TeacherError, match=r"teacher wide failed in prompt \d+.*: out of memory"):
+            teach(faculty, roles, batch)
+        assert_at_rest(roles, faculty)
+        assert {faculty.staff.residency.level(name) for name in folders} == {"disk"}
+        assert len(roll_out(recipe, roles)) == len(batch), "the student can go on"
+
+
+def test_a_step_of_an_engine_that_raises_is_the_teachers_error(folders: dict[str, str]):
+    def fails(*_: object) -> None:
+        raise RuntimeError("a bad kernel")
+
+    recipe = recipe_of(folders)
+    with started(recipe) as (roles, faculty):
+        batch = roll_out(recipe, roles)
+        faculty.staff.colocated()["small"].engine._desk._step = fails  # pyright: ignore
+        with pytest.raises(TeacherError, match=r"teacher small failed in .*a bad kernel"):
+            teach(faculty, roles, batch)
+        assert_at_rest(roles, faculty)
+
+
+def test_a_teacher_that_hangs_is_named_at_its_deadline_and_nobody_stays_awake(folders: dict[str, str]):
+    async def hangs(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    recipe = recipe_of(folders, each={"deadline_s": 0.3})
+    with started(recipe) as (roles, faculty):
+        batch = roll_out(recipe, roles)
+        faculty.staff.colocated()["wide"].engine.score = hangs  # pyright: ignore
+        with pytest.raises(DeadlineError, match=r"teacher wide \(\d+ rows\) was not done after 0\.3 s"):
+            teach(faculty, roles, batch)
+        assert_at_rest(roles, faculty)
+
+
+def test_a_forward_call_that_ends_after_the_deadline_does_not_keep_the_teacher_awake(
+    folders: dict[str, str],
+):
+    release = threading.Event()
+    recipe = recipe_of(folders, each={"deadline_s": 0.2})
+    with started(recipe) as (roles, faculty):
+        batch = roll_out(recipe, roles)
+        desk = faculty.staff.colocated()["small"].engine._desk
+        step = desk._step
+
+        def late(jobs: list) -> Any:
+            release.wait(20)
+            return step(jobs)
+
+        desk._step = late
+        threading.Timer(0.6, release.set).start()
+        with pytest.raises(DeadlineError, match=r"teacher small \(\d+ rows\) was not done"):
+            teach(faculty, roles, batch)
+        assert_at_rest(roles, faculty)
+
+
+def test_weights_on_disk_that_can_not_be_read_are_the_teachers_error(folders: dict[str, str]):
+    recipe = recipe_of(folders, runtime={"threads": 1, "teachers_gb": 1e-6})
+    with started(recipe) as (roles, faculty):
+        batch = roll_out(recipe, roles)
+        shelf = faculty.staff.colocated()["wide"].engine._shelf
+        assert shelf is not None
+        assert shelf._file is not None
+        shelf._file.truncate(10)
+        with pytest.raises(EngineError, match=r"wide can't be woken: .*cut short"):
+            teach(faculty, roles, batch)
+        assert_at_rest(roles, faculty)
+
+
+def test_what_only_the_teacher_reads_comes_before_the_prompt(folders: dict[str, str]):
+    teachers = {"small": {"model": folders["small"], "before": "it is {answer}:"}}
+    recipe = Recipe.model_validate(school(teachers=teachers, distill={}))
+    with started(recipe) as (roles, faculty):
+        batch = roll_out(recipe, roles, prompts=2)
+        teach(faculty, roles, batch)
+        prompts, responses, logprobs = ragged(roles, batch, "prompt_ids", "response_ids", "teacher_logprobs")
+        answers = [str(roles.practice.prompts[key].answer) for key in batch.keys]
+        before = [roles.tokenizer.encode(f"it is {answer}:", add_special_tokens=False) for answer in answers]
+    model = load_model(Model(path=folders["small"], device="cpu"), 0)
+    for i, key in enumerate(batch.keys):
+        ids = [*before[i], *prompts[i].tolist(), *responses[i].tolist()]
+        row = Row(ids, len(before[i]) + len(prompts[i]), str(key))
+        assert torch.equal(logprobs[i], in_process(model, [row], Wanted())[0].logprobs)
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["colocated", "streamed"])
+def test_every_trajectory_of_a_session_is_scored(folders: dict[str, str], streamed: bool):
+    model = load_model(Model(path=folders["small"], device="cpu"), 0)
+    with scoring_server(model) as server:
+        one = {"url": server.url, "model": MODEL} if streamed else {"model": folders["small"]}
+        recipe = Recipe.model_validate(
+            school(teachers={"small": one}, distill={"divergence": "k2", "signal": "sampled"})
+        )
+        with started(recipe) as (roles, faculty):
+            roles.practice._loop = two_trajectories
+            batch = roll_out(recipe, roles, prompts=3)
+            assert len(batch) == 3 * 2 * 2
+            assert len(faculty.waiting(batch)) == (0 if streamed else len(batch))
+            teach(faculty, roles, batch)
+            prompts, responses, logprobs = ragged(
+                roles, batch, "prompt_ids", "response_ids", "teacher_logprobs"
+            )
+    assert {key.trajectory for key in batch.keys} == {0, 1}
+    for i, key in enumerate(batch.keys):
+        ids = [*prompts[i].tolist(), *responses[i].tolist()]
+        expected = in_process(model, [Row(ids, len(prompts[i]), str(key))], Wanted())[0]
+        torch.testing.assert_close(logprobs[i], expected.logprobs, rtol=0, atol=1e-6)
+
+
+def test_a_streamed_teacher_that_fails_cancels_the_rollout_and_its_error_surfaces(
+    folders: dict[str, str],
+):
+    cancelled: list[int] = []
+
+    async def loop(session: Session) -> list[Trajectory]:
+        trajectory = session.new_trajectory()
+        await session.generate(trajectory, max_new_tokens=2)
+        if session.prompt.uid or session.index:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.append(session.index)
+        return [trajectory]
+
+    model = load_model(Model(path=folders["small"], device="cpu"), 0)
+    with scoring_server(model, fails_first=10**6, fail_status=400) as server:
+        teachers = {"small": {"url": server.url, "model": MODEL}}
+        recipe = Recipe.model_validate(
+            school(teachers=teachers, distill={"divergence": "k2", "signal": "sampled"})
+        )
+        with started(recipe) as (roles, faculty):
+            roles.practice._loop = loop
+            with pytest.raises(TeacherError, match=r"teacher small at http.*prompt 0/session 0.*status 400"):
+                roll_out(recipe, roles, prompts=3)
+            assert len(cancelled) == 5
+            assert_at_rest(roles, faculty)
+
+
+def test_closing_stops_every_teacher_even_if_one_can_not_be(folders: dict[str, str]):
+    recipe = recipe_of(folders)
+    roles = start_local(recipe, make_plan(recipe), Watch(recipe.checks, print))
+    assert roles.faculty is not None
+    places = roles.faculty.staff.colocated()
+
+    def breaks() -> None:
+        raise EngineError("no end")
+
+    places["small"].close = breaks
+    with pytest.raises(EngineError, match="no end"):
+        roles.close()
+    assert places["wide"].engine._desk.closed
+    assert isinstance(roles.engine, TorchEngine)
+    assert roles.engine._desk.closed
+
+
+def test_copies_of_the_student_take_its_weights_when_due_and_are_saved(tmp_path: Path):
+    recipe = Recipe.model_validate(
+        school(teachers={"self": {"student": {"every": 2}}}, distill={"signal": "full"})
+    )
+    due = []
+    with started(recipe) as (roles, faculty):
+        place, learner = faculty.staff.colocated()["self"], roles.student.learner
+        start = {name: p.detach().clone() for name, p in place.model.named_parameters()}
+        for step in range(1, 7):
+            with torch.no_grad():
+                for p in learner.model.parameters():
+                    p.add_(0.01)
+            faculty.refresh(step, lambda: dict(learner.named_weights()), step)
+            if place.engine.version == step:
+                due.append(step)
+        weights = {name: p.detach().clone() for name, p in place.model.named_parameters()}
+        faculty.save(tmp_path / "teachers")
+        head = faculty.staff.heads["self"].weight.clone()
+    assert due == [3, 5]
+    with started(recipe) as (roles, faculty):
+        place = faculty.staff.colocated()["self"]
+        assert all(torch.equal(p, start[name]) for name, p in place.model.named_parameters())
+        faculty.load(tmp_path / "teachers")
+        assert all(torch.equal(p, weights[name]) for name, p in place.model.named_parameters())
+        assert torch.equal(faculty.staff.heads["self"].weight, head)
+        assert place.engine.version == 5
+        assert_at_rest(roles, faculty)
+        assert faculty.spent()[1] == {"self": 0}, "taking up a checkpoint is no step's work"

@@ -1,0 +1,256 @@
+"""Which colocated models stay near, and that none stays awake."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from practicum.errors import EngineError, TeacherError
+from practicum.recipe.teaching import Teacher
+from practicum.rollout.torch_engine import TorchEngine
+from practicum.rollout.weights import Aside
+from practicum.teachers.colocated import ColocatedTeacher, copied
+from practicum.teachers.place import Row, Wanted, score_rows
+from practicum.teachers.residency import Residency
+from tests.rollout.engines import tiny
+from tests.teachers.models import assert_same, in_process, rows
+
+
+@dataclass
+class Fake:
+    """A sleeper that writes down what is done to it."""
+
+    name: str
+    nbytes: int
+    on_cpu: bool
+    log: list[tuple[str, str]] = field(default_factory=list)
+    awake: bool = True
+    breaks_in: str = ""
+
+    def wake(self) -> None:
+        self._do("wake")
+        self.awake = True
+
+    def sleep(self) -> None:
+        if not self.awake:
+            raise EngineError("it sleeps")
+        self._do("sleep")
+        self.awake = False
+
+    def put_aside(self, where: Aside) -> None:
+        assert not self.awake, "only a sleeping model is moved"
+        self._do(where)
+
+    def _do(self, what: str) -> None:
+        self.log.append((self.name, what))
+        if self.breaks_in == what:
+            raise EngineError(f"{self.name} can't {what}")
+
+
+def fakes(count: int = 3, *, on_cpu: bool = False, nbytes: int = 10) -> list[Fake]:
+    log: list[tuple[str, str]] = []
+    return [Fake("abc"[i], nbytes, on_cpu, log) for i in range(count)]
+
+
+def levels(residency: Residency) -> str:
+    """Where a, b and c are, by first letters: d(evice), h(ost), k (disk)."""
+    short = {"device": "d", "host": "h", "disk": "k"}
+    return "".join(short[residency.level(name)] for name in residency.wakes)
+
+
+def use(residency: Residency, names: str) -> None:
+    for name in names:
+        with residency.awake(name):
+            pass
+
+
+def test_all_sleep_from_the_start_and_nobody_was_woken():
+    sleepers = fakes()
+    residency = Residency(sleepers, None, None)
+    assert not any(sleeper.awake for sleeper in sleepers)
+    assert residency.wakes == {"a": 0, "b": 0, "c": 0}
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "device", "host", "expected"),
+    [
+        (True, None, None, "ddd"),
+        (False, None, None, "hhh"),
+        (False, None, 20, "khh"),
+        (False, 10, None, "hhd"),
+        (False, 10, 10, "khd"),
+        (False, 5, 5, "kkk"),
+        (False, 100, None, "ddd"),
+        (True, 20, None, "kdd"),
+        (True, 5, None, "kkk"),
+    ],
+)
+def test_without_use_the_last_ones_stay_nearest(on_cpu, device, host, expected):
+    assert levels(Residency(fakes(on_cpu=on_cpu), device, host)) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"), [("a", "dkh"), ("ab", "hdk"), ("abc", "khd"), ("aba", "dhk"), ("aa", "dkh")]
+)
+def test_the_least_recently_used_goes_farthest(names, expected):
+    residency = Residency(fakes(), 10, 10)
+    use(residency, names)
+    assert levels(residency) == expected
+
+
+def test_a_model_that_is_moved_goes_through_the_host_to_the_disk_and_never_back_by_itself():
+    sleepers = fakes()
+    residency = Residency(sleepers, 10, 10)
+    sleepers[0].log.clear()
+    use(residency, "a")
+    assert sleepers[0].log == [("a", "wake"), ("a", "sleep"), ("c", "host"), ("b", "disk")]
+
+
+def test_a_large_model_that_does_not_fit_leaves_room_for_smaller_ones():
+    sleepers = fakes()
+    sleepers[2].nbytes = 100
+    residency = Residency(sleepers, 20, None)
+    use(residency, "abc")
+    assert residency.level("c") == "host"
+    assert levels(residency)[:2] == "dd"
+
+
+def test_each_use_is_one_wake_and_one_sleep():
+    sleepers = fakes()
+    residency = Residency(sleepers, None, None)
+    sleepers[0].log.clear()
+    use(residency, "aba")
+    assert residency.wakes == {"a": 2, "b": 1, "c": 0}
+    acts = [act for act in sleepers[0].log if act[1] in ("wake", "sleep")]
+    assert acts == [(name, what) for name in "aba" for what in ("wake", "sleep")]
+
+
+@pytest.mark.parametrize("error", [ValueError("inside"), KeyboardInterrupt(), asyncio.CancelledError()])
+def test_it_sleeps_again_whatever_happens_inside(error):
+    sleepers = fakes()
+    residency = Residency(sleepers, 10, None)
+    with pytest.raises(type(error)), residency.awake("a"):
+        raise error
+    assert sleepers[0].log[-3:] == [("a", "wake"), ("a", "sleep"), ("c", "host")]
+    assert not sleepers[0].awake
+    assert levels(residency) == "dhh"
+
+
+def test_one_that_can_not_be_woken_says_so_itself_and_is_named():
+    sleepers = fakes()
+    residency = Residency(sleepers, 10, None)
+    sleepers[0].breaks_in = "wake"
+    with pytest.raises(EngineError, match="a can't be woken: a can't wake"), residency.awake("a"):
+        raise AssertionError("it is not awake")
+    assert not any(sleeper.awake for sleeper in sleepers)
+
+
+def test_trouble_with_sleeping_does_not_hide_what_went_wrong_inside():
+    sleepers = fakes()
+    residency = Residency(sleepers, 10, None)
+    sleepers[0].breaks_in = "sleep"
+    with pytest.raises(ValueError, match="inside") as caught, residency.awake("a"):
+        raise ValueError("inside")
+    assert any("a can't sleep" in note for note in caught.value.__notes__)
+
+
+def test_trouble_with_sleeping_alone_is_an_error():
+    sleepers = fakes()
+    residency = Residency(sleepers, 10, None)
+    sleepers[0].breaks_in = "sleep"
+    with pytest.raises(EngineError, match="a can't sleep"), residency.awake("a"):
+        pass
+
+
+@pytest.fixture
+def teacher() -> Iterator[ColocatedTeacher]:
+    place = ColocatedTeacher("math", Teacher(model="unused", batch_tokens=100), tiny())
+    yield place
+    place.close()
+
+
+def score(place: ColocatedTeacher, some: list[Row], wanted: Wanted) -> list:
+    return asyncio.run(score_rows(place, some, wanted))
+
+
+@pytest.mark.parametrize("where", ["host", "disk"])
+def test_scores_are_the_same_bits_after_a_rest(teacher: ColocatedTeacher, where: Aside):
+    some, wanted = rows(8), Wanted(top_k=3, hidden=True, temperature=0.7)
+    expected = in_process(tiny(), some, wanted)
+    assert_same(score(teacher, some, wanted), expected)
+    teacher.sleep()
+    teacher.put_aside(where)
+    teacher.wake()
+    assert_same(score(teacher, some, wanted), expected)
+
+
+def test_on_disk_the_weights_leave_memory_and_come_back(teacher: ColocatedTeacher):
+    held = sum(p.nbytes for p in teacher.model.parameters())
+    assert teacher.nbytes >= held > 0
+    assert teacher.on_cpu
+    residency = Residency([teacher], 1, None)
+    assert residency.level("math") == "disk"
+    assert sum(p.nbytes for p in teacher.model.parameters()) == 0
+    with residency.awake("math"):
+        assert sum(p.nbytes for p in teacher.model.parameters()) == held
+    assert sum(p.nbytes for p in teacher.model.parameters()) == 0
+
+
+def test_tied_weights_count_once():
+    tied = tiny()
+    assert tied.config.tie_word_embeddings
+    place = ColocatedTeacher("math", Teacher(model="unused"), tied)
+    place.close()
+    own = {p.data_ptr(): p.nbytes for p in tied.parameters()}
+    buffers = sum(b.nbytes for b in tied.buffers())
+    assert place.nbytes == sum(own.values()) + buffers
+
+
+def test_it_takes_weights_while_awake_and_keeps_them_through_a_rest_on_disk(teacher: ColocatedTeacher):
+    other, some = tiny(seed=5), rows(4)
+    teacher.take({name: p.detach() for name, p in other.named_parameters()}, 7)
+    teacher.sleep()
+    teacher.put_aside("disk")
+    teacher.wake()
+    got = score(teacher, some, Wanted(top_k=2))
+    assert_same(got, in_process(other, some, Wanted(top_k=2)))
+    assert {scores.version for scores in got} == {7}
+
+
+def test_a_row_without_response_tokens_has_empty_scores(teacher: ColocatedTeacher):
+    got = score(teacher, [Row([5, 6], 2, "prompt 0")], Wanted(top_k=4, hidden=True))[0]
+    assert got.logprobs.shape == (0,)
+    assert got.topk_ids is not None
+    assert got.hidden is not None
+    assert (got.topk_ids.shape, got.hidden.shape) == ((0, 4), (0, 48))
+
+
+def test_a_row_that_it_can_not_score_is_named_with_the_teacher(teacher: ColocatedTeacher):
+    with pytest.raises(TeacherError, match=r"teacher math .*prompt 7: .*token ids outside"):
+        score(teacher, [*rows(3), Row([5, 100_000], 1, "prompt 7")], Wanted())
+    assert len(score(teacher, rows(3), Wanted())) == 3
+
+
+def test_a_failing_engine_is_named_as_the_teacher(teacher: ColocatedTeacher, monkeypatch: pytest.MonkeyPatch):
+    async def fails(self: TorchEngine, *_: object, **__: object) -> None:
+        raise EngineError("out of memory")
+
+    monkeypatch.setattr(TorchEngine, "score", fails)
+    with pytest.raises(TeacherError, match=r"teacher math .*prompt 0/session 0: out of memory"):
+        score(teacher, rows(1), Wanted())
+
+
+def test_a_copy_of_the_student_shares_nothing_with_it_and_is_not_trained():
+    student = tiny()
+    twin = copied(student)
+    assert not any(p.requires_grad for p in twin.parameters())
+    assert all(p.requires_grad for p in student.parameters())
+    with torch.no_grad():
+        for p in student.parameters():
+            p.add_(1.0)
+    untouched = dict(tiny().named_parameters())
+    assert all(torch.equal(p, untouched[name]) for name, p in twin.named_parameters())

@@ -1,0 +1,397 @@
+"""Reward models: one score in three places, and a named error for each way to fail."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from practicum.errors import EngineError, RecipeError, RecipeErrors, TeacherError
+from practicum.models.tokenizer import make_tokenizer
+from practicum.recipe.schema import Recipe
+from practicum.recipe.teaching import Own, OwnPlacement, RewardModel
+from practicum.teachers.rewarders.case import Case, Unjudged, judge_all
+from practicum.teachers.rewarders.check import check_rewarders
+from practicum.teachers.rewarders.classifier import encode_case, fitting
+from practicum.teachers.rewarders.local import ColocatedRewarder, load_rewarder
+from practicum.teachers.rewarders.own import OwnRewarder
+from practicum.teachers.rewarders.probe import probe_rewarder
+from practicum.teachers.rewarders.prompted import question, read_score
+from practicum.teachers.rewarders.remote import RemoteRewarder
+from tests.teachers.judging import (
+    cases,
+    judging_server,
+    local,
+    run,
+    save_classifier,
+    save_judge,
+    values,
+    vllm_probs,
+)
+from tests.teachers.models import save_tiny
+from tests.teachers.scoring_server import MODEL
+
+START_S = 100.0
+PROMPT = "{prompt}{response}?"
+
+
+def classifier_of(folder: Path | str, **more: Any) -> RewardModel:
+    given: dict[str, Any] = {"model": str(folder), "device": "cpu", "label": 1}
+    return RewardModel(**given | more)
+
+
+def judge_of(folder: Path | str, **more: Any) -> RewardModel:
+    given: dict[str, Any] = {"kind": "judge", "model": str(folder), "device": "cpu"}
+    return RewardModel(**given | {"prompt": PROMPT, "max_new_tokens": 24} | more)
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("classifier")
+    save_classifier(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("judge")
+    save_judge(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def own(classifier: Path) -> Iterator[OwnRewarder]:
+    """A process that the tests which do not end it share."""
+    place = OwnRewarder("rm", classifier_of(classifier, placement="own"), room=60)
+    place.start()
+    try:
+        place.ready(START_S)
+        yield place
+    finally:
+        place.close()
+
+
+def scores_here(spec: RewardModel, some: list[Case]) -> list[float | Unjudged]:
+    with local(spec) as model:
+        return run(judge_all(ColocatedRewarder("rm", model), some))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("pad", [None, 0])
+def test_a_classifiers_score_does_not_depend_on_its_batch(tmp_path: Path, family: str, pad: int | None):
+    model = save_classifier(tmp_path, family=family, pad_token_id=pad)
+    some, tokenizer = cases(24), make_tokenizer()
+    with torch.no_grad():
+        alone = [model(torch.tensor([encode_case(c, tokenizer)])).logits[0, 1].item() for c in some]
+    for budget in (1, 90, 8192):
+        found = values(scores_here(classifier_of(tmp_path, batch_tokens=budget), some))
+        torch.testing.assert_close(found, alone, rtol=0, atol=1e-5)
+    assert max(alone) - min(alone) > 1e-2, "a test of rows that differ"
+
+
+def test_without_any_padding_token_rows_are_judged_one_by_one(tmp_path: Path):
+    model = save_classifier(tmp_path)
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    some = cases(5)
+    with torch.no_grad():
+        alone = [model(torch.tensor([encode_case(c, tokenizer)])).logits[0, 1].item() for c in some]
+    torch.testing.assert_close(values(scores_here(classifier_of(tmp_path), some)), alone, rtol=0, atol=1e-5)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1), st.integers(1, 300))
+def test_batches_keep_their_token_budget(lengths: list[int], budget: int):
+    rows = sorted(lengths)
+    count = fitting(rows, budget)
+    assert count == 1 or count * rows[count - 1] <= budget
+    assert count == len(rows) or (count + 1) * rows[count] > budget
+
+
+def test_a_chat_goes_through_the_classifiers_template():
+    tokenizer = make_tokenizer()
+    plain, chat = cases(3)[2], cases(3, chat=True)[2]
+    assert (
+        tokenizer.decode(encode_case(chat, tokenizer))
+        == f"<user>{chat.prompt}<assistant>{chat.response}<eos>"
+    )
+    assert tokenizer.decode(encode_case(plain, tokenizer)) == plain.prompt + plain.response
+    tokenizer.chat_template = None
+    assert encode_case(chat, tokenizer) == encode_case(plain, tokenizer)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_classifier_gives_the_same_scores_in_all_places(classifier: Path, own: OwnRewarder, chat: bool):
+    some = cases(12, chat=chat)
+    here = values(scores_here(classifier_of(classifier), some))
+    assert values(run(judge_all(own, some))) == pytest.approx(here, rel=0, abs=1e-5)
+    with judging_server(classifier_of(classifier)) as (url, _):
+        assert values(ask(url, some, label=1)) == pytest.approx(here, rel=0, abs=1e-5)
+
+
+@pytest.mark.parametrize("labels", [1, 3])
+def test_a_server_without_use_activation_gives_probabilities_and_the_probe_says_so(
+    tmp_path: Path, labels: int
+):
+    model, some = save_classifier(tmp_path, labels=labels), cases(6)
+    tokenizer = make_tokenizer()
+    with torch.no_grad():
+        rows = [model(torch.tensor([encode_case(c, tokenizer)])).logits[0] for c in some]
+    spec = classifier_of(tmp_path, label=labels - 1)
+    with judging_server(spec, knows_use_activation=False) as (url, _):
+        found = values(ask(url, some, label=labels - 1))
+        assert "probabilities" in probe(url, label=labels - 1)
+    assert found == pytest.approx([vllm_probs(row)[-1].item() for row in rows], rel=0, abs=1e-5)
+    with judging_server(spec) as (url, _):
+        assert "as the model has them" in probe(url, label=labels - 1)
+
+
+def test_a_judge_gives_the_same_verdicts_in_all_places(judge: Path):
+    spec, some = judge_of(judge), cases(12)
+    here = scores_here(spec, some)
+    numbers = [verdict for verdict in here if isinstance(verdict, float)]
+    assert 0 < len(numbers) < len(some), "a test of cases with and without a number"
+    place = OwnRewarder("rm", judge_of(judge, placement=OwnPlacement(own=Own(threads=1))), room=60)
+    place.start()
+    try:
+        place.ready(START_S)
+        assert_same(run(judge_all(place, some)), here)
+    finally:
+        place.close()
+    with judging_server(spec) as (url, _):
+        assert_same(ask(url, some, kind="judge", prompt=PROMPT, max_new_tokens=24), here)
+
+
+def assert_same(found: list[float | Unjudged], expected: list[float | Unjudged]) -> None:
+    assert [str(verdict) for verdict in found] == [str(verdict) for verdict in expected]
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [("7", 0.7), (" 8.5/10", 0.85), ("-2", -0.2), ("I say 3, not 9.", 0.3), ("10\n\nQuestion: 4", 1.0)],
+)
+def test_the_first_number_of_a_reply_counts(reply: str, score: float):
+    assert read_score(judge_of("m"), reply) == pytest.approx(score)
+
+
+@pytest.mark.parametrize("reply", ["", "good", "ten out of ten " * 20])
+def test_a_reply_without_a_number_is_shown(reply: str):
+    with pytest.raises(Unjudged, match=f"replied '{reply[:40]}.*which has no number") as caught:
+        read_score(judge_of("m"), reply)
+    assert len(str(caught.value)) < 130
+
+
+def test_a_number_that_no_reward_can_hold_is_no_score():
+    with pytest.raises(Unjudged, match="expected a finite number"):
+        read_score(judge_of("m"), "9" * 60)
+
+
+def test_a_question_is_filled_in():
+    spec = judge_of("m", prompt="{{x}} {prompt}|{response}|{answer}")
+    assert question(spec, Case("p", "1+1=", "{2}", "2")) == "{x} 1+1=|{2}|2"
+    with pytest.raises(Unjudged, match=r"a prompt with \{answer\}, and this row has none"):
+        question(spec, Case("p", "1+1=", "2", None))
+
+
+@pytest.mark.parametrize("kind", ["classifier", "judge"])
+def test_a_case_beyond_the_context_fails_alone_in_words(classifier: Path, judge: Path, kind: str):
+    spec = classifier_of(classifier) if kind == "classifier" else judge_of(judge, prompt="{response}5")
+    long = Case("prompt 9", "1" * 100, "2" * 120, None)
+    first, second = scores_here(spec, [long, Case("prompt 1", "1+1=", "2", None)])
+    assert isinstance(first, Unjudged)
+    assert re.search("a context of [0-9]+ tokens", str(first))
+    assert isinstance(second, float) or "no number" in str(second)
+
+
+@pytest.mark.parametrize("kind", ["classifier", "judge"])
+@pytest.mark.parametrize("where", ["host", "disk"])
+def test_a_model_that_slept_gives_the_same_scores(classifier: Path, judge: Path, kind: str, where: Any):
+    spec = classifier_of(classifier) if kind == "classifier" else judge_of(judge)
+    some = cases(6)
+    with local(spec) as model:
+        place = ColocatedRewarder("rm", model)
+        before = run(judge_all(place, some))
+        model.sleep()
+        model.put_aside(where)
+        with pytest.raises(EngineError, match="sleeps"):
+            run(place.judge(some[0]))
+        model.wake()
+        assert_same(run(judge_all(place, some)), before)
+
+
+def test_a_process_that_hangs_is_named_at_the_deadline_and_killed(classifier: Path):
+    place = OwnRewarder("rm", classifier_of(classifier, placement="own", deadline_s=1.0), room=60)
+    place.start()
+    try:
+        place.ready(START_S)
+        os.kill(place.pids[0], signal.SIGSTOP)
+        expected = (
+            r"reward model rm did not answer for prompt 0/.* within 1 s.*reward\.models\.rm\.deadline_s"
+        )
+        with pytest.raises(TeacherError, match=expected):
+            run(judge_all(place, cases(1)))
+        with pytest.raises(TeacherError, match="reward model rm can't go on with prompt 0"):
+            run(judge_all(place, cases(1)))
+    finally:
+        place.close()
+
+
+def test_an_own_process_tells_why_it_can_not_judge_a_case(own: OwnRewarder):
+    with pytest.raises(Unjudged, match="a context of 128 tokens; prompt and answer take 200"):
+        run(own.judge(Case("prompt 9", "1" * 100, "2" * 100, None)))
+    assert own.busy_s > 0
+    assert all(replica.waiting_tokens == 0 for replica in own._replicas)
+
+
+def rewarder(url: str, **options: Any) -> RemoteRewarder:
+    given: dict[str, Any] = {"url": url, "model": MODEL}
+    return RemoteRewarder("rm", RewardModel(**given | options))
+
+
+def ask(url: str, some: list[Case], **options: Any) -> list[float | Unjudged]:
+    async def work() -> list[float | Unjudged]:
+        place = rewarder(url, **options)
+        try:
+            return await judge_all(place, some)
+        finally:
+            await place.aclose()
+
+    return asyncio.run(work())
+
+
+def probe(url: str, *, chat: bool = False, **options: Any) -> str:
+    async def work() -> str:
+        place = rewarder(url, **options)
+        try:
+            return await probe_rewarder(place, chat=chat)
+        finally:
+            await place.aclose()
+
+    return asyncio.run(work())
+
+
+def test_passing_trouble_is_tried_again_and_requests_are_bounded(classifier: Path):
+    some = cases(8)
+    with judging_server(classifier_of(classifier), fails_first=2, linger_s=0.02) as (url, manners):
+        assert len(values(ask(url, some, concurrency=2, label=1))) == 8
+        assert manners.completions == 10
+        assert manners.most_open <= 2
+
+
+def test_a_server_that_hangs_is_named_at_the_deadline(classifier: Path):
+    with judging_server(classifier_of(classifier)) as (url, manners):
+        manners.hangs.set()
+        expected = (
+            r"reward model rm at .*, prompt 0/.*: no answer within 0.3 s.*reward\.models\.rm\.deadline_s"
+        )
+        with pytest.raises(TeacherError, match=expected):
+            ask(url, cases(1), deadline_s=0.3)
+
+
+def test_a_case_that_the_server_refuses_is_unjudged_and_other_refusals_stop(classifier: Path):
+    for status, kind in ((400, Unjudged), (403, TeacherError)):
+        with judging_server(classifier_of(classifier), fails_first=1, fail_status=status) as (url, _):
+            if kind is Unjudged:
+                (verdict,) = ask(url, cases(1))
+                assert "refused with status 400: overloaded" in str(verdict)
+            else:
+                with pytest.raises(TeacherError, match=r"reward model rm at .*status 403"):
+                    ask(url, cases(1))
+
+
+@pytest.mark.parametrize(
+    ("asked", "key", "words"),
+    [
+        ({"model": "other"}, "model", "found other, expected a model of .*: tiny"),
+        ({"label": 3}, "label", "found 3, expected 0 to 2: it has 3 outputs"),
+        ({"kind": "judge", "prompt": PROMPT}, "url", "refuses a question with status 404"),
+    ],
+)
+def test_the_probe_says_what_is_wrong_where(classifier: Path, asked: dict[str, Any], key: str, words: str):
+    with judging_server(classifier_of(classifier)) as (url, _), pytest.raises(RecipeError) as caught:
+        probe(url, **asked)
+    assert caught.value.path == f"reward.models.rm.{key}"
+    assert re.search(words, str(caught.value)), str(caught.value)
+
+
+def test_the_probe_of_a_judge_and_of_nobody(judge: Path):
+    with judging_server(judge_of(judge)) as (url, _):
+        assert probe(url, kind="judge", prompt=PROMPT, max_new_tokens=24) == "answers questions"
+        with pytest.raises(RecipeError, match=r"(?s)refuses to classify with status 404.*kind: judge"):
+            probe(url)
+    with pytest.raises(RecipeError, match=r"reward\.models\.rm\.url: found http.*can't be reached"):
+        probe("http://127.0.0.1:9/v1", retries=0)
+
+
+def test_the_probe_needs_the_servers_key(classifier: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RM_KEY", "s3cret")
+    with judging_server(classifier_of(classifier), api_key="s3cret") as (url, _):
+        assert "3 outputs" in probe(url, api_key_env="RM_KEY", chat=True)
+        with pytest.raises(RecipeError, match=r"reward\.models\.rm\.api_key_env: .*401"):
+            probe(url)
+    monkeypatch.delenv("RM_KEY")
+    with pytest.raises(RecipeError, match=r"reward\.models\.rm\.api_key_env: found RM_KEY, which is not set"):
+        rewarder("http://127.0.0.1:9/v1", api_key_env="RM_KEY")
+
+
+def check(longest: int = 20, **models: RewardModel) -> list[str]:
+    recipe = Recipe.model_validate(
+        {
+            "name": "t",
+            "model": {"make": {}},
+            "tasks": {"sort": {"kind": "sort"}},
+            "reward": {"models": {name: model.model_dump() for name, model in models.items()}},
+        }
+    )
+    return check_rewarders(recipe, make_tokenizer(), longest)
+
+
+def test_sound_models_are_described(classifier: Path, judge: Path):
+    found = check(rm=classifier_of(classifier), asked=judge_of(judge), far=judge_of("x", url="http://x/v1"))
+    assert found == [
+        "reward model rm: Qwen3ForSequenceClassification, output 1 of 3",
+        "reward model asked: Qwen3ForCausalLM, asked for a number",
+    ]
+
+
+def test_what_is_wrong_with_models_is_found_without_their_weights(
+    classifier: Path, judge: Path, tmp_path: Path
+):
+    wrong = {
+        "label": classifier_of(classifier, label=3),
+        "kind": classifier_of(judge),
+        "asked": judge_of(classifier),
+        "nowhere": classifier_of(tmp_path / "nowhere"),
+        "short": judge_of(judge),
+    }
+    with pytest.raises(RecipeErrors) as caught:
+        check(longest=104, **wrong)
+    found = {error.path: str(error) for error in caught.value.errors}
+    assert list(found) == [f"reward.models.{name}" for name in (
+        "label.label", "kind.model", "asked.model", "nowhere.model", "short.model"
+    )]  # fmt: skip
+    assert "0 to 2" in found["reward.models.label.label"]
+    assert "kind: judge" in found["reward.models.kind.model"]
+    assert "kind: classifier" in found["reward.models.asked.model"]
+    assert "104 tokens + 1 of the question + 24 of the reply = 129" in found["reward.models.short.model"]
+
+
+def test_a_label_beyond_the_outputs_is_refused_when_loaded(classifier: Path):
+    with pytest.raises(RecipeError, match=r"reward\.models\.rm\.label: found 3, expected 0 to 2"):
+        load_rewarder("rm", classifier_of(classifier, label=3), 60)
+
+
+def test_a_language_model_is_not_taken_for_a_classifier_with_random_outputs(tmp_path: Path):
+    save_tiny(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(RecipeError, match=r"reward\.models\.rm\.model: .*without the weights score.weight"):
+        load_rewarder("rm", classifier_of(tmp_path), 60)

@@ -1,0 +1,386 @@
+"""Whole runs with teachers: where they live does not matter, runs resume, students move towards them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.plan import make_plan
+from practicum.dataplane.ragged import Ragged
+from practicum.errors import PracticumError, TeacherError
+from practicum.models.load import load_model
+from practicum.models.tokenizer import make_tokenizer
+from practicum.recipe.load import LoadedRecipe, load_recipe
+from practicum.recipe.schema import Model
+from practicum.runtime.hiring import OwnTeacher
+from practicum.trainer import preflight as preflight_module
+from practicum.trainer.metrics import METRICS
+from practicum.trainer.run import train_loaded
+from practicum.trainer.step import StepRunner
+from tests.teachers.schools import save_teacher, school
+from tests.teachers.scoring_server import MODEL, scoring_server
+from tests.teachers.test_own import alive, until
+
+from .test_run import metrics_of, stop_after, weights_of
+
+SAMPLED = {"divergence": "k2", "signal": "sampled"}
+TWO = {"by": "task", "to": {"copy": "small", "compare": "wide"}}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Two teachers of different hidden sizes, and one with other tokens."""
+    root = tmp_path_factory.mktemp("teachers")
+    other = make_tokenizer()
+    other.add_tokens(["ß"])
+    folders = {
+        "small": save_teacher(root / "small", seed=1),
+        "wide": save_teacher(root / "wide", seed=2, hidden=48),
+        "foreign": save_teacher(root / "foreign", seed=3),
+    }
+    other.save_pretrained(folders["foreign"])
+    return folders
+
+
+def write(folder: Path, **sections: Any) -> LoadedRecipe:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(school(**sections)))
+    return load_recipe(path)
+
+
+def two(folders: dict[str, str], **each: Any) -> dict[str, Any]:
+    return {name: {"model": folders[name], **each} for name in ("small", "wide")}
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
+    """What teachers wrote in each step of the runs of a test."""
+    steps: list[dict[str, Tensor]] = []
+    teach = StepRunner._teach
+
+    def keep(self: StepRunner, batch: BatchRef) -> dict[str, float]:
+        metrics = teach(self, batch)
+        columns = self.roles.store.get(batch, self.plan["teachers"].writes)
+        steps.append({name: c.values.clone() for name, c in columns.items() if isinstance(c, Ragged)})
+        return metrics
+
+    monkeypatch.setattr(StepRunner, "_teach", keep)
+    return steps
+
+
+def timeless(folder: Path) -> list[dict[str, Any]]:
+    """The run's metrics without what the clock says."""
+    timed = re.compile(r"time/.*|rollout/tokens_per_second|teacher/.*/seconds|teachers/hidden")
+    return [{k: v for k, v in row.items() if not timed.fullmatch(k)} for row in metrics_of(folder)]
+
+
+def same_run(a: Path, b: Path) -> None:
+    assert timeless(a) == timeless(b)
+    one, other = weights_of(a), weights_of(b)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signal", ["top_k", "full"])
+def test_an_own_teacher_teaches_as_a_colocated_one_bit_for_bit(
+    tmp_path: Path, folders: dict[str, str], said: list[dict[str, Tensor]], signal: str
+):
+    for placement in ("colocated", "own"):
+        teachers = two(folders, placement=placement)
+        loaded = write(tmp_path, teachers=teachers, route=TWO, distill={"signal": signal})
+        train_loaded(loaded, tmp_path / placement)
+    here, there = said[:2], said[2:]
+    for one, other in zip(here, there, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    one, other = weights_of(tmp_path / "colocated"), weights_of(tmp_path / "own")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert all(0 <= row["teachers/hidden"] <= 1 for row in metrics_of(tmp_path / "own")[1:])
+    assert "teachers/hidden" not in metrics_of(tmp_path / "colocated")[1]
+
+
+@pytest.mark.parametrize("distill", [SAMPLED, {"signal": "top_k", "top_k": 8}], ids=["sampled", "top_k"])
+def test_a_teacher_behind_a_url_teaches_as_a_colocated_one(
+    tmp_path: Path, folders: dict[str, str], said: list[dict[str, Tensor]], distill: dict[str, Any]
+):
+    # Servers score whole sequences, which rounds otherwise; AdamW blows that up where it divides by nothing.
+    sections = {"distill": distill, "train": {"steps": 2, "prompts": 4, "lr": 1e-3, "eps": 1e-3}}
+    loaded = write(tmp_path, teachers={"small": {"model": folders["small"]}}, **sections)
+    train_loaded(loaded, tmp_path / "here")
+    with scoring_server(load_model(Model(path=folders["small"], device="cpu"), 0)) as server:
+        teachers = {"small": {"url": server.url, "model": MODEL, "tokenizer": folders["small"]}}
+        train_loaded(write(tmp_path, teachers=teachers, **sections), tmp_path / "there")
+    for one, other in zip(said[:2], said[2:], strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            torch.testing.assert_close(one[name], other[name], rtol=0, atol=1e-6)
+    one, other = weights_of(tmp_path / "here"), weights_of(tmp_path / "there")
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=0, atol=1e-6)
+
+
+SELF = {"teachers": {"self": {"student": {"every": 2}, "before": "{answer}"}}}
+LONGER = {"train": {"steps": 5, "prompts": 4, "lr": 1e-2}}
+
+
+@pytest.mark.parametrize(("signal", "cut"), [("top_k", 2), ("full", 3)])
+def test_a_run_with_a_copy_of_the_student_resumes_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal: str, cut: int
+):
+    _cut_and_resume(tmp_path, monkeypatch, cut, distill={"signal": signal}, **SELF, **LONGER)
+
+
+@pytest.mark.slow
+def test_a_run_with_an_own_copy_of_the_student_resumes_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    teachers = {"self": {"student": {"every": 2}, "before": "{answer}", "placement": "own"}}
+    _cut_and_resume(tmp_path, monkeypatch, 3, distill={"signal": "full"}, teachers=teachers, **LONGER)
+
+
+@pytest.mark.parametrize("measure_every", [0, 2])
+def test_a_run_with_two_teachers_resumes_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folders: dict[str, str], measure_every: int
+):
+    route = TWO | {"shares": {"small": 0.7, "wide": 0.3}, "measure_every": measure_every}
+    _cut_and_resume(tmp_path, monkeypatch, 2, distill={}, teachers=two(folders), route=route, **LONGER)
+
+
+def _cut_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int, **sections: Any) -> None:
+    train_loaded(write(tmp_path, **sections), tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        stop_after(patch, cut, lambda: os.kill(os.getpid(), signal.SIGINT))
+        outcome = train_loaded(write(tmp_path, **sections), tmp_path / "cut")
+    assert (outcome.interrupted, outcome.steps) == (True, cut)
+    train_loaded(write(tmp_path, **sections), tmp_path / "cut", resume=True)
+    same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_a_teacher_that_is_the_student_teaches_nothing_until_it_knows_more(tmp_path: Path):
+    for name, teacher in (("same", {"student": {}}), ("knows", {"student": {}, "before": "{answer}!"})):
+        train_loaded(write(tmp_path, teachers={"self": teacher}, distill={}), tmp_path / name)
+    same, knows = (metrics_of(tmp_path / name)[1] for name in ("same", "knows"))
+    assert abs(same["train/distill_loss"]) < 1e-9
+    assert knows["train/distill_loss"] > 1e-6
+
+
+PRACTICE = {
+    "rollout": {"samples": 8, "max_new_tokens": 6, "slots": 64},
+    "train": {"steps": 14, "prompts": 8, "lr": 5e-3},
+}
+
+
+@pytest.mark.parametrize(
+    ("distill", "more"),
+    [
+        ({"signal": "full"}, {}),
+        ({"signal": "top_k"}, {}),
+        ({"divergence": "k1_straight", "signal": "sampled"}, {}),
+        ({"divergence": "k1", "signal": "sampled", "through": "advantage"}, {}),
+        (
+            {"divergence": "k1", "signal": "sampled", "through": "reward"},
+            {"algorithm": {"advantage": "reinforce_pp"}},
+        ),
+    ],
+    ids=["full", "top_k", "sampled", "advantage", "reward"],
+)
+def test_the_student_moves_towards_its_teachers(
+    tmp_path: Path, folders: dict[str, str], distill: dict[str, Any], more: dict[str, Any]
+):
+    loaded = write(tmp_path, teachers=two(folders), route=TWO, distill=distill, **PRACTICE, **more)
+    train_loaded(loaded, tmp_path / "run")
+    rows = metrics_of(tmp_path / "run")[1:]
+    for name in ("train/teacher_kl", "teacher/small/kl", "teacher/wide/kl"):
+        first, last = fmean(r[name] for r in rows[:3]), fmean(r[name] for r in rows[-3:])
+        assert last < 0.9 * first, name
+
+
+def test_pure_distillation_judges_nothing_and_needs_no_advantages(tmp_path: Path, folders: dict[str, str]):
+    loaded = write(tmp_path, teachers=two(folders), route=TWO, distill={})
+    plan = make_plan(loaded.recipe)
+    assert [stage.name for stage in plan] == ["rollout", "teachers", "update_student", "sync", "clear"]
+    train_loaded(loaded, tmp_path / "run")
+    for row in metrics_of(tmp_path / "run")[1:]:
+        stages = {name.removeprefix("time/") for name in row if name.startswith("time/")}
+        assert stages - {"eval"} == {"rollout", "teachers", "update_student", "sync", "clear", "step"}
+        assert not [name for name in row if name.startswith(("reward/", "advantage/"))]
+
+
+GAE = {"algorithm": {"advantage": "gae"}, "critic": {}}
+JUDGED = {"reward": {"weight": 1.0, "functions": [{"use": "tests.trainer.rewards:even_length"}]}}
+MINI = {"train": {"steps": 2, "prompts": 4, "minibatches": 4, "epochs": 2, "lr": 1e-3}}
+SHARED = TWO | {"measure_every": 1, "shares": {"small": 0.9, "wide": 0.1}}
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"distill": {"signal": "full", "clamp": 1.0}, "route": SHARED},
+        {"distill": SAMPLED, "route": SHARED, **MINI},
+        {"distill": {"divergence": "k1", "signal": "sampled", "through": "advantage"}, **JUDGED},
+        {"distill": {"divergence": "k1", "signal": "sampled", "through": "reward", "clamp": 0.1}, **GAE},
+        {"distill": {}, "reward": JUDGED["reward"] | {"weight": 0.0, "watch": True}},
+        {"distill": {"temperature": 2.0}, **JUDGED, "algorithm": {"advantage": "remax", "loss": "gspo"}},
+        {
+            "distill": {},
+            **JUDGED,
+            "buffer": {"filter_flat_groups": True, "max_refills": 20},
+            "algorithm": {"kl": {"place": "loss"}},
+        },
+    ],
+    ids=["full", "minibatches", "advantage", "reward", "watch", "remax", "filter"],
+)
+def test_each_kind_of_run_finishes_and_documents_its_metrics(
+    tmp_path: Path, folders: dict[str, str], sections: dict[str, Any]
+):
+    train_loaded(write(tmp_path, **{"teachers": two(folders), "route": TWO} | sections), tmp_path / "run")
+    rows = metrics_of(tmp_path / "run")
+    known = "|".join(re.sub(r"<[^>]+>", "[^/]+", re.escape(name)) for name in METRICS)
+    for row in rows:
+        assert not [name for name in row if not re.fullmatch(known, name)]
+    for row in rows[1:]:
+        for what in ("prompts_share", "tokens_share", "loss_share"):
+            for part in ("teacher/small", "teacher/wide"), ("domain/copy", "domain/compare"):
+                present = [row[f"{p}/{what}"] for p in part if f"{p}/{what}" in row]
+                assert sum(present) == pytest.approx(1.0)
+        for name in ("small", "wide"):
+            if f"teacher/{name}/prompts" in row:
+                assert row[f"teacher/{name}/wakes"] == 1
+    if sections.get("route") is SHARED:
+        assert any("teacher/small/gradient_share" in row for row in rows)
+
+
+def test_shares_are_met_in_every_step(tmp_path: Path, folders: dict[str, str]):
+    route = TWO | {"shares": {"small": 0.9, "wide": 0.1}}
+    train_loaded(write(tmp_path, teachers=two(folders), route=route, distill={}), tmp_path / "run")
+    for row in metrics_of(tmp_path / "run")[1:]:
+        if {"teacher/small/loss_share", "teacher/wide/loss_share"} <= row.keys():
+            assert row["teacher/small/loss_share"] == pytest.approx(0.9, abs=1e-6)
+
+
+def test_teachers_kept_on_disk_teach_the_same(tmp_path: Path, folders: dict[str, str]):
+    for name, runtime in (("near", {"threads": 1}), ("far", {"threads": 1, "teachers_gb": 1e-6})):
+        sections = {"teachers": two(folders), "route": TWO, "distill": {"signal": "full"}}
+        train_loaded(write(tmp_path, runtime=runtime, **sections), tmp_path / name)
+    same_run(tmp_path / "near", tmp_path / "far")
+
+
+def test_every_trajectory_is_learnt_from(tmp_path: Path, folders: dict[str, str]):
+    rollout = {
+        "samples": 2,
+        "max_new_tokens": 6,
+        "slots": 16,
+        "loop": "tests.trainer.loops:two_trajectories",
+    }
+    loaded = write(tmp_path, teachers=two(folders), route=TWO, distill={}, rollout=rollout)
+    train_loaded(loaded, tmp_path / "run")
+    for row in metrics_of(tmp_path / "run")[1:]:
+        taught = sum(row.get(f"teacher/{name}/tokens", 0) for name in ("small", "wide"))
+        assert taught == row["rollout/tokens"] == row["train/tokens"]
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no teacher for a task": (
+        {"route": {"by": "task", "to": {"copy": "small"}}},
+        r"compare",
+    ),
+    "a teacher without prompts": ({"route": {"by": "task", "to": dict.fromkeys(TWO["to"], "small")}}, "wide"),
+    "other tokens": ({"teachers": ["small", "foreign"]}, r"teachers\.foreign\.model.*'ß'"),
+    "a short context": ({"teachers": [("small", {"context": 8})]}, r"teachers\.small\.context"),
+    "a missing folder": ({"teachers": [("small", {"model": "nowhere/at/all"})]}, r"teachers\.small\.model"),
+    "a dead pair": ({"distill": {"divergence": "k1", "signal": "sampled"}}, "the teacher falls out"),
+    "too many best tokens": ({"distill": {"signal": "top_k", "top_k": 5000}}, r"distill\.top_k"),
+    "nobody at the url": (
+        {"teachers": [("small", {"url": "http://127.0.0.1:9/v1", "retries": 0})]},
+        r"teacher small at http://127\.0\.0\.1:9/v1",
+    ),
+    "the same teacher twice": (
+        {"teachers": ["small", ("wide", {"model": "small"})]},
+        "the same teacher as small",
+    ),
+    "shares that miss one": ({"route": TWO | {"shares": {"small": 1.0}}}, r"route\.shares.*no share of wide"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_recipe_that_can_not_teach_is_refused_before_weights_are_loaded(
+    tmp_path: Path, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, case: str
+):
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("weights were loaded")
+
+    for module in ("practicum.trainer.preflight", "practicum.runtime.local", "practicum.teachers.colocated"):
+        monkeypatch.setattr(f"{module}.load_model", load)
+    sections, message = BAD[case]
+    names: list[Any] = sections.get("teachers", ["small", "wide"])
+    teachers = {}
+    for entry in names:
+        name, more = (entry, {}) if isinstance(entry, str) else entry
+        teachers[name] = {"model": folders[name], **more}
+        teachers[name]["model"] = folders.get(teachers[name]["model"], teachers[name]["model"])
+    given = dict(zip(("copy", "compare"), teachers, strict=False))
+    route = {"route": {"by": "task", "to": given}} if len(teachers) > 1 else {}
+    sections = {"distill": {}} | route | {k: v for k, v in sections.items() if k != "teachers"}
+    with pytest.raises(PracticumError, match=f"(?s){message}"):
+        preflight_module.preflight(write(tmp_path, teachers=teachers, **sections))
+
+
+@pytest.fixture
+def pids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Processes of own teachers that were started in a test."""
+    started: list[int] = []
+    start = OwnTeacher.start
+
+    def keep(self: OwnTeacher) -> None:
+        start(self)
+        started.extend(self.pids)
+
+    monkeypatch.setattr(OwnTeacher, "start", keep)
+    return started
+
+
+def assert_gone(pids: list[int]) -> None:
+    assert pids
+    assert until(lambda: not any(alive(pid) for pid in pids))
+
+
+@pytest.mark.slow
+def test_an_own_teacher_that_is_killed_in_a_run_is_named_and_no_process_stays(
+    tmp_path: Path, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, pids: list[int]
+):
+    stop_after(monkeypatch, 1, lambda: os.kill(pids[0], signal.SIGKILL))
+    loaded = write(tmp_path, teachers=two(folders, placement="own"), route=TWO, distill={}, **LONGER)
+    with pytest.raises(TeacherError, match=r"teacher small .*prompt \d+.*SIGKILL"):
+        train_loaded(loaded, tmp_path / "run")
+    assert len(pids) == 2
+    assert_gone(pids)
+    assert "stopped by TeacherError: teacher small" in (tmp_path / "run" / "log.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_run_that_can_not_start_leaves_no_teacher_behind(
+    tmp_path: Path, folders: dict[str, str], pids: list[int]
+):
+    config = GPT2Config(vocab_size=500, n_embd=16, n_layer=1, n_head=1, n_positions=64)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "other")
+    loaded = write(
+        tmp_path,
+        teachers={"small": {"model": folders["small"], "placement": "own"}},
+        distill={},
+        algorithm={"kl": {"place": "loss", "reference": str(tmp_path / "other")}},
+    )
+    with pytest.raises(PracticumError, match=r"kl\.reference"):
+        train_loaded(loaded, tmp_path / "run")
+    assert_gone(pids)
