@@ -19,7 +19,7 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
 from practicum.dataplane.plan import evaluation_plan, make_plan
 from practicum.dataplane.ragged import Ragged
-from practicum.errors import EngineError, RecipeErrors, RewardError, TeacherError
+from practicum.errors import DeadlineError, RecipeErrors, RewardError, TeacherError
 from practicum.recipe.load import LoadedRecipe
 from practicum.runtime.jury import Jury
 from practicum.runtime.local import Roles, start_local
@@ -123,10 +123,10 @@ def test_a_colocated_model_is_mixed_with_rule_rewards_by_weight(tmp_path: Path, 
     reward = {"functions": FUNCTIONS, "models": {"rm": {"model": classifier, "label": 2, "weight": -0.5}}}
     loaded = recipe_of(tmp_path, reward)
     with roles_of(loaded) as roles:
-        with pytest.raises(EngineError, match="sleeps"):
+        with pytest.raises(TeacherError, match="sleeps"):
             run(rm_of(roles).judge(Case("", "1", "2", None)))
         assert_mixed(loaded, roles, model_weight=-0.5)
-        with pytest.raises(EngineError, match="sleeps"):
+        with pytest.raises(TeacherError, match="sleeps"):
             run(rm_of(roles).judge(Case("", "1", "2", None)))
         assert rm_of(roles).busy_s > 0
 
@@ -179,7 +179,7 @@ def test_an_evaluation_counts_the_models_and_sleeps_after(tmp_path: Path, seven:
     with roles_of(loaded, evaluating=True) as roles:
         prompts = eval_prompts(recipe.tasks, 3, recipe.seed)
         assert evaluate(recipe, roles, prompts)["eval/greedy"] == pytest.approx(7.0)
-        with pytest.raises(EngineError, match="sleeps"):
+        with pytest.raises(TeacherError, match="sleeps"):
             run(rm_of(roles, "asked").judge(Case("", "1", "2", None)))
 
 
@@ -219,9 +219,9 @@ def test_model_sleeps_and_engine_wakes_when_judging_fails(
     model = {"model": classifier} if kind == "classifier" else asked(seven)
     loaded = recipe_of(tmp_path, {"functions": [], "models": {"rm": model | {"deadline_s": 1e-6}}})
     with roles_of(loaded) as roles:
-        with pytest.raises(TeacherError, match=r"reward model rm \(16 answers\) was not done after 1e-06 s"):
+        with pytest.raises(DeadlineError, match=r"reward model rm \(16 answers\) was not done after 1e-06 s"):
             rewards(loaded, roles)
-        with pytest.raises(EngineError, match="sleeps"):
+        with pytest.raises(TeacherError, match="sleeps"):
             run(rm_of(roles).judge(Case("", "1", "2", None)))
         roles.store.clear("train")
         assert len(roll_out(loaded, roles)) == 16, "the student's engine is awake"

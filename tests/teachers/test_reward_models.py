@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from practicum.errors import EngineError, RecipeError, RecipeErrors, TeacherError
+from practicum.errors import RecipeError, RecipeErrors, TeacherError
 from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.schema import Recipe
 from practicum.recipe.teaching import Own, OwnPlacement, RewardModel
@@ -222,7 +222,7 @@ def test_a_model_that_slept_gives_the_same_scores(classifier: Path, judge: Path,
         before = run(judge_all(place, some))
         model.sleep()
         model.put_aside(where)
-        with pytest.raises(EngineError, match="sleeps"):
+        with pytest.raises(TeacherError, match=r"reward model rm failed in prompt 0/session 0: .* sleeps"):
             run(place.judge(some[0]))
         model.wake()
         assert_same(run(judge_all(place, some)), before)

@@ -7,13 +7,13 @@ ones wait until the rollout is done (`add`): the student's engine sleeps, each i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from practicum.dataplane.keys import Key
-from practicum.errors import DataError, RewardError, TeacherError
+from practicum.errors import DataError, RewardError
 from practicum.recipe.schema import Recipe
 from practicum.recipe.ways import is_own, streams
 from practicum.rollout.protocol import Engine
@@ -28,9 +28,6 @@ from practicum.teachers.rewarders.local import ColocatedRewarder, load_rewarder
 from practicum.teachers.rewarders.own import OwnRewarder
 from practicum.teachers.rewarders.probe import probe_rewarder
 from practicum.teachers.rewarders.remote import RemoteRewarder
-
-_GRACE_S = 60.0
-"""Beyond a deadline: how long work that was given up may take to stop."""
 
 Verdict = float | Unjudged
 T = TypeVar("T")
@@ -154,9 +151,8 @@ class Jury:
         place, deadline = self.panel.places[name], self.models[name].deadline_s
         assert isinstance(place, ColocatedRewarder)
         with self.residency.awake(place.resident.name):
-            # The deadline is inside, so that nothing is under way any more when the model goes to sleep.
-            work = _within(deadline, judge_all(place, cases), f"reward model {name} ({len(cases)} answers)")
-            return run_async(work, timeout=deadline + _GRACE_S, owner=f"reward model {name}")
+            owner = f"reward model {name} ({len(cases)} answers)"
+            return run_async(judge_all(place, cases), timeout=deadline, owner=owner)
 
     def _joined(self, judged: Judged, case: Case, verdicts: Mapping[str, Verdict]) -> Judged:
         assert judged.reward is not None
@@ -182,14 +178,6 @@ async def together(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         error = failed.exceptions[0]
         raise error from error.__cause__
     return [task.result() for task in tasks]
-
-
-async def _within(deadline: float, work: Awaitable[T], owner: str) -> T:
-    try:
-        async with asyncio.timeout(deadline):
-            return await work
-    except TimeoutError:
-        raise TeacherError(f"{owner} was not done after {deadline:g} s") from None
 
 
 def _conversation(prompt: Prompt, system: str | None, response: str) -> tuple[dict[str, str], ...]:

@@ -27,8 +27,11 @@ def shipped_recipes() -> Path:
     raise PracticumError("the recipes that come with practicum are not there: reinstall it")
 
 
-def run_demo(out: Path = Path("runs/mopd")) -> None:
-    """Run the recipes of recipes/mopd into `out`, replacing an earlier demo, and show who can do what."""
+def run_demo(out: Path = Path("runs/mopd")) -> dict[str, dict[str, float]]:
+    """Run the recipes of recipes/mopd into `out`, replacing an earlier demo, and show who can do what.
+
+    Returns the final table (`demo_rows`); nothing if it was stopped.
+    """
     console, began = Console(), time.monotonic()
     recipes = demo_recipes(out)
     student: Outcome | None = None
@@ -36,13 +39,14 @@ def run_demo(out: Path = Path("runs/mopd")) -> None:
         console.print(f"[bold]{number}/{len(recipes)}[/bold] {name}: {_purpose(name)}")
         student = train_loaded(loaded, out / name, fresh=True)
         if student.interrupted:
-            return
+            return {}
     assert student is not None
     show_ledger(student.folder)
     exam = {name: evaluate_model(recipes[STUDENT].recipe, out / name / "export") for name in recipes}
     rows = demo_rows(exam)
     console.print(score_table("share of held-out prompts answered right", rows, list(rows[BASE])))
     console.print(f"{time.monotonic() - began:.0f} s · run folder: {student.folder}", highlight=False)
+    return rows
 
 
 def demo_recipes(out: Path) -> dict[str, LoadedRecipe]:

@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from practicum.errors import RecipeError
+from practicum.errors import EngineError, RecipeError, TeacherError
 from practicum.models.load import context_length, load_model, pick_device, require_model_folder, stop_ids
 from practicum.recipe.schema import Model
 from practicum.recipe.teaching import RewardModel
@@ -105,7 +105,10 @@ class ColocatedRewarder:
 
     async def judge(self, case: Case) -> float:
         """The model's score; it must be awake."""
-        return await self.local.judge(case)
+        try:
+            return await self.local.judge(case)
+        except EngineError as error:
+            raise TeacherError(f"reward model {self.name} failed in {case.name}: {error}") from error
 
     def close(self) -> None:
         """Stop."""
