@@ -99,7 +99,7 @@ def answers(roles: Roles, batch: BatchRef) -> list[str]:
 
 
 def rm_of(roles: Roles, name: str = "rm") -> ColocatedRewarder:
-    place = roles.panel.places[name]
+    place = roles.hired.panel.places[name]
     assert isinstance(place, ColocatedRewarder)
     return place
 
@@ -137,7 +137,7 @@ def test_a_model_of_its_own_judges_during_the_rollout_and_a_hung_one_is_named(
     model = {"model": classifier, "label": 2, "placement": "own", "deadline_s": 5.0}
     loaded = recipe_of(tmp_path, {"functions": FUNCTIONS, "models": {"rm": model}})
     with roles_of(loaded) as roles:
-        jury, place = roles.practice.jury, roles.panel.places["rm"]
+        jury, place = roles.practice.jury, roles.hired.panel.places["rm"]
         assert jury is not None
         assert isinstance(place, OwnRewarder)
         batch = roll_out(loaded, roles)

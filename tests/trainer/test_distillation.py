@@ -178,7 +178,7 @@ def test_a_teacher_that_is_the_student_teaches_nothing_until_it_knows_more(tmp_p
 
 PRACTICE = {
     "rollout": {"samples": 8, "max_new_tokens": 6, "slots": 64},
-    "train": {"steps": 14, "prompts": 8, "lr": 5e-3},
+    "train": {"steps": 20, "prompts": 8, "lr": 5e-3},
 }
 
 

@@ -66,3 +66,8 @@ def streams(model: Teacher | RewardModel) -> bool:
 def measures(recipe: Recipe) -> bool:
     """Whether evaluations have answers to judge."""
     return bool(recipe.eval.greedy or recipe.eval.samples)
+
+
+def teacher_numbers(recipe: Recipe) -> dict[str, int]:
+    """Each teacher's number, in the recipe's order."""
+    return {name: number for number, name in enumerate(recipe.teachers)}

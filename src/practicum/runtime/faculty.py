@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,14 +57,9 @@ class Staff:
 
     def close(self) -> None:
         """Stop all of them, even if one can't be."""
-        errors = []
-        for place in self.places.values():
-            try:
-                place.close()
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        with ExitStack() as stack:
+            for place in self.places.values():
+                stack.callback(place.close)
 
 
 class Faculty:

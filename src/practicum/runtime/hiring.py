@@ -13,7 +13,7 @@ from practicum.errors import RecipeError
 from practicum.learning.teaching import Head, Teaching
 from practicum.recipe.schema import Recipe
 from practicum.recipe.teaching import Teacher
-from practicum.recipe.ways import compare_temperature, has_policy_loss, is_own
+from practicum.recipe.ways import compare_temperature, has_policy_loss, is_own, teacher_numbers
 from practicum.runtime.events import run_async
 from practicum.runtime.faculty import Staff
 from practicum.teachers.colocated import ColocatedTeacher, load_teacher
@@ -86,11 +86,6 @@ def teaching_of(recipe: Recipe, staff: Staff) -> Teaching:
         alone=not has_policy_loss(recipe),
         shares=None if shares is None else {numbers[name]: share for name, share in shares.items()},
     )
-
-
-def teacher_numbers(recipe: Recipe) -> dict[str, int]:
-    """Each teacher's number."""
-    return {name: number for number, name in enumerate(recipe.teachers)}
 
 
 def _place(name: str, teacher: Teacher, recipe: Recipe, student: PreTrainedModel) -> Place:

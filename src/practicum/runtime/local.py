@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -35,6 +35,22 @@ from practicum.tasks.rewards import Judge
 from practicum.teachers.residency import Residency
 
 
+@dataclass(frozen=True, slots=True)
+class Hired:
+    """Models beside the student: teachers, reward models, and where the colocated ones sleep."""
+
+    staff: Staff | None
+    panel: Panel
+    residency: Residency
+
+    def close(self) -> None:
+        """Stop all of them."""
+        with ExitStack() as stack:
+            stack.callback(self.panel.close)
+            if self.staff is not None:
+                stack.callback(self.staff.close)
+
+
 @dataclass(slots=True)
 class Roles:
     """Everyone who takes part in a run."""
@@ -49,15 +65,13 @@ class Roles:
     student: Student
     credit: Credit
     valuation: Valuation | None
-    panel: Panel = field(default_factory=Panel)
+    hired: Hired
 
     def close(self) -> None:
         """Stop what runs in the background."""
         with ExitStack() as stack:
             stack.callback(self.engine.close)
-            stack.callback(self.panel.close)
-            if self.faculty is not None:
-                stack.callback(self.faculty.staff.close)
+            stack.callback(self.hired.close)
 
 
 def set_threads(threads: int | None) -> int:
@@ -86,10 +100,8 @@ def load_reference(recipe: Recipe, student: PreTrainedModel) -> PreTrainedModel:
     return reference
 
 
-def hire_models(
-    recipe: Recipe, plan: Plan, student: PreTrainedModel
-) -> tuple[Staff | None, Panel, Residency]:
-    """Teachers and reward models, as far as the plan or evaluations ask them, and where they sleep."""
+def hire_models(recipe: Recipe, plan: Plan, student: PreTrainedModel) -> Hired:
+    """Teachers and reward models, as far as the plan or evaluations ask them."""
     panel = Panel()
     if recipe.reward.models and ("reward" in plan or measures(recipe)):
         # Another tokenizer may need more tokens than the student's for the same text.
@@ -99,17 +111,24 @@ def hire_models(
         staff = hire(recipe, student, panel.sleepers()) if "teachers" in plan else None
         residency = make_residency(recipe, panel.sleepers()) if staff is None else staff.residency
         undo.pop_all()
-    return staff, panel, residency
+    return Hired(staff, panel, residency)
 
 
 def start_local(recipe: Recipe, plan: Plan, watch: Watch) -> Roles:
-    """Load the models and connect the roles."""
+    """Load the models and connect the roles; if that fails, nothing stays behind."""
     set_threads(recipe.runtime.threads)
-    tokenizer = load_tokenizer(recipe.model)
     model = load_model(recipe.model, recipe.seed)
-    store = MemoryStore()
+    hired = hire_models(recipe, plan, model)
+    with ExitStack() as undo:
+        undo.callback(hired.close)
+        roles = _connect(recipe, plan, watch, model, hired)
+        undo.pop_all()
+    return roles
+
+
+def _connect(recipe: Recipe, plan: Plan, watch: Watch, model: PreTrainedModel, hired: Hired) -> Roles:
+    tokenizer, store, staff = load_tokenizer(recipe.model), MemoryStore(), hired.staff
     on_nonfinite = partial(watch, "finite")
-    staff, panel, residency = hire_models(recipe, plan, model)
     learner = Learner(
         model,
         recipe.train,
@@ -121,22 +140,18 @@ def start_local(recipe: Recipe, plan: Plan, watch: Watch) -> Roles:
     reference = None
     if "ref_logprobs" in plan:
         reference = Scorer(Trunk(load_reference(recipe, model), recipe.train))
-    engine = TorchEngine(
-        model,
-        slots=recipe.rollout.slots,
-        context=rollout_context(recipe, context_length(model)),
-    )
+    context = rollout_context(recipe, context_length(model))
+    engine = TorchEngine(model, slots=recipe.rollout.slots, context=context)
     faculty = None if staff is None else Faculty(recipe, plan, store, staff, engine, tokenizer)
     valuation = None
     if recipe.critic is not None:
         critic = Critic(model, recipe.train, recipe.critic, on_nonfinite=on_nonfinite)
         valuation = Valuation(recipe, plan, store, critic)
-    judge = Judge(recipe.tasks, recipe.reward)
-    exam = evaluation_plan()
+    judge, exam = Judge(recipe.tasks, recipe.reward), evaluation_plan()
 
     def jury(plan: Plan) -> Jury | None:
-        asked = panel.places and "reward" in plan
-        return Jury(recipe, panel, residency, engine) if asked else None
+        asked = hired.panel.places and "reward" in plan
+        return Jury(recipe, hired.panel, hired.residency, engine) if asked else None
 
     return Roles(
         store=store,
@@ -149,5 +164,5 @@ def start_local(recipe: Recipe, plan: Plan, watch: Watch) -> Roles:
         student=Student(recipe, plan, store, learner, reference, watch),
         credit=Credit(recipe, plan, store),
         valuation=valuation,
-        panel=panel,
+        hired=hired,
     )

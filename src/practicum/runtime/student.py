@@ -22,6 +22,7 @@ from practicum.learning.minibatches import split_groups
 from practicum.learning.scorer import Scorer
 from practicum.learning.teaching import TeacherColumns
 from practicum.recipe.schema import Recipe
+from practicum.recipe.ways import teacher_numbers
 from practicum.runtime.credit import dense_ids
 from practicum.teachers.ledger import Measured, pair_of
 
@@ -52,7 +53,7 @@ class Student:
         self.recipe, self.plan, self.store, self.watch = recipe, plan, store, watch
         self.learner, self.reference = learner, reference
         self._old = old_source(recipe)
-        self._numbers = {name: number for number, name in enumerate(recipe.teachers)}
+        self._numbers = teacher_numbers(recipe)
 
     @stage("old_logprobs")
     def old_logprobs(self, batch: BatchRef, columns: Columns) -> dict[str, Column]:

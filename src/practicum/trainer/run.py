@@ -62,12 +62,13 @@ class Run:
         require_trackers(recipe)
         self.watch = Watch(recipe.checks, self._report)
         check_without_models(recipe)
-        self.roles: Roles = start_local(recipe, self.plan, self.watch)
         needs_answer = tasks_needing_answer(recipe)
         stream = make_stream(recipe.tasks, recipe.seed, needs_answer=needs_answer)
+        self.eval_prompts = eval_prompts(recipe.tasks, recipe.eval.rows, seed=recipe.seed)
+        # After all that may fail: whoever it starts is stopped by `close` alone.
+        self.roles: Roles = start_local(recipe, self.plan, self.watch)
         self.runner = StepRunner(recipe, self.plan, self.roles, stream, self.watch)
         self.runner.on_stage, self.runner.on_batch = view.stage, self._keep_samples
-        self.eval_prompts = eval_prompts(recipe.tasks, recipe.eval.rows, seed=recipe.seed)
         self.checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep_last)
         self.trackers: list[Tracker] = []
         self.progress = Progress()
