@@ -6,17 +6,16 @@ ones wait until the rollout is done (`add`): the student's engine sleeps, each i
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 from practicum.dataplane.keys import Key
 from practicum.errors import DataError, RewardError
 from practicum.recipe.schema import Recipe
 from practicum.recipe.ways import is_own, streams
 from practicum.rollout.protocol import Engine
+from practicum.rollout.together import together
 from practicum.runtime.events import run_async
 from practicum.runtime.hiring import START_S
 from practicum.tasks.calls import shorten
@@ -30,7 +29,6 @@ from practicum.teachers.rewarders.probe import probe_rewarder
 from practicum.teachers.rewarders.remote import RemoteRewarder
 
 Verdict = float | Unjudged
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -167,17 +165,6 @@ class Jury:
             parts[name] = verdict
             reward += self.models[name].weight * verdict
         return Judged(reward, parts) if failure is None else Judged(None, parts, failure)
-
-
-async def together(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results of works that run side by side; one that fails cancels the others and its error surfaces."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work) for work in works]
-    except ExceptionGroup as failed:
-        error = failed.exceptions[0]
-        raise error from error.__cause__
-    return [task.result() for task in tasks]
 
 
 def _conversation(prompt: Prompt, system: str | None, response: str) -> tuple[dict[str, str], ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -21,9 +20,10 @@ from practicum.recipe.schema import Recipe
 from practicum.rollout.loops import find_loop
 from practicum.rollout.protocol import Engine, Sampling
 from practicum.rollout.session import Session, Trajectory, require_trajectories
+from practicum.rollout.together import together
 from practicum.runtime.events import run_async
 from practicum.runtime.faculty import Faculty
-from practicum.runtime.jury import Jury, together
+from practicum.runtime.jury import Jury
 from practicum.tasks.prompts import Prompt, demonstration, encode_prompt
 from practicum.tasks.rewards import Judge, RewardSample
 
@@ -91,12 +91,7 @@ class Practice:
     async def _run_all(
         self, attempts: Sequence[Attempt], encoded: dict[int, list[int]], partition: str, seed: int
     ) -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                for attempt in attempts:
-                    group.create_task(self._run(attempt, encoded[attempt.prompt.uid], partition, seed))
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        await together(self._run(a, encoded[a.prompt.uid], partition, seed) for a in attempts)
 
     async def _run(self, attempt: Attempt, ids: list[int], partition: str, seed: int) -> None:
         prompt = attempt.prompt

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Protocol
 import torch
 
 from practicum.rollout.protocol import Scores
+from practicum.rollout.together import together
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,7 @@ class Place(Protocol):
 
 async def score_rows(place: Place, rows: Sequence[Row], wanted: Wanted) -> list[Scores]:
     """Scores of all rows, asked for at once. A row that fails cancels the others and its error surfaces."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(place.score(row, wanted)) for row in rows]
-    except ExceptionGroup as failed:
-        error = failed.exceptions[0]
-        raise error from error.__cause__
-    return [task.result() for task in tasks]
+    return await together(place.score(row, wanted) for row in rows)
 
 
 def no_scores(wanted: Wanted, hidden_size: int, version: int = 0) -> Scores:

@@ -39,7 +39,7 @@ METRICS: dict[str, str] = {
     "train/gap_mean": "Mean |rollout - learner| logprob on fresh sampled tokens, in nats.",
     "train/gap_max": "Largest such difference.",
     "train/gap_k3": "k3 estimate of KL(rollout || learner) on them.",
-    "teachers/hidden": "Share of the time of streamed teachers and reward models that was hidden behind the rollout.",
+    "teachers/hidden": "Share of streamed teachers' and reward models' time that the rollout hid.",
     "teacher/<teacher>/prompts": "Prompts of the batch that one teacher corrects.",
     "teacher/<teacher>/prompts_share": "Its share of the prompts.",
     "teacher/<teacher>/tokens": "Sampled tokens that it corrects.",

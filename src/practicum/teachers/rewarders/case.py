@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from practicum.errors import TeacherError
+from practicum.rollout.together import together
 
 
 class Unjudged(TeacherError):
@@ -59,10 +59,4 @@ async def judge_all(place: RewardPlace, cases: Sequence[Case]) -> list[float | U
         except Unjudged as failure:
             return failure
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(case)) for case in cases]
-    except ExceptionGroup as failed:
-        error = failed.exceptions[0]
-        raise error from error.__cause__
-    return [task.result() for task in tasks]
+    return await together(one(case) for case in cases)
