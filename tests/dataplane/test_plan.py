@@ -69,7 +69,7 @@ def test_supervised_training_judges_nothing() -> None:
     assert names(plan) == ["demonstrate", "update_student", "sync", "clear"]
     assert plan["update_student"].reads == plan["demonstrate"].writes == ROWS
     assert reason(plan, "advantages") == "nobody reads advantages: algorithm.loss is supervised"
-    assert reason(plan, "reward") == "nobody reads reward: advantages would, but is not run"
+    assert reason(plan, "reward") == "nobody reads reward: demonstrations are not judged"
     assert "demonstrations are the batch" in reason(plan, "rollout")
     assert "no ratio" in reason(plan, "old_logprobs")
 

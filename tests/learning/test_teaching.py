@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from practicum.algorithms.distill.registry import PAIRS
@@ -61,7 +61,7 @@ def assert_gradient(mine: Updated, loss: float, grads: dict[str, torch.Tensor]) 
 
 
 @every_pair
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     seed=st.integers(0, 10**6),
     aggregation=st.sampled_from(AGGREGATIONS),

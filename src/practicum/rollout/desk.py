@@ -15,7 +15,7 @@ from typing import Any
 
 from practicum.errors import EngineError, PracticumError
 
-TURN_S = 60.0
+TURN_S = 30.0
 """Seconds that one step of an engine may take before who waits for its end gives up."""
 
 
@@ -100,7 +100,7 @@ class Desk:
         if thread is None:
             self._fail_all("was closed", None)
         elif thread is not threading.current_thread():
-            thread.join()
+            thread.join(TURN_S)  # a step that never ends keeps its daemon thread, not whoever closes
 
     def _let_in(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._door:
