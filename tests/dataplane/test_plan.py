@@ -71,7 +71,7 @@ def test_supervised_training_judges_nothing() -> None:
     assert reason(plan, "advantages") == "nobody reads advantages: algorithm.loss is supervised"
     assert reason(plan, "reward") == "nobody reads reward: demonstrations are not judged"
     assert "demonstrations are the batch" in reason(plan, "rollout")
-    assert "no ratio" in reason(plan, "old_logprobs")
+    assert "no policy loss" in reason(plan, "old_logprobs")
 
 
 def test_kl_in_the_loss_is_read_by_the_update_alone() -> None:

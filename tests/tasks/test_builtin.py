@@ -28,6 +28,8 @@ def solve(prompt: str) -> str:
         return rest
     if name == "reverse":
         return "".join(reversed(rest))
+    if name == "rotate":
+        return "".join(rest[i - len(rest) + 1] for i in range(len(rest)))
     if name == "sort":
         return "".join(str(d) * rest.count(str(d)) for d in range(10))
     if name == "add":
