@@ -57,7 +57,7 @@ TEACHERS = [
         )
         for key, path, words in (
             ("placement: own", "teachers.t.placement", "'own' with url"),
-            ("placement: {own: {replicas: 2}}", "teachers.t.placement", "{own: {replicas: 2, threads: 1}}"),
+            ("placement: {own: {replicas: 2}}", "teachers.t.placement", "{own: {replicas: 2, threads: 1"),
             ("dtype: float64", "teachers.t.dtype", "'float64' with url"),
             ("device: cpu", "teachers.t.device", "'cpu' with url"),
             ("batch_tokens: 1", "teachers.t.batch_tokens", "1 with url"),

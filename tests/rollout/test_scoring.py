@@ -7,6 +7,7 @@ import asyncio
 import pytest
 import torch
 
+from practicum.errors import EngineError
 from practicum.rollout import scoring
 from practicum.rollout.protocol import Counter, Scores
 from practicum.rollout.torch_engine import TorchEngine
@@ -80,3 +81,34 @@ def test_scoring_and_sampling_go_on_side_by_side():
 
     with engine_of(tiny(), slots=2, score_tokens=20) as engine:
         assert len(asyncio.run(run(engine))) == 16
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 4}, {"hidden": True, "temperature": 0.7}])
+def test_a_rows_numbers_do_not_depend_on_its_batch(settings: dict):
+    asked = [(ids, 1 + i % 5) for i, ids in enumerate(prompts(24, shortest=8, longest=60))]
+    asked += [([*asked[0][0][:8], 7, 9], 8), ([*asked[0][0][:8], 5], 8)]  # that begin alike
+
+    async def run(engine: TorchEngine, jobs: list[tuple[list[int], int]]) -> list[Scores]:
+        return await asyncio.gather(*(engine.score(ids, start, **settings) for ids, start in jobs))
+
+    with engine_of(tiny()) as engine:
+        together = asyncio.run(run(engine, asked))
+        for job, expected in zip(asked, together, strict=True):
+            (alone,) = asyncio.run(run(engine, [job]))
+            for name in ("logprobs", "topk_ids", "topk_logprobs", "hidden"):
+                mine, theirs = getattr(alone, name), getattr(expected, name)
+                assert (mine is None) == (theirs is None)
+                assert mine is None or torch.equal(mine, theirs), name
+
+
+def test_outputs_beyond_the_vocabulary_do_not_count():
+    model, ids = tiny(), prompts(1, shortest=9)[0]
+    ids = [i % 20 for i in ids]
+    with engine_of(model) as engine:
+        scores = asyncio.run(engine.score(ids, 3, 20, vocab=20))
+        with pytest.raises(EngineError, match="expected 0 to 20"):
+            asyncio.run(engine.score(ids, 3, 21, vocab=20))
+    assert scores.topk_ids is not None
+    assert scores.topk_logprobs is not None
+    assert int(scores.topk_ids.max()) < 20
+    torch.testing.assert_close(scores.topk_logprobs.exp().sum(-1), torch.ones(len(ids) - 3))

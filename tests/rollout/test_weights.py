@@ -199,3 +199,19 @@ def test_fingerprint_is_the_models_and_tells_weights_apart(family: str):
     assert first.dtype == torch.float32
     torch.testing.assert_close(first, expected, rtol=0, atol=1e-4)
     assert float((first - second).abs().max()) > 0.1
+
+
+def test_weights_that_find_no_room_on_disk_stay_where_they_are(monkeypatch: pytest.MonkeyPatch):
+    def full_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    model = tiny()
+    with engine_of(model, owns_weights=True) as engine:
+        expected = engine.fingerprint()
+        engine.sleep()
+        with monkeypatch.context() as patch:
+            patch.setattr("practicum.rollout.weights._bytes", full_disk)
+            with pytest.raises(EngineError, match="No space left on device; set TMPDIR"):
+                engine.put_aside("disk")
+        engine.wake()
+        assert torch.equal(engine.fingerprint(), expected)

@@ -84,3 +84,49 @@ def test_kl_in_the_reward_is_weighted_and_adapts():
     other = Credit(r, make_plan(r), store)
     other.load_state_dict(credit.state_dict())
     assert other.kl.coefficient == credit.kl.coefficient
+
+
+def taught(through: str, weight: float, **algorithm: object) -> Recipe:
+    given = recipe(**algorithm).model_dump()
+    given["reward"]["weight"] = weight
+    given["teachers"] = {"t": {"model": "x"}}
+    given["distill"] = {"divergence": "k1", "signal": "sampled", "through": through, "weight": 0.5}
+    return Recipe.model_validate(given)
+
+
+def advantages_of(r: Recipe, baselines: dict[int, float] | None = None) -> list[float]:
+    """Two sessions of one prompt, of one token each: rewards 1 and 0, log-ratios to the teacher 2 and 0."""
+    store = MemoryStore()
+    one = [1, 1]
+    columns = {
+        "old_logprobs": Ragged.packed(torch.tensor([-1.0, -1.0]), one),
+        "teacher_logprobs": Ragged.packed(torch.tensor([-3.0, -1.0]), one),
+        "ref_logprobs": Ragged.packed(torch.tensor([-1.0, -5.0]), one),
+    }
+    batch = filled(store, [1.0, 0.0], one, **columns)
+    Credit(r, make_plan(r), store).advantages(batch, baselines=baselines or {})
+    got = store.get(batch, ["advantages"])["advantages"]
+    assert isinstance(got, Ragged)
+    return got.values.tolist()
+
+
+def test_teachers_alone_give_each_token_minus_its_log_ratio():
+    assert advantages_of(taught("advantage", 0.0)) == [-1.0, 0.0]
+
+
+def test_the_tasks_advantage_has_the_rewards_weight_beside_the_teachers():
+    mixed = advantages_of(taught("advantage", 0.25, advantage="dr_grpo"))
+    assert mixed == pytest.approx([0.25 * 0.5 - 1.0, 0.25 * -0.5])
+
+
+def test_among_rewards_only_the_tasks_has_the_rewards_weight():
+    kl = {"place": "reward", "coefficient": 0.1, "estimator": "k1"}
+    rewards = [0.25 * 1.0 - 0.5 * 2.0, 0.25 * 0.0 - 0.1 * 4.0]
+    got = advantages_of(taught("reward", 0.25, advantage="dr_grpo", kl=kl))
+    middle = sum(rewards) / 2
+    assert got == pytest.approx([rewards[0] - middle, rewards[1] - middle])
+
+
+def test_remax_weighs_its_baseline_like_the_reward():
+    got = advantages_of(taught("reward", 0.5, advantage="remax"), baselines={0: 1.0})
+    assert got == pytest.approx([0.5 * 1.0 - 1.0 - 0.5 * 1.0, 0.0 - 0.5])

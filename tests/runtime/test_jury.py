@@ -142,7 +142,7 @@ def test_a_model_of_its_own_judges_during_the_rollout_and_a_hung_one_is_named(
         assert isinstance(place, OwnRewarder)
         batch = roll_out(loaded, roles)
         assert sorted(jury._said) == sorted(str(key) for key in batch.keys)
-        assert roles.practice.hidden_share is not None
+        assert roles.practice.take_hidden_share() is not None
         roles.practice.forget(batch.keys)
         assert not jury._said
         assert_mixed(loaded, roles, model_weight=1.0)

@@ -107,16 +107,26 @@ def test_a_model_that_is_moved_goes_through_the_host_to_the_disk_and_never_back_
     residency = Residency(sleepers, 10, 10)
     sleepers[0].log.clear()
     use(residency, "a")
-    assert sleepers[0].log == [("a", "wake"), ("a", "sleep"), ("c", "host"), ("b", "disk")]
+    assert sleepers[0].log == [("c", "host"), ("b", "disk"), ("a", "wake"), ("a", "sleep")]
 
 
-def test_a_large_model_that_does_not_fit_leaves_room_for_smaller_ones():
+def test_while_a_large_model_is_awake_nothing_else_is_on_the_device():
     sleepers = fakes()
     sleepers[2].nbytes = 100
     residency = Residency(sleepers, 20, None)
-    use(residency, "abc")
-    assert residency.level("c") == "host"
-    assert levels(residency)[:2] == "dd"
+    use(residency, "ab")
+    assert levels(residency) == "ddh"
+    with residency.awake("c"):
+        assert levels(residency)[:2] == "hh"
+    assert levels(residency) == "hhh"
+
+
+def test_a_large_model_that_sleeps_elsewhere_leaves_room_for_smaller_ones():
+    sleepers = fakes()
+    sleepers[2].nbytes = 100
+    residency = Residency(sleepers, 20, None)
+    use(residency, "cab")
+    assert levels(residency) == "ddh"
 
 
 def test_each_use_is_one_wake_and_one_sleep():
@@ -135,7 +145,7 @@ def test_it_sleeps_again_whatever_happens_inside(error):
     residency = Residency(sleepers, 10, None)
     with pytest.raises(type(error)), residency.awake("a"):
         raise error
-    assert sleepers[0].log[-3:] == [("a", "wake"), ("a", "sleep"), ("c", "host")]
+    assert sleepers[0].log[-3:] == [("c", "host"), ("a", "wake"), ("a", "sleep")]
     assert not sleepers[0].awake
     assert levels(residency) == "dhh"
 

@@ -142,6 +142,11 @@ class Teaching:
     @torch.no_grad()
     def _teacher_logits(self, hidden_CH: Tensor, teacher_C: Tensor) -> Tensor:
         """Each token's logits by the head of its teacher."""
+        with torch.autocast(hidden_CH.device.type, enabled=False):  # a teacher's numbers are its own
+            logits_CV = self._by_heads(hidden_CH, teacher_C)
+        return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+
+    def _by_heads(self, hidden_CH: Tensor, teacher_C: Tensor) -> Tensor:
         present = teacher_C.unique().tolist()
         if len(present) == 1:
             return self.heads[present[0]](hidden_CH)

@@ -16,6 +16,7 @@ class Own(Section):
 
     replicas: int = Field(default=1, ge=1, description="Processes that share the model's rows.")
     threads: int = Field(default=1, ge=1, description="torch threads of each process.")
+    start_s: float = Field(default=300.0, gt=0, description="Seconds in which it must have loaded.")
 
 
 class OwnPlacement(Section):
@@ -66,6 +67,11 @@ class Teacher(Section):
     device: str = Field(default="auto", description="cpu, cuda, cuda:N, or auto: CUDA where there is one.")
     context: int | None = Field(
         default=None, ge=2, description="Longest sequence it may score; the model's own if unset."
+    )
+    memory_gb: float | None = Field(
+        default=None,
+        gt=0,
+        description="Most GiB that its weights may take; a larger model is refused before it is loaded.",
     )
     batch_tokens: int = Field(default=8192, ge=1, description="Tokens scored in one forward call.")
     deadline_s: float = Field(default=120.0, gt=0, description="Seconds until its answer must be there.")

@@ -24,6 +24,13 @@ def check_distill(recipe: Recipe) -> Iterator[RecipeError]:
     if distill.divergence != "jsd":
         why = f"with distill.divergence {distill.divergence}"
         yield from unread(distill, "distill", ("beta",), why, "only distill.divergence jsd reads it")
+    if distill.through == "reward" and recipe.reward.weight == 0 and recipe.algorithm.advantage == "remax":
+        yield RecipeError(
+            "algorithm.advantage",
+            "remax with reward.weight 0 and distill.through reward",
+            "another estimator, or a reward",
+            "its baseline is the reward of a greedy answer, and nothing is judged here",
+        )
     yield from _temperature(recipe, distill)
     yield from _servers(recipe, distill)
 

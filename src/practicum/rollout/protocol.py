@@ -90,8 +90,12 @@ class Engine(Protocol):
         *,
         temperature: float = 1.0,
         hidden: bool = False,
+        vocab: int | None = None,
     ) -> Scores:
-        """Logprobs of ids[start:], each given all before it; their hidden states too, if asked."""
+        """Logprobs of ids[start:], each given all before it; their hidden states too, if asked.
+
+        With `vocab`, outputs beyond it do not count: some models have more of them than tokens.
+        """
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -34,6 +34,8 @@ class ScoreJob(Job):
     top_k: int = 0
     temperature: float = 1.0
     hidden: bool = False
+    outputs: int | None = None
+    """How many of the model's outputs count; all if None."""
 
 
 @dataclass(slots=True)

@@ -82,7 +82,7 @@ def _logprobs(
     logprobs, ids, best = [], [], []
     rows = max(1, LOGITS_AT_ONCE // runner.vocab)
     for hidden, target in zip(hidden_R.split(rows), target_R.split(rows), strict=True):
-        logits = runner.logits(hidden)
+        logits = runner.logits(hidden)[:, : job.outputs]
         logits = logits if logits.dtype == torch.float64 else logits.float()
         logits = logits if job.temperature == 1.0 else logits / job.temperature
         norm = logits.logsumexp(-1, keepdim=True)

@@ -92,10 +92,12 @@ class TorchEngine:
         *,
         temperature: float = 1.0,
         hidden: bool = False,
+        vocab: int | None = None,
     ) -> Scores:
         """Logprobs of ids[start:], each given all before it; their hidden states too, if asked.
 
-        The numbers do not depend on what else is scored at the same time.
+        With `vocab`, outputs beyond it do not count: some models have more of them than tokens. The numbers
+        do not depend on what else is scored at the same time.
         """
         self._check_awake()
         self._check_ids(ids, "sequence to score")
@@ -103,11 +105,12 @@ class TorchEngine:
             raise EngineError(f"can't score {len(ids)} tokens from {start} on: start is 1 to {len(ids)}")
         if len(ids) > self._longest:
             raise EngineError(f"{len(ids)} tokens to score are more than the model's {self._longest}")
-        if not 0 <= top_k <= self._runner.vocab:
-            raise EngineError(f"top_k is {top_k}, expected 0 to {self._runner.vocab}, the vocabulary's size")
+        outputs = min(vocab or self._runner.vocab, self._runner.vocab)
+        if not 0 <= top_k <= outputs:
+            raise EngineError(f"top_k is {top_k}, expected 0 to {outputs}, the vocabulary's size")
         if temperature <= 0:
             raise EngineError(f"temperature is {temperature}, expected above 0")
-        job = ScoreJob(list(ids), start, top_k, temperature, hidden)
+        job = ScoreJob(list(ids), start, top_k, temperature, hidden, outputs)
         if start == len(ids):
             return empty_scores(self._runner, job, self.version)
         return await self._desk.submit(job)

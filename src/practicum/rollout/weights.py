@@ -97,15 +97,28 @@ class Shelf:
         """Put them there; from disk they only come back to the device."""
         if self._file is not None:
             return
-        if where == "disk":
-            # Not a context manager: the file stays open until `restore`.
-            self._file = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115
-        for parameter in self._parameters:
-            kept = parameter.data.cpu()
-            if self._file is not None:
-                self._file.write(_bytes(kept.contiguous()))
-                kept = kept.new_empty(0)
-            parameter.data = kept
+        if where == "host":
+            for parameter in self._parameters:
+                parameter.data = parameter.data.cpu()
+            return
+        self._file = self._written()
+        for parameter in self._parameters:  # only now that all of it is on disk
+            parameter.data = parameter.data.new_empty(0, device="cpu")
+
+    def _written(self) -> BinaryIO:
+        """A file with all parameters; it stays open until `restore`."""
+        file = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115
+        try:
+            for parameter in self._parameters:
+                file.write(_bytes(parameter.data.cpu().contiguous()))
+            file.flush()
+        except OSError as error:
+            file.close()
+            raise EngineError(
+                f"weights can't be put aside in {tempfile.gettempdir()}: {error}; set TMPDIR to a folder "
+                "with room, or raise runtime.teachers_gb or runtime.teachers_host_gb"
+            ) from error
+        return file
 
     def restore(self) -> None:
         """Give the parameters back, bit by bit the same."""

@@ -54,30 +54,33 @@ class Credit:
         if not has_advantage_estimator(self.recipe):
             assert taught_N is not None
             return {"advantages": Ragged.packed(taught_N, mask.lengths)}, stats
+        in_reward = distill is not None and distill.through == "reward"
+        # Among rewards the task's has its weight before they are added; else the advantage has it.
+        before, after = (weight, 1.0) if in_reward else (1.0, weight)
         token_rewards_N = torch.zeros(len(mask.values))
         if "reward" in columns:
-            rewards_S = columns.scalars("reward")[first_rows]
+            rewards_S = before * columns.scalars("reward")[first_rows]
             token_rewards_N = outcome_rewards(rewards_S, mask.values, session_N)
         if algorithm.kl.place == "reward":
             token_rewards_N, more = self._penalise(columns, token_rewards_N, mask.values, sessions)
             stats |= more
-        if distill is not None and distill.through == "reward":
+        if in_reward:
             assert taught_N is not None
-            token_rewards_N, weight, taught_N = weight * token_rewards_N + taught_N, 1.0, None
+            token_rewards_N, taught_N = token_rewards_N + taught_N, None
         result = ADVANTAGES[algorithm.advantage](
             AdvantageInputs(
                 token_rewards_N=token_rewards_N,
                 mask_N=mask.values,
                 session_N=session_N,
                 group_S=dense_ids(prompts)[0],
-                baseline_S=torch.tensor([baselines[p] for p in prompts]) if baselines else None,
+                baseline_S=before * torch.tensor([baselines[p] for p in prompts]) if baselines else None,
                 values_N=columns.ragged("values").values if "values" in columns else None,
                 gamma=algorithm.gamma,
                 lam=algorithm.lam,
                 whiten=algorithm.whiten,
             )
         )
-        advantages_N = result.advantages_N if weight == 1.0 else weight * result.advantages_N
+        advantages_N = result.advantages_N if after == 1.0 else after * result.advantages_N
         if taught_N is not None:
             advantages_N = advantages_N + taught_N
         written: dict[str, Column] = {"advantages": Ragged.packed(advantages_N, mask.lengths)}

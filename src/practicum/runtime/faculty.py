@@ -7,10 +7,11 @@ ones wait until the rollout is done (`score`): the student's engine sleeps, each
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -24,6 +25,7 @@ from practicum.dataplane.plan import Plan
 from practicum.dataplane.ragged import Column, Ragged
 from practicum.dataplane.stage import Columns, stage
 from practicum.dataplane.store import Store
+from practicum.errors import DeadlineError, TeacherError
 from practicum.recipe.schema import Recipe
 from practicum.recipe.ways import compare_temperature
 from practicum.rollout.protocol import Engine, Scores
@@ -73,6 +75,8 @@ class Faculty:
         staff: Staff,
         engine: Engine,
         tokenizer: PreTrainedTokenizerBase,
+        *,
+        vocab: int | None = None,
     ) -> None:
         self.recipe, self.plan, self.store = recipe, plan, store
         self.staff, self.engine, self.tokenizer = staff, engine, tokenizer
@@ -82,6 +86,7 @@ class Faculty:
             top_k=recipe.distill.top_k if signal == "top_k" else 0,
             hidden=signal == "full",
             temperature=compare_temperature(recipe),
+            vocab=vocab,
         )
         self._colocated = staff.colocated()
         self._spent = self.seconds(), dict(staff.residency.wakes)
@@ -95,9 +100,10 @@ class Faculty:
         """Seconds of scoring of each teacher so far."""
         return {name: place.busy_s for name, place in self.staff.places.items()}
 
-    def streamed_s(self) -> float:
-        """Seconds of streamed scoring so far."""
-        return sum(s for name, s in self.seconds().items() if name not in self._colocated)
+    @property
+    def streams(self) -> bool:
+        """Whether some teacher scores while the student still rolls out."""
+        return len(self._colocated) < len(self.staff.places)
 
     async def stream(self, session: BatchRef, prompt: Prompt) -> None:
         """Score a finished session if its teacher has resources of its own, and write what it said."""
@@ -108,6 +114,8 @@ class Faculty:
         columns = Columns("teachers", self.store.get(session, self.plan["teachers"].reads))
         rows = self._rows(session, columns, {key: prompt for key in session.keys})
         scores = await score_rows(self.staff.places[name], rows, self.wanted)
+        for row, one in zip(rows, scores, strict=True):
+            self._check_ids(name, row, one)
         self.store.put(session, self._columns(scores), keep_tags=True)
 
     @stage("teachers")
@@ -120,12 +128,18 @@ class Faculty:
             for name, mine in _by_teacher(batch).items():
                 with self.staff.residency.awake(name):
                     work = score_rows(self.staff.places[name], [rows[i] for i in mine], self.wanted)
-                    deadline = self.recipe.teachers[name].deadline_s
-                    scores = run_async(work, timeout=deadline, owner=f"teacher {name} ({len(mine)} rows)")
+                    scores = self._in_time(name, work, len(mine))
                 found.update(zip(mine, scores, strict=True))
         finally:
             self.engine.wake()
         return self._columns([found[i] for i in range(len(batch))])
+
+    def _in_time(self, name: str, work: Coroutine[Any, Any, list[Scores]], rows: int) -> list[Scores]:
+        deadline = self.recipe.teachers[name].deadline_s
+        try:
+            return run_async(work, timeout=deadline, owner=f"teacher {name} ({rows} rows)")
+        except DeadlineError as late:
+            raise DeadlineError(f"{late}; if it is only slow, raise teachers.{name}.deadline_s") from late
 
     def refresh(self, step: int, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
         """Before step `step`: copies of the student whose time has come take these weights."""
@@ -135,6 +149,7 @@ class Faculty:
                 # A copy of our own: it is also what a checkpoint keeps of this teacher.
                 copied = {key: x.cpu().clone() for key, x in weights().items()}
                 self._give_weights(name, copied, version)
+                self._forget_spent()
 
     def save(self, folder: Path) -> None:
         """Write the copies of the student that are not its start."""
@@ -149,7 +164,7 @@ class Faculty:
             with safe_open(path, "pt") as file:
                 version = int(file.metadata()["version"])
             self._give_weights(path.stem, load_file(path), version)
-        self._spent = self.seconds(), dict(self.staff.residency.wakes)  # this was no step's work
+        self._forget_spent()
 
     def _give_weights(self, name: str, weights: dict[str, Tensor], version: int) -> None:
         """Make a copy of the student what these weights are."""
@@ -174,6 +189,10 @@ class Faculty:
             if head.bias is not None and fresh.bias is not None:
                 head.bias.copy_(fresh.bias)
 
+    def _forget_spent(self) -> None:
+        """What was just done is no scoring of a step."""
+        self._spent = self.seconds(), dict(self.staff.residency.wakes)
+
     def spent(self) -> tuple[dict[str, float], dict[str, int]]:
         """Seconds and wakes of each teacher since this was asked last."""
         seconds, wakes = self.seconds(), dict(self.staff.residency.wakes)
@@ -183,6 +202,15 @@ class Faculty:
             {name: s - before_s.get(name, 0.0) for name, s in seconds.items()},
             {name: n - before_w.get(name, 0) for name, n in wakes.items()},
         )
+
+    def _check_ids(self, name: str, row: Row, scores: Scores) -> None:
+        """A server can't be told how many outputs count, so it may name tokens that the student lacks."""
+        vocab, ids = self.wanted.vocab, scores.topk_ids
+        if vocab is not None and ids is not None and ids.numel() and int(ids.max()) >= vocab:
+            raise TeacherError(
+                f"teacher {name} finds token {int(ids.max())} likely in {row.name}, and the student has "
+                f"{vocab} outputs: load it here, without teachers.{name}.url: such tokens are left out"
+            )
 
     def waiting(self, batch: BatchRef) -> BatchRef:
         """The rows that colocated teachers have yet to score."""

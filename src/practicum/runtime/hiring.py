@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from practicum.errors import RecipeError
 from practicum.learning.teaching import Head, Teaching
 from practicum.recipe.schema import Recipe
 from practicum.recipe.teaching import Teacher
-from practicum.recipe.ways import compare_temperature, has_policy_loss, is_own, teacher_numbers
+from practicum.recipe.ways import compare_temperature, has_policy_loss, is_own, own_options, teacher_numbers
 from practicum.runtime.events import run_async
 from practicum.runtime.faculty import Staff
 from practicum.teachers.colocated import ColocatedTeacher, load_teacher
@@ -24,13 +24,11 @@ from practicum.teachers.probe import probe
 from practicum.teachers.remote import RemoteTeacher
 from practicum.teachers.residency import Residency, Sleeper
 
-START_S = 300.0
-"""Seconds that teachers in processes of their own may take to load."""
 GIB = 2**30
 
 
-def probe_servers(recipe: Recipe, vocab: int, longest: int) -> list[str]:
-    """Whether teachers behind URLs can do what the recipe asks, for sequences of up to `longest` tokens."""
+def probe_servers(recipe: Recipe, vocab: int, longest: Mapping[str, int]) -> list[str]:
+    """Whether teachers behind URLs can do what the recipe asks, each for its longest sequence in tokens."""
     distill = recipe.distill
     wanted = Wanted(top_k=distill.top_k if distill is not None and distill.signal == "top_k" else 0)
     findings = []
@@ -38,7 +36,7 @@ def probe_servers(recipe: Recipe, vocab: int, longest: int) -> list[str]:
         if teacher.url is None:
             continue
         with closing(RemoteTeacher(name, teacher)) as place:
-            asked = probe(place, wanted, vocab, longest)
+            asked = probe(place, wanted, vocab, longest[name])
             run_async(
                 asked, timeout=teacher.deadline_s, owner=f"the probe of teacher {name} at {teacher.url}"
             )
@@ -60,9 +58,9 @@ def hire(recipe: Recipe, student: PreTrainedModel, others: Sequence[Sleeper] = (
         colocated = [place for place in places.values() if isinstance(place, ColocatedTeacher)]
         heads = _heads(recipe, places, ColocatedTeacher, student.device)
         residency = make_residency(recipe, [*colocated, *others])
-        for place in places.values():
+        for name, place in places.items():
             if isinstance(place, OwnTeacher):
-                place.ready(START_S)
+                place.ready(own_options(recipe.teachers[name]).start_s)
         heads |= _heads(recipe, places, OwnTeacher, student.device)
         _check_heads(heads, student)
         undo.pop_all()

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from practicum.dataplane.keys import Key
 from practicum.errors import DataError, RewardError
 from practicum.recipe.schema import Recipe
-from practicum.recipe.ways import is_own, streams
+from practicum.recipe.ways import is_own, own_options, streams
 from practicum.rollout.protocol import Engine
 from practicum.rollout.together import together
 from practicum.runtime.events import run_async
-from practicum.runtime.hiring import START_S
 from practicum.tasks.calls import shorten
 from practicum.tasks.prompts import Prompt, answer_text, prompt_text
 from practicum.tasks.rewards import Judged
@@ -65,9 +64,9 @@ def seat(recipe: Recipe, room: int) -> Panel:
                 own.start()
             else:
                 panel.places[name] = ColocatedRewarder(name, load_rewarder(name, spec, room))
-        for place in panel.places.values():
+        for name, place in panel.places.items():
             if isinstance(place, OwnRewarder):
-                place.ready(START_S)
+                place.ready(own_options(recipe.reward.models[name]).start_s)
         undo.pop_all()
     return panel
 
@@ -96,9 +95,10 @@ class Jury:
         self._said: dict[str, dict[str, Verdict]] = {}
         """What streamed models said of each case that the reward stage has not asked for yet."""
 
-    def streamed_s(self) -> float:
-        """Seconds of streamed judging so far."""
-        return sum(self.panel.places[name].busy_s for name in self._streamed)
+    @property
+    def streams(self) -> bool:
+        """Whether some model judges while the student still rolls out."""
+        return bool(self._streamed)
 
     def case(self, key: Key, prompt: Prompt, response: str) -> Case:
         """What the models are shown of an answer."""

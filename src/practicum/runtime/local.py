@@ -142,7 +142,8 @@ def _connect(recipe: Recipe, plan: Plan, watch: Watch, model: PreTrainedModel, h
         reference = Scorer(Trunk(load_reference(recipe, model), recipe.train))
     context = rollout_context(recipe, context_length(model))
     engine = TorchEngine(model, slots=recipe.rollout.slots, context=context)
-    faculty = None if staff is None else Faculty(recipe, plan, store, staff, engine, tokenizer)
+    vocab = model.config.get_text_config().vocab_size
+    faculty = None if staff is None else Faculty(recipe, plan, store, staff, engine, tokenizer, vocab=vocab)
     valuation = None
     if recipe.critic is not None:
         critic = Critic(model, recipe.train, recipe.critic, on_nonfinite=on_nonfinite)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +18,7 @@ from practicum.dataplane.stage import Columns, stage
 from practicum.dataplane.store import Store
 from practicum.errors import PracticumError
 from practicum.recipe.schema import Recipe
+from practicum.recipe.ways import uses_reward
 from practicum.rollout.loops import find_loop
 from practicum.rollout.protocol import Engine, Sampling
 from practicum.rollout.session import Session, Trajectory, require_trajectories
@@ -26,6 +28,7 @@ from practicum.runtime.faculty import Faculty
 from practicum.runtime.jury import Jury
 from practicum.tasks.prompts import Prompt, demonstration, encode_prompt
 from practicum.tasks.rewards import Judge, RewardSample
+from practicum.teachers.place import OpenTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +58,8 @@ class Practice:
         self.recipe, self.plan, self.store = recipe, plan, store
         self.engine, self.tokenizer, self.judge = engine, tokenizer, judge
         self.faculty, self.jury = faculty, jury
-        self.hidden_share: float | None = None
-        """Share of the last rollout's streamed scoring that was hidden behind it."""
+        self._streams = OpenTime()
+        self._tail_s = self._streamed_s = 0.0
         assert isinstance(tokenizer.eos_token_id, int)
         self.end_id = tokenizer.eos_token_id
         self.prompts: dict[Key, Prompt] = {}
@@ -76,12 +79,12 @@ class Practice:
     def rollout(self, attempts: Sequence[Attempt], partition: str, *, seed: int) -> BatchRef:
         """Run sessions at once; a row is in the store as soon as its session is done."""
         encoded = {a.prompt.uid: self.encode(a.prompt) for a in attempts}
-        before = self._streamed_s()
+        before = self._streams.seconds
         self._last_sample = time.perf_counter()
         work = self._run_all(attempts, encoded, partition, seed)
         run_async(work, timeout=self.recipe.rollout.deadline_s, owner=f"rollout ({partition})")
-        waited, scored = time.perf_counter() - self._last_sample, self._streamed_s() - before
-        self.hidden_share = 1.0 - min(1.0, waited / scored) if scored else None
+        self._tail_s += time.perf_counter() - self._last_sample
+        self._streamed_s += self._streams.seconds - before
         wanted = {(a.prompt.uid, a.session) for a in attempts}
         rows = self.store.batch(partition)
         # Sessions finish in any order; the batch is in the order of its keys.
@@ -116,7 +119,9 @@ class Practice:
         if self.jury is not None:
             answer = session.text(trajectories[-1])
             streams.append(self.jury.stream(self.jury.case(batch.keys[-1], prompt, answer)))
-        await together(streams)
+        streamed = any(role is not None and role.streams for role in (self.faculty, self.jury))
+        with self._streams.work() if streamed else nullcontext():
+            await together(streams)
 
     def _tags(self, prompt: Prompt, trajectory: Trajectory, attempt: Attempt | None) -> Tags:
         pieces = trajectory.pieces
@@ -133,9 +138,12 @@ class Practice:
             is_baseline=attempt is not None and attempt.is_baseline,
         )
 
-    def _streamed_s(self) -> float:
-        """Seconds of streamed scoring and judging so far."""
-        return sum(role.streamed_s() for role in (self.faculty, self.jury) if role is not None)
+    def take_hidden_share(self) -> float | None:
+        """Of the time in which finished sessions were scored or judged by models with resources of their own,
+        the share that other sessions still rolled out; since this was asked last. None if there was none."""
+        tail, whole = self._tail_s, self._streamed_s
+        self._tail_s = self._streamed_s = 0.0
+        return 1.0 - min(1.0, tail / whole) if whole else None
 
     def _demonstration(self, prompt: Prompt) -> tuple[Key, Tags, Trajectory, Prompt]:
         ids = self.tokenizer.encode(demonstration(prompt), add_special_tokens=False)
@@ -177,7 +185,8 @@ class Practice:
         rewards, tags = torch.zeros(len(batch)), {}
         for i, (key, tag) in enumerate(batch):
             verdict = verdicts[key.prompt, key.session]
-            failed = verdict.reward is None
+            # A judgement that nothing is learnt from does not take a row away from the teachers.
+            failed = verdict.reward is None and uses_reward(self.recipe)
             rewards[i] = torch.nan if verdict.reward is None else verdict.reward
             tags[key] = replace(
                 tag,

@@ -89,7 +89,7 @@ class Student:
         taken: list[dict[str, float]] = []
         for rows in minibatches(self.recipe, batch, step):
             update = self._update_batch(batch, columns, session_B, rows, pairs)
-            if not taken and self._measures_gradients(step):
+            if not taken and len(pairs) > 1 and self._measures_gradients(step):
                 norms = self._gradient_norms(update, batch.take(rows))
             sampled = sum(batch.tags[row].sampled_tokens for row in rows)
             self.learner.stepper.before_step = partial(self._check, sampled, fresh=not taken)

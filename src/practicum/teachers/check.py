@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
+from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from practicum.errors import RecipeError, RecipeErrors
@@ -38,7 +41,7 @@ def check_teachers(
     `student_vocab` is the width of the student's output, `student_context` its longest sequence.
     Routes must be right (`check_routes`).
     """
-    longest = _longest_prompts(recipe, student, longest_prompt)
+    longest = longest_prompts(recipe, student, longest_prompt)
     problems = _check_top_k(recipe, len(student))
     findings = []
     for name, teacher in recipe.teachers.items():
@@ -46,6 +49,7 @@ def check_teachers(
         sentence = f"teacher {name}: {one.describe(student, uses_chat, student_context)}"
         if recipe.distill is not None and recipe.distill.signal == "full":
             one.check_width(student_vocab)
+        one.check_memory()
         extra = 1 if teacher.url is not None else 0
         problem = check_context(name, one.context, longest[name], longest_answer, extra, teacher.context)
         problems += [problem] if problem else []
@@ -153,6 +157,22 @@ class _Check:
         self.problems += found
         return "another vocabulary" if found else f"same vocabulary ({len(tokenizer):,} tokens)"
 
+    def check_memory(self) -> None:
+        """The weights must fit what the recipe allows this teacher."""
+        allowed = self.teacher.memory_gb
+        if allowed is None or self.teacher.model is None or self.teacher.url is not None:
+            return
+        needed = weights_gb(self.teacher.model, self.teacher.dtype)
+        if needed is not None and needed > allowed:
+            self.problems.append(
+                RecipeError(
+                    f"{self.path}.memory_gb",
+                    f"{allowed:g} for weights of {needed:.3g} GiB as {self.teacher.dtype}",
+                    f"at least {needed:.3g}",
+                    "raise it, choose a smaller number type (dtype), or put the teacher behind a url",
+                )
+            )
+
     def check_width(self, student_vocab: int | None) -> None:
         """Whole distributions are compared output by output, so there must be as many."""
         if self.width is None or student_vocab is None or self.width == student_vocab:
@@ -165,6 +185,17 @@ class _Check:
                 "set distill.signal: top_k, which compares tokens by id",
             )
         )
+
+
+def weights_gb(folder: str, dtype: str) -> float | None:
+    """GiB of the weights in a folder as this number type, by the headers of its files; None if unknown."""
+    size = {"float32": 4, "bfloat16": 2, "float64": 8}[dtype]
+    files = sorted(Path(folder).expanduser().glob("*.safetensors"))
+    numbers = 0
+    for file in files:
+        with safe_open(file, "pt") as held:
+            numbers += sum(math.prod(held.get_slice(key).get_shape()) for key in held.keys())  # noqa: SIM118
+    return numbers * size / 2**30 if files else None
 
 
 def _architecture(config: PreTrainedConfig) -> str:
@@ -180,7 +211,7 @@ def _check_top_k(recipe: Recipe, tokens: int) -> list[RecipeError]:
     return [RecipeError("distill.top_k", found, expected, "lower it, or set distill.signal: full")]
 
 
-def _longest_prompts(recipe: Recipe, student: PreTrainedTokenizerBase, longest: int) -> dict[str, int]:
+def longest_prompts(recipe: Recipe, student: PreTrainedTokenizerBase, longest: int) -> dict[str, int]:
     """Tokens of each teacher's longest prompt, with what it reads before; `longest` is of all prompts."""
     if len(recipe.teachers) == 1 and all(t.before is None for t in recipe.teachers.values()):
         return dict.fromkeys(recipe.teachers, longest)

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from practicum.errors import EngineError, TeacherError
-from practicum.models.load import load_model
+from practicum.models.load import context_length, load_model
 from practicum.recipe.schema import Model
 from practicum.recipe.teaching import Teacher
 from practicum.rollout.protocol import Scores
 from practicum.rollout.torch_engine import TorchEngine
 from practicum.rollout.weights import Aside, distinct_tensors
 from practicum.teachers.head import OutputHead
-from practicum.teachers.place import Row, Wanted
+from practicum.teachers.place import UNDECLARED, Row, Wanted, too_long
 
 
 class ColocatedTeacher:
@@ -28,9 +28,13 @@ class ColocatedTeacher:
         self.model = model
         self.nbytes = sum(tensor.nbytes for tensor in distinct_tensors(model))
         self.on_cpu = model.device.type == "cpu"
-        # Scoring needs no KV memory: one slot of two tokens is what the engine can't do without.
+        longest = context_length(model)
+        self.context = min((n for n in (teacher.context, longest) if n is not None), default=None)
+        # Scoring needs no KV memory: one slot of two tokens is what the engine can't do without. Of a model
+        # that does not say how long sequences may be, the engine's context is the limit.
+        context = 2 if longest is not None else teacher.context or UNDECLARED
         self.engine = TorchEngine(
-            model, slots=1, context=2, score_tokens=teacher.batch_tokens, owns_weights=True
+            model, slots=1, context=context, score_tokens=teacher.batch_tokens, owns_weights=True
         )
 
     def head(self) -> OutputHead:
@@ -39,9 +43,16 @@ class ColocatedTeacher:
 
     async def score(self, row: Row, wanted: Wanted) -> Scores:
         """What it says of a row; it must be awake."""
+        if self.context is not None and len(row.ids) > self.context:
+            raise TeacherError(too_long(self.name, row, self.context))
         try:
             return await self.engine.score(
-                row.ids, row.start, wanted.top_k, temperature=wanted.temperature, hidden=wanted.hidden
+                row.ids,
+                row.start,
+                wanted.top_k,
+                temperature=wanted.temperature,
+                hidden=wanted.hidden,
+                vocab=wanted.vocab,
             )
         except EngineError as error:
             raise TeacherError(f"teacher {self.name} failed in {row.name}: {error}") from error

@@ -79,7 +79,10 @@ def starved(metrics: Mapping[str, float], shares: Mapping[str, float] | None) ->
             found.append(f"{name} has {share:.1%} of the gradient and a target of {target:.1%}")
     if not found:
         return None
-    return f"{'; '.join(found)}: set route.shares to give each teacher its part of the loss"
+    advice = "set route.shares to give each teacher its part of the loss"
+    if shares is not None:
+        advice = "its part of the loss is as set: the student agrees with it, or it needs a larger one"
+    return f"{'; '.join(found)}: {advice}"
 
 
 def totals(rows: Iterable[Mapping[str, float]]) -> dict[str, dict[str, float]]:

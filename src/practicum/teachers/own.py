@@ -12,7 +12,7 @@ from practicum.recipe.teaching import Teacher
 from practicum.recipe.ways import own_options
 from practicum.rollout.protocol import Scores
 from practicum.teachers.head import OutputHead
-from practicum.teachers.place import Row, Wanted, no_scores
+from practicum.teachers.place import Row, Wanted, no_scores, too_long
 from practicum.teachers.processes import Processes
 from practicum.teachers.worker import Setup
 
@@ -73,13 +73,10 @@ class OwnTeacher(Processes):
         facts = self.facts()
         self.check(row.name)
         if facts.context is not None and len(row.ids) > facts.context:
-            raise TeacherError(
-                f"teacher {self.name} can't score {row.name}: {len(row.ids)} tokens, its context is "
-                f"{facts.context}; shorten prompts or answers, or raise teachers.{self.name}.context"
-            )
+            raise TeacherError(too_long(self.name, row, facts.context))
         if row.start == len(row.ids):
             return no_scores(wanted, facts.hidden, self.version)
-        args = (list(row.ids), row.start, wanted.top_k, wanted.temperature, wanted.hidden)
+        args = (list(row.ids), row.start, wanted.top_k, wanted.temperature, wanted.hidden, wanted.vocab)
         tensors, version = await self.ask("score", args, row.name, len(row.ids))
         held = load(tensors)
         return Scores(

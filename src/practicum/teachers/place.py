@@ -21,6 +21,8 @@ class Wanted:
     top_k: int = 0
     hidden: bool = False
     temperature: float = 1.0
+    vocab: int | None = None
+    """The student's outputs: a teacher's beyond them do not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,18 @@ class Place(Protocol):
     def close(self) -> None:
         """Let go of what it holds; rows under way fail."""
         ...
+
+
+UNDECLARED = 8192
+"""Longest sequence in tokens for a model that does not declare one."""
+
+
+def too_long(teacher: str, row: Row, context: int) -> str:
+    """The sentence for a row that does not fit the teacher's context."""
+    return (
+        f"teacher {teacher} can't score {row.name}: {len(row.ids)} tokens, its context is {context}; "
+        f"shorten prompts or answers, or raise teachers.{teacher}.context"
+    )
 
 
 async def score_rows(place: Place, rows: Sequence[Row], wanted: Wanted) -> list[Scores]:

@@ -58,8 +58,8 @@ class Processes:
         except TimeoutError:
             self.close()
             raise TeacherError(
-                f"{self.who} was not ready after {timeout:g} s: a model that large needs more time, "
-                "or the machine is too busy"
+                f"{self.who} was not ready after {timeout:g} s: a large model needs more time "
+                "(placement.own.start_s), or the machine is too busy"
             ) from None
         except TeacherError:
             self.close()

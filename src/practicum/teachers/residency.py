@@ -59,6 +59,7 @@ class Residency:
         """
         sleeper = self._sleepers[name]
         self.wakes[name] += 1
+        self._make_room(sleeper)
         try:
             sleeper.wake()
         except (PracticumError, OSError, RuntimeError) as error:
@@ -81,21 +82,22 @@ class Residency:
         self._level[name] = "device"
         self._make_room()
 
-    def _make_room(self) -> None:
-        for name in self._beyond("device"):
+    def _make_room(self, awake: Sleeper | None = None) -> None:
+        """Move models until the budgets hold, with the one that is about to wake on the device too."""
+        for name in self._beyond("device", awake):
             on_cpu = self._sleepers[name].on_cpu
             self._move(name, "disk" if on_cpu else "host")
         for name in self._beyond("host"):
             self._move(name, "disk")
 
-    def _beyond(self, level: Level) -> list[str]:
+    def _beyond(self, level: Level, awake: Sleeper | None = None) -> list[str]:
         """Models of a level that do not fit its budget, counted from the one used last.
 
-        One that is too large for what is left takes no room from those used before it.
+        One that is too large for what is left takes no room from those used before it; `awake` comes first.
         """
-        beyond, used = [], 0
+        beyond, used = [], 0 if awake is None else awake.nbytes
         for name in reversed(self._order):
-            if self._level[name] == level:
+            if self._level[name] == level and (awake is None or name != awake.name):
                 sleeper = self._sleepers[name]
                 if used + sleeper.nbytes > self._budget(level, sleeper):
                     beyond.append(name)

@@ -65,9 +65,8 @@ class Facts:
 
 
 class Request(NamedTuple):
-    """Something to do. `score`: (ids, start, top_k, temperature, hidden); `load`: (path, version).
-
-    `judge`: (case,).
+    """Something to do. `score`: (ids, start, top_k, temperature, hidden, vocab); `load`:
+    (path, version); `judge`: (case,).
     """
 
     number: int
@@ -138,11 +137,12 @@ def _load(setup: Setup | RewarderSetup) -> tuple[_Served, Facts]:
 def _load_teacher(setup: Setup) -> tuple[_Served, Facts]:
     from practicum.models.load import context_length, load_model
     from practicum.rollout.torch_engine import TorchEngine
+    from practicum.teachers.place import UNDECLARED
 
     model = load_model(setup.model, setup.seed, key=setup.key)
     longest = context_length(model)
     # Scoring needs no KV memory, so as little as there can be is set aside.
-    context = min(2, longest) if longest is not None else setup.context or 8192
+    context = min(2, longest) if longest is not None else setup.context or UNDECLARED
     engine = TorchEngine(model, slots=1, context=context, score_tokens=setup.batch_tokens)
     limits = [n for n in (setup.context, longest) if n is not None]
     return _Teacher(engine, model), _facts(model, min(limits, default=None))
@@ -249,10 +249,20 @@ class _Teacher:
             return self._take_weights(*request.args)
         return self._head()
 
-    async def _score(self, ids: list[int], start: int, top_k: int, temperature: float, hidden: bool) -> Any:
+    async def _score(
+        self,
+        ids: list[int],
+        start: int,
+        top_k: int,
+        temperature: float,
+        hidden: bool,
+        vocab: int | None,
+    ) -> Any:
         from safetensors.torch import save
 
-        scores = await self._engine.score(ids, start, top_k, temperature=temperature, hidden=hidden)
+        scores = await self._engine.score(
+            ids, start, top_k, temperature=temperature, hidden=hidden, vocab=vocab
+        )
         tensors = {
             "logprobs": scores.logprobs,
             "topk_ids": scores.topk_ids,

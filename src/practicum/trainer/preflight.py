@@ -17,7 +17,7 @@ from practicum.runtime.local import load_reference, rollout_context
 from practicum.tasks.check import check_tasks, tasks_needing_answer
 from practicum.tasks.prompts import Prompt, demonstration, encode_prompt
 from practicum.tasks.stream import eval_prompts, make_stream
-from practicum.teachers.check import check_teachers
+from practicum.teachers.check import check_teachers, longest_prompts
 from practicum.teachers.check_routes import check_routes
 from practicum.teachers.rewarders.check import check_rewarders
 
@@ -63,7 +63,9 @@ def check_without_models(recipe: Recipe) -> list[str]:
             student_vocab=vocab,
             student_context=model_context,
         )
-        findings += probe_servers(recipe, vocab or len(tokenizer), sum(longest))
+        prompts = longest_prompts(recipe, tokenizer, longest[0])
+        needed = {name: tokens + longest[1] for name, tokens in prompts.items()}
+        findings += probe_servers(recipe, vocab or len(tokenizer), needed)
     if recipe.reward.models:
         findings += check_rewarders(recipe, tokenizer, sum(longest))
         findings += probe_judges(recipe, chat=_uses_chat(recipe))

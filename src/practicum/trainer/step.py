@@ -161,7 +161,7 @@ class StepRunner:
             return {}
         waiting = faculty.waiting(batch)
         self._run("teachers", lambda: faculty.score(waiting, prompts=practice.prompts))
-        hidden = practice.hidden_share
+        hidden = practice.take_hidden_share()
         return {} if hidden is None else {"teachers/hidden": hidden}
 
     def _ledger(self, batch: BatchRef, measured: Measured | None) -> dict[str, float]:
