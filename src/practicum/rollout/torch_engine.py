@@ -135,7 +135,8 @@ class TorchEngine:
         with self._desk.take_turn("go to sleep"):
             before = self.memory()
             self._scheduler.free()
-            return_memory(self._runner.device)
+            if self._runner.device.type != "cpu":  # a CPU's large blocks go back to the system by themselves
+                return_memory(self._runner.device)
         return Memory(0, before.kv)
 
     def put_aside(self, where: Aside) -> Memory:
