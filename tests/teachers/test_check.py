@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from practicum.errors import RecipeErrors
+from practicum.models.sources import read_config, read_tokenizer
 from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.schema import Recipe
 from practicum.recipe.teaching import Teacher
 from practicum.teachers.check import check_context, check_teachers, load_teacher_tokenizer
 from practicum.teachers.check_routes import check_routes
 from practicum.teachers.vocabulary import compare_vocabularies
+from tests.teachers.models import save_tiny
 
 SORT = {"sort": {"kind": "sort"}}
 
@@ -264,3 +267,21 @@ def test_tokenizers_are_loaded_once(tmp_path: Path) -> None:
     first = load_teacher_tokenizer(teacher, "teachers.t")
     assert first is not None
     assert load_teacher_tokenizer(teacher.model_copy(update={"dtype": "float64"}), "teachers.u") is first
+
+
+def test_tokenizers_and_configs_are_read_once_and_again_when_the_folder_changes(tmp_path: Path):
+    save_model(tmp_path)
+    first = read_tokenizer(str(tmp_path))
+    assert read_tokenizer(str(tmp_path)) is first
+    assert read_config(str(tmp_path)) is read_config(str(tmp_path))
+    stamp = (tmp_path / "tokenizer.json").stat().st_mtime_ns + 1_000_000
+    os.utime(tmp_path / "tokenizer.json", ns=(stamp, stamp))
+    assert read_tokenizer(str(tmp_path)) is not first
+
+
+def test_a_teacher_larger_than_its_memory_is_refused_before_it_is_loaded(tmp_path: Path):
+    save_tiny(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    spec = recipe(SORT, {"t": {"model": str(tmp_path), "memory_gb": 1e-6}})
+    assert "at least" in problems(lambda: check(spec))["teachers.t.memory_gb"]
+    check(recipe(SORT, {"t": {"model": str(tmp_path), "memory_gb": 1.0}}))

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GPT2Config,
     LlamaConfig,
     PreTrainedModel,
@@ -22,6 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from practicum.errors import RecipeError
 from practicum.models.attention import prepare_attention
+from practicum.models.sources import read_config, read_tokenizer
 from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.schema import MakeModel, Model
 
@@ -89,7 +88,7 @@ def load_tokenizer(spec: Model) -> PreTrainedTokenizerBase:
     if spec.tokenizer is None:
         require_model_folder(source)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = read_tokenizer(source)
     except (OSError, ValueError) as error:
         key = "model.tokenizer" if spec.tokenizer else "model.path"
         raise RecipeError(
@@ -159,7 +158,7 @@ def model_facts(spec: Model, tokens: int) -> tuple[int | None, int | None]:
     assert spec.path is not None
     require_model_folder(spec.path)
     try:
-        config: Any = AutoConfig.from_pretrained(spec.path)
+        config = read_config(spec.path)
     except (OSError, ValueError) as error:
         expected = "a causal language model in HuggingFace format"
         raise RecipeError("model.path", spec.path, expected, str(error).splitlines()[0]) from error

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from safetensors import safe_open
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from practicum.errors import RecipeError, RecipeErrors
 from practicum.models.load import require_model_folder
+from practicum.models.sources import read_config, read_tokenizer
 from practicum.recipe.routing import destinations
 from practicum.recipe.schema import Recipe
 from practicum.recipe.teaching import Teacher
@@ -96,12 +96,12 @@ def load_teacher_tokenizer(teacher: Teacher, path: str) -> PreTrainedTokenizerBa
     """
     if teacher.tokenizer is not None:
         return _loaded(
-            _tokenizer, teacher.tokenizer, f"{path}.tokenizer", "a tokenizer in HuggingFace format"
+            read_tokenizer, teacher.tokenizer, f"{path}.tokenizer", "a tokenizer in HuggingFace format"
         )
     if teacher.url is not None or teacher.model is None:
         return None
     require_model_folder(teacher.model, f"{path}.model")
-    return _loaded(_tokenizer, teacher.model, f"{path}.model", "a model with its tokenizer")
+    return _loaded(read_tokenizer, teacher.model, f"{path}.model", "a model with its tokenizer")
 
 
 def load_teacher_config(teacher: Teacher, path: str) -> PreTrainedConfig | None:
@@ -237,11 +237,5 @@ def _loaded(load: Callable[[str], T], source: str, key: str, expected: str) -> T
         raise RecipeError(key, source, expected, str(error).splitlines()[0]) from error
 
 
-@cache
-def _tokenizer(source: str) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(source)
-
-
-@cache
 def _config(source: str) -> Any:
-    return AutoConfig.from_pretrained(source).get_text_config()
+    return read_config(source).get_text_config()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from practicum.errors import RecipeError, RecipeErrors
 from practicum.models.load import require_model_folder
+from practicum.models.sources import read_config
 from practicum.recipe.schema import Recipe
 from practicum.recipe.teaching import RewardModel
 from practicum.recipe.templates import fill
@@ -75,7 +76,7 @@ def _bare(prompt: str) -> str:
 def _config(path: str, spec: RewardModel) -> Any:
     require_model_folder(spec.model, f"{path}.model")
     try:
-        return AutoConfig.from_pretrained(spec.model)
+        return read_config(spec.model)
     except (OSError, ValueError) as error:
         expected = "a model in HuggingFace format"
         raise RecipeError(f"{path}.model", spec.model, expected, str(error).splitlines()[0]) from error

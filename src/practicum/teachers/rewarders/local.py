@@ -9,13 +9,13 @@ import torch
 from safetensors import SafetensorError
 from transformers import (
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from practicum.errors import EngineError, RecipeError, TeacherError
 from practicum.models.load import context_length, load_model, pick_device, require_model_folder, stop_ids
+from practicum.models.sources import read_tokenizer
 from practicum.recipe.schema import Model
 from practicum.recipe.teaching import RewardModel
 from practicum.rollout.weights import Aside, distinct_tensors
@@ -59,7 +59,7 @@ def load_tokenizer(source: str, path: str) -> PreTrainedTokenizerBase:
     """The tokenizer in the reward model's own folder; `path` is the model's key in the recipe."""
     require_model_folder(source, f"{path}.model")
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return read_tokenizer(source)
     except (OSError, ValueError) as error:
         expected = "a model with its tokenizer"
         raise RecipeError(f"{path}.model", source, expected, str(error).splitlines()[0]) from error
