@@ -147,7 +147,7 @@ FORMS = "colocated, own, or {own: {replicas: …}}"
             "teachers.math.placement.own=null",
             "teachers.math.placement.own",
             "a mapping",
-            "write {} to take the defaults; its keys are replicas, threads",
+            "write {} to take the defaults; its keys are replicas, threads, start_s",
         ),
         ("route.to.sort=3", "route.to.sort", "text, or a mapping of names to numbers", ""),
         ("route.to.sort={a: b}", "route.to.sort.a", "a number", ""),
