@@ -11,6 +11,7 @@ from practicum.dataplane.fields import FIELDS
 from practicum.dataplane.plan import Plan, StageSpec, chain, draw, make_plan, old_source, resolve
 from practicum.errors import RecipeError
 from practicum.recipe.schema import Recipe
+from practicum.recipe.traits import Traits
 
 ROWS = ("prompt_ids", "response_ids", "response_mask")
 SAMPLED = (*ROWS, "rollout_logprobs", "plain_logprobs")
@@ -33,7 +34,7 @@ def test_grpo_with_one_optimizer_step_needs_no_other_model() -> None:
     plan = make_plan(recipe())
     assert names(plan) == ["rollout", "reward", "advantages", "update_student", "sync", "clear"]
     assert plan["rollout"].writes == SAMPLED
-    assert plan["advantages"].reads == ("response_mask", "reward")
+    assert plan["advantages"].reads == ("response_mask", "reward_tokens")
     assert plan["advantages"].writes == ("advantages",)
     assert plan["update_student"].reads == (*ROWS, "advantages", "plain_logprobs")
     assert "algorithm.kl.place is off" in reason(plan, "ref_logprobs")
@@ -56,12 +57,12 @@ def test_ppo_with_kl_in_the_reward_runs_everything_but_demonstrations() -> None:
     ]
     assert plan["advantages"].writes == ("advantages", "returns")
     assert set(plan["advantages"].reads) == {
-        *("response_mask", "reward", "values", "ref_logprobs", "old_logprobs")
+        *("response_mask", "reward_tokens", "values", "ref_logprobs", "old_logprobs")
     }
     assert plan["update_critic"].reads == (*ROWS, "values", "returns")
     assert "old_logprobs" in plan["update_student"].reads
     assert "ref_logprobs" not in plan["update_student"].reads
-    assert [stage.name for stage, _ in plan.skipped] == ["demonstrate", "teachers"]
+    assert [stage.name for stage, _ in plan.skipped] == ["demonstrate", "teachers", "pad"]
 
 
 def test_supervised_training_judges_nothing() -> None:
@@ -69,7 +70,7 @@ def test_supervised_training_judges_nothing() -> None:
     assert names(plan) == ["demonstrate", "update_student", "sync", "clear"]
     assert plan["update_student"].reads == plan["demonstrate"].writes == ROWS
     assert reason(plan, "advantages") == "nobody reads advantages: algorithm.loss is supervised"
-    assert reason(plan, "reward") == "nobody reads reward: demonstrations are not judged"
+    assert reason(plan, "reward") == "nobody reads reward and reward_tokens: demonstrations are not judged"
     assert "demonstrations are the batch" in reason(plan, "rollout")
     assert "no policy loss" in reason(plan, "old_logprobs")
 
@@ -257,8 +258,37 @@ def test_the_drawing_shows_who_wrote_what_is_read_and_what_is_left_out() -> None
         "4 optimizer steps per step, on 64 sessions each",
     ):
         assert words in text
-    assert chain(plan).startswith("rollout → reward → old_logprobs → ref_logprobs → advantages")
+    assert chain(plan).startswith("rollout → reward → pad → old_logprobs → ref_logprobs → advantages")
 
 
 def test_a_made_up_plan_can_be_drawn_without_counts() -> None:
     assert draw(resolve([StageSpec("end", effect=True)])) == " 1. end"
+
+
+def test_only_a_batch_that_is_cut_needs_padding() -> None:
+    assert "pad" not in make_plan(recipe())
+    assert "takes the whole batch" in reason(make_plan(recipe()), "pad")
+    for train in ({"minibatches": 2}, {"minibatch_rows": 16}):
+        plan = make_plan(recipe(train=train))
+        assert names(plan).index("pad") < names(plan).index("old_logprobs")
+    assert "pad" in make_plan(recipe(algorithm={"advantage": "gae"}, critic={"minibatch_rows": 8}))
+
+
+def test_rows_of_models_that_see_carry_pictures_and_positions_to_whoever_runs_the_model() -> None:
+    asked = recipe(algorithm={"kl": {"place": "loss"}}, train={"minibatches": 2})
+    plan = make_plan(asked, Traits(vision=True))
+    assert {"position_ids", "multi_modal_inputs"} <= set(plan["rollout"].writes)
+    for stage in ("old_logprobs", "ref_logprobs", "update_student"):
+        assert {"position_ids", "multi_modal_inputs"} <= set(plan[stage].reads)
+    assert not {"position_ids", "multi_modal_inputs"} & set(make_plan(asked)["rollout"].writes)
+
+
+def test_recorded_experts_are_replayed_by_the_student_alone_and_only_if_asked() -> None:
+    asked = recipe(algorithm={"kl": {"place": "loss"}}, train={"minibatches": 2})
+    plan = make_plan(asked, Traits(moe=True))
+    assert "routed_experts" in plan["rollout"].writes
+    assert "routed_experts" in plan["old_logprobs"].reads
+    assert "routed_experts" in plan["update_student"].reads
+    assert "routed_experts" not in plan["ref_logprobs"].reads
+    off = make_plan(recipe(train={"replay_experts": False}), Traits(moe=True))
+    assert all("routed_experts" not in (*stage.reads, *stage.writes) for stage in off)

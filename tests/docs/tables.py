@@ -6,7 +6,11 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from benchmarks.padding_table import padding_table
+
 from practicum.dataplane.fields import FIELDS, Field
+from practicum.dataplane.padding import padding_batch
+from practicum.dataplane.ragged import Ragged
 from practicum.learning.metrics import METRICS as UPDATE_METRICS
 from practicum.tasks.builtin import describe_tasks
 from practicum.tasks.scorers import RewardSample
@@ -33,6 +37,19 @@ def _shape(field: Field) -> str:
         return "any"
     axes = [_LETTERS[field.extent]] if field.extent != "scalar" else []
     return f"[{', '.join([*axes, *field.trailing])}]"
+
+
+def padding_rules_table() -> str:
+    """What a padding row holds in each field, by rule."""
+    widths = {letter: 2 for field in FIELDS.values() for letter in field.trailing}
+    _, columns = padding_batch("train", 1, list(FIELDS), end_id=0, widths=widths)
+    rules: dict[str, list[str]] = {}
+    for name, column in columns.items():
+        field = FIELDS[name]
+        axes = [str(len(column[0]))] if isinstance(column, Ragged) else []
+        shape = f" [{', '.join([*axes, *field.trailing])}]" if field.extent != "object" else ""
+        rules.setdefault(f"`{field.padding}`", []).append(f"`{name}`{shape}")
+    return table(("rule", "fields of a padding row"), ((rule, ", ".join(f)) for rule, f in rules.items()))
 
 
 def metrics_table() -> str:
@@ -62,6 +79,8 @@ def sample_fields() -> list[str]:
 
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "fields": ("dataplane.md", fields_table),
+    "padding rules": ("padding.md", padding_rules_table),
+    "padding": ("padding.md", padding_table),
     "metrics": ("runs.md", metrics_table),
     "update metrics": ("runs.md", update_metrics_table),
     "tasks": ("tasks.md", tasks_table),

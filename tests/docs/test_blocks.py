@@ -63,7 +63,7 @@ def test_the_rewards_of_the_docs_judge(folder: Path):
 
 def test_the_loop_of_the_docs_is_found(folder: Path):
     write_files(ROOT / "docs/rollout.md", folder)
-    loop = load_recipe("recipes/second-try.yaml").recipe.rollout.loop
+    loop = load_recipe("recipes/second-try.yaml").recipe.agent.loop
     assert find_loop(loop).__name__ == "second_try"
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from transformers import (
     LlamaConfig,
     PreTrainedModel,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from practicum.algorithms.aggregation import token_weights
@@ -36,7 +39,8 @@ def tiny(family: str = "qwen3", dtype: torch.dtype = torch.float64, seed: int = 
             vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3
         )
     else:
-        kind = Qwen3Config if family == "qwen3" else LlamaConfig
+        kind = {"qwen3": Qwen3Config, "llama": LlamaConfig, "qwen3_moe": Qwen3MoeConfig}[family]
+        experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
         config = kind(
             vocab_size=VOCAB,
             hidden_size=32,
@@ -48,10 +52,13 @@ def tiny(family: str = "qwen3", dtype: torch.dtype = torch.float64, seed: int = 
             max_position_embeddings=64,
             initializer_range=0.3,
             tie_word_embeddings=family == "qwen3",
+            **(experts if family == "qwen3_moe" else {}),
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype)
+    if family == "qwen3_moe" and dtype == torch.float64:
+        model.set_experts_implementation("eager")  # the grouped matrix product knows no doubles
     # transformers' own norms round double precision to single; tests/learning/test_norms.py compares them.
     fuse_norms(model)
     return ready(model, torch.device("cpu"))
@@ -112,7 +119,40 @@ def take(batch: UpdateBatch, rows: list[int]) -> UpdateBatch:
         for name in batch.__slots__
         if isinstance(getattr(batch, name), Ragged)
     }
-    return replace(batch, **columns, sessions=[batch.sessions[i] for i in rows])
+    numbers = {
+        name: [getattr(batch, name)[i] for i in rows]
+        for name in ("sessions", "session_tokens", "groups")
+        if getattr(batch, name) is not None
+    }
+    extras = None if batch.extras is None else batch.extras.select(rows)
+    return replace(batch, **columns, **numbers, extras=extras)
+
+
+def with_padding(batch: UpdateBatch, places: Sequence[int]) -> UpdateBatch:
+    """The batch with a padding row before each of these rows, or behind the last: no token is sampled."""
+    order = sorted([*range(len(batch.sessions)), *(place - 0.5 for place in places)])
+
+    def padded(rows: Sequence[Any], padding: Any) -> list[Any]:
+        return [rows[int(i)] if i == int(i) else padding for i in order]
+
+    def column(name: str, value: Ragged) -> Ragged:
+        tokens = 2 if name in ("position_ids", "routed_experts") else 1
+        return Ragged.from_rows(padded(value.rows, value.values.new_zeros(tokens, *value.trailing)))
+
+    def columns(of: Any) -> dict[str, Ragged]:
+        found = {f.name: getattr(of, f.name) for f in fields(of)}
+        return {name: column(name, value) for name, value in found.items() if isinstance(value, Ragged)}
+
+    extras, teachers = batch.extras, batch.teachers
+    if extras is not None:
+        images = None if extras.images is None else padded(extras.images, None)
+        extras = replace(extras, **columns(extras), images=images)
+    if teachers is not None:
+        teachers = replace(teachers, **columns(teachers), teacher=padded(teachers.teacher, 0))
+    numbers = {"sessions": -1, "session_tokens": 0, "groups": 0}
+    given = {name: padding for name, padding in numbers.items() if getattr(batch, name) is not None}
+    lists = {name: padded(getattr(batch, name), padding) for name, padding in given.items()}
+    return replace(batch, **columns(batch), **lists, extras=extras, teachers=teachers)
 
 
 @dataclass

@@ -60,8 +60,16 @@ REFUSED = [
     (f"{SUPERVISED} buffer.filter_flat_groups=true", "buffer.filter_flat_groups"),
     (f"{SUPERVISED} critic={{}}", "critic"),
     ("algorithm.advantage=remax buffer.filter_flat_groups=true", "buffer.filter_flat_groups"),
-    ("train.minibatches=5", "train.minibatches"),
-    ("train.minibatches=64", "train.minibatches"),
+    ("train.minibatches=257", "train.minibatches"),
+    ("train.minibatches=2 train.minibatch_rows=16", "train.minibatch_rows"),
+    ("agent.tools=[calculator]", "agent.tools"),
+    ("agent.turns=3", "agent.turns"),
+    ("agent.loop=tool_use", "agent.tools"),
+    ("agent.loop=retry agent.compress_at=64", "agent.compress_at"),
+    ("agent.loop=tool_use agent.tools=[calculator] agent.feedback=no", "agent.feedback"),
+    ("agent.deadline_s=601", "agent.deadline_s"),
+    ("model.make.experts=4", "model.make.experts"),
+    ("model.make.family=qwen3_moe model.make.experts_per_token=9", "model.make.experts_per_token"),
     ("train.warmup_steps=101", "train.warmup_steps"),
     ("train.final_lr=1 train.schedule=linear", "train.final_lr"),
     ("train.final_lr=1e-5", "train.final_lr"),
@@ -87,7 +95,11 @@ ALLOWED = [
     "algorithm.loss=reinforce algorithm.entropy=0.01",
     "algorithm.kl.place=reward algorithm.kl.target=0.1",
     "algorithm.kl.place=loss algorithm.kl.reference=some/model",
-    "algorithm.old_logprobs=rollout train.epochs=3 train.minibatches=4",
+    "algorithm.old_logprobs=rollout train.epochs=3 train.minibatches=5",
+    "train.minibatch_rows=48",
+    "agent.loop=compress agent.tools=[calculator,python] agent.compress_at=64 agent.turns=3",
+    "agent.loop=mine:loop agent.tools=[calculator] agent.feedback=no agent.on_failure.retry=2",
+    "agent.on_failure=drop_group model.make.family=qwen3_moe model.make.experts=4",
     "buffer.filter_flat_groups=true",
     "train.steps=0 train.warmup_steps=10",
     "train.schedule=cosine train.final_lr=1e-5",
@@ -117,7 +129,7 @@ def test_a_possible_combination_is_allowed(write: Write, overrides: str) -> None
 
 def test_all_combinations_are_reported_at_once(write: Write) -> None:
     with pytest.raises(RecipeErrors) as caught:
-        load_recipe(write("critic: {}\n"), ["rollout.samples=1", "train.minibatches=5"])
+        load_recipe(write("critic: {}\n"), ["rollout.samples=1", "train.minibatches=500"])
     found = {error.path: error.found for error in caught.value.errors}
     assert set(found) == {"critic", "rollout.samples", "train.minibatches"}
     assert found["critic"].endswith("(file:5)")

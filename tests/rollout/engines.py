@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from practicum.models.load import make_model, ready
-from practicum.models.tokenizer import make_tokenizer
-from practicum.recipe.schema import MakeModel
+from practicum.models.images import Images
+from practicum.models.load import load_tokenizer, make_model, ready
+from practicum.models.vision import image_token_id
+from practicum.recipe.schema import MakeModel, Model
 from practicum.rollout.protocol import Counter, Generation, Sampling
 from practicum.rollout.torch_engine import TorchEngine
 
@@ -29,7 +30,8 @@ def tiny(family: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float3
     spec: Any = {"family": family, "hidden": 48, "layers": 2, "heads": 4, "head_dim": 12, "context": 128}
     if family != "gpt2":
         spec["kv_heads"] = 2
-    model = make_model(MakeModel(**spec), make_tokenizer(), seed)
+    make = MakeModel(**spec)
+    model = make_model(make, load_tokenizer(Model(make=make)), seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -57,6 +59,37 @@ def prompts(count: int, seed: int = 0, shortest: int = 1, longest: int = 24) -> 
     return [torch.randint(3, 60, (n,), generator=g).tolist() for n in lengths]
 
 
+def pictures(model: PreTrainedModel, *sizes: tuple[int, int], seed: int = 0) -> Images:
+    """Noise pictures of these heights and widths in image tokens."""
+    vision: Any = model.config.vision_config
+    merge = vision.spatial_merge_size
+    grid = torch.tensor([[1, height * merge, width * merge] for height, width in sizes])
+    patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    noise = torch.randn(int(grid.prod(1).sum()), patch, generator=torch.Generator().manual_seed(seed))
+    return Images(noise, grid)
+
+
+def picture_prompt(model: PreTrainedModel, *sizes: tuple[int, int], seed: int = 0) -> list[int]:
+    """Some text, then each picture's tokens and some text behind it."""
+    g = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(3, 60, (3,), generator=g).tolist()
+    for height, width in sizes:
+        ids += [image_token_id(model.config)] * (height * width)
+        ids += torch.randint(3, 60, (4,), generator=g).tolist()
+    return ids
+
+
+def plain_inputs(model: PreTrainedModel, ids: Sequence[int], images: Images | None) -> dict[str, Tensor]:
+    """What transformers' own forward and `generate` take of a sequence with pictures."""
+    inputs = {"input_ids": torch.tensor([list(ids)])}
+    if images is None:
+        return inputs
+    left, token = int(images.grid.prod(1).sum()) // 4, image_token_id(model.config)
+    kind = inputs["input_ids"] == token
+    kind &= kind.cumsum(1) <= left
+    return {**inputs, "mm_token_type_ids": kind.int(), **images.as_inputs()}
+
+
 def sampling(max_new_tokens: int = 16, stop: Iterable[int] = (), **more: Any) -> Sampling:
     return Sampling(max_new_tokens=max_new_tokens, stop=frozenset(stop), **more)
 
@@ -72,10 +105,13 @@ def generate(engine: TorchEngine, requests: Sequence[Request]) -> list[Generatio
 
 def plain_logprobs(model: PreTrainedModel, prompt: Sequence[int], tokens: Tensor) -> Tensor:
     """Full log distributions [R, V] at each sampled token, by a plain forward of the whole sequence."""
-    ids = torch.cat([torch.tensor(prompt), tokens]).unsqueeze(0)
+    return plain_forward(model, [*prompt, *tokens.tolist()])[len(prompt) - 1 : -1].log_softmax(-1)
+
+
+def plain_forward(model: PreTrainedModel, ids: Sequence[int], images: Images | None = None) -> Tensor:
+    """Logits [N, V] of a whole sequence by transformers' own forward."""
     with torch.no_grad():
-        logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1)
+        return model(**plain_inputs(model, ids, images), use_cache=False).logits[0]
 
 
 def resident() -> int:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from practicum.rollout.kv import PromptKv
-from practicum.rollout.queue import Admission, GenerateJob, Prompt, Queue
+from practicum.rollout.queue import Admission, GenerateJob, Given, Prompt, Queue
 from practicum.rollout.sampler import Draw
 from tests.rollout.engines import sampling
 
 
 def job(*prompt: int) -> GenerateJob:
-    return GenerateJob(prompt, sampling(), Draw(), 0)
+    return GenerateJob(Given(prompt), sampling(), Draw(), 0)
 
 
 def computed() -> Prompt:
@@ -19,7 +19,7 @@ def computed() -> Prompt:
 
 
 def sizes(taken: list[Admission]) -> list[tuple[tuple[int, ...], int]]:
-    return [(admission.prompt, len(admission.jobs)) for admission in taken]
+    return [(admission.prompt.ids, len(admission.jobs)) for admission in taken]
 
 
 def queue_of(*jobs: GenerateJob) -> Queue:

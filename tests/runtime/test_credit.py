@@ -7,7 +7,8 @@ from practicum.dataplane.memory import MemoryStore
 from practicum.dataplane.plan import make_plan
 from practicum.dataplane.ragged import Ragged
 from practicum.recipe.schema import Recipe
-from practicum.runtime.credit import Credit, outcome_rewards
+from practicum.runtime.credit import Credit
+from practicum.runtime.judging import at_last_sampled, sampled_runs
 
 
 def recipe(**algorithm: object) -> Recipe:
@@ -33,16 +34,29 @@ def filled(store: MemoryStore, rewards: list[float], lengths: list[int], **colum
     mask = Ragged.packed(torch.ones(total, dtype=torch.bool), lengths)
     store.put(
         batch,
-        {"response_ids": ids, "response_mask": mask, "reward": torch.tensor(rewards), **columns},
+        {
+            "response_ids": ids,
+            "response_mask": mask,
+            "reward_tokens": at_last_sampled(torch.tensor(rewards), mask),
+            **columns,
+        },
     )
     return batch
 
 
-def test_outcome_stands_at_the_last_sampled_token_of_each_session():
-    rewards = torch.tensor([2.0, 3.0, 5.0])
-    mask = torch.tensor([True, True, False, True, False])
-    session = torch.tensor([0, 0, 0, 1, 2])
-    assert outcome_rewards(rewards, mask, session).tolist() == [0.0, 2.0, 0.0, 3.0, 0.0]
+def test_a_reward_stands_at_the_last_sampled_token_of_its_row():
+    rewards = torch.tensor([2.0, 3.0, 5.0, 7.0])
+    mask = Ragged.packed(torch.tensor([True, True, False, True, False]), [3, 1, 1, 0])
+    placed = at_last_sampled(rewards, mask)
+    assert placed.values.tolist() == [0.0, 2.0, 0.0, 3.0, 0.0]
+    assert placed.lengths == mask.lengths
+
+
+def test_turns_are_runs_of_sampled_tokens():
+    ids = torch.tensor([5, 6, 7, 8, 9, 10])
+    mask = torch.tensor([True, True, False, True, False, False])
+    assert [run.tolist() for run in sampled_runs(ids, mask)] == [[5, 6], [8]]
+    assert sampled_runs(ids[:0], mask[:0]) == []
 
 
 def test_grpo_advantages_are_group_relative_and_constant_over_a_response():

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from practicum.errors import RecipeError, RecipeErrors
 from practicum.models.tokenizer import CHARACTERS
 from practicum.tasks.builtin import TASKS, bind, describe_tasks
 from practicum.tasks.draws import Draws
-from practicum.tasks.procedural import split_of
+from practicum.tasks.pictures import COLOURS
+from practicum.tasks.procedural import Example, split_of
 
 kinds = st.sampled_from(sorted(TASKS))
 seeds = st.integers(0, 2**32)
@@ -21,9 +25,11 @@ indices = st.integers(0, 10**12)
 splits = st.sampled_from(["train", "eval"])
 
 
-def solve(prompt: str) -> str:
-    """The answer worked out from the prompt alone, independently of the generators."""
-    name, _, rest = prompt.removesuffix("=").partition(":")
+def solve(example: Example) -> str:
+    """The answer worked out from prompt and pictures, independently of the generators."""
+    name, _, rest = example.prompt.removesuffix("=").partition(":")
+    if name in ("colour", "dots"):
+        return look(name, example.pictures[int(rest or 1) - 1].draw())
     if name == "copy":
         return rest
     if name == "reverse":
@@ -32,7 +38,7 @@ def solve(prompt: str) -> str:
         return "".join(rest[i - len(rest) + 1] for i in range(len(rest)))
     if name == "sort":
         return "".join(str(d) * rest.count(str(d)) for d in range(10))
-    if name == "add":
+    if name in ("add", "total"):
         return str(sum(int(part) for part in rest.split("+")))
     if name == "countdown":
         label, start = rest[:2], int(rest[2:])
@@ -45,11 +51,30 @@ def solve(prompt: str) -> str:
     return "=" if difference == 0 else "<>"[difference > 0]
 
 
+def look(name: str, picture: Image.Image) -> str:
+    """What the pixels show: the one colour that is not grey, or the number of white islands."""
+    pixels: Any = picture.load()
+    places = [(x, y) for x in range(picture.width) for y in range(picture.height)]
+    if name == "colour":
+        corners = Counter(pixels[place] for place in places)
+        (colour,) = {shown for shown in corners if shown in COLOURS.values()}
+        return next(word for word, value in COLOURS.items() if value == colour)
+    white, islands = {place for place in places if pixels[place] == COLOURS["white"]}, 0
+    while white:
+        islands, reached = islands + 1, {white.pop()}
+        while reached:
+            x, y = reached.pop()
+            near = {(x + 1, y), (x - 1, y), (x, y + 1), (x, y - 1)} & white
+            white -= near
+            reached |= near
+    return str(islands)
+
+
 @given(kinds, seeds, splits, indices)
 def test_every_example_is_right_and_its_checker_takes_the_demonstration(kind, seed, split, index):
     task = bind("mine", kind, {})
     example = task.example(seed, split, index)
-    assert example.answer == solve(example.prompt)
+    assert example.answer == solve(example)
     assert set(example.prompt + example.answer) <= set(CHARACTERS)
     assert TASKS[kind].check(f" {example.answer}\n", example.answer, {}) == 1.0
 
@@ -66,13 +91,19 @@ def test_checkers_reject_corrupted_answers(kind, seed, index, data):
 @given(kinds, seeds, splits, indices)
 def test_an_example_is_a_pure_function_of_seed_split_and_index(kind, seed, split, index):
     assert bind("a", kind, {}).example(seed, split, index) == bind("a", kind, {}).example(seed, split, index)
-    assert split_of(bind("a", kind, {}).example(seed, split, index).prompt) == split
+    assert split_of(bind("a", kind, {}).example(seed, split, index).key) == split
+
+
+def shown(example: Example) -> tuple[object, ...]:
+    """All that a model is shown: the text and the very pixels."""
+    images = [picture.draw() for picture in example.pictures]
+    return example.prompt, *((image.size, image.tobytes()) for image in images)
 
 
 @pytest.mark.parametrize("kind", sorted(TASKS))
 def test_splits_are_disjoint_across_seeds_and_task_names(kind):
-    train = {bind("a", kind, {}).example(1, "train", i).prompt for i in range(500)}
-    held_out = {bind("b", kind, {}).example(2, "eval", i).prompt for i in range(500)}
+    train = {shown(bind("a", kind, {}).example(1, "train", i)) for i in range(500)}
+    held_out = {shown(bind("b", kind, {}).example(2, "eval", i)) for i in range(500)}
     assert train
     assert held_out
     assert not train & held_out
@@ -81,15 +112,15 @@ def test_splits_are_disjoint_across_seeds_and_task_names(kind):
 @pytest.mark.parametrize("kind", sorted(TASKS))
 def test_seeds_names_and_indices_give_different_prompts(kind):
     streams = [(s, n) for s in (0, 1) for n in ("a", "b")]
-    drawn = [tuple(bind(n, kind, {}).example(s, "train", i).prompt for i in range(50)) for s, n in streams]
+    drawn = [tuple(bind(n, kind, {}).example(s, "train", i).key for i in range(50)) for s, n in streams]
     assert len(set(drawn)) == len(streams)
     assert all(len(set(prompts)) > 25 for prompts in drawn)
 
 
 def test_examples_stay_the_same_between_versions():
     # A changed draw would silently change every seeded run and checkpoint.
-    assert bind("sort", "sort", {}).example(0, "train", 0) == ("sort:84076=", "04678")
-    assert bind("add", "add", {}).example(7, "eval", 10**9) == ("add:3+9=", "12")
+    assert bind("sort", "sort", {}).example(0, "train", 0) == Example("sort:84076=", "04678")
+    assert bind("add", "add", {}).example(7, "eval", 10**9) == Example("add:3+9=", "12")
 
 
 def test_one_task_answers_twenty_times_longer_than_the_others():
@@ -168,13 +199,14 @@ def test_descriptions_show_an_example_and_every_option():
     described = {d.name: d for d in describe_tasks()}
     assert set(described) == set(TASKS)
     for name, description in described.items():
-        assert description.answer == solve(description.prompt)
+        example = bind(name, name, {}).example(0, "train", 0)
+        assert (description.prompt, description.answer) == (str(example), solve(example))
         assert set(description.options) == set(TASKS[name].options)
     assert described["sort"].options["length"] == "[4, 8]: Digits to sort."
 
 
 def test_the_table_of_tasks_is_cheap_to_import():
-    code = "import sys, practicum.tasks.builtin; print([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules])"  # noqa: E501
+    code = "import sys, practicum.tasks.builtin; print([m for m in ('torch', 'numpy', 'transformers', 'PIL') if m in sys.modules])"  # noqa: E501
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
-from practicum.errors import DataError, RecipeErrors
+from practicum.errors import DataError, MissingExtraError, RecipeErrors
 from practicum.recipe.schema import MakeModel, Model, Recipe
 from practicum.tasks.check import check_tasks, tasks_needing_answer
 
@@ -124,6 +125,37 @@ def test_a_system_message_needs_chat_prompts(tmp_path):
     assert check_tasks(recipe({"t": {"file": messages, "system": "be kind"}}))
 
 
+def picture(path: Path) -> str:
+    Image.new("RGB", (16, 16), "red").save(path)
+    return path.name
+
+
+def test_pictures_of_the_first_rows_are_opened(tmp_path):
+    shown = picture(tmp_path / "red.png")
+    good = {"prompt": "colour?", "answer": "red", "images": [shown, shown]}
+    file = rows(tmp_path / "a.jsonl", good, {"prompt": "p", "answer": "a"})
+    findings = check_tasks(recipe({"t": {"file": file, "system": "look closely"}}))
+    assert "tasks.t: 2 pictures of the first 2 rows can be read" in findings
+
+
+def test_missing_and_unreadable_pictures_name_file_and_row(tmp_path):
+    shown = picture(tmp_path / "red.png")
+    (tmp_path / "bad.png").write_text("not a picture")
+    for name, reason in (("gone.png", "does not exist"), ("bad.png", "can't be read")):
+        good, bad = ({"prompt": "colour?", "answer": "red", "looks": [image]} for image in (shown, name))
+        file = rows(tmp_path / "a.jsonl", good, bad)
+        with pytest.raises(DataError, match=rf"a\.jsonl, line 2: the picture {tmp_path / name} {reason}"):
+            check_tasks(recipe({"t": {"file": file, "images": "looks"}}))
+
+
+def test_built_in_tasks_on_pictures_are_chats_that_need_pillow(monkeypatch):
+    see = recipe({"see": {"kind": "colour", "system": "look closely"}})
+    assert "built-in colour, 128 evaluation prompts" in check_tasks(see)[0]
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(MissingExtraError, match=r"practicum\[vision\]"):
+        check_tasks(see)
+
+
 def gym_entries(path: Path, dataset: str) -> str:
     import reasoning_gym
 
@@ -155,7 +187,7 @@ from practicum.tasks.check import check_tasks
 import practicum.tasks.prompts
 task = {"kind": "sort"}
 print(check_tasks(Recipe.model_validate({"name": "r", "model": {}, "tasks": {"t": task}})))
-print([m for m in ("torch", "transformers", "numpy", "sympy") if m in sys.modules])
+print([m for m in ("torch", "transformers", "numpy", "sympy", "PIL") if m in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from practicum.errors import DataError, MissingExtraError
 from practicum.tasks.files import FileSource
+from practicum.tasks.messages import image_parts, picture_message
 
 
 def write(path: Path, *lines: str | dict) -> Path:
@@ -46,6 +47,8 @@ def test_blank_lines_and_bom_do_not_count_and_lines_are_the_editors(tmp_path):
 
 GOOD = {"prompt": "p", "answer": "a"}
 USER = {"role": "user", "content": "hi"}
+PLACE = {"type": "image"}
+LOOK = {"role": "user", "content": [PLACE, {"type": "text", "text": "what?"}]}
 
 
 @pytest.mark.parametrize(
@@ -62,6 +65,19 @@ USER = {"role": "user", "content": "hi"}
         ({"prompt": ["hi"]}, "message 1 is str 'hi'"),
         ({"prompt": [USER, {"role": "boss", "content": "x"}]}, "message 2 has role 'boss'"),
         ({"prompt": [{"role": "user"}]}, "message 1 has content null, expected a string"),
+        ({"prompt": [{"role": "user", "content": []}]}, "content list [], expected a string or a list"),
+        ({"prompt": [{"role": "user", "content": ["hi"]}]}, "message 1 has part 1 str 'hi', expected {"),
+        ({"prompt": [{"role": "user", "content": [{"type": "video"}]}]}, "message 1 has part 1 dict"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image", "image": 3}]}]}, "message 1 has part 1"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "text", "text": " "}]}]},
+            "every message is empty",
+        ),
+        ({"prompt": "p", "images": "a.png"}, "column 'images': pictures are a list of paths, this is str"),
+        ({"prompt": "p", "images": [3]}, "column 'images': pictures are a list of paths"),
+        ({"prompt": [USER], "images": ["a.png"]}, "column 'images': 1 pictures for 0 places"),
+        ({"prompt": [LOOK]}, "column 'images': 0 pictures for 1 places"),
+        ({"prompt": [LOOK], "images": ["a.png", "b.png"]}, "column 'images': 2 pictures for 1 places"),
         ({"prompt": [USER, {"role": "assistant", "content": "x"}]}, "nothing is left to answer"),
         ({"prompt": [{"role": "user", "content": " "}]}, "every message is empty"),
         ({"prompt": "p"}, "no column 'answer' for the answer, only 'prompt'"),
@@ -129,6 +145,34 @@ def test_has_messages(tmp_path):
     assert FileSource(write(tmp_path / "b.jsonl", GOOD, {"prompt": [USER]})).has_messages
 
 
+def test_pictures_stand_before_a_string(tmp_path):
+    source = FileSource(write(tmp_path / "a.jsonl", {"prompt": "what?", "images": ["x/1.png", "/2.png"]}))
+    assert source.has_pictures
+    assert not source.has_messages
+    (message,) = source.content(source.row(0))
+    assert message == picture_message([str(tmp_path / "x/1.png"), "/2.png"], "what?")
+
+
+def test_pictures_fill_their_places_in_order_and_paths_start_from_the_file(tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    own = {"type": "image", "image": "own.png"}
+    chat = [{"role": "user", "content": [PLACE, own, PLACE]}, {"role": "assistant", "content": "a"}, LOOK]
+    row = {"prompt": chat, "shots": ["1.png", "2.png", "3.png"]}
+    write(tmp_path / "data" / "a.jsonl", row)
+    monkeypatch.chdir(tmp_path)
+    source = FileSource("data/a.jsonl", images_column="shots")
+    found = [part["image"] for part in image_parts(source.content(source.row(0)))]
+    assert found == [str(tmp_path / "data" / name) for name in ("1.png", "own.png", "2.png", "3.png")]
+    assert source.row(0) == row
+
+
+@pytest.mark.parametrize("images", [{}, {"images": None}, {"images": []}])
+def test_rows_without_pictures_stay_strings(tmp_path, images):
+    source = FileSource(write(tmp_path / "a.jsonl", {**GOOD, **images}))
+    assert source.content(source.row(0)) == "p"
+    assert not source.has_pictures
+
+
 def test_digest_follows_the_content(tmp_path):
     one = FileSource(write(tmp_path / "a.jsonl", GOOD)).digest
     assert FileSource(write(tmp_path / "b.jsonl", GOOD)).digest == one
@@ -147,6 +191,14 @@ def test_parquet_rows_with_messages(tmp_path):
     # Arrow fills the user's missing name with null, which must not reach a chat template
     assert [source.row(i) for i in range(5)] == rows
     assert source.has_messages
+
+
+def test_parquet_rows_with_parts_and_pictures(tmp_path):
+    rows = [{"prompt": [LOOK, LOOK], "images": ["1.png", "2.png"]}, {"prompt": [LOOK], "images": ["3.png"]}]
+    source = FileSource(parquet(tmp_path / "rows.parquet", rows))
+    # Arrow gives every part a text, which for a picture is null
+    assert [source.row(i) for i in range(2)] == rows
+    assert [part["image"] for part in image_parts(source.content(rows[1]))] == [str(tmp_path / "3.png")]
 
 
 def test_bad_parquet_row_is_named(tmp_path):

@@ -1,14 +1,62 @@
 """Agent loops that recipes in tests name."""
 
-from practicum.rollout.session import Session, Trajectory
+import asyncio
+
+from practicum.rollout.session import Session
+from practicum.rollout.trajectory import Trajectory
 
 
 async def two_trajectories(session: Session) -> list[Trajectory]:
     """A turn, tokens that a tool gave, another turn; then a second context."""
-    first = session.new_trajectory()
-    await session.generate(first, max_new_tokens=2)
-    first.add_given(session.tokenizer.encode("given", add_special_tokens=False))
-    await session.generate(first, max_new_tokens=2)
+    first = session.trajectory
+    await session.generate(max_new_tokens=2)
+    await session.generate(session.tokenizer.encode("given", add_special_tokens=False), max_new_tokens=2)
     second = session.new_trajectory()
-    await session.generate(second)
+    await session.generate()
     return [first, second]
+
+
+async def some_fail(session: Session) -> None:
+    """Sessions with an odd number raise after a turn."""
+    await session.generate()
+    if session.index % 2:
+        raise ValueError(f"session {session.index} does not like it")
+
+
+async def fails_first(session: Session) -> None:
+    """Fails by what was sampled: another try draws other tokens."""
+    turn = await session.generate()
+    if turn.tokens[0] % 2:
+        raise ValueError("an odd token")
+
+
+async def one_hangs(session: Session) -> None:
+    """Session 0 never ends."""
+    await session.generate()
+    if session.index == 0:
+        await asyncio.Event().wait()
+
+
+async def uneven(session: Session) -> None:
+    """Sessions leave one to three trajectories, of one or two turns."""
+    await session.generate(max_new_tokens=2)
+    for number in range(session.index % 3):
+        session.new_trajectory()
+        await session.generate(max_new_tokens=1 + number)
+        await session.generate(session.tokenizer.encode("so", add_special_tokens=False), max_new_tokens=2)
+
+
+async def rewards_each(session: Session) -> tuple[list[Trajectory], list[float]]:
+    """Two trajectories with rewards of their own."""
+    await session.generate()
+    session.new_trajectory()
+    await session.generate()
+    return session.trajectories, [0.25, float(session.index)]
+
+
+async def rewards_all(session: Session) -> tuple[list[Trajectory], float]:
+    """A reward of the session."""
+    await session.generate()
+    session.fork()
+    await session.generate("a")
+    return session.trajectories, float(session.index)

@@ -278,13 +278,8 @@ def test_teachers_kept_on_disk_teach_the_same(tmp_path: Path, folders: dict[str,
 
 
 def test_every_trajectory_is_learnt_from(tmp_path: Path, folders: dict[str, str]):
-    rollout = {
-        "samples": 2,
-        "max_new_tokens": 6,
-        "slots": 16,
-        "loop": "tests.trainer.loops:two_trajectories",
-    }
-    loaded = write(tmp_path, teachers=two(folders), route=TWO, distill={}, rollout=rollout)
+    agent = {"loop": "tests.trainer.loops:two_trajectories"}
+    loaded = write(tmp_path, teachers=two(folders), route=TWO, distill={}, agent=agent)
     train_loaded(loaded, tmp_path / "run")
     for row in metrics_of(tmp_path / "run")[1:]:
         taught = sum(row.get(f"teacher/{name}/tokens", 0) for name in ("small", "wide"))

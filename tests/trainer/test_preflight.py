@@ -52,8 +52,8 @@ def test_a_missing_model_folder_says_what_to_do(tmp_path: Path):
 
 
 def test_an_unknown_loop_is_refused(tmp_path: Path):
-    with pytest.raises(RecipeError, match=r"rollout\.loop: found 'singleturn'"):
-        preflight(tiny(tmp_path, "rollout.loop=singleturn"))
+    with pytest.raises(RecipeError, match=r"agent\.loop: found 'singleturn'"):
+        preflight(tiny(tmp_path, "agent.loop=singleturn"))
 
 
 def test_chat_prompts_go_through_the_chat_template(tmp_path: Path):

@@ -211,8 +211,8 @@ def test_a_used_folder_is_neither_overwritten_nor_resumed_as_another_run(tmp_pat
 def test_a_recipe_that_can_not_start_costs_no_folder(tmp_path: Path):
     train_loaded(tiny(tmp_path, "train.steps=1"), tmp_path / "run")
     for out in ("run", "new"):
-        with pytest.raises(PracticumError, match=r"rollout\.loop"):
-            train_loaded(tiny(tmp_path, "rollout.loop=nowhere:loop"), tmp_path / out, fresh=True)
+        with pytest.raises(PracticumError, match=r"agent\.loop"):
+            train_loaded(tiny(tmp_path, "agent.loop=nowhere:loop"), tmp_path / out, fresh=True)
     assert len(metrics_of(tmp_path / "run")) == 2
     assert not (tmp_path / "new").exists()
 
@@ -349,7 +349,7 @@ def test_a_best_metric_that_is_not_measured_is_named_before_any_step(tmp_path: P
 
 
 def test_checkers_see_only_what_the_student_wrote_and_all_its_tokens_count(tmp_path: Path):
-    loaded = tiny(tmp_path, "rollout.loop=tests.trainer.loops:two_trajectories")
+    loaded = tiny(tmp_path, "agent.loop=tests.trainer.loops:two_trajectories")
     train_loaded(loaded, tmp_path / "run")
     for row in metrics_of(tmp_path / "run")[1:]:
         assert row["rollout/tokens"] == row["train/tokens"]

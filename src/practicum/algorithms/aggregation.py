@@ -10,6 +10,16 @@ any. token_mean is DAPO's (Yu et al. 2025, arXiv:2503.14476), seq_mean_token_mea
 
 The counts are of a whole optimizer mini-batch, over all its micro-batches and ranks. So the weights
 are made once for the mini-batch, and each part adds sum(weights_N * loss_N) over its own tokens.
+
+A mini-batch m may hold only some of a session's tokens, T_sm of the T_s that the whole batch has. It
+then counts as the fraction T_sm / T_s of a session:
+
+    S_m = sum_s T_sm / T_s
+    seq_mean_token_sum    sum_s sum_{t in s, m} loss_t / S_m
+    seq_mean_token_mean   sum_s sum_{t in s, m} loss_t / (S_m T_s)
+
+So sum_m S_m loss_m = S loss for any cut into mini-batches: a session weighs the same whether it is
+cut or not. For whole sessions S_m is the number of sessions.
 """
 
 from __future__ import annotations
@@ -23,24 +33,32 @@ from practicum.algorithms.segments import segment_count
 from practicum.errors import PracticumError
 
 
-def _token_mean(tokens_S: Tensor) -> Tensor:
+def _token_mean(tokens_S: Tensor, whole_S: Tensor) -> Tensor:
     return tokens_S.sum().expand_as(tokens_S)
 
 
-def _seq_mean_token_sum(tokens_S: Tensor) -> Tensor:
-    return (tokens_S > 0).sum().expand_as(tokens_S)
+def _seq_mean_token_sum(tokens_S: Tensor, whole_S: Tensor) -> Tensor:
+    return session_count(tokens_S, whole_S).expand_as(tokens_S)
 
 
-def _seq_mean_token_mean(tokens_S: Tensor) -> Tensor:
-    return (tokens_S > 0).sum() * tokens_S
+def _seq_mean_token_mean(tokens_S: Tensor, whole_S: Tensor) -> Tensor:
+    return session_count(tokens_S, whole_S) * whole_S
 
 
-# Each gives the divisor of the tokens of each session, from the number of its sampled tokens.
-AGGREGATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+# Each gives the divisor of the tokens of each session, from the number of its sampled tokens here
+# and in the whole batch.
+AGGREGATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "token_mean": _token_mean,
     "seq_mean_token_sum": _seq_mean_token_sum,
     "seq_mean_token_mean": _seq_mean_token_mean,
 }
+
+
+def session_count(tokens_S: Tensor, whole_S: Tensor) -> Tensor:
+    """The number of sessions in a mini-batch, a scalar in double precision; cut ones are fractions."""
+    # Sessions without tokens are left out first: how many there are must not change the sum's rounding.
+    present_S = tokens_S > 0
+    return (tokens_S[present_S].double() / whole_S[present_S]).sum()
 
 
 def token_weights(
@@ -49,14 +67,18 @@ def token_weights(
     session_N: Tensor,
     sessions: int,
     dtype: torch.dtype = torch.float32,
+    *,
+    whole_S: Tensor | None = None,
 ) -> Tensor:
     """Weights for which sum(weights_N * loss_N) is the aggregated loss; 0 at masked positions.
 
     `mask_N` and `session_N` are of the whole optimizer mini-batch, over micro-batches and ranks.
+    `whole_S` are the sampled tokens of each session in the whole batch; None: all of them are here.
     """
     if kind not in AGGREGATIONS:
         known = ", ".join(AGGREGATIONS)
         raise PracticumError(f"Aggregation {kind!r} does not exist: use one of {known}.")
     tokens_S = segment_count(session_N[mask_N], sessions)
-    weight_S = 1.0 / AGGREGATIONS[kind](tokens_S).clamp(min=1).to(dtype)
+    divisor_S = AGGREGATIONS[kind](tokens_S, tokens_S if whole_S is None else whole_S)
+    weight_S = 1.0 / divisor_S.to(dtype)
     return weight_S[session_N].masked_fill(~mask_N, 0.0)

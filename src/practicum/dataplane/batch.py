@@ -40,6 +40,14 @@ class BatchRef:
         """The rows for which `wanted` is true, in order."""
         return self.take([i for i, (key, tags) in enumerate(self) if wanted(key, tags)])
 
+    def real(self) -> BatchRef:
+        """The rows that are no padding."""
+        return self.where(lambda _, tags: not tags.is_padding) if self.has_padding else self
+
+    @property
+    def has_padding(self) -> bool:
+        return any(tags.is_padding for tags in self.tags)
+
     def chunk(self, parts: int) -> list[BatchRef]:
         """Cut into `parts` equal consecutive batches; uneven is an error (pad first)."""
         if parts < 1 or len(self) % parts:

@@ -8,44 +8,65 @@ D position axes, H hidden size of the widest teacher.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+from practicum.errors import StoreError
 
 Extent = Literal["scalar", "prompt", "response", "sequence", "object"]
+Padding = Literal["end_token", "zero", "positions", "empty"]
+"""What a padding row holds: the end token, zeros (false), positions from 0 on, an empty mapping."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One column. `extent` says what its first axis counts; `trailing` names the axes behind it."""
+    """One column. `extent` says what its first axis counts; `trailing` names the axes behind it.
+
+    `padding` is the rule by which padding rows are built; a field without one can't be padded.
+    """
 
     name: str
     dtype: str
     extent: Extent
     writer: str
     about: str
+    padding: Padding | None = None
     trailing: tuple[str, ...] = ()
 
 
 _FIELDS = (
-    Field("prompt_ids", "int64", "prompt", "rollout", "tokens of the prompt"),
-    Field("response_ids", "int64", "response", "rollout", "tokens after the prompt"),
-    Field("response_mask", "bool", "response", "rollout", "true where the student sampled"),
-    Field("rollout_logprobs", "float32", "response", "rollout", "as really sampled from"),
-    Field("plain_logprobs", "float32", "response", "rollout", "of the model at T = 1, uncut"),
-    Field("position_ids", "int64", "sequence", "rollout", "if a model needs several axes", ("D",)),
-    Field("multi_modal_inputs", "object", "object", "rollout", "image inputs of vision models"),
-    Field("routed_experts", "int64", "sequence", "rollout", "experts each token took", ("L", "E")),
-    Field("reward", "float32", "scalar", "reward", "the session's outcome"),
-    Field("reward_tokens", "float32", "response", "reward", "rewards of single tokens"),
-    Field("teacher_logprobs", "float32", "response", "teachers", "of the sampled token"),
-    Field("teacher_topk_ids", "int64", "response", "teachers", "most likely tokens", ("K",)),
-    Field("teacher_topk_logprobs", "float32", "response", "teachers", "their logprobs", ("K",)),
-    Field("teacher_hidden", "float32", "response", "teachers", "last hidden states", ("H",)),
-    Field("old_logprobs", "float32", "response", "old_logprobs", "the student before the update"),
-    Field("ref_logprobs", "float32", "response", "ref_logprobs", "the reference policy"),
-    Field("entropy", "float32", "response", "old_logprobs", "of the student at each position"),
-    Field("values", "float32", "response", "values", "the critic before each token"),
-    Field("advantages", "float32", "response", "advantages", "what each token is worth"),
-    Field("returns", "float32", "response", "advantages", "what the critic should have said"),
+    Field("prompt_ids", "int64", "prompt", "rollout", "tokens of the prompt", "end_token"),
+    Field("response_ids", "int64", "response", "rollout", "tokens after the prompt", "end_token"),
+    Field("response_mask", "bool", "response", "rollout", "true where the student sampled", "zero"),
+    Field("rollout_logprobs", "float32", "response", "rollout", "as really sampled from", "zero"),
+    Field("plain_logprobs", "float32", "response", "rollout", "of the model at T = 1, uncut", "zero"),
+    Field(
+        "position_ids", "int64", "sequence", "rollout", "if a model needs several axes", "positions", ("D",)
+    ),
+    Field("multi_modal_inputs", "object", "object", "rollout", "image inputs of vision models", "empty"),
+    Field("routed_experts", "int64", "sequence", "rollout", "experts each token took", "zero", ("L", "E")),
+    Field("reward", "float32", "scalar", "reward", "the session's outcome", "zero"),
+    Field("reward_tokens", "float32", "response", "reward", "rewards of single tokens", "zero"),
+    Field("teacher_logprobs", "float32", "response", "teachers", "of the sampled token", "zero"),
+    Field("teacher_topk_ids", "int64", "response", "teachers", "most likely tokens", "zero", ("K",)),
+    Field("teacher_topk_logprobs", "float32", "response", "teachers", "their logprobs", "zero", ("K",)),
+    Field("teacher_hidden", "float32", "response", "teachers", "last hidden states", "zero", ("H",)),
+    Field("old_logprobs", "float32", "response", "old_logprobs", "the student before the update", "zero"),
+    Field("ref_logprobs", "float32", "response", "ref_logprobs", "the reference policy", "zero"),
+    Field("entropy", "float32", "response", "old_logprobs", "of the student at each position", "zero"),
+    Field("values", "float32", "response", "values", "the critic before each token", "zero"),
+    Field("advantages", "float32", "response", "advantages", "what each token is worth", "zero"),
+    Field("returns", "float32", "response", "advantages", "what the critic should have said", "zero"),
 )
 FIELDS: dict[str, Field] = {field.name: field for field in _FIELDS}
+
+
+def check_padding_rules(names: Iterable[str]) -> None:
+    """A StoreError naming those fields that padding rows could not be given; for the start of a run."""
+    lacking = [name for name in names if FIELDS[name].padding is None]
+    if lacking:
+        raise StoreError(
+            f"there is no padding rule for {', '.join(lacking)}: give each Field in dataplane/fields.py a "
+            f"padding= of {', '.join(get_args(Padding))}"
+        )

@@ -36,7 +36,15 @@ class Tags:
     task: str = ""
     teacher: str | None = None
     finish: str = ""
+    turns: int = 0
+    tool_calls: int = 0
+    tool_errors: int = 0
+    breaks: int = 0
+    retries: int = 0
+    given_reward: float | None = None
+    """What the loop itself said that this trajectory is worth; rewards judge those without."""
     reward: float | None = None
+    """What the whole session is worth."""
     is_baseline: bool = False
     is_padding: bool = False
     failure: str | None = None

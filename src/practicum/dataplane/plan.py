@@ -9,6 +9,7 @@ from typing import Literal
 from practicum.errors import RecipeError
 from practicum.recipe.arithmetic import Counts, count
 from practicum.recipe.schema import Recipe
+from practicum.recipe.traits import Traits, model_traits
 from practicum.recipe.ways import (
     distils_by_loss,
     distils_by_policy,
@@ -21,6 +22,8 @@ OldSource = Literal["own", "old_logprobs", "rollout_logprobs"]
 
 _TOKENS = ("prompt_ids", "response_ids")
 _ROWS = (*_TOKENS, "response_mask")
+SIGHT = ("position_ids", "multi_modal_inputs")
+"""What rows of vision models have besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +66,13 @@ class Plan:
         return next(stage.name for stage in reversed(before) if name in stage.writes)
 
 
-def make_plan(recipe: Recipe) -> Plan:
-    """The plan of a recipe; a stage that would read what nobody writes is a RecipeError."""
-    return replace(resolve(candidates(recipe), _why_unread(recipe)), counts=count(recipe))
+def make_plan(recipe: Recipe, traits: Traits | None = None) -> Plan:
+    """The plan of a recipe; a stage that would read what nobody writes is a RecipeError.
+
+    `traits` are the student's, if more is known than `model_traits` can find out.
+    """
+    traits = model_traits(recipe.model) if traits is None else traits
+    return replace(resolve(candidates(recipe, traits), _why_unread(recipe)), counts=count(recipe))
 
 
 def old_source(recipe: Recipe) -> OldSource:
@@ -80,7 +87,7 @@ def old_source(recipe: Recipe) -> OldSource:
         return "own"
     if algorithm.old_logprobs == "rollout":
         return "rollout_logprobs"
-    several = train.epochs * train.minibatches > 1
+    several = train.epochs * train.minibatches > 1 or train.minibatch_rows is not None
     if algorithm.old_logprobs == "recompute" or several or in_reward:
         return "old_logprobs"
     return "own"
@@ -110,7 +117,7 @@ def resolve(candidates: Sequence[StageSpec], why_unread: Mapping[str, str] | Non
     return Plan(tuple(kept), skipped)
 
 
-def candidates(recipe: Recipe) -> list[StageSpec]:
+def candidates(recipe: Recipe, traits: Traits) -> list[StageSpec]:
     """Every stage there is, in order, with this recipe's reads and writes."""
     algorithm = recipe.algorithm
     gae = algorithm.advantage == "gae"
@@ -118,16 +125,29 @@ def candidates(recipe: Recipe) -> list[StageSpec]:
     gains = ("advantages", "returns") if gae else ("advantages",)
     learns = (*_ROWS, "values", "returns") if gae else _ROWS
     watched = recipe.reward.watch
+    seen = SIGHT if traits.vision else ()
+    shown = ("multi_modal_inputs",) if traits.vision else ()
+    taken = ("routed_experts",) if replays(recipe, traits) else ()
+    scored = (*_TOKENS, *seen)
     return [
-        *_practice(recipe),
-        StageSpec("reward", _ROWS, ("reward",), effect=watched, about="judge each answer"),
-        StageSpec("teachers", _TOKENS, _teacher_writes(recipe), about="the teachers score each answer"),
-        StageSpec("old_logprobs", _TOKENS, ("old_logprobs",), about="the student before the update"),
-        StageSpec("ref_logprobs", _TOKENS, ("ref_logprobs",), about="the reference policy"),
-        StageSpec("values", _TOKENS, ("values",), about="what the critic expects"),
+        *_practice(recipe, seen, taken),
+        StageSpec("reward", _ROWS, ("reward", "reward_tokens"), effect=watched, about="judge each session"),
+        StageSpec(
+            "teachers", (*_TOKENS, *shown), _teacher_writes(recipe), about="the teachers score each answer"
+        ),
+        StageSpec(
+            "pad", effect=True, about="fill the batch up with rows that do nothing", not_asked=_whole(recipe)
+        ),
+        StageSpec(
+            "old_logprobs", (*scored, *taken), ("old_logprobs",), about="the student before the update"
+        ),
+        StageSpec("ref_logprobs", scored, ("ref_logprobs",), about="the reference policy"),
+        StageSpec("values", scored, ("values",), about="what the critic expects"),
         StageSpec("advantages", _judged(recipe), gains, about=f"what each token was worth ({_by(recipe)})"),
-        StageSpec("update_critic", learns, effect=True, about="value loss", not_asked=no_critic),
-        StageSpec("update_student", _update_reads(recipe), effect=True, about=_loss(recipe)),
+        StageSpec("update_critic", (*learns, *seen), effect=True, about="value loss", not_asked=no_critic),
+        StageSpec(
+            "update_student", (*_update_reads(recipe), *seen, *taken), effect=True, about=_loss(recipe)
+        ),
         StageSpec("sync", effect=True, about="the engine takes the new weights"),
         StageSpec("clear", effect=True, about="the store forgets the step"),
     ]
@@ -138,7 +158,7 @@ def evaluation_plan() -> Plan:
     return Plan(
         (
             StageSpec("rollout", writes=_ROWS, about="the student answers"),
-            StageSpec("reward", _ROWS, ("reward",), effect=True, about="judge each answer"),
+            StageSpec("reward", _ROWS, ("reward", "reward_tokens"), effect=True, about="judge each session"),
         )
     )
 
@@ -168,20 +188,34 @@ def chain(plan: Plan) -> str:
     return " → ".join(stage.name for stage in plan.stages)
 
 
-def _practice(recipe: Recipe) -> tuple[StageSpec, StageSpec]:
+def replays(recipe: Recipe, traits: Traits) -> bool:
+    """Whether the learner takes the experts that the engine took; demonstrations have none."""
+    return traits.moe and recipe.train.replay_experts and recipe.algorithm.loss != "supervised"
+
+
+def _whole(recipe: Recipe) -> str:
+    """Why no batch of this recipe needs padding; empty if one may."""
+    train, critic = recipe.train, recipe.critic
+    rows = (train.minibatch_rows, critic.minibatch_rows if critic is not None else None)
+    if train.minibatches > 1 or any(number is not None for number in rows):
+        return ""
+    return "one optimizer step on one rank takes the whole batch, of any size"
+
+
+def _practice(recipe: Recipe, seen: tuple[str, ...], taken: tuple[str, ...]) -> tuple[StageSpec, StageSpec]:
     """The two ways to get a batch; a recipe asks for one of them."""
     supervised = recipe.algorithm.loss == "supervised"
     loss = f"algorithm.loss is {recipe.algorithm.loss}"
     return (
         StageSpec(
             "demonstrate",
-            writes=_ROWS,
-            about="answers of the tasks",
+            writes=(*_ROWS, *seen),
+            about="an expert's turns",
             not_asked="" if supervised else f"{loss}: the student's own answers are the batch",
         ),
         StageSpec(
             "rollout",
-            writes=(*_ROWS, "rollout_logprobs", "plain_logprobs"),
+            writes=(*_ROWS, "rollout_logprobs", "plain_logprobs", *seen, *taken),
             about="the student answers",
             not_asked=f"{loss}: demonstrations are the batch" if supervised else "",
         ),
@@ -193,7 +227,7 @@ def _judged(recipe: Recipe) -> tuple[str, ...]:
     algorithm = recipe.algorithm
     reads = ["response_mask"]
     if uses_reward(recipe):
-        reads.append("reward")
+        reads.append("reward_tokens")
     if has_advantage_estimator(recipe) and algorithm.advantage == "gae":
         reads.append("values")
     if algorithm.kl.place == "reward":

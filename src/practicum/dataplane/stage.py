@@ -86,7 +86,8 @@ def stage(name: str) -> _Decorator:
 
     It is called without `columns`: they are exactly the plan's reads, from `self.store`. It returns
     exactly the plan's writes, or (writes, value) to return `value` to the caller; they are put, and
-    the rows keep their tags. An empty batch is not computed: the call returns None.
+    the rows keep their tags. Padding rows never reach it: they have every field from the start. An empty
+    batch is not computed: the call returns None.
     """
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,6 +96,7 @@ def stage(name: str) -> _Decorator:
 
         @wraps(method)
         def run(self: Staged, batch: BatchRef, *args: Any, **kwargs: Any) -> Any:
+            batch = batch.real()
             if not len(batch):
                 return None
             try:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from practicum.dataplane.ragged import Ragged
 from practicum.errors import DataError
+from practicum.learning.extras import RowExtras
 from practicum.learning.teaching import TeacherColumns
 
 
@@ -35,6 +36,9 @@ class UpdateBatch:
     teachers: TeacherColumns | None = None
     groups: Sequence[int] | None = None
     """A number for each row: what is measured is also given by these groups."""
+    session_tokens: Sequence[int] | None = None
+    """Sampled tokens of each row's session in the step's whole batch; None: a session's rows are all here."""
+    extras: RowExtras | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +50,32 @@ class CriticBatch:
     response_mask: Ragged
     values: Ragged
     returns: Ragged
+    extras: RowExtras | None = None
 
 
 def dense_sessions(sessions: Sequence[int]) -> tuple[list[int], int]:
     """Session numbers as 0, 1, 2, … and how many there are."""
     names, dense = np.unique(np.asarray(sessions, dtype=np.int64), return_inverse=True)
     return dense.tolist(), len(names)
+
+
+def whole_session_tokens(batch: UpdateBatch, sessions: Sequence[int], tokens_S: Tensor) -> Tensor:
+    """Sampled tokens [S] of each session in the step's batch, with `tokens_S` of them in this mini-batch.
+
+    `sessions` is the session of each row, from 0 up.
+    """
+    if batch.session_tokens is None:
+        return tokens_S
+    row_B, tokens_B = torch.tensor(sessions), torch.tensor(batch.session_tokens)
+    whole_S = torch.zeros_like(tokens_S).scatter_reduce(0, row_B, tokens_B, "amax")
+    wrong_B = (whole_S[row_B] != tokens_B) | (tokens_B < tokens_S[row_B])
+    if wrong_B.any():
+        row = int(wrong_B.nonzero()[0])
+        raise DataError(
+            f"session_tokens of row {row} is {int(tokens_B[row])}: rows of one session must have one number, "
+            f"at least the {int(tokens_S[row_B[row]])} tokens that this mini-batch holds of it"
+        )
+    return whole_S
 
 
 def per_token(rows: Sequence[int], lengths: Sequence[int]) -> Tensor:

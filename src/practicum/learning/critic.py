@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from practicum.algorithms.values import value_loss
 from practicum.dataplane.ragged import Ragged
 from practicum.learning.batch import CriticBatch, need_column
+from practicum.learning.extras import RowExtras
 from practicum.learning.metrics import TokenMeans
 from practicum.learning.optim import Metrics, Stepper, lr_at, stop_on_nonfinite
 from practicum.learning.packing import Packed, Rows
@@ -56,9 +57,9 @@ class Critic:
         return self.head(hidden_M.to(self.trunk.dtype)).squeeze(-1)
 
     @torch.no_grad()
-    def values(self, prompt_ids: Ragged, response_ids: Ragged) -> Ragged:
+    def values(self, prompt_ids: Ragged, response_ids: Ragged, *, extras: RowExtras | None = None) -> Ragged:
         """The value of the state before each response token."""
-        rows = Rows(prompt_ids, response_ids)
+        rows = _rows(prompt_ids, response_ids, extras)
         values_M = torch.empty(sum(response_ids.lengths))
         for packed in self.trunk.microbatches(rows):
             values_M[packed.column_M] = self._values(packed).float().cpu()
@@ -66,7 +67,7 @@ class Critic:
 
     def update(self, batch: CriticBatch) -> Metrics:
         """One optimizer step towards the returns, averaged over the mini-batch's sampled tokens."""
-        rows = Rows(batch.prompt_ids, batch.response_ids)
+        rows = _rows(batch.prompt_ids, batch.response_ids, batch.extras)
         sampled_M = need_column(batch, "response_mask", "every update").bool()
         values_M, returns_M = (
             need_column(batch, name, "the critic").to(self.trunk.dtype) for name in ("values", "returns")
@@ -80,6 +81,7 @@ class Critic:
             for packed in self.trunk.microbatches(rows, sampled_M=sampled_M):
                 old, wanted = (x_M[packed.column_M] for x_M in (values_M, returns_M))
                 self._add(packed, old, wanted, tokens, means)
+        self.stepper.zero_missing_grads()
         metrics |= means.result() | _explained(values_M[sampled_M], returns_M[sampled_M])
         metrics["loss"] = metrics["value_loss"]
         if self.stepper.step(self._lr(), metrics):
@@ -92,7 +94,7 @@ class Critic:
         old_M, returns_M = old_M.to(values_M.device), returns_M.to(values_M.device)
         every_M = torch.ones_like(values_M, dtype=torch.bool)
         terms = value_loss(values_M, old_M, returns_M, every_M, self.recipe.clip)
-        (terms.loss_N.sum() / tokens).backward()
+        self.trunk.backward(terms.loss_N.sum() / tokens, packed)
         means.add("value_loss", terms.loss_N)
         means.add("value_mean", old_M)
         if self.recipe.clip is not None:
@@ -111,6 +113,11 @@ class Critic:
         """Continue from what `save` wrote."""
         counters = load_parts(folder, "critic", self.model, self.stepper)
         self.version, self.step = counters.version, counters.step
+
+
+def _rows(prompt_ids: Ragged, response_ids: Ragged, extras: RowExtras | None) -> Rows:
+    """The rows for a model that is not the one that sampled them, and so routes by itself."""
+    return Rows(prompt_ids, response_ids, extras.own_routing() if extras is not None else None)
 
 
 def _explained(values_M: Tensor, returns_M: Tensor) -> Metrics:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -10,11 +11,19 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from practicum.algorithms.aggregation import token_weights
+from practicum.algorithms.segments import segment_count
 from practicum.dataplane.ragged import Ragged
-from practicum.learning.batch import UpdateBatch, dense_sessions, need_column, per_token
+from practicum.learning.batch import (
+    UpdateBatch,
+    dense_sessions,
+    need_column,
+    per_token,
+    whole_session_tokens,
+)
+from practicum.learning.extras import RowExtras
 from practicum.learning.groups import GroupSums
 from practicum.learning.logprobs import token_logprobs
-from practicum.learning.metrics import TokenMeans
+from practicum.learning.metrics import RouterLoad, TokenMeans
 from practicum.learning.objective import Objective, token_losses
 from practicum.learning.optim import Metrics, Stepper, lr_at, stop_on_nonfinite
 from practicum.learning.packing import Packed, Rows
@@ -61,10 +70,11 @@ class Learner:
         temperature: float,
         entropy: bool = False,
         plain: bool = False,
+        extras: RowExtras | None = None,
     ) -> LogprobColumns:
         """The student's logprobs of responses, without gradient; see `Scorer.logprobs`."""
         return self.scorer.logprobs(
-            prompt_ids, response_ids, temperature=temperature, entropy=entropy, plain=plain
+            prompt_ids, response_ids, temperature=temperature, entropy=entropy, plain=plain, extras=extras
         )
 
     def update(self, batch: UpdateBatch) -> Metrics:
@@ -74,21 +84,19 @@ class Learner:
         done; with a non-finite loss or gradient the weights stay as they are.
         """
         job = _Update(batch, self.objective, self.trunk.dtype)
-        self.by_group = GroupSums()
+        report = _Report(load=self.trunk.router_load())
+        self.by_group = report.groups
         metrics: Metrics = {"tokens": float(job.tokens)}
         if not job.tokens:
             return metrics
-        means = TokenMeans()
-        totals = {"loss": 0.0}
         with self.trunk.training():
             for packed in job.microbatches(self.trunk, job.active):
-                self._add(totals, job, packed, means, self.by_group)
+                self._add(report, job, packed)
         with torch.no_grad():
             for packed in job.microbatches(self.trunk, job.idle):
-                self._add(totals, job, packed, means, self.by_group)
-        if not job.active:
-            self.stepper.zero_missing_grads()
-        metrics |= totals | means.result()
+                self._add(report, job, packed)
+        self.stepper.zero_missing_grads()
+        metrics |= report.result()
         metrics["idle_tokens"] = job.idle_tokens / job.tokens
         if self.stepper.step(lr_at(self.step, self.train), metrics):
             self.version += 1
@@ -102,13 +110,11 @@ class Learner:
             mine = sorted(set(rows) & set(job.active))
             with self.trunk.training():
                 for packed in job.microbatches(self.trunk, mine):
-                    self._add({"loss": 0.0}, job, packed, TokenMeans(), GroupSums())
+                    self._add(_Report(), job, packed)
             norms.append(self.stepper.take_norm())
         return norms
 
-    def _add(
-        self, totals: dict[str, float], job: _Update, packed: Packed, means: TokenMeans, groups: GroupSums
-    ) -> None:
+    def _add(self, report: _Report, job: _Update, packed: Packed) -> None:
         """Forward, and backward if gradients are on, of one micro-batch."""
         columns, teaching = job.columns_of(packed), self.objective.teaching
         also = None
@@ -117,7 +123,7 @@ class Learner:
         with self.trunk.precision():
             found = token_logprobs(
                 self.model,
-                self.trunk.hidden(packed),
+                self.trunk.hidden(packed, report.load),
                 packed.target_M,
                 temperature=self.temperature,
                 entropy=True,
@@ -126,17 +132,16 @@ class Learner:
                 logprobs_grad=self.objective.uses_logprobs,
                 also=also,
             )
-        losses = token_losses(found, columns, columns["session"], self.objective, means)
+        losses = token_losses(found, columns, columns["session"], self.objective, report.means)
         weighted_M = columns["weights"] * losses.loss_M
         loss = weighted_M.sum()
         if torch.is_grad_enabled():
-            loss.backward()
-        totals["loss"] += float(loss.detach())
+            self.trunk.backward(loss, packed)
+        report.add("loss", float(loss.detach()))
         if losses.policy_M is not None:
-            policy = float((columns["weights"] * losses.policy_M.detach()).sum())
-            totals["policy_loss"] = totals.get("policy_loss", 0.0) + policy
+            report.add("policy_loss", float((columns["weights"] * losses.policy_M.detach()).sum()))
         if "group" in columns:
-            groups.add(
+            report.groups.add(
                 columns["group"],
                 weight=columns["weights"],
                 loss=weighted_M,
@@ -170,19 +175,37 @@ class Learner:
         tokenizer.save_pretrained(folder)
 
 
+@dataclass(slots=True)
+class _Report:
+    """What an update measures, over micro-batches."""
+
+    totals: dict[str, float] = field(default_factory=lambda: {"loss": 0.0})
+    means: TokenMeans = field(default_factory=TokenMeans)
+    groups: GroupSums = field(default_factory=GroupSums)
+    load: RouterLoad | None = None
+
+    def add(self, name: str, part: float) -> None:
+        """Add a micro-batch's part of a sum."""
+        self.totals[name] = self.totals.get(name, 0.0) + part
+
+    def result(self) -> Metrics:
+        """The metrics."""
+        loads = self.load.result() if self.load is not None else {}
+        return self.totals | self.means.result() | loads
+
+
 class _Update:
     """One mini-batch, with everything known before the first backward pass."""
 
     def __init__(self, batch: UpdateBatch, objective: Objective, dtype: torch.dtype) -> None:
-        self.rows = Rows(batch.prompt_ids, batch.response_ids)
+        self.rows = Rows(batch.prompt_ids, batch.response_ids, batch.extras)
         self.sampled_M = need_column(batch, "response_mask", "every update").bool()
         self.tokens = int(self.sampled_M.sum())
         self.sessions, count = dense_sessions(batch.sessions)
         lengths = batch.response_ids.lengths
         session_M = per_token(self.sessions, lengths)
         columns = objective.columns(batch)
-        kind = objective.algorithm.aggregation
-        columns["weights"] = token_weights(kind, self.sampled_M, session_M, count, dtype)
+        columns["weights"] = self._weights(batch, session_M, count, objective, dtype)
         self.columns = {name: x.to(dtype) if x.is_floating_point() else x for name, x in columns.items()}
         self.columns["session"] = session_M
         if batch.groups is not None:
@@ -199,11 +222,19 @@ class _Update:
         self.idle = [i for i, session in enumerate(self.sessions) if not active_S[session]]
         self.idle_tokens = int((self.sampled_M & ~active_S[session_M]).sum())
 
+    def _weights(
+        self, batch: UpdateBatch, session_M: Tensor, count: int, objective: Objective, dtype: torch.dtype
+    ) -> Tensor:
+        tokens_S = segment_count(session_M[self.sampled_M], count)
+        whole_S = whole_session_tokens(batch, self.sessions, tokens_S)
+        kind = objective.algorithm.aggregation
+        return token_weights(kind, self.sampled_M, session_M, count, dtype, whole_S=whole_S)
+
     def _teach(self, teaching: Teaching, teacher_M: Tensor) -> None:
         self.columns["teacher"] = teacher_M
         if teaching.shares is not None and self.tokens:
-            weights_M = self.columns["weights"]
-            self.columns["weights"] = weights_M * share_factors(weights_M, teacher_M, teaching.shares)
+            weights_M, here_M = self.columns["weights"], self.sampled_M
+            weights_M[here_M] *= share_factors(weights_M[here_M], teacher_M[here_M], teaching.shares)
 
     def microbatches(self, trunk: Trunk, rows: list[int]) -> Iterator[Packed]:
         """Micro-batches of these rows, to predict their sampled tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 METRICS: dict[str, str] = {
@@ -27,12 +28,16 @@ METRICS: dict[str, str] = {
     "gap_k3": "k3 estimate of KL(rollout || learner) from them",
     "grad_norm": "global norm of the gradient before clipping",
     "lr": "learning rate",
+    "router_load_max": "load of the busiest expert of any layer, in parts of an even load",
+    "router_unused": "share of the experts of all layers that no token took",
+    "router_moved": "share of (token, layer) whose router would choose other experts than those replayed",
     "value_loss": "the critic's loss",
     "value_clipped": "share of tokens held by the value clip",
     "value_mean": "the critic's value before the update",
     "explained_variance": "1 - var(returns - values) / var(returns), before the update",
 }
-"""Means are over sampled tokens, never padding; a metric without tokens is absent."""
+"""Means are over sampled tokens, those of routers over input tokens, never padding; a metric without tokens
+is absent."""
 
 
 class TokenMeans:
@@ -60,3 +65,41 @@ class TokenMeans:
         """Means and maxima of what was counted."""
         means = {name: self._sums[name] / n for name, n in self._counts.items() if n}
         return means | self._largest
+
+
+class RouterLoad:
+    """Which experts the input tokens of an update took, over micro-batches.
+
+    A prompt that rows share counts as often as it is computed.
+    """
+
+    def __init__(self, experts: int) -> None:
+        self.experts = experts
+        self._taken_LX = torch.zeros(0, experts, dtype=torch.int64)
+        self._choices = 0
+        self._moved = 0.0
+        self._replayed = 0
+
+    def add(self, experts_NLE: Tensor, moved: float | None = None) -> None:
+        """Count these tokens; `moved` is the share of (token, layer) that chose others, if replayed."""
+        tokens, layers, each = experts_NLE.shape
+        number_NLE = experts_NLE + self.experts * torch.arange(layers, device=experts_NLE.device)[:, None]
+        taken = torch.bincount(number_NLE.flatten(), minlength=layers * self.experts).cpu()
+        taken_LX = taken.view(layers, self.experts)
+        self._taken_LX = taken_LX if not self._choices else self._taken_LX + taken_LX
+        self._choices += tokens * each
+        if moved is not None:
+            self._moved += moved * tokens
+            self._replayed += tokens
+
+    def result(self) -> dict[str, float]:
+        """The routers' metrics."""
+        if not self._choices:
+            return {}
+        metrics = {
+            "router_load_max": float(self._taken_LX.max()) * self.experts / self._choices,
+            "router_unused": float((self._taken_LX == 0).double().mean()),
+        }
+        if self._replayed:
+            metrics["router_moved"] = self._moved / self._replayed
+        return metrics

@@ -1,13 +1,15 @@
 """Rows without padding: which rows go into one forward pass, and how they lie in it.
 
-Rows with equal prompts share one prompt segment. A packed input is every distinct prompt once, then each
-row's response without its last token (which predicts nothing), with positions that restart after the prompt.
+Rows with equal prompts share one prompt segment: equal in tokens, in pictures, and in recorded experts if
+these are replayed. A packed input is every distinct prompt once, then each row's response without its last
+token (which predicts nothing), with positions that go on after the prompt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -15,7 +17,9 @@ from torch import Tensor
 
 from practicum.dataplane.ragged import Ragged
 from practicum.errors import DataError
+from practicum.learning.extras import RowExtras
 from practicum.learning.layout import Segments, SharedPromptLayout
+from practicum.models.images import Images
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,7 @@ class Packed:
 
     ids_N: Tensor
     positions_N: Tensor
+    """[N], or [N, D] for a model with several position axes."""
     layout: SharedPromptLayout
     gather_M: Tensor
     """Packed index of the hidden state that predicts each response token; rows in the order given."""
@@ -31,25 +36,32 @@ class Packed:
     """The response tokens."""
     column_M: Tensor
     """Where each response token is in the packed columns of the batch; always on the CPU."""
+    images: tuple[Images, ...] = ()
+    """Pictures of the distinct prompts that have any, in the order of their tokens; on the CPU."""
+    image_prompts: tuple[slice, ...] = ()
+    """Where those prompts are among the input tokens."""
+    experts_N: Tensor | None = None
+    """Experts that each input token is to take [N, L, E]; None: those that the routers choose."""
 
     def to(self, device: torch.device) -> Packed:
         """The same micro-batch on another device."""
         if self.ids_N.device == device:
             return self
-        return Packed(
+        return replace(
+            self,
             ids_N=self.ids_N.to(device),
             positions_N=self.positions_N.to(device),
             layout=self.layout.to(device),
             gather_M=self.gather_M.to(device),
             target_M=self.target_M.to(device),
-            column_M=self.column_M,
+            experts_N=None if self.experts_N is None else self.experts_N.to(device),
         )
 
 
 class Rows:
     """The rows of a batch, ready to be cut into micro-batches."""
 
-    def __init__(self, prompt_ids: Ragged, response_ids: Ragged) -> None:
+    def __init__(self, prompt_ids: Ragged, response_ids: Ragged, extras: RowExtras | None = None) -> None:
         if len(prompt_ids) != len(response_ids):
             raise DataError(f"{len(prompt_ids)} prompts came with {len(response_ids)} responses")
         for i, length in enumerate(prompt_ids.lengths):
@@ -57,8 +69,22 @@ class Rows:
                 raise DataError(f"row {i} has an empty prompt: a response needs something to follow")
         self.prompts, self.responses = prompt_ids.rows, response_ids.rows
         self.prompt_lengths, self.lengths = prompt_ids.lengths, response_ids.lengths
-        self.names = [prompt.numpy().tobytes() for prompt in self.prompts]
+        if extras is not None:
+            extras.check([p + r for p, r in zip(self.prompt_lengths, self.lengths, strict=True)])
+        self.extras = extras
+        self.names = [self._name(i) for i in range(len(self.prompts))]
         self.starts = np.cumsum([0, *self.lengths])
+
+    def _name(self, i: int) -> Hashable:
+        """Equal for rows that may share a prompt segment."""
+        tokens, extras = self.prompts[i].numpy().tobytes(), self.extras
+        if extras is None:
+            return tokens
+        images = extras.images[i] if extras.images is not None else None
+        experts = b""
+        if extras.routed_experts is not None:
+            experts = extras.routed_experts[i][: self.prompt_lengths[i]].numpy().tobytes()
+        return tokens, images.digest if images is not None else b"", experts
 
     def microbatches(
         self,
@@ -92,12 +118,44 @@ class Rows:
     def pack(self, rows: Sequence[int]) -> Packed:
         """Lay out these rows; each must have a response token."""
         column = np.concatenate([np.arange(self.starts[i], self.starts[i + 1]) for i in rows])
-        return pack(
+        packed = pack(
             [self.prompts[i] for i in rows],
             [self.responses[i] for i in rows],
             [self.names[i] for i in rows],
             torch.from_numpy(column),
         )
+        return packed if self.extras is None else self._add_extras(packed, rows, self.extras)
+
+    def _add_extras(self, packed: Packed, rows: Sequence[int], extras: RowExtras) -> Packed:
+        """The same with what the rows carry beside their tokens, laid out as the tokens are."""
+        firsts = [rows[i] for i in _first_rows([self.names[i] for i in rows]).values()]
+
+        def inputs(column: Ragged) -> Tensor:
+            prompts = [column[i][: self.prompt_lengths[i]] for i in firsts]
+            return torch.cat(prompts + [column[i][self.prompt_lengths[i] : -1] for i in rows])
+
+        if extras.position_ids is not None:
+            packed = replace(packed, positions_N=inputs(extras.position_ids))
+        if extras.images is not None:
+            ends = np.cumsum([0, *(self.prompt_lengths[i] for i in firsts)]).tolist()
+            places = [slice(*place) for place in pairwise(ends)]
+            shown = [(extras.images[i], place) for i, place in zip(firsts, places, strict=True)]
+            packed = replace(
+                packed,
+                images=tuple(images for images, _ in shown if images is not None),
+                image_prompts=tuple(place for images, place in shown if images is not None),
+            )
+        if extras.routed_experts is not None:
+            packed = replace(packed, experts_N=inputs(extras.routed_experts))
+        return packed
+
+
+def _first_rows(names: Sequence[Hashable]) -> dict[Hashable, int]:
+    """Where each distinct name comes first, in that order."""
+    first: dict[Hashable, int] = {}
+    for i, name in enumerate(names):
+        first.setdefault(name, i)
+    return first
 
 
 def _keep(packed: Packed, wanted_M: Tensor) -> Packed:
@@ -160,9 +218,7 @@ def pack(
     column_M: Tensor,
 ) -> Packed:
     """Lay out rows (CPU tensors of ids); every row has a prompt and at least one response token."""
-    first_row: dict[Hashable, int] = {}
-    for i, name in enumerate(names):
-        first_row.setdefault(name, i)
+    first_row = _first_rows(names)
     place = {name: p for p, name in enumerate(first_row)}
     parent = np.array([place[name] for name in names])
     prompt_lengths = np.array([prompts[i].shape[0] for i in first_row.values()])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from practicum.dataplane.ragged import Ragged
+from practicum.learning.extras import RowExtras
 from practicum.learning.logprobs import token_logprobs
 from practicum.learning.packing import Rows
 from practicum.learning.trunk import Trunk
@@ -39,9 +40,10 @@ class Scorer:
         temperature: float,
         entropy: bool = False,
         plain: bool = False,
+        extras: RowExtras | None = None,
     ) -> LogprobColumns:
         """Logprobs of every response token at a temperature; entropy and temperature-1 logprobs if asked."""
-        trunk, rows = self.trunk, Rows(prompt_ids, response_ids)
+        trunk, rows = self.trunk, Rows(prompt_ids, response_ids, extras)
         wanted = {"logprobs_M": True, "entropy_M": entropy, "plain_M": plain}
         tokens = sum(response_ids.lengths)
         columns = {name: torch.empty(tokens) for name, on in wanted.items() if on}

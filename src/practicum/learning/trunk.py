@@ -7,14 +7,19 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from practicum.dataplane.ragged import Ragged
-from practicum.errors import EngineError
+from practicum.errors import DataError, EngineError
+from practicum.learning.extras import RowExtras
+from practicum.learning.metrics import RouterLoad
 from practicum.learning.norms import fuse_norms
 from practicum.learning.packing import Packed, Rows
 from practicum.models.attention import IMPLEMENTATION, packed_forward
+from practicum.models.experts import Routes, routes_of
 from practicum.models.fingerprint import fingerprint_ids
+from practicum.models.vision import is_vision, picture_tokens
 from practicum.recipe.schema import Train
 
 CPU_MICROBATCH_TOKENS = 2048
@@ -38,6 +43,7 @@ class Trunk:
             self.token_budget = min(self.token_budget, CPU_MICROBATCH_TOKENS)
         self.autocast = train.autocast == "bfloat16"
         self.gradient_checkpointing = train.gradient_checkpointing
+        self.routes = routes_of(model)
         fuse_norms(model)
         if self.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -63,10 +69,65 @@ class Trunk:
         for packed in rows.microbatches(self.token_budget, rows=only, sampled_M=sampled_M, sessions=sessions):
             yield packed.to(self.device)
 
-    def hidden(self, packed: Packed) -> Tensor:
-        """The hidden states [M, hidden] that predict the micro-batch's response tokens."""
-        hidden_N = self._forward(self.model, packed.ids_N, packed.positions_N, packed.layout)
+    def router_load(self) -> RouterLoad | None:
+        """To count which experts are taken; None for a model without routers."""
+        return RouterLoad(self.routes.experts) if self.routes is not None else None
+
+    def hidden(self, packed: Packed, load: RouterLoad | None = None) -> Tensor:
+        """The hidden states [M, hidden] that predict the micro-batch's response tokens.
+
+        Recorded experts are replayed; `load` counts those that were taken.
+        """
+        with self._routed(packed, load):
+            hidden_N = self._forward(
+                self.model,
+                packed.ids_N,
+                packed.positions_N,
+                packed.layout,
+                packed.images,
+                self._picture_tokens(packed),
+            )
         return hidden_N.index_select(0, packed.gather_M)
+
+    def _picture_tokens(self, packed: Packed) -> Tensor | None:
+        """Which input tokens stand for pictures; others may look so, if the model sampled such a token."""
+        if not packed.images:
+            return None
+        config = self.model.config
+        if not is_vision(config):
+            raise DataError(f"rows came with images, which {type(self.model).__name__} does not take")
+        picture_N = torch.zeros_like(packed.ids_N, dtype=torch.bool)
+        for images, place in zip(packed.images, packed.image_prompts, strict=True):
+            ids = packed.ids_N[place].tolist()
+            picture_N[place] = picture_tokens(config, ids, images).to(picture_N.device)
+        return picture_N
+
+    def backward(self, loss: Tensor, packed: Packed) -> None:
+        """Back-propagate a loss of this micro-batch's hidden states."""
+        # Layers that are computed anew in the backward pass must take the same experts again.
+        with self._routed(packed):
+            loss.backward()
+
+    @contextmanager
+    def _routed(self, packed: Packed, load: RouterLoad | None = None) -> Iterator[None]:
+        """The forward pass inside takes the micro-batch's recorded experts, if it has any."""
+        if packed.experts_N is not None:
+            with self._need_routes().replay(packed.experts_N) as moved:
+                yield
+            if load is not None:
+                load.add(packed.experts_N, moved.share())
+        elif load is not None:
+            with self._need_routes().record() as taken:
+                yield
+            load.add(taken.tensor())
+        else:
+            yield
+
+    def _need_routes(self) -> Routes:
+        if self.routes is None:
+            name = type(self.model).__name__
+            raise DataError(f"rows came with routed_experts, but {name} has no routers to replay them")
+        return self.routes
 
     @contextmanager
     def precision(self) -> Iterator[None]:
@@ -109,13 +170,25 @@ class Trunk:
         """Largest difference of the two forward passes, in parts of the largest hidden state."""
         ids = torch.tensor(fingerprint_ids(self.model.config.get_text_config().vocab_size))
         prompts, responses = [ids[:5], ids[:5], ids[3:5]], [ids[5:9], ids[8:16], ids[9:12]]
-        rows = Rows(Ragged.from_rows(prompts), Ragged.from_rows(responses))
-        packed = rows.pack(range(len(prompts))).to(self.device)
-        hidden_N = packed_forward(self.model, packed.ids_N, packed.positions_N, packed.layout)
-        theirs = []
+        theirs, experts = [], []
         for prompt, response in zip(prompts, responses, strict=True):
-            sequence = torch.cat([prompt, response[:-1]]).unsqueeze(0).to(self.device)
-            out = self.model.base_model(input_ids=sequence, use_cache=False)
-            theirs.append(out.last_hidden_state[0, prompt.shape[0] - 1 :])
-        theirs_M = torch.cat(theirs)
-        return float((hidden_N[packed.gather_M] - theirs_M).abs().max() / theirs_M.abs().max())
+            hidden_N, experts_N = self._own_forward(torch.cat([prompt, response[:-1]]))
+            theirs.append(hidden_N[prompt.shape[0] - 1 :])
+            experts.append(experts_N)
+        extras = None
+        if self.routes is not None:
+            # Replayed: rounding may turn a router's choice between two experts that are almost alike.
+            extras = RowExtras(routed_experts=Ragged.from_rows([pad(e, (0, 0, 0, 0, 0, 1)) for e in experts]))
+        rows = Rows(Ragged.from_rows(prompts), Ragged.from_rows(responses), extras)
+        packed = rows.pack(range(len(prompts))).to(self.device)
+        mine_M, theirs_M = self.hidden(packed), torch.cat(theirs)
+        return float((mine_M - theirs_M).abs().max() / theirs_M.abs().max())
+
+    def _own_forward(self, ids_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states of one sequence by the model's own forward pass, and the experts taken (CPU)."""
+        ids_1N = ids_N.unsqueeze(0).to(self.device)
+        if self.routes is None:
+            return self.model.base_model(input_ids=ids_1N, use_cache=False).last_hidden_state[0], ids_N[:0]
+        with self.routes.record() as taken:
+            out = self.model.base_model(input_ids=ids_1N, use_cache=False)
+        return out.last_hidden_state[0], taken.tensor().cpu()

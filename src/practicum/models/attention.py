@@ -8,6 +8,7 @@ without a layout gets plain SDPA attention.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from practicum.errors import EngineError
+from practicum.models.images import Images
+from practicum.models.vision import embed, is_vision
 
 IMPLEMENTATION = "practicum"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sinks")
@@ -63,17 +66,33 @@ AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
 
 def prepare_attention(model: PreTrainedModel) -> None:
-    """Route the model's attention through this seam."""
-    model.set_attn_implementation(IMPLEMENTATION)
+    """Route the model's attention over text through this seam; a vision tower keeps its own."""
+    model.set_attn_implementation({"": IMPLEMENTATION, "text_config": IMPLEMENTATION})
 
 
-def packed_forward(model: PreTrainedModel, ids_N: Tensor, positions_N: Tensor, layout: Layout) -> Tensor:
-    """Last hidden states [N, hidden] of packed tokens under a layout."""
+def packed_forward(
+    model: PreTrainedModel,
+    ids_N: Tensor,
+    positions_N: Tensor,
+    layout: Layout,
+    images: Sequence[Images] = (),
+    picture_N: Tensor | None = None,
+) -> Tensor:
+    """Last hidden states [N, hidden] of packed tokens under a layout; positions are [N] or [N, D].
+
+    Pictures come in the order of their tokens: those of `picture_N`, or unset the first image tokens.
+    """
+    if is_vision(model.config):
+        inputs = {"inputs_embeds": embed(model, ids_N, positions_N, images, picture_N).unsqueeze(0)}
+    else:
+        inputs = {"input_ids": ids_N.unsqueeze(0)}
+    # Positions of one axis become [1, N], of several [D, 1, N].
+    positions = positions_N.unsqueeze(0) if positions_N.dim() == 1 else positions_N.t().unsqueeze(1)
     # A mask that is already 4-D is passed through unread, so no [N, N] mask is ever built.
     unread = torch.empty(1, 1, 1, 1, device=ids_N.device)
     out = model.base_model(
-        input_ids=ids_N.unsqueeze(0),
-        position_ids=positions_N.unsqueeze(0),
+        **inputs,
+        position_ids=positions,
         attention_mask=unread,
         use_cache=False,
         layout=layout,
@@ -87,7 +106,7 @@ def head_logits(model: PreTrainedModel, hidden_N: Tensor) -> Tensor:
     if head is None:
         raise EngineError(f"{type(model).__name__} has no output head; a causal language model is needed")
     logits = head(hidden_N)
-    config = model.config
+    config = model.config.get_text_config()
     if (scale := getattr(config, "logit_scale", None)) is not None:
         logits = logits * scale
     if (scale := getattr(config, "logits_scaling", None)) is not None:

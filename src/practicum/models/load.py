@@ -10,18 +10,19 @@ import torch
 from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
-    GPT2Config,
-    LlamaConfig,
+    AutoModelForImageTextToText,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Qwen3Config,
 )
 from transformers.utils.logging import disable_progress_bar
 
 from practicum.errors import RecipeError
 from practicum.models.attention import prepare_attention
+from practicum.models.made import made_config
+from practicum.models.processor import make_vision_tokenizer
 from practicum.models.sources import read_config, read_tokenizer
 from practicum.models.tokenizer import make_tokenizer
+from practicum.models.vision import is_vision
 from practicum.recipe.schema import MakeModel, Model
 
 disable_progress_bar()  # loading and saving would draw into our own display
@@ -44,45 +45,21 @@ def pick_device(name: str) -> torch.device:
 
 def make_model(spec: MakeModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
     """A tiny model with random weights, a function of the seed."""
-    common: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "bos_token_id": None,
-        "tie_word_embeddings": True,
-    }
-    if spec.family == "gpt2":
-        config = GPT2Config(
-            n_embd=spec.hidden,
-            n_layer=spec.layers,
-            n_head=spec.heads,
-            n_positions=spec.context,
-            attn_pdrop=0.0,
-            embd_pdrop=0.0,
-            resid_pdrop=0.0,
-            **common,
-        )
-    else:
-        kind = Qwen3Config if spec.family == "qwen3" else LlamaConfig
-        config = kind(
-            hidden_size=spec.hidden,
-            intermediate_size=3 * spec.hidden,
-            num_hidden_layers=spec.layers,
-            num_attention_heads=spec.heads,
-            num_key_value_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-            max_position_embeddings=spec.context,
-            **common,
-        )
+    config = made_config(spec, tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return _loader(config).from_config(config, dtype=torch.float32)
+
+
+def _loader(config: Any) -> Any:
+    """The transformers class that makes models of this config."""
+    return AutoModelForImageTextToText if is_vision(config) else AutoModelForCausalLM
 
 
 def load_tokenizer(spec: Model) -> PreTrainedTokenizerBase:
     """The recipe's tokenizer, with a padding token."""
     if spec.make is not None and spec.tokenizer is None:
-        return make_tokenizer()
+        return make_vision_tokenizer() if spec.make.family == "qwen2_5_vl" else make_tokenizer()
     source = spec.tokenizer or spec.path
     assert source is not None
     if spec.tokenizer is None:
@@ -118,7 +95,7 @@ def load_model(
     else:
         require_model_folder(source, key)
         try:
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+            model = _loader(read_config(source)).from_pretrained(source, dtype=dtype)
         except (OSError, ValueError, SafetensorError) as error:
             raise RecipeError(
                 key,
@@ -162,13 +139,13 @@ def model_facts(spec: Model, tokens: int) -> tuple[int | None, int | None]:
     except (OSError, ValueError) as error:
         expected = "a causal language model in HuggingFace format"
         raise RecipeError("model.path", spec.path, expected, str(error).splitlines()[0]) from error
-    width = getattr(config.get_text_config(), "vocab_size", None)
-    return getattr(config, "max_position_embeddings", None), width
+    text = config.get_text_config()
+    return getattr(text, "max_position_embeddings", None), getattr(text, "vocab_size", None)
 
 
 def context_length(model: PreTrainedModel) -> int | None:
     """Longest sequence the model was made for, if its config says."""
-    return getattr(model.config, "max_position_embeddings", None)
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def stop_ids(

@@ -1,4 +1,5 @@
-"""Tokenizers and configs of model folders and hub names, read once per process and version of the files."""
+"""Tokenizers, configs and image processors of model folders and hub names, read once per process and
+version of the files."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
 KEPT = 64
 """How many of each are remembered."""
@@ -20,6 +21,11 @@ def read_tokenizer(source: str) -> PreTrainedTokenizerBase:
 def read_config(source: str) -> Any:
     """The config of a folder or hub name; OSError or ValueError if there is none."""
     return _config(source, _stamp(source))
+
+
+def read_image_processor(source: str) -> Any:
+    """The image processor of a folder or hub name; OSError or ValueError if there is none."""
+    return _image_processor(source, _stamp(source))
 
 
 def _stamp(source: str) -> tuple[int, ...]:
@@ -36,3 +42,8 @@ def _tokenizer(source: str, stamp: tuple[int, ...]) -> PreTrainedTokenizerBase:
 @lru_cache(KEPT)
 def _config(source: str, stamp: tuple[int, ...]) -> Any:
     return AutoConfig.from_pretrained(source)
+
+
+@lru_cache(KEPT)
+def _image_processor(source: str, stamp: tuple[int, ...]) -> Any:
+    return AutoImageProcessor.from_pretrained(source)

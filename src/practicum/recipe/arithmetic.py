@@ -18,6 +18,7 @@ class Counts:
     baselines: int
     epochs: int
     minibatches: int
+    minibatch_rows: int | None
     refills: int
 
     @property
@@ -45,6 +46,9 @@ class Counts:
         passes = f"{_many(self.epochs, 'epoch')} × {_many(self.minibatches, 'minibatch')}"
         updates = _many(self.optimizer_steps, "optimizer step")
         share = _many(self.sessions // self.minibatches, what)
+        if self.minibatch_rows is not None:
+            each = f"optimizer steps on up to {_many(self.minibatch_rows, 'row')} each"
+            return [batch, f"{_many(self.epochs, 'epoch')} of {each}: how many depends on the rows"]
         return [
             batch,
             f"{passes} = {updates} per step, on {share} each",
@@ -65,6 +69,7 @@ def count(recipe: Recipe) -> Counts:
         baselines=train.prompts if recipe.algorithm.advantage == "remax" else 0,
         epochs=train.epochs,
         minibatches=train.minibatches,
+        minibatch_rows=train.minibatch_rows,
         refills=buffer.max_refills if buffer.filter_flat_groups else 0,
     )
 

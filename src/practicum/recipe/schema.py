@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from practicum.recipe.agent import Agent
 from practicum.recipe.section import Section
 from practicum.recipe.teaching import Distill, RewardModel, Route, Teacher
 
@@ -16,8 +17,8 @@ from practicum.recipe.teaching import Distill, RewardModel, Route, Teacher
 class MakeModel(Section):
     """A tiny model with random weights and a character tokenizer, made on the spot."""
 
-    family: Literal["qwen3", "llama", "gpt2"] = Field(
-        default="qwen3", description="Architecture of the model."
+    family: Literal["qwen3", "llama", "gpt2", "qwen3_moe", "qwen2_5_vl"] = Field(
+        default="qwen3", description="Architecture; qwen3_moe has experts, qwen2_5_vl sees pictures."
     )
     hidden: int = Field(default=128, ge=8, description="Width of the residual stream.")
     layers: int = Field(default=4, ge=1, description="Number of transformer layers.")
@@ -25,6 +26,8 @@ class MakeModel(Section):
     kv_heads: int = Field(default=2, ge=1, description="Key/value heads, a divisor of heads (not for gpt2).")
     head_dim: int = Field(default=32, ge=4, description="Width of one head (gpt2: always hidden / heads).")
     context: int = Field(default=512, ge=16, description="Longest sequence in tokens.")
+    experts: int = Field(default=8, ge=2, description="Experts of each layer (qwen3_moe).")
+    experts_per_token: int = Field(default=2, ge=1, description="Experts that a token takes (qwen3_moe).")
 
 
 class Model(Section):
@@ -95,6 +98,7 @@ class Task(Section):
     eval_file: str | None = Field(default=None, description="JSONL or Parquet file of evaluation rows.")
     prompt: str = Field(default="prompt", description="Column with the prompt: a string or chat messages.")
     answer: str = Field(default="answer", description="Column with the expected answer, for checkers.")
+    images: str = Field(default="images", description="Column with the paths of a row's pictures.")
     weight: float = Field(default=1.0, gt=0, description="Share of this task among the prompts.")
     domain: str | None = Field(default=None, description="Label in metrics; the task's name if unset.")
     chat: bool = Field(default=False, description="Wrap string prompts into a user message (chat template).")
@@ -108,11 +112,8 @@ class Rollout(Section):
     """How the student practises."""
 
     engine: Literal["torch"] = Field(default="torch", description="Engine that samples.")
-    loop: str = Field(
-        default="single_turn", description="Agent loop: built-in name or package.module:function."
-    )
     samples: int = Field(default=8, ge=1, description="Sessions for each prompt.")
-    max_new_tokens: int = Field(default=64, ge=1, description="Longest answer in tokens.")
+    max_new_tokens: int = Field(default=64, ge=1, description="Longest turn in tokens.")
     temperature: float = Field(default=1.0, gt=0, description="Sampling temperature of training rollouts.")
     top_p: float = Field(
         default=1.0, gt=0, le=1, description="Nucleus: smallest set with this mass; 1 = off."
@@ -184,6 +185,9 @@ class Critic(Section):
     lr: float = Field(default=1e-4, gt=0, description="Learning rate.")
     warmup_steps: int = Field(default=0, ge=0, description="Steps in which only the critic learns.")
     clip: float | None = Field(default=0.2, gt=0, description="Clip range of the value loss; off if null.")
+    minibatch_rows: int | None = Field(
+        default=None, ge=1, description="Rows of one optimizer step of the critic; unset: as the student's."
+    )
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -196,6 +200,11 @@ class Train(Section):
     prompts: int = Field(default=32, ge=1, description="Prompts (demonstrations, if supervised) per step.")
     epochs: int = Field(default=1, ge=1, description="Passes over a step's batch.")
     minibatches: int = Field(default=1, ge=1, description="Optimizer steps in one pass over the batch.")
+    minibatch_rows: int | None = Field(
+        default=None,
+        ge=1,
+        description="Rows of one optimizer step, in place of minibatches: their number follows the batch's.",
+    )
     lr: float = Field(default=1e-4, gt=0, description="Peak learning rate.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="Learning rate after the warm-up."
@@ -212,6 +221,9 @@ class Train(Section):
     autocast: Literal["off", "bfloat16"] = Field(default="off", description="Mixed precision of the compute.")
     gradient_checkpointing: bool = Field(default=False, description="Recompute activations to save memory.")
     compile: bool = Field(default=False, description="Use torch.compile on the learner's model.")
+    replay_experts: bool = Field(
+        default=True, description="The learner takes the experts that the engine took (MoE models)."
+    )
 
 
 class Buffer(Section):
@@ -322,6 +334,7 @@ class Recipe(Section):
     route: Route = Field(default_factory=Route, description="Which teacher corrects which prompt.")
     distill: Distill | None = Field(default=None, description="What is learnt from the teachers.")
     rollout: Rollout = Field(default_factory=Rollout, description="How the student practises.")
+    agent: Agent = Field(default_factory=Agent, description="What happens in a session.")
     algorithm: Algorithm = Field(default_factory=Algorithm, description="What is learnt.")
     train: Train = Field(default_factory=Train, description="Optimizer and size of a step.")
     critic: Critic | None = Field(default=None, description="Value model; needed by advantage gae.")

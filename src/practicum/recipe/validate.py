@@ -9,6 +9,7 @@ from practicum.errors import RecipeError
 from practicum.recipe.arithmetic import count
 from practicum.recipe.rules import check_device, check_names, default_of
 from practicum.recipe.schema import Algorithm, Buffer, Eval, Kl, Recipe, Task
+from practicum.recipe.validate_agent import check_agent, check_minibatches
 from practicum.recipe.validate_distill import check_distill
 from practicum.recipe.validate_reward import check_reward, unread_algorithm
 from practicum.recipe.validate_route import check_route
@@ -37,7 +38,7 @@ def combinations(recipe: Recipe) -> list[RecipeError]:
     """Every impossible combination of a recipe whose types are right."""
     checks = (
         *(_names, _model, _tasks, check_reward, _algorithm, _kl, _critic, _groups, _train, _eval),
-        *(check_teachers, check_route, check_distill),
+        *(check_teachers, check_route, check_distill, check_agent, check_minibatches),
     )
     return [problem for check in checks for problem in check(recipe)]
 
@@ -199,10 +200,6 @@ def _groups(recipe: Recipe) -> Iterator[RecipeError]:
 
 def _train(recipe: Recipe) -> Iterator[RecipeError]:
     train = recipe.train
-    if train.prompts % train.minibatches:
-        found = f"{train.minibatches} with train.prompts {train.prompts}"
-        advice = "a minibatch takes whole groups, the same number each"
-        yield RecipeError("train.minibatches", found, "a divisor of train.prompts", advice)
     if 0 < train.steps < train.warmup_steps:
         found = f"{train.warmup_steps} of {train.steps} steps"
         yield RecipeError("train.warmup_steps", found, "at most train.steps")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import repeat
 
 import torch
@@ -11,10 +12,13 @@ from transformers import PreTrainedModel
 
 from practicum.errors import EngineError
 from practicum.models.attention import IMPLEMENTATION, Layout, head_logits, packed_forward
+from practicum.models.experts import routes_of
 from practicum.models.fingerprint import fingerprint_ids
+from practicum.models.vision import image_token_id, is_vision, probe_images
+from practicum.rollout.inputs import Inputs, pack
 from practicum.rollout.kv import DecodeLayout, KvMemory, PrefillLayout
 from practicum.rollout.lean import lean_decoder
-from practicum.rollout.queue import Prompt
+from practicum.rollout.queue import Given, Prompt
 from practicum.rollout.sampler import Draw, Sampled, sample
 
 LOGITS_AT_ONCE = 2**24
@@ -37,6 +41,8 @@ class Runner:
         self.model, self.device = model, model.device
         self.vocab: int = model.get_input_embeddings().weight.shape[0]  # pyright: ignore
         self.hidden_size: int = model.get_input_embeddings().weight.shape[1]  # pyright: ignore
+        self.sees = is_vision(model.config)
+        self.routes = routes_of(model)
         self._lean = lean_decoder(model)
         gap, most = _probe(self)
         if self._lean is not None and not gap <= most:
@@ -48,7 +54,7 @@ class Runner:
                 f"{most:.2g} at most): the torch engine can't run this architecture"
             )
         with torch.no_grad():
-            self.token_kv = prefill(self, [[0]])[0].kv
+            self.token_kv = prefill(self, [Given((0,))])[0].kv
             """What the model keeps of one token, for the shape of KV memory."""
 
     @property
@@ -56,38 +62,52 @@ class Runner:
         """Whether the model runs by the lean forward."""
         return self._lean is not None
 
-    def hidden(self, ids_N: Tensor, positions_N: Tensor, layout: Layout) -> Tensor:
+    def hidden(self, inputs: Inputs, layout: Layout) -> Tensor:
         """Last hidden states [N, hidden] of packed tokens."""
         if self._lean is not None:
-            return self._lean(ids_N, positions_N, layout)
-        return packed_forward(self.model, ids_N, positions_N, layout)
+            return self._lean(inputs.ids_N, inputs.positions_N, layout)
+        return packed_forward(
+            self.model, inputs.ids_N, inputs.positions_N, layout, inputs.images, inputs.picture_N
+        )
+
+    def routed(self, inputs: Inputs, layout: Layout) -> tuple[Tensor, Tensor | None]:
+        """As `hidden`, and of a MoE model the experts that the tokens took [N, L, E]."""
+        if self.routes is None:
+            return self.hidden(inputs, layout), None
+        with self.routes.record() as taken:
+            return self.hidden(inputs, layout), taken.tensor()
 
     def logits(self, hidden_N: Tensor) -> Tensor:
         """Logits [N, V] of last hidden states."""
         return head_logits(self.model, hidden_N)
 
 
-def prefill(runner: Runner, prompts: Sequence[Sequence[int]]) -> list[Prompt]:
+def prefill(runner: Runner, prompts: Sequence[Given]) -> list[Prompt]:
     """Compute prompts in one packed forward call."""
     lengths = [len(prompt) for prompt in prompts]
     layout = PrefillLayout(lengths, runner.device)
-    hidden_N = runner.hidden(*pack(prompts, runner.device), layout)
+    inputs = pack(runner.model.config, prompts, runner.device)
+    hidden_N, experts_N = runner.routed(inputs, layout)
     last_G = torch.tensor(lengths, device=runner.device).cumsum(0) - 1
-    return [
-        Prompt(kv, hidden) for kv, hidden in zip(layout.prompts(), hidden_N[last_G].unbind(), strict=True)
+    computed = [
+        Prompt(kv, hidden, shift)
+        for kv, hidden, shift in zip(layout.prompts(), hidden_N[last_G].unbind(), inputs.shifts, strict=True)
     ]
+    if experts_N is not None:
+        for prompt, experts in zip(computed, experts_N.cpu().split(lengths), strict=True):
+            prompt.experts = experts.clone()
+    return computed
 
 
-def pack(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids and positions [N] of sequences, one behind the other."""
-    ids_N = torch.tensor([i for sequence in sequences for i in sequence], device=device)
-    positions_N = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
-    return ids_N, positions_N.to(device)
+def decode(
+    runner: Runner, memory: KvMemory, token_B: Tensor, length_B: Tensor, position_B: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """One new token for each slot, put behind the `length` it holds: last hidden states [B, hidden], experts.
 
-
-def decode(runner: Runner, memory: KvMemory, token_B: Tensor, length_B: Tensor) -> Tensor:
-    """Last hidden states [B, hidden] of one new token for each slot, put behind the `length` it holds."""
-    return runner.hidden(token_B, length_B, DecodeLayout(memory, length_B))
+    Its position is the length too, if not given.
+    """
+    inputs = Inputs(token_B, length_B if position_B is None else position_B, ())
+    return runner.routed(inputs, DecodeLayout(memory, length_B))
 
 
 def sample_hidden(runner: Runner, hidden_B: Tensor, draw: Draw, uniform_B: Tensor) -> Sampled:
@@ -103,16 +123,35 @@ def sample_hidden(runner: Runner, hidden_B: Tensor, draw: Draw, uniform_B: Tenso
 @torch.no_grad()
 def _probe(runner: Runner) -> tuple[float, float]:
     """How far logits of a fixed sequence, half of it a prompt and half decoded, are off; and may be."""
-    ids = fingerprint_ids(runner.vocab)
-    half = len(ids) // 2
-    _, prompt = prefill(runner, [ids[:1], ids[:half]])
+    prompt_of, plain_inputs = _probe_inputs(runner)
+    ids, half = plain_inputs["input_ids"][0].tolist(), len(prompt_of)
+    _, prompt = prefill(runner, [Given((0,)), prompt_of])
     memory = KvMemory(prompt.kv, 2, len(ids))
     memory.put_prompt(prompt.kv, 0, 2)
-    hidden = [prompt.hidden]
-    for position in range(half, len(ids)):
-        token_B, length_B = torch.tensor([[ids[position]] * 2, [position] * 2], device=runner.device)
-        hidden.append(decode(runner, memory, token_B, length_B)[1])
+    hidden, experts = [prompt.hidden], [] if prompt.experts is None else [prompt.experts]
+    for at in range(half, len(ids)):
+        token_B, length_B = torch.tensor([[ids[at]] * 2, [at] * 2], device=runner.device)
+        hidden_B, experts_B = decode(runner, memory, token_B, length_B, length_B + prompt.shift)
+        hidden.append(hidden_B[1])
+        experts += [] if experts_B is None else [experts_B[1:].cpu()]
     packed = runner.logits(torch.stack(hidden))
-    plain = runner.model(torch.tensor([ids], device=runner.device), use_cache=False).logits[0, half - 1 :]
+    # The plain forward takes the same experts: near a tie, rounding alone would make it take others.
+    routes = runner.routes
+    with routes.replay(torch.cat(experts)) if routes and routes.can_replay else nullcontext():
+        plain = runner.model(**plain_inputs, use_cache=False).logits[0, half - 1 :]
     tolerance = _TOLERANCE.get(plain.dtype, 5e-2)
     return float((packed - plain).abs().max()), tolerance * float(plain.abs().max())
+
+
+def _probe_inputs(runner: Runner) -> tuple[Given, dict[str, Tensor]]:
+    """A prompt to probe with, and what the plain model takes: it and a response, a picture if it sees."""
+    config, ids = runner.model.config, fingerprint_ids(runner.vocab)
+    half = len(ids) // 2
+    if not runner.sees:
+        return Given(tuple(ids[:half])), {"input_ids": torch.tensor([ids], device=runner.device)}
+    token, images = image_token_id(config), probe_images(config)
+    ids = [0 if i == token else i for i in ids]
+    ids[1:5] = [token] * 4
+    inputs = {"input_ids": torch.tensor([ids]), "mm_token_type_ids": torch.tensor([ids]) == token}
+    inputs = {name: part.to(runner.device) for name, part in (inputs | images.as_inputs()).items()}
+    return Given.of(ids[:half], images), inputs

@@ -8,6 +8,8 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from practicum.models.images import Images
+
 Finish = Literal["stop", "length"]
 
 
@@ -39,7 +41,7 @@ class Counter:
 
 @dataclass(slots=True)
 class Generation:
-    """What the engine sampled. All tensors are [R] on the CPU."""
+    """What the engine sampled. All tensors are on the CPU, and [R] where nothing else is said."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -49,6 +51,8 @@ class Generation:
     finish: Finish
     version_min: int
     version_max: int
+    experts: Tensor | None = None
+    """MoE models: experts that each input token took [P + R - 1, L, E]; the last token was no input."""
 
 
 @dataclass(slots=True)
@@ -78,8 +82,15 @@ class Engine(Protocol):
 
     version: int
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, counter: Counter) -> Generation:
-        """Sample one answer. Requests with equal prompts share the prompt's computation."""
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        counter: Counter,
+        *,
+        images: Images | None = None,
+    ) -> Generation:
+        """Sample one answer. Requests with equal prompts and pictures share the prompt's computation."""
         ...
 
     async def score(
@@ -91,10 +102,12 @@ class Engine(Protocol):
         temperature: float = 1.0,
         hidden: bool = False,
         vocab: int | None = None,
+        images: Images | None = None,
     ) -> Scores:
         """Logprobs of ids[start:], each given all before it; their hidden states too, if asked.
 
-        With `vocab`, outputs beyond it do not count: some models have more of them than tokens.
+        With `vocab`, outputs beyond it do not count: some models have more of them than tokens. Pictures
+        stand before `start`.
         """
         ...
 

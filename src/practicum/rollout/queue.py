@@ -4,25 +4,45 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torch import Tensor
 
+from practicum.models.images import Images
 from practicum.rollout.desk import Job
 from practicum.rollout.kv import PromptKv
 from practicum.rollout.protocol import Sampling
 from practicum.rollout.sampler import Draw
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Tokens to go on from, with their pictures. Equal if the tokens are and the pictures are."""
+
+    ids: tuple[int, ...]
+    digest: bytes = b""
+    images: Images | None = field(default=None, compare=False)
+
+    @staticmethod
+    def of(ids: Sequence[int], images: Images | None) -> Given:
+        """These tokens and pictures, ready to be compared."""
+        return Given(tuple(ids), images.digest if images is not None else b"", images)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
 @dataclass(eq=False, slots=True)
 class GenerateJob(Job):
     """One answer to sample."""
 
-    prompt: tuple[int, ...]
+    prompt: Given
     sampling: Sampling
     draw: Draw
     key: int
+    prompt_experts: Tensor | None = field(default=None, init=False)
+    """Of a MoE model, once the prompt is computed."""
 
 
 @dataclass(eq=False, slots=True)
@@ -36,6 +56,12 @@ class ScoreJob(Job):
     hidden: bool = False
     outputs: int | None = None
     """How many of the model's outputs count; all if None."""
+    images: Images | None = None
+
+    @property
+    def given(self) -> Given:
+        """What comes before the tokens to score, pictures included."""
+        return Given.of(self.ids[: self.start], self.images)
 
 
 @dataclass(slots=True)
@@ -44,12 +70,16 @@ class Prompt:
 
     kv: PromptKv
     hidden: Tensor
+    shift: int = 0
+    """How far the positions behind it are from the number of tokens before them; 0 without pictures."""
+    experts: Tensor | None = None
+    """Experts that its tokens took [P, L, E], MoE models only; on the CPU, in memory of its own."""
 
 
 class Admission(NamedTuple):
     """Requests of one prompt that get slots now, and the prompt if it is already computed."""
 
-    prompt: tuple[int, ...]
+    prompt: Given
     jobs: list[GenerateJob]
     computed: Prompt | None
 
@@ -61,8 +91,8 @@ class Queue:
     """
 
     def __init__(self) -> None:
-        self._groups: dict[tuple[int, ...], deque[GenerateJob]] = {}
-        self._kept: dict[tuple[int, ...], Prompt] = {}
+        self._groups: dict[Given, deque[GenerateJob]] = {}
+        self._kept: dict[Given, Prompt] = {}
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -71,10 +101,10 @@ class Queue:
         """Wait behind those who came before, or beside those who have the same prompt."""
         self._groups.setdefault(job.prompt, deque()).append(job)
 
-    def keep(self, prompt: tuple[int, ...], computed: Prompt) -> None:
+    def keep(self, prompt: Given, computed: Prompt) -> None:
         """Remember a computed prompt while requests for it wait."""
         if prompt in self._groups and prompt not in self._kept:
-            self._kept[prompt] = Prompt(computed.kv.copy(), computed.hidden.clone())
+            self._kept[prompt] = replace(computed, kv=computed.kv.copy(), hidden=computed.hidden.clone())
 
     def clear(self) -> None:
         """Forget everything."""
@@ -98,7 +128,7 @@ class Queue:
                 taken.append(Admission(prompt, jobs, computed))
         return taken
 
-    def _pop(self, prompt: tuple[int, ...], most: int) -> list[GenerateJob]:
+    def _pop(self, prompt: Given, most: int) -> list[GenerateJob]:
         group, jobs = self._groups[prompt], []
         while group and len(jobs) < most:
             job = group.popleft()

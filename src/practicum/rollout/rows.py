@@ -8,27 +8,36 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from practicum.models.experts import Routes
+from practicum.rollout.kv import lazy_zeros
 from practicum.rollout.protocol import Finish, Generation
-from practicum.rollout.queue import GenerateJob
+from practicum.rollout.queue import GenerateJob, Prompt
 from practicum.rollout.sampler import Draw, Sampled
 
 _NO_TOKEN = -1
 
 
 class Rows:
-    """Running sequences, always in rows 0..count-1; a removed row's place is taken by the last one."""
+    """Running sequences, always in rows 0..count-1; a removed row's place is taken by the last one.
 
-    def __init__(self, slots: int, context: int, device: torch.device) -> None:
+    With `routes`, it also keeps which experts the tokens took.
+    """
+
+    def __init__(self, slots: int, context: int, device: torch.device, routes: Routes | None = None) -> None:
         self.jobs: list[GenerateJob] = []
         self.draws: Counter[Draw] = Counter()
         """How many rows are sampled in each way."""
         # One matrix, so that a row moves at once; columns are what the properties below say.
-        self._state = torch.zeros(slots, 6, dtype=torch.int64, device=device)
+        self._state = torch.zeros(slots, 7, dtype=torch.int64, device=device)
         self._stops = torch.full((slots, 1), _NO_TOKEN, dtype=torch.int64, device=device)
         # What was sampled stays where it is when rows move: `_out` says where.
         self._tokens = torch.empty(slots, context, dtype=torch.int64, device=device)
         self._logprobs = torch.empty(slots, context, dtype=torch.float32, device=device)
         self._plain = torch.empty(slots, context, dtype=torch.float32, device=device)
+        self._experts: Tensor | None = None
+        if routes is not None:
+            small = torch.empty(0, dtype=torch.uint8 if routes.experts <= 256 else torch.int16, device=device)
+            self._experts = lazy_zeros((slots, context, routes.layers, routes.per_token), small)
         self._free_outs = list(range(slots))
 
     def clear(self) -> None:
@@ -62,6 +71,11 @@ class Rows:
         return self._state[: self.count, 4]
 
     @property
+    def position_B(self) -> Tensor:
+        """The position of each row's newest token: other than its length behind pictures."""
+        return self._state[: self.count, 1] + self._state[: self.count, 6]
+
+    @property
     def _limit_B(self) -> Tensor:
         return self._state[: self.count, 3]
 
@@ -69,8 +83,8 @@ class Rows:
     def _out_B(self) -> Tensor:
         return self._state[: self.count, 5]
 
-    def add(self, jobs: Sequence[GenerateJob]) -> None:
-        """Put new sequences behind the running ones; their prompts fill their slots."""
+    def add(self, jobs: Sequence[GenerateJob], prompt: Prompt) -> None:
+        """Put new sequences of one prompt behind the running ones; it fills their slots."""
         first, end = self.count, self.count + len(jobs)
         state = [
             (
@@ -80,6 +94,7 @@ class Rows:
                 job.sampling.max_new_tokens,
                 job.key,
                 self._free_outs.pop(),
+                prompt.shift,
             )
             for job in jobs
         ]
@@ -90,8 +105,15 @@ class Rows:
             self._stops = torch.nn.functional.pad(self._stops, (0, more), value=_NO_TOKEN)
         stops = [[*job.sampling.stop] + [_NO_TOKEN] * (width - len(job.sampling.stop)) for job in jobs]
         self._stops[first:end] = torch.tensor(stops, device=self._stops.device)
+        for job in jobs:
+            job.prompt_experts = prompt.experts
         self.jobs += jobs
         self.draws.update(job.draw for job in jobs)
+
+    def note_experts(self, experts_BLE: Tensor) -> None:
+        """Keep which experts each row's newest token took."""
+        assert self._experts is not None
+        self._experts[self._out_B, self.made_B - 1] = experts_BLE.to(self._experts.dtype)
 
     def append(self, sampled: Sampled) -> tuple[list[int], list[Finish]]:
         """Add one token to every row; the rows that are finished by it, and why."""
@@ -116,6 +138,7 @@ class Rows:
             buffer[:, : max(made)][self._out_B[index]].cpu()
             for buffer in (self._tokens, self._logprobs, self._plain)
         )
+        experts = self._experts_of(rows, index, made)
         return [
             Generation(
                 tokens=tokens[i, :n].clone(),
@@ -124,9 +147,22 @@ class Rows:
                 finish=finish,
                 version_min=version,
                 version_max=version,
+                experts=experts[i],
             )
             for i, (n, finish) in enumerate(zip(made, finishes, strict=True))
         ]
+
+    def _experts_of(self, rows: Sequence[int], index: Tensor, made: Sequence[int]) -> list[Tensor | None]:
+        """Experts [P + R - 1, L, E] of these rows, if they are kept: prompt tokens, then sampled ones."""
+        if self._experts is None:
+            return [None] * len(rows)
+        decoded = self._experts[:, : max(made)][self._out_B[index]].cpu().to(torch.int64)
+        found: list[Tensor | None] = []
+        for i, (row, n) in enumerate(zip(rows, made, strict=True)):
+            prompt = self.jobs[row].prompt_experts
+            assert prompt is not None
+            found.append(torch.cat([prompt, decoded[i, : n - 1]]))
+        return found
 
     def remove(self, rows: Sequence[int]) -> list[tuple[int, int, int]]:
         """Forget these rows; (source, target, length) of the rows that took their places."""

@@ -12,7 +12,7 @@ from practicum.errors import EngineError
 from practicum.rollout.desk import Job, Outcome
 from practicum.rollout.forward import Runner, decode, prefill, sample_hidden
 from practicum.rollout.kv import KvMemory
-from practicum.rollout.queue import GenerateJob, Queue, ScoreJob
+from practicum.rollout.queue import GenerateJob, Given, Queue, ScoreJob
 from practicum.rollout.randomness import uniforms
 from practicum.rollout.rows import Rows
 from practicum.rollout.sampler import Sampled
@@ -51,7 +51,7 @@ class Scheduler:
         self._runner = runner
         self._slots, self._context = slots, context
         self._prefill_tokens, self._score_tokens = prefill_tokens, score_tokens
-        self._rows = Rows(slots, context, runner.device)
+        self._rows = Rows(slots, context, runner.device, runner.routes)
         self._queue = Queue()
         self._to_score: deque[ScoreJob] = deque()
         self.allocate()
@@ -102,7 +102,10 @@ class Scheduler:
         rows = self._rows
         if not rows.count:
             return []
-        hidden_B = decode(self._runner, memory, rows.last_B, rows.length_B)
+        position_B = rows.position_B if self._runner.sees else None
+        hidden_B, experts_B = decode(self._runner, memory, rows.last_B, rows.length_B, position_B)
+        if experts_B is not None:
+            rows.note_experts(experts_B)
         rows.length_B.add_(1)
         self.stats.decode_steps += 1
         self.stats.decoded_tokens += rows.count
@@ -120,7 +123,7 @@ class Scheduler:
             prompt = admission.computed or next(computed)
             memory.put_prompt(prompt.kv, self._rows.count, len(admission.jobs))
             self._queue.keep(admission.prompt, prompt)
-            self._rows.add(admission.jobs)
+            self._rows.add(admission.jobs, prompt)
             fresh.append(prompt.hidden.expand(len(admission.jobs), -1))
         self.stats.most_rows = max(self.stats.most_rows, self._rows.count)
         return fresh
@@ -154,7 +157,7 @@ class Scheduler:
     def _score(self) -> list[Outcome]:
         """One forward call's worth of the requests to score."""
         jobs: list[ScoreJob] = []
-        seen: set[tuple[int, ...]] = set()
+        seen: set[Given] = set()
         tokens = 0
         while self._to_score:
             job = self._to_score[0]

@@ -3,6 +3,7 @@
 What comes before the scored tokens is computed once for all jobs that share it. A job's numbers are the same,
 bit for bit, whatever else is in its batch: attention sees sequences padded by their own lengths alone, and
 matrices have at least FEWEST_TOKENS rows, because small ones take other ways through the algebra libraries.
+(Experts and vision towers see as many tokens and patches as there are: theirs are the same up to rounding.)
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 
 from practicum.rollout.forward import Runner
+from practicum.rollout.inputs import pack
 from practicum.rollout.prefixes import PrefixLayout
 from practicum.rollout.protocol import Scores
-from practicum.rollout.queue import ScoreJob
+from practicum.rollout.queue import Given, ScoreJob
 
 LOGITS_AT_ONCE = 2**22
 FEWEST_TOKENS = 256
@@ -33,9 +35,9 @@ def score_batch(runner: Runner, jobs: Sequence[ScoreJob], version: int) -> list[
     return scores
 
 
-def cost(job: ScoreJob, seen: set[tuple[int, ...]]) -> int:
+def cost(job: ScoreJob, seen: set[Given]) -> int:
     """Tokens that a job adds to a batch that has computed the prefixes in `seen`; notes its own there."""
-    prefix = tuple(job.ids[: job.start])
+    prefix = job.given
     more = 0 if prefix in seen else len(prefix)
     seen.add(prefix)
     return more + len(job.ids) - job.start - 1
@@ -43,24 +45,20 @@ def cost(job: ScoreJob, seen: set[tuple[int, ...]]) -> int:
 
 def _hidden(runner: Runner, jobs: Sequence[ScoreJob]) -> list[Tensor]:
     """Hidden states [R, H] that predict the tokens of each job."""
-    numbers: dict[tuple[int, ...], int] = {}
-    parents = [numbers.setdefault(tuple(job.ids[: job.start]), len(numbers)) for job in jobs]
+    numbers: dict[Given, int] = {}
+    parents = [numbers.setdefault(job.given, len(numbers)) for job in jobs]
     # The last token predicts nothing that was asked for, so it is no input.
     tails = [job.ids[job.start : -1] for job in jobs]
-    prefixes: list[Sequence[int]] = list(numbers)
+    prefixes = list(numbers)
     if (lacking := FEWEST_TOKENS - sum(map(len, prefixes)) - sum(map(len, tails))) > 0:
-        prefixes += [prefixes[0]] * -(-lacking // len(prefixes[0]))
+        prefixes += [Given(prefixes[0].ids)] * -(-lacking // len(prefixes[0]))
     lengths = [len(prefix) for prefix in prefixes]
-    starts = [lengths[parent] for parent in parents]
     layout = PrefixLayout(
         lengths,
         [(parent, len(tail)) for parent, tail in zip(parents, tails, strict=True) if tail],
         runner.device,
     )
-    ids_N = torch.tensor([i for part in (*prefixes, *tails) for i in part], device=runner.device)
-    positions = [torch.arange(n) for n in lengths]
-    positions += [torch.arange(at, at + len(tail)) for at, tail in zip(starts, tails, strict=True)]
-    hidden_N = runner.hidden(ids_N, torch.cat(positions).to(runner.device), layout)
+    hidden_N = runner.hidden(pack(runner.model.config, prefixes, runner.device, tails, parents), layout)
     last = torch.tensor(lengths, device=runner.device).cumsum(0) - 1
     first_JH = hidden_N[last[parents]]
     parts = hidden_N[sum(lengths) :].split([len(tail) for tail in tails])

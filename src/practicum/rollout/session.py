@@ -2,134 +2,242 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any, Literal, cast
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from practicum.errors import EngineError
-from practicum.rollout.protocol import Counter, Engine, Generation, Sampling
+from practicum.recipe.agent import Agent
+from practicum.rollout.chat import (
+    Chat,
+    Format,
+    Plain,
+    Start,
+    Written,
+    begins_with,
+    check_messages,
+    read,
+    tokenise,
+    user,
+)
+from practicum.rollout.policies import Policy
+from practicum.rollout.protocol import Counter, Sampling
+from practicum.rollout.tools.toolbox import Ran, Toolbox
+from practicum.rollout.trajectory import Trajectory
+from practicum.tasks.messages import Message
 from practicum.tasks.prompts import Prompt
 
-
-@dataclass(slots=True)
-class _Piece:
-    """Consecutive response tokens of one origin: sampled by the student, or given by a tool or template."""
-
-    ids: Tensor
-    sampled: bool
-    logprobs: Tensor
-    plain_logprobs: Tensor
+New = str | Sequence[Message] | Sequence[int]
+"""What a conversation goes on with: text, messages, or tokens as they are."""
 
 
-@dataclass(slots=True)
-class Trajectory:
-    """Tokens of one context: a prompt, then sampled and given pieces in order."""
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the model wrote. `finish` is "context" if the context was full before the turn was done."""
 
-    prompt_ids: list[int]
-    pieces: list[_Piece] = field(default_factory=list)
-    version_min: int | None = None
-    version_max: int = 0
-    finish: str = ""
-
-    def add_sampled(self, generation: Generation) -> None:
-        """Append what the student sampled."""
-        self.pieces.append(_Piece(generation.tokens, True, generation.logprobs, generation.plain_logprobs))
-        first = generation.version_min
-        self.version_min = first if self.version_min is None else min(self.version_min, first)
-        self.version_max = max(self.version_max, generation.version_max)
-        self.finish = generation.finish
-
-    def add_given(self, ids: Sequence[int]) -> None:
-        """Append tokens that a tool or a template put in; they are not trained on."""
-        zeros = torch.zeros(len(ids))
-        self.pieces.append(_Piece(torch.tensor(ids, dtype=torch.int64), False, zeros, zeros))
-
-    def add_demonstration(self, ids: Sequence[int]) -> None:
-        """Append tokens to learn from that nobody sampled: supervised training."""
-        zeros = torch.zeros(len(ids))
-        self.pieces.append(_Piece(torch.tensor(ids, dtype=torch.int64), True, zeros, zeros))
-        self.finish = "stop"
-
-    def ids(self) -> list[int]:
-        """Prompt and response so far."""
-        return self.prompt_ids + [i for piece in self.pieces for i in piece.ids.tolist()]
-
-    def columns(self) -> dict[str, Tensor]:
-        """The row's fields as the data plane names them."""
-        pieces = self.pieces
-        empty_ids, empty = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
-        masks = [torch.full_like(piece.ids, piece.sampled, dtype=torch.bool) for piece in pieces]
-        return {
-            "prompt_ids": torch.tensor(self.prompt_ids, dtype=torch.int64),
-            "response_ids": torch.cat([p.ids for p in pieces]) if pieces else empty_ids,
-            "response_mask": torch.cat(masks) if pieces else empty_ids.bool(),
-            "rollout_logprobs": torch.cat([p.logprobs for p in pieces]) if pieces else empty,
-            "plain_logprobs": torch.cat([p.plain_logprobs for p in pieces]) if pieces else empty,
-        }
+    text: str
+    tokens: list[int]
+    finish: Literal["stop", "length", "context"]
 
 
 class Session:
-    """What an agent loop works with: the prompt, the engine, and the trajectories it opens.
+    """What an agent loop works with: the prompt, the model, tools, and the trajectories it opens.
 
-    Every turn of every session has its own randomness, so a session's samples do not depend on others.
+    Every turn of every session has its own randomness, so a session's samples do not depend on others. A
+    trajectory with the prompt is open from the start.
     """
+
+    trajectory: Trajectory
+    """The one that `generate` goes on with."""
 
     def __init__(
         self,
         prompt: Prompt,
-        prompt_ids: list[int],
+        start: Start,
         index: int,
-        engine: Engine,
+        policy: Policy,
         sampling: Sampling,
         tokenizer: PreTrainedTokenizerBase,
-        seed: int,
+        *,
+        context: int,
+        agent: Agent,
+        toolbox: Toolbox | None = None,
+        check: Callable[[str], float] | None = None,
+        seed: int = 0,
+        attempt: int = 0,
     ) -> None:
-        self.prompt, self.prompt_ids, self.index = prompt, prompt_ids, index
-        self.tokenizer, self.sampling = tokenizer, sampling
-        self._engine, self._seed, self._turn = engine, seed, 0
+        self.prompt, self.start, self.index = prompt, start, index
+        self.tokenizer, self.sampling, self.context = tokenizer, sampling, context
+        self.agent, self.toolbox, self.check = agent, toolbox, check
+        self.opening: list[Message] = start.messages or [user(cast(str, prompt.content))]
+        """The prompt as messages, the system's too."""
+        kind = Plain if start.messages is None else Chat
+        self._format: Format = kind(tokenizer, start, self.opening)
+        self._policy, self._seed, self._attempt = policy, seed, attempt
+        self._branch: tuple[int, ...] = ()
+        self._turn, self._busy = 0, False
+        self._opened: list[Trajectory] = []
+        self._forks: list[Session] = []
+        self.new_trajectory()
 
-    def new_trajectory(self, prompt_ids: Sequence[int] | None = None) -> Trajectory:
-        """Open a context: with these tokens, or with the prompt's."""
-        return Trajectory(list(self.prompt_ids if prompt_ids is None else prompt_ids))
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """All that were opened: this session's in order, then those of each of its forks."""
+        return [*self._opened, *(t for fork in self._forks for t in fork.trajectories)]
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation of the current trajectory."""
+        return [*self.trajectory.messages, *self._written().messages()]
+
+    @property
+    def room(self) -> int:
+        """Tokens left in the context of the current trajectory."""
+        return self.context - len(self.trajectory)
 
     async def generate(
         self,
-        trajectory: Trajectory,
+        new: New | None = None,
         *,
         max_new_tokens: int | None = None,
-        stop: frozenset[int] | None = None,
-    ) -> Generation:
-        """Sample the next turn and append it; another length or other stop tokens, if given.
+        stop: Collection[int] | None = None,
+    ) -> Turn:
+        """Append what is new, then sample a turn; another length or other stop tokens, if given.
 
-        The distribution is the recipe's in every turn: it is the one that the learner trains.
+        Text is a user message in a chat, and goes as it is after a plain-text prompt. With no room left,
+        nothing is appended or sampled. The distribution is the recipe's in every turn: it is the one that
+        the learner trains.
         """
-        counter = Counter(self._seed, self.prompt.uid, self.index, self._turn)
-        self._turn += 1
-        sampling = replace(
-            self.sampling,
-            max_new_tokens=max_new_tokens or self.sampling.max_new_tokens,
-            stop=self.sampling.stop if stop is None else stop,
-        )
-        generation = await self._engine.generate(trajectory.ids(), sampling, counter)
+        if self._busy:
+            raise EngineError("a session takes one turn at a time: fork() it to sample side by side")
+        wanted = self.sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
+        if wanted < 1:
+            raise EngineError(f"max_new_tokens is {wanted}, expected 1 or more")
+        self._busy = True
+        try:
+            return await self._take_turn(new, wanted, self.sampling.stop if stop is None else stop)
+        finally:
+            self._busy = False
+
+    async def tool(self, name: str, arguments: Mapping[str, Any]) -> Ran:
+        """Call a tool; what went wrong with it is its text, for the model to read."""
+        if self.toolbox is None:
+            raise EngineError(f"{name} can't be called: the session has no tools, name some in agent.tools")
+        trajectory = self.trajectory
+        trajectory.tool_calls += 1
+        ran = await self.toolbox.run(name, arguments)
+        trajectory.tool_errors += not ran.ok
+        return ran
+
+    def fork(self) -> Session:
+        """Another session that goes on from here; its trajectories belong to this one's too.
+
+        All tokens so far are the prompt of its first trajectory: they are trained where they were sampled.
+        """
+        fork, now = copy(self), self.trajectory
+        fork._branch, fork._turn, fork._busy = (*self._branch, len(self._forks)), 0, False
+        fork._opened, fork._forks = [], []
+        fork._open(Trajectory(now.ids(), now.images, list(now.messages), now.turn_start))
+        self._forks.append(fork)
+        return fork
+
+    def new_trajectory(self, context: New | None = None) -> Trajectory:
+        """Open a context and go on with it: the prompt's, or another one as text, messages or tokens."""
+        if context is None:
+            return self._open(self._of_tokens(self.start.ids))
+        if (ids := _as_ids(context)) is not None:
+            return self._open(self._of_tokens(ids))
+        messages = [user(context)] if isinstance(context, str) else cast(Sequence[Message], context)
+        known = len(self.opening) if begins_with(messages, self.opening) else 0
+        return self._open(self._of_messages([*messages[:known], *check_messages(messages[known:])]))
+
+    def said(self, trajectory: Trajectory | None = None) -> list[str]:
+        """The text of each turn that the model wrote."""
+        turns = (self.trajectory if trajectory is None else trajectory).sampled()
+        return [read(self.tokenizer, ids, specials=False) for ids in turns]
+
+    def text(self, trajectory: Trajectory | None = None) -> str:
+        """All that the model wrote, for people and checkers."""
+        return "".join(self.said(trajectory))
+
+    async def _take_turn(self, new: New | None, wanted: int, stop: Collection[int]) -> Turn:
+        trajectory, given, messages = self._go_on(new)
+        room = self.context - len(trajectory) - len(given)
+        if room < 1:
+            self.trajectory.finish = "context"
+            return Turn("", [], "context")
+        if trajectory is not self.trajectory:
+            self._open(trajectory)
+        trajectory.add_given(given)
+        if messages is not None:
+            trajectory.messages, trajectory.turn_start = messages, len(trajectory)
+        counter = Counter(self._seed, self.prompt.uid, self.index, self._next_turn())
+        sampling = replace(self.sampling, max_new_tokens=min(wanted, room), stop=frozenset(stop))
+        generation = await self._policy.next(trajectory, sampling, counter, self)
         trajectory.add_sampled(generation)
-        return generation
+        cut = generation.finish == "length" and room < wanted
+        finish = "context" if cut else generation.finish
+        trajectory.finish = finish
+        tokens = generation.tokens.tolist()
+        return Turn(read(self.tokenizer, tokens, specials=False), tokens, finish)
 
-    def text(self, trajectory: Trajectory) -> str:
-        """What the student wrote, for people and checkers."""
-        ids = [i for piece in trajectory.pieces if piece.sampled for i in piece.ids.tolist()]
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+    def _go_on(self, new: New | None) -> tuple[Trajectory, list[int], list[Message] | None]:
+        """Where the next turn goes, which tokens come before it, and the conversation if a turn begins."""
+        now = self.trajectory
+        if new is None:
+            return now, [], None
+        if (ids := _as_ids(new)) is not None:
+            return now, ids, None
+        said = cast(str | Sequence[Message], new)
+        added = [user(said)] if isinstance(said, str) else check_messages(said)
+        written = self._written()
+        messages = [*now.messages, *written.messages(), *added]
+        if isinstance(said, str) and self.start.messages is None:
+            return now, tokenise(self.tokenizer, said), messages
+        text = self._format.extend(now.messages, written, added)
+        if text is not None:
+            return now, tokenise(self.tokenizer, text), messages
+        fresh = self._of_messages(messages)
+        fresh.breaks = len(written.messages())  # none if nothing was written: the prompt just got longer
+        return fresh, [], None
+
+    def _open(self, trajectory: Trajectory) -> Trajectory:
+        self.trajectory = trajectory
+        self._opened.append(trajectory)
+        return trajectory
+
+    def _of_messages(self, messages: list[Message]) -> Trajectory:
+        images = self.start.images if begins_with(messages, self.opening) else None
+        ids = self._format.open(messages)
+        return Trajectory(ids, images, messages, len(ids))
+
+    def _of_tokens(self, ids: Sequence[int]) -> Trajectory:
+        known = len(self.start.ids)
+        if list(ids[:known]) != self.start.ids:
+            return Trajectory(list(ids))
+        return Trajectory(list(ids), self.start.images, list(self.opening), known)
+
+    def _written(self) -> Written:
+        ids = self.trajectory.ids()[self.trajectory.turn_start :]
+        ended = bool(ids) and ids[-1] in self.sampling.stop
+        content, end = (ids[:-1], ids[-1:]) if ended else (ids, [])
+        return Written(*(read(self.tokenizer, part, specials=True) for part in (content, end)))
+
+    def _next_turn(self) -> int:
+        """The turn's number in its `Counter`: it depends on the try and the branch, never on time."""
+        self._turn += 1
+        if not (self._attempt or self._branch):
+            return self._turn - 1
+        name = repr((self._attempt, self._branch, self._turn - 1))
+        return int.from_bytes(blake2b(name.encode(), digest_size=8).digest())
 
 
-Loop = Callable[[Session], Awaitable[list[Trajectory]]]
-
-
-def require_trajectories(result: object, loop: str) -> list[Trajectory]:
-    """What a loop returned, if it is what a loop must return."""
-    if isinstance(result, list) and result and all(isinstance(t, Trajectory) for t in result):
-        return result
-    raise EngineError(
-        f"agent loop {loop} returned {type(result).__name__}; expected a non-empty list of Trajectory"
-    )
+def _as_ids(new: New) -> list[int] | None:
+    """What is new as tokens, if it is tokens."""
+    if isinstance(new, str) or not all(isinstance(item, int) for item in new):
+        return None
+    return [int(item) for item in new if isinstance(item, int)]

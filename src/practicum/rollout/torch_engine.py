@@ -14,11 +14,13 @@ from transformers import PreTrainedModel
 
 from practicum.errors import EngineError
 from practicum.models.fingerprint import fingerprint_ids
+from practicum.models.images import Images
 from practicum.models.load import context_length
+from practicum.models.vision import picture_spans
 from practicum.rollout.desk import Desk
 from practicum.rollout.forward import Runner
 from practicum.rollout.protocol import Counter, Generation, Memory, Sampling, Scores
-from practicum.rollout.queue import GenerateJob, ScoreJob
+from practicum.rollout.queue import GenerateJob, Given, ScoreJob
 from practicum.rollout.randomness import stream_key
 from practicum.rollout.sampler import Draw
 from practicum.rollout.scheduler import EngineStats, Scheduler
@@ -70,10 +72,18 @@ class TorchEngine:
         """What the engine has done since it was made."""
         return self._scheduler.stats
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, counter: Counter) -> Generation:
-        """Sample one answer. Requests with equal prompts share the prompt's computation."""
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        counter: Counter,
+        *,
+        images: Images | None = None,
+    ) -> Generation:
+        """Sample one answer. Requests with equal prompts and pictures share the prompt's computation."""
         self._check_awake()
         self._check_ids(prompt_ids, "prompt")
+        self._check_images(prompt_ids, images)
         _check_sampling(sampling)
         if len(prompt_ids) + sampling.max_new_tokens > self._context:
             raise EngineError(
@@ -81,7 +91,7 @@ class TorchEngine:
                 f"fit the engine's context of {self._context} tokens: shorten one of them, or make the "
                 "engine with a longer context"
             )
-        job = GenerateJob(tuple(prompt_ids), sampling, Draw.of(sampling), stream_key(counter))
+        job = GenerateJob(Given.of(prompt_ids, images), sampling, Draw.of(sampling), stream_key(counter))
         return await self._desk.submit(job)
 
     async def score(
@@ -93,11 +103,12 @@ class TorchEngine:
         temperature: float = 1.0,
         hidden: bool = False,
         vocab: int | None = None,
+        images: Images | None = None,
     ) -> Scores:
         """Logprobs of ids[start:], each given all before it; their hidden states too, if asked.
 
-        With `vocab`, outputs beyond it do not count: some models have more of them than tokens. The numbers
-        do not depend on what else is scored at the same time.
+        With `vocab`, outputs beyond it do not count: some models have more of them than tokens. Pictures
+        stand before `start`. The numbers do not depend on what else is scored at the same time.
         """
         self._check_awake()
         self._check_ids(ids, "sequence to score")
@@ -110,7 +121,8 @@ class TorchEngine:
             raise EngineError(f"top_k is {top_k}, expected 0 to {outputs}, the vocabulary's size")
         if temperature <= 0:
             raise EngineError(f"temperature is {temperature}, expected above 0")
-        job = ScoreJob(list(ids), start, top_k, temperature, hidden, outputs)
+        self._check_images(ids[:start], images)
+        job = ScoreJob(list(ids), start, top_k, temperature, hidden, outputs, images)
         if start == len(ids):
             return empty_scores(self._runner, job, self.version)
         return await self._desk.submit(job)
@@ -202,6 +214,14 @@ class TorchEngine:
             raise EngineError(f"the {what} is empty: at least one token is needed")
         if min(ids) < 0 or max(ids) >= self._runner.vocab:
             raise EngineError(f"the {what} has token ids outside of 0 to {self._runner.vocab - 1}")
+
+    def _check_images(self, ids: Sequence[int], images: Images | None) -> None:
+        """Pictures that do not fit are the caller's error here, not every request's in the engine."""
+        if images is None:
+            return
+        if not self._runner.sees:
+            raise EngineError(f"{type(self._model).__name__} takes no pictures: it is not a vision model")
+        picture_spans(self._model.config, ids, images)
 
 
 def _check_sampling(sampling: Sampling) -> None:

@@ -58,9 +58,8 @@ class Credit:
         # Among rewards the task's has its weight before they are added; else the advantage has it.
         before, after = (weight, 1.0) if in_reward else (1.0, weight)
         token_rewards_N = torch.zeros(len(mask.values))
-        if "reward" in columns:
-            rewards_S = before * columns.scalars("reward")[first_rows]
-            token_rewards_N = outcome_rewards(rewards_S, mask.values, session_N)
+        if "reward_tokens" in columns:
+            token_rewards_N = before * columns.ragged("reward_tokens").values
         if algorithm.kl.place == "reward":
             token_rewards_N, more = self._penalise(columns, token_rewards_N, mask.values, sessions)
             stats |= more
@@ -125,17 +124,6 @@ class Credit:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.kl.load_state_dict(state)
-
-
-def outcome_rewards(rewards_S: Tensor, mask_N: Tensor, session_N: Tensor) -> Tensor:
-    """A session's reward at its last sampled token, 0 elsewhere. Tokens of a session are in order."""
-    last_S = torch.full_like(rewards_S, -1, dtype=torch.int64)
-    sampled = torch.nonzero(mask_N).squeeze(1)
-    last_S.scatter_reduce_(0, session_N[sampled], sampled, "amax")
-    has = last_S >= 0
-    token_rewards_N = torch.zeros(len(mask_N), dtype=rewards_S.dtype)
-    token_rewards_N[last_S[has]] = rewards_S[has]
-    return token_rewards_N
 
 
 def _first_rows(session_B: Tensor, sessions: int) -> list[int]:

@@ -30,6 +30,7 @@ from practicum.recipe.schema import Recipe
 from practicum.recipe.ways import compare_temperature
 from practicum.rollout.protocol import Engine, Scores
 from practicum.runtime.events import run_async
+from practicum.runtime.extras import images_of
 from practicum.tasks.prompts import Prompt
 from practicum.teachers.colocated import ColocatedTeacher
 from practicum.teachers.head import OutputHead
@@ -217,13 +218,13 @@ class Faculty:
         return batch.where(lambda _, tags: tags.teacher in self._colocated)
 
     def _rows(self, batch: BatchRef, columns: Columns, prompts: Mapping[Key, Prompt]) -> list[Row]:
-        prompt_ids, response_ids = columns.ragged("prompt_ids"), columns.ragged("response_ids")
+        ids = (columns.ragged(name).rows for name in ("prompt_ids", "response_ids"))
         rows = []
-        for (key, tags), prompt, response in zip(batch, prompt_ids.rows, response_ids.rows, strict=True):
+        for (key, tags), prompt, response, images in zip(batch, *ids, images_of(columns, batch), strict=True):
             assert tags.teacher is not None
             before = self._before(tags.teacher, prompts.get(key))
             ids = [*before, *prompt.tolist(), *response.tolist()]
-            rows.append(Row(ids, len(ids) - response.shape[0], str(key)))
+            rows.append(Row(ids, len(ids) - response.shape[0], str(key), images))
         return rows
 
     def _before(self, name: str, prompt: Prompt | None) -> list[int]:

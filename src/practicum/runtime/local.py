@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from practicum.checks.watch import Watch
+from practicum.dataplane.fields import check_padding_rules
 from practicum.dataplane.memory import MemoryStore
 from practicum.dataplane.plan import Plan, evaluation_plan
 from practicum.dataplane.store import Store
@@ -19,16 +20,20 @@ from practicum.learning.critic import Critic
 from practicum.learning.learner import Learner
 from practicum.learning.scorer import Scorer
 from practicum.learning.trunk import Trunk
+from practicum.models.experts import routes_of
 from practicum.models.load import context_length, load_model, load_tokenizer, stop_ids
+from practicum.models.vision import AXES
 from practicum.recipe.schema import Recipe
 from practicum.recipe.ways import measures
+from practicum.rollout.encoder import make_encoder
 from practicum.rollout.protocol import Engine
+from practicum.rollout.tools.toolbox import Toolbox
 from practicum.rollout.torch_engine import TorchEngine
 from practicum.runtime.credit import Credit
 from practicum.runtime.faculty import Faculty, Staff
 from practicum.runtime.hiring import hire, make_residency, teaching_of
 from practicum.runtime.jury import Jury, Panel, seat
-from practicum.runtime.practice import Practice
+from practicum.runtime.practice import Practice, padding_fields
 from practicum.runtime.student import Student
 from practicum.runtime.valuation import Valuation
 from practicum.tasks.rewards import Judge
@@ -66,11 +71,15 @@ class Roles:
     credit: Credit
     valuation: Valuation | None
     hired: Hired
+    toolbox: Toolbox
+    ranks: int = 1
+    """Data-parallel ranks of the learner."""
 
     def close(self) -> None:
         """Stop what runs in the background."""
         with ExitStack() as stack:
             stack.callback(self.engine.close)
+            stack.callback(self.toolbox.close)
             stack.callback(self.hired.close)
 
 
@@ -148,7 +157,21 @@ def _connect(recipe: Recipe, plan: Plan, watch: Watch, model: PreTrainedModel, h
     if recipe.critic is not None:
         critic = Critic(model, recipe.train, recipe.critic, on_nonfinite=on_nonfinite)
         valuation = Valuation(recipe, plan, store, critic)
-    judge, exam = Judge(recipe.tasks, recipe.reward), evaluation_plan()
+    judge, exam, toolbox = Judge(recipe.tasks, recipe.reward), evaluation_plan(), Toolbox(recipe.agent.tools)
+    if "pad" in plan:
+        check_padding_rules(padding_fields(plan))
+    practise = partial(
+        Practice,
+        recipe,
+        store=store,
+        engine=engine,
+        encoder=make_encoder(recipe, tokenizer),
+        judge=judge,
+        toolbox=toolbox,
+        context=context,
+        config=model.config,
+        widths=_widths(recipe, model, staff),
+    )
 
     def jury(plan: Plan) -> Jury | None:
         asked = hired.panel.places and "reward" in plan
@@ -159,11 +182,24 @@ def _connect(recipe: Recipe, plan: Plan, watch: Watch, model: PreTrainedModel, h
         tokenizer=tokenizer,
         stop=stop_ids(model, tokenizer, recipe.rollout.stop),
         engine=engine,
-        practice=Practice(recipe, plan, store, engine, tokenizer, judge, faculty, jury(plan)),
+        practice=practise(plan, faculty=faculty, jury=jury(plan)),
         faculty=faculty,
-        examiner=Practice(recipe, exam, store, engine, tokenizer, judge, jury=jury(exam)),
+        examiner=practise(exam, jury=jury(exam)),
         student=Student(recipe, plan, store, learner, reference, watch),
         credit=Credit(recipe, plan, store),
         valuation=valuation,
         hired=hired,
+        toolbox=toolbox,
     )
+
+
+def _widths(recipe: Recipe, model: PreTrainedModel, staff: Staff | None) -> dict[str, int]:
+    """The trailing axes of fields, by their letters in the fields table."""
+    widths = {"D": AXES}
+    if recipe.distill is not None:
+        widths["K"] = recipe.distill.top_k
+    if staff is not None:
+        widths["H"] = staff.width
+    if (routes := routes_of(model)) is not None:
+        widths |= {"L": routes.layers, "E": routes.per_token}
+    return widths

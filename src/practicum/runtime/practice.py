@@ -1,44 +1,39 @@
-"""The rollout role: runs sessions on an engine, writes their rows, judges them."""
+"""The rollout role: runs sessions on an engine, writes their rows, hands them on to judges and teachers."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-
-import torch
-from transformers import PreTrainedTokenizerBase
+from typing import Any
 
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
-from practicum.dataplane.plan import Plan
+from practicum.dataplane.padding import padding_batch
+from practicum.dataplane.plan import SIGHT, Plan
 from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.stage import Columns, stage
 from practicum.dataplane.store import Store
 from practicum.errors import PracticumError
+from practicum.models.vision import sequence_positions
 from practicum.recipe.schema import Recipe
-from practicum.recipe.ways import uses_reward
+from practicum.rollout.encoder import Encoder
 from practicum.rollout.loops import find_loop
+from practicum.rollout.policies import EnginePolicy, ExpertPolicy, Policy
 from practicum.rollout.protocol import Engine, Sampling
-from practicum.rollout.session import Session, Trajectory, require_trajectories
+from practicum.rollout.session import Session, Start
 from practicum.rollout.together import together
+from practicum.rollout.tools.toolbox import Toolbox
+from practicum.rollout.trajectory import Trajectory
+from practicum.runtime.attempts import Attempt, Ended, run_attempt
 from practicum.runtime.events import run_async
 from practicum.runtime.faculty import Faculty
+from practicum.runtime.judging import Judging
 from practicum.runtime.jury import Jury
-from practicum.tasks.prompts import Prompt, demonstration, encode_prompt
+from practicum.tasks.prompts import Prompt, expert_turn
 from practicum.tasks.rewards import Judge, RewardSample
 from practicum.teachers.place import OpenTime
 
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """One session to run: which prompt, which of its sessions, drawn how."""
-
-    prompt: Prompt
-    session: int
-    sampling: Sampling
-    is_baseline: bool = False
+Rows = Sequence[tuple[Key, Tags, Trajectory, Prompt]]
 
 
 class Practice:
@@ -50,38 +45,56 @@ class Practice:
         plan: Plan,
         store: Store,
         engine: Engine,
-        tokenizer: PreTrainedTokenizerBase,
+        encoder: Encoder,
         judge: Judge,
+        toolbox: Toolbox,
+        *,
+        context: int,
+        config: Any,
+        widths: Mapping[str, int],
         faculty: Faculty | None = None,
         jury: Jury | None = None,
     ) -> None:
         self.recipe, self.plan, self.store = recipe, plan, store
-        self.engine, self.tokenizer, self.judge = engine, tokenizer, judge
-        self.faculty, self.jury = faculty, jury
+        self.encoder, self.judge, self.toolbox = encoder, judge, toolbox
+        self.tokenizer = tokenizer = encoder.tokenizer
+        self.context, self.config, self.widths, self.faculty = context, config, widths, faculty
+        self.prompts: dict[Key, Prompt] = {}
+        self.judging = Judging(recipe, plan, store, tokenizer, judge, jury, self.prompts)
+        self._policy = EnginePolicy(engine)
         self._streams = OpenTime()
         self._tail_s = self._streamed_s = 0.0
         assert isinstance(tokenizer.eos_token_id, int)
         self.end_id = tokenizer.eos_token_id
-        self.prompts: dict[Key, Prompt] = {}
-        self._loop = find_loop(recipe.rollout.loop)
+        self._loop = find_loop(recipe.agent.loop)
         self._last_sample = 0.0
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """The prompt's tokens, by its task's chat settings."""
-        task = self.recipe.tasks[prompt.task]
-        return encode_prompt(prompt, self.tokenizer, chat=task.chat, system=task.system)
+    def start(self, prompt: Prompt) -> Start:
+        """The prompt as the model gets it."""
+        encoded = self.encoder(prompt)
+        return Start(encoded.ids, encoded.images, encoded.messages, self.encoder.tools)
 
     def demonstrate(self, prompts: Sequence[Prompt], partition: str) -> BatchRef:
-        """Write each prompt with its answer as the response: rows for supervised training."""
-        rows = [self._demonstration(prompt) for prompt in prompts]
-        return self._put(partition, rows, self.plan["demonstrate"].writes)
+        """Write what an expert does with each prompt in the agent's loop: rows for supervised training."""
+        sampling = Sampling(max_new_tokens=self.context, stop=frozenset({self.end_id}))
+        policy = ExpertPolicy(expert_turn, self.tokenizer)
+
+        async def shown(prompt: Prompt) -> Rows:
+            ended = await self._attempt(Attempt(prompt, 0, sampling), self.start(prompt), policy, 0)
+            if ended.result is None:
+                raise PracticumError(f"{prompt} can't be demonstrated: {ended.failure}")
+            return self._rows(Attempt(prompt, 0, sampling), ended)
+
+        work = together(shown(prompt) for prompt in prompts)
+        found = run_async(work, timeout=self.recipe.rollout.deadline_s, owner="demonstrations")
+        return self._put(partition, [row for rows in found for row in rows], self.plan["demonstrate"].writes)
 
     def rollout(self, attempts: Sequence[Attempt], partition: str, *, seed: int) -> BatchRef:
-        """Run sessions at once; a row is in the store as soon as its session is done."""
-        encoded = {a.prompt.uid: self.encode(a.prompt) for a in attempts}
+        """Run sessions at once; a session's rows are in the store as soon as it is done, failed ones too."""
+        starts = {a.prompt.uid: self.start(a.prompt) for a in {a.prompt.uid: a for a in attempts}.values()}
         before = self._streams.seconds
         self._last_sample = time.perf_counter()
-        work = self._run_all(attempts, encoded, partition, seed)
+        work = together(self._run(a, starts[a.prompt.uid], partition, seed) for a in attempts)
         run_async(work, timeout=self.recipe.rollout.deadline_s, owner=f"rollout ({partition})")
         self._tail_s += time.perf_counter() - self._last_sample
         self._streamed_s += self._streams.seconds - before
@@ -91,40 +104,61 @@ class Practice:
         chosen = sorted((i for i, k in enumerate(rows.keys) if k[:2] in wanted), key=rows.keys.__getitem__)
         return rows.take(chosen)
 
-    async def _run_all(
-        self, attempts: Sequence[Attempt], encoded: dict[int, list[int]], partition: str, seed: int
-    ) -> None:
-        await together(self._run(a, encoded[a.prompt.uid], partition, seed) for a in attempts)
-
-    async def _run(self, attempt: Attempt, ids: list[int], partition: str, seed: int) -> None:
-        prompt = attempt.prompt
-        session = Session(prompt, ids, attempt.session, self.engine, attempt.sampling, self.tokenizer, seed)
-        name = self.recipe.rollout.loop
-        try:
-            trajectories = require_trajectories(await self._loop(session), name)
-        except PracticumError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise PracticumError(
-                f"agent loop {name} raised {type(error).__name__} on prompt {prompt.uid} "
-                f"(task {prompt.task}, row {prompt.index}): {error}"
-            ) from error
+    async def _run(self, attempt: Attempt, start: Start, partition: str, seed: int) -> None:
+        ended = await self._attempt(attempt, start, self._policy, seed)
         self._last_sample = time.perf_counter()
-        rows = [
-            (Key(prompt.uid, attempt.session, i), self._tags(prompt, t, attempt), t, prompt)
-            for i, t in enumerate(trajectories)
-        ]
-        batch = self._put(partition, rows, self.plan["rollout"].writes)
-        streams = [] if self.faculty is None else [self.faculty.stream(batch, prompt)]
-        if self.jury is not None:
-            answer = session.text(trajectories[-1])
-            streams.append(self.jury.stream(self.jury.case(batch.keys[-1], prompt, answer)))
-        streamed = any(role is not None and role.streams for role in (self.faculty, self.jury))
+        if ended.result is None:
+            self._put_failed(attempt, ended, partition)
+            return
+        batch = self._put(partition, self._rows(attempt, ended), self.plan["rollout"].writes)
+        streams = [self.judging.stream(batch)]
+        if self.faculty is not None:
+            streams.append(self.faculty.stream(batch, attempt.prompt))
+        streamed = self.judging.has_models or (self.faculty is not None and self.faculty.streams)
         with self._streams.work() if streamed else nullcontext():
             await together(streams)
 
-    def _tags(self, prompt: Prompt, trajectory: Trajectory, attempt: Attempt | None) -> Tags:
-        pieces = trajectory.pieces
+    async def _attempt(self, attempt: Attempt, start: Start, policy: Policy, seed: int) -> Ended:
+        def make(number: int) -> Session:
+            return Session(
+                attempt.prompt,
+                start,
+                attempt.session,
+                policy,
+                attempt.sampling,
+                self.tokenizer,
+                context=self.context,
+                agent=self.recipe.agent,
+                toolbox=self.toolbox,
+                check=self._checker(attempt.prompt),
+                seed=seed,
+                attempt=number,
+            )
+
+        return await run_attempt(self._loop, self.recipe.agent, make)
+
+    def _checker(self, prompt: Prompt) -> Callable[[str], float]:
+        """What the task's checker says of a text."""
+
+        def check(text: str) -> float:
+            known = (prompt.answer, prompt.row, prompt.task, prompt.domain)
+            return self.judge.check(
+                RewardSample("", text, *known, finish="", key=str(prompt), response_tokens=0)
+            )
+
+        return check
+
+    def _rows(self, attempt: Attempt, ended: Ended) -> Rows:
+        assert ended.result is not None
+        prompt = attempt.prompt
+        found = zip(ended.result.trajectories, ended.result.row_rewards(), strict=True)
+        return [
+            (Key(prompt.uid, attempt.session, i), self._tags(attempt, ended, t, reward), t, prompt)
+            for i, (t, reward) in enumerate(found)
+        ]
+
+    def _tags(self, attempt: Attempt, ended: Ended, trajectory: Trajectory, reward: float | None) -> Tags:
+        prompt, pieces = attempt.prompt, trajectory.pieces
         return Tags(
             prompt_tokens=len(trajectory.prompt_ids),
             response_tokens=sum(len(piece.ids) for piece in pieces),
@@ -135,8 +169,29 @@ class Practice:
             task=prompt.task,
             teacher=None if self.faculty is None else self.faculty.teacher_of(prompt),
             finish=trajectory.finish,
-            is_baseline=attempt is not None and attempt.is_baseline,
+            turns=trajectory.turns,
+            tool_calls=trajectory.tool_calls,
+            tool_errors=trajectory.tool_errors,
+            breaks=trajectory.breaks,
+            retries=ended.retries,
+            given_reward=reward,
+            is_baseline=attempt.is_baseline,
         )
+
+    def _put_failed(self, attempt: Attempt, ended: Ended, partition: str) -> None:
+        """A failed session is a row without fields: seen and counted, never trained on."""
+        prompt = attempt.prompt
+        tags = Tags(
+            status="failed",
+            failure=ended.failure,
+            domain=prompt.domain,
+            task=prompt.task,
+            retries=ended.retries,
+            is_baseline=attempt.is_baseline,
+        )
+        key = Key(prompt.uid, attempt.session)
+        self.prompts[key] = prompt
+        self.store.put(BatchRef(partition, (key,), (tags,)), {})
 
     def take_hidden_share(self) -> float | None:
         """Of the time in which finished sessions were scored or judged by models with resources of their own,
@@ -145,84 +200,37 @@ class Practice:
         self._tail_s = self._streamed_s = 0.0
         return 1.0 - min(1.0, tail / whole) if whole else None
 
-    def _demonstration(self, prompt: Prompt) -> tuple[Key, Tags, Trajectory, Prompt]:
-        ids = self.tokenizer.encode(demonstration(prompt), add_special_tokens=False)
-        trajectory = Trajectory(self.encode(prompt))
-        trajectory.add_demonstration([*ids, self.end_id])
-        return Key(prompt.uid), self._tags(prompt, trajectory, None), trajectory, prompt
-
-    def _put(
-        self,
-        partition: str,
-        rows: Sequence[tuple[Key, Tags, Trajectory, Prompt]],
-        fields: Sequence[str],
-    ) -> BatchRef:
+    def _put(self, partition: str, rows: Rows, fields: Sequence[str]) -> BatchRef:
         batch = BatchRef(partition, tuple(r[0] for r in rows), tuple(r[1] for r in rows))
-        columns = [trajectory.columns() for _, _, trajectory, _ in rows]
-        self.store.put(batch, {f: Ragged.from_rows([c[f] for c in columns]) for f in fields})
+        trajectories = [trajectory for _, _, trajectory, _ in rows]
+        columns = [trajectory.columns() for trajectory in trajectories]
+        put: dict[str, Column] = {
+            f: Ragged.from_rows([c[f] for c in columns]) for f in fields if f not in SIGHT
+        }
+        if set(SIGHT) <= set(fields):
+            pictures = [t.images for t in trajectories]
+            put["multi_modal_inputs"] = [{} if one is None else one.as_inputs() for one in pictures]
+            places = [sequence_positions(self.config, t.ids(), t.images) for t in trajectories]
+            put["position_ids"] = Ragged.from_rows(places)
         self.prompts.update((key, prompt) for key, _, _, prompt in rows)
+        self.store.put(batch, put)
         return batch
 
-    @stage("reward")
-    def reward(self, batch: BatchRef, columns: Columns) -> tuple[dict[str, Column], dict[str, list[float]]]:
-        """Judge each session once; a session that can't be judged is marked failed, not scored zero.
-
-        Returns the scores of each reward function and model, for metrics.
-        """
-        prompt_ids, response_ids = columns.ragged("prompt_ids"), columns.ragged("response_ids")
-        mask = columns.ragged("response_mask")
-        sessions: dict[tuple[int, int], int] = {}
-        for i, key in enumerate(batch.keys):  # the last trajectory of a session holds its answer
-            sessions[key.prompt, key.session] = i
-        samples = [self._sample(batch, i, prompt_ids[i], response_ids[i][mask[i]]) for i in sessions.values()]
-        judged = run_async(self.judge.score(samples), timeout=self.recipe.rollout.deadline_s, owner="reward")
-        if self.jury is not None:
-            jury, keys = self.jury, [batch.keys[i] for i in sessions.values()]
-            shown = zip(keys, samples, strict=True)
-            cases = [jury.case(key, self.prompts[key], sample.response_text) for key, sample in shown]
-            judged = jury.add(judged, cases)
-        verdicts = dict(zip(sessions, judged, strict=True))
-        rewards, tags = torch.zeros(len(batch)), {}
-        for i, (key, tag) in enumerate(batch):
-            verdict = verdicts[key.prompt, key.session]
-            # A judgement that nothing is learnt from does not take a row away from the teachers.
-            failed = verdict.reward is None and uses_reward(self.recipe)
-            rewards[i] = torch.nan if verdict.reward is None else verdict.reward
-            tags[key] = replace(
-                tag,
-                reward=verdict.reward,
-                status="failed" if failed else tag.status,
-                failure=verdict.failure if failed else tag.failure,
-            )
-        self.store.tag(batch.partition, tags)
-        parts: dict[str, list[float]] = {}
-        for row, verdict in zip(sessions.values(), judged, strict=True):
-            if verdict.reward is None or batch.tags[row].is_baseline:
-                continue
-            for name, value in verdict.parts.items():
-                parts.setdefault(name, []).append(value)
-        return {"reward": rewards}, parts
-
-    def _sample(
-        self, batch: BatchRef, i: int, prompt_ids: torch.Tensor, response_ids: torch.Tensor
-    ) -> RewardSample:
-        key, tags = batch.keys[i], batch.tags[i]
-        prompt = self.prompts[key]
-        return RewardSample(
-            prompt_text=str(self.tokenizer.decode(prompt_ids, skip_special_tokens=True)),
-            response_text=str(self.tokenizer.decode(response_ids, skip_special_tokens=True)),
-            answer=prompt.answer,
-            row=prompt.row,
-            task=prompt.task,
-            domain=prompt.domain,
-            finish=tags.finish,
-            key=str(key),
-            response_tokens=tags.response_tokens,
-        )
+    def pad(self, partition: str, count: int) -> BatchRef:
+        """Write `count` rows that do nothing, in one put, with every field that this plan's stages write."""
+        fields = padding_fields(self.plan)
+        batch, columns = padding_batch(partition, count, fields, end_id=self.end_id, widths=self.widths)
+        self.store.put(batch, columns)
+        return batch
 
     def forget(self, keys: Iterable[Key]) -> None:
         """Drop what is remembered of rows that leave the store."""
+        keys = list(keys)
         for key in keys:
             self.prompts.pop(key, None)
-            if self.jury is not None:
-                self.jury.forget([key])
+        self.judging.forget(keys)
+
+
+def padding_fields(plan: Plan) -> list[str]:
+    """The fields of a padding row: all that a stage of the plan writes."""
+    return list(dict.fromkeys(name for stage in plan for name in stage.writes))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
@@ -18,12 +18,14 @@ from practicum.dataplane.store import Store
 from practicum.learning.batch import UpdateBatch
 from practicum.learning.groups import GroupSums
 from practicum.learning.learner import Learner
-from practicum.learning.minibatches import split_groups
+from practicum.learning.minibatches import student_cut
 from practicum.learning.scorer import Scorer
 from practicum.learning.teaching import TeacherColumns
 from practicum.recipe.schema import Recipe
 from practicum.recipe.ways import teacher_numbers
 from practicum.runtime.credit import dense_ids
+from practicum.runtime.cutting import minibatches, session_tokens, whole_sessions
+from practicum.runtime.extras import extras_of
 from practicum.teachers.ledger import Measured, pair_of
 
 FRESH_ONLY = ("gap_mean", "gap_max", "gap_k3")
@@ -62,6 +64,7 @@ class Student:
             columns.ragged("prompt_ids"),
             columns.ragged("response_ids"),
             temperature=self.recipe.rollout.temperature,
+            extras=extras_of(columns, batch),
         )
         return {"old_logprobs": result.logprobs}
 
@@ -73,6 +76,7 @@ class Student:
             columns.ragged("prompt_ids"),
             columns.ragged("response_ids"),
             temperature=self.recipe.rollout.temperature,
+            extras=extras_of(columns, batch),
         )
         return {"ref_logprobs": result.logprobs}
 
@@ -87,8 +91,14 @@ class Student:
         sums, norms = GroupSums(), ({}, {})
         self.learner.step = step - 1
         taken: list[dict[str, float]] = []
-        for rows in minibatches(self.recipe, batch, step):
-            update = self._update_batch(batch, columns, session_B, rows, pairs)
+        extras, tokens = extras_of(columns, batch), session_tokens(batch)
+        whole = whole_sessions(self.recipe)
+        for rows in minibatches(self.recipe, student_cut(self.recipe), batch, step, whole=whole):
+            update = replace(
+                self._update_batch(batch, columns, session_B, rows, pairs),
+                session_tokens=[tokens[row] for row in rows],
+                extras=None if extras is None else extras.select(rows),
+            )
             if not taken and len(pairs) > 1 and self._measures_gradients(step):
                 norms = self._gradient_norms(update, batch.take(rows))
             sampled = sum(batch.tags[row].sampled_tokens for row in rows)
@@ -164,13 +174,6 @@ class Student:
             topk_logprobs=column("teacher_topk_logprobs"),
             hidden=column("teacher_hidden"),
         )
-
-
-def minibatches(recipe: Recipe, batch: BatchRef, step: int) -> Iterator[list[int]]:
-    """Rows of each optimizer step on this batch, over all epochs."""
-    prompts = [key.prompt for key in batch.keys]
-    for epoch in range(recipe.train.epochs):
-        yield from split_groups(prompts, recipe.train.minibatches, seed=recipe.seed, step=step, epoch=epoch)
 
 
 def mean_metrics(taken: Sequence[Mapping[str, float]]) -> dict[str, float]:

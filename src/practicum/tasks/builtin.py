@@ -1,4 +1,4 @@
-"""The table of built-in tasks. Cheap to import: no torch, no numpy."""
+"""The table of built-in tasks. Cheap to import: no torch, no numpy, no Pillow."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ from typing import Any, NamedTuple
 
 from practicum.errors import RecipeError, RecipeErrors
 from practicum.tasks.kinds.add import ADD
+from practicum.tasks.kinds.colour import COLOUR
 from practicum.tasks.kinds.compare import COMPARE
 from practicum.tasks.kinds.copy import COPY
 from practicum.tasks.kinds.count import COUNT
 from practicum.tasks.kinds.countdown import COUNTDOWN
+from practicum.tasks.kinds.dots import DOTS
 from practicum.tasks.kinds.reverse import REVERSE
 from practicum.tasks.kinds.rotate import ROTATE
 from practicum.tasks.kinds.sort import SORT
+from practicum.tasks.kinds.total import TOTAL
 from practicum.tasks.procedural import BuiltinTask, Procedural
 
 TASKS: dict[str, Procedural] = {
-    kind.name: kind for kind in (COPY, REVERSE, ROTATE, COMPARE, COUNT, SORT, ADD, COUNTDOWN)
+    kind.name: kind
+    for kind in (COPY, REVERSE, ROTATE, COMPARE, COUNT, SORT, ADD, COUNTDOWN, TOTAL, COLOUR, DOTS)
 }
-"""By name, roughly from easy to hard."""
+"""By name, roughly from easy to hard; then the one for tools and those on pictures."""
 
 
 def find_problems(task: str, kind: str, options: Mapping[str, Any]) -> list[RecipeError]:
@@ -62,5 +66,5 @@ def describe_tasks() -> list[TaskDescription]:
             key: f"{list(o.default) if isinstance(o.default, tuple) else o.default}: {o.about}"
             for key, o in kind.options.items()
         }
-        described.append(TaskDescription(name, kind.about, example.prompt, example.answer, options))
+        described.append(TaskDescription(name, kind.about, str(example), example.answer, options))
     return described

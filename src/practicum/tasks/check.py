@@ -7,13 +7,16 @@ from pathlib import Path
 
 from practicum.errors import DataError, RecipeError, RecipeErrors
 from practicum.recipe.schema import Recipe, RewardFunction, Task
-from practicum.tasks.builtin import bind, find_problems
+from practicum.tasks.builtin import TASKS, bind, find_problems
 from practicum.tasks.files import SUFFIXES, FileSource
+from practicum.tasks.messages import image_parts
+from practicum.tasks.pictures import open_picture
 from practicum.tasks.rewards import Judge
 from practicum.tasks.scorers import NEEDS_ANSWER, SCORERS, RewardSample, find_entry
-from practicum.tasks.stream import eval_prompts
+from practicum.tasks.stream import eval_prompts, open_file
 
 _TRIED_ROWS = 16
+_SEEN_ROWS = 256
 
 
 def check_tasks(recipe: Recipe) -> list[str]:
@@ -63,7 +66,8 @@ def _find_problems(name: str, task: Task) -> list[RecipeError]:
         if task.eval_file is not None:
             hint = "leave it out: a built-in task holds out its own evaluation prompts."
             problems.append(RecipeError(f"{at}.eval_file", repr(task.eval_file), "none", hint))
-        if task.system is not None and not task.chat:
+        shows = task.kind in TASKS and TASKS[task.kind].pictures
+        if task.system is not None and not task.chat and not shows:
             problems.append(_useless_system(at))
         return problems
     if task.options:
@@ -117,7 +121,9 @@ def _uses_reasoning_gym(recipe: Recipe, name: str) -> bool:
 def _check_builtin(recipe: Recipe, name: str) -> list[str]:
     task = recipe.tasks[name]
     assert task.kind is not None
-    bind(name, task.kind, task.options).example(recipe.seed, "train", 0)
+    example = bind(name, task.kind, task.options).example(recipe.seed, "train", 0)
+    for picture in example.pictures:
+        picture.draw()
     held_out = eval_prompts({name: task}, recipe.eval.rows, recipe.seed)
     findings = [f"tasks.{name}: built-in {task.kind}, {len(held_out)} evaluation prompts held out"]
     if len(held_out) < recipe.eval.rows:
@@ -135,16 +141,32 @@ def _check_files(recipe: Recipe, name: str) -> list[str]:
     findings, files = [], []
     for path in (task.file, task.eval_file):
         if path is not None:
-            file = FileSource(path, task.prompt, task.answer, needs_answer)
+            file = open_file(task, path, needs_answer)
             files.append(file)
             findings.append(f"tasks.{name}: {path} has {len(file)} rows")
+            if file.has_pictures:
+                findings.append(_check_pictures(name, file))
             if _uses_reasoning_gym(recipe, name):
                 findings += _check_entries(name, file)
-    if task.system is not None and not task.chat and not any(file.has_messages for file in files):
+    chats = task.chat or any(file.has_messages or file.has_pictures for file in files)
+    if task.system is not None and not chats:
         raise _useless_system(f"tasks.{name}")
     if task.eval_file is None:
         findings.append(f"tasks.{name}: no eval_file, so it is trained on and not evaluated")
     return findings
+
+
+def _check_pictures(name: str, file: FileSource) -> str:
+    """Opens the pictures of the first rows; those of the others when their prompts come up."""
+    pictures = 0
+    for index in range(min(_SEEN_ROWS, len(file))):
+        for part in image_parts(file.content(file.row(index))):
+            try:
+                open_picture(part["image"])
+            except DataError as fault:
+                raise DataError(f"{file.where(index)}: {fault}") from None
+            pictures += 1
+    return f"tasks.{name}: {pictures} pictures of the first {min(_SEEN_ROWS, len(file))} rows can be read"
 
 
 def _check_entries(name: str, file: FileSource) -> list[str]:

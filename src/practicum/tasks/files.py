@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from practicum.errors import DataError, MissingExtraError
-from practicum.tasks.rows import find_fault
+from practicum.tasks.messages import Content, image_parts
+from practicum.tasks.rows import find_fault, row_content
 
 _SHOWN = 10
 _BOM = b"\xef\xbb\xbf"
@@ -42,11 +43,14 @@ class FileSource:
         prompt_column: str = "prompt",
         answer_column: str = "answer",
         needs_answer: bool = False,
+        *,
+        images_column: str = "images",
     ) -> None:
         self.path = Path(path)
         self.prompt_column, self.answer_column = prompt_column, answer_column
-        self.has_messages = False
-        """Whether any prompt is a list of chat messages, not a string."""
+        self.images_column = images_column
+        self.has_messages = self.has_pictures = False
+        """Whether any prompt is a list of chat messages, not a string; whether any has pictures."""
         self._table = _open(self.path)
         self._check(needs_answer)
 
@@ -62,6 +66,10 @@ class FileSource:
         """All columns of row `index`, counted from 0."""
         return self._table.row(index)
 
+    def content(self, row: dict[str, Any]) -> Content:
+        """What the row's prompt says, with pictures as paths from its file's folder; none is opened."""
+        return row_content(row, self.prompt_column, self.images_column, self.path.absolute().parent)
+
     def where(self, index: int) -> str:
         """File and line of a row, for messages."""
         return f"{self.path}, {self._table.where(index)}"
@@ -72,8 +80,12 @@ class FileSource:
             if isinstance(row, Exception):
                 fault = f"not JSON: {row}"
             else:
-                fault = find_fault(row, self.prompt_column, self.answer_column, needs_answer)
-                self.has_messages |= not fault and isinstance(row[self.prompt_column], list)
+                fault = find_fault(
+                    row, self.prompt_column, self.answer_column, needs_answer, self.images_column
+                )
+                if not fault:
+                    self.has_messages |= isinstance(row[self.prompt_column], list)
+                    self.has_pictures |= any(True for _ in image_parts(self.content(row)))
             if fault:
                 count += 1
                 if count <= _SHOWN:
@@ -184,7 +196,10 @@ class _Parquet:
 
 def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
     """Arrow gives each struct of a list all keys of the column; chat templates want none."""
-    for name, value in row.items():
-        if isinstance(value, list) and all(isinstance(item, dict) for item in value):
-            row[name] = [{k: v for k, v in item.items() if v is not None} for item in value]
-    return row
+    return {name: _pruned(value) for name, value in row.items()}
+
+
+def _pruned(value: Any) -> Any:
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        return value
+    return [{k: _pruned(v) for k, v in item.items() if v is not None} for item in value]

@@ -10,6 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 from practicum.errors import RecipeError
 from practicum.tasks.draws import Draws
+from practicum.tasks.messages import PICTURE, Content, Message, picture_message
+from practicum.tasks.pictures import Picture
 
 Split = Literal["train", "eval"]
 Span = tuple[int, int]
@@ -18,10 +20,23 @@ _ATTEMPTS = 4096
 
 
 class Example(NamedTuple):
-    """A prompt and its one right answer, which is also the demonstration."""
+    """A prompt, after its pictures if it has some, and its one right answer.
+
+    `direct`: an expert answers at once, though the task is one for tools.
+    """
 
     prompt: str
     answer: str
+    pictures: tuple[Picture, ...] = ()
+    direct: bool = False
+
+    @property
+    def key(self) -> str:
+        """Equal for prompts that a model can't tell apart."""
+        return f"{self.prompt} {self.pictures!r}" if self.pictures else self.prompt
+
+    def __str__(self) -> str:
+        return PICTURE * len(self.pictures) + self.prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +89,30 @@ def equals(response_text: str, answer: str, row: Mapping[str, Any]) -> float:
     return float(response_text.strip() == answer.strip())
 
 
+def answer_at_once(example: Example, messages: list[Message]) -> str:
+    """The expert of most tasks: the answer is all there is to say."""
+    return example.answer
+
+
 @dataclass(frozen=True, slots=True)
 class Procedural:
-    """A kind of task: `make` draws an example, `check(response_text, answer, row)` judges."""
+    """A kind of task: `make` draws an example, `check(response_text, answer, row)` judges.
+
+    `expert(example, messages)` is what a demonstration says next in a conversation. The prompts of a kind
+    with `pictures` are chats, those without a picture too.
+    """
 
     name: str
     about: str
     options: Mapping[str, Option]
     make: Callable[[Draws, Settings], Example]
     check: Callable[[str, str, Mapping[str, Any]], float] = equals
+    expert: Callable[[Example, list[Message]], str] = answer_at_once
+    pictures: bool = False
+
+    def content(self, example: Example) -> Content:
+        """What the example's prompt says."""
+        return [picture_message(example.pictures, example.prompt)] if self.pictures else example.prompt
 
     def settle(self, task: str, options: Mapping[str, Any]) -> tuple[Settings, list[RecipeError]]:
         """The options with defaults filled in, and every mistake in them."""
@@ -103,9 +133,9 @@ class Procedural:
         return Settings(values), problems
 
 
-def split_of(prompt: str) -> Split:
-    """The split a prompt belongs to, whatever seed or recipe drew it: so splits share nothing."""
-    return "train" if blake2b(prompt.encode(), digest_size=8).digest()[0] % _EVAL_SHARE else "eval"
+def split_of(key: str) -> Split:
+    """The split an example's key belongs to, whatever seed or recipe drew it: so splits share nothing."""
+    return "train" if blake2b(key.encode(), digest_size=8).digest()[0] % _EVAL_SHARE else "eval"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +151,12 @@ class BuiltinTask:
         draws = Draws(seed, self.name, split, index)
         for _ in range(_ATTEMPTS):
             example = self.kind.make(draws, self.settings)
-            if split_of(example.prompt) == split:
+            if split_of(example.key) == split:
                 return example
         shown = {name: list(v) if isinstance(v, tuple) else v for name, v in self.settings.values.items()}
         raise RecipeError(
             f"tasks.{self.name}.options",
             f"{shown}, which leave too few examples of {self.kind.name} to fill the {split} split",
             "options with more distinct prompts",
-            "widen the options, for example by a greater length.",
+            "widen the options, for example by a greater length or size.",
         )

@@ -1,15 +1,20 @@
-"""A prompt of the stream, and how it becomes tokens."""
+"""A prompt of the stream, how it becomes tokens, and what an expert would say to it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from practicum.errors import DataError, PracticumError
+from practicum.errors import DataError, PracticumError, RecipeError
+from practicum.tasks.builtin import TASKS
+from practicum.tasks.messages import Content, Message, image_parts, prompt_text
+from practicum.tasks.pictures import open_picture
+from practicum.tasks.procedural import Example
 
-Content = str | list[dict[str, Any]]
-"""What a prompt says: plain text, or chat messages with role and content."""
+if TYPE_CHECKING:
+    from practicum.models.images import Images
+    from practicum.models.processor import Processor
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +22,8 @@ class Prompt:
     """One prompt: who it is, what it says and what a right answer would be.
 
     `uid` is its position in the stream. `row` holds all columns of a file's row (empty for built-in
-    tasks); `epoch` and `index` say which pass over the task and which row of it this is.
+    tasks); `epoch` and `index` say which pass over the task and which row of it this is. `kind` and
+    `example` are those of a built-in task.
     """
 
     uid: int
@@ -28,16 +34,20 @@ class Prompt:
     row: Mapping[str, Any]
     epoch: int
     index: int
+    kind: str | None = None
+    example: Example | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         return f"prompt {self.uid} (task {self.task}, epoch {self.epoch}, row {self.index})"
 
 
-def prompt_text(content: Content) -> str:
-    """The prompt as people read it; messages one per line with their role."""
-    if isinstance(content, str):
-        return content
-    return "\n".join(f"{message['role']}: {message['content']}" for message in content)
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A prompt as the model reads it. `messages` are those of a chat, None for plain text."""
+
+    ids: list[int]
+    images: Images | None
+    messages: list[Message] | None
 
 
 def answer_text(answer: Any) -> str:
@@ -57,20 +67,38 @@ def demonstration(prompt: Prompt) -> str:
         raise DataError(f"{prompt} can't be demonstrated: {error}") from None
 
 
-def encode_prompt(prompt: Prompt, tokenizer: Any, chat: bool, system: str | None) -> list[int]:
-    """The prompt's token ids, ready to be continued.
+def expert_turn(prompt: Prompt, messages: list[Message]) -> str:
+    """What an expert would say next in a conversation that began with the prompt; else its answer."""
+    if prompt.kind is None or prompt.example is None:
+        return demonstration(prompt)
+    return TASKS[prompt.kind].expert(prompt.example, messages)
 
-    Messages, and strings if `chat`, go through the tokenizer's chat template, after the `system`
-    message unless they bring their own. Other strings are tokenised as they are, behind the BOS if
-    the tokenizer puts one.
+
+def encode_prompt(
+    prompt: Prompt,
+    tokenizer: Any,
+    chat: bool,
+    system: str | None,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    processor: Processor | None = None,
+) -> Encoded:
+    """The prompt's tokens, ready to be continued, and its pictures, which are opened here.
+
+    Messages, and strings if `chat`, go through the tokenizer's chat template with the schemas of the
+    `tools`, after the `system` message unless they bring their own. Other strings are tokenised as they
+    are, behind the BOS if the tokenizer puts one. Pictures need the model's `processor`.
     """
-    if isinstance(prompt.content, str) and not chat:
-        ids = _encode_plain(prompt.content, tokenizer)
+    content = prompt.content
+    if isinstance(content, str) and not chat:
+        messages, images, ids = None, None, _encode_plain(content, tokenizer)
     else:
-        ids = _encode_chat(prompt, tokenizer, system)
+        messages = _chat_messages(content, system)
+        ids = _encode_chat(prompt, messages, tokenizer, tools)
+        ids, images = _place_pictures(prompt, ids, processor)
     if not ids:
-        raise PracticumError(f"{prompt} has no tokens: its text is {prompt_text(prompt.content)!r}")
-    return ids
+        raise PracticumError(f"{prompt} has no tokens: its text is {prompt_text(content)!r}")
+    return Encoded(ids, images, messages)
 
 
 def _encode_plain(text: str, tokenizer: Any) -> list[int]:
@@ -83,19 +111,28 @@ def _encode_plain(text: str, tokenizer: Any) -> list[int]:
     return [int(bos), *ids] if adds_bos else ids
 
 
-def _encode_chat(prompt: Prompt, tokenizer: Any, system: str | None) -> list[int]:
+def _chat_messages(content: Content, system: str | None) -> list[Message]:
+    messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
+    if system is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return messages
+
+
+def _encode_chat(
+    prompt: Prompt, messages: list[Message], tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None
+) -> list[int]:
     if not tokenizer.chat_template:
         raise PracticumError(
             f"{prompt} is a chat, and the tokenizer has no chat template.\n"
             f"  → use strings with tasks.{prompt.task}.chat: false, or a tokenizer that has one."
         )
-    content = prompt.content
-    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-    if system is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
     try:
         ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            messages,
+            tools=list(tools) if tools else None,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
         )
     except Exception as error:
         # Templates refuse roles they do not know with an error of the template engine.
@@ -104,3 +141,38 @@ def _encode_chat(prompt: Prompt, tokenizer: Any, system: str | None) -> list[int
             f"{prompt}: the chat template refused its messages ({roles}): {error}"
         ) from error
     return [int(i) for i in ids]
+
+
+def _place_pictures(
+    prompt: Prompt, ids: list[int], processor: Processor | None
+) -> tuple[list[int], Images | None]:
+    """The ids with as many image tokens as each picture needs, and the pictures; None without any."""
+    sources = [part["image"] for part in image_parts(prompt.content)]
+    if processor is None:
+        if sources:
+            raise _no_vision_model(prompt, len(sources))
+        return ids, None
+    from practicum.models.processor import encode_images, expand_images
+
+    places = ids.count(processor.image_token_id)
+    if places != len(sources):
+        raise DataError(
+            f"{prompt} has {len(sources)} pictures, and the chat template made {places} places for them; "
+            f"a text must not say {processor.image_token}, and a template must place pictures"
+        )
+    if not sources:
+        return ids, None
+    try:
+        images, counts = encode_images(processor, [open_picture(source) for source in sources])
+    except (DataError, ValueError) as error:  # ValueError: of a shape that the model can't take
+        raise DataError(f"{prompt}: {error}") from error
+    return expand_images(ids, processor.image_token_id, counts), images
+
+
+def _no_vision_model(prompt: Prompt, pictures: int) -> RecipeError:
+    return RecipeError(
+        "model.path",
+        f"a model that is not a vision model, and {prompt} has {pictures} pictures",
+        "a vision model",
+        f"use one (a tiny one: model.make.family: qwen2_5_vl), or leave tasks.{prompt.task} out.",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ from practicum.errors import RecipeError, RecipeErrors, RewardError
 from practicum.recipe.functions import import_function
 from practicum.recipe.schema import Reward, RewardFunction, Task
 from practicum.tasks.builtin import TASKS
-from practicum.tasks.calls import Outcome, call_each, raised, shorten
+from practicum.tasks.calls import Outcome, call_each, is_async, raised, shorten
 from practicum.tasks.scorers import INLINE, SCORERS, RewardSample, exact
 
 _FLOAT32_MAX = 3.4028234e38
+_ASYNC_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class Judge:
 
     def __init__(self, tasks: Mapping[str, Task], reward: Reward) -> None:
         self._stop = reward.on_error == "stop"
+        self._gates: dict[int, asyncio.Semaphore] = {}
         self._checkers = {name: _checker(task) for name, task in tasks.items()}
         problems: list[RecipeError] = []
         common = self._load(reward.functions, "reward.functions", problems)
@@ -59,6 +62,18 @@ class Judge:
             raise problems[0]
         if problems:
             raise RecipeErrors("rewards", problems)
+
+    def streams(self, task: str) -> bool:
+        """Whether sessions of a task can be judged one by one, as they finish: no function takes a batch."""
+        return not any(function.spec.batch for function in self._functions[task])
+
+    async def judge(self, sample: RewardSample) -> Judged:
+        """One session's verdict, while others are still under way; see `score`."""
+        return (await self.score([sample]))[0]
+
+    def check(self, sample: RewardSample) -> float:
+        """What the task's own checker says: of a file task, equality with its answer."""
+        return float(self._check(sample))
 
     async def score(self, samples: Sequence[RewardSample]) -> list[Judged]:
         """One Judged per sample, in order; a RewardError if one fails and the recipe says stop."""
@@ -94,6 +109,12 @@ class Judge:
             functions.append(_Function(f"{name}#{twins + 1}" if twins else name, call, spec))
         return functions
 
+    def _gate(self, function: _Function) -> asyncio.Semaphore:
+        """A sync function is called by one thread at a time, also where sessions are judged one by one."""
+        if id(function) not in self._gates:
+            self._gates[id(function)] = asyncio.Semaphore(_ASYNC_AT_ONCE if is_async(function.call) else 1)
+        return self._gates[id(function)]
+
     def _check(self, sample: RewardSample) -> float:
         return self._checkers[sample.task](sample)
 
@@ -114,7 +135,8 @@ class Judge:
             (outcome,) = await call_each(function.call, [samples], spec.timeout_s, self._stop)
             outcomes = _unpack(outcome, len(samples))
         else:
-            outcomes = await call_each(function.call, samples, spec.timeout_s, self._stop)
+            async with self._gate(function):
+                outcomes = await call_each(function.call, samples, spec.timeout_s, self._stop)
         outcomes = [_checked(outcome, spec.weight) for outcome in outcomes]
         for i, outcome in enumerate(outcomes):
             if self._stop and outcome.failure is not None:

@@ -1,15 +1,20 @@
-"""What a row of a dataset file must look like."""
+"""What a row of a dataset file must look like, and what its prompt says."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
+
+from practicum.tasks.messages import Content, image_parts, message_text, picture_message
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def find_fault(row: Any, prompt_column: str, answer_column: str, needs_answer: bool) -> str | None:
+def find_fault(
+    row: Any, prompt_column: str, answer_column: str, needs_answer: bool, images_column: str = "images"
+) -> str | None:
     """What is wrong with a row, in words; None if it is good."""
     if not isinstance(row, dict):
         return f"a row is an object with named columns, this is {_named(row)}"
@@ -18,6 +23,9 @@ def find_fault(row: Any, prompt_column: str, answer_column: str, needs_answer: b
     fault = _prompt_fault(row[prompt_column])
     if fault:
         return f"column {prompt_column!r}: {fault}"
+    fault = _pictures_fault(row[prompt_column], row.get(images_column))
+    if fault:
+        return f"column {images_column!r}: {fault}"
     if needs_answer:
         if answer_column not in row:
             return _lacks(row, answer_column, "answer")
@@ -25,6 +33,28 @@ def find_fault(row: Any, prompt_column: str, answer_column: str, needs_answer: b
         if fault:
             return f"column {answer_column!r}: {fault}"
     return None
+
+
+def row_content(row: Mapping[str, Any], prompt_column: str, images_column: str, folder: Path) -> Content:
+    """The prompt of a good row. Pictures stand before a string, and in messages where they have places;
+    their paths start from the folder."""
+    prompt, paths = row[prompt_column], row.get(images_column) or []
+    if isinstance(prompt, str):
+        return [picture_message([str(folder / path) for path in paths], prompt)] if paths else prompt
+    left = iter(paths)
+    return [_filled(message, left, folder) for message in prompt]
+
+
+def _filled(message: dict[str, Any], paths: Iterator[str], folder: Path) -> dict[str, Any]:
+    if isinstance(message["content"], str):
+        return message
+    parts = [
+        {**part, "image": str(folder / (part["image"] if "image" in part else next(paths)))}
+        if part["type"] == "image"
+        else part
+        for part in message["content"]
+    ]
+    return {**message, "content": parts}
 
 
 def _lacks(row: Mapping[str, Any], column: str, role: str) -> str:
@@ -45,13 +75,45 @@ def _prompt_fault(prompt: Any) -> str | None:
             return f"message {n} is {_named(message)}, expected an object with role and content"
         if message.get("role") not in _ROLES:
             return f"message {n} has role {message.get('role')!r}, expected {', '.join(_ROLES)}"
-        if not isinstance(message.get("content"), str):
-            return f"message {n} has content {_named(message.get('content'))}, expected a string"
+        fault = _content_fault(message.get("content"))
+        if fault:
+            return f"message {n} has {fault}"
     if prompt[-1]["role"] == "assistant":
         return "the last message is the assistant's own, so nothing is left to answer"
-    if not any(message["content"].strip() for message in prompt):
+    if not any(message_text(message).strip() for message in prompt):
         return "every message is empty"
     return None
+
+
+def _content_fault(content: Any) -> str | None:
+    if isinstance(content, str):
+        return None
+    if not isinstance(content, list) or not content:
+        return f"content {_named(content)}, expected a string or a list of parts"
+    for n, part in enumerate(content, start=1):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            continue
+        if kind == "image" and isinstance(part.get("image", ""), str):
+            continue
+        return f'part {n} {_named(part)}, expected {{"type": "text", "text": …}} or {{"type": "image"}}'
+    return None
+
+
+def _pictures_fault(prompt: Any, paths: Any) -> str | None:
+    """What is wrong with a row's pictures, if its prompt is good."""
+    paths = [] if paths is None else paths
+    if not isinstance(paths, list) or not all(isinstance(path, str) and path for path in paths):
+        return f"pictures are a list of paths, this is {_named(paths)}; tasks.<name>.images names the column"
+    if isinstance(prompt, str):
+        return None
+    places = sum("image" not in part for part in image_parts(prompt))
+    if places == len(paths):
+        return None
+    return (
+        f'{len(paths)} pictures for {places} places; each needs one {{"type": "image"}} without a path '
+        "among the parts of a message's content"
+    )
 
 
 def _answer_fault(answer: Any) -> str | None:

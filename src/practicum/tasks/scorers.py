@@ -14,7 +14,10 @@ from practicum.tasks.prompts import answer_text
 
 @dataclass(frozen=True, slots=True)
 class RewardSample:
-    """What a reward function is given: one finished answer and all that is known of its prompt."""
+    """What a reward function is given: one finished session and all that is known of its prompt.
+
+    `response_text` is the student's last turn; `turns` are all of them, over all trajectories.
+    """
 
     prompt_text: str
     response_text: str
@@ -25,6 +28,8 @@ class RewardSample:
     finish: str
     key: str
     response_tokens: int
+    turns: tuple[str, ...] = ()
+    trajectories: int = 1
 
 
 Scorer = Callable[[RewardSample], Any]

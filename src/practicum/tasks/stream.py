@@ -14,10 +14,11 @@ from practicum.recipe.schema import Task
 from practicum.tasks.builtin import bind
 from practicum.tasks.draws import mix
 from practicum.tasks.files import FileSource
+from practicum.tasks.messages import Content
 from practicum.tasks.mixture import Mixture
 from practicum.tasks.permutation import Permutation
-from practicum.tasks.procedural import BuiltinTask, Split
-from practicum.tasks.prompts import Content, Prompt
+from practicum.tasks.procedural import BuiltinTask, Example, Split
+from practicum.tasks.prompts import Prompt
 
 
 class Drawn(NamedTuple):
@@ -28,6 +29,8 @@ class Drawn(NamedTuple):
     row: Mapping[str, Any]
     epoch: int
     number: int
+    kind: str | None = None
+    example: Example | None = None
 
 
 class Source(Protocol):
@@ -53,7 +56,8 @@ class BuiltinSource:
 
     def draw(self, index: int) -> Drawn:
         example = self.task.example(self.seed, self.split, index)
-        return Drawn(example.prompt, example.answer, {}, 0, index)
+        kind = self.task.kind
+        return Drawn(kind.content(example), example.answer, {}, 0, index, kind.name, example)
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ class ShuffledFile:
 
     @property
     def identity(self) -> str:
-        return f"{self.file.digest} {self.file.prompt_column} {self.file.answer_column}"
+        named = f"{self.file.digest} {self.file.prompt_column} {self.file.answer_column}"
+        return f"{named} {self.file.images_column}" if self.file.has_pictures else named
 
     def draw(self, index: int) -> Drawn:
         epoch, step = divmod(index, len(self.file))
@@ -76,7 +81,12 @@ class ShuffledFile:
 def draw_row(file: FileSource, index: int, epoch: int = 0) -> Drawn:
     """Row `index` of a file as a prompt."""
     row = file.row(index)
-    return Drawn(row[file.prompt_column], row.get(file.answer_column), row, epoch, index)
+    return Drawn(file.content(row), row.get(file.answer_column), row, epoch, index)
+
+
+def open_file(task: Task, path: str, needs_answer: bool = False) -> FileSource:
+    """A file of the task, read by the task's names of columns."""
+    return FileSource(path, task.prompt, task.answer, needs_answer, images_column=task.images)
 
 
 def to_prompt(uid: int, name: str, task: Task, drawn: Drawn) -> Prompt:
@@ -160,7 +170,7 @@ def eval_prompts(tasks: Mapping[str, Task], rows: int, seed: int) -> list[Prompt
             source = BuiltinSource(bind(name, task.kind, task.options), seed, "eval")
             drawn = _distinct(source, rows)
         elif task.eval_file is not None:
-            file = FileSource(task.eval_file, task.prompt, task.answer)
+            file = open_file(task, task.eval_file)
             drawn = [draw_row(file, index) for index in range(min(rows, len(file)))]
         else:
             continue
@@ -175,8 +185,8 @@ def _distinct(source: BuiltinSource, rows: int) -> list[Drawn]:
         if len(found) == rows:
             break
         drawn = source.draw(index)
-        assert isinstance(drawn.content, str)
-        found.setdefault(drawn.content, drawn)
+        assert drawn.example is not None
+        found.setdefault(drawn.example.key, drawn)
     return list(found.values())
 
 
@@ -186,4 +196,4 @@ def _source(name: str, task: Task, seed: int, split: Split, needs_answer: bool) 
     path = task.file if split == "train" else task.eval_file
     if path is None:
         raise RecipeError(f"tasks.{name}", "neither kind nor file", "one of them")
-    return ShuffledFile(name, FileSource(path, task.prompt, task.answer, needs_answer), seed)
+    return ShuffledFile(name, open_file(task, path, needs_answer), seed)

@@ -16,7 +16,7 @@ from practicum.models.sources import read_config, read_tokenizer
 from practicum.recipe.routing import destinations
 from practicum.recipe.schema import Recipe
 from practicum.recipe.teaching import Teacher
-from practicum.tasks.prompts import encode_prompt
+from practicum.rollout.encoder import make_encoder
 from practicum.tasks.stream import make_stream
 from practicum.teachers.route import before_text, routed_value
 from practicum.teachers.vocabulary import compare_vocabularies
@@ -216,10 +216,9 @@ def longest_prompts(recipe: Recipe, student: PreTrainedTokenizerBase, longest: i
     if len(recipe.teachers) == 1 and all(t.before is None for t in recipe.teachers.values()):
         return dict.fromkeys(recipe.teachers, longest)
     found = dict.fromkeys(recipe.teachers, 0)
-    stream = make_stream(recipe.tasks, recipe.seed)
+    stream, encode = make_stream(recipe.tasks, recipe.seed), make_encoder(recipe, student)
     for prompt in stream.take(LOOKED_AT):
-        task = recipe.tasks[prompt.task]
-        length = len(encode_prompt(prompt, student, chat=task.chat, system=task.system))
+        length = len(encode(prompt).ids)
         names = recipe.teachers
         if len(names) > 1:
             names = destinations(recipe.route, routed_value(prompt, recipe.route))

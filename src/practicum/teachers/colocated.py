@@ -53,6 +53,7 @@ class ColocatedTeacher:
                 temperature=wanted.temperature,
                 hidden=wanted.hidden,
                 vocab=wanted.vocab,
+                images=row.images,
             )
         except EngineError as error:
             raise TeacherError(f"teacher {self.name} failed in {row.name}: {error}") from error

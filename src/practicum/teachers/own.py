@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from safetensors.torch import load
+from safetensors.torch import load, save
 
 from practicum.errors import TeacherError
 from practicum.recipe.schema import Model
@@ -76,7 +76,16 @@ class OwnTeacher(Processes):
             raise TeacherError(too_long(self.name, row, facts.context))
         if row.start == len(row.ids):
             return no_scores(wanted, facts.hidden, self.version)
-        args = (list(row.ids), row.start, wanted.top_k, wanted.temperature, wanted.hidden, wanted.vocab)
+        pictures = None if row.images is None else save(row.images.as_inputs())
+        args = (
+            list(row.ids),
+            row.start,
+            wanted.top_k,
+            wanted.temperature,
+            wanted.hidden,
+            wanted.vocab,
+            pictures,
+        )
         tensors, version = await self.ask("score", args, row.name, len(row.ids))
         held = load(tensors)
         return Scores(

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from practicum.models.images import Images
 from practicum.rollout.protocol import Scores
 from practicum.rollout.together import together
 
@@ -33,6 +34,7 @@ class Row:
     start: int
     name: str
     """For errors, such as "prompt 3/session 1/trajectory 0"."""
+    images: Images | None = None
 
 
 class Place(Protocol):

@@ -43,6 +43,11 @@ class RemoteTeacher(Client):
                 f"teacher {self.name} can't give {what} of {row.name}: "
                 "a server gives logprobs at temperature 1"
             )
+        if row.images is not None:
+            raise TeacherError(
+                f"teacher {self.name} can't see the pictures of {row.name}: load it here, without "
+                f"teachers.{self.name}.url"
+            )
         if row.start == len(row.ids):
             return no_scores(wanted, 0)
         answer = await self.ask_scores(row, max(1, wanted.top_k))

@@ -65,8 +65,8 @@ class Facts:
 
 
 class Request(NamedTuple):
-    """Something to do. `score`: (ids, start, top_k, temperature, hidden, vocab); `load`:
-    (path, version); `judge`: (case,).
+    """Something to do. `score`: (ids, start, top_k, temperature, hidden, vocab, pictures as safetensors);
+    `load`: (path, version); `judge`: (case,).
     """
 
     number: int
@@ -257,11 +257,15 @@ class _Teacher:
         temperature: float,
         hidden: bool,
         vocab: int | None,
+        pictures: bytes | None,
     ) -> Any:
-        from safetensors.torch import save
+        from safetensors.torch import load, save
 
+        from practicum.models.images import Images
+
+        images = None if pictures is None else Images.from_inputs(load(pictures))
         scores = await self._engine.score(
-            ids, start, top_k, temperature=temperature, hidden=hidden, vocab=vocab
+            ids, start, top_k, temperature=temperature, hidden=hidden, vocab=vocab, images=images
         )
         tensors = {
             "logprobs": scores.logprobs,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
+from practicum.recipe.agent import OnFailure
 from practicum.recipe.schema import Buffer
 
 
@@ -25,6 +26,11 @@ class Group:
             if tags.status == "ready" and not tags.is_baseline
         }
         return [reward for reward in by_session.values() if reward is not None]
+
+    @property
+    def has_failed(self) -> bool:
+        """Some session of it failed."""
+        return any(tags.status == "failed" for _, tags in self.rows)
 
     @property
     def is_flat(self) -> bool:
@@ -52,19 +58,23 @@ class Taken:
 class ReplayBuffer:
     """Complete prompt groups, oldest first."""
 
-    def __init__(self, rules: Buffer, partition: str) -> None:
-        self.rules, self.partition = rules, partition
+    def __init__(self, rules: Buffer, partition: str, on_failure: OnFailure = "keep_rest") -> None:
+        self.rules, self.partition, self.on_failure = rules, partition, on_failure
         self._groups: list[Group] = []
 
     def __len__(self) -> int:
         return len(self._groups)
 
     def add(self, groups: Sequence[Group]) -> list[Group]:
-        """Take in finished groups; gives back those left out for having no signal."""
-        left_out = [g for g in groups if self.rules.filter_flat_groups and g.is_flat]
+        """Take in finished groups; gives back those left out for having no signal or a failed session."""
+        left_out = [g for g in groups if self._leaves_out(g)]
         self._groups += [g for g in groups if g not in left_out]
         self._groups.sort(key=lambda group: group.prompt)
         return left_out
+
+    def _leaves_out(self, group: Group) -> bool:
+        dropped = self.on_failure == "drop_group" and group.has_failed
+        return dropped or (self.rules.filter_flat_groups and group.is_flat)
 
     def take(self, count: int) -> Taken:
         """The oldest `count` groups, or all if there are fewer.

@@ -9,8 +9,8 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
 from practicum.recipe.schema import Recipe
 from practicum.rollout.protocol import Sampling
+from practicum.runtime.attempts import Attempt
 from practicum.runtime.local import Roles
-from practicum.runtime.practice import Attempt
 from practicum.tasks.prompts import Prompt
 
 EVAL = "eval"
@@ -33,7 +33,7 @@ def evaluate(recipe: Recipe, roles: Roles, prompts: Sequence[Prompt]) -> dict[st
         return {}
     try:
         batch = roles.examiner.rollout(attempts, EVAL, seed=recipe.seed + SEED_OFFSET)
-        roles.examiner.reward(batch)
+        roles.examiner.judging.reward(batch.where(lambda _, tags: tags.status == "ready"))
         batch = roles.store.batch(EVAL, batch.keys)
         return scores(batch, rules.samples, rules.pass_threshold)
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from practicum.dataplane.batch import BatchRef
@@ -19,15 +19,24 @@ METRICS: dict[str, str] = {
     "reward/part/<name>": "Mean of one reward function or model, before its weight.",
     "rollout/sessions": "Sessions rolled out, failed ones included.",
     "rollout/failed": "Sessions that failed (their reasons are in samples.jsonl and the log).",
+    "rollout/retries": "Further tries of sessions that failed (agent.on_failure).",
+    "rollout/trajectories": "Mean number of trajectories that a session left.",
+    "rollout/turns": "Mean number of turns of a session.",
+    "rollout/tool_calls": "Mean number of tool calls of a session, if the agent has tools.",
+    "rollout/tool_errors": "Share of tool calls that gave the model an error.",
+    "rollout/breaks": "New trajectories opened because the chat template rewrote earlier turns.",
     "rollout/tokens": "Tokens sampled.",
     "rollout/tokens_per_second": "Tokens sampled per second of the rollout stage.",
     "rollout/response_tokens": "Mean length of a response in tokens.",
     "rollout/truncated": "Share of sessions cut off at max_new_tokens.",
+    "groups/dropped": "Groups left out for a failed session (agent.on_failure: drop_group).",
     "groups/flat": "Share of rolled-out groups whose rewards are all equal.",
     "groups/of_one": "Groups with one session left, which have no relative signal.",
     "groups/without_baseline": "Groups left out because their greedy baseline failed (remax).",
     "groups/refills": "Further rollouts made to refill filtered groups.",
     "groups/short": "Groups that the step lacks after all refills.",
+    "padding/rows": "Rows that do nothing, added so that ranks and mini-batches are cut evenly.",
+    "padding/share": "Their share of the batch's rows.",
     "advantage/kl_reward": "KL to the reference in the reward, mean over sampled tokens.",
     "advantage/kl_coefficient": "Weight of that KL.",
     "advantage/kl_clamped": "Share of sampled tokens whose log-ratio to the reference was clamped.",
@@ -69,6 +78,9 @@ METRICS: dict[str, str] = {
 """Every name that may stand in metrics.jsonl; <…> stands for any word. A test holds runs to this list."""
 
 
+_SUMMED = ("response_tokens", "sampled_tokens", "turns", "tool_calls", "tool_errors", "breaks")
+
+
 def rollout_metrics(tags: Iterable[Tags], groups: Iterable[Group]) -> dict[str, float]:
     """What a step's rollouts say, from tags alone. `tags` has one entry per session."""
     tags, groups = list(tags), list(groups)
@@ -84,11 +96,27 @@ def rollout_metrics(tags: Iterable[Tags], groups: Iterable[Group]) -> dict[str, 
             out["reward/mean"] = statistics.fmean(rewards)
             out["reward/std"] = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
         out["rollout/response_tokens"] = statistics.fmean(t.response_tokens for t in ready)
-        out["rollout/truncated"] = statistics.fmean(t.finish == "length" for t in ready)
+        out["rollout/truncated"] = statistics.fmean(t.finish in ("length", "context") for t in ready)
+        out |= _agent_metrics(tags, ready)
         out |= by_domain("reward/mean", ready)
     judged = [group for group in groups if group.rewards()]
     if judged:
         out["groups/flat"] = statistics.fmean(group.is_flat for group in judged)
+    return out
+
+
+def _agent_metrics(tags: Sequence[Tags], ready: Sequence[Tags]) -> dict[str, float]:
+    """What sessions of several turns did; nothing for answers in one turn."""
+    out: dict[str, float] = {}
+    if retries := sum(t.retries for t in tags):
+        out["rollout/retries"] = retries
+    turns, calls = (sum(getattr(t, name) for t in ready) for name in ("turns", "tool_calls"))
+    if turns > len(ready):
+        out["rollout/turns"] = turns / len(ready)
+        out["rollout/breaks"] = sum(t.breaks for t in ready)
+    if calls:
+        out["rollout/tool_calls"] = calls / len(ready)
+        out["rollout/tool_errors"] = sum(t.tool_errors for t in ready) / calls
     return out
 
 
@@ -108,12 +136,17 @@ def session_tags(batch: BatchRef) -> list[Tags]:
         if last.is_baseline or last.is_padding:
             continue
         before = found.get(key[:2], Tags())
-        found[key[:2]] = replace(
-            last,
-            response_tokens=before.response_tokens + last.response_tokens,
-            sampled_tokens=before.sampled_tokens + last.sampled_tokens,
-        )
+        sums = {name: getattr(before, name) + getattr(last, name) for name in _SUMMED}
+        found[key[:2]] = replace(last, **sums)
     return list(found.values())
+
+
+def trajectories(batch: BatchRef) -> float | None:
+    """Mean number of trajectories of the sessions that have any."""
+    rows = [
+        key[:2] for key, tags in batch if tags.prompt_tokens and not (tags.is_baseline or tags.is_padding)
+    ]
+    return len(rows) / len(set(rows)) if rows else None
 
 
 def prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -8,14 +8,17 @@ from transformers import PreTrainedTokenizerBase
 
 from practicum.errors import RecipeError, RecipeErrors
 from practicum.models.load import load_model, load_tokenizer, model_facts, stop_ids
+from practicum.models.sources import read_config
 from practicum.recipe.load import LoadedRecipe
-from practicum.recipe.schema import Recipe
+from practicum.recipe.schema import Model, Recipe
+from practicum.recipe.traits import Traits, model_traits, traits_of
+from practicum.rollout.encoder import make_encoder
 from practicum.rollout.loops import find_loop
 from practicum.runtime.hiring import probe_servers
 from practicum.runtime.jury import probe_judges
 from practicum.runtime.local import load_reference, rollout_context
 from practicum.tasks.check import check_tasks, tasks_needing_answer
-from practicum.tasks.prompts import Prompt, demonstration, encode_prompt
+from practicum.tasks.prompts import Prompt, demonstration
 from practicum.tasks.stream import eval_prompts, make_stream
 from practicum.teachers.check import check_teachers, longest_prompts
 from practicum.teachers.check_routes import check_routes
@@ -42,7 +45,7 @@ def preflight(loaded: LoadedRecipe) -> list[str]:
 def check_without_models(recipe: Recipe) -> list[str]:
     """All that files, tokenizers, configs and servers tell, before any weights are loaded."""
     findings = check_tasks(recipe)
-    find_loop(recipe.rollout.loop)
+    find_loop(recipe.agent.loop)
     tokenizer = load_tokenizer(recipe.model)
     findings.append(_describe_tokenizer(tokenizer))
     model_context, vocab = model_facts(recipe.model, len(tokenizer))
@@ -72,6 +75,16 @@ def check_without_models(recipe: Recipe) -> list[str]:
     return findings
 
 
+def known_traits(model: Model) -> Traits:
+    """The student's traits by its config, wherever that is; what is wrong with it other checks say."""
+    if model.path is None:
+        return model_traits(model)
+    try:
+        return traits_of(read_config(model.path).to_dict())
+    except (OSError, ValueError):
+        return model_traits(model)
+
+
 def _uses_chat(recipe: Recipe) -> bool:
     """Whether some prompt goes through the chat template."""
     return any(task.chat for task in recipe.tasks.values()) or any(
@@ -96,9 +109,9 @@ def _longest(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[int, i
     supervised = recipe.algorithm.loss == "supervised"
     unknown = tokenizer.unk_token_id
     prompt_tokens = answer_tokens = 0
+    encode = make_encoder(recipe, tokenizer)
     for prompt in _prompts(recipe):
-        task = recipe.tasks[prompt.task]
-        ids = encode_prompt(prompt, tokenizer, chat=task.chat, system=task.system)
+        ids = encode(prompt).ids
         answer = tokenizer.encode(demonstration(prompt), add_special_tokens=False) if supervised else []
         if unknown is not None and unknown in (*ids, *answer):
             raise RecipeErrors(

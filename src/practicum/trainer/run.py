@@ -18,6 +18,7 @@ from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.plan import evaluation_plan, make_plan
 from practicum.errors import PracticumError
+from practicum.models.processor import save_processor
 from practicum.observe.progress import ProgressView
 from practicum.observe.tables import ledger_table, score_table
 from practicum.observe.trackers import Tracker, make_trackers, require_trackers
@@ -31,7 +32,7 @@ from practicum.trainer.checkpoint import Checkpoints, Progress, require_same_run
 from practicum.trainer.evaluate import evaluate
 from practicum.trainer.folder import RunFolder
 from practicum.trainer.interrupt import Interrupt
-from practicum.trainer.preflight import check_without_models
+from practicum.trainer.preflight import check_without_models, known_traits
 from practicum.trainer.randomness import random_state, seed_generators, set_random_state
 from practicum.trainer.samples import sample_rows
 from practicum.trainer.step import TRAIN, StepRunner
@@ -58,7 +59,7 @@ class Run:
 
     def __init__(self, recipe: Recipe, folder: RunFolder, view: ProgressView) -> None:
         self.recipe, self.folder, self.view = recipe, folder, view
-        self.plan = make_plan(recipe)
+        self.plan = make_plan(recipe, known_traits(recipe.model))
         require_trackers(recipe)
         self.watch = Watch(recipe.checks, self._report)
         check_without_models(recipe)
@@ -100,6 +101,8 @@ class Run:
         if not interrupt.asked:
             aside = self.folder.export.with_name(".export")
             self.roles.student.learner.export(aside, self.roles.tokenizer)
+            if (processor := self.roles.practice.encoder.processor) is not None:
+                save_processor(processor, aside)
             shutil.rmtree(self.folder.export, ignore_errors=True)
             aside.rename(self.folder.export)
         return Outcome(

@@ -7,7 +7,7 @@ A step is a chain of stages. Which of them run, and what they read and write, is
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -16,15 +16,16 @@ from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.plan import Plan
 from practicum.errors import PracticumError
+from practicum.learning.minibatches import needed_multiple, padding_needed, running_cuts
 from practicum.recipe.schema import Recipe
 from practicum.rollout.protocol import Sampling
+from practicum.runtime.attempts import Attempt
 from practicum.runtime.local import Roles
-from practicum.runtime.practice import Attempt
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import PromptStream
 from practicum.teachers.ledger import Measured, ledger, starved
 from practicum.trainer.buffer import Group, ReplayBuffer, Taken, groups_of
-from practicum.trainer.metrics import prefixed, rollout_metrics, session_tags
+from practicum.trainer.metrics import prefixed, rollout_metrics, session_tags, trajectories
 
 TRAIN = "train"
 T = TypeVar("T")
@@ -36,7 +37,7 @@ class StepRunner:
     def __init__(self, recipe: Recipe, plan: Plan, roles: Roles, stream: PromptStream, watch: Watch) -> None:
         self.recipe, self.plan, self.roles, self.stream = recipe, plan, roles, stream
         self.watch = watch
-        self.buffer = ReplayBuffer(recipe.buffer, TRAIN)
+        self.buffer = ReplayBuffer(recipe.buffer, TRAIN, recipe.agent.on_failure)
         self.on_stage: Callable[[str], None] = lambda name: None
         self.on_batch: Callable[[BatchRef], None] = lambda batch: None
         self._seconds: dict[str, float] = {}
@@ -53,6 +54,8 @@ class StepRunner:
         self._refresh_copies(number)
         batch, baselines, metrics = self._demonstrations() if supervised else self._practise()
         metrics |= self._teach(batch)
+        batch, filled = self._fill_up(batch, number)
+        metrics |= filled
         self._run("old_logprobs", lambda: student.old_logprobs(batch))
         self._run("ref_logprobs", lambda: student.ref_logprobs(batch))
         if critic is not None:
@@ -108,14 +111,16 @@ class StepRunner:
         self._forget(taken.spent)
         batch, lost = self._with_baseline(taken)
         if not batch:
-            raise PracticumError(
-                f"no group to learn from is left after {refills} refills: rewards are all equal (the task is "
-                "too easy or too hard for this model) or all sessions failed; see samples.jsonl and log.txt"
-            )
+            raise PracticumError(nothing_left(groups, refills))
         if not any(tags.sampled_tokens for tags in batch.tags):
             raise PracticumError("the student sampled no token in this step: the loop adds only given ones")
         metrics = rollout_metrics([t for part in rolled for t in session_tags(part)], groups)
         metrics |= {f"reward/part/{name}": fmean(scores) for name, scores in self._parts.items()}
+        left = [trajectories(part) for part in rolled]
+        if any(number is not None and number != 1 for number in left):
+            metrics["rollout/trajectories"] = fmean(number for number in left if number is not None)
+        if self.recipe.agent.on_failure == "drop_group":
+            metrics["groups/dropped"] = sum(group.has_failed for group in groups)
         metrics["epoch"] = epoch or 0
         if self.recipe.buffer.filter_flat_groups:
             lacking = wanted - len({key.prompt for key in batch.keys})
@@ -141,7 +146,8 @@ class StepRunner:
         version = self.roles.student.learner.version
         self.watch("weight_version", invariants.weight_version(rolled, version))
         self.watch("groups", invariants.groups(rolled, recipe.rollout.samples + baseline))
-        parts = self._run("reward", lambda: practice.reward(rolled)) or {}
+        done = rolled.where(lambda _, tags: tags.status == "ready")
+        parts = self._run("reward", lambda: practice.judging.reward(done)) or {}
         for name, scores in parts.items():
             self._parts.setdefault(name, []).extend(scores)
         batch = self.roles.store.batch(TRAIN, rolled.keys)
@@ -164,11 +170,23 @@ class StepRunner:
         hidden = practice.take_hidden_share()
         return {} if hidden is None else {"teachers/hidden": hidden}
 
+    def _fill_up(self, batch: BatchRef, number: int) -> tuple[BatchRef, dict[str, float]]:
+        """Add rows that do nothing, as many as ranks and mini-batches need to be cut evenly."""
+        if "pad" not in self.plan:
+            return batch, {}
+        multiple = needed_multiple(self.roles.ranks, running_cuts(self.recipe, number))
+        lacking = padding_needed(len(batch), multiple)
+        if lacking:
+            padding = self._run("pad", lambda: self.roles.practice.pad(TRAIN, lacking))
+            assert padding is not None
+            batch = BatchRef.concat([batch, padding])
+        return batch, {"padding/rows": lacking, "padding/share": lacking / len(batch)}
+
     def _ledger(self, batch: BatchRef, measured: Measured | None) -> dict[str, float]:
         faculty = self.roles.faculty
         if faculty is None or measured is None:
             return {}
-        metrics = ledger(batch, measured, *faculty.spent())
+        metrics = ledger(batch.real(), measured, *faculty.spent())
         self.watch("teacher_shares", starved(metrics, self.recipe.route.shares))
         return metrics
 
@@ -214,6 +232,19 @@ def training_attempts(recipe: Recipe, prompts: list[Prompt], stop: frozenset[int
         greedy = Sampling(max_new_tokens=rollout.max_new_tokens, stop=stop, greedy=True)
         attempts += [Attempt(p, rollout.samples, greedy, is_baseline=True) for p in prompts]
     return attempts
+
+
+def nothing_left(groups: Sequence[Group], refills: int) -> str:
+    """Why a step has nothing to learn from."""
+    failures = [tags.failure for group in groups for _, tags in group.rows if tags.failure]
+    again = f" after {refills} refills" if refills else ""
+    if failures:
+        failed = f"{len(failures)} sessions failed, the first: {failures[0]}"
+        return f"no group to learn from is left{again}: {failed}"
+    return (
+        f"no group to learn from is left{again}: rewards are all equal (the task is "
+        "too easy or too hard for this model); see samples.jsonl"
+    )
 
 
 def _advantage_metrics(stats: Mapping[str, Any]) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """The built-in procedural tasks, one small file for each; `tasks.builtin` lists them.
 
-Prompts name their task and end with "="; they and their answers use lowercase letters, digits,
-space and the punctuation that the tiny character tokenizer knows. Imported by tasks.builtin only.
+Prompts name their task and end with "="; pictures come before that text. Prompts and answers use lowercase
+letters, digits, space and the punctuation that the tiny character tokenizer knows. Imported by tasks.builtin
+only.
 """

@@ -1,0 +1,109 @@
+"""Rows over data-parallel ranks: equally many on each, and tokens as even as can be."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+from practicum.dataplane.padding import PADDING_TOKENS
+from practicum.learning.minibatches import Minibatch
+
+Parts = list[list[int]]
+"""Rows of each rank."""
+Item = tuple[int, int]
+"""Tokens of a row, and its place."""
+
+
+def partition(tokens: Sequence[int], ranks: int) -> Parts:
+    """Places of `tokens` for each rank, equally many, with sums as even as can be found quickly.
+
+    Longest first to the least loaded rank that has room, then swaps between the heaviest and the lightest
+    rank as long as one helps. Where a few rows are very long this is much more even than differencing
+    (Karmarkar and Karp 1982) with equal counts, which gives each rank one of any `ranks` rows next in size.
+    """
+    _check_even(len(tokens), ranks)
+    loads = [[(tokens[i], i) for i in part] for part in _longest_first(tokens, ranks)]
+    _swap(loads)
+    return [sorted(i for _, i in load) for load in loads]
+
+
+def in_order(count: int, ranks: int) -> Parts:
+    """Equally many consecutive places for each rank: what `partition` is compared with."""
+    _check_even(count, ranks)
+    size = count // ranks
+    return [list(range(rank * size, (rank + 1) * size)) for rank in range(ranks)]
+
+
+def assign_ranks(minibatches: Sequence[Minibatch], tokens: Sequence[int], ranks: int) -> list[Parts]:
+    """Rows of each rank in each mini-batch, of which `tokens` has those of every row of the batch.
+
+    With fewer real rows than ranks, some ranks have padding alone.
+    """
+    assigned = []
+    for minibatch in minibatches:
+        rows = minibatch.rows
+        sizes = [tokens[row] for row in minibatch.real] + [PADDING_TOKENS] * len(minibatch.padding)
+        assigned.append([[rows[i] for i in part] for part in partition(sizes, ranks)])
+    return assigned
+
+
+def imbalance(tokens: Sequence[int], parts: Sequence[Sequence[int]]) -> float | None:
+    """Largest sum of tokens over the mean one: 1 is even. None if there are no tokens."""
+    return step_imbalance(tokens, [parts])
+
+
+def step_imbalance(tokens: Sequence[int], assigned: Sequence[Sequence[Sequence[int]]]) -> float | None:
+    """The same of several mini-batches, where ranks wait for the slowest at the end of each."""
+    slowest = mean = 0.0
+    for parts in assigned:
+        sums = [sum(tokens[row] for row in part) for part in parts]
+        slowest += max(sums, default=0)
+        mean += sum(sums) / max(len(sums), 1)
+    return slowest / mean if mean else None
+
+
+def _longest_first(tokens: Sequence[int], ranks: int) -> Parts:
+    parts: Parts = [[] for _ in range(ranks)]
+    open_ranks = [(0, rank) for rank in range(ranks)]
+    for i in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
+        load, rank = heapq.heappop(open_ranks)
+        parts[rank].append(i)
+        if len(parts[rank]) < len(tokens) // ranks:
+            heapq.heappush(open_ranks, (load + tokens[i], rank))
+    return parts
+
+
+def _swap(loads: list[list[Item]]) -> None:
+    """Swap items of the heaviest and the lightest rank in place, until none brings the two nearer."""
+    for load in loads:
+        load.sort()
+    sums = [sum(size for size, _ in load) for load in loads]
+    while True:
+        heavy, light = sums.index(max(sums)), sums.index(min(sums))
+        pair = _best_pair(loads[heavy], loads[light], sums[heavy] - sums[light])
+        if pair is None:
+            return
+        more, less = pair
+        for load, out, into in ((loads[heavy], more, less), (loads[light], less, more)):
+            del load[bisect_left(load, out)]
+            insort(load, into)
+        sums[heavy] -= more[0] - less[0]
+        sums[light] += more[0] - less[0]
+
+
+def _best_pair(heavy: list[Item], light: list[Item], gap: int) -> tuple[Item, Item] | None:
+    """One item of each, in loads sorted by size, whose swap comes nearest to closing the gap."""
+    best, found = gap, None
+    for item in heavy:
+        at = bisect_left(light, (item[0] - gap / 2, -1))
+        for other in light[max(at - 1, 0) : at + 1]:
+            left = abs(gap - 2 * (item[0] - other[0]))
+            if left < best:
+                best, found = left, (item, other)
+    return found
+
+
+def _check_even(count: int, ranks: int) -> None:
+    if count % ranks:
+        raise ValueError(f"{count} rows can't be cut evenly over {ranks} ranks: pad them to a multiple first")

@@ -1,0 +1,58 @@
+"""Sequences become the inputs of one forward call: packed tokens, their positions, their pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from practicum.models.images import Images
+from practicum.models.vision import AXES, is_vision, picture_tokens, sequence_positions
+from practicum.rollout.queue import Given
+
+
+@dataclass(slots=True)
+class Inputs:
+    """Packed tokens. A vision model's positions are [N, D]; only it has pictures and shifts other than 0."""
+
+    ids_N: Tensor
+    positions_N: Tensor
+    shifts: Sequence[int]
+    """Of each sequence: what is added to the number of tokens before a later token for its position."""
+    images: Sequence[Images] = ()
+    picture_N: Tensor | None = None
+    """Which tokens stand for pieces of the pictures; None without pictures."""
+
+
+def pack(
+    config: Any,
+    sequences: Sequence[Given],
+    device: torch.device,
+    tails: Sequence[Sequence[int]] = (),
+    parents: Sequence[int] = (),
+) -> Inputs:
+    """Sequences one behind the other, then tails that go on from the sequences with the numbers `parents`."""
+    ids = torch.tensor([i for part in (*(s.ids for s in sequences), *tails) for i in part], device=device)
+    vision = is_vision(config)
+    if vision:
+        positions = [sequence_positions(config, s.ids, s.images) for s in sequences]
+        shifts = [int(p[-1].max()) + 1 - len(p) for p in positions]
+    else:
+        positions = [torch.arange(len(s)) for s in sequences]
+        shifts = [0] * len(sequences)
+    for parent, tail in zip(parents, tails, strict=True):
+        at = len(sequences[parent]) + shifts[parent]
+        straight = torch.arange(at, at + len(tail))
+        positions.append(straight.unsqueeze(1).expand(-1, AXES) if vision else straight)
+    positions_N = torch.cat(positions).to(device)
+    images = [s.images for s in sequences if s.images is not None]
+    if not images:
+        return Inputs(ids, positions_N, shifts)
+    picture_N = torch.cat(
+        [picture_tokens(config, s.ids, s.images) for s in sequences]
+        + [torch.zeros(len(tail), dtype=torch.bool) for tail in tails]
+    )
+    return Inputs(ids, positions_N, shifts, images, picture_N.to(device))

@@ -1,0 +1,37 @@
+"""Agent loops: what happens in a session. A loop is `async def loop(session)`; each built-in one has a file.
+Imports sessions and tools and below; runtime and above may import it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from difflib import get_close_matches
+
+from practicum.errors import RecipeError
+from practicum.recipe.functions import import_function
+from practicum.rollout.loops.compress import compress
+from practicum.rollout.loops.retry import retry
+from practicum.rollout.loops.single_turn import single_turn
+from practicum.rollout.loops.tool_use import tool_use
+from practicum.rollout.results import Loop
+
+LOOPS: dict[str, Loop] = {
+    "single_turn": single_turn,
+    "tool_use": tool_use,
+    "retry": retry,
+    "compress": compress,
+}
+
+
+def find_loop(name: str) -> Loop:
+    """A built-in loop, or a user's `package.module:function`."""
+    if name in LOOPS:
+        return LOOPS[name]
+    if ":" not in name:
+        near = get_close_matches(name, LOOPS, n=1)
+        wanted = f"one of {', '.join(LOOPS)}, or package.module:function"
+        raise RecipeError("agent.loop", repr(name), wanted, f"did you mean {near[0]}?" if near else "")
+    function = import_function(name, "agent.loop")
+    if not inspect.iscoroutinefunction(function):
+        raise RecipeError("agent.loop", repr(name), "a coroutine function", "declare it `async def`")
+    return function

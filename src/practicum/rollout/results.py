@@ -1,0 +1,90 @@
+"""What an agent loop returns: trajectories, and perhaps what they are worth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from practicum.errors import EngineError
+from practicum.rollout.session import Session
+from practicum.rollout.trajectory import Trajectory
+
+Loop = Callable[[Session], Awaitable[Any]]
+"""Returns None (all trajectories that have sampled tokens), a trajectory, a list of them, or one of these
+with a reward: a number for the session, or a list with one number for each trajectory."""
+
+_EXPECTED = "expected None, a Trajectory, a list of them, or (trajectories, reward)"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A session's trajectories in order, all with sampled tokens, and its reward if the loop gave one."""
+
+    trajectories: list[Trajectory]
+    reward: float | list[float] | None = None
+
+    def row_rewards(self) -> list[float] | list[None]:
+        """What each trajectory earned; a reward of the whole session is earned by the last one."""
+        if self.reward is None:
+            return [None] * len(self.trajectories)
+        if isinstance(self.reward, list):
+            return self.reward
+        return [0.0] * (len(self.trajectories) - 1) + [self.reward]
+
+
+def read_result(result: object, session: Session, loop: str) -> Result:
+    """What the loop of this name returned for the session, if it is what a loop may return."""
+    returned, reward = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    listed = _listed(returned, session, loop)
+    if isinstance(reward, list) and len(reward) != len(listed):
+        raise EngineError(f"agent loop {loop} returned {len(reward)} rewards for {len(listed)} trajectories")
+    kept = [t for t in listed if t.sampled_tokens]
+    if not kept:
+        raise EngineError(f"agent loop {loop} left no trajectory with sampled tokens")
+    if reward is not None and not isinstance(reward, list):
+        return Result(kept, _number(reward, loop))
+    if reward is not None:
+        for trajectory, value in zip(listed, reward, strict=True):
+            trajectory.reward = _number(value, loop)
+    return Result(kept, _own_rewards(listed, loop))
+
+
+def _listed(returned: object, session: Session, loop: str) -> list[Trajectory]:
+    opened = session.trajectories
+    if returned is None:
+        return [t for t in opened if t.sampled_tokens]
+    listed: list[Trajectory] = []
+    for item in returned if isinstance(returned, list) else [returned]:
+        if not isinstance(item, Trajectory):
+            raise EngineError(f"agent loop {loop} returned a {type(item).__name__}; {_EXPECTED}")
+        if not any(item is t for t in opened):
+            raise EngineError(f"agent loop {loop} returned a trajectory that its session did not open")
+        listed.append(item)
+    if len({id(item) for item in listed}) < len(listed):
+        raise EngineError(f"agent loop {loop} returned the same trajectory twice")
+    return listed
+
+
+def _own_rewards(listed: list[Trajectory], loop: str) -> list[float] | None:
+    """The trajectories' own rewards, if they have them."""
+    rewarded = [t for t in listed if t.reward is not None]
+    if not rewarded:
+        return None
+    if any(not t.sampled_tokens for t in rewarded):
+        raise EngineError(f"agent loop {loop} rewarded a trajectory without sampled tokens")
+    kept = [t for t in listed if t.sampled_tokens]
+    if len(rewarded) < len(kept):
+        raise EngineError(
+            f"agent loop {loop} rewarded {len(rewarded)} of {len(kept)} trajectories: reward each of them, "
+            "or the session"
+        )
+    return [_number(t.reward, loop) for t in kept]
+
+
+def _number(reward: object, loop: str) -> float:
+    if isinstance(reward, Real) and math.isfinite(reward):
+        return float(reward)
+    raise EngineError(f"agent loop {loop} returned the reward {reward!r}; expected a finite number")

@@ -1,0 +1,87 @@
+"""Pictures of prompts: drawn from a description, or read from a file when they are needed. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from practicum.errors import DataError, MissingExtraError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+COLOURS: dict[str, tuple[int, int, int]] = {
+    "red": (230, 25, 25),
+    "green": (30, 180, 40),
+    "blue": (30, 60, 230),
+    "yellow": (250, 230, 30),
+    "white": (255, 255, 255),
+    "black": (0, 0, 0),
+    "pink": (255, 120, 200),
+    "brown": (130, 70, 20),
+}
+Form = Literal["square", "disc"]
+FORMS: tuple[Form, ...] = ("square", "disc")
+
+
+class Shape(NamedTuple):
+    """A square or a disc in the box of `size` pixels at (left, top)."""
+
+    left: int
+    top: int
+    size: int
+    form: Form
+    colour: str
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A small picture as a description: shapes, which do not overlap, on a grey ground.
+
+    Equal pictures are equal descriptions if the shapes are sorted.
+    """
+
+    width: int
+    height: int
+    grey: int
+    shapes: tuple[Shape, ...]
+
+    def draw(self) -> Image:
+        """The pixels."""
+        image_module, draw_module = _pillow("drawing pictures")
+        image = image_module.new("RGB", (self.width, self.height), (self.grey,) * 3)
+        pen = draw_module.Draw(image)
+        for left, top, size, form, colour in self.shapes:
+            box = (left, top, left + size - 1, top + size - 1)
+            (pen.rectangle if form == "square" else pen.ellipse)(box, fill=COLOURS[colour])
+        return image
+
+
+def open_picture(source: Picture | str) -> Image:
+    """The pixels of a picture, drawn or read from its path; a DataError says why it can't be read."""
+    if isinstance(source, Picture):
+        return source.draw()
+    image_module, _ = _pillow("reading pictures")
+    from PIL import ImageOps
+
+    if not Path(source).is_file():
+        raise DataError(f"the picture {source} does not exist; paths are relative to the dataset's file")
+    try:
+        with image_module.open(source) as image:
+            # Cameras write how they were held beside the pixels instead of turning them.
+            upright = ImageOps.exif_transpose(image)
+            assert upright is not None
+            return upright.convert("RGB")
+    except (OSError, SyntaxError, ValueError, image_module.DecompressionBombError) as error:
+        raise DataError(
+            f"the picture {source} can't be read: {error}; write it again as PNG or JPEG"
+        ) from error
+
+
+def _pillow(what: str) -> tuple[Any, Any]:
+    try:
+        from PIL import Image, ImageDraw
+    except ImportError:
+        raise MissingExtraError(what, "vision") from None
+    return Image, ImageDraw

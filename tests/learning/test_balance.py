@@ -1,0 +1,124 @@
+"""Rows over ranks: equally many, with even tokens."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from practicum.learning.balance import assign_ranks, imbalance, in_order, partition, step_imbalance
+from practicum.learning.minibatches import Cut, Minibatch, spread
+
+token_lists = st.integers(1, 6).flatmap(
+    lambda ranks: st.tuples(
+        st.lists(st.integers(0, 2000), min_size=0, max_size=40).map(lambda t: t[: len(t) // ranks * ranks]),
+        st.just(ranks),
+    )
+)
+
+
+def long_tailed(rows: int, seed: int) -> list[int]:
+    """Lengths as answers have them: most short, a few very long."""
+    return [2 + int(n) for n in np.random.default_rng(seed).lognormal(5, 1, rows)]
+
+
+def sums(tokens, parts):
+    return [sum(tokens[i] for i in part) for part in parts]
+
+
+def differencing(tokens, ranks):
+    """Karmarkar and Karp's method on tuples of one item per rank, as it is usually done."""
+    order = sorted(range(len(tokens)), key=lambda i: -tokens[i])
+    rest = [[(tokens[i], [i]) for i in order[at : at + ranks]] for at in range(0, len(order), ranks)]
+    while len(rest) > 1:
+        rest.sort(key=lambda parts: parts[0][0] - parts[-1][0])
+        pairs = zip(rest.pop(), reversed(rest.pop()), strict=True)
+        rest.append(sorted(((s + t, i + j) for (s, i), (t, j) in pairs), reverse=True))
+    return [part for _, part in rest[0]]
+
+
+def best_of_two(tokens) -> int:
+    """The least that the larger of two equally long parts can have."""
+    halves = combinations(range(len(tokens)), len(tokens) // 2)
+    return min(max(s := sum(tokens[i] for i in half), sum(tokens) - s) for half in halves)
+
+
+@given(token_lists)
+def test_every_item_is_on_one_rank_and_ranks_have_equally_many(case):
+    tokens, ranks = case
+    parts = partition(tokens, ranks)
+    assert sorted(i for part in parts for i in part) == list(range(len(tokens)))
+    assert {len(part) for part in parts} == {len(tokens) // ranks}
+    assert parts == partition(tokens, ranks)
+
+
+@given(token_lists)
+def test_no_swap_of_the_heaviest_and_the_lightest_rank_helps(case):
+    tokens, ranks = case
+    parts = partition(tokens, ranks)
+    found = sums(tokens, parts)
+    heavy, light = found.index(max(found)), found.index(min(found))
+    gap = found[heavy] - found[light]
+    for i, j in product(parts[heavy], parts[light]):
+        assert abs(gap - 2 * (tokens[i] - tokens[j])) >= gap
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_two_parts_come_near_the_best_ones(seed):
+    tokens = long_tailed(14, seed)
+    assert max(sums(tokens, partition(tokens, 2))) <= 1.02 * best_of_two(tokens)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 16])
+@pytest.mark.parametrize("seed", range(5))
+def test_long_tailed_rows_are_far_more_even_than_in_their_order_or_by_differencing(ranks, seed):
+    tokens = long_tailed(512, seed)
+    found = [f(tokens, ranks) for f in (partition, differencing, lambda t, r: in_order(len(t), r))]
+    after, other, before = (imbalance(tokens, parts) or 0 for parts in found)
+    assert 1 <= after <= min(other, before)
+    assert after < 1.001
+    assert before > 1.1 or ranks == 2
+
+
+def test_a_count_that_ranks_cannot_share_is_an_error():
+    for cut in (lambda: partition([1] * 7, 2), lambda: in_order(7, 2)):
+        with pytest.raises(ValueError, match="7 rows can't be cut evenly over 2 ranks"):
+            cut()
+
+
+def test_imbalance_is_the_largest_sum_over_the_mean():
+    assert imbalance([1, 2, 3, 6], [[0, 1], [2, 3]]) == 9 / 6
+    assert imbalance([4, 4], [[0], [1]]) == 1
+    assert step_imbalance([1, 3, 6, 2], [[[0], [1]], [[2], [3]]]) == (3 + 6) / (2 + 4)
+
+
+def test_imbalance_of_nothing_is_absent():
+    assert imbalance([], [[], []]) is None
+    assert imbalance([0, 0], [[0], [1]]) is None
+    assert step_imbalance([1, 2], []) is None
+
+
+@given(st.integers(1, 60), st.integers(1, 4), st.integers(1, 3))
+def test_each_minibatch_is_shared_among_all_ranks(real, ranks, parts):
+    rows = real + -real % (ranks * parts)
+    tokens = long_tailed(real, seed=real) + [2] * (rows - real)
+    numbers = list(range(rows))
+    cut = Cut(parts)
+    is_padding = [row >= real for row in numbers]
+    minibatches = spread(numbers, numbers, is_padding, cut, seed=0, step=1, epoch=0, ranks=ranks)
+    for minibatch, shards in zip(minibatches, assign_ranks(minibatches, tokens, ranks), strict=True):
+        assert sorted(row for shard in shards for row in shard) == sorted(minibatch.rows)
+        assert len({len(shard) for shard in shards}) == 1
+
+
+def test_with_fewer_real_rows_than_ranks_some_have_padding_alone():
+    (shards,) = assign_ranks([Minibatch([0, 2], [1, 3])], [50, 2, 60, 2], 4)
+    assert sorted(shards) == [[0], [1], [2], [3]]
+
+
+def test_padding_counts_as_the_two_tokens_that_it_has():
+    (shards,) = assign_ranks([Minibatch([0, 1], [2, 3])], [2, 8, 999, 999], 2)
+    assert sorted(map(sorted, shards)) == [[0, 2], [1, 3]] or sorted(map(sorted, shards)) == [[0, 3], [1, 2]]

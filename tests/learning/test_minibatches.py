@@ -1,0 +1,230 @@
+"""How a batch is cut: fair shares of real rows, whatever the padding."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import ceil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from practicum.errors import RecipeError
+from practicum.learning.minibatches import (
+    Cut,
+    critic_cut,
+    needed_multiple,
+    padding_needed,
+    running_cuts,
+    spare_padding,
+    spread,
+    student_cut,
+)
+from practicum.learning.sharing import exact_fit
+from practicum.recipe.schema import Critic, Recipe, Train
+
+Row = tuple[int, int]
+"""Prompt and session of a real row."""
+PADDING: Row = (-1, 0)
+
+row_lists = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=40)
+cuts = st.builds(Cut, st.integers(1, 9)) | st.builds(Cut, rows=st.integers(1, 12))
+
+
+def cut_up(rows: list[Row], cut: Cut, *, epoch: int = 0, whole: bool = False, ranks: int = 1):
+    prompts, sessions = zip(*rows, strict=True) if rows else ((), ())
+    padding = [row == PADDING for row in rows]
+    options = {"seed": 3, "step": 5, "epoch": epoch, "whole_sessions": whole, "ranks": ranks}
+    return spread(prompts, sessions, padding, cut, **options)
+
+
+def homes(rows: list[Row], minibatches, length: int) -> Counter[Row]:
+    """Mini-batches in which each session (length 2) or prompt (length 1) has rows."""
+    return Counter(key for mb in minibatches for key in {rows[i][:length] for i in mb.real})
+
+
+@pytest.mark.parametrize(
+    ("data_parallel", "asked", "expected"),
+    [
+        (1, [Cut()], 1),
+        (8, [Cut()], 8),
+        (1, [Cut(4)], 4),
+        (8, [Cut(4)], 32),
+        (8, [Cut(rows=256)], 256),
+        (8, [], 8),
+        (1, [Cut(rows=6), Cut(rows=4)], 12),
+        (2, [Cut(rows=6), Cut(rows=4)], 12),
+        (2, [Cut(3), Cut(rows=4)], 12),
+        (4, [Cut(3), Cut(rows=256)], 768),
+        (8, [Cut(rows=256), Cut(rows=64)], 256),
+    ],
+)
+def test_needed_multiple(data_parallel, asked, expected):
+    assert needed_multiple(data_parallel, asked) == expected
+
+
+@pytest.mark.parametrize(
+    ("real", "multiple", "expected"),
+    [(0, 8, 0), (1, 8, 7), (8, 8, 0), (9, 8, 7), (1030, 256, 250), (5, 1, 0)],
+)
+def test_padding_needed(real, multiple, expected):
+    assert padding_needed(real, multiple) == expected
+
+
+@pytest.mark.parametrize(
+    ("cut", "real", "steps"),
+    [
+        (Cut(), 5, 1),
+        (Cut(4), 5, 4),
+        (Cut(4), 3, 3),
+        (Cut(4), 0, 0),
+        (Cut(rows=256), 1030, 5),
+        (Cut(rows=256), 256, 1),
+        (Cut(rows=256), 1, 1),
+        (Cut(rows=256), 0, 0),
+    ],
+)
+def test_steps_that_have_real_rows(cut, real, steps):
+    assert cut.steps(real) == steps
+
+
+def test_rows_that_ranks_cannot_share_evenly_are_an_error_naming_the_key():
+    with pytest.raises(
+        RecipeError, match=r"train.minibatch_rows: found 100, .* 8 data-parallel ranks.\n.* 104"
+    ):
+        needed_multiple(8, [Cut(rows=100)])
+    cut = critic_cut(Recipe.model_construct(train=Train(), critic=Critic(minibatch_rows=100)))
+    with pytest.raises(RecipeError, match=r"critic.minibatch_rows: found 100"):
+        needed_multiple(8, [cut])
+
+
+def test_only_updates_that_run_ask_for_a_multiple():
+    train = Train(minibatch_rows=4)
+    alone = Recipe.model_construct(train=train, critic=None)
+    assert running_cuts(alone, 1) == [student_cut(alone)] == [Cut(rows=4)]
+    both = Recipe.model_construct(train=train, critic=Critic(warmup_steps=2, minibatch_rows=6))
+    assert [needed_multiple(1, running_cuts(both, step)) for step in (1, 2, 3)] == [6, 6, 12]
+    same = Recipe.model_construct(train=Train(minibatches=3), critic=Critic())
+    assert critic_cut(same) == student_cut(same) == Cut(3)
+
+
+@given(row_lists, cuts, st.booleans())
+def test_every_real_row_is_in_one_minibatch_and_none_is_empty(rows, cut, whole):
+    minibatches = cut_up(rows, cut, whole=whole)
+    assert sorted(i for mb in minibatches for i in mb.real) == list(range(len(rows)))
+    assert all(mb.real for mb in minibatches)
+    assert all(mb.real == sorted(mb.real) for mb in minibatches)
+
+
+@given(row_lists, cuts)
+def test_real_rows_differ_by_at_most_one(rows, cut):
+    counts = [len(mb.real) for mb in cut_up(rows, cut)]
+    assert len(counts) == cut.steps(len(rows))
+    assert max(counts) - min(counts) <= 1
+    assert cut.rows is None or max(counts) <= cut.rows
+
+
+@given(row_lists, cuts)
+def test_whole_sessions_are_never_cut_and_differ_by_at_most_the_largest(rows, cut):
+    minibatches = cut_up(rows, cut, whole=True)
+    assert set(homes(rows, minibatches, 2).values()) == {1}
+    counts = [len(mb.real) for mb in minibatches]
+    assert max(counts) - min(counts) <= max(Counter(rows).values())
+    assert len(counts) <= cut.steps(len(rows))
+
+
+@given(row_lists, cuts, st.booleans(), st.data())
+def test_real_rows_do_not_depend_on_padding(rows, cut, whole, data):
+    padded: list[Row] = list(rows)
+    for _ in range(data.draw(st.integers(0, 30))):
+        padded.insert(data.draw(st.integers(0, len(padded))), PADDING)
+    place = [i for i, row in enumerate(padded) if row != PADDING]
+    plain = cut_up(rows, cut, whole=whole)
+    found = cut_up(padded, cut, whole=whole)
+    assert [mb.real for mb in found] == [[place[i] for i in mb.real] for mb in plain]
+    assert not any(mb.padding for mb in plain)
+    used = [i for mb in found for i in mb.padding]
+    assert len(set(used)) == len(used)
+    assert all(padded[i] == PADDING for i in used)
+
+
+@given(row_lists, cuts, st.integers(1, 4))
+def test_padding_to_the_multiple_makes_all_minibatches_equally_large(rows, cut, ranks):
+    if cut.rows is not None:
+        cut = Cut(rows=cut.rows * ranks)
+    padded = rows + [PADDING] * padding_needed(len(rows), needed_multiple(ranks, [cut]))
+    minibatches = cut_up(padded, cut, ranks=ranks)
+    assert {len(mb) for mb in minibatches} == {cut.size(len(padded))}
+    assert cut.size(len(padded)) % ranks == 0
+    if cut.rows is not None or len(rows) >= cut.parts:
+        assert sum(map(len, minibatches)) == len(padded)
+
+
+@given(row_lists, cuts, st.integers(1, 4))
+def test_whole_sessions_are_levelled_by_spare_padding(rows, cut, ranks):
+    if cut.rows is not None:
+        cut = Cut(rows=cut.rows * ranks)
+    largest = max(Counter(rows).values())
+    count = padding_needed(len(rows), needed_multiple(ranks, [cut]))
+    count += spare_padding(largest, cut.steps(len(rows)), ranks)
+    sizes = {len(mb) for mb in cut_up(rows + [PADDING] * count, cut, whole=True, ranks=ranks)}
+    assert len(sizes) == 1
+    assert sizes.pop() % ranks == 0
+
+
+@given(row_lists, st.integers(0, 30))
+def test_one_part_is_all_rows_in_their_order(rows, count):
+    (minibatch,) = cut_up(rows + [PADDING] * count, Cut())
+    assert minibatch.real == list(range(len(rows)))
+    assert len(minibatch) == len(rows) + count
+
+
+def test_padding_alone_is_never_an_optimizer_step():
+    assert cut_up([PADDING] * 6, Cut(3)) == []
+    assert cut_up([], Cut(rows=2)) == []
+    (first, second) = cut_up([(0, 0), (1, 0), *[PADDING] * 6], Cut(4))
+    assert (len(first), len(second)) == (2, 2)
+
+
+@given(row_lists, cuts)
+def test_at_most_one_session_is_cut_at_each_boundary(rows, cut):
+    minibatches = cut_up(rows, cut)
+    assert sum(n - 1 for n in homes(rows, minibatches, 2).values()) <= max(len(minibatches) - 1, 0)
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6))
+def test_groups_stay_whole_where_counts_allow_it(groups, size, parts):
+    rows = [(prompt, row) for prompt in range(groups * parts) for row in range(size)]
+    assert set(homes(rows, cut_up(rows, Cut(parts)), 1).values()) == {1}
+
+
+@given(st.integers(1, 9), st.integers(2, 6))
+def test_sessions_stay_whole_where_single_rows_can_fill_up(doubles, parts):
+    rows = [(0, i // 2) for i in range(2 * doubles)] + [(1, i) for i in range(parts)]
+    assert max(homes(rows, cut_up(rows, Cut(min(parts, doubles))), 2).values()) == 1
+
+
+def test_the_shuffle_follows_seed_step_and_epoch():
+    rows = [(prompt, 0) for prompt in range(40)]
+    first = cut_up(rows, Cut(4))
+    assert first == cut_up(rows, Cut(4))
+    assert first != cut_up(rows, Cut(4), epoch=1)
+    assert first[0].real != list(range(10))
+
+
+@given(st.lists(st.integers(1, 9), max_size=9), st.integers(0, 30))
+def test_exact_fit_is_found_whenever_there_is_one(sizes, room):
+    sums = {0}
+    for size in sizes:
+        sums |= {s + size for s in sums}
+    chosen = exact_fit(sizes, room)
+    assert len(set(chosen)) == len(chosen)
+    assert sum(sizes[i] for i in chosen) == (room if room in sums else 0)
+
+
+def test_a_thousand_and_thirty_rows_are_shared_fairly():
+    rows = [(i // 8, i) for i in range(1030)]
+    minibatches = cut_up(rows + [PADDING] * 250, Cut(rows=256), ranks=8)
+    assert [len(mb.real) for mb in minibatches] == [206] * 5
+    assert [len(mb.padding) for mb in minibatches] == [50] * 5
+    assert sum(n > 1 for n in homes(rows, minibatches, 1).values()) <= ceil(1030 / 256) - 1

@@ -1,0 +1,201 @@
+"""Experts of mixture-of-experts models: recorded, replayed, counted."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from practicum.errors import EngineError
+from practicum.models.experts import Routes, routes_of
+from tests.rollout.engines import tiny
+
+IDS = torch.tensor([[5, 9, 14, 3, 30, 41, 8, 22]])
+EXPERTS, PER_TOKEN, LAYERS = 8, 2, 2
+
+
+def moe() -> tuple[PreTrainedModel, Routes]:
+    model = tiny("qwen3_moe")
+    routes = routes_of(model)
+    assert routes is not None
+    return model, routes
+
+
+def logits(model: PreTrainedModel) -> Tensor:
+    return model(IDS, use_cache=False).logits[0]
+
+
+def record(model: PreTrainedModel, routes: Routes) -> tuple[Tensor, Tensor]:
+    """Logits and experts of a plain forward."""
+    with torch.no_grad(), routes.record() as taken:
+        return logits(model), taken.tensor()
+
+
+def others(experts_NLE: Tensor) -> Tensor:
+    """A set of experts without any of those given, for each token and layer."""
+    return (experts_NLE.amax(-1, keepdim=True) + torch.arange(1, 1 + PER_TOKEN)) % EXPERTS
+
+
+def test_a_dense_model_has_no_routes():
+    assert all(routes_of(tiny(family)) is None for family in ("qwen3", "llama", "gpt2", "qwen2_5_vl"))
+
+
+def test_routes_know_their_sizes():
+    _, routes = moe()
+    assert (routes.layers, routes.per_token, routes.experts) == (LAYERS, PER_TOKEN, EXPERTS)
+
+
+def test_what_is_recorded_are_the_best_of_the_routers_logits():
+    model, routes = moe()
+    _, experts_NLE = record(model, routes)
+    with torch.no_grad():
+        scored = model(IDS, use_cache=False, output_router_logits=True).router_logits
+    expected = torch.stack([layer.topk(PER_TOKEN).indices for layer in scored], 1)
+    assert experts_NLE.dtype == torch.int64
+    assert torch.equal(experts_NLE, expected)
+
+
+def test_calls_are_recorded_one_behind_the_other_and_only_inside():
+    model, routes = moe()
+    again = routes_of(model)
+    assert again is not None
+    with torch.no_grad():
+        _, once = record(model, again)
+        with routes.record() as taken:
+            logits(model)
+            logits(model)
+        logits(model)
+    assert torch.equal(taken.tensor(), torch.cat([once, once]))
+
+
+def test_replaying_what_was_recorded_gives_the_same_logits():
+    model, routes = moe()
+    expected, experts_NLE = record(model, routes)
+    with torch.no_grad(), routes.replay(experts_NLE) as moved:
+        got = logits(model)
+    assert torch.equal(got, expected)
+    assert moved.share() == 0.0
+
+
+def test_the_order_of_replayed_experts_does_not_matter():
+    model, routes = moe()
+    expected, experts_NLE = record(model, routes)
+    with torch.no_grad(), routes.replay(experts_NLE.flip(-1)) as moved:
+        assert torch.allclose(logits(model), expected, atol=1e-5)
+    assert moved.share() == 0.0
+
+
+def test_replaying_other_experts_changes_logits_until_the_end_of_the_replay():
+    model, routes = moe()
+    expected, experts_NLE = record(model, routes)
+    with torch.no_grad():
+        with routes.replay(others(experts_NLE)) as moved:
+            assert not torch.allclose(logits(model), expected, atol=1e-2)
+        assert torch.equal(logits(model), expected)
+    # In the second layer the hidden states are others already, and so may be the router's own choice.
+    assert moved.share() >= 0.5
+
+
+def test_the_share_counts_tokens_and_layers():
+    model, routes = moe()
+    _, experts_NLE = record(model, routes)
+    # The last token is changed in the last layer only, so that nothing behind it changes.
+    experts_NLE[-1, -1] = others(experts_NLE)[-1, -1]
+    with torch.no_grad(), routes.replay(experts_NLE) as moved:
+        logits(model)
+    assert moved.share() == 1 / (IDS.shape[1] * LAYERS)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_weights_are_the_routers_probabilities_of_the_replayed_experts(norm: bool):
+    model, routes = moe()
+    block: Any = model.base_model.layers[0].mlp  # pyright: ignore
+    for layer in model.base_model.layers:  # pyright: ignore
+        layer.mlp.gate.norm_topk_prob = norm  # pyright: ignore
+    hidden_N = torch.randn(3, 48, generator=torch.Generator().manual_seed(0))
+    chosen_NE = torch.tensor([[1, 6], [0, 3], [7, 2]])
+    with torch.no_grad():
+        with routes.replay(chosen_NE.unsqueeze(1).expand(-1, LAYERS, -1)):
+            _, weights_NE, indices_NE = block.gate(hidden_N)
+        chances_NE = (hidden_N @ block.gate.weight.t()).softmax(-1).gather(1, chosen_NE)
+    expected = chances_NE / chances_NE.sum(-1, keepdim=True) if norm else chances_NE
+    assert torch.equal(indices_NE, chosen_NE)
+    assert torch.allclose(weights_NE, expected)
+
+
+def test_gradients_of_replayed_experts_reach_the_routers_and_survive_recomputation():
+    model, routes = moe()
+    _, experts_NLE = record(model, routes)
+    gradients = []
+    for recompute in (False, True):
+        if recompute:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train(recompute)
+        model.zero_grad()
+        with routes.replay(others(experts_NLE)):
+            logits(model).square().sum().backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    for name, gradient in gradients[0].items():
+        assert torch.allclose(gradient, gradients[1][name], rtol=1e-4, atol=1e-6), name
+    assert all(float(g.abs().sum()) > 0 for name, g in gradients[0].items() if "mlp.gate" in name)
+
+
+def test_a_copy_of_a_model_has_routes_of_its_own():
+    model, routes = moe()
+    expected, experts_NLE = record(model, routes)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer in copied.base_model.layers:  # pyright: ignore
+            layer.mlp.gate.weight.neg_()  # pyright: ignore
+        with routes.replay(others(experts_NLE)):
+            mine = logits(copied)
+        assert torch.equal(mine, logits(copied))
+        with routes.record() as taken:
+            assert not torch.allclose(logits(copied), expected, atol=1e-2)
+            logits(model)
+    assert torch.equal(taken.tensor(), experts_NLE)
+
+
+def test_empty_experts_of_padding_rows_give_finite_numbers():
+    model, routes = moe()
+    with torch.no_grad(), routes.replay(torch.zeros(IDS.shape[1], LAYERS, PER_TOKEN, dtype=torch.int64)):
+        assert bool(logits(model).isfinite().all())
+
+
+def test_experts_of_another_shape_are_an_error():
+    model, routes = moe()
+    with (
+        pytest.raises(EngineError, match="expected tokens x 2 layers x 2 experts"),
+        routes.replay(torch.zeros(8, 3, 2, dtype=torch.int64)),
+    ):
+        pass
+    too_few = torch.zeros(7, LAYERS, PER_TOKEN, dtype=torch.int64)
+    with pytest.raises(EngineError, match="7 tokens are replayed in a forward of 8"), routes.replay(too_few):
+        logits(model)
+    assert torch.equal(logits(model), logits(model))
+
+
+def test_routers_with_another_rule_are_recorded_but_never_replayed():
+    class Sigmoid(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.top_k, self.num_experts = 2, 4
+            self.weight = nn.Parameter(torch.randn(4, 6, generator=torch.Generator().manual_seed(0)))
+
+        def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            scores = hidden @ self.weight.t()
+            best = scores.sigmoid().topk(2)
+            return scores, best.values, best.indices
+
+    model = nn.Sequential(Sigmoid())
+    routes = routes_of(model)
+    assert routes is not None
+    with routes.record() as taken:
+        _, _, indices = model(torch.ones(3, 6))
+    assert torch.equal(taken.tensor(), indices.unsqueeze(1))
+    with pytest.raises(EngineError, match="replay_experts"), routes.replay(taken.tensor()):
+        pass

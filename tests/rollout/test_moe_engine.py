@@ -1,0 +1,97 @@
+"""The torch engine with mixture-of-experts models: samples, scores, and the experts that tokens took."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from practicum.models.experts import routes_of
+from practicum.rollout.protocol import Counter, Generation
+from tests.rollout.engines import engine_of, generate, plain_forward, plain_logprobs, prompts, sampling, tiny
+
+EOS = 1
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny("qwen3_moe")
+
+
+def plain_experts(model: PreTrainedModel, ids: list[int]) -> Tensor:
+    """Experts [N, L, E] that a plain forward of the whole sequence takes."""
+    routes = routes_of(model)
+    assert routes is not None
+    with routes.record() as taken:
+        plain_forward(model, ids)
+    return taken.tensor()
+
+
+def check_experts(model: PreTrainedModel, prompt: list[int], made: Generation) -> None:
+    """Recorded experts are those of a plain forward; the last sampled token was no input."""
+    assert made.experts is not None
+    expected = plain_experts(model, [*prompt, *made.tokens.tolist()])[:-1]
+    assert made.experts.dtype == torch.int64
+    assert made.experts.shape == (len(prompt) + len(made.tokens) - 1, 2, 2)
+    assert torch.equal(made.experts.sort(-1).values, expected.sort(-1).values)
+
+
+def test_greedy_tokens_equal_transformers_own(model: PreTrainedModel):
+    asked = prompts(6)
+    with engine_of(model) as engine:
+        assert engine._runner.is_lean is False
+        request = sampling(16, stop=(EOS,), greedy=True)
+        made = generate(engine, [(prompt, request, Counter(0, i)) for i, prompt in enumerate(asked)])
+    for prompt, got in zip(asked, made, strict=True):
+        out = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=16)  # pyright: ignore
+        assert got.tokens.tolist() == out[0, len(prompt) :].tolist()
+
+
+def test_logprobs_and_experts_equal_a_plain_forward_of_the_whole_sequence(model: PreTrainedModel):
+    # Fewer slots than requests, and answers of unequal lengths: rows move and prompts are kept for later.
+    asked = [prompt for prompt in prompts(5) for _ in range(3)]
+    with engine_of(model, slots=4) as engine:
+        lengths = [1 + 5 * i % 13 for i in range(len(asked))]
+        requests = [
+            (p, sampling(n), Counter(0, i)) for i, (p, n) in enumerate(zip(asked, lengths, strict=True))
+        ]
+        made = generate(engine, requests)
+        assert engine.stats.prefilled_prompts == 5
+    for prompt, got in zip(asked, made, strict=True):
+        all_RV = plain_logprobs(model, prompt, got.tokens)
+        expected = all_RV.gather(1, got.tokens.unsqueeze(1)).squeeze(1)
+        assert torch.allclose(got.plain_logprobs, expected, atol=1e-5)
+        check_experts(model, prompt, got)
+
+
+def test_scores_equal_a_plain_forward(model: PreTrainedModel):
+    asked = prompts(4, shortest=4)
+
+    async def run() -> list[Tensor]:
+        with engine_of(model) as engine:
+            return [scores.logprobs for scores in await asyncio.gather(*(engine.score(p, 2) for p in asked))]
+
+    for ids, got in zip(asked, asyncio.run(run()), strict=True):
+        expected = plain_logprobs(model, ids[:2], torch.tensor(ids[2:]))
+        assert torch.allclose(
+            got, expected.gather(1, torch.tensor(ids[2:]).unsqueeze(1)).squeeze(1), atol=1e-5
+        )
+
+
+def test_new_weights_are_routed_anew(model: PreTrainedModel):
+    other, fresh = tiny("qwen3_moe", seed=1), tiny("qwen3_moe")
+    with engine_of(fresh) as engine:
+        engine.load_weights(other.state_dict().items(), 1)
+        (got,) = generate(engine, [([5, 6, 7, 8], sampling(12), Counter(0, 0))])
+    check_experts(other, [5, 6, 7, 8], got)
+    with pytest.raises(AssertionError):
+        check_experts(model, [5, 6, 7, 8], got)
+
+
+def test_a_dense_model_records_no_experts():
+    with engine_of(tiny()) as engine:
+        (got,) = generate(engine, [([5, 6], sampling(3), Counter(0, 0))])
+    assert got.experts is None

@@ -1,0 +1,120 @@
+"""The task for tools: its expert plays whole conversations, with and without a summary in between."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from practicum.models.tokenizer import CHARACTERS, make_tokenizer
+from practicum.recipe.agent import Agent
+from practicum.recipe.schema import Task
+from practicum.rollout.chat import Start
+from practicum.rollout.loops import find_loop
+from practicum.rollout.policies import ExpertPolicy
+from practicum.rollout.protocol import Sampling
+from practicum.rollout.session import Session
+from practicum.rollout.tools.toolbox import Toolbox
+from practicum.tasks.messages import Message
+from practicum.tasks.prompts import Prompt, encode_prompt, expert_turn
+from practicum.tasks.stream import make_stream
+
+seeds = st.integers(0, 10**6)
+
+
+def draw(seed: int, **options: Any) -> Prompt:
+    return make_stream({"t": Task(kind="total", options=options)}, seed).prompt(0)
+
+
+def play(prompt: Prompt, chat: bool, **settings: Any) -> Session:
+    """The session that the agent's loop leaves when the expert plays it, with a real calculator."""
+    agent = Agent.model_validate({"tools": ["calculator"], "calls": "plain", "turns": 40, **settings})
+    tokenizer = make_tokenizer()
+    encoded = encode_prompt(prompt, tokenizer, chat, None)
+    start = Start(encoded.ids, encoded.images, encoded.messages)
+    policy = ExpertPolicy(expert_turn, tokenizer)
+    assert isinstance(tokenizer.eos_token_id, int)
+    sampling = Sampling(max_new_tokens=256, stop=frozenset({tokenizer.eos_token_id}))
+    toolbox = Toolbox(agent.tools)
+    session = Session(
+        prompt, start, 0, policy, sampling, tokenizer, context=512, agent=agent, toolbox=toolbox
+    )
+    asyncio.run(asyncio.wait_for(_run(session), 60))
+    return session
+
+
+async def _run(session: Session) -> None:
+    await find_loop(session.agent.loop)(session)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@given(seed=seeds)
+def test_the_expert_calls_the_tool_for_each_pair_and_answers(chat, seed):
+    prompt = draw(seed, numbers=[2, 6], digits=[1, 4])
+    assert prompt.example is not None
+    numbers = [int(n) for n in re.findall(r"\d+", prompt.example.prompt)]
+    session = play(prompt, chat, loop="tool_use")
+    expected, so_far = [], numbers[0]
+    for number in numbers[1:]:
+        expected.append(f"[{so_far}+{number}]")
+        so_far += number
+    assert session.said() == [*expected, str(so_far)]
+    assert prompt.answer == str(so_far)
+    assert (session.trajectory.tool_calls, session.trajectory.tool_errors) == (len(numbers) - 1, 0)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@given(seed=seeds, compress_at=st.integers(8, 80))
+def test_the_expert_sums_up_and_goes_on_from_its_summary(chat, seed, compress_at):
+    prompt = draw(seed, numbers=[2, 8], digits=[1, 4])
+    asked = "what is left?"
+    session = play(prompt, chat, loop="compress", compress_at=compress_at, ask_summary=asked)
+    assert session.said()[-1] == prompt.answer
+    *earlier, last = session.trajectories
+    for trajectory in earlier:
+        summary = session.said(trajectory)[-1]
+        assert re.fullmatch(r"\d+(\+\d+)*", summary)
+        assert sum(map(int, summary.split("+"))) == int(prompt.answer)
+    assert last.tool_errors == 0
+
+
+def test_several_trajectories_are_played_where_the_context_is_short():
+    prompt = draw(1, numbers=8, digits=3)
+    session = play(prompt, False, loop="compress", compress_at=60, ask_summary="what is left?")
+    assert len(session.trajectories) > 2
+
+
+def test_direct_demonstrations_answer_at_once():
+    prompt = draw(5, direct=100)
+    assert play(prompt, False, loop="tool_use").said() == [prompt.answer]
+
+
+def test_direct_is_a_share_and_changes_no_prompt():
+    def stream(direct: int) -> list[Prompt]:
+        return make_stream({"t": Task(kind="total", options={"direct": direct})}, 0).take(1000)
+
+    some, none = stream(30), stream(0)
+    assert [p.content for p in some] == [p.content for p in none]
+    assert not any(p.example.direct for p in none if p.example)
+    assert 250 < sum(p.example.direct for p in some if p.example) < 350
+
+
+def test_a_call_that_failed_is_made_again():
+    prompt = draw(3, numbers=2)
+    talk: list[Message] = [{"role": "user", "content": prompt.content}]
+    first = expert_turn(prompt, talk)
+    talk += [{"role": "assistant", "content": first}, {"role": "tool", "content": "timed out"}]
+    assert expert_turn(prompt, talk) == first
+    talk += [{"role": "assistant", "content": first}, {"role": "tool", "content": prompt.answer}]
+    assert expert_turn(prompt, talk) == prompt.answer
+
+
+@given(seed=seeds)
+def test_experts_use_the_tiny_tokenizers_characters(seed):
+    prompt = draw(seed)
+    said = expert_turn(prompt, [{"role": "user", "content": prompt.content}])
+    assert set(f"{prompt.content}{said}{prompt.answer}") <= set(CHARACTERS)

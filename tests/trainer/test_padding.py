@@ -1,0 +1,142 @@
+"""Padding rows change nothing: not a bit of the weights, not a metric but their own count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from practicum.trainer import step as step_module
+from practicum.trainer.run import train_loaded
+
+from ..teachers.schools import save_teacher
+from .recipes import tiny
+from .test_run import metrics_of, without_times
+
+UNEVEN = {"agent": {"loop": "tests.trainer.loops:uneven"}}
+RECIPES: dict[str, dict[str, Any]] = {
+    "minibatches": {"train": {"steps": 2, "prompts": 3, "epochs": 2, "minibatches": 4, "lr": 1e-3}},
+    "rows": {"train": {"steps": 2, "prompts": 3, "minibatch_rows": 5, "lr": 1e-3}},
+    "ppo": {
+        "train": {"steps": 2, "prompts": 3, "minibatch_rows": 4, "lr": 1e-3},
+        "algorithm": {"advantage": "gae", "lam": 0.95, "kl": {"place": "loss"}},
+        "critic": {"warmup_steps": 1, "minibatch_rows": 6},
+    },
+    "gspo": {
+        "train": {"steps": 2, "prompts": 3, "minibatches": 3, "lr": 1e-3},
+        "algorithm": {"advantage": "rloo", "loss": "gspo", "aggregation": "seq_mean_token_mean"},
+    },
+    "whitened": {
+        "train": {"steps": 2, "prompts": 3, "minibatches": 2, "lr": 1e-3},
+        "algorithm": {"advantage": "reinforce_pp", "entropy": 0.01, "aggregation": "seq_mean_token_sum"},
+    },
+    "moe": {
+        "model": {
+            "make": {
+                "family": "qwen3_moe",
+                "hidden": 32,
+                "layers": 2,
+                "heads": 2,
+                "kv_heads": 1,
+                "head_dim": 16,
+                "context": 64,
+                "experts": 4,
+            }
+        },
+        "train": {"steps": 2, "prompts": 3, "minibatches": 2, "lr": 1e-3},
+    },
+    "vision": {
+        "model": {
+            "make": {
+                "family": "qwen2_5_vl",
+                "hidden": 32,
+                "layers": 2,
+                "heads": 2,
+                "kv_heads": 1,
+                "head_dim": 16,
+                "context": 128,
+            }
+        },
+        "tasks": {"dots": {"kind": "dots"}, "copy": {"kind": "copy", "options": {"length": [1, 2]}}},
+        "train": {"steps": 2, "prompts": 3, "minibatches": 2, "lr": 1e-3},
+    },
+}
+
+
+def ran(folder: Path, extra: int, monkeypatch: pytest.MonkeyPatch, **sections: Any) -> Path:
+    """A run with so many padding rows in each step."""
+    folder.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(step_module, "padding_needed", lambda real, multiple: extra)
+        train_loaded(tiny(folder, **(UNEVEN | sections)), folder / "run")
+    return folder / "run"
+
+
+def without_padding(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if not k.startswith("padding/")} for row in without_times(rows)]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    """All that the run learnt: student, critic, and their optimizers' moments."""
+    files = sorted(run.glob("checkpoints/*/*/model.safetensors"))
+    found = {f"{file.parent.name}.{k}": v for file in files for k, v in load_file(file).items()}
+    for file in sorted(run.glob("checkpoints/*/*/optimizer.pt")):
+        state = torch.load(file, weights_only=True)
+        found |= {
+            f"{file.parent.name}.{i}.{k}": v
+            for i, one in _moments(state).items()
+            for k, v in one.items()
+            if isinstance(v, torch.Tensor)
+        }
+    return found
+
+
+def _moments(state: dict[str, Any]) -> dict[Any, dict[str, Any]]:
+    return state["state"] if "state" in state else state["optimizer"]["state"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_bit_of_a_run_depends_on_the_number_of_padding_rows(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    runs = [ran(tmp_path / str(n), n, monkeypatch, **RECIPES[name]) for n in (0, 1, 23)]
+    first = weights(runs[0])
+    assert first
+    for run, count in zip(runs[1:], (1, 23), strict=True):
+        assert without_padding(metrics_of(run)) == without_padding(metrics_of(runs[0]))
+        assert metrics_of(run)[1]["padding/rows"] == count
+        other = weights(run)
+        assert first.keys() == other.keys()
+        assert all(torch.equal(first[key], other[key]) for key in first)
+
+
+def test_padding_rows_have_what_teachers_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    teachers = {"t": {"model": save_teacher(tmp_path / "t", seed=5)}}
+    for signal in ("top_k", "full"):
+        sections = {
+            "teachers": teachers,
+            "distill": {"signal": signal, **({"top_k": 4} if signal == "top_k" else {})},
+            "train": {"steps": 2, "prompts": 3, "minibatches": 2, "lr": 1e-3},
+        }
+        runs = [ran(tmp_path / f"{signal}{n}", n, monkeypatch, **sections) for n in (0, 9)]
+        assert without_padding_seconds(runs[0]) == without_padding_seconds(runs[1])
+        one, other = (weights(run) for run in runs)
+        assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def without_padding_seconds(run: Path) -> list[dict[str, Any]]:
+    rows = without_padding(metrics_of(run))
+    return [{k: v for k, v in row.items() if not k.endswith("/seconds")} for row in rows]
+
+
+def test_a_step_is_filled_up_to_what_its_updates_need(tmp_path: Path):
+    """12 sessions of 1, 2 or 3 rows each; the critic's mini-batches alone in the first step."""
+    train_loaded(tiny(tmp_path, **(UNEVEN | RECIPES["ppo"])), tmp_path / "run")
+    first, second = metrics_of(tmp_path / "run")[1:]
+    rows = 3 * (1 + 2 + 3 + 1)
+    assert first["padding/rows"] == -rows % 6
+    assert second["padding/rows"] == -rows % 12
+    assert second["padding/share"] == second["padding/rows"] / (rows + second["padding/rows"])
