@@ -137,7 +137,9 @@ def _trl_config(prompts: int) -> Any:
 def checked_rows(tokenizer: Any) -> list[tuple[list[int], list[int]]]:
     """Prompts and right answers as token ids."""
     drawn = examples(3, 0, CHECKED_ROWS, MORE_DIGITS)
-    return [(tokenizer.encode(p), [*tokenizer.encode(a), tokenizer.eos_token_id]) for p, a in drawn]
+    return [
+        (tokenizer.encode(e.prompt), [*tokenizer.encode(e.answer), tokenizer.eos_token_id]) for e in drawn
+    ]
 
 
 def _checked_batch(steps: Steps) -> UpdateBatch:

@@ -123,8 +123,8 @@ def _demonstrations(tokenizer: Any, rows: list[Example]) -> tuple[Tensor, Tensor
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
     ids: list[Tensor] = []
     labels: list[Tensor] = []
-    for prompt, answer in rows:
-        asked, answered = tokenizer.encode(prompt), [*tokenizer.encode(answer), eos]
+    for row in rows:
+        asked, answered = tokenizer.encode(row.prompt), [*tokenizer.encode(row.answer), eos]
         ids.append(torch.tensor(asked + answered))
         labels.append(torch.tensor([IGNORED] * len(asked) + answered))
     padded = torch.nn.utils.rnn.pad_sequence

@@ -63,7 +63,7 @@ stop = stop_ids(model, tokenizer)
 
 def encode(prompt: Prompt) -> list[int]:
     """A prompt as tokens."""
-    return encode_prompt(prompt, tokenizer, chat=False, system=None)
+    return encode_prompt(prompt, tokenizer, chat=False, system=None).ids
 
 
 def columns(prompts: list[Prompt], responses: list[torch.Tensor]) -> tuple[Ragged, Ragged, Ragged]:

@@ -62,9 +62,9 @@ def test_the_rewards_of_the_docs_judge(folder: Path):
 
 
 def test_the_loop_of_the_docs_is_found(folder: Path):
-    write_files(ROOT / "docs/rollout.md", folder)
-    loop = load_recipe("recipes/second-try.yaml").recipe.agent.loop
-    assert find_loop(loop).__name__ == "second_try"
+    write_files(ROOT / "docs/sessions.md", folder)
+    loop = load_recipe("recipes/second-thoughts.yaml").recipe.agent.loop
+    assert find_loop(loop).__name__ == "second_thoughts"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

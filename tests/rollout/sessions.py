@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,6 +73,22 @@ def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
 def one_by_one(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """A tokenisation of the text that the tokenizer itself would not choose: no merges."""
     return [i for c in text for i in tokenizer.encode(c, add_special_tokens=False)]
+
+
+async def nap(ms: int) -> str:
+    """A tool that takes its time."""
+    await asyncio.sleep(ms / 1000)
+    return f"slept {ms}"
+
+
+_MEETINGS: dict[asyncio.AbstractEventLoop, asyncio.Barrier] = {}
+
+
+async def meet(of: int) -> str:
+    """A tool that ends when so many calls of it are under way."""
+    barrier = _MEETINGS.setdefault(asyncio.get_running_loop(), asyncio.Barrier(of))
+    await asyncio.wait_for(barrier.wait(), 5)
+    return "met"
 
 
 class Scripted:

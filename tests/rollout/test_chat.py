@@ -137,6 +137,18 @@ def test_a_template_that_strips_thoughts_breaks_the_trajectory():
     assert second.sampled_tokens == 2
 
 
+def test_a_break_without_room_for_it_opens_nothing():
+    session = conversation("strips_thoughts", [("a</think>b", True), ("c", True)], context=64)
+
+    async def play() -> str:
+        await session.generate()
+        return (await session.generate("12" * 40)).finish
+
+    assert asyncio.run(play()) == "context"
+    (only,) = session.trajectories
+    assert (only.finish, only.turns, only.breaks) == ("context", 1, 0)
+
+
 @pytest.mark.parametrize(
     ("template", "text", "ended", "breaks"),
     [
@@ -231,7 +243,8 @@ def test_tools_are_shown_in_every_context():
     ("template", "new", "reason"),
     [
         ("refuses_tools", [tool_result("calculator", "1")], r"refused a conversation \(user, .*tool\)"),
-        ("chatml", [{"role": "user", "content": [{"type": "image"}]}], "pictures can be part of the prompt"),
+        ("chatml", [{"role": "user", "content": [{"type": "image"}]}], "something else than text: pictures"),
+        ("chatml", [{"role": "user", "content": None}], "something else than text"),
         ("chatml", [{"role": "user"}], "expected role and content"),
         ("chatml", ["text"], "expected role and content"),
     ],

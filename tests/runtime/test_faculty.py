@@ -24,7 +24,7 @@ from practicum.dataplane.ragged import Ragged
 from practicum.errors import DeadlineError, EngineError, TeacherError
 from practicum.models.load import load_model
 from practicum.recipe.schema import Model, Recipe
-from practicum.rollout.session import Session, Trajectory
+from practicum.rollout.session import Session
 from practicum.rollout.torch_engine import TorchEngine
 from practicum.runtime.faculty import Faculty
 from practicum.runtime.local import Roles, start_local
@@ -291,15 +291,13 @@ def test_a_streamed_teacher_that_fails_cancels_the_rollout_and_its_error_surface
 ):
     cancelled: list[int] = []
 
-    async def loop(session: Session) -> list[Trajectory]:
-        trajectory = session.new_trajectory()
-        await session.generate(trajectory, max_new_tokens=2)
+    async def loop(session: Session) -> None:
+        await session.generate(max_new_tokens=2)
         if session.prompt.uid or session.index:
             try:
                 await asyncio.Event().wait()
             finally:
                 cancelled.append(session.index)
-        return [trajectory]
 
     model = load_model(Model(path=folders["small"], device="cpu"), 0)
     with scoring_server(model, fails_first=10**6, fail_status=400) as server:

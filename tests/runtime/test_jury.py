@@ -88,7 +88,7 @@ def roll_out(loaded: LoadedRecipe, roles: Roles) -> BatchRef:
 
 def rewards(loaded: LoadedRecipe, roles: Roles) -> tuple[BatchRef, dict[str, list[float]]]:
     batch = roll_out(loaded, roles)
-    parts = roles.practice.reward(batch) or {}
+    parts = roles.practice.judging.reward(batch) or {}
     return roles.store.batch("train", batch.keys), parts
 
 
@@ -137,7 +137,7 @@ def test_a_model_of_its_own_judges_during_the_rollout_and_a_hung_one_is_named(
     model = {"model": classifier, "label": 2, "placement": "own", "deadline_s": 5.0}
     loaded = recipe_of(tmp_path, {"functions": FUNCTIONS, "models": {"rm": model}})
     with roles_of(loaded) as roles:
-        jury, place = roles.practice.jury, roles.hired.panel.places["rm"]
+        jury, place = roles.practice.judging.jury, roles.hired.panel.places["rm"]
         assert jury is not None
         assert isinstance(place, OwnRewarder)
         batch = roll_out(loaded, roles)
@@ -190,8 +190,8 @@ def test_an_evaluation_of_supervised_training_asks_the_models_too(tmp_path: Path
         algorithm={"loss": "supervised", "advantage": "none"},
     )
     with roles_of(loaded) as roles:
-        assert roles.practice.jury is None
-        assert roles.examiner.jury is not None
+        assert roles.practice.judging.jury is None
+        assert roles.examiner.judging.jury is not None
 
 
 def test_a_judge_without_a_number_stops_the_run_with_its_name_and_the_sample(tmp_path: Path, speechless: str):
@@ -250,7 +250,7 @@ def test_chat_prompts_are_shown_as_conversations(tmp_path: Path, seven: str):
     tasks = {"copy": {"kind": "copy", "chat": True, "system": "be brief"}, "sort": {"kind": "sort"}}
     loaded = recipe_of(tmp_path, {"functions": [], "models": {"asked": asked(seven)}}, tasks=tasks)
     with roles_of(loaded) as roles:
-        jury = roles.examiner.jury
+        jury = roles.examiner.judging.jury
         assert isinstance(jury, Jury)
         talk = [{"role": "user", "content": "hi"}]
         for content, task, roles_told in (

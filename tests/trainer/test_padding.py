@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from practicum.trainer import step as step_module
 from practicum.trainer.run import train_loaded
+from practicum.trainer.step import StepRunner
 
 from ..teachers.schools import save_teacher
 from .recipes import tiny
@@ -140,3 +141,21 @@ def test_a_step_is_filled_up_to_what_its_updates_need(tmp_path: Path):
     assert first["padding/rows"] == -rows % 6
     assert second["padding/rows"] == -rows % 12
     assert second["padding/share"] == second["padding/rows"] / (rows + second["padding/rows"])
+
+
+def test_with_several_ranks_the_imbalance_is_told_before_and_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The roles are this process's: what is cut, padded and measured is as for four ranks."""
+    begin = StepRunner.step
+
+    def on_four_ranks(self: StepRunner, number: int) -> dict[str, float]:
+        self.roles.ranks = 4
+        return begin(self, number)
+
+    monkeypatch.setattr(StepRunner, "step", on_four_ranks)
+    train = {"steps": 2, "prompts": 3, "minibatches": 3, "lr": 1e-3}
+    train_loaded(tiny(tmp_path, **(UNEVEN | {"train": train})), tmp_path / "run")
+    for row in metrics_of(tmp_path / "run")[1:]:
+        assert row["padding/rows"] == -21 % 12
+        assert 1 <= row["balance/after"] < row["balance/before"]

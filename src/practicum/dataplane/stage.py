@@ -63,6 +63,12 @@ class Columns(Mapping[str, Column]):
         assert isinstance(column, Tensor), f"{name} is not a scalar field"
         return column
 
+    def objects(self, name: str) -> list[Any]:
+        """A column of one object for each row."""
+        column = self[name]
+        assert isinstance(column, list), f"{name} is not an object field"
+        return column
+
 
 P = ParamSpec("P")
 S = TypeVar("S", bound=Staged)

@@ -17,14 +17,14 @@ from transformers import PreTrainedModel
 
 from practicum.errors import EngineError
 from practicum.models.images import Images
+from practicum.recipe.traits import VISION_FAMILIES
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 AXES = 3
 
 
 def is_vision(config: Any) -> bool:
     """Whether a model of this config takes pictures."""
-    return config.model_type in FAMILIES
+    return config.model_type in VISION_FAMILIES
 
 
 def image_token_id(config: Any) -> int:

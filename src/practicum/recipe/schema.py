@@ -24,7 +24,9 @@ class MakeModel(Section):
     layers: int = Field(default=4, ge=1, description="Number of transformer layers.")
     heads: int = Field(default=4, ge=1, description="Attention heads.")
     kv_heads: int = Field(default=2, ge=1, description="Key/value heads, a divisor of heads (not for gpt2).")
-    head_dim: int = Field(default=32, ge=4, description="Width of one head (gpt2: always hidden / heads).")
+    head_dim: int = Field(
+        default=32, ge=4, description="Width of one head (gpt2, qwen2_5_vl: hidden / heads)."
+    )
     context: int = Field(default=512, ge=16, description="Longest sequence in tokens.")
     experts: int = Field(default=8, ge=2, description="Experts of each layer (qwen3_moe).")
     experts_per_token: int = Field(default=2, ge=1, description="Experts that a token takes (qwen3_moe).")

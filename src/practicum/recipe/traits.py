@@ -10,6 +10,9 @@ from typing import Any
 
 from practicum.recipe.schema import Model
 
+VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+"""Models whose pictures practicum knows how to show; others of their kind are text models here."""
+
 
 @dataclass(frozen=True, slots=True)
 class Traits:
@@ -24,14 +27,14 @@ def traits_of(config: Mapping[str, Any]) -> Traits:
     """The traits of a model by its config.json."""
     text = config.get("text_config") or config
     experts = text.get("num_experts") or text.get("num_local_experts") or 0
-    return Traits(moe=experts > 1, vision=config.get("vision_config") is not None)
+    return Traits(moe=experts > 1, vision=config.get("model_type") in VISION_FAMILIES)
 
 
 def model_traits(model: Model) -> Traits:
     """The traits of the student: made ones by their family, a folder's by its config; plain if unknown."""
     if model.make is not None:
         family = model.make.family
-        return Traits(moe=family == "qwen3_moe", vision=family == "qwen2_5_vl")
+        return Traits(moe=family == "qwen3_moe", vision=family in VISION_FAMILIES)
     path = Path(model.path or "").expanduser() / "config.json"
     try:
         config = json.loads(path.read_text())

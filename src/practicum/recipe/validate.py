@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from practicum.errors import RecipeError
 from practicum.recipe.arithmetic import count
 from practicum.recipe.rules import check_device, check_names, default_of
-from practicum.recipe.schema import Algorithm, Buffer, Eval, Kl, Recipe, Task
+from practicum.recipe.schema import Algorithm, Buffer, Eval, Kl, MakeModel, Recipe, Task
 from practicum.recipe.validate_agent import check_agent, check_minibatches
 from practicum.recipe.validate_distill import check_distill
 from practicum.recipe.validate_reward import check_reward, unread_algorithm
@@ -61,21 +61,30 @@ def _model(recipe: Recipe) -> Iterator[RecipeError]:
         yield RecipeError("train.autocast", found, "off, or float32 weights")
     if make is None:
         return
-    if make.family == "gpt2":
-        if make.hidden % make.heads:
-            found = f"{make.hidden} with {make.heads} heads"
-            yield RecipeError("model.make.hidden", found, "a multiple of model.make.heads")
-    elif make.heads % make.kv_heads:
-        found = f"{make.kv_heads} with {make.heads} heads"
-        yield RecipeError("model.make.kv_heads", found, "a divisor of model.make.heads")
-    if make.family != "gpt2" and make.head_dim % 2:
-        expected = "an even number (rotary positions turn pairs)"
-        yield RecipeError("model.make.head_dim", str(make.head_dim), expected)
+    yield from _heads(make)
     if recipe.rollout.max_new_tokens >= make.context:
         found = f"{recipe.rollout.max_new_tokens} in a context of {make.context} tokens"
         advice = "lower it, or raise model.make.context: the prompt needs room too"
         expected = "less than model.make.context"
         yield RecipeError("rollout.max_new_tokens", found, expected, advice)
+
+
+def _heads(make: MakeModel) -> Iterator[RecipeError]:
+    """Attention heads that the family can have."""
+    if make.family in ("gpt2", "qwen2_5_vl") and make.hidden % make.heads:
+        found = f"{make.hidden} with {make.heads} heads"
+        yield RecipeError("model.make.hidden", found, "a multiple of model.make.heads")
+    if make.family != "gpt2" and make.heads % make.kv_heads:
+        found = f"{make.kv_heads} with {make.heads} heads"
+        yield RecipeError("model.make.kv_heads", found, "a divisor of model.make.heads")
+    width = make.hidden // make.heads
+    if make.family == "qwen2_5_vl" and (width % 2 or width < 6):
+        found = f"{make.hidden} with {make.heads} heads, of {width} each"
+        expected = "heads of an even width of 6 or more (positions have three axes)"
+        yield RecipeError("model.make.hidden", found, expected)
+    if make.family not in ("gpt2", "qwen2_5_vl") and make.head_dim % 2:
+        expected = "an even number (rotary positions turn pairs)"
+        yield RecipeError("model.make.head_dim", str(make.head_dim), expected)
 
 
 def _tasks(recipe: Recipe) -> Iterator[RecipeError]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from practicum.errors import EngineError
 from practicum.models.images import Images
-from practicum.tasks.messages import Message
+from practicum.tasks.messages import Message, message_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Plain:
             later = self.extend(self._opening, Written(), messages[len(self._opening) :])
             return [*self._start.ids, *tokenise(self._tokenizer, later or "")]
         first, *rest = messages
-        text = f"{first['content']}{self.extend([first], Written(), rest)}"
+        text = f"{message_text(first)}{self.extend([first], Written(), rest)}"
         first_id = self._start.ids[0]
         bos = [first_id] if first_id == self._tokenizer.bos_token_id else []
         return [*bos, *tokenise(self._tokenizer, text)]
@@ -154,14 +154,18 @@ def check_messages(messages: Sequence[Any]) -> list[Message]:
     for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             raise EngineError(f"found {message!r} among messages, expected role and content")
-        content = message["content"]
-        parts = [] if isinstance(content, str) else content
-        if any(part.get("type") != "text" for part in parts):
+        if not _is_text(message["content"]):
             raise EngineError(
-                f"a {message['role']} message after the prompt holds more than text: pictures can be part of "
-                "the prompt only"
+                f"a {message['role']} message after the prompt holds something else than text: pictures can "
+                "be part of the prompt only"
             )
     return [dict(message) for message in messages]
+
+
+def _is_text(content: object) -> bool:
+    if isinstance(content, list):
+        return all(isinstance(part, Mapping) and part.get("type") == "text" for part in content)
+    return isinstance(content, str)
 
 
 def _between_bars(message: Message) -> str:
@@ -170,4 +174,4 @@ def _between_bars(message: Message) -> str:
             f"a plain-text prompt goes on with text, user and tool messages, not with a {message['role']} "
             "message: set the task's chat to true"
         )
-    return f"|{message['content']}|"
+    return f"|{message_text(message)}|"

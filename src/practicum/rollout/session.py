@@ -99,6 +99,11 @@ class Session:
         """Tokens left in the context of the current trajectory."""
         return self.context - len(self.trajectory)
 
+    def room_after(self, new: New | None) -> int:
+        """Tokens that `generate` would have for a turn after this; below 1, there is no room for it."""
+        trajectory, given, _ = self._go_on(new)
+        return self.context - len(trajectory) - len(given)
+
     async def generate(
         self,
         new: New | None = None,

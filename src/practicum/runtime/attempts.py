@@ -50,8 +50,9 @@ async def run_attempt(loop: Loop, agent: Agent, make: Callable[[int], Session]) 
 
 
 async def _run_once(loop: Loop, agent: Agent, session: Session) -> Result | str:
+    clock = asyncio.timeout(agent.deadline_s)
     try:
-        async with asyncio.timeout(agent.deadline_s) as clock:
+        async with clock:
             returned = await loop(session)
     except PracticumError:
         raise

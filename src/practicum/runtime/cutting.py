@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from practicum.dataplane.batch import BatchRef
-from practicum.learning.minibatches import Cut, spread
+from practicum.learning.balance import assign_ranks, in_order, step_imbalance
+from practicum.learning.minibatches import Cut, running_cuts, spread
 from practicum.recipe.schema import Recipe
 from practicum.recipe.ways import has_policy_loss
 
@@ -27,6 +28,27 @@ def minibatches(
             prompts, sessions, padding, cut, seed=recipe.seed, step=step, epoch=epoch, whole_sessions=whole
         )
         yield from (one.real for one in cuts)
+
+
+def balance_metrics(recipe: Recipe, batch: BatchRef, step: int, ranks: int) -> dict[str, float]:
+    """How evenly the tokens of a filled batch lie on the ranks, by rows in order and by `assign_ranks`.
+
+    Nothing for a single rank, and for a batch without a real row.
+    """
+    if ranks == 1:
+        return {}
+    tokens = [tags.prompt_tokens + tags.response_tokens for tags in batch.tags]
+    cut, whole = running_cuts(recipe, step)[-1], whole_sessions(recipe)
+    columns = ([key.prompt for key in batch.keys], [key.session for key in batch.keys])
+    padding = [tags.is_padding for tags in batch.tags]
+    options = {"seed": recipe.seed, "step": step, "epoch": 0, "whole_sessions": whole, "ranks": ranks}
+    cuts = spread(*columns, padding, cut, **options)
+    before = [[[one.rows[i] for i in part] for part in in_order(len(one), ranks)] for one in cuts]
+    found = {
+        "balance/before": step_imbalance(tokens, before),
+        "balance/after": step_imbalance(tokens, assign_ranks(cuts, tokens, ranks)),
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def session_tokens(batch: BatchRef) -> list[int]:

@@ -12,7 +12,7 @@ def images_of(columns: Columns, batch: BatchRef) -> list[Images | None]:
     """The pictures of each row, if the model has eyes."""
     if "multi_modal_inputs" not in columns:
         return [None] * len(batch)
-    return [Images.from_inputs(inputs) for inputs in columns["multi_modal_inputs"]]
+    return [Images.from_inputs(inputs) for inputs in columns.objects("multi_modal_inputs")]
 
 
 def extras_of(columns: Columns, batch: BatchRef) -> RowExtras | None:

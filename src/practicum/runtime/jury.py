@@ -18,6 +18,7 @@ from practicum.rollout.protocol import Engine
 from practicum.rollout.together import together
 from practicum.runtime.events import run_async
 from practicum.tasks.calls import shorten
+from practicum.tasks.messages import message_text
 from practicum.tasks.prompts import Prompt, answer_text, prompt_text
 from practicum.tasks.rewards import Judged
 from practicum.teachers.residency import Residency, Sleeper
@@ -170,6 +171,7 @@ class Jury:
 def _conversation(prompt: Prompt, system: str | None, response: str) -> tuple[dict[str, str], ...]:
     content = prompt.content
     messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    messages = [{"role": m["role"], "content": message_text(m)} for m in messages]
     if system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     return (*messages, {"role": "assistant", "content": response})

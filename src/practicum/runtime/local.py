@@ -160,6 +160,7 @@ def _connect(recipe: Recipe, plan: Plan, watch: Watch, model: PreTrainedModel, h
     judge, exam, toolbox = Judge(recipe.tasks, recipe.reward), evaluation_plan(), Toolbox(recipe.agent.tools)
     if "pad" in plan:
         check_padding_rules(padding_fields(plan))
+    _check_routers(plan, model)
     practise = partial(
         Practice,
         recipe,
@@ -191,6 +192,16 @@ def _connect(recipe: Recipe, plan: Plan, watch: Watch, model: PreTrainedModel, h
         hired=hired,
         toolbox=toolbox,
     )
+
+
+def _check_routers(plan: Plan, model: PreTrainedModel) -> None:
+    """A model whose experts are to be replayed has routers that can be recorded."""
+    if not any("routed_experts" in stage.writes for stage in plan):
+        return
+    routes = routes_of(model)
+    if routes is None or not routes.can_replay:
+        found = f"true with {type(model).__name__}, whose routers can't be recorded and replayed"
+        raise RecipeError("train.replay_experts", found, "false")
 
 
 def _widths(recipe: Recipe, model: PreTrainedModel, staff: Staff | None) -> dict[str, int]:

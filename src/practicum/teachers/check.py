@@ -18,6 +18,7 @@ from practicum.recipe.schema import Recipe
 from practicum.recipe.teaching import Teacher
 from practicum.rollout.encoder import make_encoder
 from practicum.tasks.stream import make_stream
+from practicum.teachers.check_sight import check_sight
 from practicum.teachers.route import before_text, routed_value
 from practicum.teachers.vocabulary import compare_vocabularies
 
@@ -42,7 +43,7 @@ def check_teachers(
     Routes must be right (`check_routes`).
     """
     longest = longest_prompts(recipe, student, longest_prompt)
-    problems = _check_top_k(recipe, len(student))
+    problems = [*_check_top_k(recipe, len(student)), *check_sight(recipe, student)]
     findings = []
     for name, teacher in recipe.teachers.items():
         one = _Check(name, teacher, problems)

@@ -10,9 +10,8 @@ from practicum.recipe.routing import destinations, value_of_task
 from practicum.recipe.schema import Recipe
 from practicum.recipe.templates import fields_of
 from practicum.recipe.words import nearest
-from practicum.tasks.files import FileSource
 from practicum.tasks.prompts import Prompt
-from practicum.tasks.stream import draw_row, make_stream, to_prompt
+from practicum.tasks.stream import draw_row, make_stream, open_file, to_prompt
 from practicum.teachers.route import before_text, routed_value
 
 _SHOWN = 3
@@ -89,7 +88,7 @@ def _prompts(recipe: Recipe) -> Iterator[tuple[str, Prompt]]:
             yield f"task {name}", make_stream({name: task}, recipe.seed).prompt(0)
             continue
         assert task.file is not None
-        file = FileSource(task.file, task.prompt, task.answer)
+        file = open_file(task, task.file)
         for index in range(len(file)):
             yield file.where(index), to_prompt(index, name, task, draw_row(file, index))
 

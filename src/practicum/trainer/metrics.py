@@ -37,6 +37,8 @@ METRICS: dict[str, str] = {
     "groups/short": "Groups that the step lacks after all refills.",
     "padding/rows": "Rows that do nothing, added so that ranks and mini-batches are cut evenly.",
     "padding/share": "Their share of the batch's rows.",
+    "balance/before": "Tokens of the fullest rank over the mean one, by rows in order; several ranks only.",
+    "balance/after": "The same as rows are given to ranks.",
     "advantage/kl_reward": "KL to the reference in the reward, mean over sampled tokens.",
     "advantage/kl_coefficient": "Weight of that KL.",
     "advantage/kl_clamped": "Share of sampled tokens whose log-ratio to the reference was clamped.",

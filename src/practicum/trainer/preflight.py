@@ -48,6 +48,7 @@ def check_without_models(recipe: Recipe) -> list[str]:
     find_loop(recipe.agent.loop)
     tokenizer = load_tokenizer(recipe.model)
     findings.append(_describe_tokenizer(tokenizer))
+    _check_agent_texts(recipe, tokenizer)
     model_context, vocab = model_facts(recipe.model, len(tokenizer))
     longest = _longest(recipe, tokenizer)
     context = rollout_context(recipe, model_context)
@@ -55,6 +56,8 @@ def check_without_models(recipe: Recipe) -> list[str]:
     findings.append(
         f"context: longest of {LOOKED_AT:,} prompts {longest[0]} tokens + answer {longest[1]} ≤ {context}"
     )
+    if recipe.agent.loop != "single_turn":  # later turns may fill the context
+        longest = longest[0], max(longest[1], context - longest[0])
     if recipe.teachers:
         findings += check_routes(recipe)
         findings += check_teachers(
@@ -128,6 +131,17 @@ def _longest(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[int, i
         prompt_tokens = max(prompt_tokens, len(ids))
         answer_tokens = max(answer_tokens, len(answer) + 1)
     return prompt_tokens, max(answer_tokens, recipe.rollout.max_new_tokens)
+
+
+def _check_agent_texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """What the loop tells the model must be something that the model can read."""
+    agent, unknown = recipe.agent, tokenizer.unk_token_id
+    texts = {"compress": ["ask_summary"], "retry": ["feedback"]}.get(agent.loop, [])
+    for key in texts:
+        text = getattr(agent, key)
+        if unknown is not None and unknown in tokenizer.encode(text, add_special_tokens=False):
+            found = f"unknown characters: {text!r}"
+            raise RecipeError(f"agent.{key}", found, "a text that the model's tokenizer can write")
 
 
 def _check_context(recipe: Recipe, longest: tuple[int, int], context: int, model_context: int | None) -> None:

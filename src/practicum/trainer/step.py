@@ -20,6 +20,7 @@ from practicum.learning.minibatches import needed_multiple, padding_needed, runn
 from practicum.recipe.schema import Recipe
 from practicum.rollout.protocol import Sampling
 from practicum.runtime.attempts import Attempt
+from practicum.runtime.cutting import balance_metrics
 from practicum.runtime.local import Roles
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import PromptStream
@@ -180,7 +181,8 @@ class StepRunner:
             padding = self._run("pad", lambda: self.roles.practice.pad(TRAIN, lacking))
             assert padding is not None
             batch = BatchRef.concat([batch, padding])
-        return batch, {"padding/rows": lacking, "padding/share": lacking / len(batch)}
+        metrics = {"padding/rows": lacking, "padding/share": lacking / len(batch)}
+        return batch, metrics | balance_metrics(self.recipe, batch, number, self.roles.ranks)
 
     def _ledger(self, batch: BatchRef, measured: Measured | None) -> dict[str, float]:
         faculty = self.roles.faculty

@@ -16,7 +16,7 @@ async def compress(session: Session) -> None:
     """
     new: list[Message] = []
     for left in reversed(range(session.agent.turns)):
-        full = left > 0 and is_full(session)
+        full = left > 0 and is_full(session, new)
         turn = await session.generate([*new, user(session.agent.ask_summary)] if full else new or None)
         if not turn.tokens or not left:
             return
@@ -27,13 +27,14 @@ async def compress(session: Session) -> None:
             return
 
 
-def is_full(session: Session) -> bool:
+def is_full(session: Session, new: list[Message]) -> bool:
     """Whether the current context, in which the model has had a turn, should be summed up.
 
-    From agent.compress_at tokens on; by default when it has no room for another turn and an eighth more.
+    From agent.compress_at tokens on; by default when, after what is new, it has no room for another turn and
+    an eighth more.
     """
     if not session.trajectory.turns:
         return False
     if session.agent.compress_at is not None:
         return len(session.trajectory) >= session.agent.compress_at
-    return session.room < session.sampling.max_new_tokens + session.context // 8
+    return session.room_after(new or None) < session.sampling.max_new_tokens + session.context // 8

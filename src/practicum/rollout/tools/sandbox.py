@@ -3,8 +3,8 @@
 A script of the child process. It imports nothing of practicum, and little else: each call starts it anew.
 What holds the program, from the outside in:
 - the kernel's resource limits: CPU time, memory, file size, open files, processes, no core dump;
-- it dies with its parent;
-- on Linux (x86-64, arm64) a system call filter: no processes or threads, no sockets, no signals to others;
+- on Linux it dies with its parent, and (x86-64, arm64) a system call filter, where the kernel takes one,
+  refuses new processes, threads and sockets, and signals to others;
 - an audit hook: no reads outside of the folder and Python's library, no writes outside of the folder, and in
   Python's words what the filter refuses. A program that knows the interpreter's inside can get round it.
 Exit code 1 means that the program failed; the last line of stderr says how.
