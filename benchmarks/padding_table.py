@@ -15,10 +15,11 @@ from math import sqrt
 from benchmarks.tables import table
 from practicum.dataplane.padding import PADDING_TOKENS
 from practicum.learning.balance import Parts, assign_ranks, in_order, step_imbalance
-from practicum.learning.minibatches import Cut, needed_multiple, padding_needed, spread
+from practicum.learning.minibatches import Cut, Minibatch, needed_multiple, padding_needed, spread
 
 ROWS, MINIBATCH, RANKS, SAMPLES, SEED = 1030, 256, 8, 8, 0
-CUT = Cut(rows=MINIBATCH)
+TAIL = 1.0
+"""Standard deviation of the logarithm of a row's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +50,22 @@ class Way:
         return [row for row in self.minibatches[step] if row < ROWS]
 
 
-def make_rows() -> Rows:
-    """Prompts with 8 sessions each; a session leaves 1 to 3 rows and has one reward."""
+def make_rows(count: int = ROWS, minibatch: int = MINIBATCH, ranks: int = RANKS, tail: float = TAIL) -> Rows:
+    """Prompts with 8 sessions each; a session leaves 1 to 3 rows and has one reward. Then the padding."""
     draw = random.Random(SEED)
     rows = Rows([], [], [], [])
     session, easy = 0, 0.0
-    while len(rows.prompts) < ROWS:
+    while len(rows.prompts) < count:
         if session % SAMPLES == 0:
             easy = draw.random()
         reward = float(draw.random() < easy)
-        for _ in range(min(draw.randint(1, 3), ROWS - len(rows.prompts))):
+        for _ in range(min(draw.randint(1, 3), count - len(rows.prompts))):
             rows.prompts.append(session // SAMPLES)
             rows.sessions.append(session)
-            rows.tokens.append(64 + int(draw.lognormvariate(5.5, 1.0)))
+            rows.tokens.append(64 + int(draw.lognormvariate(5.5, tail)))
             rows.rewards.append(reward)
         session += 1
-    padding = padding_needed(ROWS, needed_multiple(RANKS, [CUT]))
+    padding = padding_needed(count, needed_multiple(ranks, [Cut(rows=minibatch)]))
     rows.prompts.extend([-1] * padding)
     rows.sessions.extend(-1 - i for i in range(padding))
     rows.tokens.extend([PADDING_TOKENS] * padding)
@@ -78,17 +79,20 @@ def consecutive(rows: Sequence[int]) -> list[Parts]:
     return [[[rows[at + i] for i in shard] for shard in in_order(MINIBATCH, RANKS)] for at in starts]
 
 
+def cut(rows: Rows, minibatch: int = MINIBATCH, ranks: int = RANKS) -> list[Minibatch]:
+    """The optimizer steps of one pass, as a training step has them."""
+    padding = [prompt < 0 for prompt in rows.prompts]
+    size = Cut(rows=minibatch)
+    return spread(rows.prompts, rows.sessions, padding, size, seed=SEED, step=1, epoch=0, ranks=ranks)
+
+
 def make_ways(rows: Rows) -> list[Way]:
     """The same batch, padded and cut in three ways."""
     count = len(rows.prompts)
-    is_padding = [row >= ROWS for row in range(count)]
-    minibatches = spread(
-        rows.prompts, rows.sessions, is_padding, CUT, seed=SEED, step=1, epoch=0, ranks=RANKS
-    )
     return [
         Way("repeat the first rows", consecutive([*range(ROWS), *range(count - ROWS)]), over_real=False),
         Way("pad at the end", consecutive(range(count)), over_real=False),
-        Way("practicum", assign_ranks(minibatches, rows.tokens, RANKS), over_real=True),
+        Way("practicum", assign_ranks(cut(rows), rows.tokens, RANKS), over_real=True),
     ]
 
 

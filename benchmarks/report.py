@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks import report_sessions as sessions
 from benchmarks import report_teachers as teachers
 from benchmarks.harness import HERE, RESULTS, medians, paired_ratio, spread
 from benchmarks.tables import busy, faster, table, where
@@ -105,6 +106,7 @@ def profile(found: Mapping[str, Any]) -> str:
 SECTIONS = (
     *(rollout, grpo_step, growth, profile),
     *(teachers.distill_step, teachers.teacher_overlap, teachers.teacher_sleep, teachers.distill_memory),
+    *(sessions.sessions, sessions.padding_cost, sessions.balance),
 )
 """In the report's order; each is named as its file in results/."""
 

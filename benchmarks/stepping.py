@@ -16,12 +16,17 @@ from practicum.recipe.schema import Recipe
 from practicum.trainer.folder import RunFolder
 from practicum.trainer.run import Run
 
-TIMED = ("rollout", "reward", "teachers", "advantages", "update_student", "sync", "clear")
+TIMED = (
+    *("rollout", "reward", "teachers", "pad", "old_logprobs", "advantages", "update_student"),
+    *("sync", "clear"),
+)
 METRICS = {
     "mean_reward": "reward/mean",
     "idle_share": "train/idle_tokens",
     "distill_loss": "train/distill_loss",
     "hidden": "teachers/hidden",
+    "padding_rows": "padding/rows",
+    "gradient": "train/grad_norm",
 }
 """Further numbers of a step, where its recipe gives them."""
 
@@ -78,10 +83,13 @@ def make_recipe(
     lr: float,
     threads: int,
     reward: str = "checker",
+    minibatch_rows: int | None = None,
 ) -> Recipe:
     """GRPO on sorting with the benchmark's model; everything else as the recipe's defaults have it."""
+    common = _common(name, prompts, samples, max_new_tokens, lr, threads)
     written: dict[str, Any] = {
-        **_common(name, prompts, samples, max_new_tokens, lr, threads),
+        **common,
+        "train": {**common["train"], "minibatch_rows": minibatch_rows},
         "tasks": {"sort": _sorting(digits)},
         "reward": {"functions": [{"use": reward, "batch": reward != "checker"}]},
         "algorithm": {"advantage": "grpo", "loss": "ppo_clip", "aggregation": "token_mean"},
