@@ -30,8 +30,8 @@ def sessions(found: Mapping[str, Any]) -> str:
         *("longest pause, ms", f"÷ {instant}"),
     ]
     text = (
-        f"In each round, {mid['tokens']:,.0f} tokens are sampled. Contexts are read again for each turn: "
-        f"{mid['read_tokens']:,.0f} tokens."
+        f"In each round, {mid['tokens']:,.0f} tokens are sampled and {mid['read_tokens']:,.0f} are read: "
+        "prompts, and for each later turn the whole context."
     )
     title = f"### Sessions, {where(found)}"
     return "\n\n".join([title, table(head, rows), text, *busy(found["raced"])])

@@ -100,7 +100,7 @@ def test_commands_that_train_run(page: Path, workplace: Path, monkeypatch: pytes
 
 def test_commands_are_found():
     assert {page.stem for page in pages_with(static=True)} >= {"recipes", "dataplane", "tasks", "algorithms"}
-    assert {page.stem for page in pages_with(static=False)} >= {"runs", "rollout"}
+    assert {page.stem for page in pages_with(static=False)} >= {"runs", "sessions"}
 
 
 def test_a_command_that_does_not_do_what_the_page_says_is_noticed(workplace: Path):

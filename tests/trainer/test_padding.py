@@ -17,7 +17,10 @@ from ..teachers.schools import save_teacher
 from .recipes import tiny
 from .test_run import metrics_of, without_times
 
-UNEVEN = {"agent": {"loop": "tests.trainer.loops:uneven"}}
+UNEVEN = {
+    "agent": {"loop": "tests.trainer.loops:uneven"},
+    "reward": {"functions": [{"use": "tests.trainer.rewards:even_length"}]},
+}
 RECIPES: dict[str, dict[str, Any]] = {
     "minibatches": {"train": {"steps": 2, "prompts": 3, "epochs": 2, "minibatches": 4, "lr": 1e-3}},
     "rows": {"train": {"steps": 2, "prompts": 3, "minibatch_rows": 5, "lr": 1e-3}},
@@ -33,6 +36,10 @@ RECIPES: dict[str, dict[str, Any]] = {
     "whitened": {
         "train": {"steps": 2, "prompts": 3, "minibatches": 2, "lr": 1e-3},
         "algorithm": {"advantage": "reinforce_pp", "entropy": 0.01, "aggregation": "seq_mean_token_sum"},
+    },
+    "remax": {
+        "train": {"steps": 2, "prompts": 3, "minibatch_rows": 7, "lr": 1e-3},
+        "algorithm": {"advantage": "remax", "loss": "cispo", "kl": {"place": "reward", "target": 0.1}},
     },
     "moe": {
         "model": {
@@ -106,6 +113,7 @@ def test_no_bit_of_a_run_depends_on_the_number_of_padding_rows(
     runs = [ran(tmp_path / str(n), n, monkeypatch, **RECIPES[name]) for n in (0, 1, 23)]
     first = weights(runs[0])
     assert first
+    assert metrics_of(runs[0])[-1]["train/grad_norm"] > 0.01, "there is something to learn"
     for run, count in zip(runs[1:], (1, 23), strict=True):
         assert without_padding(metrics_of(run)) == without_padding(metrics_of(runs[0]))
         assert metrics_of(run)[1]["padding/rows"] == count
