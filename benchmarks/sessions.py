@@ -134,7 +134,7 @@ class Crowd:
             return sessions[-1]
 
         work = together(
-            run_attempt(loop, self.agent, partial(make, prompt, index))
+            run_attempt(loop, self.agent, partial(make, prompt, index), DEADLINE_S)
             for prompt in range(self.prompts)
             for index in range(self.samples)
         )

@@ -43,6 +43,10 @@ class EngineError(PracticumError):
     """A rollout or teacher engine can't do what it was asked."""
 
 
+class SessionError(EngineError):
+    """An agent loop asked its session for what can't be, or returned what a loop can't return."""
+
+
 class TeacherError(PracticumError):
     """A teacher can't score, died or did not answer in time: names the teacher and the row."""
 

@@ -57,8 +57,6 @@ def tiny(family: str = "qwen3", dtype: torch.dtype = torch.float64, seed: int = 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype)
-    if family == "qwen3_moe" and dtype == torch.float64:
-        model.set_experts_implementation("eager")  # the grouped matrix product knows no doubles
     # transformers' own norms round double precision to single; tests/learning/test_norms.py compares them.
     fuse_norms(model)
     return ready(model, torch.device("cpu"))

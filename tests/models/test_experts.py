@@ -100,6 +100,23 @@ def test_replaying_other_experts_changes_logits_until_the_end_of_the_replay():
     assert moved.share() >= 0.5
 
 
+def test_tokens_without_experts_to_replay_take_their_own():
+    model, routes = moe()
+    expected, experts_NLE = record(model, routes)
+    given_NLE = torch.full_like(experts_NLE, -1)
+    with torch.no_grad():
+        with routes.replay(given_NLE) as moved:
+            assert torch.allclose(logits(model), expected, atol=1e-6)
+        assert moved.share() == 0
+        given_NLE[-1] = others(experts_NLE)[-1]
+        with routes.replay(given_NLE), routes.record() as taken:
+            got = logits(model)
+    assert torch.equal(taken.tensor()[-1], given_NLE[-1])
+    assert torch.equal(taken.tensor()[:-1], experts_NLE[:-1])
+    changed_N = (got - expected).abs().flatten(0, -2).amax(-1) > 1e-3
+    assert changed_N.nonzero().flatten().tolist() == [len(changed_N) - 1]
+
+
 def test_the_share_counts_tokens_and_layers():
     model, routes = moe()
     _, experts_NLE = record(model, routes)

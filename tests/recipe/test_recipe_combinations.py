@@ -99,6 +99,7 @@ ALLOWED = [
     "train.minibatch_rows=48",
     "agent.loop=compress agent.tools=[calculator,python] agent.compress_at=64 agent.turns=3",
     "agent.loop=mine:loop agent.tools=[calculator] agent.feedback=no agent.on_failure.retry=2",
+    "rollout.deadline_s=30",
     "agent.on_failure=drop_group model.make.family=qwen3_moe model.make.experts=4",
     "buffer.filter_flat_groups=true",
     "train.steps=0 train.warmup_steps=10",
@@ -119,6 +120,14 @@ def test_an_impossible_combination_is_refused(write: Write, overrides: str, path
     with pytest.raises(RecipeErrors) as caught:
         load_recipe(write(), [text.replace(":", ": ") for text in overrides.split()])
     assert [error.path for error in caught.value.errors] == [path], str(caught.value)
+
+
+def test_an_option_that_the_loop_does_not_read_names_the_loops_that_do(write: Write) -> None:
+    with pytest.raises(RecipeErrors) as caught:
+        load_recipe(write(), ["agent.tools=[calculator]"])
+    said = str(caught.value)
+    assert "[{use: calculator}] with agent.loop single_turn" in said
+    assert "reads it: tool_use, compress" in said
 
 
 @pytest.mark.parametrize("overrides", ALLOWED)

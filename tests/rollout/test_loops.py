@@ -41,7 +41,7 @@ def run(loop: str, session: Session) -> list[str]:
     async def play() -> Any:
         return await LOOPS[loop](session)
 
-    result = read_result(asyncio.run(play()), session, loop)
+    result = read_result(asyncio.run(play()), session)
     return [str(session.tokenizer.decode(t.ids())) for t in result.trajectories]
 
 
@@ -171,7 +171,7 @@ def test_every_loop_runs_with_a_real_engine_and_repeats(loop: str, chat: bool):
             for index in range(12)
         ]
         await asyncio.gather(*(LOOPS[loop](session) for session in made))
-        results = [read_result(None, session, loop) for session in made]
+        results = [read_result(None, session) for session in made]
         for trajectory in itertools.chain.from_iterable(r.trajectories for r in results):
             assert len(trajectory) <= 80
             assert trajectory.pieces[-1].sampled

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from practicum.errors import EngineError
 from practicum.models.experts import routes_of
+from practicum.rollout.policies import EnginePolicy
 from practicum.rollout.protocol import Counter, Generation
+from practicum.rollout.trajectory import Trajectory
 from tests.rollout.engines import engine_of, generate, plain_forward, plain_logprobs, prompts, sampling, tiny
 
 EOS = 1
@@ -89,6 +93,57 @@ def test_new_weights_are_routed_anew(model: PreTrainedModel):
     check_experts(other, [5, 6, 7, 8], got)
     with pytest.raises(AssertionError):
         check_experts(model, [5, 6, 7, 8], got)
+
+
+def other_experts(made: Generation) -> Tensor:
+    """For each token two experts that it did not take."""
+    assert made.experts is not None
+    return torch.stack([made.experts.max(-1).values + 1, made.experts.max(-1).values + 2], -1) % 8
+
+
+def test_a_later_turn_takes_the_experts_that_its_tokens_took_before(model: PreTrainedModel):
+    """Else a near tie sends them to others when they are computed again, and no replay fits all turns."""
+    prompt, routes = [5, 6, 7, 8, 9], routes_of(model)
+    assert routes is not None
+    with engine_of(model) as engine:
+        (first,) = generate(engine, [(prompt, sampling(4), Counter(0, 0))])
+        known = other_experts(first)
+        trajectory = Trajectory([*prompt, *first.tokens.tolist(), 11, 12], experts=known)
+
+        async def ask() -> list[Generation]:
+            session: Any = None  # an engine's turns depend on the trajectory alone
+            turn = EnginePolicy(engine).next(trajectory, sampling(6), Counter(0, 1), session)
+            return list(
+                await asyncio.gather(turn, engine.generate(trajectory.ids(), sampling(6), Counter(0, 1)))
+            )
+
+        before = engine.stats.prefilled_prompts
+        got, own = asyncio.run(ask())
+        assert engine.stats.prefilled_prompts - before == 2
+    assert got.experts is not None
+    assert own.experts is not None
+    assert torch.equal(got.experts[: len(known)], known)
+    assert not torch.equal(own.experts[: len(known)], known)
+    with routes.replay(torch.cat([got.experts, got.experts[-1:]])):
+        all_RV = plain_logprobs(model, trajectory.ids(), got.tokens)
+    expected = all_RV.gather(1, got.tokens.unsqueeze(1)).squeeze(1)
+    assert torch.allclose(got.plain_logprobs, expected, atol=1e-5)
+
+
+def test_experts_that_do_not_fit_the_prompt_are_refused(model: PreTrainedModel):
+    with engine_of(model) as engine:
+        for shape in ((3, 2, 2), (2, 3, 2), (2, 2, 1)):
+            with pytest.raises(EngineError, match="do not fit a prompt of 2 tokens"):
+                asyncio.run(
+                    engine.generate([5, 6], sampling(1), Counter(0, 0), experts=torch.zeros(shape).long())
+                )
+
+
+def test_double_precision_samples_and_records():
+    model = tiny("qwen3_moe", dtype=torch.float64)
+    with engine_of(model) as engine:
+        (got,) = generate(engine, [([5, 6, 7], sampling(6), Counter(0, 0))])
+    check_experts(model, [5, 6, 7], got)
 
 
 def test_a_dense_model_records_no_experts():

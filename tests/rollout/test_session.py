@@ -175,7 +175,7 @@ def test_a_fork_trains_nothing_twice(engine: TorchEngine):
         return fork
 
     fork = asyncio.run(play())
-    first, second = session.trajectories
+    second, first = session.trajectories  # the parent went on after the fork, so it has the last turn
     assert fork.trajectories == [second]
     shared = first.prompt_ids + first.sampled()[0]
     assert second.prompt_ids == shared
@@ -197,10 +197,28 @@ def test_trajectories_come_in_the_order_of_branches_not_of_time():
         await a.generate()
         session.new_trajectory()
         await session.generate()
-        return [session.trajectory, later, c.trajectory, b.trajectory]
+        return [c.trajectory, later, b.trajectory, session.trajectory]
 
     expected = asyncio.run(play())
-    assert read_result(None, session, "loop").trajectories == expected
+    assert read_result(None, session).trajectories == expected
+
+
+def test_the_last_turn_is_that_of_whoever_went_on():
+    """A helper's trajectory comes before the one that its result went into; a fork that took over, after."""
+    asks, leaves = scripted(*"1234"), scripted(*"12")
+
+    async def play() -> None:
+        helper = asks.fork()
+        helper.new_trajectory("copy:7=")
+        await asks.generate(f"|{(await helper.generate()).text}|")
+        await asks.fork().generate()
+        await asks.generate()
+        await leaves.generate()
+        await leaves.fork().generate()
+
+    asyncio.run(play())
+    assert [asks.said(t) for t in read_result(None, asks).trajectories] == [["1"], ["3"], ["2", "4"]]
+    assert [leaves.said(t) for t in read_result(None, leaves).trajectories] == [["1"], ["2"]]
 
 
 def test_a_turn_is_cut_to_the_room_that_is_left():
@@ -326,14 +344,14 @@ def played() -> tuple[Session, Trajectory, Trajectory, Trajectory]:
 
 def test_what_a_loop_returns_is_read():
     session, first, second, empty = played()
-    assert read_result(None, session, "loop") == Result([first, second], None)
-    assert read_result(second, session, "loop") == Result([second], None)
-    assert read_result([second, first, empty], session, "loop") == Result([second, first], None)
-    assert read_result((None, 1), session, "loop") == Result([first, second], 1.0)
-    assert read_result(([first, empty], 0.5), session, "loop") == Result([first], 0.5)
-    assert read_result(([first, second], [0.5, 2]), session, "loop") == Result([first, second], [0.5, 2.0])
+    assert read_result(None, session) == Result([first, second], None)
+    assert read_result(second, session) == Result([second], None)
+    assert read_result([second, first, empty], session) == Result([second, first], None)
+    assert read_result((None, 1), session) == Result([first, second], 1.0)
+    assert read_result(([first, empty], 0.5), session) == Result([first], 0.5)
+    assert read_result(([first, second], [0.5, 2]), session) == Result([first, second], [0.5, 2.0])
     assert (first.reward, second.reward) == (0.5, 2.0)
-    assert read_result(None, session, "loop").reward == [0.5, 2.0]
+    assert read_result(None, session).reward == [0.5, 2.0]
 
 
 def test_a_sessions_reward_is_earned_once():
@@ -363,8 +381,8 @@ def test_what_a_loop_may_not_return_names_the_loop():
     for result, reason in wrong:
         for trajectory in (first, second, empty):
             trajectory.reward = None
-        with pytest.raises(EngineError, match=f"agent loop my_loop .*{reason}"):
-            read_result(result, session, "my_loop")
+        with pytest.raises(EngineError, match=reason):
+            read_result(result, session)
     first.reward, empty.reward = 1.0, None
     with pytest.raises(EngineError, match="rewarded 1 of 2 trajectories"):
-        read_result(None, session, "my_loop")
+        read_result(None, session)

@@ -44,3 +44,16 @@ def test_a_timeout_raised_by_the_work_is_not_taken_for_the_deadline():
 
     with pytest.raises(TimeoutError, match="the tool's own"):
         run_async(breaks(), timeout=5, owner="test")
+
+
+def test_a_task_that_exits_does_not_end_the_loop():
+    async def exits() -> None:
+        raise SystemExit(3)
+
+    async def watches() -> str:
+        task = asyncio.ensure_future(exits())
+        await asyncio.wait({task})
+        return repr(task.exception())
+
+    for _ in range(2):
+        assert run_async(watches(), timeout=5, owner="test") == "SystemExit(3)"

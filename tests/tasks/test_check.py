@@ -100,7 +100,7 @@ def test_eval_files_are_checked_too(tmp_path):
         check_tasks(recipe({"t": {"file": good, "eval_file": bad}}))
 
 
-def test_answers_are_needed_by_comparing_rewards_and_by_demonstrations(tmp_path):
+def test_answers_are_needed_by_comparing_rewards_and_loops_and_by_demonstrations(tmp_path):
     file = rows(tmp_path / "a.jsonl", {"prompt": "p"})
     free = {"functions": [{"use": "math:sqrt"}]}
     assert check_tasks(recipe({"t": {"file": file}}, reward=free))
@@ -114,6 +114,8 @@ def test_answers_are_needed_by_comparing_rewards_and_by_demonstrations(tmp_path)
         check_tasks(supervised)
     own = recipe({"t": {"file": file, "rewards": [{"use": "contains"}]}}, reward=free)
     assert tasks_needing_answer(own) == {"t"}
+    retries = recipe({"t": {"file": file}}, reward=free, agent={"loop": "retry"})
+    assert tasks_needing_answer(retries) == {"t"}
 
 
 def test_a_system_message_needs_chat_prompts(tmp_path):

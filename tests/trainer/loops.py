@@ -60,3 +60,11 @@ async def rewards_all(session: Session) -> tuple[list[Trajectory], float]:
     session.fork()
     await session.generate("a")
     return session.trajectories, float(session.index)
+
+
+async def asks_a_helper(session: Session) -> None:
+    """A helper works in a context of its own; the answer is the session's own turn after it."""
+    helper = session.fork()
+    helper.new_trajectory(session.tokenizer.encode("copy", add_special_tokens=False))
+    await helper.generate(max_new_tokens=3)
+    await session.generate(max_new_tokens=2)

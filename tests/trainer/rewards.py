@@ -23,3 +23,16 @@ def fails_on_the_first_prompts_baseline(sample: RewardSample) -> float:
 
 def at_random(sample: RewardSample) -> float:
     return random.random()
+
+
+def by_letters(sample: RewardSample) -> float:
+    """Differs between almost any two answers."""
+    return sum(map(ord, sample.response_text)) % 7 / 6
+
+
+def answer_length(sample: RewardSample) -> float:
+    """The letters of the last turn, if the prompt and the helper's turn are where they belong."""
+    assert sample.trajectories == 2
+    assert sample.prompt_text.startswith(("copy:", "compare:")), sample.prompt_text
+    assert sample.turns[-1] == sample.response_text
+    return float(len(sample.response_text))

@@ -85,3 +85,29 @@ def test_runs_with_sessions_repeat_and_resume(tmp_path: Path, loop: str):
     train_loaded(half, tmp_path / "parts")
     train_loaded(loaded, tmp_path / "parts", resume=True)
     same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_session_with_a_helper_is_judged_on_its_own_last_turn(tmp_path: Path):
+    function = 'reward.functions=[{use: "tests.trainer.rewards:answer_length"}]'
+    rows = trained(tmp_path, "asks_a_helper", function, "train.steps=2", "track.trajectories=4")
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert [sample["trajectory"] for sample in samples[:2]] == [0, 1]
+    assert samples[0]["prompt"] == "copy"
+    assert all(row["reward/mean"] <= 2 for row in rows)
+
+
+def test_why_sessions_of_an_evaluation_failed_is_in_the_log(tmp_path: Path):
+    trained(tmp_path, "some_fail", "train.steps=1", "eval.samples=2", "eval.greedy=false")
+    reason = "failed in the evaluation (16×): agent loop tests.trainer.loops:some_fail raised ValueError"
+    assert (tmp_path / "run" / "log.txt").read_text().count(reason) == 2
+
+
+def test_without_tools_demonstrations_are_answers(tmp_path: Path):
+    options = {"tasks": {"total": {"kind": "total", "options": {"numbers": 2, "digits": 1}}}}
+    supervised = {"algorithm": {"loss": "supervised", "advantage": "none"}}
+    loaded = tiny(tmp_path, "train.steps=1", **options, **supervised)
+    train_loaded(loaded, tmp_path / "run")
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    shown = [sample["response"].removesuffix("<eos>") for sample in samples]
+    assert shown
+    assert all(text.isdecimal() for text in shown), shown

@@ -31,7 +31,7 @@ class _Seat:
     layer: int = 0
     taken: Taken | None = None
     replay: Tensor | None = None
-    """Experts to take [N, E]."""
+    """Experts to take [N, E]; -1: the router's own choice."""
     moved: Moved | None = None
 
 
@@ -84,7 +84,8 @@ class Routes:
     def replay(self, experts_NLE: Tensor) -> Iterator[Moved]:
         """The forward inside takes these experts, weighted by the routers' own probabilities of them.
 
-        If activations are recomputed in the backward pass, that belongs inside too.
+        A token with -1 takes those that its router chooses. If activations are recomputed in the backward
+        pass, that belongs inside too.
         """
         if experts_NLE.shape[1:] != (self.layers, self.per_token):
             raise EngineError(
@@ -151,9 +152,10 @@ def _routed(router: nn.Module, args: Any, output: Any) -> tuple[Tensor, Tensor, 
         )
     logits, weights, indices = output
     if seat.replay is not None:
-        indices, own = seat.replay, indices
-        if len(indices) != len(own):
-            raise EngineError(f"experts of {len(indices)} tokens are replayed in a forward of {len(own)}")
+        given, own = seat.replay, indices
+        if len(given) != len(own):
+            raise EngineError(f"experts of {len(given)} tokens are replayed in a forward of {len(own)}")
+        indices = torch.where(given < 0, own, given)
         weights = _weights(router, logits, indices).to(weights.dtype)
         if seat.moved is not None:
             differs = (indices.sort(-1).values != own.sort(-1).values).any(-1)

@@ -112,6 +112,8 @@ def ready(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     prepare_attention(model)
+    if model.dtype == torch.float64:
+        model.set_experts_implementation("eager")  # the grouped matrix product knows no doubles
     model.to(device)  # pyright: ignore[reportArgumentType]  (transformers' wrapper hides the signature)
     return model.eval()
 

@@ -58,7 +58,12 @@ class Agent(Section):
     feedback: str = Field(
         default="That is not right. Try again.", description="What retry tells the model after a miss."
     )
-    deadline_s: float = Field(default=120.0, gt=0, description="Seconds one session may take.")
+    deadline_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Seconds one session may take, waiting for the engine included; unset: nine tenths of "
+        "rollout.deadline_s.",
+    )
     on_failure: OnFailure = Field(
         default="keep_rest",
         description="Of a group with a failed session: train on the rest (keep_rest), leave all of it out "

@@ -25,6 +25,8 @@ def default_of(section: type[Section], key: str) -> Any:
 
 def show(value: Any) -> str:
     """A value as a recipe writes it, cut to fit on a line."""
+    if isinstance(value, list) and all(isinstance(item, BaseModel) for item in value):
+        return yamlfile.dump([item.model_dump(exclude_defaults=True) for item in value], flow=True)
     return yamlfile.dump(value.model_dump(), flow=True) if isinstance(value, BaseModel) else shorten(value)
 
 

@@ -22,15 +22,15 @@ _OPTIONS = ("turns", "tools", "calls", "compress_at", "ask_summary", "feedback")
 def check_agent(recipe: Recipe) -> Iterator[RecipeError]:
     """Options that the loop would not read, and a loop for tools without any."""
     agent = recipe.agent
-    if agent.loop in _READ_BY:
-        keys = [key for key in _OPTIONS if key not in _READ_BY[agent.loop]]
-        readers = [loop for loop, read in _READ_BY.items() if set(read) - {"turns"}]
-        advice = f"remove it, or set agent.loop to one that reads it: {', '.join(readers)}"
-        yield from unread(agent, "agent", keys, f"with agent.loop {agent.loop}", advice)
+    for key in _OPTIONS:
+        if agent.loop in _READ_BY and key not in _READ_BY[agent.loop]:
+            readers = [loop for loop, read in _READ_BY.items() if key in read]
+            advice = f"remove it, or set agent.loop to one that reads it: {', '.join(readers)}"
+            yield from unread(agent, "agent", [key], f"with agent.loop {agent.loop}", advice)
     if agent.loop == "tool_use" and not agent.tools:
         expected = "at least one tool, such as [calculator]"
         yield RecipeError("agent.tools", "none with agent.loop tool_use", expected)
-    if agent.deadline_s > recipe.rollout.deadline_s:
+    if agent.deadline_s is not None and agent.deadline_s > recipe.rollout.deadline_s:
         found = f"{agent.deadline_s:g} with rollout.deadline_s {recipe.rollout.deadline_s:g}"
         advice = "all sessions of a step must be done in rollout.deadline_s: lower one, or raise the other"
         yield RecipeError("agent.deadline_s", found, "at most rollout.deadline_s", advice)

@@ -63,6 +63,12 @@ def streams(model: Teacher | RewardModel) -> bool:
     return model.url is not None or is_own(model.placement)
 
 
+def session_deadline(recipe: Recipe) -> float:
+    """Seconds one session may take: a loop that hangs fails before all sessions are late."""
+    chosen = recipe.agent.deadline_s
+    return 0.9 * recipe.rollout.deadline_s if chosen is None else chosen
+
+
 def measures(recipe: Recipe) -> bool:
     """Whether evaluations have answers to judge."""
     return bool(recipe.eval.greedy or recipe.eval.samples)

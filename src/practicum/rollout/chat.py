@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from practicum.errors import EngineError
+from practicum.errors import EngineError, SessionError
 from practicum.models.images import Images
 from practicum.tasks.messages import Message, message_text
 
@@ -86,7 +86,7 @@ class Chat:
 
     def extend(self, messages: Sequence[Message], written: Written, new: Sequence[Message]) -> str | None:
         if not messages:
-            raise EngineError(
+            raise SessionError(
                 "a trajectory that was opened with tokens goes on with tokens, not with messages"
             )
         there = self.render(messages) + written.content + written.end
@@ -153,9 +153,9 @@ def check_messages(messages: Sequence[Any]) -> list[Message]:
     """Messages that a session may go on with: role and text; pictures belong to the prompt."""
     for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            raise EngineError(f"found {message!r} among messages, expected role and content")
+            raise SessionError(f"found {message!r} among messages, expected role and content")
         if not _is_text(message["content"]):
-            raise EngineError(
+            raise SessionError(
                 f"a {message['role']} message after the prompt holds something else than text: pictures can "
                 "be part of the prompt only"
             )
@@ -170,7 +170,7 @@ def _is_text(content: object) -> bool:
 
 def _between_bars(message: Message) -> str:
     if message["role"] not in ("user", "tool"):
-        raise EngineError(
+        raise SessionError(
             f"a plain-text prompt goes on with text, user and tool messages, not with a {message['role']} "
             "message: set the task's chat to true"
         )

@@ -72,9 +72,10 @@ class Runner:
 
     def routed(self, inputs: Inputs, layout: Layout) -> tuple[Tensor, Tensor | None]:
         """As `hidden`, and of a MoE model the experts that the tokens took [N, L, E]."""
-        if self.routes is None:
+        routes, known_N = self.routes, inputs.experts_N
+        if routes is None:
             return self.hidden(inputs, layout), None
-        with self.routes.record() as taken:
+        with routes.record() as taken, nullcontext() if known_N is None else routes.replay(known_N):
             return self.hidden(inputs, layout), taken.tensor()
 
     def logits(self, hidden_N: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ class Inputs:
     images: Sequence[Images] = ()
     picture_N: Tensor | None = None
     """Which tokens stand for pieces of the pictures; None without pictures."""
+    experts_N: Tensor | None = None
+    """Experts that tokens are to take [N, L, E], -1 where the routers choose; None: they always do."""
 
 
 def pack(
@@ -48,11 +50,25 @@ def pack(
         straight = torch.arange(at, at + len(tail))
         positions.append(straight.unsqueeze(1).expand(-1, AXES) if vision else straight)
     positions_N = torch.cat(positions).to(device)
+    experts_N = _known_experts(sequences, device)
     images = [s.images for s in sequences if s.images is not None]
     if not images:
-        return Inputs(ids, positions_N, shifts)
+        return Inputs(ids, positions_N, shifts, experts_N=experts_N)
     picture_N = torch.cat(
         [picture_tokens(config, s.ids, s.images) for s in sequences]
         + [torch.zeros(len(tail), dtype=torch.bool) for tail in tails]
     )
-    return Inputs(ids, positions_N, shifts, images, picture_N.to(device))
+    return Inputs(ids, positions_N, shifts, images, picture_N.to(device), experts_N)
+
+
+def _known_experts(sequences: Sequence[Given], device: torch.device) -> Tensor | None:
+    """What is known of the sequences' experts [N, L, E]: -1 where nothing is."""
+    known = [s.experts for s in sequences if s.experts is not None]
+    if not known:
+        return None
+    ends = [len(s) for s in sequences]
+    experts_N = known[0].new_full((sum(ends), *known[0].shape[1:]), -1)
+    for sequence, part in zip(sequences, experts_N.split(ends), strict=True):
+        if sequence.experts is not None:
+            part[: len(sequence.experts)] = sequence.experts
+    return experts_N.to(device)

@@ -38,7 +38,9 @@ class EnginePolicy:
     async def next(
         self, trajectory: Trajectory, sampling: Sampling, counter: Counter, session: Session
     ) -> Generation:
-        return await self._engine.generate(trajectory.ids(), sampling, counter, images=trajectory.images)
+        return await self._engine.generate(
+            trajectory.ids(), sampling, counter, images=trajectory.images, experts=trajectory.experts
+        )
 
 
 class ExpertPolicy:

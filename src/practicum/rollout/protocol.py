@@ -89,8 +89,12 @@ class Engine(Protocol):
         counter: Counter,
         *,
         images: Images | None = None,
+        experts: Tensor | None = None,
     ) -> Generation:
-        """Sample one answer. Requests with equal prompts and pictures share the prompt's computation."""
+        """Sample one answer. Requests with equal prompts, pictures and experts share the prompt's work.
+
+        `experts` [n, L, E] is what the first tokens took before (`Generation.experts`): they take it again.
+        """
         ...
 
     async def score(

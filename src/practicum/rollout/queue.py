@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import NamedTuple
 
 from torch import Tensor
@@ -18,16 +19,21 @@ from practicum.rollout.sampler import Draw
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Tokens to go on from, with their pictures. Equal if the tokens are and the pictures are."""
+    """Tokens to go on from, with their pictures and what is known of their experts. Equal if all are."""
 
     ids: tuple[int, ...]
     digest: bytes = b""
     images: Images | None = field(default=None, compare=False)
+    experts: Tensor | None = field(default=None, compare=False)
+    """Experts that the first tokens are to take [n, L, E], as they did before; MoE models only."""
 
     @staticmethod
-    def of(ids: Sequence[int], images: Images | None) -> Given:
-        """These tokens and pictures, ready to be compared."""
-        return Given(tuple(ids), images.digest if images is not None else b"", images)
+    def of(ids: Sequence[int], images: Images | None, experts: Tensor | None = None) -> Given:
+        """These tokens, pictures and experts, ready to be compared."""
+        digest = b"" if images is None else images.digest
+        if experts is not None:
+            digest += blake2b(experts.contiguous().numpy().data.cast("B"), digest_size=16).digest()
+        return Given(tuple(ids), digest, images, experts)
 
     def __len__(self) -> int:
         return len(self.ids)

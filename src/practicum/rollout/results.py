@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from practicum.errors import EngineError
+from practicum.errors import SessionError
 from practicum.rollout.session import Session
 from practicum.rollout.trajectory import Trajectory
+from practicum.tasks.calls import shorten
 
 Loop = Callable[[Session], Awaitable[Any]]
 """Returns None (all trajectories that have sampled tokens), a trajectory, a list of them, or one of these
@@ -35,56 +36,55 @@ class Result:
         return [0.0] * (len(self.trajectories) - 1) + [self.reward]
 
 
-def read_result(result: object, session: Session, loop: str) -> Result:
-    """What the loop of this name returned for the session, if it is what a loop may return."""
+def read_result(result: object, session: Session) -> Result:
+    """What the loop returned for the session; a SessionError if it is not what a loop may return."""
     returned, reward = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    listed = _listed(returned, session, loop)
+    listed = _listed(returned, session)
     if isinstance(reward, list) and len(reward) != len(listed):
-        raise EngineError(f"agent loop {loop} returned {len(reward)} rewards for {len(listed)} trajectories")
+        raise SessionError(f"returned {len(reward)} rewards for {len(listed)} trajectories")
     kept = [t for t in listed if t.sampled_tokens]
     if not kept:
-        raise EngineError(f"agent loop {loop} left no trajectory with sampled tokens")
+        raise SessionError("left no trajectory with sampled tokens")
     if reward is not None and not isinstance(reward, list):
-        return Result(kept, _number(reward, loop))
+        return Result(kept, _number(reward))
     if reward is not None:
         for trajectory, value in zip(listed, reward, strict=True):
-            trajectory.reward = _number(value, loop)
-    return Result(kept, _own_rewards(listed, loop))
+            trajectory.reward = _number(value)
+    return Result(kept, _own_rewards(listed))
 
 
-def _listed(returned: object, session: Session, loop: str) -> list[Trajectory]:
+def _listed(returned: object, session: Session) -> list[Trajectory]:
     opened = session.trajectories
     if returned is None:
         return [t for t in opened if t.sampled_tokens]
     listed: list[Trajectory] = []
     for item in returned if isinstance(returned, list) else [returned]:
         if not isinstance(item, Trajectory):
-            raise EngineError(f"agent loop {loop} returned a {type(item).__name__}; {_EXPECTED}")
+            raise SessionError(f"returned a {type(item).__name__}; {_EXPECTED}")
         if not any(item is t for t in opened):
-            raise EngineError(f"agent loop {loop} returned a trajectory that its session did not open")
+            raise SessionError("returned a trajectory that its session did not open")
         listed.append(item)
     if len({id(item) for item in listed}) < len(listed):
-        raise EngineError(f"agent loop {loop} returned the same trajectory twice")
+        raise SessionError("returned the same trajectory twice")
     return listed
 
 
-def _own_rewards(listed: list[Trajectory], loop: str) -> list[float] | None:
+def _own_rewards(listed: list[Trajectory]) -> list[float] | None:
     """The trajectories' own rewards, if they have them."""
     rewarded = [t for t in listed if t.reward is not None]
     if not rewarded:
         return None
     if any(not t.sampled_tokens for t in rewarded):
-        raise EngineError(f"agent loop {loop} rewarded a trajectory without sampled tokens")
+        raise SessionError("rewarded a trajectory without sampled tokens")
     kept = [t for t in listed if t.sampled_tokens]
     if len(rewarded) < len(kept):
-        raise EngineError(
-            f"agent loop {loop} rewarded {len(rewarded)} of {len(kept)} trajectories: reward each of them, "
-            "or the session"
+        raise SessionError(
+            f"rewarded {len(rewarded)} of {len(kept)} trajectories: reward each of them, or the session"
         )
-    return [_number(t.reward, loop) for t in kept]
+    return [_number(t.reward) for t in kept]
 
 
-def _number(reward: object, loop: str) -> float:
+def _number(reward: object) -> float:
     if isinstance(reward, Real) and math.isfinite(reward):
         return float(reward)
-    raise EngineError(f"agent loop {loop} returned the reward {reward!r}; expected a finite number")
+    raise SessionError(f"returned the reward {shorten(repr(reward))}; expected a finite number")

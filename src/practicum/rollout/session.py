@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from typing import Any, Literal, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from practicum.errors import EngineError
+from practicum.errors import SessionError
 from practicum.recipe.agent import Agent
 from practicum.rollout.chat import (
     Chat,
@@ -82,12 +83,18 @@ class Session:
         self._turn, self._busy = 0, False
         self._opened: list[Trajectory] = []
         self._forks: list[Session] = []
+        self._left: tuple[Trajectory, int] | None = None
+        """Of a fork: the trajectory it goes on from, and the turns that this one had then."""
         self.new_trajectory()
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """All that were opened: this session's in order, then those of each of its forks."""
-        return [*self._opened, *(t for fork in self._forks for t in fork.trajectories)]
+        """All that were opened, this session's and its forks', in an order that does not depend on time.
+
+        A fork's come before the trajectory it left if this one went on since, else after it. So the last
+        one has the session's last turn.
+        """
+        return [t for own in self._opened for t in self._with_forks(own)]
 
     @property
     def messages(self) -> list[Message]:
@@ -118,10 +125,10 @@ class Session:
         the learner trains.
         """
         if self._busy:
-            raise EngineError("a session takes one turn at a time: fork() it to sample side by side")
+            raise SessionError("a session takes one turn at a time: fork() it to sample side by side")
         wanted = self.sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
         if wanted < 1:
-            raise EngineError(f"max_new_tokens is {wanted}, expected 1 or more")
+            raise SessionError(f"max_new_tokens is {wanted}, expected 1 or more")
         self._busy = True
         try:
             return await self._take_turn(new, wanted, self.sampling.stop if stop is None else stop)
@@ -131,10 +138,11 @@ class Session:
     async def tool(self, name: str, arguments: Mapping[str, Any]) -> Ran:
         """Call a tool; what went wrong with it is its text, for the model to read."""
         if self.toolbox is None:
-            raise EngineError(f"{name} can't be called: the session has no tools, name some in agent.tools")
+            raise SessionError(f"{name} can't be called: the session has no tools, name some in agent.tools")
         trajectory = self.trajectory
         trajectory.tool_calls += 1
         ran = await self.toolbox.run(name, arguments)
+        await asyncio.sleep(0)  # some tools never wait: a loop that calls them lets others work all the same
         trajectory.tool_errors += not ran.ok
         return ran
 
@@ -145,7 +153,7 @@ class Session:
         """
         fork, now = copy(self), self.trajectory
         fork._branch, fork._turn, fork._busy = (*self._branch, len(self._forks)), 0, False
-        fork._opened, fork._forks = [], []
+        fork._opened, fork._forks, fork._left = [], [], (now, now.turns)
         fork._open(Trajectory(now.ids(), now.images, list(now.messages), now.turn_start))
         self._forks.append(fork)
         return fork
@@ -173,6 +181,7 @@ class Session:
         trajectory, given, messages = self._go_on(new)
         room = self.context - len(trajectory) - len(given)
         if room < 1:
+            await asyncio.sleep(0)  # a loop that goes on and on lets others work, and its deadline pass
             self.trajectory.finish = "context"
             return Turn("", [], "context")
         if trajectory is not self.trajectory:
@@ -214,6 +223,13 @@ class Session:
         self.trajectory = trajectory
         self._opened.append(trajectory)
         return trajectory
+
+    def _with_forks(self, own: Trajectory) -> list[Trajectory]:
+        """A trajectory and those of the forks that left it."""
+        forks = [(fork, fork._left[1]) for fork in self._forks if fork._left and fork._left[0] is own]
+        before = [t for fork, turns in forks if own.turns > turns for t in fork.trajectories]
+        after = [t for fork, turns in forks if own.turns == turns for t in fork.trajectories]
+        return [*before, own, *after]
 
     def _of_messages(self, messages: list[Message]) -> Trajectory:
         images = self.start.images if begins_with(messages, self.opening) else None

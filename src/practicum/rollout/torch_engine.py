@@ -79,8 +79,12 @@ class TorchEngine:
         counter: Counter,
         *,
         images: Images | None = None,
+        experts: Tensor | None = None,
     ) -> Generation:
-        """Sample one answer. Requests with equal prompts and pictures share the prompt's computation."""
+        """Sample one answer. Requests with equal prompts, pictures and experts share the prompt's work.
+
+        `experts` [n, L, E] is what the first tokens took before (`Generation.experts`): they take it again.
+        """
         self._check_awake()
         self._check_ids(prompt_ids, "prompt")
         self._check_images(prompt_ids, images)
@@ -91,7 +95,8 @@ class TorchEngine:
                 f"fit the engine's context of {self._context} tokens: shorten one of them, or make the "
                 "engine with a longer context"
             )
-        job = GenerateJob(Given.of(prompt_ids, images), sampling, Draw.of(sampling), stream_key(counter))
+        given = Given.of(prompt_ids, images, self._known(prompt_ids, experts))
+        job = GenerateJob(given, sampling, Draw.of(sampling), stream_key(counter))
         return await self._desk.submit(job)
 
     async def score(
@@ -214,6 +219,18 @@ class TorchEngine:
             raise EngineError(f"the {what} is empty: at least one token is needed")
         if min(ids) < 0 or max(ids) >= self._runner.vocab:
             raise EngineError(f"the {what} has token ids outside of 0 to {self._runner.vocab - 1}")
+
+    def _known(self, ids: Sequence[int], experts: Tensor | None) -> Tensor | None:
+        """The experts that can be taken again: none, if routers weigh them in a way of their own."""
+        routes = self._runner.routes
+        if experts is None or routes is None or not routes.can_replay:
+            return None
+        if len(experts) > len(ids) or experts.shape[1:] != (routes.layers, routes.per_token):
+            raise EngineError(
+                f"experts {list(experts.shape)} do not fit a prompt of {len(ids)} tokens in a model with "
+                f"{routes.layers} layers of {routes.per_token} experts for each token"
+            )
+        return experts
 
     def _check_images(self, ids: Sequence[int], images: Images | None) -> None:
         """Pictures that do not fit are the caller's error here, not every request's in the engine."""

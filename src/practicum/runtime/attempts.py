@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from practicum.errors import EngineError, PracticumError
+from practicum.errors import PracticumError, SessionError
 from practicum.recipe.agent import Agent, Retry
 from practicum.rollout.protocol import Sampling
 from practicum.rollout.results import Loop, Result, read_result
 from practicum.rollout.session import Session
+from practicum.rollout.tools.tool import ToolError
 from practicum.tasks.calls import shorten
 from practicum.tasks.prompts import Prompt
+
+_LOOPS_OWN = (SessionError, ToolError)
+"""Errors with a sentence that are the loop's fault."""
+_CLEANUP_S = 1.0
+"""Seconds that a loop has to end after it was cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,33 +41,61 @@ class Ended:
     retries: int
 
 
-async def run_attempt(loop: Loop, agent: Agent, make: Callable[[int], Session]) -> Ended:
+async def run_attempt(loop: Loop, agent: Agent, make: Callable[[int], Session], deadline_s: float) -> Ended:
     """Run a session by the loop, again if it fails and the recipe says so; `make` opens try number n.
 
-    What the loop does wrong is its failure. Trouble of the engine is not the loop's and is raised.
+    What the loop does wrong is its failure, so is passing the deadline. Trouble of the engine is not the
+    loop's and is raised.
     """
     tries = 1 + (agent.on_failure.retry if isinstance(agent.on_failure, Retry) else 0)
     failure = None
     for number in range(tries):
-        outcome = await _run_once(loop, agent, make(number))
+        outcome = await _run_once(loop, make(number), deadline_s)
         if isinstance(outcome, Result):
             return Ended(outcome, None, number)
         failure = f"agent loop {agent.loop} {outcome}"
     return Ended(None, failure, tries - 1)
 
 
-async def _run_once(loop: Loop, agent: Agent, session: Session) -> Result | str:
-    clock = asyncio.timeout(agent.deadline_s)
+async def _run_once(loop: Loop, session: Session, deadline_s: float) -> Result | str:
+    """The session's result, or what the loop did wrong."""
+
+    async def body() -> Any:
+        return await loop(session)
+
+    task = asyncio.ensure_future(body())
     try:
-        async with clock:
-            returned = await loop(session)
-    except PracticumError:
-        raise
-    except (Exception, SystemExit) as error:
-        if clock.expired():
-            return f"was not done after agent.deadline_s = {agent.deadline_s:g} s"
-        return f"raised {type(error).__name__}: {shorten(str(error))}"
+        done, _ = await asyncio.wait({task}, timeout=deadline_s)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=_CLEANUP_S)
+    if not done:
+        stays = "" if task.done() else ", and did not end when it was cancelled"
+        return f"was not done after agent.deadline_s = {deadline_s:g} s{stays}"
+    if task.cancelled():
+        return "cancelled itself"
+    if (error := task.exception()) is not None:
+        return _fault(error)
     try:
-        return read_result(returned, session, agent.loop)
-    except EngineError as error:
+        return read_result(task.result(), session)
+    except SessionError as error:
         return str(error)
+
+
+def _fault(error: BaseException) -> str:
+    """What the loop raised, in words; the first of a group. Raises it if it is not the loop's fault."""
+    causes = list(_causes(error))
+    for cause in causes:
+        if isinstance(cause, PracticumError) and not isinstance(cause, _LOOPS_OWN):
+            raise cause
+    return f"raised {type(causes[0]).__name__}: {shorten(str(causes[0]))}"
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The errors of a group, as task groups raise them, in order; else the error itself."""
+    if not isinstance(error, BaseExceptionGroup):
+        yield error
+        return
+    for one in error.exceptions:
+        yield from _causes(one)

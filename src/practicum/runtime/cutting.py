@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from practicum.dataplane.batch import BatchRef
 from practicum.learning.balance import assign_ranks, in_order, step_imbalance
-from practicum.learning.minibatches import Cut, running_cuts, spread
+from practicum.learning.minibatches import (
+    Cut,
+    needed_multiple,
+    padding_needed,
+    running_cuts,
+    spare_padding,
+    spread,
+)
 from practicum.recipe.schema import Recipe
 from practicum.recipe.ways import has_policy_loss
 
@@ -28,6 +36,15 @@ def minibatches(
             prompts, sessions, padding, cut, seed=recipe.seed, step=step, epoch=epoch, whole_sessions=whole
         )
         yield from (one.real for one in cuts)
+
+
+def rows_lacking(recipe: Recipe, batch: BatchRef, step: int, ranks: int) -> int:
+    """Padding rows with which all updates of a step cut evenly over mini-batches and ranks."""
+    cuts, spare = running_cuts(recipe, step), 0
+    if ranks > 1 and whole_sessions(recipe):
+        largest = max(Counter(key[:2] for key in batch.keys).values())
+        spare = max(spare_padding(largest, cut.steps(len(batch)), ranks) for cut in cuts)
+    return spare + padding_needed(len(batch) + spare, needed_multiple(ranks, cuts))
 
 
 def balance_metrics(recipe: Recipe, batch: BatchRef, step: int, ranks: int) -> dict[str, float]:

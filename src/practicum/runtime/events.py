@@ -23,8 +23,17 @@ def event_loop() -> asyncio.AbstractEventLoop:
     with _lock:
         if _loop is None:
             _loop = asyncio.new_event_loop()
-            threading.Thread(target=_loop.run_forever, name="practicum-events", daemon=True).start()
+            threading.Thread(target=_run, args=(_loop,), name="practicum-events", daemon=True).start()
         return _loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    while True:
+        try:
+            return loop.run_forever()
+        except (KeyboardInterrupt, SystemExit):
+            # A task of a user's code raised it. Whoever awaits that task gets it; the others go on.
+            continue
 
 
 def run_async(work: Coroutine[Any, Any, T], *, timeout: float, owner: str) -> T:

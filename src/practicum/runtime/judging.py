@@ -41,9 +41,11 @@ class Judging:
         judge: Judge,
         jury: Jury | None,
         prompts: Mapping[Key, Prompt],
+        openings: Mapping[int, list[int]],
     ) -> None:
+        """`openings` are the tokens of each prompt of the latest rollout, by its uid."""
         self.recipe, self.plan, self.store, self.tokenizer = recipe, plan, store, tokenizer
-        self.judge, self.jury, self._prompts = judge, jury, prompts
+        self.judge, self.jury, self._prompts, self._openings = judge, jury, prompts, openings
         self._said: dict[SessionName, Judged] = {}
 
     @property
@@ -125,13 +127,12 @@ class Judging:
 
     def _sample(self, batch: BatchRef, columns: Columns, rows: Sequence[int]) -> RewardSample:
         """What a session's rows show to a reward function."""
-        prompt_ids, response_ids = columns.ragged("prompt_ids"), columns.ragged("response_ids")
-        mask = columns.ragged("response_mask")
+        response_ids, mask = columns.ragged("response_ids"), columns.ragged("response_mask")
         turns = [turn for i in rows for turn in sampled_runs(response_ids[i], mask[i])]
         texts = tuple(str(self.tokenizer.decode(turn, skip_special_tokens=True)) for turn in turns)
         key, prompt = batch.keys[rows[-1]], self._prompts[batch.keys[rows[-1]]]
         return RewardSample(
-            prompt_text=str(self.tokenizer.decode(prompt_ids[rows[0]], skip_special_tokens=True)),
+            prompt_text=str(self.tokenizer.decode(self._openings[prompt.uid], skip_special_tokens=True)),
             response_text=texts[-1] if texts else "",
             answer=prompt.answer,
             row=prompt.row,

@@ -16,6 +16,7 @@ from practicum.dataplane.store import Store
 from practicum.errors import PracticumError
 from practicum.models.vision import sequence_positions
 from practicum.recipe.schema import Recipe
+from practicum.recipe.ways import session_deadline
 from practicum.rollout.encoder import Encoder
 from practicum.rollout.loops import find_loop
 from practicum.rollout.policies import EnginePolicy, ExpertPolicy, Policy
@@ -26,10 +27,11 @@ from practicum.rollout.tools.toolbox import Toolbox
 from practicum.rollout.trajectory import Trajectory
 from practicum.runtime.attempts import Attempt, Ended, run_attempt
 from practicum.runtime.events import run_async
+from practicum.runtime.experts import make_expert
 from practicum.runtime.faculty import Faculty
 from practicum.runtime.judging import Judging
 from practicum.runtime.jury import Jury
-from practicum.tasks.prompts import Prompt, expert_turn
+from practicum.tasks.prompts import Prompt
 from practicum.tasks.rewards import Judge, RewardSample
 from practicum.teachers.place import OpenTime
 
@@ -60,7 +62,8 @@ class Practice:
         self.tokenizer = tokenizer = encoder.tokenizer
         self.context, self.config, self.widths, self.faculty = context, config, widths, faculty
         self.prompts: dict[Key, Prompt] = {}
-        self.judging = Judging(recipe, plan, store, tokenizer, judge, jury, self.prompts)
+        self._openings: dict[int, list[int]] = {}
+        self.judging = Judging(recipe, plan, store, tokenizer, judge, jury, self.prompts, self._openings)
         self._policy = EnginePolicy(engine)
         self._streams = OpenTime()
         self._tail_s = self._streamed_s = 0.0
@@ -77,7 +80,7 @@ class Practice:
     def demonstrate(self, prompts: Sequence[Prompt], partition: str) -> BatchRef:
         """Write what an expert does with each prompt in the agent's loop: rows for supervised training."""
         sampling = Sampling(max_new_tokens=self.context, stop=frozenset({self.end_id}))
-        policy = ExpertPolicy(expert_turn, self.tokenizer)
+        policy = ExpertPolicy(make_expert(self.recipe.agent, self.toolbox), self.tokenizer)
 
         async def shown(prompt: Prompt) -> Rows:
             ended = await self._attempt(Attempt(prompt, 0, sampling), self.start(prompt), policy, 0)
@@ -92,6 +95,8 @@ class Practice:
     def rollout(self, attempts: Sequence[Attempt], partition: str, *, seed: int) -> BatchRef:
         """Run sessions at once; a session's rows are in the store as soon as it is done, failed ones too."""
         starts = {a.prompt.uid: self.start(a.prompt) for a in {a.prompt.uid: a for a in attempts}.values()}
+        self._openings.clear()
+        self._openings.update((uid, start.ids) for uid, start in starts.items())
         before = self._streams.seconds
         self._last_sample = time.perf_counter()
         work = together(self._run(a, starts[a.prompt.uid], partition, seed) for a in attempts)
@@ -135,7 +140,7 @@ class Practice:
                 attempt=number,
             )
 
-        return await run_attempt(self._loop, self.recipe.agent, make)
+        return await run_attempt(self._loop, self.recipe.agent, make, session_deadline(self.recipe))
 
     def _checker(self, prompt: Prompt) -> Callable[[str], float]:
         """What the task's checker says of a text."""

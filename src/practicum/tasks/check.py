@@ -41,12 +41,12 @@ def check_tasks(recipe: Recipe) -> list[str]:
 
 
 def tasks_needing_answer(recipe: Recipe) -> set[str]:
-    """Tasks whose rows must have an answer: for a reward that compares, or as a demonstration."""
-    supervised = recipe.algorithm.loss == "supervised"
+    """Tasks whose rows must have an answer: for a reward or a loop that compares, or as a demonstration."""
+    needed = recipe.algorithm.loss == "supervised" or recipe.agent.loop == "retry"
     return {
         name
         for name in recipe.tasks
-        if supervised or any(f.use in NEEDS_ANSWER for f in _functions(recipe, name))
+        if needed or any(f.use in NEEDS_ANSWER for f in _functions(recipe, name))
     }
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
@@ -18,8 +19,13 @@ SEED_OFFSET = 1_000_000_007
 """Added to the run's seed, so that an evaluation prompt never draws a training prompt's numbers."""
 
 
-def evaluate(recipe: Recipe, roles: Roles, prompts: Sequence[Prompt]) -> dict[str, float]:
-    """Greedy score, mean@k and pass@k, over all prompts and by domain. Failed sessions are left out."""
+def evaluate(
+    recipe: Recipe, roles: Roles, prompts: Sequence[Prompt], log: Callable[[str], None]
+) -> dict[str, float]:
+    """Greedy score, mean@k and pass@k, over all prompts and by domain.
+
+    Failed sessions are left out; `log` is told why they failed.
+    """
     if not prompts:
         return {}
     rules = recipe.eval
@@ -35,6 +41,9 @@ def evaluate(recipe: Recipe, roles: Roles, prompts: Sequence[Prompt]) -> dict[st
         batch = roles.examiner.rollout(attempts, EVAL, seed=recipe.seed + SEED_OFFSET)
         roles.examiner.judging.reward(batch.where(lambda _, tags: tags.status == "ready"))
         batch = roles.store.batch(EVAL, batch.keys)
+        failures = Counter({key[:2]: tags.failure for key, tags in batch if tags.failure}.values())
+        for failure, count in failures.most_common():
+            log(f"failed in the evaluation ({count}×): {failure}")
         return scores(batch, rules.samples, rules.pass_threshold)
     finally:
         left = roles.store.batch(EVAL).keys

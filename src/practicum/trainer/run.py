@@ -119,7 +119,7 @@ class Run:
         """Scores on the held-out prompts with the current weights."""
         self.view.stage("eval")
         began = time.perf_counter()
-        metrics = evaluate(self.recipe, self.roles, self.eval_prompts)
+        metrics = evaluate(self.recipe, self.roles, self.eval_prompts, self.folder.log)
         return metrics | {"time/eval": time.perf_counter() - began} if metrics else {}
 
     def _one_step(self, number: int) -> None:
@@ -320,8 +320,9 @@ def evaluate_model(recipe: Recipe, model: Path | None = None) -> dict[str, float
     if model is not None:
         spec = recipe.model.model_copy(update={"path": str(model), "make": None})
         recipe = recipe.model_copy(update={"model": spec})
-    roles = start_local(recipe, evaluation_plan(), Watch(recipe.checks, Console().print))
+    say = Console().print
+    roles = start_local(recipe, evaluation_plan(), Watch(recipe.checks, say))
     try:
-        return evaluate(recipe, roles, eval_prompts(recipe.tasks, recipe.eval.rows, recipe.seed))
+        return evaluate(recipe, roles, eval_prompts(recipe.tasks, recipe.eval.rows, recipe.seed), say)
     finally:
         roles.close()

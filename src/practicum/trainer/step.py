@@ -16,11 +16,10 @@ from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.plan import Plan
 from practicum.errors import PracticumError
-from practicum.learning.minibatches import needed_multiple, padding_needed, running_cuts
 from practicum.recipe.schema import Recipe
 from practicum.rollout.protocol import Sampling
 from practicum.runtime.attempts import Attempt
-from practicum.runtime.cutting import balance_metrics
+from practicum.runtime.cutting import balance_metrics, rows_lacking
 from practicum.runtime.local import Roles
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import PromptStream
@@ -117,9 +116,9 @@ class StepRunner:
             raise PracticumError("the student sampled no token in this step: the loop adds only given ones")
         metrics = rollout_metrics([t for part in rolled for t in session_tags(part)], groups)
         metrics |= {f"reward/part/{name}": fmean(scores) for name, scores in self._parts.items()}
-        left = [trajectories(part) for part in rolled]
-        if any(number is not None and number != 1 for number in left):
-            metrics["rollout/trajectories"] = fmean(number for number in left if number is not None)
+        left = trajectories(BatchRef.concat(rolled))
+        if left is not None and left != 1:
+            metrics["rollout/trajectories"] = left
         if self.recipe.agent.on_failure == "drop_group":
             metrics["groups/dropped"] = sum(group.has_failed for group in groups)
         metrics["epoch"] = epoch or 0
@@ -175,8 +174,7 @@ class StepRunner:
         """Add rows that do nothing, as many as ranks and mini-batches need to be cut evenly."""
         if "pad" not in self.plan:
             return batch, {}
-        multiple = needed_multiple(self.roles.ranks, running_cuts(self.recipe, number))
-        lacking = padding_needed(len(batch), multiple)
+        lacking = rows_lacking(self.recipe, batch, number, self.roles.ranks)
         if lacking:
             padding = self._run("pad", lambda: self.roles.practice.pad(TRAIN, lacking))
             assert padding is not None
