@@ -37,12 +37,7 @@ def pack(
     """Sequences one behind the other, then tails that go on from the sequences with the numbers `parents`."""
     ids = torch.tensor([i for part in (*(s.ids for s in sequences), *tails) for i in part], device=device)
     vision = is_vision(config)
-    if vision:
-        positions = [sequence_positions(config, s.ids, s.images) for s in sequences]
-        shifts = [int(p[-1].max()) + 1 - len(p) for p in positions]
-    else:
-        positions = [torch.arange(len(s)) for s in sequences]
-        shifts = [0] * len(sequences)
+    positions, shifts = _positions(config, sequences)
     for parent, tail in zip(parents, tails, strict=True):
         at = len(sequences[parent]) + shifts[parent]
         straight = torch.arange(at, at + len(tail))
@@ -56,3 +51,19 @@ def pack(
         + [torch.zeros(len(tail), dtype=torch.bool) for tail in tails]
     )
     return Inputs(ids, positions_N, shifts, images, picture_N.to(device))
+
+
+def pack_rest(config: Any, sequences: Sequence[Given], starts: Sequence[int], device: torch.device) -> Inputs:
+    """The tokens of each sequence from its start on, one behind the other; pictures stand before it."""
+    positions, shifts = _positions(config, sequences)
+    ids = [i for s, start in zip(sequences, starts, strict=True) for i in s.ids[start:]]
+    rest = [part[start:] for part, start in zip(positions, starts, strict=True)]
+    return Inputs(torch.tensor(ids, device=device), torch.cat(rest).to(device), shifts)
+
+
+def _positions(config: Any, sequences: Sequence[Given]) -> tuple[list[Tensor], list[int]]:
+    """Positions of each whole sequence, and its shift."""
+    if not is_vision(config):
+        return [torch.arange(len(s)) for s in sequences], [0] * len(sequences)
+    positions = [sequence_positions(config, s.ids, s.images) for s in sequences]
+    return positions, [int(p[-1].max()) + 1 - len(p) for p in positions]

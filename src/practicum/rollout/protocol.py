@@ -89,8 +89,13 @@ class Engine(Protocol):
         counter: Counter,
         *,
         images: Images | None = None,
+        keep: bool = False,
     ) -> Generation:
-        """Sample one answer. Requests with equal prompts and pictures share the prompt's computation."""
+        """Sample one answer. Requests with equal prompts and pictures share the prompt's computation.
+
+        With `keep`, a later prompt is likely to begin with this one and its answer: an engine may keep what
+        it computed. The answer is the same.
+        """
         ...
 
     async def score(

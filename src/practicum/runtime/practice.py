@@ -61,7 +61,7 @@ class Practice:
         self.context, self.config, self.widths, self.faculty = context, config, widths, faculty
         self.prompts: dict[Key, Prompt] = {}
         self.judging = Judging(recipe, plan, store, tokenizer, judge, jury, self.prompts)
-        self._policy = EnginePolicy(engine)
+        self._policy = EnginePolicy(engine, keep=recipe.agent.loop != "single_turn")
         self._streams = OpenTime()
         self._tail_s = self._streamed_s = 0.0
         assert isinstance(tokenizer.eos_token_id, int)
