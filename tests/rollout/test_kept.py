@@ -96,6 +96,13 @@ def plain(model: PreTrainedModel, talk: Talk) -> tuple[Tensor, Tensor | None]:
         return plain_forward(model, talk.ids).log_softmax(-1), taken.tensor()
 
 
+def check_logprobs(all_NV: Tensor, start: int, made: Generation) -> None:
+    """A turn's logprobs are those of a plain forward."""
+    here_RV = all_NV[start - 1 : start - 1 + len(made.tokens)]
+    expected = here_RV.gather(1, made.tokens.unsqueeze(1)).squeeze(1)
+    assert torch.allclose(made.plain_logprobs, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_later_turns_have_the_logprobs_and_experts_of_a_plain_forward(family: str):
     model, checked = model_of(family), 0
@@ -108,9 +115,7 @@ def test_later_turns_have_the_logprobs_and_experts_of_a_plain_forward(family: st
         checked += 1
         all_NV, experts_N = plain(model, talk)
         for start, made in talk.turns:
-            here_RV = all_NV[start - 1 : start - 1 + len(made.tokens)]
-            expected = here_RV.gather(1, made.tokens.unsqueeze(1)).squeeze(1)
-            assert torch.allclose(made.plain_logprobs, expected, atol=1e-5)
+            check_logprobs(all_NV, start, made)
             assert (made.experts is None) == (experts_N is None)
             if experts_N is not None and made.experts is not None:
                 assert made.experts.shape == (start + len(made.tokens) - 1, 2, 2)
@@ -144,8 +149,7 @@ def test_samples_are_those_of_an_engine_that_keeps_nothing(family: str):
         with engine_of(model_of(family), slots=slots, keep_tokens=keep_tokens) as engine:
             samples.append([talk.sampled() for talk in converse(engine, 12, 5)])
             reused.append(engine.stats.reused_tokens)
-    assert samples[1] == samples[0]
-    assert samples[2] == samples[0]
+    assert samples[1] == samples[2] == samples[0]
     assert reused[1] > reused[2] > reused[0] == 0
 
 
@@ -164,11 +168,7 @@ def test_what_older_weights_computed_is_never_used():
         engine.load_weights(other.state_dict().items(), 1)
         asyncio.run(say(engine, talk, 3))
         assert engine.stats.reused_tokens == 0
-    start, made = talk.turns[1]
-    expected = plain(other, talk)[0][start - 1 : start - 1 + len(made.tokens)]
-    assert torch.allclose(
-        made.plain_logprobs, expected.gather(1, made.tokens.unsqueeze(1)).squeeze(1), atol=1e-5
-    )
+    check_logprobs(plain(other, talk)[0], *talk.turns[1])
 
 
 def test_kept_memory_is_counted_and_freed_by_sleep():
@@ -223,8 +223,7 @@ def test_a_turn_under_other_pictures_goes_on_from_nothing():
 
 def test_equal_hashes_of_other_tokens_are_told_apart(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kept_module, "_hashes", lambda given: [7] * len(given))
-    model = model_of("qwen3")
-    with engine_of(model) as engine:
+    with engine_of(model_of("qwen3")) as engine:
         expected = [talk.sampled() for talk in converse(engine, 8, 4, keep=False)]
         assert [talk.sampled() for talk in converse(engine, 8, 4)] == expected
 
@@ -271,11 +270,7 @@ def test_different_prompts_of_one_step_share_what_they_go_on_from():
         asyncio.run(say(engine, forks[2], 6))
         assert engine.stats.reused_tokens == 2 * known
     for fork in forks:
-        start, made = fork.turns[0]
-        expected = plain(model_of("qwen3"), fork)[0][start - 1 : start - 1 + len(made.tokens)]
-        assert torch.allclose(
-            made.plain_logprobs, expected.gather(1, made.tokens.unsqueeze(1)).squeeze(1), atol=1e-5
-        )
+        check_logprobs(plain(model_of("qwen3"), fork)[0], *fork.turns[0])
 
 
 def test_abandoned_turns_leave_others_as_they_are():
@@ -390,9 +385,7 @@ def test_to_use_a_sequence_that_was_forgotten_meanwhile_changes_nothing():
     assert store.find(Given((1, 2, 3, 4))) is not None
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 300), st.integers(1, 60)), min_size=1, max_size=20),
-)
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 300), st.integers(1, 60)), min_size=1))
 def test_blocks_are_of_neighbouring_slots_and_pad_little(rows: list[tuple[int, int, int]]):
     slot, extensions = 0, []
     for step, filled, new in rows:
