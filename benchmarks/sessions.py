@@ -127,7 +127,8 @@ class Crowd:
         sessions: list[Session] = []
 
         def make(prompt: int, index: int, attempt: int) -> Session:
-            policy, sampling = EnginePolicy(self.engine), Sampling(TURN_TOKENS[1], frozenset())
+            policy = EnginePolicy(self.engine, keep=True)
+            sampling = Sampling(TURN_TOKENS[1], frozenset())
             given = (prompts[prompt], starts[prompt], index, policy, sampling, self.tokenizer)
             more = {"agent": self.agent, "toolbox": self.toolbox, "seed": seed, "attempt": attempt}
             sessions.append(Session(*given, context=CONTEXT, **more))

@@ -133,6 +133,12 @@ class Rollout(Section):
         ge=2,
         description="Longest prompt + answer in tokens; unset: 1,024 + max_new_tokens, at most the model's.",
     )
+    keep_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        description="Tokens whose keys and values are kept for agents' next turns, which then compute only "
+        "what is new; unset: slots × context; 0 = none.",
+    )
     deadline_s: float = Field(default=600.0, gt=0, description="Seconds one step's rollout may take.")
 
 

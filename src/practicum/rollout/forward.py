@@ -15,10 +15,11 @@ from practicum.models.attention import IMPLEMENTATION, Layout, head_logits, pack
 from practicum.models.experts import routes_of
 from practicum.models.fingerprint import fingerprint_ids
 from practicum.models.vision import image_token_id, is_vision, probe_images
-from practicum.rollout.inputs import Inputs, pack
+from practicum.rollout.extension import ExtendLayout, Extension
+from practicum.rollout.inputs import Inputs, pack, pack_rest
 from practicum.rollout.kv import DecodeLayout, KvMemory, PrefillLayout
 from practicum.rollout.lean import lean_decoder
-from practicum.rollout.queue import Given, Prompt
+from practicum.rollout.queue import Given, Kept, Prompt
 from practicum.rollout.sampler import Draw, Sampled, sample
 
 LOGITS_AT_ONCE = 2**24
@@ -97,6 +98,30 @@ def prefill(runner: Runner, prompts: Sequence[Given]) -> list[Prompt]:
     if experts_N is not None:
         for prompt, experts in zip(computed, experts_N.cpu().split(lengths), strict=True):
             prompt.experts = experts.clone()
+    return computed
+
+
+def extend(
+    runner: Runner, memory: KvMemory, prompts: Sequence[Given], begun: Sequence[tuple[int, Kept]]
+) -> list[Prompt]:
+    """Compute the rest of prompts whose slots hold a kept beginning; they are views of the slots then."""
+    starts = [len(kept.given) for _, kept in begun]
+    new = [len(prompt) - start for prompt, start in zip(prompts, starts, strict=True)]
+    slots = [slot for slot, _ in begun]
+    layout = ExtendLayout(memory, list(map(Extension, slots, starts, new)), runner.device)
+    inputs = pack_rest(runner.model.config, prompts, starts, runner.device)
+    hidden_N, experts_N = runner.routed(inputs, layout)
+    last_G = torch.tensor(new, device=runner.device).cumsum(0) - 1
+    computed = [
+        Prompt(memory.prompt(slot, len(prompt)), hidden, shift)
+        for slot, prompt, hidden, shift in zip(
+            slots, prompts, hidden_N[last_G].unbind(), inputs.shifts, strict=True
+        )
+    ]
+    if experts_N is not None:
+        for prompt, (_, kept), experts in zip(computed, begun, experts_N.cpu().split(new), strict=True):
+            assert kept.experts is not None
+            prompt.experts = torch.cat([kept.experts, experts])
     return computed
 
 

@@ -39,12 +39,7 @@ def pack(
     """Sequences one behind the other, then tails that go on from the sequences with the numbers `parents`."""
     ids = torch.tensor([i for part in (*(s.ids for s in sequences), *tails) for i in part], device=device)
     vision = is_vision(config)
-    if vision:
-        positions = [sequence_positions(config, s.ids, s.images) for s in sequences]
-        shifts = [int(p[-1].max()) + 1 - len(p) for p in positions]
-    else:
-        positions = [torch.arange(len(s)) for s in sequences]
-        shifts = [0] * len(sequences)
+    positions, shifts = _positions(config, sequences)
     for parent, tail in zip(parents, tails, strict=True):
         at = len(sequences[parent]) + shifts[parent]
         straight = torch.arange(at, at + len(tail))
@@ -61,14 +56,34 @@ def pack(
     return Inputs(ids, positions_N, shifts, images, picture_N.to(device), experts_N)
 
 
-def _known_experts(sequences: Sequence[Given], device: torch.device) -> Tensor | None:
-    """What is known of the sequences' experts [N, L, E]: -1 where nothing is."""
+def pack_rest(config: Any, sequences: Sequence[Given], starts: Sequence[int], device: torch.device) -> Inputs:
+    """The tokens of each sequence from its start on, one behind the other; pictures stand before it."""
+    positions, shifts = _positions(config, sequences)
+    ids = [i for s, start in zip(sequences, starts, strict=True) for i in s.ids[start:]]
+    rest = [part[start:] for part, start in zip(positions, starts, strict=True)]
+    experts_N = _known_experts(sequences, device, starts)
+    return Inputs(torch.tensor(ids, device=device), torch.cat(rest).to(device), shifts, experts_N=experts_N)
+
+
+def _positions(config: Any, sequences: Sequence[Given]) -> tuple[list[Tensor], list[int]]:
+    """Positions of each whole sequence, and its shift."""
+    if not is_vision(config):
+        return [torch.arange(len(s)) for s in sequences], [0] * len(sequences)
+    positions = [sequence_positions(config, s.ids, s.images) for s in sequences]
+    return positions, [int(p[-1].max()) + 1 - len(p) for p in positions]
+
+
+def _known_experts(
+    sequences: Sequence[Given], device: torch.device, starts: Sequence[int] | None = None
+) -> Tensor | None:
+    """What is known of the experts of the sequences from their starts on [N, L, E]: -1 where nothing is."""
     known = [s.experts for s in sequences if s.experts is not None]
     if not known:
         return None
-    ends = [len(s) for s in sequences]
-    experts_N = known[0].new_full((sum(ends), *known[0].shape[1:]), -1)
-    for sequence, part in zip(sequences, experts_N.split(ends), strict=True):
+    starts = starts or [0] * len(sequences)
+    lengths = [len(s) - start for s, start in zip(sequences, starts, strict=True)]
+    experts_N = known[0].new_full((sum(lengths), *known[0].shape[1:]), -1)
+    for sequence, start, part in zip(sequences, starts, experts_N.split(lengths), strict=True):
         if sequence.experts is not None:
-            part[: len(sequence.experts)] = sequence.experts
+            part[: max(len(sequence.experts) - start, 0)] = sequence.experts[start:]
     return experts_N.to(device)

@@ -31,6 +31,10 @@ class PromptKv:
         """The same in memory of its own, so that the batch it was computed in can be freed."""
         return PromptKv(self.keys.clone(), self.values.clone())
 
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
 
 def lazy_zeros(size: tuple[int, ...], like: Tensor) -> Tensor:
     """Zeros; on the CPU numpy's, whose pages take no memory until they are written."""
@@ -64,6 +68,10 @@ class KvMemory:
         length = prompt.keys.shape[2]
         for memory, part in ((self.keys, prompt.keys), (self.values, prompt.values)):
             memory[:, first : first + count, :, :length] = part.unsqueeze(1)
+
+    def prompt(self, slot: int, length: int) -> PromptKv:
+        """The first `length` positions of a slot, as views."""
+        return PromptKv(self.keys[:, slot, :, :length], self.values[:, slot, :, :length])
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one slot into another."""

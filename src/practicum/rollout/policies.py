@@ -30,16 +30,21 @@ class Policy(Protocol):
 
 
 class EnginePolicy:
-    """Turns sampled by an engine: the student."""
+    """Turns sampled by an engine: the student. With `keep`, the engine may keep each for the next one."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, *, keep: bool = False) -> None:
+        self._engine, self._keep = engine, keep
 
     async def next(
         self, trajectory: Trajectory, sampling: Sampling, counter: Counter, session: Session
     ) -> Generation:
         return await self._engine.generate(
-            trajectory.ids(), sampling, counter, images=trajectory.images, experts=trajectory.experts
+            trajectory.ids(),
+            sampling,
+            counter,
+            images=trajectory.images,
+            experts=trajectory.experts,
+            keep=self._keep,
         )
 
 

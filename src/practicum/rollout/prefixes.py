@@ -53,7 +53,9 @@ class PrefixLayout:
         out = value.new_empty(query.shape[0], query.shape[1], value.shape[2])
         out[first] = self._causal.attend(layer, query[first], key[first], value[first], scale)
         for block in self._blocks:
-            out[block.token_M] = _attend(block, query, key, value, scale)
+            k, v = (x[block.key_bK].transpose(1, 2) for x in (key, value))
+            padded = attend_padded(query[block.query_bQ], k, v, block.mask_b1QK, scale)
+            out[block.token_M] = padded[block.real_M]
         return out
 
 
@@ -79,15 +81,13 @@ def _block(shape: tuple[int, int], rows: Sequence[tuple[int, int, int, int]], de
     )
 
 
-def _attend(block: _Block, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Output [M, heads, D] of the block's real queries."""
-    (b, queries), heads, kv_heads = block.query_bQ.shape, query.shape[1], key.shape[1]
-    group = heads // kv_heads
+def attend_padded(query_bQ: Tensor, k: Tensor, v: Tensor, mask_b1QK: Tensor, scale: float) -> Tensor:
+    """Attention of padded rows, queries [b, Q, heads, D] and keys [b, kv heads, K, D]: [b x Q, heads, D]."""
+    queries, kv_heads = query_bQ.shape[1], k.shape[1]
+    group = query_bQ.shape[2] // kv_heads
     # Heads that share keys become further queries, so keys and values are never repeated.
-    q = query[block.query_bQ].unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4)
-    q = q.reshape(b, kv_heads, group * queries, -1)
-    k, v = (x[block.key_bK].transpose(1, 2) for x in (key, value))
-    mask = block.mask_b1QK if group == 1 else block.mask_b1QK.repeat(1, 1, group, 1)
+    q = query_bQ.unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    mask = mask_b1QK if group == 1 else mask_b1QK.repeat(1, 1, group, 1)
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     out = out.unflatten(2, (group, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
-    return out.flatten(0, 1)[block.real_M]
+    return out.flatten(0, 1)

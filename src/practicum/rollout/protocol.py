@@ -90,10 +90,13 @@ class Engine(Protocol):
         *,
         images: Images | None = None,
         experts: Tensor | None = None,
+        keep: bool = False,
     ) -> Generation:
         """Sample one answer. Requests with equal prompts, pictures and experts share the prompt's work.
 
         `experts` [n, L, E] is what the first tokens took before (`Generation.experts`): they take it again.
+        With `keep`, a later prompt is likely to begin with this one and its answer: an engine may keep what
+        it computed. The answer is the same.
         """
         ...
 

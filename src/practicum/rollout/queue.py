@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from practicum.models.images import Images
@@ -23,6 +24,9 @@ class Given:
 
     ids: tuple[int, ...]
     digest: bytes = b""
+    """Of the pictures."""
+    routes: bytes = b""
+    """A digest of the experts."""
     images: Images | None = field(default=None, compare=False)
     experts: Tensor | None = field(default=None, compare=False)
     """Experts that the first tokens are to take [n, L, E], as they did before; MoE models only."""
@@ -30,10 +34,10 @@ class Given:
     @staticmethod
     def of(ids: Sequence[int], images: Images | None, experts: Tensor | None = None) -> Given:
         """These tokens, pictures and experts, ready to be compared."""
-        digest = b"" if images is None else images.digest
+        digest, routes = b"" if images is None else images.digest, b""
         if experts is not None:
-            digest += blake2b(experts.contiguous().numpy().data.cast("B"), digest_size=16).digest()
-        return Given(tuple(ids), digest, images, experts)
+            routes = blake2b(experts.contiguous().numpy().data.cast("B"), digest_size=16).digest()
+        return Given(tuple(ids), digest, routes, images, experts)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -47,6 +51,8 @@ class GenerateJob(Job):
     sampling: Sampling
     draw: Draw
     key: int
+    keep: bool = False
+    """Whether a later prompt is likely to go on from the answer."""
     prompt_experts: Tensor | None = field(default=None, init=False)
     """Of a MoE model, once the prompt is computed."""
 
@@ -82,12 +88,36 @@ class Prompt:
     """Experts that its tokens took [P, L, E], MoE models only; on the CPU, in memory of its own."""
 
 
+@dataclass(eq=False, slots=True)
+class Kept:
+    """What was computed of a finished sequence: of all its tokens but the last, which was never an input."""
+
+    given: Given
+    """Those tokens and the pictures among them, by their digest alone."""
+    kv: PromptKv
+    experts: Tensor | None
+    place: int
+    """Where it is found: a hash of its tokens."""
+    claims: int = 1
+    """How many finished sequences with equal tokens it stands for."""
+
+    def begins(self, prompt: Given) -> bool:
+        """Whether the prompt has more tokens than these, and begins with them, their pictures and experts."""
+        known, length = self.given, len(self.given)
+        alike = length < len(prompt) and known.digest == prompt.digest and known.ids == prompt.ids[:length]
+        if not alike or prompt.experts is None or self.experts is None:
+            return alike
+        both = min(length, len(prompt.experts))
+        return torch.equal(self.experts[:both], prompt.experts[:both])
+
+
 class Admission(NamedTuple):
-    """Requests of one prompt that get slots now, and the prompt if it is already computed."""
+    """Requests of one prompt that get slots now, and what is computed of it: all, a beginning, or nothing."""
 
     prompt: Given
     jobs: list[GenerateJob]
     computed: Prompt | None
+    kept: Kept | None = None
 
 
 class Queue:
@@ -117,21 +147,26 @@ class Queue:
         self._groups.clear()
         self._kept.clear()
 
-    def take(self, slots: int, budget: int) -> list[Admission]:
-        """Requests for this many slots whose prompts not yet computed have at most `budget` tokens.
+    def take(
+        self, slots: int, budget: int, find: Callable[[Given], Kept | None] = lambda prompt: None
+    ) -> list[Admission]:
+        """Requests for this many slots whose prompts have at most `budget` tokens not yet computed.
 
-        A first prompt is taken even if it is longer than the budget.
+        A first prompt is taken even if it is longer than the budget. `find` gives what is known of a prompt.
         """
         taken: list[Admission] = []
         for prompt in list(self._groups):
+            if slots == 0:
+                break
             computed = self._kept.get(prompt)
-            cost = 0 if computed else len(prompt)
-            if slots == 0 or (taken and cost > budget):
+            kept = None if computed else find(prompt)
+            cost = 0 if computed else len(prompt) - (len(kept.given) if kept else 0)
+            if taken and cost > budget:
                 break
             jobs = self._pop(prompt, slots)
             if jobs:
                 slots, budget = slots - len(jobs), budget - cost
-                taken.append(Admission(prompt, jobs, computed))
+                taken.append(Admission(prompt, jobs, computed, kept))
         return taken
 
     def _pop(self, prompt: Given, most: int) -> list[GenerateJob]:

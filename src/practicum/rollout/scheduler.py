@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor
 
 from practicum.errors import EngineError
 from practicum.rollout.desk import Job, Outcome
-from practicum.rollout.forward import Runner, decode, prefill, sample_hidden
+from practicum.rollout.forward import Runner, decode, extend, prefill, sample_hidden
+from practicum.rollout.kept import KeptSequences
 from practicum.rollout.kv import KvMemory
-from practicum.rollout.queue import GenerateJob, Given, Queue, ScoreJob
+from practicum.rollout.protocol import Generation
+from practicum.rollout.queue import Admission, GenerateJob, Given, Kept, Prompt, Queue, ScoreJob
 from practicum.rollout.randomness import uniforms
 from practicum.rollout.rows import Rows
 from practicum.rollout.sampler import Sampled
@@ -25,6 +28,9 @@ class EngineStats:
 
     prefilled_prompts: int = 0
     prefilled_tokens: int = 0
+    """Tokens of prompts that were really computed."""
+    reused_tokens: int = 0
+    """Tokens of prompts that an earlier turn had computed."""
     decode_steps: int = 0
     decoded_tokens: int = 0
     sampled_tokens: int = 0
@@ -43,6 +49,7 @@ class Scheduler:
         context: int,
         prefill_tokens: int,
         score_tokens: int,
+        keep_tokens: int,
     ) -> None:
         self.version = 0
         self.stats = EngineStats()
@@ -53,6 +60,7 @@ class Scheduler:
         self._prefill_tokens, self._score_tokens = prefill_tokens, score_tokens
         self._rows = Rows(slots, context, runner.device, runner.routes)
         self._queue = Queue()
+        self._kept = KeptSequences(keep_tokens)
         self._to_score: deque[ScoreJob] = deque()
         self.allocate()
 
@@ -60,6 +68,11 @@ class Scheduler:
         """Set the KV memory aside, if it is not yet."""
         if self.memory is None:
             self.memory = KvMemory(self._runner.token_kv, self._slots, self._context)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV memory and of the sequences kept beside it."""
+        return (self.memory.nbytes if self.memory else 0) + self._kept.nbytes
 
     def free(self) -> None:
         """Forget all requests and free the KV memory."""
@@ -70,6 +83,7 @@ class Scheduler:
         """Forget all requests, and what was computed for them."""
         self._rows.clear()
         self._queue.clear()
+        self._kept.clear()
         self._to_score.clear()
 
     @torch.no_grad()
@@ -113,20 +127,46 @@ class Scheduler:
 
     def _admit(self, memory: KvMemory) -> list[Tensor]:
         """Give free slots to waiting requests; hidden states of their prompts' last tokens."""
-        taken = self._queue.take(self._slots - self._rows.count, self._prefill_tokens)
-        new = [admission.prompt for admission in taken if admission.computed is None]
+        taken = self._queue.take(self._slots - self._rows.count, self._prefill_tokens, self._kept.find)
+        new = [one.prompt for one in taken if one.computed is None and one.kept is None]
         computed = iter(prefill(self._runner, new) if new else [])
         self.stats.prefilled_prompts += len(new)
         self.stats.prefilled_tokens += sum(map(len, new))
-        fresh: list[Tensor] = []
-        for admission in taken:
-            prompt = admission.computed or next(computed)
-            memory.put_prompt(prompt.kv, self._rows.count, len(admission.jobs))
-            self._queue.keep(admission.prompt, prompt)
-            self._rows.add(admission.jobs, prompt)
-            fresh.append(prompt.hidden.expand(len(admission.jobs), -1))
+        fresh = [self._seat(memory, one, one.computed or next(computed)) for one in taken if one.kept is None]
+        # In order of length, so that neighbours have little padding between them.
+        begun = sorted((one for one in taken if one.kept), key=lambda one: len(one.prompt))
+        fresh += self._go_on(memory, begun) if begun else []
         self.stats.most_rows = max(self.stats.most_rows, self._rows.count)
         return fresh
+
+    def _go_on(self, memory: KvMemory, admissions: Sequence[Admission]) -> list[Tensor]:
+        """As `_admit`, of prompts that begin with a kept sequence."""
+        begun: list[tuple[int, Kept]] = []
+        slot = self._rows.count
+        for one in admissions:
+            assert one.kept is not None
+            memory.put_prompt(one.kept.kv, slot, 1)
+            self._kept.use(one.kept, len(one.jobs))
+            begun.append((slot, one.kept))
+            slot += len(one.jobs)
+        prompts = [one.prompt for one in admissions]
+        computed = extend(self._runner, memory, prompts, begun)
+        reused = sum(len(kept.given) for _, kept in begun)
+        self.stats.prefilled_prompts += len(prompts)
+        self.stats.prefilled_tokens += sum(map(len, prompts)) - reused
+        self.stats.reused_tokens += reused
+        return [
+            self._seat(memory, one, prompt, filled=1)
+            for one, prompt in zip(admissions, computed, strict=True)
+        ]
+
+    def _seat(self, memory: KvMemory, admission: Admission, prompt: Prompt, filled: int = 0) -> Tensor:
+        """Put a computed prompt's requests into slots, the first `filled` of which hold it already."""
+        count = len(admission.jobs)
+        memory.put_prompt(prompt.kv, self._rows.count + filled, count - filled)
+        self._queue.keep(admission.prompt, prompt)
+        self._rows.add(admission.jobs, prompt)
+        return prompt.hidden.expand(count, -1)
 
     def _sample(self, hidden_B: Tensor) -> Sampled:
         rows = self._rows
@@ -147,8 +187,16 @@ class Scheduler:
         done, finishes = self._rows.append(sampled)
         jobs = [self._rows.jobs[row] for row in done]
         generations = self._rows.generations(done, finishes, self.version)
+        for row, job, made in zip(done, jobs, generations, strict=True):
+            if job.keep:
+                self._keep(memory, row, job, made)
         self._remove(memory, done)
         return list(zip(jobs, generations, strict=True))
+
+    def _keep(self, memory: KvMemory, row: int, job: GenerateJob, made: Generation) -> None:
+        # The last token was never an input: nothing is computed of it.
+        given = Given((*job.prompt.ids, *made.tokens[:-1].tolist()), job.prompt.digest)
+        self._kept.put(given, memory.prompt(row, len(given)), made.experts)
 
     def _remove(self, memory: KvMemory, rows: list[int]) -> None:
         for source, target, length in self._rows.remove(rows) if rows else ():

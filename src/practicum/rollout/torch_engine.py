@@ -1,7 +1,8 @@
 """The torch engine: any transformers causal LM, with continuous batching and KV memory set aside once.
 
-Equal prompts are computed once. Left out on purpose: paging (a slot is as long as the context) and reuse of
-prompts that merely begin alike. This file is what callers use; the engine's work is `scheduler.step`.
+Equal prompts are computed once, and a prompt that goes on from a kept answer only from there on. Left out on
+purpose: paging (a slot is as long as the context) and reuse of prompts that merely begin alike. This file is
+what callers use; the engine's work is `scheduler.step`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class TorchEngine:
 
     `slots` sequences are decoded at once, each of up to `context` tokens with its prompt. One forward call
     takes up to `prefill_tokens` tokens of prompts, or `score_tokens` to score (a longer sequence goes alone).
+    Answers that are to be kept take up to `keep_tokens` tokens with their prompts; unset: slots x context.
     With `owns_weights`, a sleeping engine may put them aside: nobody else may use the model then.
     """
 
@@ -45,6 +47,7 @@ class TorchEngine:
         version: int = 0,
         prefill_tokens: int = 8192,
         score_tokens: int = 8192,
+        keep_tokens: int | None = None,
         owns_weights: bool = False,
     ) -> None:
         if slots < 1:
@@ -62,6 +65,7 @@ class TorchEngine:
             context=context,
             prefill_tokens=prefill_tokens,
             score_tokens=score_tokens,
+            keep_tokens=slots * context if keep_tokens is None else keep_tokens,
         )
         self._scheduler.version = version
         self._shelf: Shelf | None = None
@@ -80,10 +84,13 @@ class TorchEngine:
         *,
         images: Images | None = None,
         experts: Tensor | None = None,
+        keep: bool = False,
     ) -> Generation:
         """Sample one answer. Requests with equal prompts, pictures and experts share the prompt's work.
 
         `experts` [n, L, E] is what the first tokens took before (`Generation.experts`): they take it again.
+        With `keep`, what was computed is kept for a prompt that begins with this one and its answer, until it
+        comes, or others need the room, or the weights change.
         """
         self._check_awake()
         self._check_ids(prompt_ids, "prompt")
@@ -96,7 +103,7 @@ class TorchEngine:
                 "engine with a longer context"
             )
         given = Given.of(prompt_ids, images, self._known(prompt_ids, experts))
-        job = GenerateJob(given, sampling, Draw.of(sampling), stream_key(counter))
+        job = GenerateJob(given, sampling, Draw.of(sampling), stream_key(counter), keep)
         return await self._desk.submit(job)
 
     async def score(
@@ -181,9 +188,9 @@ class TorchEngine:
             self._scheduler.allocate()
 
     def memory(self) -> Memory:
-        """Bytes held now on the model's device: its weights, and the KV memory set aside."""
+        """Bytes held now on the model's device: its weights, and KV memory with what is kept beside it."""
         held = (t.nbytes for t in distinct_tensors(self._model) if t.device == self._runner.device)
-        return Memory(sum(held), self._scheduler.memory.nbytes if self._scheduler.memory else 0)
+        return Memory(sum(held), self._scheduler.kv_bytes)
 
     @torch.no_grad()
     def fingerprint(self) -> Tensor:

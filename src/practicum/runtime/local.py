@@ -150,7 +150,8 @@ def _connect(recipe: Recipe, plan: Plan, watch: Watch, model: PreTrainedModel, h
     if "ref_logprobs" in plan:
         reference = Scorer(Trunk(load_reference(recipe, model), recipe.train))
     context = rollout_context(recipe, context_length(model))
-    engine = TorchEngine(model, slots=recipe.rollout.slots, context=context)
+    slots, keep_tokens = recipe.rollout.slots, recipe.rollout.keep_tokens
+    engine = TorchEngine(model, slots=slots, context=context, keep_tokens=keep_tokens)
     vocab = model.config.get_text_config().vocab_size
     faculty = None if staff is None else Faculty(recipe, plan, store, staff, engine, tokenizer, vocab=vocab)
     valuation = None

@@ -64,7 +64,7 @@ class Practice:
         self.prompts: dict[Key, Prompt] = {}
         self._openings: dict[int, list[int]] = {}
         self.judging = Judging(recipe, plan, store, tokenizer, judge, jury, self.prompts, self._openings)
-        self._policy = EnginePolicy(engine)
+        self._policy = EnginePolicy(engine, keep=recipe.agent.loop != "single_turn")
         self._streams = OpenTime()
         self._tail_s = self._streamed_s = 0.0
         assert isinstance(tokenizer.eos_token_id, int)

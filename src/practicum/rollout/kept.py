@@ -1,0 +1,79 @@
+"""What was computed of finished sequences, kept for prompts that go on from them: an agent's later turns."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from torch import Tensor
+
+from practicum.rollout.kv import PromptKv
+from practicum.rollout.queue import Given, Kept
+
+
+class KeptSequences:
+    """Finished sequences of at most `most` tokens in all; those that nobody asked for longest go first.
+
+    They are found by a hash of their tokens, in time that depends on the prompt's length alone.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.tokens = self.nbytes = 0
+        self._most = most
+        # From those put in or used longest ago to the newest.
+        self._by_hash: dict[int, Kept] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_hash)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._by_hash.clear()
+        self.tokens = self.nbytes = 0
+
+    def put(self, given: Given, kv: PromptKv, experts: Tensor | None) -> None:
+        """Keep a sequence, its keys and values in memory of its own, unless it is longer than all may be."""
+        if len(given) > self._most:
+            return
+        place = _hashes(given)[-1]
+        known = self._by_hash.get(place)
+        if known is not None and known.given == given:
+            known.claims += 1
+            self._by_hash[place] = self._by_hash.pop(place)
+            return
+        if known is not None:
+            self._forget(known)
+        while self.tokens + len(given) > self._most:
+            self._forget(next(iter(self._by_hash.values())))
+        self._by_hash[place] = kept = Kept(Given(given.ids, given.digest), kv.copy(), experts, place)
+        self.tokens += len(given)
+        self.nbytes += kept.kv.nbytes
+
+    def find(self, prompt: Given) -> Kept | None:
+        """The longest kept sequence that the prompt goes on from with at least one token."""
+        if not self._by_hash:
+            return None
+        for place in reversed(_hashes(prompt)[:-1]):
+            kept = self._by_hash.get(place)
+            if kept is not None and kept.begins(prompt):
+                return kept
+        return None
+
+    def use(self, kept: Kept, times: int) -> None:
+        """It was gone on from by so many sequences: once all that it stands for have done so, it goes."""
+        if self._by_hash.get(kept.place) is not kept:
+            return
+        kept.claims -= times
+        if kept.claims <= 0:
+            self._forget(kept)
+        else:
+            self._by_hash[kept.place] = self._by_hash.pop(kept.place)
+
+    def _forget(self, kept: Kept) -> None:
+        del self._by_hash[kept.place]
+        self.tokens -= len(kept.given)
+        self.nbytes -= kept.kv.nbytes
+
+
+def _hashes(given: Given) -> list[int]:
+    """Hashes of the first 1, 2, ... tokens together with the pictures."""
+    return list(accumulate(given.ids, lambda so_far, i: hash((so_far, i)), initial=hash(given.digest)))[1:]
