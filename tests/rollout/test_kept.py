@@ -9,8 +9,6 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -22,12 +20,8 @@ from practicum.models.images import Images
 from practicum.models.vision import image_token_id
 from practicum.recipe.schema import Recipe
 from practicum.rollout import kept as kept_module
-from practicum.rollout.extension import Extension, blocks
-from practicum.rollout.kept import KeptSequences
-from practicum.rollout.kv import RUN_COST, PromptKv
 from practicum.rollout.policies import EnginePolicy
 from practicum.rollout.protocol import Counter, Generation
-from practicum.rollout.queue import Given, Kept
 from practicum.rollout.torch_engine import TorchEngine
 from practicum.runtime.attempts import Attempt
 from practicum.runtime.local import start_local
@@ -67,9 +61,9 @@ async def say(engine: TorchEngine, talk: Talk, number: int, *, keep: bool = True
     turn = len(talk.turns)
     draw = Random(f"{number} {turn}")
     how = sampling(draw.randint(1, 6), greedy=number % 2 == 0)
-    taken = talk.turns[-1][1].experts if talk.turns else None
+    known = talk.turns[-1][1].experts if talk.turns else None
     counter = Counter(0, number, 0, turn)
-    made = await engine.generate(talk.ids, how, counter, images=talk.images, experts=taken, keep=keep)
+    made = await engine.generate(talk.ids, how, counter, images=talk.images, experts=known, keep=keep)
     talk.turns.append((len(talk.ids), made))
     talk.ids += made.tokens.tolist() + [draw.randint(3, 59) for _ in range(draw.randint(0, 5))]
 
@@ -223,8 +217,28 @@ def test_a_turn_under_other_pictures_goes_on_from_nothing():
         assert engine.stats.reused_tokens == len(ids) + len(talk.turns[0][1].tokens) - 1
 
 
+def test_a_turn_that_is_to_take_other_experts_goes_on_from_nothing():
+    """And what it is told of the tokens behind a kept sequence, they take."""
+    ids, how = [5, 9, 11, 13], sampling(4)
+    with engine_of(model_of("qwen3_moe")) as engine:
+
+        def ask(ids: list[int], experts: Tensor | None) -> Tensor:
+            request = engine.generate(ids, how, Counter(0, 0), experts=experts, keep=True)
+            made = asyncio.run(request)
+            assert made.experts is not None
+            ids += made.tokens.tolist()
+            return made.experts
+
+        first = ask(ids, None)
+        asked = torch.cat([first, (first[-1:] + 1) % 8])
+        ask([*ids, 7], torch.cat([first[:-1], (first[-1:] + 1) % 8]))
+        assert engine.stats.reused_tokens == 0
+        assert torch.equal(ask([*ids], asked)[: len(asked)].sort(-1).values, asked.sort(-1).values)
+        assert engine.stats.reused_tokens == len(first)
+
+
 def test_equal_hashes_of_other_tokens_are_told_apart(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(kept_module, "_hashes", lambda given: [7] * len(given))
+    monkeypatch.setattr(kept_module, "_hashes", lambda ids, pictures: [7] * len(ids))
     with engine_of(model_of("qwen3")) as engine:
         expected = [talk.sampled() for talk in converse(engine, 8, 4, keep=False)]
         assert [talk.sampled() for talk in converse(engine, 8, 4)] == expected
@@ -338,64 +352,3 @@ def test_a_recipes_agents_keep_their_turns_unless_they_take_just_one(
         assert (roles.engine.memory().kv > empty) == kept
     finally:
         roles.close()
-
-
-def kv_of(length: int) -> PromptKv:
-    return PromptKv(torch.ones(2, 1, length, 4), torch.ones(2, 1, length, 4))
-
-
-sequences = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(tuple)
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["put", "use"]), sequences), max_size=40), st.integers(0, 12))
-def test_what_is_kept_is_what_a_plain_search_would_keep(calls: list[tuple[str, tuple[int, ...]]], most: int):
-    """Against a list from oldest to newest, searched from end to end."""
-    store, known = KeptSequences(most), []
-    for call, ids in calls:
-        if call == "put" and len(ids) <= most:
-            claims = next((entry[1] for entry in known if entry[0] == ids), 0)
-            known = [entry for entry in known if entry[0] != ids] + [(ids, claims + 1)]
-            while sum(len(entry[0]) for entry in known) > most:
-                known.pop(0)
-        if call == "put":
-            store.put(Given(ids), kv_of(len(ids)), None)
-        found = store.find(Given(ids))
-        best = max(
-            (e[0] for e in known if len(e[0]) < len(ids) and e[0] == ids[: len(e[0])]), key=len, default=None
-        )
-        assert (found.given.ids if found else None) == best
-        if call == "use" and found:
-            store.use(found, 1)
-            claims = next(entry[1] for entry in known if entry[0] == best)
-            known = [entry for entry in known if entry[0] != best] + (
-                [(best, claims - 1)] if claims > 1 else []
-            )
-        assert len(store) == len(known)
-        assert store.tokens == sum(len(entry[0]) for entry in known)
-        assert store.nbytes == store.tokens * 2 * 2 * 4 * 4
-
-
-def test_to_use_a_sequence_that_was_forgotten_meanwhile_changes_nothing():
-    store = KeptSequences(4)
-    store.put(Given((1, 2, 3)), kv_of(3), None)
-    found = store.find(Given((1, 2, 3, 4)))
-    assert isinstance(found, Kept)
-    store.put(Given((5, 6, 7)), kv_of(3), None)
-    store.put(Given((1, 2, 3)), kv_of(3), None)
-    store.use(found, 1)
-    assert store.find(Given((1, 2, 3, 4))) is not None
-
-
-@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 300), st.integers(1, 60)), min_size=1))
-def test_blocks_are_of_neighbouring_slots_and_pad_little(rows: list[tuple[int, int, int]]):
-    slot, extensions = 0, []
-    for step, filled, new in rows:
-        slot += step
-        extensions.append(Extension(slot, filled, new))
-    found = blocks(extensions)
-    assert [one for block in found for one in block] == extensions
-    for block in found:
-        assert [one.slot for one in block] == list(range(block[0].slot, block[0].slot + len(block)))
-        padded = len(block) * max(one.new for one in block) * max(one.whole for one in block)
-        assert padded - sum(one.new * one.whole for one in block) <= RUN_COST * (len(block) - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -214,12 +215,19 @@ def test_a_judge_without_a_number_leaves_samples_out_if_the_recipe_says_skip(tmp
 
 @pytest.mark.parametrize("kind", ["classifier", "judge"])
 def test_model_sleeps_and_engine_wakes_when_judging_fails(
-    tmp_path: Path, classifier: str, seven: str, kind: str
+    tmp_path: Path, classifier: str, seven: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ):
     model = {"model": classifier} if kind == "classifier" else asked(seven)
-    loaded = recipe_of(tmp_path, {"functions": [], "models": {"rm": model | {"deadline_s": 1e-6}}})
+    loaded = recipe_of(tmp_path, {"functions": [], "models": {"rm": model | {"deadline_s": 0.05}}})
+
+    async def never(self: ColocatedRewarder, case: Case) -> float:
+        await asyncio.Event().wait()
+        raise AssertionError
+
     with roles_of(loaded) as roles:
-        with pytest.raises(DeadlineError, match=r"reward model rm \(16 answers\) was not done after 1e-06 s"):
+        late = pytest.raises(DeadlineError, match=r"reward model rm \(16 answers\) was not done after 0.05 s")
+        with monkeypatch.context() as patch, late:
+            patch.setattr(ColocatedRewarder, "judge", never)
             rewards(loaded, roles)
         with pytest.raises(TeacherError, match="sleeps"):
             run(rm_of(roles).judge(Case("", "1", "2", None)))

@@ -105,7 +105,7 @@ def extend(
     runner: Runner, memory: KvMemory, prompts: Sequence[Given], begun: Sequence[tuple[int, Kept]]
 ) -> list[Prompt]:
     """Compute the rest of prompts whose slots hold a kept beginning; they are views of the slots then."""
-    starts = [len(kept.given) for _, kept in begun]
+    starts = [len(kept) for _, kept in begun]
     new = [len(prompt) - start for prompt, start in zip(prompts, starts, strict=True)]
     slots = [slot for slot, _ in begun]
     layout = ExtendLayout(memory, list(map(Extension, slots, starts, new)), runner.device)

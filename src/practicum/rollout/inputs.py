@@ -45,7 +45,7 @@ def pack(
         straight = torch.arange(at, at + len(tail))
         positions.append(straight.unsqueeze(1).expand(-1, AXES) if vision else straight)
     positions_N = torch.cat(positions).to(device)
-    experts_N = _known_experts(sequences, device)
+    experts_N = _known_experts([len(s) for s in sequences], [s.experts for s in sequences], device)
     images = [s.images for s in sequences if s.images is not None]
     if not images:
         return Inputs(ids, positions_N, shifts, experts_N=experts_N)
@@ -59,10 +59,12 @@ def pack(
 def pack_rest(config: Any, sequences: Sequence[Given], starts: Sequence[int], device: torch.device) -> Inputs:
     """The tokens of each sequence from its start on, one behind the other; pictures stand before it."""
     positions, shifts = _positions(config, sequences)
-    ids = [i for s, start in zip(sequences, starts, strict=True) for i in s.ids[start:]]
-    rest = [part[start:] for part, start in zip(positions, starts, strict=True)]
-    experts_N = _known_experts(sequences, device, starts)
-    return Inputs(torch.tensor(ids, device=device), torch.cat(rest).to(device), shifts, experts_N=experts_N)
+    cuts = list(zip(sequences, starts, strict=True))
+    ids = torch.tensor([i for s, start in cuts for i in s.ids[start:]], device=device)
+    rest = torch.cat([part[start:] for part, start in zip(positions, starts, strict=True)])
+    known = [None if s.experts is None else s.experts[start:] for s, start in cuts]
+    experts_N = _known_experts([len(s) - start for s, start in cuts], known, device)
+    return Inputs(ids, rest.to(device), shifts, experts_N=experts_N)
 
 
 def _positions(config: Any, sequences: Sequence[Given]) -> tuple[list[Tensor], list[int]]:
@@ -74,16 +76,14 @@ def _positions(config: Any, sequences: Sequence[Given]) -> tuple[list[Tensor], l
 
 
 def _known_experts(
-    sequences: Sequence[Given], device: torch.device, starts: Sequence[int] | None = None
+    lengths: Sequence[int], known: Sequence[Tensor | None], device: torch.device
 ) -> Tensor | None:
-    """What is known of the experts of the sequences from their starts on [N, L, E]: -1 where nothing is."""
-    known = [s.experts for s in sequences if s.experts is not None]
-    if not known:
+    """Experts [N, L, E] of sequences of which the first tokens' may be known: -1 where they are not."""
+    some = next((experts for experts in known if experts is not None and len(experts)), None)
+    if some is None:
         return None
-    starts = starts or [0] * len(sequences)
-    lengths = [len(s) - start for s, start in zip(sequences, starts, strict=True)]
-    experts_N = known[0].new_full((sum(lengths), *known[0].shape[1:]), -1)
-    for sequence, start, part in zip(sequences, starts, experts_N.split(lengths), strict=True):
-        if sequence.experts is not None:
-            part[: max(len(sequence.experts) - start, 0)] = sequence.experts[start:]
+    experts_N = some.new_full((sum(lengths), *some.shape[1:]), -1)
+    for experts, part in zip(known, experts_N.split(list(lengths)), strict=True):
+        if experts is not None:
+            part[: len(experts)] = experts
     return experts_N.to(device)

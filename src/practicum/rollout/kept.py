@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 from torch import Tensor
@@ -30,29 +31,29 @@ class KeptSequences:
         self._by_hash.clear()
         self.tokens = self.nbytes = 0
 
-    def put(self, given: Given, kv: PromptKv, experts: Tensor | None) -> None:
+    def put(self, ids: tuple[int, ...], pictures: bytes, kv: PromptKv, experts: Tensor | None) -> None:
         """Keep a sequence, its keys and values in memory of its own, unless it is longer than all may be."""
-        if len(given) > self._most:
+        if len(ids) > self._most:
             return
-        place = _hashes(given)[-1]
+        place = _hashes(ids, pictures)[-1]
         known = self._by_hash.get(place)
-        if known is not None and known.given == given:
+        if known is not None and known.is_of(ids, pictures, experts):
             known.claims += 1
             self._by_hash[place] = self._by_hash.pop(place)
             return
         if known is not None:
             self._forget(known)
-        while self.tokens + len(given) > self._most:
+        while self.tokens + len(ids) > self._most:
             self._forget(next(iter(self._by_hash.values())))
-        self._by_hash[place] = kept = Kept(Given(given.ids, given.digest), kv.copy(), experts, place)
-        self.tokens += len(given)
+        self._by_hash[place] = kept = Kept(ids, pictures, kv.copy(), experts, place)
+        self.tokens += len(ids)
         self.nbytes += kept.kv.nbytes
 
     def find(self, prompt: Given) -> Kept | None:
         """The longest kept sequence that the prompt goes on from with at least one token."""
         if not self._by_hash:
             return None
-        for place in reversed(_hashes(prompt)[:-1]):
+        for place in reversed(_hashes(prompt.ids, prompt.pictures)[:-1]):
             kept = self._by_hash.get(place)
             if kept is not None and kept.begins(prompt):
                 return kept
@@ -70,10 +71,10 @@ class KeptSequences:
 
     def _forget(self, kept: Kept) -> None:
         del self._by_hash[kept.place]
-        self.tokens -= len(kept.given)
+        self.tokens -= len(kept)
         self.nbytes -= kept.kv.nbytes
 
 
-def _hashes(given: Given) -> list[int]:
+def _hashes(ids: Sequence[int], pictures: bytes) -> list[int]:
     """Hashes of the first 1, 2, ... tokens together with the pictures."""
-    return list(accumulate(given.ids, lambda so_far, i: hash((so_far, i)), initial=hash(given.digest)))[1:]
+    return list(accumulate(ids, lambda so_far, i: hash((so_far, i)), initial=hash(pictures)))[1:]

@@ -24,9 +24,6 @@ class Given:
 
     ids: tuple[int, ...]
     digest: bytes = b""
-    """Of the pictures."""
-    routes: bytes = b""
-    """A digest of the experts."""
     images: Images | None = field(default=None, compare=False)
     experts: Tensor | None = field(default=None, compare=False)
     """Experts that the first tokens are to take [n, L, E], as they did before; MoE models only."""
@@ -34,10 +31,15 @@ class Given:
     @staticmethod
     def of(ids: Sequence[int], images: Images | None, experts: Tensor | None = None) -> Given:
         """These tokens, pictures and experts, ready to be compared."""
-        digest, routes = b"" if images is None else images.digest, b""
+        digest = b"" if images is None else images.digest
         if experts is not None:
-            routes = blake2b(experts.contiguous().numpy().data.cast("B"), digest_size=16).digest()
-        return Given(tuple(ids), digest, routes, images, experts)
+            digest += blake2b(experts.contiguous().numpy().data.cast("B"), digest_size=16).digest()
+        return Given(tuple(ids), digest, images, experts)
+
+    @property
+    def pictures(self) -> bytes:
+        """The digest of the pictures alone; empty without any."""
+        return b"" if self.images is None else self.images.digest
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -92,8 +94,9 @@ class Prompt:
 class Kept:
     """What was computed of a finished sequence: of all its tokens but the last, which was never an input."""
 
-    given: Given
-    """Those tokens and the pictures among them, by their digest alone."""
+    ids: tuple[int, ...]
+    pictures: bytes
+    """The digest of the pictures among them."""
     kv: PromptKv
     experts: Tensor | None
     place: int
@@ -101,14 +104,25 @@ class Kept:
     claims: int = 1
     """How many finished sequences with equal tokens it stands for."""
 
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def is_of(self, ids: tuple[int, ...], pictures: bytes, experts: Tensor | None) -> bool:
+        """Whether another sequence has all the same."""
+        return self.ids == ids and self.pictures == pictures and _agree(self.experts, experts)
+
     def begins(self, prompt: Given) -> bool:
-        """Whether the prompt has more tokens than these, and begins with them, their pictures and experts."""
-        known, length = self.given, len(self.given)
-        alike = length < len(prompt) and known.digest == prompt.digest and known.ids == prompt.ids[:length]
-        if not alike or prompt.experts is None or self.experts is None:
-            return alike
-        both = min(length, len(prompt.experts))
-        return torch.equal(self.experts[:both], prompt.experts[:both])
+        """Whether the prompt goes on from these tokens, with the same pictures and experts."""
+        alike = len(self) < len(prompt) and self.ids == prompt.ids[: len(self)]
+        return alike and self.pictures == prompt.pictures and _agree(self.experts, prompt.experts)
+
+
+def _agree(kept: Tensor | None, asked: Tensor | None) -> bool:
+    """Whether tokens took the experts that they are asked to take, as far as that is asked."""
+    if kept is None or asked is None:
+        return asked is None
+    both = min(len(kept), len(asked))
+    return torch.equal(kept[:both], asked[:both])
 
 
 class Admission(NamedTuple):
@@ -160,7 +174,7 @@ class Queue:
                 break
             computed = self._kept.get(prompt)
             kept = None if computed else find(prompt)
-            cost = 0 if computed else len(prompt) - (len(kept.given) if kept else 0)
+            cost = 0 if computed else len(prompt) - (len(kept) if kept else 0)
             if taken and cost > budget:
                 break
             jobs = self._pop(prompt, slots)

@@ -151,7 +151,7 @@ class Scheduler:
             slot += len(one.jobs)
         prompts = [one.prompt for one in admissions]
         computed = extend(self._runner, memory, prompts, begun)
-        reused = sum(len(kept.given) for _, kept in begun)
+        reused = sum(len(kept) for _, kept in begun)
         self.stats.prefilled_prompts += len(prompts)
         self.stats.prefilled_tokens += sum(map(len, prompts)) - reused
         self.stats.reused_tokens += reused
@@ -195,8 +195,8 @@ class Scheduler:
 
     def _keep(self, memory: KvMemory, row: int, job: GenerateJob, made: Generation) -> None:
         # The last token was never an input: nothing is computed of it.
-        given = Given((*job.prompt.ids, *made.tokens[:-1].tolist()), job.prompt.digest)
-        self._kept.put(given, memory.prompt(row, len(given)), made.experts)
+        ids = (*job.prompt.ids, *made.tokens[:-1].tolist())
+        self._kept.put(ids, job.prompt.pictures, memory.prompt(row, len(ids)), made.experts)
 
     def _remove(self, memory: KvMemory, rows: list[int]) -> None:
         for source, target, length in self._rows.remove(rows) if rows else ():

@@ -1,0 +1,81 @@
+"""The store of kept sequences, and which of their extensions attend together."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from practicum.rollout.extension import Extension, blocks
+from practicum.rollout.kept import KeptSequences
+from practicum.rollout.kv import RUN_COST, PromptKv
+from practicum.rollout.queue import Given, Kept
+
+
+def kv_of(length: int) -> PromptKv:
+    return PromptKv(torch.ones(2, 1, length, 4), torch.ones(2, 1, length, 4))
+
+
+sequences = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(tuple)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["put", "use"]), sequences), max_size=40), st.integers(0, 12))
+def test_what_is_kept_is_what_a_plain_search_would_keep(calls: list[tuple[str, tuple[int, ...]]], most: int):
+    """Against a list from oldest to newest, searched from end to end."""
+    store, known = KeptSequences(most), []
+    for call, ids in calls:
+        if call == "put" and len(ids) <= most:
+            claims = next((entry[1] for entry in known if entry[0] == ids), 0)
+            known = [entry for entry in known if entry[0] != ids] + [(ids, claims + 1)]
+            while sum(len(entry[0]) for entry in known) > most:
+                known.pop(0)
+        if call == "put":
+            store.put(ids, b"", kv_of(len(ids)), None)
+        found = store.find(Given(ids))
+        best = max(
+            (e[0] for e in known if len(e[0]) < len(ids) and e[0] == ids[: len(e[0])]), key=len, default=None
+        )
+        assert (found.ids if found else None) == best
+        if call == "use" and found:
+            store.use(found, 1)
+            claims = next(entry[1] for entry in known if entry[0] == best)
+            known = [entry for entry in known if entry[0] != best] + (
+                [(best, claims - 1)] if claims > 1 else []
+            )
+        assert len(store) == len(known)
+        assert store.tokens == sum(len(entry[0]) for entry in known)
+        assert store.nbytes == store.tokens * 2 * 2 * 4 * 4
+
+
+def test_to_use_a_sequence_that_was_forgotten_meanwhile_changes_nothing():
+    store = KeptSequences(4)
+    store.put((1, 2, 3), b"", kv_of(3), None)
+    found = store.find(Given((1, 2, 3, 4)))
+    assert isinstance(found, Kept)
+    store.put((5, 6, 7), b"", kv_of(3), None)
+    store.put((1, 2, 3), b"", kv_of(3), None)
+    store.use(found, 1)
+    assert store.find(Given((1, 2, 3, 4))) is not None
+
+
+def test_a_prompt_goes_on_from_its_own_beginning_and_pictures_whatever_the_hash_says():
+    prompt = Given((1, 2, 3))
+    assert Kept((1, 2), b"", kv_of(2), None, 0).begins(prompt)
+    assert not Kept((1, 2), b"a picture", kv_of(2), None, 0).begins(prompt)
+    assert not Kept((1, 3), b"", kv_of(2), None, 0).begins(prompt)
+    assert not Kept((1, 2, 3), b"", kv_of(3), None, 0).begins(prompt)
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 300), st.integers(1, 60)), min_size=1))
+def test_blocks_are_of_neighbouring_slots_and_pad_little(rows: list[tuple[int, int, int]]):
+    slot, extensions = 0, []
+    for step, filled, new in rows:
+        slot += step
+        extensions.append(Extension(slot, filled, new))
+    found = blocks(extensions)
+    assert [one for block in found for one in block] == extensions
+    for block in found:
+        assert [one.slot for one in block] == list(range(block[0].slot, block[0].slot + len(block)))
+        padded = len(block) * max(one.new for one in block) * max(one.whole for one in block)
+        assert padded - sum(one.new * one.whole for one in block) <= RUN_COST * (len(block) - 1)
