@@ -31,7 +31,7 @@ def sessions(found: Mapping[str, Any]) -> str:
     ]
     text = (
         f"In each round, {mid['tokens']:,.0f} tokens are sampled and {mid['read_tokens']:,.0f} are read: "
-        "prompts, and for each later turn the whole context."
+        "prompts, and of each later turn what is new."
     )
     title = f"### Sessions, {where(found)}"
     return "\n\n".join([title, table(head, rows), text, *busy(found["raced"])])
