@@ -48,7 +48,7 @@ def failure(program: str, limits: Limits = ROOMY) -> str:
 
 def test_it_answers_with_what_is_printed():
     tool = python_tool(timeout_s=60)
-    assert asyncio.run(tool.call({"program": "for i in range(3):\n    print(i, 'é')"})) == "0 é\n1 é\n2 é"
+    assert asyncio.run(tool.call({"code": "for i in range(3):\n    print(i, 'é')"})) == "0 é\n1 é\n2 é"
     assert run("pass") == "(the program printed nothing)"
 
 
@@ -270,7 +270,7 @@ def test_closing_ends_what_runs_and_what_waits():
     tool = python_tool(timeout_s=60)
 
     async def close() -> list[object]:
-        calls = [tool.call({"program": "import time; time.sleep(1000)"}) for _ in range(20)]
+        calls = [tool.call({"code": "import time; time.sleep(1000)"}) for _ in range(20)]
         tasks = [asyncio.ensure_future(call) for call in calls]
         await asyncio.to_thread(wait_until, sandboxes)
         tool.close()

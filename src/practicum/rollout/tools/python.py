@@ -46,12 +46,12 @@ def python_tool(timeout_s: float = 5.0, memory_mb: int = 256, output_chars: int 
     runner = PythonRunner(limits)
 
     async def run(arguments: dict[str, Any]) -> str:
-        return await runner.run(arguments["program"])
+        return await runner.run(arguments["code"])
 
     return Tool(
         name="python",
         about="Runs a Python program (standard library only) and gives what it prints.",
-        parameters=(Parameter("program", about="The program; print what you want to see."),),
+        parameters=(Parameter("code", about="The program; print what you want to see."),),
         run=run,
         close=runner.close,
     )
