@@ -6,10 +6,11 @@ Running sequences are always slots 0..B-1, so decoding reads a plain view of the
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -37,13 +38,20 @@ class PromptKv:
 
 
 def lazy_zeros(size: tuple[int, ...], like: Tensor) -> Tensor:
-    """Zeros; on the CPU numpy's, whose pages take no memory until they are written."""
+    """Zeros; on the CPU in pages of their own, which take no memory until they are written.
+
+    They go back to the system with the tensor, where an allocator may keep what it once had.
+    """
     if like.device.type != "cpu":
         return like.new_zeros(size)
-    count, line = math.prod(size) * like.itemsize, 64
-    raw = torch.from_numpy(np.zeros(count + line, np.uint8))
-    start = -raw.data_ptr() % line
-    return raw[start : start + count].view(like.dtype).view(size)
+    count = math.prod(size) * like.itemsize
+    if not hasattr(mmap, "MAP_ANONYMOUS"):
+        return like.new_zeros(size)
+    pages = mmap.mmap(-1, max(count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)[:count].view(like.dtype).view(size)
 
 
 class KvMemory:

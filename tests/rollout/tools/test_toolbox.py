@@ -33,7 +33,7 @@ def problem(*uses: str) -> RecipeError:
 def test_built_in_tools_answer():
     box = toolbox_of("calculator", "python", timeout_s=60)
     assert ran(box, "calculator", expression="12+30") == Ran("42", True)
-    assert ran(box, "python", program="print(6 * 7)") == Ran("42", True)
+    assert ran(box, "python", code="print(6 * 7)") == Ran("42", True)
     assert ran(box, "calculator", expression="1/0") == Ran("division by zero.", False)
     assert (box.calls, box.errors) == (3, 1)
     assert box.seconds > 0
@@ -42,12 +42,12 @@ def test_built_in_tools_answer():
 
 def test_limits_come_from_the_recipe():
     box = toolbox_of("python", timeout_s=0.5, output_chars=16)
-    assert ran(box, "python", program="while True: pass") == Ran(
+    assert ran(box, "python", code="while True: pass") == Ran(
         "the program took longer than 0.5 s and was stopped.", False
     )
     box = toolbox_of("python", timeout_s=60, memory_mb=64, output_chars=16)
-    assert ran(box, "python", program="print('x' * 17)").text == "x" * 16 + "… (cut after 16 characters)"
-    assert "64 MB" in ran(box, "python", program="bytearray(10 ** 9)").text
+    assert ran(box, "python", code="print('x' * 17)").text == "x" * 16 + "… (cut after 16 characters)"
+    assert "64 MB" in ran(box, "python", code="bytearray(10 ** 9)").text
 
 
 def test_an_empty_toolbox_has_nothing_to_show():
