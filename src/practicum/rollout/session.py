@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any, Literal, cast
 
@@ -36,13 +37,18 @@ New = str | Sequence[Message] | Sequence[int]
 """What a conversation goes on with: text, messages, or tokens as they are."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Turn:
     """What the model wrote. `finish` is "context" if the context was full before the turn was done."""
 
-    text: str
     tokens: list[int]
     finish: Literal["stop", "length", "context"]
+    tokenizer: PreTrainedTokenizerBase = field(repr=False, compare=False)
+
+    @cached_property
+    def text(self) -> str:
+        """The tokens for people and checkers, special ones left out; made when it is first asked for."""
+        return read(self.tokenizer, self.tokens, specials=False)
 
 
 class Session:
@@ -183,7 +189,7 @@ class Session:
         if room < 1:
             await asyncio.sleep(0)  # a loop that goes on and on lets others work, and its deadline pass
             self.trajectory.finish = "context"
-            return Turn("", [], "context")
+            return Turn([], "context", self.tokenizer)
         if trajectory is not self.trajectory:
             self._open(trajectory)
         trajectory.add_given(given)
@@ -197,7 +203,7 @@ class Session:
         finish = "context" if cut else generation.finish
         trajectory.finish = finish
         tokens = generation.tokens.tolist()
-        return Turn(read(self.tokenizer, tokens, specials=False), tokens, finish)
+        return Turn(tokens, finish, self.tokenizer)
 
     def _go_on(self, new: New | None) -> tuple[Trajectory, list[int], list[Message] | None]:
         """Where the next turn goes, which tokens come before it, and the conversation if a turn begins."""

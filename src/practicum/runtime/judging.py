@@ -53,10 +53,14 @@ class Judging:
         """Whether models with resources of their own judge while others roll out."""
         return self.jury is not None and self.jury.streams
 
-    async def stream(self, session: BatchRef) -> None:
-        """Judge a finished session while others still roll out, as far as that is possible."""
+    def streams(self, session: BatchRef) -> bool:
+        """Whether a finished session is to be judged while others still roll out."""
         if "reward" not in self.plan or session.tags[0].given_reward is not None:
-            return
+            return False
+        return self.jury is not None or self.judge.streams(session.tags[0].task)
+
+    async def stream(self, session: BatchRef) -> None:
+        """Judge a finished session, as far as that is possible now."""
         columns = Columns("reward", self.store.get(session, self.plan["reward"].reads))
         sample = self._sample(session, columns, range(len(session)))
         name, works = session.keys[0][:2], []
@@ -114,9 +118,10 @@ class Judging:
             else:
                 samples[name] = self._sample(batch, columns, rows)
         late = [name for name in samples if name not in self._said]
-        work = self.judge.score([samples[name] for name in late])
-        said = run_async(work, timeout=self.recipe.rollout.deadline_s, owner="reward")
-        self._said.update(zip(late, said, strict=True))
+        if late:
+            work = self.judge.score([samples[name] for name in late])
+            said = run_async(work, timeout=self.recipe.rollout.deadline_s, owner="reward")
+            self._said.update(zip(late, said, strict=True))
         judged = [self._said.pop(name) for name in samples]
         if self.jury is not None:
             keys = [batch.keys[sessions[name][-1]] for name in samples]

@@ -116,12 +116,13 @@ class Practice:
             self._put_failed(attempt, ended, partition)
             return
         batch = self._put(partition, self._rows(attempt, ended), self.plan["rollout"].writes)
-        streams = [self.judging.stream(batch)]
+        streams = [self.judging.stream(batch)] if self.judging.streams(batch) else []
         if self.faculty is not None:
             streams.append(self.faculty.stream(batch, attempt.prompt))
         streamed = self.judging.has_models or (self.faculty is not None and self.faculty.streams)
         with self._streams.work() if streamed else nullcontext():
-            await together(streams)
+            if streams:
+                await together(streams)
 
     async def _attempt(self, attempt: Attempt, start: Start, policy: Policy, seed: int) -> Ended:
         def make(number: int) -> Session:

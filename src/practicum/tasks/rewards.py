@@ -64,8 +64,12 @@ class Judge:
             raise RecipeErrors("rewards", problems)
 
     def streams(self, task: str) -> bool:
-        """Whether sessions of a task can be judged one by one, as they finish: no function takes a batch."""
-        return not any(function.spec.batch for function in self._functions[task])
+        """Whether sessions of a task are judged one by one, as they finish.
+
+        Not if a function takes a batch, nor if all are so quick that judging them together costs less.
+        """
+        specs = [function.spec for function in self._functions[task]]
+        return not any(spec.batch for spec in specs) and not all(spec.use in INLINE for spec in specs)
 
     async def judge(self, sample: RewardSample) -> Judged:
         """One session's verdict, while others are still under way; see `score`."""
