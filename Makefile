@@ -4,8 +4,9 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
-# One thread per process: two test processes on two cores must not fight over them.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# One thread per process: two test processes on two cores must not fight over them. Tests of one group (those
+# with a Ray cluster) share a process, one after the other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 .PHONY: demo test check quick lint bench clean help
 
@@ -16,13 +17,13 @@ demo: $(VENV)/.base  ## Train a tiny model from nothing and show that it learnt.
 	$(BIN)/practicum demo
 
 test: lint  ## Lint, types and all tests.
-	$(PYTEST) -n 2
+	$(PYTEST)
 
 check: $(VENV)/.dev  ## The inner loop: lint, types and the quick tests, side by side.
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint quick
 
 quick: $(VENV)/.dev
-	$(PYTEST) -n 2 -q -m "not slow"
+	$(PYTEST) -q -m "not slow"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 
 from practicum import __version__
 from practicum.dataplane.plan import chain, draw, make_plan
-from practicum.errors import PracticumError
+from practicum.errors import ClusterError, PracticumError
 from practicum.recipe import reference
 from practicum.recipe.load import LoadedRecipe, load_recipe
 from practicum.recipe.show import show_recipe
@@ -137,6 +137,42 @@ def explain(recipe: RecipePath, overrides: Overrides = None) -> None:
     """
     loaded = load_recipe(recipe, overrides or [])
     typer.echo(f"A step of {loaded.recipe.name}\n\n{draw(make_plan(loaded.recipe))}")
+
+
+@app.command(no_args_is_help=True)
+def plan(
+    recipe: RecipePath,
+    cluster: Annotated[
+        Path | None,
+        typer.Option("--cluster", metavar="FILE", help="Machines of a cluster (YAML); unset: this machine."),
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="RUN", help="Folder of a finished run that corrects the forecast."),
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Forecast a step on a cluster.
+
+    Who sits where, the memory of each device, the bytes that are moved, and the seconds of each stage with
+    the one that takes longest. What does not fit is an error. With --cluster the roles are Ray actors.
+
+    practicum plan recipes/sort.yaml --cluster examples/cluster.yaml --from runs/sort
+    """
+    from practicum.runtime.forecast.forecast import forecast
+    from practicum.runtime.forecast.prompts import mean_prompt_tokens
+    from practicum.runtime.forecast.report import report
+    from practicum.runtime.forecast.run import read_run
+    from practicum.runtime.forecast.spec import load_spec, this_machine
+
+    on_ray = [] if cluster is None else ["runtime.kind=ray"]
+    loaded = load_recipe(recipe, [*(overrides or []), *on_ray])
+    spec = this_machine() if cluster is None else load_spec(cluster)
+    measured = None if run is None else read_run(run)
+    found = forecast(loaded.recipe, spec, mean_prompt_tokens, measured)
+    typer.echo(report(found))
+    if found.refusals:
+        raise ClusterError("\n" + "\n".join(found.refusals))
 
 
 @app.command()

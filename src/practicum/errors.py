@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class PracticumError(Exception):
     """An error with a sentence for the user; the command line shows it without a traceback."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors cross processes. They are made again without __init__, whose arguments may differ.
+        return _again, (type(self), self.args), self.__dict__
+
+
+def _again(kind: type[PracticumError], args: tuple[Any, ...]) -> PracticumError:
+    return kind.__new__(kind, *args)
 
 
 class RecipeError(PracticumError):
@@ -53,6 +63,10 @@ class TeacherError(PracticumError):
 
 class RewardError(PracticumError):
     """A reward function raised or timed out: names the function and the sample."""
+
+
+class ClusterError(PracticumError):
+    """The cluster can't be reached, is too small for the recipe, or did not give what it has in time."""
 
 
 class CheckError(PracticumError):

@@ -27,7 +27,7 @@ from practicum.recipe.schema import Model, Recipe
 from practicum.rollout.session import Session
 from practicum.rollout.torch_engine import TorchEngine
 from practicum.runtime.faculty import Faculty
-from practicum.runtime.local import Roles, start_local
+from practicum.runtime.local import LocalRoles, start_local
 from practicum.tasks.stream import make_stream
 from practicum.teachers.colocated import ColocatedTeacher
 from practicum.teachers.place import Row, Wanted
@@ -52,7 +52,7 @@ def recipe_of(folders: dict[str, str], *, each: dict[str, Any] | None = None, **
 
 
 @contextmanager
-def started(recipe: Recipe) -> Iterator[tuple[Roles, Faculty]]:
+def started(recipe: Recipe) -> Iterator[tuple[LocalRoles, Faculty]]:
     roles = start_local(recipe, make_plan(recipe), Watch(recipe.checks, print))
     assert roles.faculty is not None
     try:
@@ -61,17 +61,17 @@ def started(recipe: Recipe) -> Iterator[tuple[Roles, Faculty]]:
         roles.close()
 
 
-def roll_out(recipe: Recipe, roles: Roles, prompts: int = 6) -> BatchRef:
+def roll_out(recipe: Recipe, roles: LocalRoles, prompts: int = 6) -> BatchRef:
     drawn = make_stream(recipe.tasks, recipe.seed).take(prompts)
     attempts = training_attempts(recipe, drawn, roles.stop)
     return roles.practice.rollout(attempts, TRAIN, seed=recipe.seed)
 
 
-def teach(faculty: Faculty, roles: Roles, batch: BatchRef) -> None:
+def teach(faculty: Faculty, roles: LocalRoles, batch: BatchRef) -> None:
     faculty.score(faculty.waiting(batch), prompts=roles.practice.prompts)
 
 
-def ragged(roles: Roles, batch: BatchRef, *names: str) -> list[Ragged]:
+def ragged(roles: LocalRoles, batch: BatchRef, *names: str) -> list[Ragged]:
     columns = roles.store.get(batch, names)
     found = [columns[name] for name in names]
     assert all(isinstance(column, Ragged) for column in found)
@@ -82,7 +82,7 @@ def is_awake(place: ColocatedTeacher) -> bool:
     return place.engine._scheduler.memory is not None
 
 
-def assert_at_rest(roles: Roles, faculty: Faculty) -> None:
+def assert_at_rest(roles: LocalRoles, faculty: Faculty) -> None:
     """Teachers sleep, the student's engine does not, and it works."""
     assert not [name for name, place in faculty.staff.colocated().items() if is_awake(place)]
     assert roles.engine.memory().kv > 0
@@ -148,7 +148,7 @@ def test_a_step_without_rows_wakes_nobody(folders: dict[str, str]):
         assert_at_rest(roles, faculty)
 
 
-def by_hand(roles: Roles, responses: list[list[int]], teachers: list[str]) -> BatchRef:
+def by_hand(roles: LocalRoles, responses: list[list[int]], teachers: list[str]) -> BatchRef:
     """Rows with these responses in the store."""
     tags = tuple(
         Tags(teacher=name, response_tokens=len(r)) for name, r in zip(teachers, responses, strict=True)
@@ -271,7 +271,7 @@ def test_every_trajectory_of_a_session_is_scored(folders: dict[str, str], stream
             school(teachers={"small": one}, distill={"divergence": "k2", "signal": "sampled"})
         )
         with started(recipe) as (roles, faculty):
-            roles.practice._loop = two_trajectories
+            roles.practice.sessions.loop = two_trajectories
             batch = roll_out(recipe, roles, prompts=3)
             assert len(batch) == 3 * 2 * 2
             assert len(faculty.waiting(batch)) == (0 if streamed else len(batch))
@@ -306,7 +306,7 @@ def test_a_streamed_teacher_that_fails_cancels_the_rollout_and_its_error_surface
             school(teachers=teachers, distill={"divergence": "k2", "signal": "sampled"})
         )
         with started(recipe) as (roles, faculty):
-            roles.practice._loop = loop
+            roles.practice.sessions.loop = loop
             with pytest.raises(TeacherError, match=r"teacher small at http.*prompt 0/session 0.*status 400"):
                 roll_out(recipe, roles, prompts=3)
             assert len(cancelled) == 5

@@ -23,7 +23,7 @@ from practicum.dataplane.ragged import Ragged
 from practicum.errors import DeadlineError, RecipeErrors, RewardError, TeacherError
 from practicum.recipe.load import LoadedRecipe
 from practicum.runtime.jury import Jury
-from practicum.runtime.local import Roles, start_local
+from practicum.runtime.local import LocalRoles, start_local
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import eval_prompts, make_stream
 from practicum.teachers.rewarders.case import Case
@@ -70,7 +70,7 @@ def recipe_of(folder: Path, reward: dict[str, Any], **sections: Any) -> LoadedRe
 
 
 @contextmanager
-def roles_of(loaded: LoadedRecipe, *, evaluating: bool = False) -> Iterator[Roles]:
+def roles_of(loaded: LoadedRecipe, *, evaluating: bool = False) -> Iterator[LocalRoles]:
     recipe = loaded.recipe
     plan = evaluation_plan() if evaluating else make_plan(recipe)
     roles = start_local(recipe, plan, Watch(recipe.checks, print))
@@ -80,32 +80,32 @@ def roles_of(loaded: LoadedRecipe, *, evaluating: bool = False) -> Iterator[Role
         roles.close()
 
 
-def roll_out(loaded: LoadedRecipe, roles: Roles) -> BatchRef:
+def roll_out(loaded: LoadedRecipe, roles: LocalRoles) -> BatchRef:
     recipe = loaded.recipe
     prompts = make_stream(recipe.tasks, recipe.seed).take(recipe.train.prompts)
     attempts = training_attempts(recipe, prompts, roles.stop)
     return roles.practice.rollout(attempts, "train", seed=recipe.seed)
 
 
-def rewards(loaded: LoadedRecipe, roles: Roles) -> tuple[BatchRef, dict[str, list[float]]]:
+def rewards(loaded: LoadedRecipe, roles: LocalRoles) -> tuple[BatchRef, dict[str, list[float]]]:
     batch = roll_out(loaded, roles)
     parts = roles.practice.judging.reward(batch) or {}
     return roles.store.batch("train", batch.keys), parts
 
 
-def answers(roles: Roles, batch: BatchRef) -> list[str]:
+def answers(roles: LocalRoles, batch: BatchRef) -> list[str]:
     column = roles.store.get(batch, ["response_ids"])["response_ids"]
     assert isinstance(column, Ragged)
     return [str(roles.tokenizer.decode(ids, skip_special_tokens=True)) for ids in column.rows]
 
 
-def rm_of(roles: Roles, name: str = "rm") -> ColocatedRewarder:
+def rm_of(roles: LocalRoles, name: str = "rm") -> ColocatedRewarder:
     place = roles.hired.panel.places[name]
     assert isinstance(place, ColocatedRewarder)
     return place
 
 
-def assert_mixed(loaded: LoadedRecipe, roles: Roles, *, model_weight: float) -> None:
+def assert_mixed(loaded: LoadedRecipe, roles: LocalRoles, *, model_weight: float) -> None:
     """The rewards of a rollout are those of the function and of the classifier, added by weight."""
     batch, parts = rewards(loaded, roles)
     spec = loaded.recipe.reward.models["rm"]

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from practicum.errors import CheckError, PracticumError
+from practicum.runtime.local import LocalRoles
 from practicum.trainer import run as run_module
 from practicum.trainer.metrics import METRICS
 from practicum.trainer.run import train_loaded
@@ -241,7 +242,7 @@ def test_the_best_checkpoint_is_kept(tmp_path: Path):
 
 
 def test_stale_weights_in_the_engine_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(StepRunner, "sync_weights", lambda self: None)
+    monkeypatch.setattr(LocalRoles, "sync_weights", lambda self: None)
     with pytest.raises(CheckError, match="check weight_version"):
         train_loaded(tiny(tmp_path), tmp_path / "run")
 

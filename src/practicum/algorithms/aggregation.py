@@ -69,16 +69,19 @@ def token_weights(
     dtype: torch.dtype = torch.float32,
     *,
     whole_S: Tensor | None = None,
+    tokens_S: Tensor | None = None,
 ) -> Tensor:
     """Weights for which sum(weights_N * loss_N) is the aggregated loss; 0 at masked positions.
 
-    `mask_N` and `session_N` are of the whole optimizer mini-batch, over micro-batches and ranks.
-    `whole_S` are the sampled tokens of each session in the whole batch; None: all of them are here.
+    `mask_N` and `session_N` are of the whole optimizer mini-batch, or of a rank's part of it; then `tokens_S`
+    are the sampled tokens of each session in the mini-batch, over all ranks.
+    `whole_S` are the sampled tokens of each session in the whole batch; None: those of the mini-batch.
     """
     if kind not in AGGREGATIONS:
         known = ", ".join(AGGREGATIONS)
         raise PracticumError(f"Aggregation {kind!r} does not exist: use one of {known}.")
-    tokens_S = segment_count(session_N[mask_N], sessions)
+    if tokens_S is None:
+        tokens_S = segment_count(session_N[mask_N], sessions)
     divisor_S = AGGREGATIONS[kind](tokens_S, tokens_S if whole_S is None else whole_S)
     weight_S = 1.0 / divisor_S.to(dtype)
     return weight_S[session_N].masked_fill(~mask_N, 0.0)

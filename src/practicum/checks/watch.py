@@ -13,7 +13,7 @@ class Watch:
     """Applies the recipe's level to each check's finding."""
 
     def __init__(self, levels: Checks, report: Callable[[str], None]) -> None:
-        self.levels, self._report = levels, report
+        self.levels, self.report = levels, report
         self.fired: Counter[str] = Counter()
 
     def looks_at(self, name: str) -> bool:
@@ -28,4 +28,4 @@ class Watch:
         if getattr(self.levels, name) == "error":
             raise CheckError(f"{sentence} (checks.{name}: warn lets the run go on)")
         self.fired[name] += 1
-        self._report(sentence)
+        self.report(sentence)

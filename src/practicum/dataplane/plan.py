@@ -11,6 +11,7 @@ from practicum.recipe.arithmetic import Counts, count
 from practicum.recipe.schema import Recipe
 from practicum.recipe.traits import Traits, model_traits
 from practicum.recipe.ways import (
+    data_parallel,
     distils_by_loss,
     distils_by_policy,
     has_advantage_estimator,
@@ -196,6 +197,8 @@ def replays(recipe: Recipe, traits: Traits) -> bool:
 def _whole(recipe: Recipe) -> str:
     """Why no batch of this recipe needs padding; empty if one may."""
     train, critic = recipe.train, recipe.critic
+    if data_parallel(recipe) > 1:
+        return ""
     rows = (train.minibatch_rows, critic.minibatch_rows if critic is not None else None)
     if train.minibatches > 1 or any(number is not None for number in rows):
         return ""

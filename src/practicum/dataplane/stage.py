@@ -93,7 +93,8 @@ def stage(name: str) -> _Decorator:
     It is called without `columns`: they are exactly the plan's reads, from `self.store`. It returns
     exactly the plan's writes, or (writes, value) to return `value` to the caller; they are put, and
     the rows keep their tags. Padding rows never reach it: they have every field from the start. An empty
-    batch is not computed: the call returns None.
+    batch is not computed: the call returns None. Only if `self.parallel` is there and not None, the method
+    must run on every rank: one that has padding alone computes a row of it, and nothing is written.
     """
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,7 +103,10 @@ def stage(name: str) -> _Decorator:
 
         @wraps(method)
         def run(self: Staged, batch: BatchRef, *args: Any, **kwargs: Any) -> Any:
-            batch = batch.real()
+            batch, given = batch.real(), batch
+            idle = not len(batch)
+            if idle and len(given) and getattr(self, "parallel", None) is not None:
+                batch = given.take([0])
             if not len(batch):
                 return None
             try:
@@ -111,7 +115,8 @@ def stage(name: str) -> _Decorator:
                 result = method(self, batch, columns, *args, **kwargs)
                 written, value = result if isinstance(result, tuple) else (result, None)
                 _check_writes(name, spec.writes, written)
-                self.store.put(batch, written, keep_tags=True)
+                if not idle:
+                    self.store.put(batch, written, keep_tags=True)
             except Exception as error:
                 error.add_note(f"in stage {name!r} on {len(batch)} rows of partition {batch.partition!r}")
                 raise

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from practicum.dataplane.padding import PADDING_TOKENS
 from practicum.learning.minibatches import Minibatch
+from practicum.learning.sharing import shortest_first
 
 Parts = list[list[int]]
 """Rows of each rank."""
@@ -35,17 +36,68 @@ def in_order(count: int, ranks: int) -> Parts:
     return [list(range(rank * size, (rank + 1) * size)) for rank in range(ranks)]
 
 
-def assign_ranks(minibatches: Sequence[Minibatch], tokens: Sequence[int], ranks: int) -> list[Parts]:
+def assign_ranks(
+    minibatches: Sequence[Minibatch],
+    tokens: Sequence[int],
+    ranks: int,
+    sessions: Sequence[Hashable] | None = None,
+) -> list[Parts]:
     """Rows of each rank in each mini-batch, of which `tokens` has those of every row of the batch.
 
-    With fewer real rows than ranks, some ranks have padding alone.
+    With fewer real rows than ranks, some ranks have padding alone. Given `sessions`, that of every row of the
+    batch, no session is cut.
     """
     assigned = []
     for minibatch in minibatches:
         rows = minibatch.rows
         sizes = [tokens[row] for row in minibatch.real] + [PADDING_TOKENS] * len(minibatch.padding)
-        assigned.append([[rows[i] for i in part] for part in partition(sizes, ranks)])
+        together = None if sessions is None else [sessions[row] for row in minibatch.real]
+        if together is None or len(set(together)) == len(together):
+            parts = partition(sizes, ranks)
+        else:
+            parts = _keep_sessions(sizes, together, ranks)
+        assigned.append([[rows[i] for i in part] for part in parts])
     return assigned
+
+
+def _keep_sessions(tokens: Sequence[int], sessions: Sequence[Hashable], ranks: int) -> Parts:
+    """As `partition`, with sessions whole; rows behind those of `sessions` fill up."""
+    _check_even(len(tokens), ranks)
+    units: dict[Hashable, list[int]] = {}
+    for i, session in enumerate(sessions):
+        units.setdefault(session, []).append(i)
+    groups, room = list(units.values()), len(tokens) // ranks
+    parts = _by_tokens(groups, tokens, room, ranks)
+    if parts is None:
+        by_rows = shortest_first([len(group) for group in groups], ranks)
+        parts = [[i for at in part for i in groups[at]] for part in by_rows]
+    longest = max(map(len, parts))
+    if longest > room:
+        raise ValueError(
+            f"{len(tokens)} rows with whole sessions can't be cut evenly over {ranks} ranks: one would have "
+            f"{longest}. Pad them first"
+        )
+    spare = list(range(len(sessions), len(tokens)))
+    for part in parts:
+        lacking = room - len(part)
+        part += spare[:lacking]
+        del spare[:lacking]
+    return [sorted(part) for part in parts]
+
+
+def _by_tokens(groups: Parts, tokens: Sequence[int], room: int, ranks: int) -> Parts | None:
+    """Groups of most tokens first, each to the rank with fewest that has room; None if none has."""
+    parts: Parts = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    sums = [sum(tokens[i] for i in group) for group in groups]
+    for at in sorted(range(len(groups)), key=lambda at: (-sums[at], at)):
+        fitting = [rank for rank in range(ranks) if len(parts[rank]) + len(groups[at]) <= room]
+        if not fitting:
+            return None
+        rank = min(fitting, key=lambda rank: (loads[rank], rank))
+        parts[rank] += groups[at]
+        loads[rank] += sums[at]
+    return parts
 
 
 def imbalance(tokens: Sequence[int], parts: Sequence[Sequence[int]]) -> float | None:

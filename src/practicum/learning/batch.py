@@ -9,10 +9,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from practicum.algorithms.segments import segment_count, segment_sum
 from practicum.dataplane.ragged import Ragged
 from practicum.errors import DataError
 from practicum.learning.extras import RowExtras
 from practicum.learning.teaching import TeacherColumns
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A mini-batch whose rows lie on several ranks: a number for each of its rows, whichever has it."""
+
+    sessions: Sequence[int]
+    sampled_tokens: Sequence[int]
+    session_tokens: Sequence[int] | None = None
+    teachers: Sequence[int] | None = None
+    """As in `UpdateBatch` and `TeacherColumns`."""
+
+    def select(self, rows: Sequence[int]) -> Whole:
+        """Those rows in that order."""
+        session_tokens, teachers = (
+            None if numbers is None else [numbers[row] for row in rows]
+            for numbers in (self.session_tokens, self.teachers)
+        )
+        sessions, sampled = (
+            [numbers[row] for row in rows] for numbers in (self.sessions, self.sampled_tokens)
+        )
+        return Whole(sessions, sampled, session_tokens, teachers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +62,8 @@ class UpdateBatch:
     session_tokens: Sequence[int] | None = None
     """Sampled tokens of each row's session in the step's whole batch; None: a session's rows are all here."""
     extras: RowExtras | None = None
+    whole: Whole | None = None
+    """The whole mini-batch, if these are only this rank's rows of it; session_tokens are then given there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +76,47 @@ class CriticBatch:
     values: Ragged
     returns: Ragged
     extras: RowExtras | None = None
+    whole_tokens: int | None = None
+    """Sampled tokens of the whole mini-batch, if these are only this rank's rows of it."""
 
 
-def dense_sessions(sessions: Sequence[int]) -> tuple[list[int], int]:
-    """Session numbers as 0, 1, 2, … and how many there are."""
-    names, dense = np.unique(np.asarray(sessions, dtype=np.int64), return_inverse=True)
-    return dense.tolist(), len(names)
+@dataclass(frozen=True, slots=True)
+class Sessions:
+    """The sessions of a whole mini-batch, numbered from 0 up."""
+
+    rows: list[int]
+    """The session of each row that is here."""
+    session_B: Tensor
+    """The session of each row of the mini-batch."""
+    tokens_S: Tensor
+    """Sampled tokens of each in the mini-batch."""
+    whole_S: Tensor
+    """And in the step's whole batch."""
+
+    def __len__(self) -> int:
+        return len(self.tokens_S)
 
 
-def whole_session_tokens(batch: UpdateBatch, sessions: Sequence[int], tokens_S: Tensor) -> Tensor:
-    """Sampled tokens [S] of each session in the step's batch, with `tokens_S` of them in this mini-batch.
+def sessions_of(batch: UpdateBatch, sampled_M: Tensor) -> Sessions:
+    """The sessions of a mini-batch; `sampled_M` tells which of the tokens that are here are sampled."""
+    whole, rows = batch.whole, np.asarray(batch.sessions, dtype=np.int64)
+    everywhere = rows if whole is None else np.asarray(whole.sessions, dtype=np.int64)
+    names, dense = np.unique(everywhere, return_inverse=True)
+    rows, session_B = np.searchsorted(names, rows).tolist(), torch.from_numpy(dense)
+    if whole is None:
+        given = batch.session_tokens
+        tokens_S = segment_count(per_token(rows, batch.response_ids.lengths)[sampled_M], len(names))
+    else:
+        given = whole.session_tokens
+        sampled_B = torch.tensor(whole.sampled_tokens, dtype=torch.int64)
+        tokens_S = segment_sum(sampled_B, session_B, len(names))
+    whole_S = tokens_S if given is None else _whole_tokens(given, session_B, tokens_S)
+    return Sessions(rows, session_B, tokens_S, whole_S)
 
-    `sessions` is the session of each row, from 0 up.
-    """
-    if batch.session_tokens is None:
-        return tokens_S
-    row_B, tokens_B = torch.tensor(sessions), torch.tensor(batch.session_tokens)
+
+def _whole_tokens(given: Sequence[int], row_B: Tensor, tokens_S: Tensor) -> Tensor:
+    """Sampled tokens [S] of each session in the step's batch, with `tokens_S` of them in this mini-batch."""
+    tokens_B = torch.tensor(given)
     whole_S = torch.zeros_like(tokens_S).scatter_reduce(0, row_B, tokens_B, "amax")
     wrong_B = (whole_S[row_B] != tokens_B) | (tokens_B < tokens_S[row_B])
     if wrong_B.any():
@@ -80,7 +130,9 @@ def whole_session_tokens(batch: UpdateBatch, sessions: Sequence[int], tokens_S: 
 
 def per_token(rows: Sequence[int], lengths: Sequence[int]) -> Tensor:
     """A number per row, repeated for each of its response tokens."""
-    return torch.repeat_interleave(torch.tensor(rows), torch.tensor(lengths))
+    return torch.repeat_interleave(
+        torch.tensor(rows, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64)
+    )
 
 
 def token_column(batch: UpdateBatch | CriticBatch, name: str) -> Tensor | None:

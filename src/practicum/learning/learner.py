@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,14 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from practicum.algorithms.aggregation import token_weights
-from practicum.algorithms.segments import segment_count
 from practicum.dataplane.ragged import Ragged
 from practicum.learning.batch import (
     UpdateBatch,
-    dense_sessions,
+    Whole,
     need_column,
     per_token,
-    whole_session_tokens,
+    sessions_of,
 )
 from practicum.learning.extras import RowExtras
 from practicum.learning.groups import GroupSums
@@ -27,6 +27,7 @@ from practicum.learning.metrics import RouterLoad, TokenMeans
 from practicum.learning.objective import Objective, token_losses
 from practicum.learning.optim import Metrics, Stepper, lr_at, stop_on_nonfinite
 from practicum.learning.packing import Packed, Rows
+from practicum.learning.parallel import Parallel, whole, whole_tensors
 from practicum.learning.parts import Counters, load_parts, save_parts
 from practicum.learning.scorer import LogprobColumns, Scorer
 from practicum.learning.teaching import Teaching, share_factors
@@ -39,6 +40,9 @@ class Learner:
 
     `version` counts the updates applied to the weights. `temperature` is that of the rollouts; supervised
     training is at temperature 1. `by_group` holds sums of the last update by the batch's groups.
+
+    On several ranks (`parallel`) each has a shard of the weights and its rows of each mini-batch. Every
+    method is then called on all ranks at once, and all get the same metrics.
     """
 
     def __init__(
@@ -51,14 +55,15 @@ class Learner:
         teaching: Teaching | None = None,
         on_nonfinite: Callable[[str], None] = stop_on_nonfinite,
         before_step: Callable[[Metrics], None] | None = None,
+        parallel: Parallel | None = None,
     ) -> None:
-        self.model, self.train = model, train
+        self.model, self.train, self.parallel = model, train, parallel
         self.objective = Objective(algorithm, teaching)
         self.by_group = GroupSums()
         self.temperature = 1.0 if algorithm.loss == "supervised" else temperature
         self.version = 0
         self.step = 0
-        self.trunk = Trunk(model, train)
+        self.trunk = Trunk(model, train, parallel)
         self.scorer = Scorer(self.trunk)
         self.stepper = Stepper(model.parameters(), train, on_nonfinite=on_nonfinite, before_step=before_step)
 
@@ -83,39 +88,38 @@ class Learner:
         The result does not depend on how rows fall into micro-batches. Without a sampled token nothing is
         done; with a non-finite loss or gradient the weights stay as they are.
         """
-        job = _Update(batch, self.objective, self.trunk.dtype)
-        report = _Report(load=self.trunk.router_load())
+        job = _Update(batch, self.objective, self.trunk.dtype, self.parallel)
+        report = _Report(job.tokens_here, job.idle_tokens, load=self.trunk.router_load())
         self.by_group = report.groups
-        metrics: Metrics = {"tokens": float(job.tokens)}
         if not job.tokens:
-            return metrics
+            return {"tokens": 0.0}
+        add = partial(self._add, report, job)
         with self.trunk.training():
-            for packed in job.microbatches(self.trunk, job.active):
-                self._add(report, job, packed)
+            self.trunk.each(job.microbatches(self.trunk, job.active), add)
         with torch.no_grad():
-            for packed in job.microbatches(self.trunk, job.idle):
-                self._add(report, job, packed)
+            self.trunk.each(job.microbatches(self.trunk, job.idle), add)
         self.stepper.zero_missing_grads()
-        metrics |= report.result()
-        metrics["idle_tokens"] = job.idle_tokens / job.tokens
+        if self.parallel is not None:
+            report = _Report.joined(self.parallel.gather(report))
+            self.by_group = report.groups
+        metrics = report.result()
         if self.stepper.step(lr_at(self.step, self.train), metrics):
             self.version += 1
         return metrics
 
     def gradient_norms(self, batch: UpdateBatch, parts: Sequence[Sequence[int]]) -> list[float]:
         """Norm of the gradient of each part of the rows in this mini-batch's loss; nothing is learnt."""
-        job = _Update(batch, self.objective, self.trunk.dtype)
+        job = _Update(batch, self.objective, self.trunk.dtype, self.parallel)
         norms = []
         for rows in parts:
             mine = sorted(set(rows) & set(job.active))
             with self.trunk.training():
-                for packed in job.microbatches(self.trunk, mine):
-                    self._add(_Report(), job, packed)
+                self.trunk.each(job.microbatches(self.trunk, mine), partial(self._add, _Report(), job))
             norms.append(self.stepper.take_norm())
         return norms
 
-    def _add(self, report: _Report, job: _Update, packed: Packed) -> None:
-        """Forward, and backward if gradients are on, of one micro-batch."""
+    def _add(self, report: _Report, job: _Update, packed: Packed) -> Tensor:
+        """Forward pass of one micro-batch: its part of the loss."""
         columns, teaching = job.columns_of(packed), self.objective.teaching
         also = None
         if teaching is not None:
@@ -135,8 +139,6 @@ class Learner:
         losses = token_losses(found, columns, columns["session"], self.objective, report.means)
         weighted_M = columns["weights"] * losses.loss_M
         loss = weighted_M.sum()
-        if torch.is_grad_enabled():
-            self.trunk.backward(loss, packed)
         report.add("loss", float(loss.detach()))
         if losses.policy_M is not None:
             report.add("policy_loss", float((columns["weights"] * losses.policy_M.detach()).sum()))
@@ -149,36 +151,47 @@ class Learner:
                 kl=losses.teacher_kl_M,
                 overlap=losses.overlap_M,
             )
+        return loss
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights themselves, not copies; tied ones once."""
-        for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach()
+        """The weights themselves, not copies; tied ones once.
+
+        On several ranks each is gathered when its turn comes: all ranks must go through them.
+        """
+        return whole_tensors(self.model)
 
     def fingerprint(self) -> Tensor:
         """Logprobs of a fixed sequence, to compare with the engine's."""
         return self.scorer.fingerprint()
 
     def save(self, folder: Path) -> None:
-        """Write model.safetensors, optimizer.pt and learner.json, for a bit-exact continuation."""
+        """Write weights, optimizer and learner.json, for a bit-exact continuation on any number of ranks."""
         counters = Counters(version=self.version, step=self.step)
-        save_parts(folder, "learner", self.model, self.stepper, counters)
+        save_parts(folder, "learner", self.model, self.stepper, counters, self.parallel)
 
     def load(self, folder: Path) -> None:
         """Continue from what `save` wrote; weights are copied into the tensors that are there."""
-        counters = load_parts(folder, "learner", self.model, self.stepper)
+        counters = load_parts(folder, "learner", self.model, self.stepper, self.parallel)
         self.version, self.step = counters.version, counters.step
 
     def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write the model and its tokenizer in HuggingFace format."""
-        self.model.save_pretrained(folder)
+        """Write the model and its tokenizer in HuggingFace format; rank 0 does so."""
+        if self.parallel is None:
+            self.model.save_pretrained(folder)
+        else:
+            weights = {name: whole(x) for name, x in self.model.state_dict().items()}
+            if self.parallel.rank != 0:
+                return
+            self.model.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
 
 
 @dataclass(slots=True)
 class _Report:
-    """What an update measures, over micro-batches."""
+    """What an update measures, over micro-batches and ranks."""
 
+    tokens: int = 0
+    idle_tokens: int = 0
     totals: dict[str, float] = field(default_factory=lambda: {"loss": 0.0})
     means: TokenMeans = field(default_factory=TokenMeans)
     groups: GroupSums = field(default_factory=GroupSums)
@@ -188,53 +201,83 @@ class _Report:
         """Add a micro-batch's part of a sum."""
         self.totals[name] = self.totals.get(name, 0.0) + part
 
+    @staticmethod
+    def joined(reports: Sequence[_Report]) -> _Report:
+        """What ranks measured, together."""
+        joint = reports[0]
+        for other in reports[1:]:
+            joint.tokens += other.tokens
+            joint.idle_tokens += other.idle_tokens
+            for name, part in other.totals.items():
+                joint.add(name, part)
+            joint.means.merge(other.means)
+            joint.groups.merge(other.groups)
+            if joint.load is not None and other.load is not None:
+                joint.load.merge(other.load)
+        return joint
+
     def result(self) -> Metrics:
         """The metrics."""
         loads = self.load.result() if self.load is not None else {}
-        return self.totals | self.means.result() | loads
+        counts = {"tokens": float(self.tokens), "idle_tokens": self.idle_tokens / max(self.tokens, 1)}
+        return counts | self.totals | self.means.result() | loads
 
 
 class _Update:
-    """One mini-batch, with everything known before the first backward pass."""
+    """One mini-batch, or this rank's rows of it, with everything known before the first backward pass."""
 
-    def __init__(self, batch: UpdateBatch, objective: Objective, dtype: torch.dtype) -> None:
+    def __init__(
+        self, batch: UpdateBatch, objective: Objective, dtype: torch.dtype, parallel: Parallel | None
+    ) -> None:
+        assert (parallel is None) == (batch.whole is None), "a rank's rows come with the whole mini-batch"
         self.rows = Rows(batch.prompt_ids, batch.response_ids, batch.extras)
         self.sampled_M = need_column(batch, "response_mask", "every update").bool()
-        self.tokens = int(self.sampled_M.sum())
-        self.sessions, count = dense_sessions(batch.sessions)
+        self.tokens_here = int(self.sampled_M.sum())
+        self.tokens = self.tokens_here if batch.whole is None else sum(batch.whole.sampled_tokens)
+        found = sessions_of(batch, self.sampled_M)
+        self.sessions = found.rows
         lengths = batch.response_ids.lengths
         session_M = per_token(self.sessions, lengths)
+        weigh = partial(
+            token_weights,
+            objective.algorithm.aggregation,
+            sessions=len(found),
+            dtype=dtype,
+            whole_S=found.whole_S,
+            tokens_S=found.tokens_S,
+        )
         columns = objective.columns(batch)
-        columns["weights"] = self._weights(batch, session_M, count, objective, dtype)
+        columns["weights"] = weigh(self.sampled_M, session_M)
         self.columns = {name: x.to(dtype) if x.is_floating_point() else x for name, x in columns.items()}
         self.columns["session"] = session_M
         if batch.groups is not None:
             self.columns["group"] = per_token(batch.groups, lengths)
         if objective.teaching is not None and batch.teachers is not None:
-            self._teach(objective.teaching, per_token(batch.teachers.teacher, lengths))
+            everywhere = None
+            if batch.whole is not None:
+                everywhere = _row_weights(batch.whole, found.session_B, weigh)
+            self._teach(objective.teaching, per_token(batch.teachers.teacher, lengths), everywhere)
         self.whole_sessions = objective.algorithm.loss == "gspo" and objective.has_policy
 
-        active_S = torch.ones(count, dtype=torch.bool)
+        active_S = torch.ones(len(found), dtype=torch.bool)
         if objective.zero_without_advantage:
-            active_S = torch.zeros(count, dtype=torch.bool)
+            active_S = torch.zeros(len(found), dtype=torch.bool)
             active_S[session_M[self.sampled_M & (self.columns["advantages"] != 0)]] = True
+            if parallel is not None:
+                active_S = torch.stack(parallel.gather(active_S)).any(0)
         self.active = [i for i, session in enumerate(self.sessions) if active_S[session]]
         self.idle = [i for i, session in enumerate(self.sessions) if not active_S[session]]
         self.idle_tokens = int((self.sampled_M & ~active_S[session_M]).sum())
 
-    def _weights(
-        self, batch: UpdateBatch, session_M: Tensor, count: int, objective: Objective, dtype: torch.dtype
-    ) -> Tensor:
-        tokens_S = segment_count(session_M[self.sampled_M], count)
-        whole_S = whole_session_tokens(batch, self.sessions, tokens_S)
-        kind = objective.algorithm.aggregation
-        return token_weights(kind, self.sampled_M, session_M, count, dtype, whole_S=whole_S)
-
-    def _teach(self, teaching: Teaching, teacher_M: Tensor) -> None:
+    def _teach(self, teaching: Teaching, teacher_M: Tensor, everywhere: tuple[Tensor, Tensor] | None) -> None:
+        """`everywhere` are weights and teachers of all rows of the mini-batch, if some are not here."""
         self.columns["teacher"] = teacher_M
-        if teaching.shares is not None and self.tokens:
-            weights_M, here_M = self.columns["weights"], self.sampled_M
-            weights_M[here_M] *= share_factors(weights_M[here_M], teacher_M[here_M], teaching.shares)
+        if teaching.shares is None or not self.tokens:
+            return
+        weights_M, here_M = self.columns["weights"], self.sampled_M
+        weights, teachers = everywhere or (weights_M[here_M], teacher_M[here_M])
+        factors = share_factors(weights, teachers, teaching.shares)
+        weights_M[here_M] *= factors[teacher_M[here_M]].to(weights_M.dtype)
 
     def microbatches(self, trunk: Trunk, rows: list[int]) -> Iterator[Packed]:
         """Micro-batches of these rows, to predict their sampled tokens."""
@@ -245,3 +288,13 @@ class _Update:
         """The columns of the micro-batch's sampled tokens, on its device."""
         device = packed.ids_N.device
         return {name: x_M[packed.column_M].to(device) for name, x_M in self.columns.items()}
+
+
+def _row_weights(
+    whole: Whole, session_B: Tensor, weigh: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The summed weights of each row's tokens, on any rank, and its teacher [B]."""
+    assert whole.teachers is not None, "the whole mini-batch lacks its rows' teachers"
+    sampled_B = torch.tensor(whole.sampled_tokens)
+    weights_B = weigh(sampled_B > 0, session_B).double() * sampled_B
+    return weights_B, torch.tensor(whole.teachers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -61,10 +63,46 @@ class TokenMeans:
             largest = float(value_M.detach().max())
             self._largest[name] = max(self._largest.get(name, largest), largest)
 
+    def merge(self, other: TokenMeans) -> None:
+        """Add what another one counted."""
+        for name, count in other._counts.items():
+            self._sums[name] = self._sums.get(name, 0.0) + other._sums[name]
+            self._counts[name] = self._counts.get(name, 0) + count
+        for name, largest in other._largest.items():
+            self._largest[name] = max(self._largest.get(name, largest), largest)
+
     def result(self) -> dict[str, float]:
         """Means and maxima of what was counted."""
         means = {name: self._sums[name] / n for name, n in self._counts.items() if n}
         return means | self._largest
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """How many numbers, their mean and their summed squared distance from it, in double precision."""
+
+    count: int
+    mean: float
+    squares: float
+
+    @staticmethod
+    def of(value_M: Tensor) -> Moments:
+        """Those of these numbers."""
+        value_M = value_M.detach().double()
+        if not value_M.numel():
+            return Moments(0, 0.0, 0.0)
+        mean = value_M.mean()
+        return Moments(value_M.numel(), float(mean), float((value_M - mean).square().sum()))
+
+    def __add__(self, other: Moments) -> Moments:
+        """Those of both together (Chan et al. 1979)."""
+        count = self.count + other.count
+        if not count:
+            return self
+        apart = other.mean - self.mean
+        mean = self.mean + apart * other.count / count
+        squares = self.squares + other.squares + apart**2 * self.count * other.count / count
+        return Moments(count, mean, squares)
 
 
 class RouterLoad:
@@ -91,6 +129,14 @@ class RouterLoad:
         if moved is not None:
             self._moved += moved * tokens
             self._replayed += tokens
+
+    def merge(self, other: RouterLoad) -> None:
+        """Add what another one counted."""
+        if other._choices:
+            self._taken_LX = other._taken_LX if not self._choices else self._taken_LX + other._taken_LX
+            self._choices += other._choices
+            self._moved += other._moved
+            self._replayed += other._replayed
 
     def result(self) -> dict[str, float]:
         """The routers' metrics."""

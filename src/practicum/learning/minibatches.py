@@ -6,14 +6,15 @@ size. So padding decides neither which real rows are learnt from together nor ho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, lcm
 
 import numpy as np
 
 from practicum.errors import RecipeError
-from practicum.learning.sharing import Group, share
+from practicum.learning.sharing import Group, share, shortest_first
 from practicum.recipe.schema import Recipe
 
 
@@ -95,8 +96,8 @@ def padding_needed(real: int, multiple: int) -> int:
 
 
 def spare_padding(largest: int, steps: int, data_parallel: int) -> int:
-    """Further padding rows that level mini-batches if sessions, of up to `largest` rows, stay whole."""
-    return steps * _up(largest, data_parallel) if largest > 1 else 0
+    """Further padding rows that level mini-batches and ranks if sessions of `largest` rows stay whole."""
+    return steps * largest * data_parallel if largest > 1 else 0
 
 
 def spread(
@@ -115,8 +116,9 @@ def spread(
 
     Their real rows differ in number by at most one; prompt groups stay together where that allows it, and
     sessions are cut only where nothing else fits. With `whole_sessions` none is cut, and mini-batches differ
-    by at most the rows of the largest. Padding makes them equally large, a multiple of `ranks`; what is left
-    is in none. Groups are shuffled by (seed, step, epoch); the rows of a mini-batch stay in their order.
+    by at most the rows of the largest. Padding makes them equally large, a multiple of `ranks` that has room
+    for whole sessions on each; what is left is in none. Groups are shuffled by (seed, step, epoch); the rows
+    of a mini-batch stay in their order.
     """
     groups = _group(prompts, sessions, padding)
     real = sum(len(session) for group in groups for session in group)
@@ -129,7 +131,11 @@ def spread(
     parts = share(groups, _even(real, steps), whole_sessions=whole_sessions)
     shared = [sorted(rows) for rows in parts if rows]
     spare = [row for row, is_padding in enumerate(padding) if is_padding]
-    return _fill(shared, spare, cut.size(len(prompts)), ranks)
+    needed = max(map(len, shared), default=0)
+    if whole_sessions:
+        names = list(zip(prompts, sessions, strict=True))
+        needed = max((_even_need([names[row] for row in rows], ranks) for rows in shared), default=0)
+    return _fill(shared, spare, cut.size(len(prompts)), needed, ranks)
 
 
 def _group(prompts: Sequence[int], sessions: Sequence[int], padding: Sequence[bool]) -> list[Group]:
@@ -150,13 +156,19 @@ def _up(number: int, multiple: int) -> int:
     return number + -number % multiple
 
 
-def _fill(shared: list[list[int]], spare: list[int], size: int, ranks: int) -> list[Minibatch]:
-    """Padding rows to the mini-batches, so that all have one size."""
+def _even_need(sessions: Sequence[Hashable], ranks: int) -> int:
+    """Rows, padding and all, with which ranks have equally many though no session is cut."""
+    sizes = list(Counter(sessions).values())
+    return ranks * max(sum(sizes[i] for i in part) for part in shortest_first(sizes, ranks))
+
+
+def _fill(shared: list[list[int]], spare: list[int], size: int, needed: int, ranks: int) -> list[Minibatch]:
+    """Padding rows to the mini-batches, so that all have one size, at least the rows that are needed."""
     if not shared:
         return []
     total = sum(map(len, shared)) + len(spare)
     size = min(size, total // len(shared)) // ranks * ranks
-    size = max(size, size + _up(max(map(len, shared)) - size, ranks))
+    size = max(size, size + _up(needed - size, ranks))
     minibatches = []
     for real in shared:
         room = max(size - len(real), 0)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from practicum.errors import CheckError
+from practicum.learning.parallel import whole
 from practicum.recipe.schema import Train
 
 Metrics = dict[str, float]
@@ -70,7 +71,8 @@ class Stepper:
         `before_step` with the metrics first: if it raises, nothing has changed.
         """
         try:
-            norm = nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+            norm = self._norm()
+            nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, norm)
             metrics |= {"grad_norm": float(norm), "lr": lr}
             bad = [name for name in ("loss", "grad_norm") if not math.isfinite(metrics[name])]
             if bad:
@@ -88,10 +90,12 @@ class Stepper:
 
     def take_norm(self) -> float:
         """Global norm of the gradients that lie on the parameters, which are removed."""
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        norm = float(nn.utils.get_total_norm(grads)) if grads else 0.0
+        norm = float(self._norm())
         self.optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def _norm(self) -> Tensor:
+        return whole(nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]))
 
     def zero_missing_grads(self) -> None:
         """A gradient of zeros where no backward pass ran: the optimizer then steps all the same."""

@@ -1,17 +1,31 @@
-"""The learner's parts of a checkpoint: weights, optimizer, counters."""
+"""The learner's parts of a checkpoint: weights, optimizer, counters.
+
+Tensors are in the format of torch.distributed.checkpoint: what some ranks wrote, any other number of them
+reads, one process too.
+"""
 
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from practicum.errors import PracticumError
 from practicum.learning.optim import Stepper
+from practicum.learning.parallel import Parallel
+
+_INDEX = ".metadata"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_STEP = "optimizer.step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,40 +36,76 @@ class Counters:
     step: int
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers, tied ones once."""
-    kept = set(model.state_dict())
-    buffers = {name: x for name, x in model.named_buffers() if name in kept}
-    return {name: p.detach() for name, p in model.named_parameters()} | buffers
-
-
-def save_parts(folder: Path, name: str, model: nn.Module, stepper: Stepper, counters: Counters) -> None:
-    """Write model.safetensors, optimizer.pt and <name>.json into a folder, made if it is not there."""
+def save_parts(
+    folder: Path,
+    name: str,
+    model: nn.Module,
+    stepper: Stepper,
+    counters: Counters,
+    parallel: Parallel | None = None,
+) -> None:
+    """Write model, optimizer and <name>.json into a folder, made if it is not there; all ranks together."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {key: x.contiguous() for key, x in _tensors(model).items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    torch.save(stepper.state_dict(), folder / "optimizer.pt")
-    (folder / f"{name}.json").write_text(json.dumps(asdict(counters)) + "\n")
+    tensors = _weights(model)
+    state = stepper.optimizer.state
+    for key, p in model.named_parameters():
+        if p in state:
+            tensors |= {f"optimizer.{key}.{moment}": state[p][moment] for moment in _MOMENTS}
+            tensors[_STEP] = state[p]["step"]  # all take every step
+    with _one_process(parallel):
+        save(tensors, checkpoint_id=folder, no_dist=parallel is None)
+    if parallel is None or parallel.rank == 0:
+        (folder / f"{name}.json").write_text(json.dumps(asdict(counters)) + "\n")
 
 
 @torch.no_grad()
-def load_parts(folder: Path, name: str, model: nn.Module, stepper: Stepper) -> Counters:
+def load_parts(
+    folder: Path, name: str, model: nn.Module, stepper: Stepper, parallel: Parallel | None = None
+) -> Counters:
     """Read what `save_parts` wrote; the weights are copied in place, so who shares them sees them."""
-    missing = [
-        file
-        for file in ("model.safetensors", "optimizer.pt", f"{name}.json")
-        if not (folder / file).is_file()
-    ]
-    if missing:
-        raise PracticumError(f"checkpoint {folder} lacks {', '.join(missing)}: choose a complete one")
-    saved, mine = load_file(folder / "model.safetensors"), _tensors(model)
-    shapes = {key: tuple(x.shape) for key, x in saved.items()}
-    if shapes != {key: tuple(x.shape) for key, x in mine.items()}:
+    _require(folder, [_INDEX, f"{name}.json"])
+    index = FileSystemReader(folder).read_metadata()
+    _require(folder, sorted({place.relative_path for place in (index.storage_data or {}).values()}))
+    tensors = _weights(model)
+    shapes = {key: tuple(saved.size) for key, saved in index.state_dict_metadata.items()}  # pyright: ignore
+    if {k: s for k, s in shapes.items() if k.startswith("model.")} != {
+        k: tuple(x.shape) for k, x in tensors.items()
+    }:
         raise PracticumError(
             f"checkpoint {folder} holds another model than this run's: resume with the recipe that wrote it"
         )
-    for key, x in mine.items():
-        x.copy_(saved[key])
-    state = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
-    stepper.load_state_dict(state)
+    moments: dict[nn.Parameter, dict[str, Tensor]] = {}
+    if _STEP in shapes:
+        tensors[_STEP] = torch.zeros(())
+        for key, p in model.named_parameters():
+            if p.requires_grad:
+                moments[p] = {moment: torch.zeros_like(p) for moment in _MOMENTS}
+                tensors |= {f"optimizer.{key}.{moment}": x for moment, x in moments[p].items()}
+    with _one_process(parallel):
+        load(tensors, checkpoint_id=folder, no_dist=parallel is None)
+    stepper.optimizer.state.clear()
+    for p, found in moments.items():
+        stepper.optimizer.state[p] = {"step": tensors[_STEP].to(p.device, copy=True), **found}
     return Counters(**json.loads((folder / f"{name}.json").read_text()))
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and saved buffers, tied ones once."""
+    kept = set(model.state_dict())
+    buffers = {f"model.{name}": x for name, x in model.named_buffers() if name in kept}
+    return {f"model.{name}": p.detach() for name, p in model.named_parameters()} | buffers
+
+
+def _require(folder: Path, files: list[str]) -> None:
+    missing = [file for file in files if not (folder / file).is_file()]
+    if missing:
+        raise PracticumError(f"checkpoint {folder} lacks {', '.join(missing)}: choose a complete one")
+
+
+@contextmanager
+def _one_process(parallel: Parallel | None) -> Iterator[None]:
+    """Without torch's warning that there is one process, where there is meant to be one."""
+    with warnings.catch_warnings():
+        if parallel is None:
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
+        yield

@@ -10,7 +10,7 @@ from torch import Tensor
 from practicum.dataplane.ragged import Ragged
 from practicum.learning.extras import RowExtras
 from practicum.learning.logprobs import token_logprobs
-from practicum.learning.packing import Rows
+from practicum.learning.packing import Packed, Rows
 from practicum.learning.trunk import Trunk
 from practicum.models.fingerprint import fingerprint_ids
 
@@ -47,7 +47,8 @@ class Scorer:
         wanted = {"logprobs_M": True, "entropy_M": entropy, "plain_M": plain}
         tokens = sum(response_ids.lengths)
         columns = {name: torch.empty(tokens) for name, on in wanted.items() if on}
-        for packed in trunk.microbatches(rows):
+
+        def score(packed: Packed) -> None:
             with trunk.precision():
                 found = token_logprobs(
                     trunk.model,
@@ -59,6 +60,8 @@ class Scorer:
                 )
             for name, column in columns.items():
                 column[packed.column_M] = getattr(found, name).float().cpu()
+
+        trunk.each(trunk.microbatches(rows), score)
 
         def ragged(name: str) -> Ragged | None:
             return Ragged.packed(columns[name], response_ids.lengths) if name in columns else None

@@ -51,6 +51,20 @@ def _place(
     return parts, left
 
 
+def shortest_first(sizes: Sequence[int], parts: int) -> list[list[int]]:
+    """Places of sizes for each part: largest first, each to the part that has least.
+
+    No part gets more than its even share of all and (parts - 1) / parts of the largest.
+    """
+    shared: list[list[int]] = [[] for _ in range(parts)]
+    loads = [(0, part) for part in range(parts)]
+    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        load, part = loads[0]
+        shared[part].append(i)
+        heapq.heapreplace(loads, (load + sizes[i], part))
+    return shared
+
+
 def exact_fit(sizes: Iterable[int], room: int) -> list[int]:
     """Places of sizes that add up to the room, early ones by preference; none if no choice of them does."""
     if not room:

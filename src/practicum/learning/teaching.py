@@ -158,16 +158,16 @@ class Teaching:
         return torch.cat(parts)[torch.cat(order).argsort()]
 
 
-def share_factors(weights_M: Tensor, teacher_M: Tensor, shares: Mapping[int, float]) -> Tensor:
-    """Factors [M] that give each teacher its share of the weights and leave their sum as it is.
+def share_factors(weights_N: Tensor, teacher_N: Tensor, shares: Mapping[int, float]) -> Tensor:
+    """Factors by the teacher's number that give each its share of the weights and leave their sum as it is.
 
-    Shares of teachers that are not in the batch go to the others, in proportion.
+    Shares of teachers that have no weight go to the others, in proportion.
     """
-    sums = torch.zeros(int(teacher_M.max()) + 1, dtype=torch.float64)
-    sums.index_add_(0, teacher_M, weights_M.double())
+    sums = torch.zeros(int(teacher_N.max()) + 1, dtype=torch.float64)
+    sums.index_add_(0, teacher_N, weights_N.double())
     present = [number for number in shares if number < len(sums) and sums[number] > 0]
     whole = sum(shares[number] for number in present)
     factors = torch.ones_like(sums)
     for number in present:
         factors[number] = shares[number] / whole * sums.sum() / sums[number]
-    return factors[teacher_M].to(weights_M.dtype)
+    return factors.to(weights_N.dtype)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from practicum.dataplane.ragged import Ragged
-from practicum.errors import DataError, EngineError
+from practicum.errors import DataError, EngineError, RecipeError
 from practicum.learning.extras import RowExtras
 from practicum.learning.metrics import RouterLoad
 from practicum.learning.norms import fuse_norms
 from practicum.learning.packing import Packed, Rows
+from practicum.learning.parallel import Parallel, run_in
 from practicum.models.attention import IMPLEMENTATION, packed_forward
 from practicum.models.experts import Routes, routes_of
 from practicum.models.fingerprint import fingerprint_ids
@@ -33,10 +36,17 @@ class Trunk:
 
     Holds no state of its own: the same model may be used elsewhere too. At construction the packed forward
     is compared with the model's own on a short probe; an EngineError names a model that it does not fit.
+    Given `parallel`, the model and its `head` are then sharded over ranks: the same calls on each of them.
     """
 
-    def __init__(self, model: PreTrainedModel, train: Train) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        train: Train,
+        parallel: Parallel | None = None,
+        head: nn.Module | None = None,
+    ) -> None:
+        self.model, self.parallel = model, parallel
         self.device = model.device
         self.token_budget = train.microbatch_tokens
         if self.device.type == "cpu":
@@ -49,8 +59,13 @@ class Trunk:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._forward: Callable[..., Tensor] = packed_forward
         if train.compile:
+            _refuse_compile(parallel)
             self._forward = torch.compile(packed_forward, dynamic=True)
         self.self_test()
+        self._root = None
+        if parallel is not None:
+            layers = self._layers_of_text()
+            self._root = parallel.shard(model, layers, *([] if head is None else [head]))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -68,6 +83,45 @@ class Trunk:
         """Micro-batches on the model's device; arguments as of `Rows.microbatches`."""
         for packed in rows.microbatches(self.token_budget, rows=only, sampled_M=sampled_M, sessions=sessions):
             yield packed.to(self.device)
+
+    def each(self, microbatches: Iterable[Packed], work: Callable[[Packed], Tensor | None]) -> None:
+        """Do `work` on each micro-batch, and back-propagate the loss that it gives if gradients are on.
+
+        Ranks must go through equally many: one with fewer runs made-up tokens that leave no trace.
+        """
+        if self.parallel is None:
+            for packed in microbatches:
+                self._pass(partial(work, packed), packed)
+            return
+        mine = list(microbatches)
+        most = self.parallel.largest(len(mine))
+        for packed in mine:
+            self._pass(partial(work, packed), packed)
+        blank = self._blank()
+        for _ in range(most - len(mine)):
+            self._pass(lambda: 0.0 * self.hidden(blank).sum(), blank)
+
+    def _pass(self, work: Callable[[], Tensor | None], packed: Packed) -> None:
+        loss = run_in(self._root, work)
+        if loss is not None and torch.is_grad_enabled():
+            self.backward(loss, packed)
+
+    def _blank(self) -> Packed:
+        """A micro-batch of made-up tokens."""
+        ids = torch.tensor(fingerprint_ids(self.model.config.get_text_config().vocab_size))
+        rows = Rows(Ragged.from_rows([ids[:1]]), Ragged.from_rows([ids[1:3]]))
+        return rows.pack([0]).to(self.device)
+
+    @torch.no_grad()
+    def _layers_of_text(self) -> list[nn.Module]:
+        """The layers that every forward pass runs: those of a vision tower only run if there are pictures."""
+        found: list[nn.Module] = []
+        layers = [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        hooks = [layer.register_forward_pre_hook(lambda module, _: found.append(module)) for layer in layers]
+        self.hidden(self._blank())
+        for hook in hooks:
+            hook.remove()
+        return found
 
     def router_load(self) -> RouterLoad | None:
         """To count which experts are taken; None for a model without routers."""
@@ -192,3 +246,9 @@ class Trunk:
         with self.routes.record() as taken:
             out = self.model.base_model(input_ids=ids_1N, use_cache=False)
         return out.last_hidden_state[0], taken.tensor().cpu()
+
+
+def _refuse_compile(parallel: Parallel | None) -> None:
+    if parallel is not None:
+        found = f"true with {parallel.world} data-parallel ranks"
+        raise RecipeError("train.compile", found, "false", "Sharded weights are gathered between its graphs.")

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from practicum.errors import RecipeError, RecipeErrors
 from practicum.recipe import yamlfile
-from practicum.recipe.origins import DEFAULT, OVERRIDE, Layers, Origin, leaves
+from practicum.recipe.origins import DEFAULT, OVERRIDE, Layers, Origin, leaves, spelled_out
 from practicum.recipe.problems import explain, shorten, with_origin
 from practicum.recipe.schema import Recipe
 from practicum.recipe.validate import combinations
@@ -105,7 +105,8 @@ def _add_file(layers: Layers, file: Path, document: yamlfile.Document, source: P
     name = "" if own else os.path.relpath(file, source.parent)
 
     def origin_of(path: str) -> Origin:
-        return Origin("file" if own else "base", name, document.lines.get(path))
+        lines = document.lines  # a value that was spelled out has the line of its section
+        return Origin("file" if own else "base", name, lines.get(path, lines.get(path.rpartition(".")[0])))
 
     data = {key: value for key, value in document.data.items() if own or key != "extends"}
     layers.add(data, origin_of)
@@ -135,6 +136,9 @@ def _parse_overrides(overrides: Sequence[str], source: str) -> dict[str, Any]:
 
 
 def _place(data: dict[str, Any], steps: list[str], value: Any) -> None:
+    if (mapping := spelled_out(tuple(steps), value)) is not value:
+        ((key, value),) = mapping.items()
+        steps = [*steps, key]
     for step in steps[:-1]:
         if not isinstance(data.get(step), dict):
             data[step] = {}

@@ -35,6 +35,8 @@ _ALTERNATIVES: dict[tuple[str, ...], dict[str, tuple[str, ...]]] = {
 }
 # Mappings of the user's own names, in which null drops an entry.
 _NAMED = (("tasks",), ("teachers",), ("reward", "models"), ("route", "to"), ("route", "shares"))
+_SHORT: dict[tuple[str, ...], str] = {("runtime",): "kind"}
+"""Mappings that text may stand for: the value of this key of theirs."""
 
 
 class Layers:
@@ -63,6 +65,7 @@ class Layers:
         self._drop_replaced(data, layer, path)
         for key, value in layer.items():
             here = (*path, key)
+            value = spelled_out(here, value)
             old = data.get(key)
             if isinstance(value, dict) and isinstance(old, dict) and path != ("route", "to"):
                 if value:
@@ -93,6 +96,11 @@ class Layers:
         dotted = ".".join(path)
         for key in [k for k in self.origins if k == dotted or k.startswith(dotted + ".")]:
             del self.origins[key]
+
+
+def spelled_out(path: tuple[str, ...], value: Any) -> Any:
+    """The mapping that a text stands for at this path, such as {kind: ray} for `runtime: ray`."""
+    return {_SHORT[path]: value} if path in _SHORT and isinstance(value, str) else value
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from practicum.recipe.agent import Agent
+from practicum.recipe.pools import Pools, Runtime
 from practicum.recipe.section import Section
 from practicum.recipe.teaching import Distill, RewardModel, Route, Teacher
 
@@ -140,6 +141,11 @@ class Rollout(Section):
         "what is new; unset: slots × context; 0 = none.",
     )
     deadline_s: float = Field(default=600.0, gt=0, description="Seconds one step's rollout may take.")
+    replicas: int | None = Field(
+        default=None,
+        ge=1,
+        description="Engines, with runtime.kind ray; unset: one for each device of their pool.",
+    )
 
 
 class Kl(Section):
@@ -304,24 +310,6 @@ class Checks(Section):
     )
 
 
-class Runtime(Section):
-    """Where the roles live."""
-
-    kind: Literal["local"] = Field(default="local", description="local: all roles in this process.")
-    threads: int | None = Field(default=None, ge=1, description="torch threads; one per core if unset.")
-    teachers_gb: float | None = Field(
-        default=None,
-        gt=0,
-        description="Device memory in which sleeping colocated models may stay; unset: all stay on a CPU, "
-        "none on another device.",
-    )
-    teachers_host_gb: float | None = Field(
-        default=None,
-        gt=0,
-        description="Host memory for those that had to leave the device; the rest goes to disk.",
-    )
-
-
 class Recipe(Section):
     """A whole run."""
 
@@ -352,3 +340,4 @@ class Recipe(Section):
     track: Track = Field(default_factory=Track, description="Where metrics go.")
     checks: Checks = Field(default_factory=Checks, description="Invariants watched at run time.")
     runtime: Runtime = Field(default_factory=Runtime, description="Where the roles live.")
+    pools: Pools = Field(default_factory=Pools, description="Who gets how much of a cluster.")

@@ -16,6 +16,9 @@ class Own(Section):
 
     replicas: int = Field(default=1, ge=1, description="Processes that share the model's rows.")
     threads: int = Field(default=1, ge=1, description="torch threads of each process.")
+    devices: int = Field(
+        default=1, ge=1, description="Devices of each process, on one machine; read with runtime.kind ray."
+    )
     start_s: float = Field(default=300.0, gt=0, description="Seconds in which it must have loaded.")
 
 

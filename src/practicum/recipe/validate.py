@@ -13,6 +13,7 @@ from practicum.recipe.validate_agent import check_agent, check_minibatches
 from practicum.recipe.validate_distill import check_distill
 from practicum.recipe.validate_reward import check_reward, unread_algorithm
 from practicum.recipe.validate_route import check_route
+from practicum.recipe.validate_runtime import check_runtime
 from practicum.recipe.validate_teachers import check_teachers
 from practicum.recipe.ways import has_advantage_estimator, is_supervised
 
@@ -38,7 +39,7 @@ def combinations(recipe: Recipe) -> list[RecipeError]:
     """Every impossible combination of a recipe whose types are right."""
     checks = (
         *(_names, _model, _tasks, check_reward, _algorithm, _kl, _critic, _groups, _train, _eval),
-        *(check_teachers, check_route, check_distill, check_agent, check_minibatches),
+        *(check_teachers, check_route, check_distill, check_agent, check_minibatches, check_runtime),
     )
     return [problem for check in checks for problem in check(recipe)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from practicum.recipe.pools import Pool
 from practicum.recipe.schema import Recipe
 from practicum.recipe.teaching import Own, OwnPlacement, Placement, RewardModel, Teacher
 
@@ -77,3 +78,31 @@ def measures(recipe: Recipe) -> bool:
 def teacher_numbers(recipe: Recipe) -> dict[str, int]:
     """Each teacher's number, in the recipe's order."""
     return {name: number for number, name in enumerate(recipe.teachers)}
+
+
+def on_ray(recipe: Recipe) -> bool:
+    """Whether the roles are actors of a Ray cluster."""
+    return recipe.runtime.kind == "ray"
+
+
+def data_parallel(recipe: Recipe) -> int:
+    """Ranks of the learner: one on each device of the pool train; one in this process."""
+    return _devices(recipe.pools.train) if on_ray(recipe) else 1
+
+
+def engine_replicas(recipe: Recipe) -> int:
+    """Engines of the student."""
+    if not on_ray(recipe):
+        return 1
+    return recipe.rollout.replicas or _devices(recipe.pools.rollout or recipe.pools.train)
+
+
+def own_models(recipe: Recipe) -> dict[str, Teacher | RewardModel]:
+    """Teachers and reward models with processes of their own, by their path in the recipe."""
+    models: dict[str, Teacher | RewardModel] = {f"teachers.{n}": t for n, t in recipe.teachers.items()}
+    models |= {f"reward.models.{n}": m for n, m in recipe.reward.models.items()}
+    return {path: m for path, m in models.items() if m.url is None and is_own(m.placement)}
+
+
+def _devices(pool: Pool) -> int:
+    return pool.nodes * pool.devices

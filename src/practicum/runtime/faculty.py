@@ -27,8 +27,9 @@ from practicum.dataplane.stage import Columns, stage
 from practicum.dataplane.store import Store
 from practicum.errors import DeadlineError, TeacherError
 from practicum.recipe.schema import Recipe
+from practicum.recipe.teaching import Teacher
 from practicum.recipe.ways import compare_temperature
-from practicum.rollout.protocol import Engine, Scores
+from practicum.rollout.protocol import Rests, Scores
 from practicum.runtime.events import run_async
 from practicum.runtime.extras import images_of
 from practicum.tasks.prompts import Prompt
@@ -48,11 +49,13 @@ class Staff:
     residency: Residency
     heads: dict[str, OutputHead] = field(default_factory=dict)
     """Output heads, if the signal is the full distribution."""
+    least_width: int = 0
+    """Hidden size of the widest teacher elsewhere."""
 
     @property
     def width(self) -> int:
         """Hidden size of the widest teacher, which rows of hidden states are filled up to."""
-        return max((head.weight.shape[1] for head in self.heads.values()), default=0)
+        return max((head.weight.shape[1] for head in self.heads.values()), default=self.least_width)
 
     def colocated(self) -> dict[str, ColocatedTeacher]:
         """Those that are woken after the rollout."""
@@ -74,7 +77,7 @@ class Faculty:
         plan: Plan,
         store: Store,
         staff: Staff,
-        engine: Engine,
+        engine: Rests,
         tokenizer: PreTrainedTokenizerBase,
         *,
         vocab: int | None = None,
@@ -112,12 +115,16 @@ class Faculty:
         assert name is not None
         if name in self._colocated or session.tags[0].is_baseline:
             return
-        columns = Columns("teachers", self.store.get(session, self.plan["teachers"].reads))
-        rows = self._rows(session, columns, {key: prompt for key in session.keys})
+        await self.correct(name, session, {key: prompt for key in session.keys})
+
+    async def correct(self, name: str, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
+        """Have rows scored by a teacher that is awake, and write what it said."""
+        columns = Columns("teachers", self.store.get(batch, self.plan["teachers"].reads))
+        rows = self._rows(batch, columns, prompts)
         scores = await score_rows(self.staff.places[name], rows, self.wanted)
         for row, one in zip(rows, scores, strict=True):
             self._check_ids(name, row, one)
-        self.store.put(session, self._columns(scores), keep_tags=True)
+        self.store.put(batch, self._columns(scores), keep_tags=True)
 
     @stage("teachers")
     def score(self, batch: BatchRef, columns: Columns, *, prompts: Mapping[Key, Prompt]) -> dict[str, Column]:
@@ -145,11 +152,10 @@ class Faculty:
     def refresh(self, step: int, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
         """Before step `step`: copies of the student whose time has come take these weights."""
         for name, teacher in self.recipe.teachers.items():
-            every = teacher.student.every if teacher.student is not None else 0
-            if every and step > 1 and (step - 1) % every == 0:
+            if name in self.staff.places and renews(teacher, step):
                 # A copy of our own: it is also what a checkpoint keeps of this teacher.
                 copied = {key: x.cpu().clone() for key, x in weights().items()}
-                self._give_weights(name, copied, version)
+                self.give_weights(name, copied, version)
                 self._forget_spent()
 
     def save(self, folder: Path) -> None:
@@ -162,12 +168,14 @@ class Faculty:
     def load(self, folder: Path) -> None:
         """Take up the copies that `save` wrote."""
         for path in sorted(folder.glob("*.safetensors")):
+            if path.stem not in self.staff.places:
+                continue
             with safe_open(path, "pt") as file:
                 version = int(file.metadata()["version"])
-            self._give_weights(path.stem, load_file(path), version)
+            self.give_weights(path.stem, load_file(path), version)
         self._forget_spent()
 
-    def _give_weights(self, name: str, weights: dict[str, Tensor], version: int) -> None:
+    def give_weights(self, name: str, weights: dict[str, Tensor], version: int) -> None:
         """Make a copy of the student what these weights are."""
         self._copies[name] = weights, version
         place = self.staff.places[name]
@@ -184,8 +192,12 @@ class Faculty:
         self._renew_head(name, place)
 
     def _renew_head(self, name: str, place: ColocatedTeacher | OwnTeacher) -> None:
+        if name in self.staff.heads:
+            self.renew_head(name, place.head())
+
+    def renew_head(self, name: str, fresh: OutputHead) -> None:
+        """Take a teacher's output head as it is now, if the learner has need of it."""
         if (head := self.staff.heads.get(name)) is not None:
-            fresh = place.head()
             head.weight.copy_(fresh.weight)
             if head.bias is not None and fresh.bias is not None:
                 head.bias.copy_(fresh.bias)
@@ -243,6 +255,12 @@ class Faculty:
         if self.wanted.hidden:
             columns["teacher_hidden"] = Ragged.from_rows([_widened(s, self.staff.width) for s in scores])
         return columns
+
+
+def renews(teacher: Teacher, step: int) -> bool:
+    """Whether a copy of the student takes its weights before this step."""
+    every = teacher.student.every if teacher.student is not None else 0
+    return bool(every) and step > 1 and (step - 1) % every == 0
 
 
 def _by_teacher(batch: BatchRef) -> dict[str, list[int]]:

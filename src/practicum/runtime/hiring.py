@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from practicum.errors import RecipeError
 from practicum.learning.teaching import Head, Teaching
+from practicum.models.sources import read_config
 from practicum.recipe.schema import Recipe
 from practicum.recipe.teaching import Teacher
 from practicum.recipe.ways import compare_temperature, has_policy_loss, is_own, own_options, teacher_numbers
@@ -44,32 +45,55 @@ def probe_servers(recipe: Recipe, vocab: int, longest: Mapping[str, int]) -> lis
     return findings
 
 
-def hire(recipe: Recipe, student: PreTrainedModel, others: Sequence[Sleeper] = ()) -> Staff:
-    """All teachers of the recipe, ready: colocated ones asleep, own ones loaded.
+def hire(
+    recipe: Recipe,
+    student: PreTrainedModel,
+    others: Sequence[Sleeper] = (),
+    *,
+    names: Collection[str] | None = None,
+    heads: Mapping[str, OutputHead] | None = None,
+) -> Staff:
+    """The recipe's teachers (or those of these `names`), ready: colocated ones asleep, own ones loaded.
 
     Servers are taken as probed (`probe_servers`). If one teacher can't be had, none stays behind. `others`
-    are colocated models that share the memory budgets.
+    are colocated models that share the memory budgets; `heads` are output heads of teachers elsewhere.
     """
     with ExitStack() as undo:
         places: dict[str, Place] = {}
         for name, teacher in recipe.teachers.items():
-            places[name] = _place(name, teacher, recipe, student)
-            undo.callback(places[name].close)
+            if names is None or name in names:
+                places[name] = _place(name, teacher, recipe, student)
+                undo.callback(places[name].close)
         colocated = [place for place in places.values() if isinstance(place, ColocatedTeacher)]
-        heads = _heads(recipe, places, ColocatedTeacher, student.device)
+        known = {name: _moved(head, student.device) for name, head in (heads or {}).items()}
+        known |= _heads(recipe, places, ColocatedTeacher, student.device)
         residency = make_residency(recipe, [*colocated, *others])
         for name, place in places.items():
             if isinstance(place, OwnTeacher):
                 place.ready(own_options(recipe.teachers[name]).start_s)
-        heads |= _heads(recipe, places, OwnTeacher, student.device)
-        _check_heads(heads, student)
+        known |= _heads(recipe, places, OwnTeacher, student.device)
+        _check_heads(known, student)
         undo.pop_all()
-        return Staff(places, residency, heads)
+        return Staff(places, residency, known)
 
 
 def make_residency(recipe: Recipe, sleepers: Sequence[Sleeper]) -> Residency:
     """Colocated models, put to sleep within the recipe's budgets."""
     return Residency(sleepers, _bytes(recipe.runtime.teachers_gb), _bytes(recipe.runtime.teachers_host_gb))
+
+
+def signal_width(recipe: Recipe) -> int:
+    """Hidden size of the widest teacher by their configs, if hidden states are what is written of them."""
+    if recipe.distill is None or recipe.distill.signal != "full":
+        return 0
+    widths = []
+    for teacher in recipe.teachers.values():
+        path = recipe.model.path if teacher.student is not None else teacher.model
+        if path is not None:
+            widths.append(read_config(path).get_text_config().hidden_size)
+        elif recipe.model.make is not None:
+            widths.append(recipe.model.make.hidden)
+    return max(widths)
 
 
 def teaching_of(recipe: Recipe, staff: Staff) -> Teaching:

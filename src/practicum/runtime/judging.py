@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -41,11 +41,11 @@ class Judging:
         judge: Judge,
         jury: Jury | None,
         prompts: Mapping[Key, Prompt],
-        openings: Mapping[int, list[int]],
+        opening: Callable[[Prompt], list[int]],
     ) -> None:
-        """`openings` are the tokens of each prompt of the latest rollout, by its uid."""
+        """`opening` gives the tokens of a prompt, without the tokens of an answer."""
         self.recipe, self.plan, self.store, self.tokenizer = recipe, plan, store, tokenizer
-        self.judge, self.jury, self._prompts, self._openings = judge, jury, prompts, openings
+        self.judge, self.jury, self._prompts, self._opening = judge, jury, prompts, opening
         self._said: dict[SessionName, Judged] = {}
 
     @property
@@ -137,7 +137,7 @@ class Judging:
         texts = tuple(str(self.tokenizer.decode(turn, skip_special_tokens=True)) for turn in turns)
         key, prompt = batch.keys[rows[-1]], self._prompts[batch.keys[rows[-1]]]
         return RewardSample(
-            prompt_text=str(self.tokenizer.decode(self._openings[prompt.uid], skip_special_tokens=True)),
+            prompt_text=str(self.tokenizer.decode(self._opening(prompt), skip_special_tokens=True)),
             response_text=texts[-1] if texts else "",
             answer=prompt.answer,
             row=prompt.row,

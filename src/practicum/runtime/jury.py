@@ -14,7 +14,7 @@ from practicum.dataplane.keys import Key
 from practicum.errors import DataError, RewardError
 from practicum.recipe.schema import Recipe
 from practicum.recipe.ways import is_own, own_options, streams
-from practicum.rollout.protocol import Engine
+from practicum.rollout.protocol import Rests
 from practicum.rollout.together import together
 from practicum.runtime.events import run_async
 from practicum.tasks.calls import shorten
@@ -48,17 +48,19 @@ class Panel:
                 stack.callback(place.close)
 
 
-def seat(recipe: Recipe, room: int) -> Panel:
+def seat(recipe: Recipe, room: int, elsewhere: Mapping[str, RewardPlace] | None = None) -> Panel:
     """All reward models of the recipe, ready; if one can't be had, none stays behind.
 
     `room` is the tokens of the longest prompt and answer, as a judge may count them. Servers are taken as
-    probed (`probe_judges`).
+    probed (`probe_judges`), and those `elsewhere` as they are.
     """
     panel = Panel()
     with ExitStack() as undo:
         undo.callback(panel.close)
         for name, spec in recipe.reward.models.items():
-            if spec.url is not None:
+            if elsewhere is not None and name in elsewhere:
+                panel.places[name] = elsewhere[name]
+            elif spec.url is not None:
                 panel.places[name] = RemoteRewarder(name, spec)
             elif is_own(spec.placement):
                 panel.places[name] = own = OwnRewarder(name, spec, room)
@@ -88,7 +90,7 @@ def probe_judges(recipe: Recipe, *, chat: bool) -> list[str]:
 class Jury:
     """Judges the answers of one practice; works for one rollout at a time."""
 
-    def __init__(self, recipe: Recipe, panel: Panel, residency: Residency, engine: Engine) -> None:
+    def __init__(self, recipe: Recipe, panel: Panel, residency: Residency, engine: Rests) -> None:
         self.recipe, self.panel, self.residency, self.engine = recipe, panel, residency, engine
         self.models = recipe.reward.models
         self._streamed = [name for name, spec in self.models.items() if streams(spec)]
@@ -134,6 +136,11 @@ class Jury:
 
     def _collect(self, cases: Sequence[Case]) -> list[dict[str, Verdict]]:
         """What each model says of each case: kept from the rollout, or asked for now."""
+        late = [case for case in cases if case.name not in self._said] if self._streamed else []
+        if late:
+            owner = f"reward models ({len(late)} answers)"
+            timeout = max(self.models[name].deadline_s for name in self._streamed)
+            run_async(together(self.stream(case) for case in late), timeout=timeout, owner=owner)
         said: list[dict[str, Verdict]] = [dict(self._said.get(case.name, {})) for case in cases]
         if not self._colocated or not cases:
             return said

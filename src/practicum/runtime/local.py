@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from practicum.checks.watch import Watch
-from practicum.dataplane.fields import check_padding_rules
+from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.memory import MemoryStore
 from practicum.dataplane.plan import Plan, evaluation_plan
 from practicum.dataplane.store import Store
 from practicum.errors import RecipeError
 from practicum.learning.critic import Critic
 from practicum.learning.learner import Learner
+from practicum.learning.parallel import Parallel
 from practicum.learning.scorer import Scorer
 from practicum.learning.trunk import Trunk
-from practicum.models.experts import routes_of
 from practicum.models.load import context_length, load_model, load_tokenizer, stop_ids
-from practicum.models.vision import AXES
+from practicum.models.processor import save_processor
 from practicum.recipe.schema import Recipe
 from practicum.recipe.ways import measures
-from practicum.rollout.encoder import make_encoder
+from practicum.rollout.encoder import Encoder, make_encoder
 from practicum.rollout.protocol import Engine
 from practicum.rollout.tools.toolbox import Toolbox
 from practicum.rollout.torch_engine import TorchEngine
@@ -33,8 +36,10 @@ from practicum.runtime.credit import Credit
 from practicum.runtime.faculty import Faculty, Staff
 from practicum.runtime.hiring import hire, make_residency, teaching_of
 from practicum.runtime.jury import Jury, Panel, seat
-from practicum.runtime.practice import Practice, padding_fields
-from practicum.runtime.student import Student
+from practicum.runtime.practice import Practice
+from practicum.runtime.rows import check_fields, field_widths, put_padding, row_texts
+from practicum.runtime.sessions import Sessions
+from practicum.runtime.student import Learnt, Student
 from practicum.runtime.valuation import Valuation
 from practicum.tasks.rewards import Judge
 from practicum.teachers.residency import Residency
@@ -57,11 +62,12 @@ class Hired:
 
 
 @dataclass(slots=True)
-class Roles:
-    """Everyone who takes part in a run."""
+class LocalRoles:
+    """Everyone who takes part in a run, in this process; see `roles.Roles`."""
 
+    plan: Plan
     store: Store
-    tokenizer: PreTrainedTokenizerBase
+    encoder: Encoder
     stop: frozenset[int]
     engine: Engine
     practice: Practice
@@ -72,8 +78,90 @@ class Roles:
     valuation: Valuation | None
     hired: Hired
     toolbox: Toolbox
+    widths: Mapping[str, int]
     ranks: int = 1
-    """Data-parallel ranks of the learner."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.encoder.tokenizer
+
+    @property
+    def version(self) -> int:
+        return self.student.learner.version
+
+    def refresh_copies(self, step: int) -> None:
+        if self.faculty is not None:
+            learner = self.student.learner
+            self.faculty.refresh(step, lambda: dict(learner.named_weights()), learner.version)
+
+    def teach(self, batch: BatchRef) -> None:
+        assert self.faculty is not None
+        self.faculty.score(self.faculty.waiting(batch), prompts=self.practice.prompts)
+
+    def teachers_spent(self) -> tuple[dict[str, float], dict[str, int]]:
+        assert self.faculty is not None
+        return self.faculty.spent()
+
+    def pad(self, partition: str, count: int) -> BatchRef:
+        return put_padding(self.store, self.plan, partition, count, self.tokenizer, self.widths)
+
+    def old_logprobs(self, batch: BatchRef) -> None:
+        self.student.old_logprobs(batch)
+
+    def ref_logprobs(self, batch: BatchRef) -> None:
+        self.student.ref_logprobs(batch)
+
+    def values(self, batch: BatchRef) -> None:
+        assert self.valuation is not None
+        self.valuation.values(batch)
+
+    def advantages(self, batch: BatchRef, baselines: Mapping[int, float]) -> dict[str, float]:
+        return self.credit.advantages(batch, baselines=baselines) or {}
+
+    def update_critic(self, batch: BatchRef, step: int) -> dict[str, float]:
+        assert self.valuation is not None
+        return self.valuation.update(batch, step=step) or {}
+
+    def update_student(self, batch: BatchRef, step: int) -> Learnt:
+        learnt = self.student.update(batch, step=step)
+        assert learnt is not None
+        return learnt
+
+    def sync_weights(self) -> None:
+        learner = self.student.learner
+        self.engine.load_weights(learner.named_weights(), learner.version)
+
+    def texts(self, batch: BatchRef) -> list[tuple[str, str]]:
+        return row_texts(self.store, self.tokenizer, batch)
+
+    def kl_state(self) -> dict[str, float]:
+        return self.credit.state_dict()
+
+    def save(self, folder: Path) -> None:
+        self.student.learner.save(folder / "student")
+        if self.valuation is not None:
+            self.valuation.critic.save(folder / "critic")
+        if self.faculty is not None:
+            self.faculty.save(folder / "teachers")
+        self.store.save(folder / "store")
+
+    def load(self, folder: Path, kl_state: Mapping[str, float]) -> None:
+        self.student.learner.load(folder / "student")
+        if self.valuation is not None:
+            self.valuation.critic.load(folder / "critic")
+        if self.faculty is not None:
+            self.faculty.load(folder / "teachers")
+        self.store.load(folder / "store")
+        self.credit.load_state_dict(dict(kl_state))
+        self.sync_weights()
+
+    def export(self, folder: Path) -> None:
+        self.student.learner.export(folder, self.tokenizer)
+        if self.encoder.processor is not None:
+            save_processor(self.encoder.processor, folder)
+
+    def incidents(self) -> dict[str, Any]:
+        return {}
 
     def close(self) -> None:
         """Stop what runs in the background."""
@@ -123,7 +211,7 @@ def hire_models(recipe: Recipe, plan: Plan, student: PreTrainedModel) -> Hired:
     return Hired(staff, panel, residency)
 
 
-def start_local(recipe: Recipe, plan: Plan, watch: Watch) -> Roles:
+def start_local(recipe: Recipe, plan: Plan, watch: Watch) -> LocalRoles:
     """Load the models and connect the roles; if that fails, nothing stays behind."""
     set_threads(recipe.runtime.threads)
     model = load_model(recipe.model, recipe.seed)
@@ -135,83 +223,78 @@ def start_local(recipe: Recipe, plan: Plan, watch: Watch) -> Roles:
     return roles
 
 
-def _connect(recipe: Recipe, plan: Plan, watch: Watch, model: PreTrainedModel, hired: Hired) -> Roles:
-    tokenizer, store, staff = load_tokenizer(recipe.model), MemoryStore(), hired.staff
-    on_nonfinite = partial(watch, "finite")
-    learner = Learner(
+def make_learner(
+    recipe: Recipe,
+    model: PreTrainedModel,
+    staff: Staff | None,
+    watch: Watch,
+    parallel: Parallel | None = None,
+) -> Learner:
+    """The student as it learns, with what it must know of its teachers; a share of it on several ranks."""
+    return Learner(
         model,
         recipe.train,
         recipe.algorithm,
         temperature=recipe.rollout.temperature,
         teaching=None if staff is None else teaching_of(recipe, staff),
-        on_nonfinite=on_nonfinite,
+        on_nonfinite=partial(watch, "finite"),
+        parallel=parallel,
     )
+
+
+def make_engine(recipe: Recipe, model: PreTrainedModel) -> TorchEngine:
+    """The engine that samples the student's answers."""
+    rollout = recipe.rollout
+    context = rollout_context(recipe, context_length(model))
+    return TorchEngine(model, slots=rollout.slots, context=context, keep_tokens=rollout.keep_tokens)
+
+
+def _connect(recipe: Recipe, plan: Plan, watch: Watch, model: PreTrainedModel, hired: Hired) -> LocalRoles:
+    encoder, store, staff = make_encoder(recipe, load_tokenizer(recipe.model)), MemoryStore(), hired.staff
+    learner, engine = make_learner(recipe, model, staff, watch), make_engine(recipe, model)
     reference = None
     if "ref_logprobs" in plan:
         reference = Scorer(Trunk(load_reference(recipe, model), recipe.train))
-    context = rollout_context(recipe, context_length(model))
-    slots, keep_tokens = recipe.rollout.slots, recipe.rollout.keep_tokens
-    engine = TorchEngine(model, slots=slots, context=context, keep_tokens=keep_tokens)
     vocab = model.config.get_text_config().vocab_size
-    faculty = None if staff is None else Faculty(recipe, plan, store, staff, engine, tokenizer, vocab=vocab)
+    faculty = None
+    if staff is not None:
+        faculty = Faculty(recipe, plan, store, staff, engine, encoder.tokenizer, vocab=vocab)
     valuation = None
     if recipe.critic is not None:
-        critic = Critic(model, recipe.train, recipe.critic, on_nonfinite=on_nonfinite)
+        critic = Critic(model, recipe.train, recipe.critic, on_nonfinite=partial(watch, "finite"))
         valuation = Valuation(recipe, plan, store, critic)
-    judge, exam, toolbox = Judge(recipe.tasks, recipe.reward), evaluation_plan(), Toolbox(recipe.agent.tools)
-    if "pad" in plan:
-        check_padding_rules(padding_fields(plan))
-    _check_routers(plan, model)
-    practise = partial(
-        Practice,
+    exam, toolbox = evaluation_plan(), Toolbox(recipe.agent.tools)
+    check_fields(recipe, plan, model)
+    sessions = partial(
+        Sessions,
         recipe,
         store=store,
         engine=engine,
-        encoder=make_encoder(recipe, tokenizer),
-        judge=judge,
+        encoder=encoder,
+        judge=Judge(recipe.tasks, recipe.reward),
         toolbox=toolbox,
-        context=context,
+        context=rollout_context(recipe, context_length(model)),
         config=model.config,
-        widths=_widths(recipe, model, staff),
     )
 
     def jury(plan: Plan) -> Jury | None:
         asked = hired.panel.places and "reward" in plan
         return Jury(recipe, hired.panel, hired.residency, engine) if asked else None
 
-    return Roles(
+    teacher_of = None if faculty is None else faculty.teacher_of
+    return LocalRoles(
+        plan=plan,
         store=store,
-        tokenizer=tokenizer,
-        stop=stop_ids(model, tokenizer, recipe.rollout.stop),
+        encoder=encoder,
+        stop=stop_ids(model, encoder.tokenizer, recipe.rollout.stop),
         engine=engine,
-        practice=practise(plan, faculty=faculty, jury=jury(plan)),
+        practice=Practice(sessions(plan, teacher_of=teacher_of), faculty, jury(plan)),
         faculty=faculty,
-        examiner=practise(exam, jury=jury(exam)),
+        examiner=Practice(sessions(exam), jury=jury(exam)),
         student=Student(recipe, plan, store, learner, reference, watch),
         credit=Credit(recipe, plan, store),
         valuation=valuation,
         hired=hired,
         toolbox=toolbox,
+        widths=field_widths(recipe, model, 0 if staff is None else staff.width),
     )
-
-
-def _check_routers(plan: Plan, model: PreTrainedModel) -> None:
-    """A model whose experts are to be replayed has routers that can be recorded."""
-    if not any("routed_experts" in stage.writes for stage in plan):
-        return
-    routes = routes_of(model)
-    if routes is None or not routes.can_replay:
-        found = f"true with {type(model).__name__}, whose routers can't be recorded and replayed"
-        raise RecipeError("train.replay_experts", found, "false")
-
-
-def _widths(recipe: Recipe, model: PreTrainedModel, staff: Staff | None) -> dict[str, int]:
-    """The trailing axes of fields, by their letters in the fields table."""
-    widths = {"D": AXES}
-    if recipe.distill is not None:
-        widths["K"] = recipe.distill.top_k
-    if staff is not None:
-        widths["H"] = staff.width
-    if (routes := routes_of(model)) is not None:
-        widths |= {"L": routes.layers, "E": routes.per_token}
-    return widths

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-
-from torch import Tensor
 
 from practicum.checks import invariants
 from practicum.checks.watch import Watch
@@ -15,7 +13,8 @@ from practicum.dataplane.plan import Plan, old_source
 from practicum.dataplane.ragged import Column, Ragged
 from practicum.dataplane.stage import Columns, stage
 from practicum.dataplane.store import Store
-from practicum.learning.batch import UpdateBatch
+from practicum.learning.batch import UpdateBatch, Whole
+from practicum.learning.extras import RowExtras
 from practicum.learning.groups import GroupSums
 from practicum.learning.learner import Learner
 from practicum.learning.minibatches import student_cut
@@ -24,7 +23,7 @@ from practicum.learning.teaching import TeacherColumns
 from practicum.recipe.schema import Recipe
 from practicum.recipe.ways import teacher_numbers
 from practicum.runtime.credit import dense_ids
-from practicum.runtime.cutting import minibatches, session_tokens, whole_sessions
+from practicum.runtime.cutting import Turn, rank_part, session_tokens, turns, turns_part, whole_sessions
 from practicum.runtime.extras import extras_of
 from practicum.teachers.ledger import Measured, pair_of
 
@@ -40,8 +39,24 @@ class Learnt:
     measured: Measured | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What all optimizer steps of a batch are made from: the rows that are here, and facts of all rows."""
+
+    part: BatchRef
+    columns: Columns
+    extras: RowExtras | None
+    facts: Whole
+    pairs: list[tuple[str, str]]
+    """Each teacher and domain that is in the batch."""
+
+
 class Student:
-    """The learner's stages."""
+    """The learner's stages.
+
+    On several ranks each is called on all of them at once with the same whole batch, padding included; a rank
+    reads its own rows, and all give the same answer.
+    """
 
     def __init__(
         self,
@@ -54,12 +69,27 @@ class Student:
     ) -> None:
         self.recipe, self.plan, self.store, self.watch = recipe, plan, store, watch
         self.learner, self.reference = learner, reference
+        self.parallel = learner.parallel
         self._old = old_source(recipe)
         self._numbers = teacher_numbers(recipe)
 
-    @stage("old_logprobs")
-    def old_logprobs(self, batch: BatchRef, columns: Columns) -> dict[str, Column]:
+    def old_logprobs(self, batch: BatchRef) -> None:
         """The student's logprobs before this step's update, at the rollout's temperature."""
+        self._old_logprobs(rank_part(batch, self.parallel))
+
+    def ref_logprobs(self, batch: BatchRef) -> None:
+        """The reference policy's logprobs, at the rollout's temperature."""
+        self._ref_logprobs(rank_part(batch, self.parallel))
+
+    def update(self, batch: BatchRef, *, step: int) -> Learnt | None:
+        """All optimizer steps on this batch; checks may refuse each before weights change."""
+        whole = whole_sessions(self.recipe)
+        steps = turns(self.recipe, student_cut(self.recipe), batch, step, self.parallel, whole=whole)
+        part, mine = turns_part(batch, steps)
+        return self._update(part, batch, list(zip(steps, mine, strict=True)), step)
+
+    @stage("old_logprobs")
+    def _old_logprobs(self, batch: BatchRef, columns: Columns) -> dict[str, Column]:
         result = self.learner.logprobs(
             columns.ragged("prompt_ids"),
             columns.ragged("response_ids"),
@@ -69,8 +99,7 @@ class Student:
         return {"old_logprobs": result.logprobs}
 
     @stage("ref_logprobs")
-    def ref_logprobs(self, batch: BatchRef, columns: Columns) -> dict[str, Column]:
-        """The reference policy's logprobs, at the rollout's temperature."""
+    def _ref_logprobs(self, batch: BatchRef, columns: Columns) -> dict[str, Column]:
         assert self.reference is not None
         result = self.reference.logprobs(
             columns.ragged("prompt_ids"),
@@ -81,53 +110,76 @@ class Student:
         return {"ref_logprobs": result.logprobs}
 
     @stage("update_student")
-    def update(self, batch: BatchRef, columns: Columns, *, step: int) -> tuple[dict[str, Column], Learnt]:
-        """All optimizer steps on this batch; checks may refuse each before weights change."""
-        if self.watch.looks_at("masks"):
-            ids = (columns.ragged("prompt_ids"), columns.ragged("response_ids"))
-            self.watch("masks", invariants.masks(batch, *ids, columns.ragged("response_mask")))
-        session_B, _ = dense_ids([key[:2] for key in batch.keys])
-        pairs = list(dict.fromkeys(pair_of(tags) for tags in batch.tags))
+    def _update(
+        self,
+        part: BatchRef,
+        columns: Columns,
+        batch: BatchRef,
+        steps: Sequence[tuple[Turn, list[int]]],
+        step: int,
+    ) -> tuple[dict[str, Column], Learnt]:
+        """`steps` have the rows of each optimizer step in `batch`, and this rank's in `part`."""
+        self._check_masks(part, columns)
+        pairs = list(dict.fromkeys(pair_of(tags) for tags in batch.real().tags))
+        given = _Given(part, columns, extras_of(columns, part), self._facts(batch), pairs)
         sums, norms = GroupSums(), ({}, {})
         self.learner.step = step - 1
         taken: list[dict[str, float]] = []
-        extras, tokens = extras_of(columns, batch), session_tokens(batch)
-        whole = whole_sessions(self.recipe)
-        for rows in minibatches(self.recipe, student_cut(self.recipe), batch, step, whole=whole):
-            update = replace(
-                self._update_batch(batch, columns, session_B, rows, pairs),
-                session_tokens=[tokens[row] for row in rows],
-                extras=None if extras is None else extras.select(rows),
-            )
+        for turn, mine in steps:
+            update = self._update_batch(given, turn, mine)
             if not taken and len(pairs) > 1 and self._measures_gradients(step):
-                norms = self._gradient_norms(update, batch.take(rows))
-            sampled = sum(batch.tags[row].sampled_tokens for row in rows)
+                norms = self._gradient_norms(update, batch, turn)
+            sampled = sum(batch.tags[row].sampled_tokens for row in turn.rows)
             self.learner.stepper.before_step = partial(self._check, sampled, fresh=not taken)
             taken.append(self.learner.update(update))
             sums.merge(self.learner.by_group)
         measured = Measured(pairs, sums, *norms) if self._numbers else None
         return {}, Learnt(mean_metrics(taken), measured)
 
+    def _check_masks(self, part: BatchRef, columns: Columns) -> None:
+        """Ranks look at their own rows, and all of them act on what any has found."""
+        if not self.watch.looks_at("masks"):
+            return
+        ids = (columns.ragged("prompt_ids"), columns.ragged("response_ids"))
+        found = [invariants.masks(part, *ids, columns.ragged("response_mask"))]
+        if self.parallel is not None:
+            found = self.parallel.gather(found[0])
+        self.watch("masks", next((finding for finding in found if finding is not None), None))
+
+    def _facts(self, batch: BatchRef) -> Whole:
+        """What the tags of a batch say of each row."""
+        session_B, _ = dense_ids([key[:2] for key in batch.keys])
+        return Whole(
+            sessions=session_B.tolist(),
+            sampled_tokens=[tags.sampled_tokens for tags in batch.tags],
+            session_tokens=session_tokens(batch),
+            teachers=[self._numbers.get(tags.teacher or "", 0) for tags in batch.tags],
+        )
+
     def _measures_gradients(self, step: int) -> bool:
         every = self.recipe.route.measure_every
         return bool(self._numbers) and every > 0 and (step == 1 or step % every == 0)
 
     def _gradient_norms(
-        self, update: UpdateBatch, rows: BatchRef
+        self, update: UpdateBatch, batch: BatchRef, turn: Turn
     ) -> tuple[dict[str, float], dict[str, float]]:
         """Norm of the gradient of each teacher's and of each domain's rows."""
+        place = {row: i for i, row in enumerate(turn.mine)}
         by_teacher: dict[str, list[int]] = {}
         by_domain: dict[str, list[int]] = {}
-        for i, tags in enumerate(rows.tags):
-            by_teacher.setdefault(tags.teacher or "", []).append(i)
-            by_domain.setdefault(tags.domain, []).append(i)
-        norms = dict(
-            zip(by_teacher, self.learner.gradient_norms(update, list(by_teacher.values())), strict=True)
-        )
+        for row in turn.rows:
+            tags = batch.tags[row]
+            by_teacher.setdefault(tags.teacher or "", []).append(row)
+            by_domain.setdefault(tags.domain, []).append(row)
+
+        def norms(groups: dict[str, list[int]]) -> dict[str, float]:
+            here = [[place[row] for row in rows if row in place] for rows in groups.values()]
+            return dict(zip(groups, self.learner.gradient_norms(update, here), strict=True))
+
+        found = norms(by_teacher)
         if list(by_teacher.values()) == list(by_domain.values()):
-            return norms, dict(zip(by_domain, norms.values(), strict=True))
-        domain_norms = self.learner.gradient_norms(update, list(by_domain.values()))
-        return norms, dict(zip(by_domain, domain_norms, strict=True))
+            return found, dict(zip(by_domain, found.values(), strict=True))
+        return found, norms(by_domain)
 
     def _check(self, sampled: int, metrics: Mapping[str, float], *, fresh: bool) -> None:
         """Refuse an optimizer step whose numbers are not in order; weights are untouched so far."""
@@ -136,31 +188,30 @@ class Student:
             limit = self.recipe.checks.logprob_gap_max
             self.watch("logprob_gap", invariants.logprob_gap(metrics, limit))
 
-    def _update_batch(
-        self,
-        batch: BatchRef,
-        columns: Columns,
-        session_B: Tensor,
-        rows: Sequence[int],
-        pairs: Sequence[tuple[str, str]],
-    ) -> UpdateBatch:
-        def column(name: str) -> Ragged | None:
-            return columns.ragged(name).select(rows) if name in columns else None
+    def _update_batch(self, given: _Given, turn: Turn, mine: Sequence[int]) -> UpdateBatch:
+        columns, own = given.columns, given.facts.select(turn.mine)
 
+        def column(name: str) -> Ragged | None:
+            return columns.ragged(name).select(mine) if name in columns else None
+
+        pairs = [given.pairs.index(pair_of(given.part.tags[i])) for i in mine]
         return UpdateBatch(
-            prompt_ids=columns.ragged("prompt_ids").select(rows),
-            response_ids=columns.ragged("response_ids").select(rows),
-            response_mask=columns.ragged("response_mask").select(rows),
-            sessions=[int(session_B[row]) for row in rows],
+            prompt_ids=columns.ragged("prompt_ids").select(mine),
+            response_ids=columns.ragged("response_ids").select(mine),
+            response_mask=columns.ragged("response_mask").select(mine),
+            sessions=own.sessions,
             advantages=column("advantages"),
             old_logprobs=None if self._old == "own" else column(self._old),
             plain_logprobs=column("plain_logprobs"),
             ref_logprobs=column("ref_logprobs"),
-            teachers=self._teachers(batch, columns, rows),
-            groups=[pairs.index(pair_of(batch.tags[row])) for row in rows] if self._numbers else None,
+            teachers=self._teachers(given.part, columns, mine),
+            groups=pairs if self._numbers else None,
+            session_tokens=own.session_tokens,
+            extras=None if given.extras is None else given.extras.select(mine),
+            whole=None if self.parallel is None else given.facts.select(turn.rows),
         )
 
-    def _teachers(self, batch: BatchRef, columns: Columns, rows: Sequence[int]) -> TeacherColumns | None:
+    def _teachers(self, part: BatchRef, columns: Columns, rows: Sequence[int]) -> TeacherColumns | None:
         if "teacher_logprobs" not in columns:
             return None
 
@@ -168,7 +219,7 @@ class Student:
             return columns.ragged(name).select(rows) if name in columns else None
 
         return TeacherColumns(
-            teacher=[self._numbers[batch.tags[row].teacher or ""] for row in rows],
+            teacher=[self._numbers[part.tags[row].teacher or ""] for row in rows],
             logprobs=columns.ragged("teacher_logprobs").select(rows),
             topk_ids=column("teacher_topk_ids"),
             topk_logprobs=column("teacher_topk_logprobs"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.plan import Plan
 from practicum.dataplane.ragged import Column
@@ -11,7 +13,7 @@ from practicum.learning.batch import CriticBatch
 from practicum.learning.critic import Critic
 from practicum.learning.minibatches import critic_cut
 from practicum.recipe.schema import Recipe
-from practicum.runtime.cutting import minibatches
+from practicum.runtime.cutting import Turn, rank_part, turns, turns_part
 from practicum.runtime.extras import extras_of
 from practicum.runtime.student import mean_metrics
 
@@ -20,31 +22,46 @@ READS = ("prompt_ids", "response_ids", "response_mask", "values", "returns")
 
 
 class Valuation:
-    """The critic's stages."""
+    """The critic's stages; on several ranks as those of `Student`."""
 
     def __init__(self, recipe: Recipe, plan: Plan, store: Store, critic: Critic) -> None:
         self.recipe, self.plan, self.store, self.critic = recipe, plan, store, critic
+        self.parallel = critic.parallel
+
+    def values(self, batch: BatchRef) -> None:
+        """What the critic expects before each response token."""
+        self._values(rank_part(batch, self.parallel))
+
+    def update(self, batch: BatchRef, *, step: int) -> dict[str, float] | None:
+        """All optimizer steps of the critic on this batch."""
+        steps = turns(self.recipe, critic_cut(self.recipe), batch, step, self.parallel)
+        part, mine = turns_part(batch, steps)
+        return self._update(part, batch, list(zip(steps, mine, strict=True)), step)
 
     @stage("values")
-    def values(self, batch: BatchRef, columns: Columns) -> dict[str, Column]:
-        """What the critic expects before each response token."""
+    def _values(self, batch: BatchRef, columns: Columns) -> dict[str, Column]:
         ids = columns.ragged("prompt_ids"), columns.ragged("response_ids")
         return {"values": self.critic.values(*ids, extras=extras_of(columns, batch))}
 
     @stage("update_critic")
-    def update(
-        self, batch: BatchRef, columns: Columns, *, step: int
+    def _update(
+        self,
+        part: BatchRef,
+        columns: Columns,
+        batch: BatchRef,
+        steps: Sequence[tuple[Turn, list[int]]],
+        step: int,
     ) -> tuple[dict[str, Column], dict[str, float]]:
-        """All optimizer steps of the critic on this batch."""
+        """`steps` have the rows of each optimizer step in `batch`, and this rank's in `part`."""
         self.critic.step = step - 1
-        extras = extras_of(columns, batch)
-        taken = [
-            self.critic.update(
-                CriticBatch(
-                    **{name: columns.ragged(name).select(rows) for name in READS},
-                    extras=None if extras is None else extras.select(rows),
-                )
+        extras = extras_of(columns, part)
+        taken = []
+        for turn, mine in steps:
+            tokens = sum(batch.tags[row].sampled_tokens for row in turn.rows)
+            update = CriticBatch(
+                **{name: columns.ragged(name).select(mine) for name in READS},
+                extras=None if extras is None else extras.select(mine),
+                whole_tokens=None if self.parallel is None else tokens,
             )
-            for rows in minibatches(self.recipe, critic_cut(self.recipe), batch, step)
-        ]
+            taken.append(self.critic.update(update))
         return {}, mean_metrics(taken)

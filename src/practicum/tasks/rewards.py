@@ -69,7 +69,11 @@ class Judge:
         Not if a function takes a batch, nor if all are so quick that judging them together costs less.
         """
         specs = [function.spec for function in self._functions[task]]
-        return not any(spec.batch for spec in specs) and not all(spec.use in INLINE for spec in specs)
+        return self.divides(task) and not all(spec.use in INLINE for spec in specs)
+
+    def divides(self, task: str) -> bool:
+        """Whether samples of a task may be judged apart from each other; not if a function takes a batch."""
+        return not any(function.spec.batch for function in self._functions[task])
 
     async def judge(self, sample: RewardSample) -> Judged:
         """One session's verdict, while others are still under way; see `score`."""

@@ -81,9 +81,10 @@ class ColocatedTeacher:
         self.engine.close()
 
 
-def load_teacher(name: str, teacher: Teacher, student: PreTrainedModel) -> PreTrainedModel:
-    """The teacher's model: from its folder, or a copy of the student."""
+def load_teacher(name: str, teacher: Teacher, student: PreTrainedModel | None) -> PreTrainedModel:
+    """The teacher's model: from its folder, or a copy of the student, which is needed for that only."""
     if teacher.student is not None:
+        assert student is not None
         return copied(student)
     assert teacher.model is not None
     spec = Model(path=teacher.model, dtype=teacher.dtype, device=teacher.device)

@@ -113,6 +113,8 @@ MAY_CHANGE = (
     "track.",
     "checks.",
     "runtime.",
+    "pools.",
+    "rollout.replicas",
     "expected",
     "out",
     "rollout.deadline_s",

@@ -11,7 +11,7 @@ from practicum.dataplane.keys import Key, Tags
 from practicum.recipe.schema import Recipe
 from practicum.rollout.protocol import Sampling
 from practicum.runtime.attempts import Attempt
-from practicum.runtime.local import Roles
+from practicum.runtime.roles import Roles
 from practicum.tasks.prompts import Prompt
 
 EVAL = "eval"
@@ -39,7 +39,7 @@ def evaluate(
         return {}
     try:
         batch = roles.examiner.rollout(attempts, EVAL, seed=recipe.seed + SEED_OFFSET)
-        roles.examiner.judging.reward(batch.where(lambda _, tags: tags.status == "ready"))
+        roles.examiner.reward(batch.where(lambda _, tags: tags.status == "ready"))
         batch = roles.store.batch(EVAL, batch.keys)
         failures = Counter({key[:2]: tags.failure for key, tags in batch if tags.failure}.values())
         for failure, count in failures.most_common():

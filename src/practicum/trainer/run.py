@@ -18,13 +18,13 @@ from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.plan import evaluation_plan, make_plan
 from practicum.errors import PracticumError
-from practicum.models.processor import save_processor
 from practicum.observe.progress import ProgressView
 from practicum.observe.tables import ledger_table, score_table
 from practicum.observe.trackers import Tracker, make_trackers, require_trackers
 from practicum.recipe.load import LoadedRecipe, load_recipe
 from practicum.recipe.schema import Recipe
-from practicum.runtime.local import Roles, start_local
+from practicum.runtime.roles import Roles
+from practicum.runtime.start import start_roles
 from practicum.tasks.check import tasks_needing_answer
 from practicum.tasks.stream import eval_prompts, make_stream
 from practicum.teachers.ledger import totals
@@ -67,7 +67,7 @@ class Run:
         stream = make_stream(recipe.tasks, recipe.seed, needs_answer=needs_answer)
         self.eval_prompts = eval_prompts(recipe.tasks, recipe.eval.rows, seed=recipe.seed)
         # After all that may fail: whoever it starts is stopped by `close` alone.
-        self.roles: Roles = start_local(recipe, self.plan, self.watch)
+        self.roles: Roles = start_roles(recipe, self.plan, self.watch)
         self.runner = StepRunner(recipe, self.plan, self.roles, stream, self.watch)
         self.runner.on_stage, self.runner.on_batch = view.stage, self._keep_samples
         self.checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep_last)
@@ -100,9 +100,7 @@ class Run:
             self.save()
         if not interrupt.asked:
             aside = self.folder.export.with_name(".export")
-            self.roles.student.learner.export(aside, self.roles.tokenizer)
-            if (processor := self.roles.practice.encoder.processor) is not None:
-                save_processor(processor, aside)
+            self.roles.export(aside)
             shutil.rmtree(self.folder.export, ignore_errors=True)
             aside.rename(self.folder.export)
         return Outcome(
@@ -184,9 +182,9 @@ class Run:
         """Write a checkpoint of the run as it is between two steps."""
         began = time.perf_counter()
         roles, progress = self.roles, self.progress
-        progress.version = roles.student.learner.version
+        progress.version = roles.version
         progress.stream = self.runner.stream.state_dict()
-        progress.kl = roles.credit.state_dict()
+        progress.kl = roles.kl_state()
         progress.positions = self.folder.positions()
         before, progress.seconds = progress.seconds, self._elapsed()
         path = self.checkpoints.save(progress, self._write_parts)
@@ -194,30 +192,18 @@ class Run:
         self.folder.log(f"checkpoint {path.name} in {time.perf_counter() - began:.2f} s")
 
     def _write_parts(self, folder: Path) -> None:
-        self.roles.student.learner.save(folder / "student")
-        if self.roles.valuation is not None:
-            self.roles.valuation.critic.save(folder / "critic")
-        if self.roles.faculty is not None:
-            self.roles.faculty.save(folder / "teachers")
-        self.roles.store.save(folder / "store")
+        self.roles.save(folder)
         torch.save(random_state(), folder / "random.pt")
 
     def resume(self) -> None:
         """Go on from the newest checkpoint."""
         path, self.progress = self.checkpoints.latest()
         roles = self.roles
-        roles.student.learner.load(path / "student")
-        if roles.valuation is not None:
-            roles.valuation.critic.load(path / "critic")
-        if roles.faculty is not None:
-            roles.faculty.load(path / "teachers")
-        roles.store.load(path / "store")
+        roles.load(path, self.progress.kl)
         self.runner.buffer.restore(roles.store.batch(TRAIN))
         self.runner.stream.load_state_dict(self.progress.stream)
-        roles.credit.load_state_dict(self.progress.kl)
         set_random_state(torch.load(path / "random.pt", weights_only=True))
         self.folder.rewind(self.progress.positions)
-        self.runner.sync_weights()
         self.folder.log(f"resumed from {path.name}")
 
     def close(self) -> None:
@@ -321,7 +307,7 @@ def evaluate_model(recipe: Recipe, model: Path | None = None) -> dict[str, float
         spec = recipe.model.model_copy(update={"path": str(model), "make": None})
         recipe = recipe.model_copy(update={"model": spec})
     say = Console().print
-    roles = start_local(recipe, evaluation_plan(), Watch(recipe.checks, say))
+    roles = start_roles(recipe, evaluation_plan(), Watch(recipe.checks, say))
     try:
         return evaluate(recipe, roles, eval_prompts(recipe.tasks, recipe.eval.rows, recipe.seed), say)
     finally:

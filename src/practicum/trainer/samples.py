@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.stage import Columns
-from practicum.runtime.local import Roles
+from practicum.runtime.roles import Roles
 
 
 def sample_rows(roles: Roles, batch: BatchRef, count: int) -> list[dict[str, Any]]:
@@ -20,23 +19,19 @@ def sample_rows(roles: Roles, batch: BatchRef, count: int) -> list[dict[str, Any
             failed.append(key[:2])
     chosen = {*list(firsts.values())[:count], *failed[:count]}
     part = batch.where(lambda key, _: key[:2] in chosen)
-    return [_described(roles, part.take([i])) for i in range(len(part))]
+    return [_described(part.take([i]), *texts) for i, texts in enumerate(roles.texts(part))]
 
 
-def _described(roles: Roles, row: BatchRef) -> dict[str, Any]:
-    """Texts, reward, versions and failure of one row; a failed session may have left no tokens."""
+def _described(row: BatchRef, prompt: str, response: str) -> dict[str, Any]:
+    """Texts, reward, versions and failure of one row."""
     key, tags = row.keys[0], row.tags[0]
-    texts = {"prompt": "", "response": ""}
-    if tags.prompt_tokens:
-        columns = Columns("samples", roles.store.get(row, ["prompt_ids", "response_ids"]))
-        for name in texts:
-            texts[name] = str(roles.tokenizer.decode(columns.ragged(f"{name}_ids")[0]))
     return {
         "prompt_uid": key.prompt,
         "session": key.session,
         "trajectory": key.trajectory,
         "domain": tags.domain,
-        **texts,
+        "prompt": prompt,
+        "response": response,
         "reward": tags.reward,
         "finish": tags.finish,
         "turns": tags.turns,

@@ -20,7 +20,7 @@ from practicum.recipe.schema import Recipe
 from practicum.rollout.protocol import Sampling
 from practicum.runtime.attempts import Attempt
 from practicum.runtime.cutting import balance_metrics, rows_lacking
-from practicum.runtime.local import Roles
+from practicum.runtime.roles import Roles
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import PromptStream
 from practicum.teachers.ledger import Measured, ledger, starved
@@ -48,41 +48,35 @@ class StepRunner:
         began = time.perf_counter()
         self._seconds, self._parts = {}, {}
         self.watch.fired.clear()
-        student, critic, credit = self.roles.student, self.roles.valuation, self.roles.credit
-        supervised = "demonstrate" in self.plan
+        roles, supervised = self.roles, "demonstrate" in self.plan
 
-        self._refresh_copies(number)
+        if "teachers" in self.plan:
+            roles.refresh_copies(number)
         batch, baselines, metrics = self._demonstrations() if supervised else self._practise()
         metrics |= self._teach(batch)
         batch, filled = self._fill_up(batch, number)
         metrics |= filled
-        self._run("old_logprobs", lambda: student.old_logprobs(batch))
-        self._run("ref_logprobs", lambda: student.ref_logprobs(batch))
-        if critic is not None:
-            self._run("values", lambda: critic.values(batch))
-        advantage = self._run("advantages", lambda: credit.advantages(batch, baselines=baselines))
-        if critic is not None:
-            learnt = self._run("update_critic", lambda: critic.update(batch, step=number))
-            metrics |= prefixed("critic", learnt or {})
+        self._run("old_logprobs", lambda: roles.old_logprobs(batch))
+        self._run("ref_logprobs", lambda: roles.ref_logprobs(batch))
+        self._run("values", lambda: roles.values(batch))
+        advantage = self._run("advantages", lambda: roles.advantages(batch, baselines))
+        learnt = self._run("update_critic", lambda: roles.update_critic(batch, number))
+        metrics |= prefixed("critic", learnt or {})
         if not self._critic_warms_up(number):
-            learnt = self._run("update_student", lambda: student.update(batch, step=number))
+            learnt = self._run("update_student", lambda: roles.update_student(batch, number))
             assert learnt is not None
             metrics |= prefixed("train", learnt.metrics)
             metrics |= self._ledger(batch, learnt.measured)
-        self._run("sync", self.sync_weights)
+        self._run("sync", roles.sync_weights)
         self._run("clear", lambda: self._clear(batch))
 
         metrics |= _advantage_metrics(advantage or {})
+        metrics |= roles.incidents()
         metrics |= {f"checks/{name}": count for name, count in self.watch.fired.items()}
         metrics |= {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         if (rolled := self._seconds.get("rollout")) and "rollout/tokens" in metrics:
             metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / rolled
         return metrics | {"time/step": time.perf_counter() - began}
-
-    def sync_weights(self) -> None:
-        """Give the engine the learner's weights and version."""
-        learner = self.roles.student.learner
-        self.roles.engine.load_weights(learner.named_weights(), learner.version)
 
     def _demonstrations(self) -> tuple[BatchRef, dict[int, float], dict[str, float]]:
         prompts = self.stream.take(self.recipe.train.prompts)
@@ -143,31 +137,20 @@ class StepRunner:
         rolled = self._run("rollout", lambda: practice.rollout(attempts, TRAIN, seed=recipe.seed))
         assert rolled is not None
         baseline = recipe.algorithm.advantage == "remax"
-        version = self.roles.student.learner.version
-        self.watch("weight_version", invariants.weight_version(rolled, version))
+        self.watch("weight_version", invariants.weight_version(rolled, self.roles.version))
         self.watch("groups", invariants.groups(rolled, recipe.rollout.samples + baseline))
         done = rolled.where(lambda _, tags: tags.status == "ready")
-        parts = self._run("reward", lambda: practice.judging.reward(done)) or {}
+        parts = self._run("reward", lambda: practice.reward(done)) or {}
         for name, scores in parts.items():
             self._parts.setdefault(name, []).extend(scores)
         batch = self.roles.store.batch(TRAIN, rolled.keys)
         self.on_batch(batch)
         return batch
 
-    def _refresh_copies(self, number: int) -> None:
-        """Teachers that are copies of the student take its weights when the recipe says."""
-        if self.roles.faculty is not None:
-            learner = self.roles.student.learner
-            self.roles.faculty.refresh(number, lambda: dict(learner.named_weights()), learner.version)
-
     def _teach(self, batch: BatchRef) -> dict[str, float]:
         """The teachers score what they have not scored during the rollout."""
-        faculty, practice = self.roles.faculty, self.roles.practice
-        if faculty is None:
-            return {}
-        waiting = faculty.waiting(batch)
-        self._run("teachers", lambda: faculty.score(waiting, prompts=practice.prompts))
-        hidden = practice.take_hidden_share()
+        self._run("teachers", lambda: self.roles.teach(batch))
+        hidden = self.roles.practice.take_hidden_share() if "teachers" in self.plan else None
         return {} if hidden is None else {"teachers/hidden": hidden}
 
     def _fill_up(self, batch: BatchRef, number: int) -> tuple[BatchRef, dict[str, float]]:
@@ -176,17 +159,16 @@ class StepRunner:
             return batch, {}
         lacking = rows_lacking(self.recipe, batch, number, self.roles.ranks)
         if lacking:
-            padding = self._run("pad", lambda: self.roles.practice.pad(TRAIN, lacking))
+            padding = self._run("pad", lambda: self.roles.pad(TRAIN, lacking))
             assert padding is not None
             batch = BatchRef.concat([batch, padding])
         metrics = {"padding/rows": lacking, "padding/share": lacking / len(batch)}
         return batch, metrics | balance_metrics(self.recipe, batch, number, self.roles.ranks)
 
     def _ledger(self, batch: BatchRef, measured: Measured | None) -> dict[str, float]:
-        faculty = self.roles.faculty
-        if faculty is None or measured is None:
+        if "teachers" not in self.plan or measured is None:
             return {}
-        metrics = ledger(batch.real(), measured, *faculty.spent())
+        metrics = ledger(batch.real(), measured, *self.roles.teachers_spent())
         self.watch("teacher_shares", starved(metrics, self.recipe.route.shares))
         return metrics
 

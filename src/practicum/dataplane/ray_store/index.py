@@ -1,0 +1,187 @@
+"""The index: one small actor that holds keys, tags and readiness, and wakes who waits.
+
+Each call is carried out whole before the next begins, so what one call does is seen whole or not at
+all. It holds no tensors but those of puts so small that an object of their own would cost more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import ray
+
+from practicum.dataplane.ray_store.held import (
+    Held,
+    Located,
+    PlainKey,
+    PlainTags,
+    Put,
+    Snapshot,
+    describe_lacking,
+)
+from practicum.dataplane.ray_store.keeper import start_keeper
+from practicum.errors import DeadlineError
+
+_AT_ONCE = 10_000
+"""Calls that may be under way at the same time: nearly all of them wait for rows."""
+
+
+_Found = TypeVar("_Found", Located, Snapshot)
+
+
+class Parcel(NamedTuple):
+    """A pack that a worker put into Ray's object store, on which node; in a list, as Ray wants it."""
+
+    refs: list[Any]
+    node: str
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    keys: list[PlainKey]
+    fields: tuple[str, ...]
+    lacking: dict[PlainKey, list[str] | None]
+    arrived: asyncio.Future[list[PlainTags]]
+
+
+class Index:
+    """The actor. `report_freed`: commits and clears return the locators that nothing refers to any more."""
+
+    def __init__(self, report_freed: bool = False) -> None:
+        self._held = Held()
+        self._waiters: dict[str, list[_Waiter]] = {}
+        self._keepers: dict[str, Any] = {}
+        self._leases: dict[int, list[Any]] = {}
+        self._next_lease = 1
+        self._report_freed = report_freed
+
+    async def commit(self, put: Put) -> list[Any]:
+        """Take a put; what was replaced by it and is in no other row is freed."""
+        if isinstance(put.locator, Parcel):
+            put = put._replace(locator=await self._kept(put.locator))
+        freed = self._held.commit(put)
+        self._wake(put.partition, put.keys)
+        return self._freed(freed)
+
+    async def locate(
+        self, partition: str, keys: list[PlainKey], fields: tuple[str, ...], lease_s: float
+    ) -> Located:
+        """Where these fields of these rows are."""
+        return self._leased(self._held.locate(partition, keys, fields), lease_s)
+
+    async def release(self, lease: int) -> None:
+        """The holder of a lease has read what it was given for."""
+        self._leases.pop(lease, None)
+
+    async def batch(self, partition: str) -> tuple[list[PlainKey], list[PlainTags]]:
+        """Keys and tags of a whole partition."""
+        keys = self._held.keys(partition)
+        return keys, self._held.tags(partition, keys)
+
+    async def tags(self, partition: str, keys: list[PlainKey]) -> list[PlainTags]:
+        """Tags of these rows."""
+        return self._held.tags(partition, keys)
+
+    async def tag(self, partition: str, keys: list[PlainKey], tags: list[PlainTags]) -> None:
+        """Replace tags."""
+        self._held.tag(partition, keys, tags)
+        self._wake(partition, keys)
+
+    async def wait(
+        self, partition: str, keys: list[PlainKey], fields: tuple[str, ...], timeout: float, owner: str
+    ) -> list[PlainTags]:
+        """The tags of these rows as soon as each has every field or has failed."""
+        lacking = self._held.lacking(partition, keys, fields)
+        if not lacking:
+            return self._held.tags(partition, keys)
+        waiter = _Waiter(keys, fields, lacking, asyncio.get_running_loop().create_future())
+        waiters = self._waiters.setdefault(partition, [])
+        waiters.append(waiter)
+        try:
+            return await asyncio.wait_for(waiter.arrived, max(timeout, 0.0))
+        except TimeoutError:
+            lacking = self._held.lacking(partition, keys, fields)
+            raise DeadlineError(
+                f"{owner} waited {timeout:g} s for {len(keys)} rows of partition {partition!r}, and "
+                f"{len(lacking)} did not come: {describe_lacking(lacking)}"
+            ) from None
+        finally:
+            waiters.remove(waiter)
+            if not waiters and self._waiters.get(partition) is waiters:
+                del self._waiters[partition]
+
+    async def clear(self, partition: str, keys: list[PlainKey] | None) -> list[Any]:
+        """Forget rows; puts of which no cell is left are freed."""
+        return self._freed(self._held.clear(partition, keys))
+
+    async def size(self, partition: str | None) -> int:
+        """How many rows are held."""
+        return self._held.size(partition)
+
+    async def snapshot(self, lease_s: float) -> Snapshot:
+        """Everything that is held now."""
+        return self._leased(self._held.snapshot(), lease_s)
+
+    async def replace(self, puts: list[Put]) -> list[Any]:
+        """Hold what these puts make, and nothing else."""
+        new = Held()
+        for put in puts:
+            if isinstance(put.locator, Parcel):
+                put = put._replace(locator=await self._kept(put.locator))
+            new.commit(put)
+        freed = [locator for name in self._held.partitions() for locator in self._held.clear(name, None)]
+        self._held = new
+        for partition in new.partitions():
+            self._wake(partition, new.keys(partition))
+        return self._freed(freed)
+
+    async def _kept(self, parcel: Parcel) -> Any:
+        """An object of this process with what is in the parcel, on the same node."""
+        keeper = self._keepers.get(parcel.node)
+        if keeper is None:
+            keeper = self._keepers[parcel.node] = start_keeper(parcel.node)
+        kept, done = keeper.copy.options(num_returns=2).remote(parcel.refs[0])
+        await done
+        return kept
+
+    def _leased(self, found: _Found, lease_s: float) -> _Found:
+        """Keep what was found from being freed until it is released, at most for so many seconds.
+
+        Ray counts the references that a reply carries too, but loses some of a process that lets go of
+        an object and gets it again at the same time; reading it then never ends.
+        """
+        if lease_s <= 0 or not any(isinstance(locator, ray.ObjectRef) for locator in found.locators):
+            return found
+        lease, self._next_lease = self._next_lease, self._next_lease + 1
+        self._leases[lease] = found.locators
+        asyncio.get_running_loop().call_later(lease_s, self._leases.pop, lease, None)
+        return found._replace(lease=lease)
+
+    def _freed(self, freed: list[Any]) -> list[Any]:
+        return freed if self._report_freed else []
+
+    def _wake(self, partition: str, changed: Iterable[PlainKey]) -> None:
+        """End the waits of those for whom the last row came."""
+        for waiter in self._waiters.get(partition, ()):
+            came = [key for key in changed if key in waiter.lacking]
+            if not came or waiter.arrived.done():
+                continue
+            still = self._held.lacking(partition, came, waiter.fields)
+            for key in came:
+                if key not in still:
+                    del waiter.lacking[key]
+            if waiter.lacking:
+                continue
+            # A row that had come may have been cleared meanwhile: all of them once more.
+            waiter.lacking = self._held.lacking(partition, waiter.keys, waiter.fields)
+            if not waiter.lacking:
+                waiter.arrived.set_result(self._held.tags(partition, waiter.keys))
+
+
+def start_index(report_freed: bool = False) -> Any:
+    """The index as an actor; it takes no CPU from the cluster's count and ends with who starts it."""
+    actor = ray.remote(Index).options(num_cpus=0, max_concurrency=_AT_ONCE, max_restarts=0)
+    return actor.remote(report_freed)

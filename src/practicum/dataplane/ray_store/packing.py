@@ -1,0 +1,204 @@
+"""Columns into packs and back: one copy on the way in, none on the way out where rows lie together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from practicum.dataplane.fields import FIELDS, Field
+from practicum.dataplane.ragged import Column, Ragged
+from practicum.dataplane.ray_store.held import Located
+from practicum.dataplane.ray_store.parts import Pack, PackedColumn, PackedTensor
+from practicum.dataplane.validate import DTYPES
+from practicum.errors import StoreError
+
+Run = tuple[int, int, int]
+"""Number of a put, and the first and the last but one of its rows that are wanted there."""
+
+
+def pack_columns(columns: Mapping[str, Column], spans: Mapping[str, list[int]]) -> Pack:
+    """Checked columns as bytes; those that lie packed in memory already are not copied."""
+    packed: dict[str, PackedColumn | list[Any]] = {}
+    for name, column in columns.items():
+        if isinstance(column, list):
+            seen: dict[int, PackedTensor] = {}
+            packed[name] = [_pack_value(name, value, seen) for value in column]
+        else:
+            values = column.values if isinstance(column, Ragged) else column
+            packed[name] = PackedColumn(tuple(values.shape[1:]), _bytes_of(values))
+    return Pack(dict(spans), packed)
+
+
+def pack_bytes(pack: Pack) -> int:
+    """Bytes of tensors in a pack."""
+    return sum(_count(column) for column in pack.columns.values())
+
+
+def inline(pack: Pack) -> Pack:
+    """The pack with bytes in place of arrays, which are quicker to send if they are few."""
+    return Pack(pack.lengths, {name: _inline(column) for name, column in pack.columns.items()})
+
+
+def read_columns(located: Located, packs: Sequence[Pack]) -> dict[str, Column]:
+    """The columns that were located, in their rows' order; views if they lie in one piece."""
+    opened = [OpenPack(pack) for pack in packs]
+    columns: dict[str, Column] = {}
+    for names, puts, at in located.groups:
+        runs = _runs(puts, at)
+        lengths: dict[str, list[int]] = {}
+        for field in map(FIELDS.__getitem__, names):
+            if field.extent == "object":
+                columns[field.name] = [
+                    value for put, i, j in runs for value in opened[put].objects(field, i, j)
+                ]
+                continue
+            values = _join(field, [opened[put].piece(field, i, j) for put, i, j in runs])
+            if field.extent == "scalar":
+                columns[field.name] = values
+                continue
+            if field.extent not in lengths:
+                cut = (opened[put].pack.lengths[field.extent][i:j] for put, i, j in runs)
+                lengths[field.extent] = list(chain.from_iterable(cut))
+            columns[field.name] = Ragged.packed(values, lengths[field.extent])
+    return columns
+
+
+class _Piece(NamedTuple):
+    trailing: tuple[int, ...]
+    data: np.ndarray
+
+
+class OpenPack:
+    """A pack that is being read; what it gives shares memory with the pack."""
+
+    def __init__(self, pack: Pack) -> None:
+        self.pack = pack
+        self._offsets: dict[str, list[int]] = {}
+
+    def piece(self, field: Field, first: int, end: int) -> _Piece:
+        """The bytes of rows first … end - 1 of a field that is no object."""
+        column = self.pack.columns[field.name]
+        assert isinstance(column, PackedColumn)
+        size = DTYPES[field.dtype].itemsize * prod(column.trailing)
+        if field.extent != "scalar":
+            offsets = self._offsets.get(field.extent)
+            if offsets is None:
+                offsets = self._offsets[field.extent] = [0, *accumulate(self.pack.lengths[field.extent])]
+            first, end = offsets[first], offsets[end]
+        data = np.frombuffer(column.data, np.uint8) if isinstance(column.data, bytes) else column.data
+        return _Piece(column.trailing, data[first * size : end * size])
+
+    def objects(self, field: Field, first: int, end: int) -> list[Any]:
+        """Values of rows first … end - 1 of an object field."""
+        column = self.pack.columns[field.name]
+        assert isinstance(column, list)
+        return [_unpack_value(value) for value in column[first:end]]
+
+    def value(self, field: Field, row: int) -> Any:
+        """The value of one row: a tensor, or the object of an object field."""
+        if field.extent == "object":
+            return self.objects(field, row, row + 1)[0]
+        values = _join(field, [self.piece(field, row, row + 1)])
+        return values[0] if field.extent == "scalar" else values
+
+
+def _runs(puts: Sequence[int], at: Sequence[int]) -> list[Run]:
+    """Rows that follow each other in one put, taken together."""
+    runs: list[Run] = []
+    put, first, end = -1, 0, 0
+    for number, row in zip(puts, at, strict=True):
+        if number == put and row == end:
+            end += 1
+            continue
+        if put >= 0:
+            runs.append((put, first, end))
+        put, first, end = number, row, row + 1
+    runs.append((put, first, end))
+    return runs
+
+
+def _join(field: Field, pieces: Sequence[_Piece]) -> Tensor:
+    """Pieces one after the other: one is a view, several are copied once."""
+    trailing = pieces[0].trailing
+    if len(pieces) == 1:
+        return _tensor(pieces[0].data, DTYPES[field.dtype], (-1, *trailing))
+    widths = {piece.trailing for piece in pieces}
+    if len(widths) > 1:
+        raise StoreError(
+            f"{field.name} was put in several widths: {sorted(widths)}; ask for rows of one width"
+        )
+    return _tensor(np.concatenate([piece.data for piece in pieces]), DTYPES[field.dtype], (-1, *trailing))
+
+
+def _pack_value(name: str, value: Any, seen: dict[int, PackedTensor]) -> Any:
+    """A plain value with its tensors packed; one that is in it twice is packed once."""
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided or value.is_quantized:
+            raise StoreError(f"{name} holds a {value.layout} tensor; this store takes dense ones only")
+        if id(value) not in seen:
+            dtype = str(value.dtype).removeprefix("torch.")
+            seen[id(value)] = PackedTensor(dtype, tuple(value.shape), _bytes_of(value))
+        return seen[id(value)]
+    if type(value) is dict:
+        return {key: _pack_value(name, item, seen) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_pack_value(name, item, seen) for item in value)
+    return value
+
+
+def _unpack_value(value: Any) -> Any:
+    if type(value) is PackedTensor:
+        data = np.frombuffer(value.data, np.uint8)
+        return _tensor(data, getattr(torch, value.dtype), value.shape)
+    if type(value) is dict:
+        return {key: _unpack_value(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_unpack_value(item) for item in value)
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) in (PackedColumn, PackedTensor):
+        return len(value.data)
+    if type(value) is dict:
+        return sum(map(_count, value.values()))
+    return sum(map(_count, value)) if type(value) in (list, tuple) else 0
+
+
+def _inline(value: Any) -> Any:
+    if type(value) in (PackedColumn, PackedTensor):
+        return value._replace(data=bytes(value.data))
+    if type(value) is dict:
+        return {key: _inline(item) for key, item in value.items()}
+    return type(value)(map(_inline, value)) if type(value) in (list, tuple) else value
+
+
+def _bytes_of(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+
+
+class _Shared:
+    """Memory of an array that may not be written to, as numpy takes it without that mark.
+
+    torch warns of arrays that are read-only, and has no tensors that are. Nobody changes what comes
+    from a store, so the mark is left off rather than the bytes copied.
+    """
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array  # keeps the memory
+        where, _ = array.__array_interface__["data"]
+        self.__array_interface__ = {**array.__array_interface__, "data": (where, False)}
+
+
+def _tensor(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Bytes as a tensor, without copying them; -1 in the shape is what they suffice for."""
+    if not len(data):
+        return torch.empty([0 if n == -1 else n for n in shape], dtype=dtype)
+    writable = data if data.flags.writeable else np.asarray(_Shared(data))
+    return torch.from_numpy(writable).view(dtype).view(shape)

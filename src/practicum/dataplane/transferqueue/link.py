@@ -1,0 +1,176 @@
+"""The way to TransferQueue from one process: bytes in, bytes out, with a deadline on every call."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+
+from practicum.dataplane.ragged import Ragged
+from practicum.dataplane.transferqueue.servers import Servers, prepare_import
+from practicum.errors import DeadlineError, StoreError
+
+_FIELD = "bytes"
+_PARTITION = "practicum"
+_LOOK_S = 2.0
+
+
+class Gone(Exception):
+    """Chunks that were asked for are not held (any more); names one or all of them."""
+
+
+class Link:
+    """A client of TransferQueue. Chunks of bytes are put under names that are never used twice.
+
+    All chunks are in one of its partitions: a partition that is cleared chunk by chunk is never
+    given back by it, and one that is cleared as a whole takes puts with it that are under way.
+    """
+
+    def __init__(self, servers: Servers, timeout_s: float) -> None:
+        self.servers = servers
+        self._broken: str | None = None
+        prepare_import(timeout_s)
+        from transfer_queue.client import AsyncTransferQueueClient
+
+        address, self._options = servers.opened()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="transferqueue", daemon=True)
+        self._thread.start()
+        self._client = AsyncTransferQueueClient(f"practicum_{uuid4().hex[:12]}", address, zmq_io_threads=1)
+        self.call(self._open(), "answer the first call", timeout_s)
+
+    def call(self, work: Coroutine[Any, Any, Any], what: str, timeout_s: float) -> Any:
+        """The result of `work`. If it is late or fails, what died is named; then no call is tried again."""
+        if self._broken:
+            work.close()
+            raise StoreError(self._broken)
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return future.result(max(0.0, min(left, _LOOK_S)))
+            except (Gone, StoreError):
+                raise
+            except Exception as error:
+                late = not future.done()
+                self._raise_if_dead(future, error)
+                if not late:
+                    raise StoreError(f"TransferQueue could not {what}: {error}") from error
+                if left <= 0:
+                    future.cancel()
+                    raise DeadlineError(
+                        f"the store waited {timeout_s:g} s for TransferQueue to {what}, and its "
+                        "processes live: the cluster is overloaded, or runtime.store_s is too short"
+                    ) from None
+
+    def put(self, names: Sequence[str], chunks: Ragged, timeout_s: float) -> None:
+        """Hold these chunks, bytes one after the other; all or none."""
+        try:
+            self.call(self._put(list(names), chunks), f"take {chunks.values.nbytes} bytes", timeout_s)
+        except StoreError:
+            # Not after a put that is late: it may arrive yet, where another chunk lies by then.
+            if not self._broken:
+                self.clear(names, timeout_s)
+            raise
+
+    def get(self, names: Sequence[str], timeout_s: float) -> list[Tensor]:
+        """The chunks of these names; `Gone` if one is not held."""
+        return self.call(self._get(list(names)), f"give {len(names)} chunks", timeout_s)
+
+    def clear(self, names: Sequence[str], timeout_s: float) -> None:
+        """Forget these chunks; those that are not held are passed over."""
+        if names:
+            self.call(self._clear(list(names)), f"forget {len(names)} chunks", timeout_s)
+
+    def check(self) -> None:
+        """A StoreError if an earlier call found that TransferQueue is broken."""
+        if self._broken:
+            raise StoreError(self._broken)
+
+    def close(self) -> None:
+        """Give up sockets and threads; safe to call twice."""
+        if self._thread.is_alive():
+            self._broken = self._broken or "the store is closed"
+            asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(_LOOK_S)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_LOOK_S)
+            self._client.close()
+
+    def _raise_if_dead(self, future: Any, error: Exception) -> None:
+        death = self.servers.death()
+        if death is not None:
+            self._broken = death
+            future.cancel()
+            raise StoreError(death) from error
+
+    async def _open(self) -> None:
+        # Blocks on a handshake, so it runs beside the loop.
+        start = self._client.initialize_storage_manager
+        await asyncio.to_thread(start, self.servers.backend, self._options)
+
+    async def _put(self, names: list[str], chunks: Ragged) -> None:
+        from tensordict import TensorDict
+
+        meta = await self._client.async_kv_retrieve_meta(names, _PARTITION, create=True)
+        if meta.size != len(names):
+            raise StoreError(f"TransferQueue made room for {meta.size} of {len(names)} chunks")
+        data = TensorDict({_FIELD: chunks.to_nested()}, batch_size=len(names))
+        # Past the client's own put and get, which set the number of threads of torch in the whole
+        # process and, after a put, ask the controller once more for nothing.
+        await self._client.storage_manager.put_data(data, meta)
+
+    async def _get(self, names: list[str]) -> list[Tensor]:
+        from transfer_queue import StorageKeyNotFoundError
+
+        meta = await self._client.async_kv_retrieve_meta(names, _PARTITION)
+        if meta.size != len(names) or _FIELD not in meta.field_names or not meta.is_ready:
+            raise Gone(", ".join(names))
+        try:
+            data = await self._client.storage_manager.get_data(meta)
+        except StorageKeyNotFoundError:
+            raise Gone(", ".join(names)) from None
+        chunks = Ragged.from_nested(data[_FIELD])
+        if len(chunks) != len(names) or chunks.dtype is not torch.uint8:
+            raise StoreError(f"TransferQueue gave {chunks} for {len(names)} chunks of bytes")
+        return chunks.rows
+
+    async def _clear(self, names: list[str]) -> None:
+        meta = await self._client.async_kv_retrieve_meta(names, _PARTITION)
+        if meta.size:
+            await self._client.async_clear_samples(meta)
+
+
+async def _cancel_all() -> None:
+    """End what else runs on this loop; a task that is dropped instead leaves its socket as it is."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+_LINKS: dict[str, Link] = {}
+_LOCK = threading.Lock()
+
+
+def link_to(servers: Servers, timeout_s: float) -> Link:
+    """This process's link to these servers, made when first asked for and shared by all stores on it."""
+    with _LOCK:
+        found = _LINKS.get(servers.uid)
+        if found is None:
+            found = _LINKS[servers.uid] = Link(servers, timeout_s)
+        return found
+
+
+def close_link(servers: Servers) -> None:
+    """Give up this process's link to these servers, if there is one."""
+    with _LOCK:
+        found = _LINKS.pop(servers.uid, None)
+    if found is not None:
+        found.close()

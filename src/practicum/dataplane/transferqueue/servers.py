@@ -1,0 +1,176 @@
+"""TransferQueue's processes: its controller and storage units, started, watched and ended by us.
+
+They are started one by one instead of by `tq.init()`, which hangs on a cluster without room, gives
+fixed names so that a second run would join the first, and can't be told to stop waiting.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from practicum.errors import DeadlineError, RecipeError, StoreError
+
+SIMPLE = "SimpleStorage"
+# What each other backend is installed with: a Python module, and what people install.
+_MODULES = {"MooncakeStore": ("mooncake", "mooncake-transfer-engine"), "Yuanrong": ("yr", "openyuanrong")}
+# One thread for torch in the servers: more than there are cores is a warning on every call.
+_ENV = {"env_vars": {"TQ_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}}
+_ROOM_S = 5.0
+"""CPUs of what has just ended may be free again within so many seconds."""
+_LOOK_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """TransferQueue's processes; travels to other actors without an import of TransferQueue there."""
+
+    uid: str
+    controller: Any
+    units: tuple[Any, ...]
+    room: PlacementGroup
+    backend: str
+    address: bytes
+
+    def opened(self) -> tuple[Any, dict[str, Any]]:
+        """What a client of TransferQueue needs: where the controller is, and the backend's options."""
+        return pickle.loads(self.address)
+
+    def actors(self) -> dict[str, Any]:
+        """By the name that errors call them."""
+        units = {f"storage unit {i}": unit for i, unit in enumerate(self.units)}
+        return {"controller": self.controller, **units}
+
+    def death(self) -> str | None:
+        """What died, with what that means, or None if all live as far as Ray knows."""
+        asked = {name: actor.get_zmq_server_info.remote() for name, actor in self.actors().items()}
+        answered, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=_LOOK_S)
+        for name, ref in asked.items():
+            if ref not in answered:
+                continue
+            try:
+                ray.get(ref)
+            except RayActorError:
+                lost = "its rows are lost" if name != "controller" else "what it knew of can't be found"
+                return f"TransferQueue's {name} died; {lost}: resume the run from its last checkpoint"
+        return None
+
+    def close(self) -> None:
+        """End all of them."""
+        for actor in self.actors().values():
+            ray.kill(actor)
+        remove_placement_group(self.room)
+
+
+def start_servers(
+    units: int, backend: str, options: Mapping[str, Any] | None, *, timeout_s: float
+) -> Servers:
+    """Start the controller and, for SimpleStorage, `units` storage units; all are up when it returns."""
+    prepare_import(timeout_s)
+    chosen = _backend_options(backend, options)
+    room = _reserve(units, 1 + (units if backend == SIMPLE else 0))
+    # Imported late: it takes seconds, and nothing of it is needed to refuse.
+    from transfer_queue.controller import TransferQueueController
+    from transfer_queue.storage.simple_storage import SimpleStorageUnit
+
+    started: list[Any] = []
+    try:
+        # With polling_mode a request that finds nothing is answered at once; without, the
+        # controller sleeps and all its clients with it.
+        started.append(_actor(TransferQueueController, room, 0).remote(polling_mode=True))
+        config = {**chosen, "num_data_storage_units": units}
+        for place in range(1, room.bundle_count):
+            started.append(_actor(SimpleStorageUnit, room, place).remote(config=config))
+        controller, *stores = _await_start(started, timeout_s)
+    except BaseException:
+        for actor in started:
+            ray.kill(actor)
+        remove_placement_group(room)
+        raise
+    if backend == SIMPLE:
+        chosen["zmq_info"] = {info.id: info for info in stores}
+    address = pickle.dumps((controller, chosen))
+    return Servers(uuid4().hex, started[0], tuple(started[1:]), room, backend, address)
+
+
+def prepare_import(timeout_s: float) -> None:
+    """Set what TransferQueue reads from the environment when it is imported, unless it is set.
+
+    A request to a storage unit is tried three times inside our deadline; the controller's word that
+    it knows of a put is awaited as long as we wait, because TransferQueue goes on without it.
+    """
+    os.environ.setdefault("TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT", str(max(1, int(timeout_s / 3))))
+    os.environ.setdefault("TQ_DATA_UPDATE_RESPONSE_TIMEOUT", str(int(10 * timeout_s) + 1))
+
+
+def _reserve(units: int, cpus: int) -> PlacementGroup:
+    """Room for the controller and the units, a CPU each; refused if there is none."""
+    if units < 1:
+        raise RecipeError("runtime.store.units", f"{units}", "1 or more")
+    total = ray.cluster_resources().get("CPU", 0.0)
+    if total >= cpus:
+        room = placement_group([{"CPU": 1.0}] * cpus, strategy="SPREAD")
+        if room.wait(_ROOM_S):
+            return room
+        remove_placement_group(room)
+    free = ray.available_resources().get("CPU", 0.0)
+    raise RecipeError(
+        "runtime.store.units",
+        f"{units}, which with TransferQueue's controller want {cpus} free CPUs",
+        f"no more than the cluster has, {free:g} free of {total:g}",
+        "ask for fewer units or add CPUs; runtime.store.kind: ray needs none",
+    )
+
+
+def _actor(remote_class: Any, room: PlacementGroup, place: int) -> Any:
+    where = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=place)
+    return remote_class.options(num_cpus=1, scheduling_strategy=where, max_restarts=0, runtime_env=_ENV)
+
+
+def _backend_options(backend: str, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The backend's options over TransferQueue's defaults; a backend that is not there is refused."""
+    if backend != SIMPLE:
+        if backend not in _MODULES:
+            raise RecipeError(
+                "runtime.store.backend", repr(backend), " or ".join(map(repr, (SIMPLE, *_MODULES)))
+            )
+        module, package = _MODULES[backend]
+        if importlib.util.find_spec(module) is None:
+            raise RecipeError(
+                "runtime.store.backend",
+                f"{backend!r}, whose Python module {module!r} is not installed",
+                f"a backend that is installed on every node, like {SIMPLE!r}",
+                f"pip install {package}",
+            )
+    from importlib import resources
+
+    from omegaconf import OmegaConf
+
+    defaults = OmegaConf.load(str(resources.files("transfer_queue") / "config.yaml"))
+    plain = OmegaConf.to_container(defaults.backend[backend], resolve=True)
+    assert isinstance(plain, dict)
+    # A backend's own servers are the user's: TransferQueue would kill those of other runs first.
+    plain = {str(name): value for name, value in plain.items()} | {"auto_init": False}
+    return plain | dict(options or {})
+
+
+def _await_start(actors: list[Any], timeout_s: float) -> list[Any]:
+    try:
+        return ray.get([actor.get_zmq_server_info.remote() for actor in actors], timeout=timeout_s)
+    except GetTimeoutError:
+        raise DeadlineError(
+            f"TransferQueue's controller and {len(actors) - 1} storage units were not up after "
+            f"{timeout_s:g} s: the cluster is very busy, or runtime.start_s is too short"
+        ) from None
+    except RayActorError as error:
+        raise StoreError(f"TransferQueue did not start: {error}") from error

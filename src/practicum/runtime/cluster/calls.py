@@ -1,0 +1,120 @@
+"""Calls of actors: every one has a deadline, and every error says which worker it comes from."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import ray
+from ray import ObjectRef
+from ray.exceptions import (
+    GetTimeoutError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
+
+from practicum.errors import DeadlineError, PracticumError
+
+_DEATHS = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_LOGS = "its log is in the folder of Ray's session (logs/worker-*.err); dmesg tells if memory ran out"
+
+
+class WorkerDied(PracticumError):
+    """A worker's process is gone. `actor` is Ray's id of it, which tells two of one name apart."""
+
+    def __init__(self, name: str, reason: str, actor: str = "") -> None:
+        self.name, self.reason, self.actor = name, reason, actor
+        super().__init__(f"{name} died: {reason}\n  → {_LOGS}")
+
+
+def ask(refs: Sequence[ObjectRef[Any]], *, timeout: float, owner: str, who: Sequence[str]) -> list[Any]:
+    """Results of calls that are under way, in order; the first that fails is raised at once.
+
+    Errors are those that the worker raised; a dead worker is WorkerDied. `who` names the workers.
+    """
+    names = dict(zip(refs, who, strict=True))
+    results: dict[ObjectRef[Any], Any] = {}
+    deadline = time.monotonic() + timeout
+    while len(results) < len(refs):
+        pending = [ref for ref in refs if ref not in results]
+        ready, _ = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise _late(owner, timeout, [names[ref] for ref in pending])
+        for ref in ready:
+            try:
+                results[ref] = ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
+            except GetTimeoutError:
+                raise _late(owner, timeout, [names[ref] for ref in pending]) from None
+            except RayError as error:
+                raise _named(error, names[ref], ref) from None
+    return [results[ref] for ref in refs]
+
+
+async def ask_async(ref: ObjectRef[Any], *, timeout: float, owner: str, who: str) -> Any:
+    """The result of one call, on an event loop; when this is cancelled or late, so is the call."""
+    try:
+        async with asyncio.timeout(timeout):
+            return await ref
+    except RayError as error:  # before TimeoutError: a worker's own is both
+        raise _named(error, who, ref) from None
+    except TimeoutError:
+        ray.cancel(ref)
+        raise _late(owner, timeout, [who]) from None
+    except asyncio.CancelledError:
+        ray.cancel(ref)
+        raise
+
+
+async def each_report(reports: Any, *, who: str) -> AsyncIterator[Any]:
+    """What a streaming call (its ObjectRefGenerator) yields, as it comes; cancelled with this.
+
+    The deadline is that of whoever iterates: how long a report may take, only the call knows.
+    """
+    try:
+        async for ref in reports:
+            try:
+                yield await ref
+            except RayError as error:
+                raise _named(error, who, ref) from None
+    except (asyncio.CancelledError, GeneratorExit):
+        ray.cancel(reports)
+        raise
+
+
+def _late(owner: str, timeout: float, lacking: Sequence[str]) -> DeadlineError:
+    return DeadlineError(f"{owner} waited {timeout:g} s for {', '.join(lacking)}: no answer")
+
+
+def _named(error: RayError, who: str, ref: ObjectRef[Any]) -> BaseException:
+    """What the worker raised, with a note whose it is; what Ray says of a death as WorkerDied."""
+    if isinstance(error, RayTaskError):  # first: of a worker that saw another die, it is a death too
+        cause = error
+        while isinstance(cause, RayTaskError):
+            cause = cause.cause
+        if isinstance(cause, _DEATHS):
+            cause = WorkerDied(f"an actor that {who} asked", _reason(cause), getattr(cause, "actor_id", ""))
+        if isinstance(cause, PracticumError):
+            cause.add_note(f"raised in {who}")
+            return cause
+        # An error that can't be pickled is in Ray's own words, which name it.
+        raised = error if isinstance(cause, RayError) else cause
+        raised.add_note(f"raised in {who}:\n{_COLOUR.sub('', str(error))}")
+        return raised
+    if isinstance(error, _DEATHS):
+        return WorkerDied(who, _reason(error), ref.task_id().actor_id().hex())
+    error.add_note(f"from a call of {who}")
+    return error
+
+
+def _reason(error: BaseException) -> str:
+    """The one line of Ray's message that says why: the last, without its list of guesses."""
+    lines = _COLOUR.sub("", str(error)).strip().splitlines() or [type(error).__name__]
+    return lines[-1].split(" Some common causes")[0]

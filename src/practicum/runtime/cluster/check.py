@@ -1,0 +1,25 @@
+"""What `practicum check` says of a recipe that runs on a cluster."""
+
+from __future__ import annotations
+
+from practicum.learning.minibatches import critic_cut, student_cut
+from practicum.recipe.schema import Recipe
+from practicum.recipe.ways import data_parallel, engine_replicas
+from practicum.runtime.cluster.needs import amounts, needs
+
+
+def check_cluster(recipe: Recipe) -> list[str]:
+    """Ranks, engines, actors and what they want; mini-batches that ranks can't share are RecipeErrors."""
+    ranks, engines = data_parallel(recipe), engine_replicas(recipe)
+    for cut in (student_cut(recipe), critic_cut(recipe)):
+        cut.multiple(ranks)
+    plain, with_gpus = (needs(recipe, gpus=gpus) for gpus in (False, True))
+    wants = amounts(plain.cpus, plain.gpus)
+    if with_gpus.gpus != plain.gpus:
+        wants += f", or {amounts(with_gpus.cpus, with_gpus.gpus)} where there are GPUs"
+    *pools, actors = plain.lines()
+    learner = f"{ranks} data-parallel rank{'s' * (ranks > 1)}"
+    return [
+        f"ray: {learner}, {engines} engine{'s' * (engines > 1)}; {actors}",
+        f"ray: wants {wants} ({'; '.join(pools)})",
+    ]

@@ -1,0 +1,60 @@
+"""A reward model with resources of its own: an actor that judges texts, and how reward workers ask it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from practicum.recipe.schema import Recipe
+from practicum.recipe.ways import own_options
+from practicum.runtime.cluster.calls import ask_async
+from practicum.runtime.events import run_async
+from practicum.runtime.local import rollout_context, set_threads
+from practicum.teachers.rewarders.case import Case, Unjudged, judge_all
+from practicum.teachers.rewarders.local import ColocatedRewarder, load_rewarder
+
+
+class RewarderWorker:
+    """One replica. It holds no state, so Ray itself starts a dead one again and repeats its calls."""
+
+    def __init__(self, recipe: Recipe, name: str) -> None:
+        self.name, self.spec = name, recipe.reward.models[name]
+        set_threads(own_options(self.spec).threads)
+        # Another tokenizer may need more tokens than the student's for the same text.
+        room = 2 * rollout_context(recipe, None)
+        self._place = ColocatedRewarder(name, load_rewarder(name, self.spec, room))
+
+    def ready(self) -> None:
+        """Answers when the model is loaded."""
+
+    def judge(self, case: Case) -> float | Unjudged:
+        """The model's score of a case."""
+        timeout, owner = self.spec.deadline_s, f"reward model {self.name}"
+        return run_async(judge_all(self._place, [case]), timeout=timeout, owner=owner)[0]
+
+
+class RayRewarder:
+    """A reward model's place in a reward worker: the replica with the fewest characters waiting is asked."""
+
+    def __init__(self, name: str, deadline_s: float, replicas: Sequence[Any]) -> None:
+        self.name, self.busy_s, self._deadline_s = name, 0.0, deadline_s
+        self._replicas, self._waiting = list(replicas), [0] * len(replicas)
+
+    async def judge(self, case: Case) -> float:
+        """The score of a case; Unjudged if it has none."""
+        number = self._waiting.index(min(self._waiting))
+        size = len(case.prompt) + len(case.response)
+        self._waiting[number] += size
+        try:
+            call = self._replicas[number].judge.remote(case)
+            # The replica's own deadline comes first; this one is for a replica that can't answer at all.
+            timeout, who = 2 * self._deadline_s, f"reward model {self.name}"
+            found = await ask_async(call, timeout=timeout, owner=case.name, who=who)
+        finally:
+            self._waiting[number] -= size
+        if isinstance(found, Unjudged):
+            raise found
+        return found
+
+    def close(self) -> None:
+        """The replicas are the cluster's to end."""

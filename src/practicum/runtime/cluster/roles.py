@@ -1,0 +1,198 @@
+"""All roles of a run on Ray, as the trainer sees them: calls go out, keys, tags and numbers come back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from practicum.checks.watch import Watch
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.plan import Plan, evaluation_plan
+from practicum.dataplane.store import Store
+from practicum.errors import PracticumError
+from practicum.recipe.schema import Recipe
+from practicum.recipe.ways import streams
+from practicum.runtime.cluster.calls import ask, ask_async
+from practicum.runtime.cluster.connect import Cluster
+from practicum.runtime.cluster.controller_store import ControllerStore
+from practicum.runtime.cluster.group import TrainGroup, spread
+from practicum.runtime.cluster.practice import Crew, RayPractice
+from practicum.runtime.cluster.train_worker import Facts
+from practicum.runtime.cluster.weights import Manifest
+from practicum.runtime.cluster.worker import StoreHandle
+from practicum.runtime.events import run_async
+from practicum.runtime.faculty import renews
+from practicum.runtime.student import Learnt
+
+
+class RayRoles:
+    """See `roles.Roles`. Made by `start.start_ray`."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        watch: Watch,
+        cluster: Cluster,
+        handle: StoreHandle,
+        group: TrainGroup,
+        crew: Crew,
+        facts: Facts,
+        latest: dict[str, Manifest],
+    ) -> None:
+        """`latest` holds the weights that replicas start with again: of the student, and of its copies."""
+        self.recipe, self.plan, self.cluster, self.handle = recipe, plan, cluster, handle
+        self.group, self.crew, self.latest = group, crew, latest
+        self.stop, self.version, self.ranks = facts.stop, facts.version, len(group)
+        self.store: Store = ControllerStore(handle.connect(recipe.runtime.store_s), group)
+        self.practice = RayPractice(recipe, plan, self.store, crew, exam=False)
+        self.examiner = RayPractice(recipe, evaluation_plan(), self.store, crew, exam=True)
+        self._colocated = {name for name, teacher in recipe.teachers.items() if not streams(teacher)}
+        self._spent: tuple[dict[str, float], dict[str, int]] = {}, {}
+        self._told = (0, 0)
+
+    def refresh_copies(self, step: int) -> None:
+        due = [name for name, teacher in self.recipe.teachers.items() if renews(teacher, step)]
+        if any(name in self._colocated for name in due):
+            self.group.all("refresh_copies", step)
+        elsewhere = [name for name in due if name not in self._colocated]
+        if elsewhere:
+            manifest = self.group.all("publish")
+            for name in elsewhere:
+                self._give(name, manifest)
+
+    def _give(self, name: str, manifest: Manifest) -> None:
+        """A copy of the student with resources of its own takes these weights, and so do later replicas."""
+        self.latest[name] = manifest
+        self._each(self.crew.teachers[name], "take", manifest, who=f"teacher {name}")
+        if self.recipe.distill is not None and self.recipe.distill.signal == "full":
+            head = self.crew.teachers[name].replicas()[0].head.remote()
+            self.group.all("renew_head", name, head)
+
+    def teach(self, batch: BatchRef) -> None:
+        waiting = batch.where(lambda _, tags: tags.teacher in self._colocated)
+        if not waiting:
+            return
+        tokens = [tags.prompt_tokens + tags.response_tokens for tags in waiting.tags]
+        parts = [waiting.take(rows) for rows in spread(tokens, self.ranks)]
+        asked = {name for name in self._colocated if self.recipe.teachers[name].before is not None}
+        args = []
+        for part in parts:
+            prompts = {key: self.practice.prompts[key] for key, tags in part if tags.teacher in asked}
+            args.append((part, prompts))
+        self._rest(asleep=True)
+        try:
+            answers = self.group.each("score", args)
+        finally:
+            self._rest(asleep=False)
+        seconds, wakes = self._spent
+        for theirs_s, theirs_w in answers:
+            for name, spent in theirs_s.items():
+                seconds[name] = seconds.get(name, 0.0) + spent
+            for name, count in theirs_w.items():
+                wakes[name] = max(wakes.get(name, 0), count)
+
+    def _rest(self, *, asleep: bool) -> None:
+        work = self.practice.rest(asleep=asleep)
+        run_async(work, timeout=self.recipe.runtime.stage_s, owner="the engines")
+
+    def teachers_spent(self) -> tuple[dict[str, float], dict[str, int]]:
+        seconds, wakes = self._spent
+        self._spent = {}, {}
+        for name, by_process in self.crew.busy_s.items():
+            seconds[name] = seconds.get(name, 0.0) + sum(by_process.values())
+        self.crew.busy_s.clear()
+        return {name: seconds.get(name, 0.0) for name in self.recipe.teachers}, {
+            name: wakes.get(name, 0) for name in self.recipe.teachers
+        }
+
+    def pad(self, partition: str, count: int) -> BatchRef:
+        return self.group.first("pad", partition, count)
+
+    def old_logprobs(self, batch: BatchRef) -> None:
+        self.group.all("old_logprobs", batch)
+
+    def ref_logprobs(self, batch: BatchRef) -> None:
+        self.group.all("ref_logprobs", batch)
+
+    def values(self, batch: BatchRef) -> None:
+        self.group.all("values", batch)
+
+    def advantages(self, batch: BatchRef, baselines: Mapping[int, float]) -> dict[str, float]:
+        return self.group.first("advantages", batch, dict(baselines))
+
+    def update_critic(self, batch: BatchRef, step: int) -> dict[str, float]:
+        return self.group.all("update_critic", batch, step)
+
+    def update_student(self, batch: BatchRef, step: int) -> Learnt:
+        learnt, self.version = self.group.all("update_student", batch, step)
+        return learnt
+
+    def sync_weights(self) -> None:
+        manifest: Manifest = self.group.all("publish")
+        self.latest["student"] = manifest
+        self.crew.version = manifest.version
+        self._each(self.crew.rollout, "load", manifest, who="a rollout worker")
+
+    def _each(self, pool: Any, method: str, *args: Any, who: str) -> None:
+        timeout = self.recipe.runtime.stage_s
+
+        async def work(worker: Any) -> None:
+            call = getattr(worker, method).remote(*args)
+            await ask_async(call, timeout=timeout, owner="the controller", who=who)
+
+        run_async(pool.each(work), timeout=timeout + 5, owner=f"{method} on every replica")
+
+    def texts(self, batch: BatchRef) -> list[tuple[str, str]]:
+        return self.group.first("texts", batch) if batch else []
+
+    def kl_state(self) -> dict[str, float]:
+        return self.group.first("kl_state")
+
+    def save(self, folder: Path) -> None:
+        self.group.all("save", folder.absolute())
+        for name in self._copies():
+            worker = self.crew.teachers[name].replicas()[0]
+            self._one(worker.save.remote(folder.absolute() / "teachers"), f"teacher {name}")
+
+    def load(self, folder: Path, kl_state: Mapping[str, float]) -> None:
+        self.version = self.group.all("load", folder.absolute(), dict(kl_state))
+        for name in self._copies():
+            self._each(
+                self.crew.teachers[name], "load", folder.absolute() / "teachers", who=f"teacher {name}"
+            )
+        self.sync_weights()
+
+    def _copies(self) -> list[str]:
+        """Teachers with resources of their own that are copies of the student."""
+        return [name for name in self.crew.teachers if self.recipe.teachers[name].student is not None]
+
+    def export(self, folder: Path) -> None:
+        self.group.all("export", folder.absolute())
+
+    def _one(self, call: Any, who: str) -> Any:
+        return ask([call], timeout=self.recipe.runtime.stage_s, owner="the controller", who=[who])[0]
+
+    def incidents(self) -> dict[str, Any]:
+        deaths = sum(pool.deaths for pool in self.crew.pools())
+        reruns = sum(pool.reruns for pool in self.crew.pools())
+        before, self._told = self._told, (deaths, reruns)
+        counts = {"cluster/deaths": deaths - before[0], "cluster/reruns": reruns - before[1]}
+        return {name: count for name, count in counts.items() if count}
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            stack.callback(self.cluster.close)
+            stack.callback(self.handle.close)
+            stack.callback(self._leave)
+
+    def _leave(self) -> None:
+        """Ranks take leave of each other, if they still can; the cluster ends them anyway."""
+        if len(self.group) > 1:
+            try:
+                self.group.timeout_s = 5.0
+                self.group.all("leave")
+            except PracticumError:
+                return

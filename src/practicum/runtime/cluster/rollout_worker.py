@@ -1,0 +1,161 @@
+"""A rollout replica: an engine of its own, the sessions on it, and a thread that writes their rows."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, NamedTuple
+
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.plan import Plan, evaluation_plan
+from practicum.errors import EngineError
+from practicum.models.load import context_length, load_model, load_tokenizer
+from practicum.recipe.schema import Recipe
+from practicum.rollout.encoder import make_encoder
+from practicum.rollout.session import Start
+from practicum.rollout.tools.toolbox import Toolbox
+from practicum.runtime.attempts import Attempt
+from practicum.runtime.cluster.weights import Manifest, receive
+from practicum.runtime.cluster.worker import StoreHandle, Worker
+from practicum.runtime.events import event_loop
+from practicum.runtime.local import make_engine, rollout_context
+from practicum.runtime.sessions import Row, Sessions
+from practicum.tasks.prompts import Prompt
+from practicum.tasks.rewards import Judge
+from practicum.teachers.route import teacher_of
+
+
+class Order(NamedTuple):
+    """Sessions of one prompt to be run: for training or an evaluation, by weights of one version."""
+
+    exam: bool
+    attempts: Sequence[Attempt]
+    partition: str
+    seed: int
+    version: int
+    eager: bool
+    """Whether sessions are to be reported as they finish, because others wait for them."""
+
+
+class RolloutWorker(Worker):
+    """An asynchronous actor: many orders at once share the engine."""
+
+    def __init__(self, recipe: Recipe, plan: Plan, handle: StoreHandle, manifest: Manifest | None) -> None:
+        super().__init__(recipe, handle)
+        model = load_model(recipe.model, recipe.seed).requires_grad_(False)
+        self.engine, self.toolbox = make_engine(recipe, model), Toolbox(recipe.agent.tools)
+        sessions = partial(
+            Sessions,
+            recipe,
+            store=self.store,
+            engine=self.engine,
+            encoder=make_encoder(recipe, load_tokenizer(recipe.model)),
+            judge=Judge(recipe.tasks, recipe.reward),
+            toolbox=self.toolbox,
+            context=rollout_context(recipe, context_length(model)),
+            config=model.config,
+        )
+        route = partial(teacher_of, route=recipe.route, teachers=recipe.teachers, seed=recipe.seed)
+        self._train = sessions(plan, teacher_of=route if "teachers" in plan else None)
+        self._exam = sessions(evaluation_plan())
+        self._writer = _Writer()
+        if manifest is not None:
+            self._load(manifest)
+
+    async def run(self, order: Order) -> AsyncIterator[BatchRef]:
+        """Run sessions; gives the rows of those that are finished and written, at the latest in the end."""
+        if self.engine.version != order.version:
+            raise EngineError(
+                f"this engine has weights of version {self.engine.version} and was asked to sample with "
+                f"{order.version}: it missed an update"
+            )
+        sessions = self._exam if order.exam else self._train
+        start = sessions.start(order.attempts[0].prompt)
+        running = [_begin(self._session(sessions, a, start, order)) for a in order.attempts]
+        try:
+            if order.eager:
+                for done in asyncio.as_completed(running):
+                    yield await done
+            else:
+                yield BatchRef.concat(await asyncio.gather(*running))
+        finally:
+            for future in running:
+                future.cancel()
+
+    async def demonstrate(self, prompts: Sequence[Prompt], partition: str) -> BatchRef:
+        """Write what an expert does with each prompt."""
+        running = [_begin(self._train.demonstrate(prompt)) for prompt in prompts]
+        rows = [row for rows in await asyncio.gather(*running) for row in rows]
+        writes = self._train.plan["demonstrate"].writes
+        return await asyncio.to_thread(self._train.put, partition, rows, writes)
+
+    async def load(self, manifest: Manifest) -> None:
+        """Take the weights of a version; what was computed with older ones is never used again."""
+        await asyncio.to_thread(self._load, manifest)
+
+    async def sleep(self) -> None:
+        """Free memory for others until `wake`."""
+        await asyncio.to_thread(self.engine.sleep)
+
+    async def wake(self) -> None:
+        """Be ready again."""
+        await asyncio.to_thread(self.engine.wake)
+
+    def _load(self, manifest: Manifest) -> None:
+        self.engine.load_weights(receive(manifest, timeout=self.recipe.runtime.store_s), manifest.version)
+
+    async def _session(self, sessions: Sessions, attempt: Attempt, start: Start, order: Order) -> BatchRef:
+        rows = await sessions.run(attempt, start, order.seed)
+        return await asyncio.wrap_future(self._writer.put(sessions, order.partition, rows))
+
+
+def _begin(work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
+    """Start on the process's event loop, to be awaited on the actor's."""
+    return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, event_loop()))
+
+
+class _Waiting(NamedTuple):
+    sessions: Sessions
+    partition: str
+    rows: list[Row]
+    written: Future[BatchRef]
+
+
+class _Writer:
+    """Writes the rows of finished sessions; those that came during one put go together into the next."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[_Waiting] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="practicum-writer", daemon=True).start()
+
+    def put(self, sessions: Sessions, partition: str, rows: list[Row]) -> Future[BatchRef]:
+        """To be done when the rows are in the store."""
+        waiting = _Waiting(sessions, partition, rows, Future())
+        self._queue.put(waiting)
+        return waiting.written
+
+    def _run(self) -> None:
+        while True:
+            together = [self._queue.get()]
+            while not self._queue.empty():
+                together.append(self._queue.get())
+            kinds = {(id(one.sessions), one.partition): one for one in together}
+            for (sessions, partition), first in kinds.items():
+                same = [one for one in together if (id(one.sessions), one.partition) == (sessions, partition)]
+                self._write(first.sessions, partition, same)
+
+    def _write(self, sessions: Sessions, partition: str, same: list[_Waiting]) -> None:
+        try:
+            rows = [row for one in same for row in one.rows]
+            sessions.put(partition, rows, sessions.plan["rollout"].writes)
+        except BaseException as error:
+            for one in same:
+                one.written.set_exception(error)
+            return
+        for one in same:
+            keys = tuple(row.key for row in one.rows)
+            one.written.set_result(BatchRef(partition, keys, tuple(row.tags for row in one.rows)))

@@ -1,0 +1,174 @@
+"""Starting a run on Ray: the cluster, the store, the workers, all at once and within a deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from practicum.checks.watch import Watch
+from practicum.dataplane.plan import Plan
+from practicum.errors import MissingExtraError
+from practicum.recipe.schema import Recipe
+from practicum.recipe.ways import (
+    data_parallel,
+    engine_replicas,
+    is_own,
+    judges,
+    measures,
+    own_options,
+    streams,
+)
+from practicum.rollout.together import together
+from practicum.runtime.events import run_async
+
+try:
+    import ray
+
+    from practicum.dataplane.ray_store.store import start_ray_store
+    from practicum.dataplane.transferqueue.store import start_transferqueue
+except ModuleNotFoundError as error:  # pragma: no cover
+    raise MissingExtraError("runtime.kind: ray", "ray") from error
+
+from practicum.runtime.cluster.calls import ask_async
+from practicum.runtime.cluster.connect import Cluster
+from practicum.runtime.cluster.group import TrainGroup
+from practicum.runtime.cluster.practice import Crew
+from practicum.runtime.cluster.replicas import ReplicaPool
+from practicum.runtime.cluster.reward_worker import RewardWorker
+from practicum.runtime.cluster.rewarder_worker import RewarderWorker
+from practicum.runtime.cluster.roles import RayRoles
+from practicum.runtime.cluster.rollout_worker import RolloutWorker
+from practicum.runtime.cluster.teacher_worker import TeacherWorker
+from practicum.runtime.cluster.train_worker import Facts, TrainWorker
+from practicum.runtime.cluster.weights import Manifest
+from practicum.runtime.cluster.worker import StoreHandle
+
+CONCURRENT = {"rollout": 1000, "reward": 16, "teachers": 64}
+"""Calls that one worker may have under way."""
+
+
+def start_ray(recipe: Recipe, plan: Plan, watch: Watch) -> RayRoles:
+    """Everyone who takes part, as actors; if that fails, nothing stays behind."""
+    with ExitStack() as undo:
+        cluster = Cluster.open(recipe, plan)
+        undo.callback(cluster.close)
+        handle = _start_store(recipe)
+        undo.callback(handle.close)
+        starter = _Starter(recipe, plan, watch, cluster, handle)
+        work = starter.everyone()
+        group, crew, facts = run_async(work, timeout=recipe.runtime.start_s, owner="the start of all workers")
+        crew.version = facts.version
+        roles = RayRoles(recipe, plan, watch, cluster, handle, group, crew, facts, starter.latest)
+        undo.pop_all()
+        return roles
+
+
+def _start_store(recipe: Recipe) -> StoreHandle:
+    runtime = recipe.runtime
+    if runtime.store.kind == "ray":
+        return start_ray_store(runtime.start_s)
+    return start_transferqueue(units=runtime.store.units, backend=runtime.store.backend)
+
+
+class _Starter:
+    """Makes the workers of a run, and makes those again that died."""
+
+    def __init__(
+        self, recipe: Recipe, plan: Plan, watch: Watch, cluster: Cluster, handle: StoreHandle
+    ) -> None:
+        self.recipe, self.plan, self.watch, self.cluster, self.handle = recipe, plan, watch, cluster, handle
+        self.latest: dict[str, Manifest] = {}
+
+    async def everyone(self) -> tuple[TrainGroup, Crew, Facts]:
+        """All workers, loading side by side."""
+        recipe = self.recipe
+        names = [name for name, teacher in recipe.teachers.items() if streams(teacher)]
+        if "teachers" not in self.plan:
+            names = []
+        rewarders = self._rewarders()
+        rollout = self._pool("rollout", engine_replicas(recipe), self._rollout)
+        judged = recipe.runtime.reward_workers if judges(recipe) or measures(recipe) else 0
+        reward = self._pool("reward", judged, partial(self._reward, rewarders))
+        teachers = {
+            name: self._pool(f"teachers.{name}", _replicas(recipe, name), partial(self._teacher, name))
+            for name in names
+        }
+        learners = [self._learner(rank) for rank in range(data_parallel(recipe))]
+        group = TrainGroup(learners, self.watch, recipe.runtime.stage_s)
+        crew = Crew(rollout, reward, teachers)
+        start_s = recipe.runtime.start_s
+        begins = self._begin(group, teachers), rollout.start(start_s), reward.start(start_s)
+        facts, *_ = await together(begins)
+        assert facts is not None
+        return group, crew, facts
+
+    async def _begin(self, group: TrainGroup, teachers: dict[str, ReplicaPool]) -> Facts:
+        """The learner needs its teachers' output heads before it can begin, if it compares all of them."""
+        await together(pool.start(self.recipe.runtime.start_s) for pool in teachers.values())
+        heads = {}
+        if self.recipe.distill is not None and self.recipe.distill.signal == "full":
+            heads = {name: pool.replicas()[0].head.remote() for name, pool in teachers.items()}
+        first = group.workers[0].meeting_point.remote(len(group))
+        meeting = await self._ask(first, group.names[0])
+        calls = [w.begin.remote(meeting, list(heads), *heads.values()) for w in group.workers]
+        asked = zip(calls, group.names, strict=True)
+        return (await together(self._ask(call, name) for call, name in asked))[0]
+
+    def _pool(self, role: str, count: int, make: Callable[..., Any]) -> ReplicaPool:
+        return ReplicaPool(role, make, count, self.recipe.runtime.max_deaths, self.watch.report)
+
+    def _learner(self, rank: int) -> Any:
+        return self._actor(TrainWorker, "train", rank, self.recipe, self.plan, self.handle, rank)
+
+    async def _rollout(self, number: int, generation: int) -> Any:
+        args = self.recipe, self.plan, self.handle, self.latest.get("student")
+        return await self._ready(self._actor(RolloutWorker, "rollout", number, *args), "rollout", number)
+
+    async def _reward(self, rewarders: dict[str, list[Any]], number: int, generation: int) -> Any:
+        args = self.recipe, self.plan, self.handle, rewarders
+        return await self._ready(self._actor(RewardWorker, "reward", number, *args), "reward", number)
+
+    async def _teacher(self, name: str, number: int, generation: int) -> Any:
+        role, args = f"teachers.{name}", (self.recipe, self.plan, self.handle, name, self.latest.get(name))
+        return await self._ready(self._actor(TeacherWorker, role, number, *args), role, number)
+
+    def _rewarders(self) -> dict[str, list[Any]]:
+        """Reward models with resources of their own; reward workers wait for them by asking."""
+        found: dict[str, list[Any]] = {}
+        for name, spec in self.recipe.reward.models.items():
+            if spec.url is None and is_own(spec.placement):
+                role, count = f"reward.models.{name}", own_options(spec).replicas
+                more = {"max_restarts": self.recipe.runtime.max_deaths, "max_task_retries": -1}
+                found[name] = [
+                    self._actor(RewarderWorker, role, number, self.recipe, name, **more)
+                    for number in range(count)
+                ]
+        return found
+
+    def _actor(self, kind: type, role: str, number: int, *args: Any, **options: Any) -> Any:
+        """Start an actor in its place of the cluster; it is loading when this returns."""
+        concurrent = CONCURRENT.get(role.split(".")[0], 1)
+        options = self.cluster.options(role, number) | {"max_concurrency": concurrent} | options
+        actor = ray.remote(kind).options(**options).remote(*args)
+        self.cluster.register(actor, f"{role} {number}")
+        return actor
+
+    async def _ready(self, actor: Any, role: str, number: int) -> Any:
+        """The actor when it can take work; one that can't is ended."""
+        try:
+            await self._ask(actor.pid.remote(), f"{role} {number}")
+        except BaseException:
+            ray.kill(actor)
+            raise
+        return actor
+
+    async def _ask(self, call: Any, who: str) -> Any:
+        timeout = self.recipe.runtime.start_s
+        return await ask_async(call, timeout=timeout, owner="the start", who=who)
+
+
+def _replicas(recipe: Recipe, name: str) -> int:
+    teacher = recipe.teachers[name]
+    return 1 if teacher.url is not None else own_options(teacher).replicas

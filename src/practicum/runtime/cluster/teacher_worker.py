@@ -1,0 +1,96 @@
+"""A replica of a teacher with resources of its own: reads rows from the store, scores them, writes scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.keys import Key
+from practicum.dataplane.plan import Plan
+from practicum.errors import TeacherError
+from practicum.models.load import load_model, load_tokenizer, model_facts
+from practicum.recipe.schema import Recipe
+from practicum.recipe.ways import own_options
+from practicum.runtime.cluster.weights import Manifest, receive
+from practicum.runtime.cluster.worker import NoRest, StoreHandle, Worker
+from practicum.runtime.events import run_async
+from practicum.runtime.faculty import Faculty, Staff
+from practicum.runtime.hiring import signal_width
+from practicum.tasks.prompts import Prompt
+from practicum.teachers.colocated import ColocatedTeacher, load_teacher
+from practicum.teachers.head import OutputHead
+from practicum.teachers.place import OpenTime
+from practicum.teachers.remote import RemoteTeacher
+from practicum.teachers.residency import Residency
+
+
+class _AlwaysAwake(Residency):
+    """For a model that shares its device with nobody."""
+
+    def __init__(self) -> None:
+        super().__init__([], None, None)
+
+    @contextmanager
+    def awake(self, name: str) -> Iterator[None]:
+        yield
+
+
+class TeacherWorker(Worker):
+    """One teacher of the recipe: a model in this process, or a server that it asks."""
+
+    def __init__(
+        self, recipe: Recipe, plan: Plan, handle: StoreHandle, name: str, manifest: Manifest | None
+    ) -> None:
+        """`manifest` are newer weights, for a teacher that is a copy of the student."""
+        teacher = recipe.teachers[name]
+        super().__init__(recipe, handle, own_options(teacher).threads)
+        self.name = name
+        tokenizer = load_tokenizer(recipe.model)
+        _, vocab = model_facts(recipe.model, len(tokenizer))
+        if teacher.url is not None:
+            self.place = RemoteTeacher(name, teacher)
+        else:
+            student = load_model(recipe.model, recipe.seed) if teacher.student is not None else None
+            self.place = ColocatedTeacher(name, teacher, load_teacher(name, teacher, student))
+        staff = Staff({name: self.place}, _AlwaysAwake(), least_width=signal_width(recipe))
+        self.faculty = Faculty(recipe, plan, self.store, staff, NoRest(), tokenizer, vocab=vocab)
+        self._busy = OpenTime()
+        if manifest is not None:
+            self.take(manifest)
+
+    def correct(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> float:
+        """Score rows and write the scores; gives the seconds of scoring so far."""
+        timeout = self.recipe.teachers[self.name].deadline_s
+        owner = f"teacher {self.name} ({len(batch)} rows)"
+        run_async(self._correct(batch, prompts), timeout=timeout, owner=owner)
+        return self._busy.seconds
+
+    async def _correct(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
+        with self._busy.work():
+            await self.faculty.correct(self.name, batch, prompts)
+
+    def head(self) -> OutputHead:
+        """Its output head as it is now."""
+        return self._model().head()
+
+    def take(self, manifest: Manifest) -> None:
+        """Become a copy of the student as these weights are."""
+        received = receive(manifest, timeout=self.recipe.runtime.store_s)
+        # A copy of its own: what was received is a view of memory that others let go of.
+        weights = {key: x.clone() for key, x in received}
+        self.faculty.give_weights(self.name, weights, manifest.version)
+
+    def save(self, folder: Path) -> None:
+        """Write what it took of the student, for `load`."""
+        self.faculty.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Go on with the copy that `save` wrote, if there is one."""
+        self.faculty.load(folder)
+
+    def _model(self) -> ColocatedTeacher:
+        if not isinstance(self.place, ColocatedTeacher):
+            raise TeacherError(f"teacher {self.name} is behind a URL: its weights are not here")
+        return self.place

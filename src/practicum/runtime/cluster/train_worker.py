@@ -1,0 +1,218 @@
+"""One data-parallel rank: the learner's and the critic's share, the reference, colocated teachers.
+
+All ranks are called alike and with whole batches; each finds its own rows by their tags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from transformers import PreTrainedModel
+
+from practicum.checks.watch import Watch
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.keys import Key
+from practicum.dataplane.plan import Plan
+from practicum.learning.critic import Critic
+from practicum.learning.parallel import Parallel, free_port
+from practicum.learning.scorer import Scorer
+from practicum.learning.trunk import Trunk
+from practicum.models.load import load_model, load_tokenizer, stop_ids
+from practicum.models.processor import save_processor
+from practicum.recipe.schema import Recipe
+from practicum.recipe.ways import streams
+from practicum.rollout.encoder import make_encoder
+from practicum.runtime.cluster.weights import Manifest, publish
+from practicum.runtime.cluster.worker import NoRest, Reply, StoreHandle, Worker
+from practicum.runtime.credit import Credit
+from practicum.runtime.faculty import Faculty, Staff
+from practicum.runtime.hiring import hire
+from practicum.runtime.local import load_reference, make_learner
+from practicum.runtime.rows import check_fields, field_widths, put_padding, row_texts
+from practicum.runtime.student import Student
+from practicum.runtime.valuation import Valuation
+from practicum.tasks.prompts import Prompt
+from practicum.teachers.head import OutputHead
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the ranks of a group find each other."""
+
+    address: str
+    port: int
+    world: int
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the controller must know of the student."""
+
+    stop: frozenset[int]
+    version: int
+
+
+class TrainWorker(Worker):
+    """A rank. `begin` makes it ready; then its methods are the learner's stages."""
+
+    def __init__(self, recipe: Recipe, plan: Plan, handle: StoreHandle, rank: int) -> None:
+        super().__init__(recipe, handle)
+        self.plan, self.rank = plan, rank
+        self._sentences: list[str] = []
+        self.watch = Watch(recipe.checks, self._sentences.append)
+        self.parallel: Parallel | None = None
+
+    def meeting_point(self, world: int) -> Meeting:
+        """An address of this rank's machine, and a port that is free on it."""
+        address = ray.util.get_node_ip_address()
+        return Meeting(address, free_port(address), world)
+
+    def begin(self, meeting: Meeting, names: Sequence[str] = (), *heads: OutputHead) -> Facts:
+        """Join the others and load the models; `heads` are those of the teachers elsewhere of these names."""
+        recipe, plan = self.recipe, self.plan
+        model = load_model(recipe.model, recipe.seed)
+        if meeting.world > 1:
+            where = meeting.world, meeting.address, meeting.port, recipe.runtime.stage_s
+            self.parallel = Parallel.join(self.rank, *where, device=model.device.type)
+        check_fields(recipe, plan, model)
+        self.encoder = make_encoder(recipe, load_tokenizer(recipe.model))
+        staff = self._hire(model, dict(zip(names, heads, strict=True)))
+        self.widths = field_widths(recipe, model, 0 if staff is None else staff.width)
+        stop = stop_ids(model, self.encoder.tokenizer, recipe.rollout.stop)
+        self.faculty, self.valuation = self._faculty(model, staff), self._valuation(model)
+        reference = None
+        if "ref_logprobs" in plan:
+            reference = Scorer(Trunk(load_reference(recipe, model), recipe.train))
+        # Last: others copy the model whole, and the learner cuts it into shards.
+        learner = make_learner(recipe, model, staff, self.watch, self.parallel)
+        self.student = Student(recipe, plan, self.store, learner, reference, self.watch)
+        self.credit = Credit(recipe, plan, self.store)
+        return Facts(stop, learner.version)
+
+    def _hire(self, model: PreTrainedModel, heads: dict[str, OutputHead]) -> Staff | None:
+        if "teachers" not in self.plan:
+            return None
+        here = [name for name, teacher in self.recipe.teachers.items() if not streams(teacher)]
+        return hire(self.recipe, model, names=here, heads=heads)
+
+    def _faculty(self, model: PreTrainedModel, staff: Staff | None) -> Faculty | None:
+        if staff is None:
+            return None
+        vocab = model.config.get_text_config().vocab_size
+        known = self.store, staff, NoRest(), self.encoder.tokenizer
+        return Faculty(self.recipe, self.plan, *known, vocab=vocab)
+
+    def _valuation(self, model: PreTrainedModel) -> Valuation | None:
+        if self.recipe.critic is None:
+            return None
+        refuse = partial(self.watch, "finite")
+        critic = Critic(
+            model, self.recipe.train, self.recipe.critic, on_nonfinite=refuse, parallel=self.parallel
+        )
+        return Valuation(self.recipe, self.plan, self.store, critic)
+
+    def old_logprobs(self, batch: BatchRef) -> Reply:
+        return self._reply(self.student.old_logprobs(batch))
+
+    def ref_logprobs(self, batch: BatchRef) -> Reply:
+        return self._reply(self.student.ref_logprobs(batch))
+
+    def values(self, batch: BatchRef) -> Reply:
+        assert self.valuation is not None
+        return self._reply(self.valuation.values(batch))
+
+    def advantages(self, batch: BatchRef, baselines: Mapping[int, float]) -> Reply:
+        """Of the whole batch: called on one rank."""
+        return self._reply(self.credit.advantages(batch, baselines=baselines) or {})
+
+    def update_critic(self, batch: BatchRef, step: int) -> Reply:
+        assert self.valuation is not None
+        return self._reply(self.valuation.update(batch, step=step) or {})
+
+    def update_student(self, batch: BatchRef, step: int) -> Reply:
+        """Gives what was learnt, and the version of the weights."""
+        learnt = self.student.update(batch, step=step)
+        return self._reply((learnt, self.student.learner.version))
+
+    def score(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> Reply:
+        """Rows that colocated teachers correct; each rank is given its own."""
+        assert self.faculty is not None
+        self.faculty.score(batch, prompts=prompts)
+        return self._reply(self.faculty.spent())
+
+    def refresh_copies(self, step: int) -> Reply:
+        assert self.faculty is not None
+        learner = self.student.learner
+        self.faculty.refresh(step, lambda: dict(learner.named_weights()), learner.version)
+        return self._reply()
+
+    def renew_head(self, name: str, head: OutputHead) -> Reply:
+        """A teacher elsewhere has another output head now."""
+        assert self.faculty is not None
+        self.faculty.renew_head(name, head)
+        return self._reply()
+
+    def pad(self, partition: str, count: int) -> Reply:
+        """Write padding rows: called on one rank."""
+        known = self.encoder.tokenizer, self.widths
+        return self._reply(put_padding(self.store, self.plan, partition, count, *known))
+
+    def texts(self, batch: BatchRef) -> Reply:
+        """Rows as people read them: called on one rank."""
+        return self._reply(row_texts(self.store, self.encoder.tokenizer, batch))
+
+    def publish(self) -> Manifest | None:
+        """The weights for the engines, by the first rank; all ranks must be called."""
+        learner = self.student.learner
+        if self.rank == 0:
+            return publish(learner.named_weights(), learner.version)
+        for _ in learner.named_weights():
+            pass  # takes part in gathering each
+        return None
+
+    def kl_state(self) -> dict[str, float]:
+        return self.credit.state_dict()
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's share of a checkpoint; the first rank writes what all have, and the store."""
+        self.student.learner.save(folder / "student")
+        if self.valuation is not None:
+            self.valuation.critic.save(folder / "critic")
+        if self.rank == 0:
+            self.store.save(folder / "store")
+            if self.faculty is not None:
+                self.faculty.save(folder / "teachers")
+
+    def load(self, folder: Path, kl_state: Mapping[str, float]) -> int:
+        """Go on from what `save` wrote, by any number of ranks; gives the version."""
+        self.student.learner.load(folder / "student")
+        if self.valuation is not None:
+            self.valuation.critic.load(folder / "critic")
+        if self.faculty is not None:
+            self.faculty.load(folder / "teachers")
+        if self.rank == 0:
+            self.store.load(folder / "store")
+        self.credit.load_state_dict(dict(kl_state))
+        return self.student.learner.version
+
+    def export(self, folder: Path) -> None:
+        """Write the student in HuggingFace format; all ranks must be called."""
+        self.student.learner.export(folder, self.encoder.tokenizer)
+        if self.rank == 0 and self.encoder.processor is not None:
+            save_processor(self.encoder.processor, folder)
+
+    def leave(self) -> None:
+        """Take leave of the other ranks, so that all end well."""
+        if self.parallel is not None:
+            self.parallel.close()
+
+    def _reply(self, value: Any = None) -> Reply:
+        sentences, fired = tuple(self._sentences), dict(self.watch.fired)
+        self._sentences.clear()
+        self.watch.fired.clear()
+        return Reply(value, sentences, fired)

@@ -1,0 +1,139 @@
+"""Weights from the learner to engines, in buckets through Ray's object store; the controller sees refs only.
+
+An engine on the learner's node reads them where they were written, in shared memory; to another node
+Ray copies them once, however many engines live there.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from numpy.typing import NDArray
+from ray import ObjectRef
+from ray.exceptions import GetTimeoutError, ObjectLostError, OwnerDiedError
+from torch import Tensor
+
+from practicum.errors import DeadlineError, EngineError
+
+_SAMPLE = 512
+"""Bytes at either end of a tensor that its checksum covers: all of them would cost more than moving them."""
+_FIX = "publish them again, or resume the run from its last checkpoint"
+_Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a bucket."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Tensors that travel together: one object of Ray's, their bytes as a list in the entries' order."""
+
+    ref: ObjectRef[Any]
+    entries: tuple[Entry, ...]
+    nbytes: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What was published: small, may pass through the controller. The bytes live as long as a copy of it."""
+
+    version: int
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+
+def publish(
+    weights: Iterable[tuple[str, Tensor]], version: int, *, bucket_bytes: int = 64 * 2**20
+) -> Manifest:
+    """Copy weights of any device into Ray's object store; what happens to them later is not seen.
+
+    The process that calls this owns the bytes: they die with it. A tensor above bucket_bytes goes alone.
+    """
+    buckets: list[Bucket] = []
+    entries: list[Entry] = []
+    arrays: list[_Bytes] = []
+    held = 0
+    for name, tensor in weights:
+        size = tensor.numel() * tensor.element_size()
+        if entries and held + size > bucket_bytes:
+            buckets.append(_put(entries, arrays))
+            entries, arrays, held = [], [], 0
+        entries.append(Entry(name, tensor.dtype, tuple(tensor.shape)))
+        arrays.append(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        held += size
+    if entries:
+        buckets.append(_put(entries, arrays))
+    return Manifest(version, tuple(buckets))
+
+
+def receive(manifest: Manifest, *, timeout: float) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a manifest, as views on shared memory: to copy from, never to write to.
+
+    An EngineError if they are lost or not what was published; all must be here inside the timeout.
+    """
+    deadline = time.monotonic() + timeout
+    what = f"weights of version {manifest.version}"
+    for number, bucket in enumerate(manifest.buckets):
+        try:
+            arrays = ray.get(bucket.ref, timeout=max(0.0, deadline - time.monotonic()))
+        except GetTimeoutError:
+            raise DeadlineError(
+                f"{what} were not here after {timeout:g} s: bucket {number} of {len(manifest.buckets)} "
+                f"({bucket.nbytes} bytes) lacks"
+            ) from None
+        except OwnerDiedError:
+            raise EngineError(f"{what} are lost: the learner that published them is gone; {_FIX}") from None
+        except ObjectLostError as error:
+            raise EngineError(f"{what} are lost: a node with a part is gone ({error}); {_FIX}") from None
+        _check(f"{what}, bucket {number}", bucket, arrays)
+        for entry, array in zip(bucket.entries, arrays, strict=True):
+            yield entry.name, _tensor(array).view(entry.dtype).view(entry.shape)
+
+
+def _put(entries: Sequence[Entry], arrays: list[_Bytes]) -> Bucket:
+    # Ray copies the arrays of a list one behind the other, aligned: packing them here would be a second copy.
+    nbytes = sum(array.nbytes for array in arrays)
+    return Bucket(ray.put(arrays), tuple(entries), nbytes, _checksum(arrays))
+
+
+def _check(what: str, bucket: Bucket, arrays: Sequence[_Bytes]) -> None:
+    found = sum(array.nbytes for array in arrays)
+    if (len(arrays), found) != (len(bucket.entries), bucket.nbytes):
+        raise EngineError(
+            f"{what}: found {len(arrays)} tensors of {found} bytes, "
+            f"expected {len(bucket.entries)} of {bucket.nbytes}; publish them again"
+        )
+    if _checksum(arrays) != bucket.checksum:
+        raise EngineError(f"{what}: the bytes are not those that were published; publish them again")
+
+
+def _checksum(arrays: Sequence[_Bytes]) -> int:
+    checksum = 0
+    for array in arrays:
+        checksum = zlib.crc32(array[:_SAMPLE].data, checksum)
+        checksum = zlib.crc32(array[-_SAMPLE:].data, checksum)
+    return checksum
+
+
+def _tensor(array: _Bytes) -> Tensor:
+    with warnings.catch_warnings():  # torch has no read-only tensors, and says so
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(array)

@@ -1,0 +1,218 @@
+"""Seconds of each stage, by a simple model: arithmetic, bytes and fixed costs add up, nothing overlaps.
+
+A device does `tflops`, reads `bandwidth_gbs`, and pays `layer_us` for each layer of each call. Ranks and
+engines share tokens evenly. What streams beside the rollout costs what outlasts it. A measured run corrects
+the arithmetic of each stage by one factor: what it took over what this model says of that run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import ceil
+
+from practicum.dataplane.plan import Plan
+from practicum.recipe.arithmetic import count
+from practicum.recipe.schema import Recipe
+from practicum.recipe.ways import own_options, streams
+from practicum.runtime.forecast.memory import CPU_MICROBATCH
+from practicum.runtime.forecast.run import Run
+from practicum.runtime.forecast.sizes import BYTES, Sizes
+from practicum.runtime.forecast.spec import Device
+from practicum.runtime.forecast.traffic import Traffic
+from practicum.runtime.forecast.workload import Workload, decode_steps
+
+TOKEN_S = 75e-6
+"""Of the engine, for each token: sampling and the bookkeeping of its row (measured on a CPU)."""
+ROW_S = {"reward": 80e-6, "advantages": 12e-6, "pad": 20e-6, "clear": 4e-6, "demonstrate": 300e-6}
+"""For each row, of the stages that are Python (measured on a CPU)."""
+CALL_S = 1.5e-3
+"""A call of a Ray actor, there and back."""
+STORE_S = 4e-3
+"""A put or a get of a distributed store, beside its bytes."""
+PLANE_BYTES_S = 1.5e9
+"""Bytes a second of a put and a get through shared memory, packing included."""
+ADAM_BYTES = 7
+"""Numbers that Adam reads and writes for each parameter."""
+ALIKE = {
+    **dict.fromkeys(
+        ("old_logprobs", "ref_logprobs", "values", "update_critic", "teachers"), "update_student"
+    ),
+    "update_student": "update_critic",
+}
+"""Whose factor a stage gets that the run did not have."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A step and what it runs on. `threads` are cores of one CPU device (1 for a GPU); `crowding` says how
+    many threads there are for each core in the rollout and in the learner's stages, at least 1."""
+
+    recipe: Recipe
+    plan: Plan
+    sizes: Sizes
+    reference: Sizes
+    teachers: Mapping[str, Sizes]
+    work: Workload
+    moved: Traffic
+    device: Device
+    on_cpu: bool
+    on_ray: bool
+    ranks: int
+    replicas: int
+    threads: int = 1
+    link_gbs: float = 1.0
+    sync_gbs: float = 1.0
+    crowding: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def flops(self) -> float:
+        return self.device.tflops * 1e12 * self.threads
+
+    @property
+    def bandwidth(self) -> float:
+        return self.device.bandwidth_gbs * 1e9 * self.threads
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of a stage by their cause; `arithmetic` is what a run corrects."""
+
+    arithmetic: float = 0.0
+    links: float = 0.0
+    """Between learner ranks."""
+    calls: float = 0.0
+    plane: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.arithmetic + self.links + self.calls + self.plane
+
+    @property
+    def cause(self) -> str:
+        """The largest part."""
+        parts = ("arithmetic", "links", "calls", "plane")
+        return max(parts, key=lambda name: getattr(self, name))
+
+
+def costs(setup: Setup, factors: Mapping[str, float] | None = None) -> dict[str, Cost]:
+    """The cost of each stage of the plan, its arithmetic times the run's factor."""
+    factors = factors or {}
+    models: dict[str, Callable[[Setup], tuple[float, float]]] = {
+        "rollout": lambda s: (_rollout(s), 0.0),
+        "teachers": lambda s: (_teachers(s, factors), 0.0),
+        "old_logprobs": lambda s: _learner(s, s.sizes, 1.0, 1),
+        "ref_logprobs": lambda s: _learner(s, s.reference, 1.0, 1),
+        "values": lambda s: _learner(s, s.sizes, 1.0, 1),
+        "update_critic": lambda s: _update(s, 0.0),
+        "update_student": lambda s: _update(s, s.work.idle),
+    }
+    found = {}
+    for stage in setup.plan:
+        name = stage.name
+        arithmetic, links = models[name](setup) if name in models else (_rows(setup, name), 0.0)
+        factor = 1.0 if name == "teachers" else factor_of(factors, name)
+        calls, plane = _transport(setup, name) if setup.on_ray else (0.0, 0.0)
+        found[name] = Cost(arithmetic * factor, links, calls, plane)
+    return found
+
+
+def calibrate(setup: Setup, run: Run) -> dict[str, float]:
+    """For each stage of the run, its seconds over what the model says; `step` is what lies between stages."""
+    factors: dict[str, float] = {}
+    for name, cost in costs(setup).items():
+        measured = run.seconds.get(name, 0.0) - (cost.seconds - cost.arithmetic)
+        if measured > 0 and cost.arithmetic > 0:
+            factors[name] = measured / cost.arithmetic
+    return factors
+
+
+def factor_of(factors: Mapping[str, float], name: str) -> float:
+    """The factor of a stage, else that of one like it, else 1."""
+    return factors.get(name, factors.get(ALIKE.get(name, name), 1.0))
+
+
+def _rollout(setup: Setup) -> float:
+    """Decoding: a fixed cost of each forward call, and a cost of each token; prompts once."""
+    work, sizes = setup.work, setup.sizes
+    tokens = work.sampled / setup.replicas
+    calls = decode_steps(work, setup.replicas, setup.recipe.rollout.slots)
+    number = BYTES[setup.recipe.model.dtype]
+    each = sizes.layers * setup.device.layer_us * 1e-6 + number * sizes.active / setup.bandwidth
+    read = tokens * work.seen * sizes.token_kv() * number / setup.bandwidth
+    prompts = work.prompts * work.prompt_tokens / setup.replicas
+    done = sizes.flops(tokens, work.seen) + sizes.flops(prompts, work.prompt_tokens / 2)
+    return setup.crowding[0] * (calls * each + read + done / setup.flops + tokens * TOKEN_S)
+
+
+def _learner(setup: Setup, sizes: Sizes, passes: float, gathers: int) -> tuple[float, float]:
+    """Forward passes of the learner over the batch, and the gathering of its shards for them."""
+    train, work = setup.recipe.train, setup.work
+    tokens = work.learnt / setup.ranks
+    budget = min(train.microbatch_tokens, CPU_MICROBATCH) if setup.on_cpu else train.microbatch_tokens
+    calls = max(1, ceil(tokens / budget))
+    done = passes * sizes.flops(tokens, work.seen) / setup.flops
+    fixed = passes * calls * sizes.layers * setup.device.layer_us * 1e-6
+    shards = sizes.parameters * BYTES[setup.recipe.model.dtype] * (1 - 1 / setup.ranks)
+    return setup.crowding[1] * (done + fixed), gathers * calls * shards / (setup.link_gbs * 1e9)
+
+
+def _update(setup: Setup, idle: float) -> tuple[float, float]:
+    """Forward and backward of every epoch, and the optimizer's steps."""
+    train, sizes = setup.recipe.train, setup.sizes
+    backward = 3.0 if train.gradient_checkpointing else 2.0
+    done, links = _learner(setup, sizes, 1.0 + backward * (1 - idle), 3)
+    number = BYTES[setup.recipe.model.dtype]
+    adam = ADAM_BYTES * number * sizes.parameters / setup.ranks / setup.bandwidth
+    rows = train.minibatch_rows
+    steps = train.minibatches if rows is None else max(1, setup.work.sessions // rows)
+    return train.epochs * (done + steps * setup.crowding[1] * adam), train.epochs * links
+
+
+def _teachers(setup: Setup, factors: Mapping[str, float]) -> float:
+    """Colocated teachers one after the other; streamed ones as far as they outlast the rollout."""
+    recipe, work = setup.recipe, setup.work
+    if not setup.teachers:
+        return 0.0
+    share = 1 / len(setup.teachers)
+    colocated, longest = 0.0, 0.0
+    for name, sizes in setup.teachers.items():
+        teacher = recipe.teachers[name]
+        done = share * sizes.flops(work.scored, work.seen)
+        calls = max(1, ceil(share * work.scored / teacher.batch_tokens))
+        fixed = calls * sizes.layers * setup.device.layer_us * 1e-6
+        if teacher.url is not None:
+            continue
+        if streams(teacher):
+            own = own_options(teacher)
+            speed = setup.device.tflops * 1e12 * (own.threads if setup.on_cpu else 1)
+            longest = max(longest, (done / speed + fixed) / own.replicas)
+        else:
+            colocated += (done / setup.flops + fixed) / setup.ranks
+    factor = factor_of(factors, "teachers")
+    rolled = _rollout(setup) * factor_of(factors, "rollout")
+    return setup.crowding[1] * colocated * factor + max(0.0, longest * factor - rolled)
+
+
+def _rows(setup: Setup, name: str) -> float:
+    """Stages of plain Python. Reward workers share them on Ray; all else is one process's."""
+    workers = setup.recipe.runtime.reward_workers if name == "reward" and setup.on_ray else 1
+    return setup.work.rows * ROW_S.get(name, 0.0) / workers
+
+
+def _transport(setup: Setup, name: str) -> tuple[float, float]:
+    """Seconds of calls and of bytes on Ray."""
+    counts = count(setup.recipe)
+    if name == "sync":
+        weights = setup.moved.sync / setup.replicas
+        return 2 * CALL_S, weights / PLANE_BYTES_S + weights / (setup.sync_gbs * 1e9)
+    moved = setup.moved.plane.get(name)
+    if moved is None:
+        return CALL_S, 0.0
+    sharing = setup.replicas if name == "rollout" else setup.ranks
+    if name in ("reward", "advantages", "demonstrate"):
+        sharing = 1
+    touches = (moved.read > 0) + (moved.written > 0)
+    # A group's sessions are one call; others are under way meanwhile.
+    calls = counts.prompts / setup.replicas if name == "rollout" else 1
+    return calls * CALL_S + touches * STORE_S, moved.both / sharing / PLANE_BYTES_S

@@ -1,0 +1,18 @@
+"""The roles of a run, in the runtime that its recipe names."""
+
+from __future__ import annotations
+
+from practicum.checks.watch import Watch
+from practicum.dataplane.plan import Plan
+from practicum.recipe.schema import Recipe
+from practicum.runtime.local import start_local
+from practicum.runtime.roles import Roles
+
+
+def start_roles(recipe: Recipe, plan: Plan, watch: Watch) -> Roles:
+    """Everyone who takes part, ready to work; if that fails, nothing stays behind."""
+    if recipe.runtime.kind == "local":
+        return start_local(recipe, plan, watch)
+    from practicum.runtime.cluster.start import start_ray
+
+    return start_ray(recipe, plan, watch)

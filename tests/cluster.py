@@ -1,0 +1,81 @@
+"""A real Ray cluster on loopback, for the tests that need one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ENV = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+@contextmanager
+def local_ray(cpus: int = 8, object_store_mb: int = 300) -> Iterator[None]:
+    """A cluster with so many logical CPUs, more than the machine's if need be; gone at the end.
+
+    Modules that use it carry `pytestmark = pytest.mark.xdist_group("ray")`: one cluster at a time.
+    """
+    os.environ.update(ENV)  # before ray is imported, which reads some of them then
+    import ray
+
+    ray.init(
+        num_cpus=cpus,
+        include_dashboard=False,
+        object_store_memory=object_store_mb * 2**20,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    try:
+        yield
+    finally:
+        started = descendants()
+        ray.shutdown()
+        left = still_running(started)
+    assert not left, f"processes that the cluster left behind: {left}"
+
+
+def descendants() -> dict[int, str]:
+    """The processes that this one started, directly or not: pid and start time with command."""
+    processes = {int(p.name): stat for p in Path("/proc").glob("[0-9]*") if (stat := _stat(p))}
+    found: dict[int, str] = {}
+    parents = {os.getpid()}
+    while parents:
+        children = {pid: stat for pid, stat in processes.items() if int(stat[1]) in parents}
+        found |= {pid: _identity(stat) for pid, stat in children.items()}
+        parents = set(children) - {os.getpid()}
+    return found
+
+
+def still_running(processes: dict[int, str], seconds: float = 20.0) -> dict[int, str]:
+    """Those that are alive after so long; an ended one that nobody has waited for is not."""
+    deadline = time.monotonic() + seconds
+    while True:
+        left = {}
+        for pid, identity in processes.items():
+            stat = _stat(Path(f"/proc/{pid}"))
+            if stat is not None and stat[0] != "Z" and _identity(stat) == identity:
+                left[pid] = identity
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+
+
+def _stat(process: Path) -> list[str] | None:
+    """State, parent, … as the kernel tells them, the command last."""
+    try:
+        text = (process / "stat").read_text()
+        command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return None
+    return [*text.rpartition(")")[2].split(), command]
+
+
+def _identity(stat: list[str]) -> str:
+    return f"started at {stat[19]}"

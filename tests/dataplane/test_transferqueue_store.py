@@ -1,0 +1,230 @@
+"""The transferqueue store: the rules of every store, what it frees, and how it fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("transfer_queue")
+
+import ray
+
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.fields import FIELDS
+from practicum.dataplane.ragged import Column, Ragged
+from practicum.dataplane.ray_store.index import start_index
+from practicum.dataplane.ray_store.packing import OpenPack, pack_columns
+from practicum.dataplane.store import Store
+from practicum.dataplane.transferqueue import servers
+from practicum.dataplane.transferqueue.chunks import CHUNK_BYTES, Chunk, ship, unpack
+from practicum.dataplane.transferqueue.link import Gone, close_link, link_to
+from practicum.dataplane.transferqueue.store import TransferQueueHandle, start_transferqueue
+from practicum.dataplane.validate import check_columns
+from practicum.errors import RecipeError, StoreError
+
+from ..cluster import local_ray
+from .bad_columns import uneven
+from .conformance import MakeStore, StoreConformance
+from .conformance_shared import SharedStoreConformance
+from .rows import make_batch, make_columns, make_value, same
+from .threads import PATIENCE
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[None]:
+    with local_ray(cpus=8):
+        yield
+
+
+@pytest.fixture(scope="module")
+def handle(ray_cluster: None) -> Iterator[TransferQueueHandle]:
+    handle = start_transferqueue(units=2)
+    yield handle
+    handle.close()
+
+
+@pytest.fixture(scope="module")
+def stores(handle: TransferQueueHandle) -> list[Store]:
+    """Two on the same servers, each with an index of its own."""
+    other = replace(handle, index=start_index(report_freed=True))
+    return [handle.connect(), other.connect()]
+
+
+class TestTransferQueueStore(StoreConformance, SharedStoreConformance):
+    @pytest.fixture
+    def make_store(self, stores: list[Store]) -> MakeStore:
+        turn = count()
+
+        def make() -> Store:
+            store = stores[next(turn) % 2]
+            for partition in ("train", "eval", "eval set/1"):
+                store.clear(partition)
+            assert store.size() == 0
+            return store
+
+        return make
+
+
+@pytest.fixture
+def store(handle: TransferQueueHandle) -> Iterator[Store]:
+    store = handle.connect()
+    yield store
+    store.clear("train")
+
+
+def long_columns(rows: int) -> dict[str, Column]:
+    """Rows so long that few of them share a chunk; all of one length, and position ids of 3 axes."""
+    tokens = CHUNK_BYTES // 40
+    ids = torch.arange(rows * tokens)
+    return {
+        "response_ids": Ragged.packed(ids, [tokens] * rows),
+        "position_ids": Ragged.packed(torch.stack([ids, -ids, 7 * ids], 1), [tokens] * rows),
+        "reward": torch.arange(float(rows)),
+    }
+
+
+def chunks_held(handle: TransferQueueHandle) -> int:
+    """How many chunks the storage units have, by their own count."""
+    manager: Any = link_to(handle.servers, 30.0)._client.storage_manager
+
+    async def count() -> int:
+        units = list(manager.storage_unit_infos)
+        return sum([(await manager._probe_storage_unit(target_storage_unit=u))["active_keys"] for u in units])
+
+    return link_to(handle.servers, 30.0).call(count(), "count", 30.0)
+
+
+def kill(actor: Any) -> None:
+    """As the machine would: without a word to Ray."""
+    os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows=st.integers(1, 9), size=st.integers(1, 600), names=st.sets(st.sampled_from(list(FIELDS))))
+def test_chunks_have_the_rows_that_were_packed(rows: int, size: int, names: set[str]) -> None:
+    batch = make_batch(rows)
+    columns = make_columns(batch, sorted(names))
+    shipment, laid = ship(pack_columns(columns, check_columns(batch, columns)), rows, size)
+    packs = [unpack(chunk, data) for chunk, data in zip(shipment.chunks(), laid.rows, strict=True)]
+    for row in range(rows):
+        chunk, at = shipment.place(row)
+        for name in names:
+            found = OpenPack(packs[chunk.number]).value(FIELDS[name], at)
+            assert same(found, make_value(name, batch.keys[row]))
+
+
+def test_bytes_of_another_chunk_and_damaged_ones_are_told_apart() -> None:
+    batch = make_batch(2)
+    columns = make_columns(batch)
+    shipment, laid = ship(pack_columns(columns, check_columns(batch, columns)), 2)
+    (chunk,) = shipment.chunks()
+    with pytest.raises(Gone):
+        unpack(Chunk(chunk.uid, 1), laid.rows[0])
+    with pytest.raises(StoreError, match="damaged"):
+        unpack(chunk, laid.rows[0][:-64])
+    laid.rows[0][60] ^= 1
+    with pytest.raises(StoreError, match="damaged"):
+        unpack(chunk, laid.rows[0])
+
+
+def test_rows_of_many_chunks_come_in_any_order(store: Store, handle: TransferQueueHandle) -> None:
+    batch, columns = make_batch(24), long_columns(24)
+    store.put(batch, columns)
+    assert chunks_held(handle) > 4
+    assert same(store.get(batch, list(columns)), columns)
+    some = [17, 3, 4, 5, 23, 0]
+    for name, column in store.get(batch.take(some), list(columns)).items():
+        assert same([column[i] for i in range(6)], [columns[name][i] for i in some])
+
+
+def test_chunks_are_freed_when_replaced_refused_or_cleared(store: Store, handle: TransferQueueHandle) -> None:
+    batch = make_batch(6)
+    before = chunks_held(handle)
+    store.put(batch, make_columns(batch))
+    assert chunks_held(handle) == before + 1
+    store.put(batch, make_columns(batch, shift=1))
+    with pytest.raises(StoreError, match="values of prompt 5"):
+        store.put(batch, {"values": uneven("values", batch)})
+    with pytest.raises(StoreError, match="prompt 6"):
+        store.put(make_batch(7), make_columns(make_batch(7)), keep_tags=True)
+    assert chunks_held(handle) == before + 1
+    store.clear("train", batch.keys[:5])
+    assert chunks_held(handle) == before + 1
+    store.clear("train", batch.keys[5:])
+    assert chunks_held(handle) == before
+
+
+def test_a_chunk_that_transferqueue_lost_is_an_error(store: Store, handle: TransferQueueHandle) -> None:
+    batch = make_batch(2)
+    store.put(batch, make_columns(batch))
+    partition: Any = ray.get(handle.servers.controller.get_partition_snapshot.remote("practicum"))
+    (name,) = partition.keys_mapping
+    link_to(handle.servers, 30.0).clear([name], 30.0)
+    with pytest.raises(StoreError, match=f"lost {name}"):
+        store.get(batch, ["prompt_ids"])
+
+
+def test_what_another_process_put_is_there_when_that_ended(store: Store, handle: TransferQueueHandle) -> None:
+    @ray.remote(num_cpus=0, max_calls=1)
+    def put(handle: TransferQueueHandle, batch: BatchRef, columns: dict[str, Column]) -> int:
+        handle.connect().put(batch, columns)
+        return os.getpid()
+
+    batch, columns = make_batch(3), long_columns(3)
+    assert ray.get(put.remote(handle, batch, columns), timeout=PATIENCE) != os.getpid()
+    assert same(store.get(batch, list(columns)), columns)
+
+
+def test_a_cluster_without_room_is_refused(
+    handle: TransferQueueHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "_ROOM_S", 0.2)
+    for units in (5, 8):
+        want = f"found {units},.*want {units + 1} free CPUs.* 5 free of 8"
+        with pytest.raises(RecipeError, match=rf"runtime\.store\.units: {want}"):
+            start_transferqueue(units=units)
+    with pytest.raises(RecipeError, match=r"runtime\.store\.units: found 0"):
+        start_transferqueue(units=0)
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [("Simple", "'SimpleStorage' or 'MooncakeStore'"), ("MooncakeStore", "'mooncake' is not installed")],
+)
+def test_a_backend_that_is_not_there_is_refused(ray_cluster: None, backend: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=f"runtime.store.backend: .*{message}"):
+        start_transferqueue(backend=backend)
+
+
+def test_what_died_is_named_and_a_closed_store_leaves_the_others(store: Store) -> None:
+    # A second set of servers beside those of the other tests, which must not notice.
+    batch = make_batch(2)
+    store.put(batch, make_columns(batch))
+    dying = start_transferqueue()
+    broken = dying.connect(20.0)
+    broken.put(batch, make_columns(batch))
+    kill(dying.actors()["TransferQueue's storage unit 0"])
+    for _ in range(2):
+        with pytest.raises(StoreError, match="storage unit 0 died; its rows are lost"):
+            broken.get(batch, ["prompt_ids"])
+    with pytest.raises(StoreError, match="storage unit 0 died"):
+        broken.size()
+    close_link(dying.servers)
+    broken = dying.connect(20.0)
+    kill(dying.actors()["TransferQueue's controller"])
+    with pytest.raises(StoreError, match="controller died"):
+        broken.put(batch, make_columns(batch))
+    dying.close()
+    dying.close()
+    assert same(store.get(batch, ["prompt_ids"]), make_columns(batch, ["prompt_ids"]))

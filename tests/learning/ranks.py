@@ -1,0 +1,295 @@
+"""The same cases on one rank and on two: what they learn, measure and write."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from practicum.errors import CheckError
+from practicum.learning.batch import CriticBatch, UpdateBatch, Whole
+from practicum.learning.critic import Critic
+from practicum.learning.learner import Learner
+from practicum.learning.optim import Stepper
+from practicum.learning.parallel import Parallel, free_port, whole
+from practicum.models.tokenizer import make_tokenizer
+from practicum.recipe.schema import Algorithm, Kl, Train
+from practicum.recipe.schema import Critic as CriticRecipe
+
+from .reference import random_batch, take, tiny
+from .taught import take_taught, taught, teaching
+
+WORLD = 2
+UPDATES = 3
+TRAIN = Train(lr=0.01, eps=1e-3, weight_decay=0.1, clip_norm=0.5, microbatch_tokens=25)
+
+
+@dataclass
+class Found:
+    """What a case came to: numbers that must not depend on the number of ranks."""
+
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    columns: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    """Response columns by the row's place in the batch; a rank has some of them."""
+    refused: list[str] = field(default_factory=list)
+
+    def keep(self, model: nn.Module, stepper: Stepper) -> None:
+        """All weights and moments, gathered."""
+        for name, p in model.named_parameters():
+            self.tensors[name] = whole(p.detach()).clone()
+            for moment in ("exp_avg", "exp_avg_sq"):
+                self.tensors[f"{name}.{moment}"] = whole(stepper.optimizer.state[p][moment]).clone()
+
+
+Case = Callable[[Parallel | None, Path], Found]
+CASES: dict[str, Case] = {}
+SINGLE: set[str] = set()
+"""Cases in single precision."""
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+def uneven(rows: int) -> list[list[int]]:
+    """Most rows on the first rank."""
+    return [list(range(rows - 2)), list(range(rows - 2, rows))]
+
+
+def none_on_one(rows: int) -> list[list[int]]:
+    return [[], list(range(rows))]
+
+
+def in_turn(rows: int) -> list[list[int]]:
+    """Rows of one session on both ranks."""
+    return [list(range(rank, rows, WORLD)) for rank in range(WORLD)]
+
+
+def by_session(sessions: Sequence[int]) -> list[list[int]]:
+    """Whole sessions on each rank."""
+    names = sorted(set(sessions))
+    return [[i for i, s in enumerate(sessions) if names.index(s) % WORLD == rank] for rank in range(WORLD)]
+
+
+def on_rank(batch: UpdateBatch, rows: list[list[int]], parallel: Parallel | None) -> UpdateBatch:
+    """This rank's rows, with what every rank knows of all."""
+    if parallel is None:
+        return batch
+    picked = (take if batch.teachers is None else take_taught)(batch, rows[parallel.rank])
+    everywhere = Whole(
+        sessions=batch.sessions,
+        sampled_tokens=[int(mask.sum()) for mask in batch.response_mask.rows],
+        session_tokens=batch.session_tokens,
+        teachers=None if batch.teachers is None else batch.teachers.teacher,
+    )
+    return replace(picked, whole=everywhere)
+
+
+def learn(
+    parallel: Parallel | None,
+    model: PreTrainedModel,
+    algorithm: Algorithm,
+    batches: Sequence[UpdateBatch],
+    split: Callable[[UpdateBatch], list[list[int]]],
+    *,
+    train: Train = TRAIN,
+    **options: Any,
+) -> tuple[Learner, Found]:
+    """Updates one after the other."""
+    learner, found = Learner(model, train, algorithm, parallel=parallel, **options), Found()
+    for batch in batches:
+        mine = on_rank(batch, split(batch), parallel)
+        found.metrics.append(learner.update(mine))
+        found.metrics.append({f"{k}.{n}": x for k, v in learner.by_group.sums.items() for n, x in v.items()})
+    found.keep(learner.model, learner.stepper)
+    return learner, found
+
+
+def batches(**options: Any) -> list[UpdateBatch]:
+    return [random_batch(seed, **options) for seed in range(UPDATES)]
+
+
+@case
+def ragged_rows(parallel: Parallel | None, folder: Path) -> Found:
+    """Tied embeddings, every penalty, sessions of which the mini-batch has only a part."""
+    algorithm = Algorithm(
+        aggregation="seq_mean_token_mean", entropy=0.1, kl=Kl(place="loss", coefficient=0.1), dual_clip=3.0
+    )
+    cut = [replace(b, session_tokens=_session_tokens(b)) for b in batches()]
+    learner, found = learn(
+        parallel, tiny(), algorithm, cut, lambda b: uneven(len(b.sessions)), temperature=0.7
+    )
+    batch = random_batch(9)
+    rows = list(range(len(batch.sessions))) if parallel is None else in_turn(len(batch.sessions))[parallel.rank]
+    mine = take(batch, rows)
+    columns = learner.logprobs(mine.prompt_ids, mine.response_ids, temperature=0.7).logprobs
+    found.columns["logprobs"] = dict(zip(rows, columns.rows, strict=True))
+    found.tensors["fingerprint"] = learner.fingerprint()
+    found.tensors |= {f"sent.{name}": weight.clone() for name, weight in learner.named_weights()}
+    learner.save(folder / "student")
+    learner.export(folder / "export", make_tokenizer())
+    return found
+
+
+def _session_tokens(batch: UpdateBatch) -> list[int]:
+    """As if each session had five more tokens elsewhere."""
+    tokens: dict[int, int] = {}
+    for session, mask in zip(batch.sessions, batch.response_mask.rows, strict=True):
+        tokens[session] = tokens.get(session, 5) + int(mask.sum())
+    return [tokens[session] for session in batch.sessions]
+
+
+@case
+def no_row_on_one(parallel: Parallel | None, folder: Path) -> Found:
+    given = batches(flat_groups=1)
+    return learn(parallel, tiny("llama"), Algorithm(), given, lambda b: none_on_one(len(b.sessions)))[1]
+
+
+@case
+def split_sessions(parallel: Parallel | None, folder: Path) -> Found:
+    """Some without advantage; weights recomputed in the backward pass."""
+    given, train = batches(flat_groups=1), TRAIN.model_copy(update={"gradient_checkpointing": True})
+    split = lambda b: in_turn(len(b.sessions))  # noqa: E731
+    return learn(parallel, tiny("gpt2"), Algorithm(loss="cispo"), given, split, train=train)[1]
+
+
+@case
+def whole_sessions(parallel: Parallel | None, folder: Path) -> Found:
+    algorithm = Algorithm(loss="gspo", aggregation="seq_mean_token_mean")
+    return learn(parallel, tiny(), algorithm, batches(), lambda b: by_session(b.sessions))[1]
+
+
+@case
+def teachers_with_shares(parallel: Parallel | None, folder: Path) -> Found:
+    given = [taught(batch) for batch in batches(groups=4)]
+    how = teaching("reverse_kl", "top_k", shares={0: 0.2, 1: 0.8})
+    split = lambda b: uneven(len(b.sessions))  # noqa: E731
+    learner, found = learn(
+        parallel, tiny(), Algorithm(aggregation="seq_mean_token_sum"), given, split, teaching=how
+    )
+    batch = given[0]
+    assert batch.groups is not None
+    here = range(len(batch.sessions)) if parallel is None else split(batch)[parallel.rank]
+    parts = [[i for i, row in enumerate(here) if batch.groups[row] == group] for group in (0, 1)]
+    norms = learner.gradient_norms(on_rank(batch, split(batch), parallel), parts)
+    found.metrics.append({str(i): norm for i, norm in enumerate(norms)})
+    return found
+
+
+@case
+def experts(parallel: Parallel | None, folder: Path) -> Found:
+    """Without shared prompts, so that loads count each once."""
+    given = batches(groups=8, samples=1)
+    split = lambda b: uneven(len(b.sessions))  # noqa: E731
+    return learn(parallel, tiny("qwen3_moe"), Algorithm(loss="supervised", advantage="none"), given, split)[1]
+
+
+@case
+def pictures_on_one(parallel: Parallel | None, folder: Path) -> Found:
+    from .test_vision import ROWS, seeing, vision_batch
+
+    split = lambda b: [[i for i, r in enumerate(ROWS) if (r[2] is None) == rank] for rank in range(WORLD)]  # noqa: E731
+    algorithm = Algorithm(loss="ppo_clip")
+    return learn(parallel, seeing(), algorithm, [vision_batch()] * UPDATES, split)[1]
+
+
+@case
+def single_precision(parallel: Parallel | None, folder: Path) -> Found:
+    model, split = tiny(dtype=torch.float32), lambda b: uneven(len(b.sessions))
+    return learn(parallel, model, Algorithm(), batches(), split)[1]
+
+
+SINGLE.add("single_precision")
+
+
+@case
+def critic(parallel: Parallel | None, folder: Path) -> Found:
+    found, recipe = Found(), CriticRecipe(clip=0.2, lr=0.01)
+    learner = Critic(tiny(), TRAIN, recipe, parallel=parallel)
+    for batch in batches():
+        assert batch.advantages is not None
+        assert batch.old_logprobs is not None
+        rows = list(range(len(batch.sessions)))
+        if parallel is not None:
+            rows = uneven(len(rows))[parallel.rank]
+        mine = take(batch, rows)
+        assert mine.advantages is not None
+        values = learner.values(mine.prompt_ids, mine.response_ids)
+        found.columns[f"values {len(found.metrics)}"] = dict(zip(rows, values.rows, strict=True))
+        tokens = int(batch.response_mask.values.sum())
+        update = CriticBatch(
+            mine.prompt_ids,
+            mine.response_ids,
+            mine.response_mask,
+            values,
+            mine.advantages,
+            whole_tokens=None if parallel is None else tokens,
+        )
+        found.metrics.append(learner.update(update))
+    found.keep(learner.model, learner.stepper)
+    learner.save(folder / "critic")
+    return found
+
+
+@case
+def refusals(parallel: Parallel | None, folder: Path) -> Found:
+    """A loss that is not finite on one rank; a check that looks at metrics."""
+    learner, found = Learner(tiny(), TRAIN, Algorithm(), parallel=parallel), Found()
+    batch = random_batch(0)
+    split = uneven(len(batch.sessions))
+    assert batch.old_logprobs is not None
+    first = int(batch.response_mask.values.nonzero()[0])
+    broken = batch.old_logprobs.values.clone()
+    broken[first] = -torch.inf
+    lengths = batch.response_ids.lengths
+    spoilt = replace(batch, old_logprobs=type(batch.old_logprobs).packed(broken, lengths))
+    for given, check in ((spoilt, None), (batch, _refuse)):
+        learner.stepper.before_step = check
+        try:
+            learner.update(on_rank(given, split, parallel))
+        except CheckError as error:
+            found.refused.append(str(error))
+    learner.stepper.before_step = None
+    found.metrics.append(learner.update(on_rank(batch, split, parallel)))
+    found.keep(learner.model, learner.stepper)
+    return found
+
+
+def _refuse(metrics: dict[str, float]) -> None:
+    raise CheckError(f"refused with {metrics['tokens']:g} tokens")
+
+
+def run_cases(parallel: Parallel | None, folder: Path) -> dict[str, Found]:
+    """All cases; what they save lies in folders of their names."""
+    return {name: function(parallel, folder / name) for name, function in CASES.items()}
+
+
+def _rank(rank: int, port: int, folder: Path, run: Callable[[Parallel, Path], Any]) -> None:
+    torch.set_num_threads(1)
+    parallel = Parallel.join(rank, WORLD, "127.0.0.1", port, timeout_s=120)
+    found = run(parallel, folder)
+    torch.save(found, folder / f"rank-{rank}.pt")
+    parallel.close()
+
+
+def on_ranks(folder: Path, run: Callable[[Parallel, Path], Any]) -> list[Any]:
+    """What a function gives on each of two ranks, in processes of their own."""
+    port, context = free_port(), mp.get_context("spawn")
+    processes = [context.Process(target=_rank, args=(rank, port, folder, run)) for rank in range(WORLD)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [0] * WORLD, f"ranks ended with {codes}"
+    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(WORLD)]

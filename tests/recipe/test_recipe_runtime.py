@@ -1,0 +1,125 @@
+"""Runtime and pools: short forms, what they come to, and what can't be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from practicum.errors import RecipeErrors
+from practicum.recipe.load import load_recipe
+from practicum.recipe.reference import json_schema
+from practicum.recipe.ways import data_parallel, engine_replicas, on_ray, own_models
+
+Write = Callable[..., Path]
+OWN = "teachers.t.model=a distill={} teachers.t.placement.own"
+TWOS = f"{OWN}.replicas=3 {OWN}.devices=2"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides"),
+    [
+        ("runtime: ray", []),
+        ("runtime: {kind: ray}", []),
+        ("", ["runtime=ray"]),
+        ("", ["runtime.kind=ray"]),
+        ("runtime: local", ["runtime=ray"]),
+        ("runtime: {kind: local}", ["runtime=ray"]),
+    ],
+)
+def test_a_runtime_may_be_named_in_short(write: Write, text: str, overrides: list[str]) -> None:
+    assert on_ray(load_recipe(write(text), overrides).recipe)
+
+
+def test_a_short_runtime_keeps_the_other_options_of_every_layer(write: Write) -> None:
+    write("runtime: {threads: 3, max_deaths: 7}", "base.yaml", minimal=False)
+    path = write("extends: base.yaml\nruntime: ray")
+    loaded = load_recipe(path, ["runtime.threads=2", "runtime=local", "runtime.start_s=9"])
+    runtime = loaded.recipe.runtime
+    assert (runtime.kind, runtime.threads, runtime.max_deaths, runtime.start_s) == ("local", 2, 7, 9.0)
+    assert str(load_recipe(path).origins["runtime.kind"]) == "file:6"
+    assert str(load_recipe(path).origins["runtime.max_deaths"]) == "base base.yaml:1"
+
+
+def test_a_misspelt_runtime_or_pool_is_told_its_nearest_name(write: Write) -> None:
+    with pytest.raises(RecipeErrors) as caught:
+        load_recipe(write("runtime: rai\npools: {trian: {devices: 2}}"))
+    text = str(caught.value)
+    assert "runtime.kind: found 'rai' (file:5)" in text
+    assert "did you mean ray?" in text
+    assert "did you mean pools.train?" in text
+
+
+def test_an_editor_takes_both_forms_of_a_runtime() -> None:
+    kind, mapping = json.loads(json_schema())["$defs"]["Runtime"]["anyOf"]
+    assert kind["enum"] == ["local", "ray"]
+    assert mapping["properties"]["kind"]["enum"] == kind["enum"]
+
+
+def test_ranks_and_engines_follow_from_the_pools(write: Write) -> None:
+    path = write("pools: {train: {nodes: 2, devices: 3}}\n" + "runtime: {address: 'h:1', store: {units: 2}}")
+    local = load_recipe(path).recipe  # what it says of a cluster may stay
+    assert (data_parallel(local), engine_replicas(local)) == (1, 1)
+    on = ["runtime=ray", "runtime.store.kind=transferqueue"]
+    ray = load_recipe(path, on).recipe
+    assert (data_parallel(ray), engine_replicas(ray)) == (6, 6)
+    own = load_recipe(path, [*on, "pools.rollout={devices: 4}"]).recipe
+    assert (data_parallel(own), engine_replicas(own)) == (6, 4)
+    assert engine_replicas(load_recipe(path, [*on, "rollout.replicas=2"]).recipe) == 2
+
+
+def test_own_models_are_those_with_processes_here(write: Write) -> None:
+    recipe = load_recipe(
+        write(
+            """
+            teachers:
+              a: {model: x, placement: own}
+              b: {model: y}
+              c: {url: "http://h/v1", model: z}
+            distill: {}
+            route: {to: {sort: {a: 1, b: 1, c: 1}}}
+            reward: {models: {j: {model: m, placement: {own: {replicas: 2}}}}}
+            """
+        )
+    ).recipe
+    assert list(own_models(recipe)) == ["teachers.a", "reward.models.j"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "says"),
+    [
+        ("runtime.address=auto runtime.cpus=4", "runtime.cpus", "with an address"),
+        ("runtime.address=auto runtime.object_store_gb=1", "runtime.object_store_gb", "the address"),
+        ("runtime.store.units=2", "runtime.store.units", "transferqueue"),
+        ("runtime.store.backend=Mooncake", "runtime.store.backend", "transferqueue"),
+        ("model.device=cuda:1", "model.device", "Ray chooses"),
+        (f"{OWN}={{}} teachers.t.device=cuda:0", "teachers.t.device", "Ray chooses"),
+        ("pools.rollout.devices=4 rollout.replicas=3", "rollout.replicas", "idle"),
+        ("pools.teachers={}", "pools.teachers", "without a teacher"),
+        (f"{OWN}.replicas=2 pools.teachers={{}}", "pools.teachers", "2: teachers.t 2 × 1"),
+        (f"{TWOS} pools.teachers.nodes=2 pools.teachers.devices=3", "pools.teachers", "fit"),
+    ],
+)
+def test_what_a_cluster_could_not_use_is_refused(write: Write, overrides: str, path: str, says: str) -> None:
+    options = overrides.split()
+    load_recipe(write(), options)  # a run in one process does not read it
+    with pytest.raises(RecipeErrors) as caught:
+        load_recipe(write(), [*options, "runtime=ray"])
+    assert [error.path for error in caught.value.errors] == [path]
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "pools.train.devices=4 rollout.replicas=2",
+        "pools.rollout.devices=2 rollout.replicas=4",
+        f"{TWOS} pools.teachers.nodes=3 pools.teachers.devices=2",
+        "runtime.store.kind=transferqueue runtime.store.units=8",
+        "runtime.cpus=8 runtime.object_store_gb=0.5",
+    ],
+)
+def test_what_a_cluster_can_use_is_taken(write: Write, overrides: str) -> None:
+    assert on_ray(load_recipe(write(), [*overrides.split(), "runtime=ray"]).recipe)

@@ -1,0 +1,107 @@
+"""Small actors for tests, in a module that Ray's workers can import; without torch they start soon."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from practicum.errors import EngineError, PracticumError, StoreError
+from practicum.runtime.cluster.calls import ask_async
+
+if TYPE_CHECKING:
+    from practicum.runtime.cluster.weights import Manifest
+
+
+def start(kind: type, *args: object) -> Any:
+    """A handle of a new actor that takes no CPU."""
+    return ray.remote(num_cpus=0)(kind).remote(*args)
+
+
+class Odd(Exception):
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one + two)
+
+
+class Caller:
+    """Raises what it is given; waits until it is told; asks another."""
+
+    def __init__(self, broken: str = "") -> None:
+        self.cancelled = asyncio.Semaphore(0)
+        if broken:
+            raise EngineError(broken)
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def give(self, value: object) -> object:
+        return value
+
+    async def breaks(self, error: PracticumError | OSError | ValueError) -> None:
+        raise error
+
+    async def breaks_oddly(self) -> None:
+        raise Odd("made of ", "two parts")
+
+    async def waits(self) -> None:
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            self.cancelled.release()
+            raise
+
+    async def counts(self, upto: int, then: str) -> AsyncIterator[int]:
+        for i in range(upto):
+            yield i
+        if then == "fails":
+            raise StoreError("after the last")
+        if then == "waits":
+            await self.waits()
+
+    async def was_cancelled(self) -> bool:
+        return await self.cancelled.acquire()
+
+    async def asks(self, other: list[ray.ObjectRef]) -> None:
+        await ask_async(other[0], timeout=60, owner="the worker", who="another")
+
+    async def gets(self, other: list[ray.ObjectRef]) -> None:
+        await other[0]
+
+
+class Publisher:
+    """A learner's part in the transport of weights: named tensors, each full of its version's number."""
+
+    def publish(self, version: int, numel: int) -> Manifest:
+        import torch
+
+        from practicum.runtime.cluster.weights import publish
+
+        weights = ((f"layer.{i}", torch.full((numel,), float(version))) for i in range(4))
+        return publish(weights, version, bucket_bytes=8 * numel)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class Desk:
+    """A replica: does numbered works, each of which takes as long as it says; tells what it did."""
+
+    def __init__(self, replica: int, generation: int) -> None:
+        self.replica, self.generation, self.done = replica, generation, list[int]()
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def work(self, number: int, seconds: float) -> tuple[int, int, int]:
+        await asyncio.sleep(seconds)
+        self.done.append(number)
+        return number, self.replica, self.generation
+
+    async def fail(self, error: Exception) -> None:
+        raise error
+
+    async def die(self) -> None:
+        os._exit(1)

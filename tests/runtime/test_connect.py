@@ -1,0 +1,171 @@
+"""Clusters started, joined, refused and left, with a real Ray."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cluster import ENV, descendants, still_running
+
+from practicum.dataplane.plan import make_plan
+from practicum.errors import ClusterError, MissingExtraError
+from practicum.recipe.load import load_recipe
+from practicum.recipe.schema import Recipe
+from practicum.runtime.cluster import connect
+from practicum.runtime.cluster.connect import Cluster
+
+os.environ.update(ENV)
+import ray
+
+pytestmark = pytest.mark.xdist_group("ray")
+HERE = ("runtime.cpus=4", "runtime.object_store_gb=0.1")
+
+
+def recipe(tmp_path: Path, *overrides: str) -> Recipe:
+    path = tmp_path / "run.yaml"
+    path.write_text("name: run\nmodel: {make: {}}\ntasks: {sort: {kind: sort}}\nruntime: ray\n")
+    return load_recipe(path, overrides).recipe
+
+
+def refused(wanted: Recipe) -> str:
+    with pytest.raises(ClusterError) as caught:
+        Cluster.open(wanted, make_plan(wanted))
+    return str(caught.value)
+
+
+@ray.remote
+class Worker:
+    """Says where it is."""
+
+    def where(self) -> tuple[int, str, str, Any]:
+        context = ray.get_runtime_context()
+        return (
+            os.getpid(),
+            context.get_node_id(),
+            os.environ["OMP_NUM_THREADS"],
+            context.get_placement_group_id(),
+        )
+
+
+def start(cluster: Cluster, role: str, index: int = 0) -> Any:
+    actor = Worker.options(**cluster.options(role, index)).remote()
+    cluster.register(actor, f"{role} {index}")
+    return actor
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["pools.train.devices=8"],
+            ["CPUs                   9           4   ← too little", "train: 8 × 1 CPU"],
+        ),
+        (
+            ["runtime.store={kind: transferqueue, units: 8}"],
+            ["CPUs                  11           4   ← too little", "store: 9 × 1 CPU", "runtime.cpus to 11"],
+        ),
+        (["model.device=cuda"], ["GPUs                   1           0   ← too little"]),
+        (["train.prompts=100000"], ["GiB    0.10 GiB   ← too little", "runtime.object_store_gb to"]),
+    ],
+)
+def test_a_machine_that_is_too_small_is_refused_before_anything_starts(
+    tmp_path: Path, overrides: list[str], words: list[str]
+):
+    before = descendants()
+    text = refused(recipe(tmp_path, *HERE, *overrides))
+    assert all(word in text for word in words), text
+    assert not ray.is_initialized()
+    assert descendants() == before
+
+
+def test_an_address_where_nobody_listens_is_refused(tmp_path: Path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{free.getsockname()[1]}"
+        for address in (place, f"ray://{place}"):
+            text = refused(recipe(tmp_path, f"runtime.address={address}"))
+            assert f"nobody takes connections at {address}" in text
+            assert "ray start --head" in text
+    assert "expected auto, host:port or ray://" in refused(recipe(tmp_path, "runtime.address=somewhere"))
+
+
+def test_a_server_that_is_no_ray_is_refused(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        text = refused(recipe(tmp_path, f"runtime.address={address}", "runtime.start_s=2.0"))
+    assert f"what listens at {address} does not answer as Ray in 2 s" in text
+
+
+def test_without_the_extra_the_error_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'practicum\[ray\]'"):
+        Cluster.open(recipe(tmp_path))
+
+
+def test_runs_one_after_another_leave_no_process_and_no_shared_memory(tmp_path: Path):
+    before, shared = set(descendants()), set(os.listdir("/dev/shm"))
+    wanted = recipe(tmp_path, *HERE, "pools.train.devices=2", "runtime.threads=1")
+    with closing(Cluster.open(wanted, make_plan(wanted))) as cluster:
+        actors = [start(cluster, role, index) for role in ("train", "rollout") for index in range(2)]
+        found = ray.get([actor.where.remote() for actor in actors], timeout=60)
+        assert len({pid for pid, *_ in found}) == 4
+        assert {threads for _, _, threads, _ in found} == {"1"}
+        assert len({group for *_, group in found}) == 1  # colocated: one pool
+        assert list(cluster.actors) == ["train 0", "train 1", "rollout 0", "rollout 1"]
+        ray.kill(actors[0])  # a dead one does not hinder the end
+        first = descendants()
+    assert not ray.is_initialized()
+    cluster.close()  # twice is once
+    with pytest.raises(KeyboardInterrupt), closing(Cluster.open(wanted)) as cluster:
+        ray.get(start(cluster, "reward").where.remote(), timeout=60)
+        second = descendants()
+        raise KeyboardInterrupt
+    started = {pid: since for pid, since in (first | second).items() if pid not in before}
+    assert len(started) > 10
+    assert not still_running(started)
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+@pytest.fixture
+def machines() -> Iterator[Any]:
+    """A cluster of two nodes, of 2 and of 3 CPUs, that is there already."""
+    from ray.cluster_utils import Cluster as Machines
+
+    store = 80 * 2**20
+    head = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": store}
+    found = Machines(initialize_head=True, head_node_args=head)
+    try:
+        found.add_node(num_cpus=3, object_store_memory=store)
+        yield found
+    finally:
+        ray.shutdown()
+        found.shutdown()
+
+
+def test_a_cluster_that_is_there_is_joined_used_by_the_layout_and_left(
+    tmp_path: Path, machines: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(connect, "PATIENCE_S", 1.0)
+    at = f"runtime.address={machines.address}"
+    aligned = recipe(tmp_path, at, "pools.train={nodes: 2, devices: 2}")
+    with closing(Cluster.open(aligned)) as cluster:
+        assert cluster.layout.aligned
+        workers = {n: start(cluster, "train", n) for n in range(4)}
+        for n, (_, node, *_) in enumerate(ray.get([w.where.remote() for w in workers.values()], timeout=90)):
+            bundle = cluster.needs.actor("train", n).bundle
+            assert bundle is not None
+            assert node == cluster.layout.node_of(bundle).id
+    assert not ray.is_initialized()
+
+    ray.init(address=machines.address, log_to_driver=False)
+    with closing(Cluster.open(aligned)), pytest.raises(ClusterError) as caught:
+        Cluster.open(recipe(tmp_path, at))  # the first one holds all five CPUs
+    assert "gave no room in 1 s" in str(caught.value)
+    assert "CPUs                   2           0   ← too little" in str(caught.value)
+    assert ray.is_initialized()  # it was not this run that connected
+    assert "CPUs                   7           5" in refused(recipe(tmp_path, at, "pools.train.devices=6"))

@@ -1,0 +1,184 @@
+"""What a recipe wants of a cluster, and where it goes there."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from practicum.dataplane.plan import make_plan
+from practicum.errors import ClusterError
+from practicum.recipe.fitting import fit
+from practicum.recipe.load import load_recipe
+from practicum.recipe.schema import Recipe
+from practicum.runtime.cluster.needs import Bundle, Needs, needs
+from practicum.runtime.cluster.placement import Layout, Node, lay_out
+
+MINIMAL = "name: run\nmodel: {make: {}}\ntasks: {sort: {kind: sort}}\nruntime: {kind: ray}\n"
+SCHOOL = """
+teachers:
+  big: {model: a, placement: {own: {replicas: 2, devices: 3, threads: 2}}}
+  small: {model: b, placement: own}
+  far: {url: "http://h/v1", model: c}
+distill: {}
+route: {to: {sort: {big: 1, small: 1, far: 1}}}
+"""
+
+
+def recipe(tmp_path: Path, *overrides: str, text: str = "") -> Recipe:
+    path = tmp_path / "run.yaml"
+    path.write_text(MINIMAL + text)
+    return load_recipe(path, overrides).recipe
+
+
+def test_colocated_roles_share_a_bundle(tmp_path: Path):
+    wanted = needs(recipe(tmp_path, "pools.train.devices=2", "runtime.threads=2"), gpus=False)
+    assert [(b.pool, b.cpus, b.gpus) for b in wanted.bundles] == [
+        ("train", 2, 0),
+        ("train", 2, 0),
+        ("services", 1, 0),
+    ]
+    for rank in range(2):
+        learner, engine = wanted.actor("train", rank), wanted.actor("rollout", rank)
+        assert learner.bundle == engine.bundle == rank
+        assert (learner.cpus, engine.cpus, learner.threads) == (1.0, 1.0, 2)
+    assert wanted.cpus == 5
+    assert wanted.actor("store").bundle is None
+
+
+def test_a_device_is_a_gpu_where_there_are_some_and_the_model_takes_one(tmp_path: Path):
+    assert needs(recipe(tmp_path), gpus=True).gpus == 1
+    assert needs(recipe(tmp_path, "model.device=cpu"), gpus=True).gpus == 0
+    assert needs(recipe(tmp_path, "model.device=cuda"), gpus=False).gpus == 1
+    both = needs(recipe(tmp_path, "rollout.replicas=2"), gpus=True)
+    assert [both.actor("train").gpus, both.actor("rollout", 1).gpus] == [0.3333, 0.3333]
+
+
+def test_pools_of_their_own_and_services_are_counted(tmp_path: Path):
+    school = recipe(
+        tmp_path,
+        "pools.rollout={devices: 2}",
+        "runtime.store={kind: transferqueue, units: 3}",
+        "runtime.reward_workers=2",
+        text=SCHOOL,
+    )
+    wanted = needs(school, gpus=False)
+    by_pool = defaultdict(float)
+    for bundle in wanted.bundles:
+        by_pool[bundle.pool] += bundle.cpus
+    assert by_pool == {"train": 1, "rollout": 2, "teachers": 2 * 6 + 1, "services": 2.1, "store": 4}
+    assert [wanted.actor("teachers.big", n).cpus for n in range(2)] == [6, 6]
+    assert wanted.actor("train").cpus == 1
+    on_gpus = needs(school, gpus=True)
+    big = on_gpus.bundles[on_gpus.actor("teachers.big").bundle or 0]
+    assert (big.cpus, big.gpus) == (2, 3)
+
+
+def test_known_weights_count_as_memory_and_rows_as_object_store(tmp_path: Path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"0" * 1000)
+    (model / "config.json").write_text('{"hidden_size": 16}')
+    options = ("model.make=null", f"model.path={model}", "pools.train.devices=2")
+    on_cpus, on_gpus = (needs(recipe(tmp_path, *options), gpus=gpus).memory for gpus in (False, True))
+    assert on_cpus - on_gpus == 4 * 1000 + 2 * 1000
+    short, long = (recipe(tmp_path, f"rollout.max_new_tokens={n}") for n in (8, 16))
+    sizes = [needs(r, make_plan(r), gpus=False).object_store for r in (short, long)]
+    assert 0 < 2 * sizes[0] == sizes[1]
+
+
+def test_a_group_is_put_together_only_if_that_is_possible(tmp_path: Path):
+    wanted = needs(recipe(tmp_path, "pools.train={nodes: 2, devices: 2}"), gpus=False)
+    together = lay_out(wanted, [Node("a", 3), Node("b", 2)])
+    assert together.aligned
+    assert together.places[:2] in ((0, 0), (1, 1))
+    spread = lay_out(wanted, [Node("a", 3), Node("b", 1), Node("c", 1)])
+    assert not spread.aligned
+    assert len(spread.places) == 5
+
+
+def test_a_refusal_says_who_wants_what_and_what_there_is(tmp_path: Path):
+    wanted = needs(recipe(tmp_path, "pools.train.devices=8", "model.device=cuda"), gpus=True)
+    nodes = [Node("left", 4, 2, 2**30, 2**30), Node("right", 16, 4, 2**40, 2**30)]
+    with pytest.raises(ClusterError) as caught:
+        lay_out(wanted, nodes)
+    text = str(caught.value)
+    for words in (
+        "GPUs                   8           6   ← too little",
+        "CPUs                   9          20\n",
+        "left: 4 CPUs and 2 GPUs, 1.0 GiB memory",
+        "right: 16 CPUs and 4 GPUs",
+        "train: 8 × 1 CPU and 1 GPU",
+        "8 rollout, 1 store, 8 train",
+        "→ lower pools.train, runtime.reward_workers\n  → without GPUs",
+    ):
+        assert words in text, text
+
+
+def test_a_replica_across_two_machines_is_refused_with_the_reason():
+    wanted = Needs((), (Bundle("teachers", 0, 3.0), Bundle("teachers", 1, 3.0)))
+    with pytest.raises(ClusterError, match="on one machine finds none"):
+        lay_out(wanted, [Node("a", 4), Node("b", 2)])
+
+
+def test_more_rows_than_the_object_store_holds_are_refused():
+    wanted = Needs((), (Bundle("train", 0, 1.0),), object_store=3 * 2**30)
+    assert lay_out(wanted, [Node("a", 4, object_store=2 * 2**30), Node("b", 4, object_store=2**30)])
+    with pytest.raises(ClusterError, match=r"object store +3.00 GiB +2.00 GiB +← too little"):
+        lay_out(wanted, [Node("a", 4, object_store=2 * 2**30)])
+
+
+def test_many_replicas_on_many_machines_are_placed():
+    sizes = [8.0] * 16 + [4.0] * 16 + [2.0] * 32 + [1.0] * 64
+    assert fit([(size, 1.0) for size in sizes], [(8.0, 8.0)] * 40) is not None
+    assert fit([(5.0,)] * 33, [(8.0,)] * 32) is None
+
+
+BUNDLES = st.lists(
+    st.builds(
+        Bundle,
+        pool=st.sampled_from(["train", "teachers"]),
+        group=st.integers(0, 1),
+        cpus=st.integers(1, 4).map(float),
+        gpus=st.integers(0, 3).map(float),
+    ),
+    min_size=1,
+    max_size=5,
+)
+NODES = st.lists(
+    st.builds(Node, st.just("n"), st.integers(0, 8).map(float), st.integers(0, 6).map(float)),
+    min_size=1,
+    max_size=3,
+)
+
+
+def is_within(bundles: list[Bundle], nodes: list[Node], places: tuple[int, ...]) -> bool:
+    """Whether no node gives more than it has."""
+    used = defaultdict(lambda: [0.0, 0.0])
+    for bundle, place in zip(bundles, places, strict=True):
+        used[place][0] += bundle.cpus
+        used[place][1] += bundle.gpus
+    return all(cpus <= nodes[n].cpus and gpus <= nodes[n].gpus for n, (cpus, gpus) in used.items())
+
+
+@settings(max_examples=300, deadline=None)
+@given(BUNDLES, NODES)
+def test_a_layout_is_found_exactly_if_there_is_one(bundles: list[Bundle], nodes: list[Node]):
+    ways = [w for w in product(range(len(nodes)), repeat=len(bundles)) if is_within(bundles, nodes, w)]
+    try:
+        found: Layout | None = lay_out(Needs((), tuple(bundles)), nodes)
+    except ClusterError:
+        found = None
+    assert (found is not None) == bool(ways)
+    if found is None:
+        return
+    assert is_within(bundles, nodes, found.places)  # no device twice, and each bundle on one node
+    groups = defaultdict(list)
+    for number, bundle in enumerate(bundles):
+        groups[bundle.pool, bundle.group].append(number)
+    aligned = [w for w in ways if all(len({w[b] for b in group}) == 1 for group in groups.values())]
+    assert found.aligned == bool(aligned)

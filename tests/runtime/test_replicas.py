@@ -1,0 +1,273 @@
+"""Replicas: who gets the next work, and what becomes of works whose replica is killed."""
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.cluster import local_ray
+from tests.runtime.actors import Caller, Desk, start
+
+from practicum.errors import ClusterError, DeadlineError, StoreError
+from practicum.rollout.together import together
+from practicum.runtime.cluster.calls import WorkerDied, ask_async
+from practicum.runtime.cluster.replicas import ReplicaPool
+from practicum.runtime.events import run_async
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with local_ray():
+        yield
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    return run_async(work, timeout=90, owner="test")
+
+
+async def call(ref: Any) -> Any:
+    return await ask_async(ref, timeout=60, owner="test", who="a desk")
+
+
+async def desk(replica: int, generation: int) -> Any:
+    actor = start(Desk, replica, generation)
+    await call(actor.pid.remote())
+    return actor
+
+
+@contextmanager
+def desks(count: int, max_deaths: int = 3, make: Any = desk) -> Iterator[tuple[ReplicaPool, list[str]]]:
+    said: list[str] = []
+    pool = ReplicaPool("desk", make, count, max_deaths, said.append)
+    run(pool.start(60))
+    try:
+        yield pool, said
+    finally:
+        run(pool.close())
+
+
+def working(number: int, seconds: float = 0.0) -> Callable[[Any], Awaitable[tuple[int, int, int]]]:
+    async def work(actor: Any) -> tuple[int, int, int]:
+        return await call(actor.work.remote(number, seconds))
+
+    return work
+
+
+async def dying(actor: Any) -> None:
+    await call(actor.die.remote())
+
+
+async def kill(actor: Any) -> None:
+    os.kill(await call(actor.pid.remote()), signal.SIGKILL)
+
+
+# Routing, with handles that nobody calls.
+
+
+async def number_of(replica: int, generation: int) -> int:
+    return replica + 1
+
+
+@settings(deadline=None)
+@given(loads=st.lists(st.floats(0.01, 100), min_size=1, max_size=30), count=st.integers(1, 5))
+def test_works_go_to_the_least_loaded(loads: list[float], count: int):
+    async def all_at_once() -> list[float]:
+        pool = ReplicaPool("fake", number_of, count, 0)
+        await pool.start(60)
+        come, go = asyncio.Event(), asyncio.Event()
+
+        async def work(replica: int) -> None:
+            under_way = pool.loads()
+            mine = under_way[replica - 1] - loads[len(chosen)]
+            chosen.append(replica)
+            assert mine <= min(under_way) + 1e-9
+            if len(chosen) == len(loads):
+                come.set()
+            await go.wait()
+
+        chosen: list[int] = []
+        works = [asyncio.ensure_future(pool.run(work, load=load)) for load in loads]
+        await come.wait()
+        most = pool.loads()
+        go.set()
+        await asyncio.gather(*works)
+        assert pool.loads() == [0.0] * count
+        return most
+
+    most = run(all_at_once())
+    assert max(most) - min(most) <= max(loads) + 1e-9
+
+
+def test_idle_replicas_take_turns():
+    async def same(replica: int) -> int:
+        return replica
+
+    async def turns() -> list[int]:
+        pool = ReplicaPool("fake", number_of, 3, 0)
+        await pool.start(60)
+        return [await pool.run(same, load=1.0) for _ in range(6)]
+
+    assert run(turns()) == [1, 2, 3, 1, 2, 3]
+
+
+def test_a_group_stays_on_its_replica():
+    async def groups() -> list[int]:
+        pool = ReplicaPool("fake", number_of, 2, 0)
+        await pool.start(60)
+        go = asyncio.Event()
+
+        async def work(replica: int) -> int:
+            await go.wait()
+            return replica
+
+        order = ["a", "b", "a", "a", "a", None, "b"]
+        works = [asyncio.ensure_future(pool.run(work, load=1.0, sticky=group)) for group in order]
+        await asyncio.sleep(0)
+        assert pool.loads() == [4.0, 3.0]
+        go.set()
+        return await asyncio.gather(*works)
+
+    assert run(groups()) == [1, 2, 1, 1, 1, 2, 2]
+
+
+# Deaths, of real processes.
+
+
+def test_nothing_is_lost_or_done_twice_when_replicas_are_killed_under_load(cluster: None):
+    undone: Counter[int] = Counter()
+
+    with desks(3) as (pool, said):
+        victims = [pool.replicas()[0], pool.replicas()[2]]
+
+        async def one(number: int) -> tuple[int, int, int]:
+            async def work(actor: Any) -> tuple[int, int, int]:
+                return await working(number, 600 if actor in victims else 0.01)(actor)
+
+            async def again() -> None:
+                undone[number] += 1
+
+            return await pool.run(work, load=1.0, sticky=number // 4, again=again)
+
+        async def works() -> list[tuple[int, int, int]]:
+            running = asyncio.ensure_future(together(one(number) for number in range(60)))
+            for victim in victims:
+                await kill(victim)
+            return await running
+
+        results = run(works())
+        assert [number for number, _, _ in results] == list(range(60))
+        assert pool.deaths == len(said) == 2
+        assert pool.reruns == sum(undone.values()) >= 40
+        assert len(undone) == 40
+        assert said[0].startswith("desk 0 died (death 1, 3 are allowed): The actor is dead")
+        assert pool.loads() == [0.0] * 3
+        # The dead are back, in their next generation.
+        again = run(pool.each(working(-1)))
+        assert again == [(-1, 0, 1), (-1, 1, 0), (-1, 2, 1)]
+
+
+def test_each_reaches_every_replica_also_those_that_die_under_it(cluster: None):
+    with desks(2) as (pool, _):
+        first = pool.replicas()[0]
+
+        async def work(actor: Any) -> tuple[int, int, int]:
+            if actor is first:
+                await dying(actor)
+            return await working(7)(actor)
+
+        assert run(pool.each(work)) == [(7, 0, 1), (7, 1, 0)]
+        assert (pool.deaths, pool.reruns) == (1, 0)
+
+
+def test_after_too_many_deaths_the_reason_stops_all_works(cluster: None):
+    with desks(1, max_deaths=1) as (pool, said):
+
+        async def works() -> list[BaseException | None]:
+            works = [pool.run(dying, load=1.0), pool.run(dying, load=1.0)]
+            return await asyncio.gather(*works, return_exceptions=True)
+
+        for error in run(works()):
+            assert isinstance(error, ClusterError)
+            assert "desk: 2 deaths of workers, more than runtime.max_deaths = 1; the last: a desk" in str(
+                error
+            )
+        assert len(said) == 2
+        with pytest.raises(ClusterError, match="2 deaths"):
+            run(pool.run(working(1), load=1.0))
+
+
+def test_an_error_is_not_a_death(cluster: None):
+    with desks(1) as (pool, _):
+
+        async def failing(actor: Any) -> None:
+            await call(actor.fail.remote(StoreError("row 3 is missing")))
+
+        async def sees_another_die(actor: Any) -> None:
+            other = start(Caller)
+            await kill(other)
+            await call(other.pid.remote())
+
+        with pytest.raises(StoreError, match="row 3"):
+            run(pool.run(failing, load=1.0))
+        with pytest.raises(WorkerDied):
+            run(pool.run(sees_another_die, load=1.0))
+        assert (pool.deaths, pool.reruns) == (0, 0)
+        assert run(pool.run(working(1), load=1.0)) == (1, 0, 0)
+
+
+def test_a_replica_that_can_not_come_back_ends_the_works_with_the_reason(cluster: None):
+    async def once(replica: int, generation: int) -> Any:
+        if generation == 1:
+            raise WorkerDied("a desk", "its node is full")
+        if generation == 2:
+            raise StoreError("the store is gone")
+        return await desk(replica, generation)
+
+    with desks(1, make=once) as (pool, said):
+        with pytest.raises(ClusterError, match="desk 0 could not be started again: the store is gone"):
+            run(pool.run(dying, load=1.0))
+        assert pool.deaths == 2
+        assert said[1].endswith("its node is full")
+
+
+def test_a_late_start_passes_its_deadline_and_leaves_nothing():
+    stopped: list[int] = []
+
+    async def late(replica: int, generation: int) -> Any:
+        try:
+            await asyncio.sleep(600)
+        finally:
+            stopped.append(replica)
+
+    pool = ReplicaPool("desk", late, 2, 3)
+    with pytest.raises(DeadlineError, match=r"desk \d was not ready after 0\.1 s"):
+        run(pool.start(0.1))
+    assert sorted(stopped) == [0, 1]
+
+
+def test_works_end_when_the_pool_is_closed(cluster: None):
+    with desks(2) as (pool, _):
+        actors = pool.replicas()
+
+        async def closing() -> list[Any]:
+            works = [asyncio.ensure_future(pool.run(working(i, 600), load=1.0)) for i in range(3)]
+            await asyncio.sleep(0)
+            await pool.close()
+            await pool.close()
+            return await asyncio.gather(*works, return_exceptions=True)
+
+        for error in run(closing()):
+            assert isinstance(error, ClusterError)
+            assert "stopped" in str(error)
+        assert pool.deaths == 0
+        for actor in actors:
+            with pytest.raises(WorkerDied):
+                run(call(actor.pid.remote()))

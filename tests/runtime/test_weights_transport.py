@@ -1,0 +1,158 @@
+"""Weights through Ray's object store: the same bits, read where they lie, gone when nobody needs them."""
+
+import dataclasses
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ray._private.internal_api import memory_summary
+from tests.cluster import local_ray
+from tests.runtime.actors import Caller, Publisher, start
+
+from practicum.errors import DeadlineError, EngineError
+from practicum.runtime.cluster.calls import ask
+from practicum.runtime.cluster.weights import Manifest, publish, receive
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+NUMEL = 2**18  # a mebibyte of float32
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with local_ray():
+        yield
+
+
+@pytest.fixture(scope="module")
+def learner(cluster: None) -> Any:
+    return start(Publisher)
+
+
+def published(learner: Any, version: int, numel: int = NUMEL) -> Manifest:
+    return ask([learner.publish.remote(version, numel)], timeout=60, owner="test", who=["learner"])[0]
+
+
+def values(manifest: Manifest) -> set[float]:
+    return {float(x) for _, tensor in receive(manifest, timeout=60) for x in tensor[[0, -1]]}
+
+
+def test_every_kind_of_tensor_comes_back_bit_for_bit(cluster: None):
+    torch.manual_seed(0)
+    weights = [
+        ("matrix", torch.randn(48, 32)),
+        ("turned", torch.randn(48, 32).T),
+        ("part", torch.randn(48, 32)[::2, 3:9]),
+        ("half", torch.randn(5, 7, 3).bfloat16()),
+        ("other half", torch.randn(33).half()),
+        ("double", torch.randn(9).double()),
+        ("counts", torch.arange(-3, 4)),
+        ("flags", torch.tensor([True, False, True])),
+        ("scalar", torch.tensor(2.5)),
+        ("nothing", torch.empty(0, 4)),
+        ("learned", torch.nn.Parameter(torch.randn(4))),
+    ]
+    got = list(receive(publish(iter(weights), 3, bucket_bytes=4096), timeout=60))
+    assert [name for name, _ in got] == [name for name, _ in weights]
+    for (name, tensor), (_, expected) in zip(got, weights, strict=True):
+        assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape), name
+        assert torch.equal(tensor, expected.detach()), name
+        assert not tensor.requires_grad
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes=st.lists(st.integers(0, 40), max_size=12), limit=st.integers(1, 100))
+def test_buckets_are_full_but_not_over(cluster: None, sizes: list[int], limit: int):
+    weights = [(f"w{i}", torch.arange(size, dtype=torch.uint8)) for i, size in enumerate(sizes)]
+    manifest = publish(iter(weights), 1, bucket_bytes=limit)
+    assert manifest.nbytes == sum(sizes)
+    assert [e.name for b in manifest.buckets for e in b.entries] == [name for name, _ in weights]
+    assert all(b.nbytes <= limit or len(b.entries) == 1 for b in manifest.buckets)
+    for bucket, following in zip(manifest.buckets, manifest.buckets[1:], strict=False):
+        assert bucket.nbytes + following.entries[0].shape[0] > limit
+    assert all(torch.equal(t, dict(weights)[n]) for n, t in receive(manifest, timeout=60))
+
+
+def test_versions_do_not_disturb_each_other(learner):
+    first, second = published(learner, 1), published(learner, 2)
+    reading = receive(first, timeout=60)
+    name, tensor = next(reading)
+    third = published(learner, 3)
+    assert (name, float(tensor[0])) == ("layer.0", 1.0)
+    assert {float(t[-1]) for _, t in reading} == {1.0}
+    assert [values(m) for m in (second, third)] == [{2.0}, {3.0}]
+    assert len(first.buckets) == 2
+
+
+def test_what_the_learner_does_next_is_not_seen(cluster: None):
+    for numel in (10, NUMEL):  # Ray keeps small objects elsewhere than large ones
+        weight = torch.ones(numel)
+        manifest = publish([("w", weight)], 1)
+        weight.zero_()
+        assert values(manifest) == {1.0}
+
+
+def test_readers_of_one_node_share_the_memory(learner):
+    manifest = published(learner, 5)
+    one, two = (dict(receive(manifest, timeout=60)) for _ in range(2))
+    assert [t.data_ptr() for t in one.values()] == [t.data_ptr() for t in two.values()]
+
+
+def held_mib() -> float:
+    summary = memory_summary(address=ray.get_runtime_context().gcs_address, stats_only=True)
+    found = re.search(r"Plasma memory usage ([\d.]+) MiB", summary)
+    assert found is not None
+    return float(found[1])
+
+
+def test_bytes_are_freed_with_the_last_manifest(learner):
+    before = held_mib()
+    manifest = published(learner, 0)
+    assert held_mib() >= before + 4
+    for version in range(1, 30):
+        manifest = published(learner, version)
+        assert values(manifest) == {float(version)}
+    del manifest
+    deadline = time.monotonic() + 30
+    while held_mib() > before and time.monotonic() < deadline:  # Ray frees a little later
+        time.sleep(0.1)
+    assert held_mib() <= before
+
+
+def test_weights_whose_learner_died_are_lost_by_name(cluster: None):
+    learner = start(Publisher)
+    manifest = published(learner, 7)
+    os.kill(ask([learner.pid.remote()], timeout=60, owner="test", who=["learner"])[0], signal.SIGKILL)
+
+    def read_on() -> None:
+        while values(manifest) == {7.0}:  # until Ray has noticed the death, which is soon
+            time.sleep(0.1)
+
+    with pytest.raises(EngineError, match="weights of version 7 are lost: the learner"):
+        read_on()
+
+
+def test_bytes_that_were_not_published_are_refused(learner):
+    one, other = published(learner, 1), published(learner, 2)
+    mixed = dataclasses.replace(one.buckets[0], ref=other.buckets[0].ref)
+    with pytest.raises(EngineError, match="version 1, bucket 0: the bytes are not those"):
+        list(receive(Manifest(1, (mixed,)), timeout=60))
+    fewer = dataclasses.replace(one.buckets[1], entries=one.buckets[1].entries[:1])
+    with pytest.raises(EngineError, match=r"bucket 1: found 2 tensors of \d+ bytes, expected 1"):
+        list(receive(Manifest(1, (one.buckets[0], fewer)), timeout=60))
+
+
+def test_a_bucket_that_does_not_come_passes_the_deadline(learner):
+    bucket = published(learner, 1).buckets[0]
+    never = start(Caller)
+    awaited = dataclasses.replace(bucket, ref=never.waits.remote())
+    with pytest.raises(DeadlineError, match=r"version 4 were not here after 0\.2 s: bucket 1 of 2"):
+        list(receive(Manifest(4, (bucket, awaited)), timeout=0.2))
