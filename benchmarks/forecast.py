@@ -75,7 +75,7 @@ def predict(shape: str, raced: Mapping[str, Sequence[Measured]]) -> dict[str, di
     """For each contender the forecast from the base's steps, beside what was measured."""
     base = recipe_of(SHAPES[shape], **CONTENDERS[BASE])
     # Warm-up rounds were left out already: the ones that a run would leave out are put back.
-    run = summarise(base, [*raced[BASE][:1] * WARM_UP, *raced[BASE]])
+    run = summarise(base, [*list(raced[BASE])[:WARM_UP], *raced[BASE]])
     found = {}
     for name in raced:
         recipe = recipe_of(SHAPES[shape], **CONTENDERS[name])

@@ -26,6 +26,8 @@ def local_ray(cpus: int = 8, object_store_mb: int = 300) -> Iterator[None]:
     import ray
 
     ray.init(
+        address="local",
+        _node_ip_address="127.0.0.1",
         num_cpus=cpus,
         include_dashboard=False,
         object_store_memory=object_store_mb * 2**20,

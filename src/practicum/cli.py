@@ -172,7 +172,7 @@ def plan(
     found = forecast(loaded.recipe, spec, mean_prompt_tokens, measured)
     typer.echo(report(found))
     if found.refusals:
-        raise ClusterError("\n" + "\n".join(found.refusals))
+        raise ClusterError("\n".join(["", *found.refusals]))
 
 
 @app.command()

@@ -11,12 +11,13 @@ import torch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Tags
 from practicum.dataplane.memory import MemoryStore
+from practicum.dataplane.padding import padding_batch
 from practicum.dataplane.plan import Plan, StageSpec
 from practicum.dataplane.ragged import Column, Ragged
 from practicum.dataplane.stage import Columns, stage
 from practicum.errors import StoreError
 
-from .rows import make_batch, make_columns, same
+from .rows import TOKENS, make_batch, make_columns, same
 
 BATCH = make_batch(4)
 PLAN = Plan(
@@ -32,6 +33,7 @@ class Learner:
 
     def __init__(self) -> None:
         self.store, self.plan = MemoryStore(), PLAN
+        self.parallel: object | None = None
         self.seen: list[str] = []
         self.returned: Mapping[str, Column] | None = None
         self.store.put(BATCH, make_columns(BATCH) | {"reward": torch.zeros(4)})
@@ -107,6 +109,22 @@ def test_an_empty_batch_is_not_computed(learner: Learner) -> None:
     assert learner.old_logprobs(BATCH.take([])) is None
     assert learner.update(BATCH.take([])) is None
     assert learner.seen == ["untouched"]
+
+
+def test_a_rank_with_padding_alone_takes_part_and_writes_nothing(learner: Learner) -> None:
+    fields = [*TOKENS, "reward", "old_logprobs", "entropy"]
+    filler, columns = padding_batch("train", 2, fields, end_id=7, widths={})
+    learner.store.put(filler, columns)
+    learner.seen = ["untouched"]
+    learner.old_logprobs(filler)
+    assert learner.seen == ["untouched"], "one process has nothing to do"
+    learner.parallel = object()
+    learner.old_logprobs(filler)
+    assert learner.seen == ["response_ids", "reward"]
+    assert learner.update(filler) == 0.0, "a row was computed, with the fields that padding has"
+    assert learner.old_logprobs(filler.take([])) is None
+    learner.old_logprobs(BatchRef.concat([BATCH, filler]))
+    assert same(learner.store.get(BATCH, ["entropy"])["entropy"], ids_times(2)), "real rows as ever"
 
 
 @pytest.mark.parametrize(

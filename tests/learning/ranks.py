@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from practicum.dataplane.ragged import Ragged
 from practicum.errors import CheckError
 from practicum.learning.batch import CriticBatch, UpdateBatch, Whole
 from practicum.learning.critic import Critic
@@ -27,7 +28,7 @@ from .taught import take_taught, taught, teaching
 
 WORLD = 2
 UPDATES = 3
-TRAIN = Train(lr=0.01, eps=1e-3, weight_decay=0.1, clip_norm=0.5, microbatch_tokens=25)
+TRAIN = Train(lr=0.01, eps=1e-3, weight_decay=0.1, clip_norm=0.5, microbatch_tokens=40)
 
 
 @dataclass
@@ -36,8 +37,8 @@ class Found:
 
     metrics: list[dict[str, float]] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    columns: dict[str, dict[int, Tensor]] = field(default_factory=dict)
-    """Response columns by the row's place in the batch; a rank has some of them."""
+    columns: dict[str, dict[Any, Tensor]] = field(default_factory=dict)
+    """Response columns by the row; each rank has some rows."""
     refused: list[str] = field(default_factory=list)
 
     def keep(self, model: nn.Module, stepper: Stepper) -> None:
@@ -113,8 +114,8 @@ def learn(
     return learner, found
 
 
-def batches(**options: Any) -> list[UpdateBatch]:
-    return [random_batch(seed, **options) for seed in range(UPDATES)]
+def batches(updates: int = UPDATES, **options: Any) -> list[UpdateBatch]:
+    return [random_batch(seed, **options) for seed in range(updates)]
 
 
 @case
@@ -128,7 +129,9 @@ def ragged_rows(parallel: Parallel | None, folder: Path) -> Found:
         parallel, tiny(), algorithm, cut, lambda b: uneven(len(b.sessions)), temperature=0.7
     )
     batch = random_batch(9)
-    rows = list(range(len(batch.sessions))) if parallel is None else in_turn(len(batch.sessions))[parallel.rank]
+    rows = (
+        list(range(len(batch.sessions))) if parallel is None else in_turn(len(batch.sessions))[parallel.rank]
+    )
     mine = take(batch, rows)
     columns = learner.logprobs(mine.prompt_ids, mine.response_ids, temperature=0.7).logprobs
     found.columns["logprobs"] = dict(zip(rows, columns.rows, strict=True))
@@ -149,14 +152,14 @@ def _session_tokens(batch: UpdateBatch) -> list[int]:
 
 @case
 def no_row_on_one(parallel: Parallel | None, folder: Path) -> Found:
-    given = batches(flat_groups=1)
+    given = batches(2, flat_groups=1)
     return learn(parallel, tiny("llama"), Algorithm(), given, lambda b: none_on_one(len(b.sessions)))[1]
 
 
 @case
 def split_sessions(parallel: Parallel | None, folder: Path) -> Found:
     """Some without advantage; weights recomputed in the backward pass."""
-    given, train = batches(flat_groups=1), TRAIN.model_copy(update={"gradient_checkpointing": True})
+    given, train = batches(2, flat_groups=1), TRAIN.model_copy(update={"gradient_checkpointing": True})
     split = lambda b: in_turn(len(b.sessions))  # noqa: E731
     return learn(parallel, tiny("gpt2"), Algorithm(loss="cispo"), given, split, train=train)[1]
 
@@ -164,12 +167,12 @@ def split_sessions(parallel: Parallel | None, folder: Path) -> Found:
 @case
 def whole_sessions(parallel: Parallel | None, folder: Path) -> Found:
     algorithm = Algorithm(loss="gspo", aggregation="seq_mean_token_mean")
-    return learn(parallel, tiny(), algorithm, batches(), lambda b: by_session(b.sessions))[1]
+    return learn(parallel, tiny(), algorithm, batches(2), lambda b: by_session(b.sessions))[1]
 
 
 @case
 def teachers_with_shares(parallel: Parallel | None, folder: Path) -> Found:
-    given = [taught(batch) for batch in batches(groups=4)]
+    given = [taught(batch) for batch in batches(2, groups=4)]
     how = teaching("reverse_kl", "top_k", shares={0: 0.2, 1: 0.8})
     split = lambda b: uneven(len(b.sessions))  # noqa: E731
     learner, found = learn(
@@ -187,7 +190,7 @@ def teachers_with_shares(parallel: Parallel | None, folder: Path) -> Found:
 @case
 def experts(parallel: Parallel | None, folder: Path) -> Found:
     """Without shared prompts, so that loads count each once."""
-    given = batches(groups=8, samples=1)
+    given = batches(2, groups=8, samples=1)
     split = lambda b: uneven(len(b.sessions))  # noqa: E731
     return learn(parallel, tiny("qwen3_moe"), Algorithm(loss="supervised", advantage="none"), given, split)[1]
 
@@ -198,7 +201,7 @@ def pictures_on_one(parallel: Parallel | None, folder: Path) -> Found:
 
     split = lambda b: [[i for i, r in enumerate(ROWS) if (r[2] is None) == rank] for rank in range(WORLD)]  # noqa: E731
     algorithm = Algorithm(loss="ppo_clip")
-    return learn(parallel, seeing(), algorithm, [vision_batch()] * UPDATES, split)[1]
+    return learn(parallel, seeing(), algorithm, [vision_batch()] * 2, split)[1]
 
 
 @case
@@ -245,12 +248,10 @@ def refusals(parallel: Parallel | None, folder: Path) -> Found:
     learner, found = Learner(tiny(), TRAIN, Algorithm(), parallel=parallel), Found()
     batch = random_batch(0)
     split = uneven(len(batch.sessions))
-    assert batch.old_logprobs is not None
-    first = int(batch.response_mask.values.nonzero()[0])
-    broken = batch.old_logprobs.values.clone()
-    broken[first] = -torch.inf
-    lengths = batch.response_ids.lengths
-    spoilt = replace(batch, old_logprobs=type(batch.old_logprobs).packed(broken, lengths))
+    assert batch.advantages is not None
+    broken_M = batch.advantages.values.clone()
+    broken_M[batch.response_mask.values.nonzero()[0]] = torch.nan
+    spoilt = replace(batch, advantages=Ragged.packed(broken_M, batch.response_ids.lengths))
     for given, check in ((spoilt, None), (batch, _refuse)):
         learner.stepper.before_step = check
         try:
@@ -265,11 +266,6 @@ def refusals(parallel: Parallel | None, folder: Path) -> Found:
 
 def _refuse(metrics: dict[str, float]) -> None:
     raise CheckError(f"refused with {metrics['tokens']:g} tokens")
-
-
-def run_cases(parallel: Parallel | None, folder: Path) -> dict[str, Found]:
-    """All cases; what they save lies in folders of their names."""
-    return {name: function(parallel, folder / name) for name, function in CASES.items()}
 
 
 def _rank(rank: int, port: int, folder: Path, run: Callable[[Parallel, Path], Any]) -> None:

@@ -119,6 +119,18 @@ def test_with_fewer_real_rows_than_ranks_some_have_padding_alone():
     assert sorted(shards) == [[0], [1], [2], [3]]
 
 
+def test_whole_sessions_are_even_in_tokens_where_rows_allow_it():
+    minibatch = Minibatch([0, 1, 2, 3, 4, 5], [6, 7])
+    sessions = ["a", "a", "b", "b", "c", "d", "padding", "padding"]
+    (shards,) = assign_ranks([minibatch], [50, 50, 30, 30, 20, 20, 2, 2], 2, sessions)
+    assert shards == [[0, 1, 6, 7], [2, 3, 4, 5]]
+
+
+def test_whole_sessions_that_ranks_cannot_share_are_an_error():
+    with pytest.raises(ValueError, match="4 rows with whole sessions .* one would have 3. Pad them first"):
+        assign_ranks([Minibatch([0, 1, 2, 3])], [1] * 4, 2, ["a", "a", "a", "b"])
+
+
 def test_padding_counts_as_the_two_tokens_that_it_has():
     (shards,) = assign_ranks([Minibatch([0, 1], [2, 3])], [10, 20, 999, 0], 2)
     assert sorted(min(shard) for shard in shards) == [0, 1]

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from practicum.errors import RecipeError
+from practicum.learning.balance import assign_ranks
 from practicum.learning.minibatches import (
     Cut,
     critic_cut,
@@ -164,12 +165,20 @@ def test_padding_to_the_multiple_makes_all_minibatches_equally_large(rows, cut, 
 def test_whole_sessions_are_levelled_by_spare_padding(rows, cut, ranks):
     if cut.rows is not None:
         cut = Cut(rows=cut.rows * ranks)
-    largest = max(Counter(rows).values())
-    count = padding_needed(len(rows), needed_multiple(ranks, [cut]))
-    count += spare_padding(largest, cut.steps(len(rows)), ranks)
-    sizes = {len(mb) for mb in cut_up(rows + [PADDING] * count, cut, whole=True, ranks=ranks)}
+    spare = spare_padding(max(Counter(rows).values()), cut.steps(len(rows)), ranks)
+    count = spare + padding_needed(len(rows) + spare, needed_multiple(ranks, [cut]))
+    padded = rows + [PADDING] * count
+    minibatches = cut_up(padded, cut, whole=True, ranks=ranks)
+    sizes = {len(mb) for mb in minibatches}
     assert len(sizes) == 1
     assert sizes.pop() % ranks == 0
+    for mb, parts in zip(
+        minibatches, assign_ranks(minibatches, [7] * len(padded), ranks, padded), strict=True
+    ):
+        assert sorted(row for part in parts for row in part) == sorted(mb.rows)
+        assert {len(part) for part in parts} == {len(mb) // ranks}
+        homes = {(padded[row], rank) for rank, part in enumerate(parts) for row in part if row in mb.real}
+        assert len(homes) == len({padded[row] for row in mb.real}), "a session is on one rank"
 
 
 @given(row_lists, st.integers(0, 30))

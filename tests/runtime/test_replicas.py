@@ -77,33 +77,29 @@ async def number_of(replica: int, generation: int) -> int:
 
 
 @settings(deadline=None)
-@given(loads=st.lists(st.floats(0.01, 100), min_size=1, max_size=30), count=st.integers(1, 5))
-def test_works_go_to_the_least_loaded(loads: list[float], count: int):
-    async def all_at_once() -> list[float]:
+@given(works=st.lists(st.tuples(st.floats(0.01, 100), st.booleans()), max_size=30), count=st.integers(1, 5))
+def test_works_go_to_the_least_loaded(works: list[tuple[float, bool]], count: int):
+    async def one_after_the_other() -> None:
         pool = ReplicaPool("fake", number_of, count, 0)
         await pool.start(60)
-        come, go = asyncio.Event(), asyncio.Event()
+        go = asyncio.Event()
+        staying: list[asyncio.Future[None]] = []
+        for load, stays in works:
+            before = pool.loads()
 
-        async def work(replica: int) -> None:
-            under_way = pool.loads()
-            mine = under_way[replica - 1] - loads[len(chosen)]
-            chosen.append(replica)
-            assert mine <= min(under_way) + 1e-9
-            if len(chosen) == len(loads):
-                come.set()
-            await go.wait()
+            async def work(replica: int, before: list[float] = before, stays: bool = stays) -> None:
+                assert before[replica - 1] == min(before)
+                if stays:
+                    await go.wait()
 
-        chosen: list[int] = []
-        works = [asyncio.ensure_future(pool.run(work, load=load)) for load in loads]
-        await come.wait()
-        most = pool.loads()
+            running = asyncio.ensure_future(pool.run(work, load=load))
+            await asyncio.wait([running], timeout=None if not stays else 0)
+            staying.append(running)
         go.set()
-        await asyncio.gather(*works)
+        await asyncio.gather(*staying)
         assert pool.loads() == [0.0] * count
-        return most
 
-    most = run(all_at_once())
-    assert max(most) - min(most) <= max(loads) + 1e-9
+    run(one_after_the_other())
 
 
 def test_idle_replicas_take_turns():

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from practicum.trainer import step as step_module
 from practicum.trainer.run import train_loaded
@@ -87,23 +88,23 @@ def without_padding(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not k.startswith("padding/")} for row in without_times(rows)]
 
 
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint's part."""
+    saved: dict[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in saved.items()}
+    load(tensors, checkpoint_id=folder, no_dist=True)
+    return tensors
+
+
 def weights(run: Path) -> dict[str, torch.Tensor]:
     """All that the run learnt: student, critic, and their optimizers' moments."""
-    files = sorted(run.glob("checkpoints/*/*/model.safetensors"))
-    found = {f"{file.parent.name}.{k}": v for file in files for k, v in load_file(file).items()}
-    for file in sorted(run.glob("checkpoints/*/*/optimizer.pt")):
-        state = torch.load(file, weights_only=True)
-        found |= {
-            f"{file.parent.name}.{i}.{k}": v
-            for i, one in _moments(state).items()
-            for k, v in one.items()
-            if isinstance(v, torch.Tensor)
-        }
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(run.glob("checkpoints/*/*/.metadata")):
+        tensors = read_tensors(file.parent)
+        assert any(name.startswith("model.") for name in tensors)
+        assert any(name.startswith("optimizer.") for name in tensors)
+        found |= {f"{file.parent.name}.{name}": tensor for name, tensor in tensors.items()}
     return found
-
-
-def _moments(state: dict[str, Any]) -> dict[Any, dict[str, Any]]:
-    return state["state"] if "state" in state else state["optimizer"]["state"]
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -7,6 +7,7 @@ reads, one process too.
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from practicum.errors import PracticumError
 from practicum.learning.optim import Stepper
 from practicum.learning.parallel import Parallel
+
+logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.INFO)  # two debug records per tensor
 
 _INDEX = ".metadata"
 _MOMENTS = ("exp_avg", "exp_avg_sq")

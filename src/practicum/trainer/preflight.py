@@ -12,8 +12,10 @@ from practicum.models.sources import read_config
 from practicum.recipe.load import LoadedRecipe
 from practicum.recipe.schema import Model, Recipe
 from practicum.recipe.traits import Traits, model_traits, traits_of
+from practicum.recipe.ways import on_ray
 from practicum.rollout.encoder import make_encoder
 from practicum.rollout.loops import find_loop
+from practicum.runtime.cluster.check import check_cluster
 from practicum.runtime.hiring import probe_servers
 from practicum.runtime.jury import probe_judges
 from practicum.runtime.local import load_reference, rollout_context
@@ -45,6 +47,8 @@ def preflight(loaded: LoadedRecipe) -> list[str]:
 def check_without_models(recipe: Recipe) -> list[str]:
     """All that files, tokenizers, configs and servers tell, before any weights are loaded."""
     findings = check_tasks(recipe)
+    if on_ray(recipe):
+        findings += check_cluster(recipe)
     find_loop(recipe.agent.loop)
     tokenizer = load_tokenizer(recipe.model)
     findings.append(_describe_tokenizer(tokenizer))

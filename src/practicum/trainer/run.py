@@ -247,6 +247,10 @@ def train_loaded(
             return run.train(interrupt)
         except BaseException as error:
             folder.log(f"stopped by {type(error).__name__}: {error}")
+            if isinstance(error, PracticumError) and (saved := run.checkpoints.steps()):
+                error.add_note(
+                    f"{folder.path} has a checkpoint of step {saved[-1]}: --resume goes on from it"
+                )
             raise
 
 

@@ -55,20 +55,15 @@ class IndexClient:
         """Make a put seen, whole or not at all."""
         return self._call("commit", put)
 
-    def locate(self, batch: BatchRef, names: Sequence[str], *, lease_s: float = 0.0) -> Located:
-        """Where these fields of the batch's rows are.
-
-        Objects of Ray's store are not freed for so many seconds, or until they are released.
-        """
-        args = (batch.partition, plain_keys(batch.keys), tuple(names), lease_s)
+    def locate(self, batch: BatchRef, names: Sequence[str]) -> Located:
+        """Where these fields of the batch's rows are. If they are objects of Ray's, `release` them."""
+        args = (batch.partition, plain_keys(batch.keys), tuple(names))
         return self._call("locate", *args, brings_refs=True)
 
     def release(self, found: Located | Snapshot) -> None:
-        """What was located has been read; forgets the locators, and ends the lease on them."""
+        """What was located has been read; forgets the locators."""
         with _REFS:
             found.locators.clear()
-        if found.lease:
-            self._actor.release.remote(found.lease)
 
     def batch(self, partition: str, keys: Sequence[Key] | None = None) -> BatchRef:
         """Keys and current tags."""
@@ -100,9 +95,13 @@ class IndexClient:
         """How many rows are held."""
         return self._call("size", partition)
 
-    def snapshot(self, *, lease_s: float = 0.0) -> Snapshot:
-        """Everything that is held now, with a lease as `locate` gives it."""
-        return self._call("snapshot", lease_s, brings_refs=True)
+    def snapshot(self) -> Snapshot:
+        """Everything that is held now; to be released as what `locate` gives."""
+        return self._call("snapshot", brings_refs=True)
+
+    def settle(self) -> None:
+        """Until all that has been put is independent of the process that put it."""
+        self._call("settle")
 
     def replace(self, puts: Sequence[Put]) -> list[Any]:
         """Hold what these puts make, and nothing else."""

@@ -48,7 +48,6 @@ class Located(NamedTuple):
 
     locators: list[Any]
     groups: list[Group]
-    lease: int = 0
 
 
 class SavedField(NamedTuple):
@@ -74,7 +73,6 @@ class Snapshot(NamedTuple):
 
     locators: list[Any]
     partitions: list[SavedPartition]
-    lease: int = 0
 
 
 @dataclass(slots=True, eq=False)

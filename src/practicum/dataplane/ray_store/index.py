@@ -7,11 +7,13 @@ all. It holds no tensors but those of puts so small that an object of their own 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import ray
+from ray.exceptions import RayError
 
 from practicum.dataplane.ray_store.held import (
     Held,
@@ -25,6 +27,7 @@ from practicum.dataplane.ray_store.held import (
 from practicum.dataplane.ray_store.keeper import start_keeper
 from practicum.errors import DeadlineError
 
+_LOG = logging.getLogger(__name__)
 _AT_ONCE = 10_000
 """Calls that may be under way at the same time: nearly all of them wait for rows."""
 
@@ -37,6 +40,13 @@ class Parcel(NamedTuple):
 
     refs: list[Any]
     node: str
+
+
+@dataclass(slots=True, eq=False)
+class _Shared:
+    """A pack in Ray's object store: first the object of who put it, then a copy of the index's own."""
+
+    ref: Any
 
 
 @dataclass(slots=True, eq=False)
@@ -54,27 +64,18 @@ class Index:
         self._held = Held()
         self._waiters: dict[str, list[_Waiter]] = {}
         self._keepers: dict[str, Any] = {}
-        self._leases: dict[int, list[Any]] = {}
-        self._next_lease = 1
+        self._copying: set[asyncio.Task[None]] = set()
         self._report_freed = report_freed
 
     async def commit(self, put: Put) -> list[Any]:
         """Take a put; what was replaced by it and is in no other row is freed."""
-        if isinstance(put.locator, Parcel):
-            put = put._replace(locator=await self._kept(put.locator))
-        freed = self._held.commit(put)
+        freed = self._take(self._held, put)
         self._wake(put.partition, put.keys)
         return self._freed(freed)
 
-    async def locate(
-        self, partition: str, keys: list[PlainKey], fields: tuple[str, ...], lease_s: float
-    ) -> Located:
+    async def locate(self, partition: str, keys: list[PlainKey], fields: tuple[str, ...]) -> Located:
         """Where these fields of these rows are."""
-        return self._leased(self._held.locate(partition, keys, fields), lease_s)
-
-    async def release(self, lease: int) -> None:
-        """The holder of a lease has read what it was given for."""
-        self._leases.pop(lease, None)
+        return _addressed(self._held.locate(partition, keys, fields))
 
     async def batch(self, partition: str) -> tuple[list[PlainKey], list[PlainTags]]:
         """Keys and tags of a whole partition."""
@@ -121,44 +122,48 @@ class Index:
         """How many rows are held."""
         return self._held.size(partition)
 
-    async def snapshot(self, lease_s: float) -> Snapshot:
+    async def snapshot(self) -> Snapshot:
         """Everything that is held now."""
-        return self._leased(self._held.snapshot(), lease_s)
+        return _addressed(self._held.snapshot())
+
+    async def settle(self) -> None:
+        """Until all that has been put is independent of the process that put it."""
+        await asyncio.gather(*self._copying)
 
     async def replace(self, puts: list[Put]) -> list[Any]:
         """Hold what these puts make, and nothing else."""
         new = Held()
         for put in puts:
-            if isinstance(put.locator, Parcel):
-                put = put._replace(locator=await self._kept(put.locator))
-            new.commit(put)
+            self._take(new, put)
         freed = [locator for name in self._held.partitions() for locator in self._held.clear(name, None)]
         self._held = new
         for partition in new.partitions():
             self._wake(partition, new.keys(partition))
         return self._freed(freed)
 
-    async def _kept(self, parcel: Parcel) -> Any:
-        """An object of this process with what is in the parcel, on the same node."""
-        keeper = self._keepers.get(parcel.node)
+    def _take(self, held: Held, put: Put) -> list[Any]:
+        if not isinstance(put.locator, Parcel):
+            return held.commit(put)
+        shared = _Shared(put.locator.refs[0])
+        freed = held.commit(put._replace(locator=shared))
+        task = asyncio.get_running_loop().create_task(self._copy(shared, put.locator.node))
+        self._copying.add(task)
+        task.add_done_callback(self._copying.discard)
+        return freed
+
+    async def _copy(self, shared: _Shared, node: str) -> None:
+        """Make what was put an object of this process; until then it dies with the one that put it."""
+        keeper = self._keepers.get(node)
         if keeper is None:
-            keeper = self._keepers[parcel.node] = start_keeper(parcel.node)
-        kept, done = keeper.copy.options(num_returns=2).remote(parcel.refs[0])
-        await done
-        return kept
-
-    def _leased(self, found: _Found, lease_s: float) -> _Found:
-        """Keep what was found from being freed until it is released, at most for so many seconds.
-
-        Ray counts the references that a reply carries too, but loses some of a process that lets go of
-        an object and gets it again at the same time; reading it then never ends.
-        """
-        if lease_s <= 0 or not any(isinstance(locator, ray.ObjectRef) for locator in found.locators):
-            return found
-        lease, self._next_lease = self._next_lease, self._next_lease + 1
-        self._leases[lease] = found.locators
-        asyncio.get_running_loop().call_later(lease_s, self._leases.pop, lease, None)
-        return found._replace(lease=lease)
+            keeper = self._keepers[node] = start_keeper(node)
+        try:
+            copy, done = keeper.copy.options(num_returns=2).remote(shared.ref)
+            await done
+        except RayError as error:
+            # Whoever reads it is told if it is lost; it may be cleared before anyone does.
+            _LOG.warning("a put could not be copied, so it ends with the process that made it: %s", error)
+        else:
+            shared.ref = copy
 
     def _freed(self, freed: list[Any]) -> list[Any]:
         return freed if self._report_freed else []
@@ -179,6 +184,12 @@ class Index:
             waiter.lacking = self._held.lacking(partition, waiter.keys, waiter.fields)
             if not waiter.lacking:
                 waiter.arrived.set_result(self._held.tags(partition, waiter.keys))
+
+
+def _addressed(found: _Found) -> _Found:
+    """With the objects as they are now in place of where the index keeps them."""
+    where = [at.ref if isinstance(at, _Shared) else at for at in found.locators]
+    return found._replace(locators=where)
 
 
 def start_index(report_freed: bool = False) -> Any:

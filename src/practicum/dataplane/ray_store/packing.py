@@ -19,7 +19,7 @@ from practicum.dataplane.validate import DTYPES
 from practicum.errors import StoreError
 
 Run = tuple[int, int, int]
-"""Number of a put, and the first and the last but one of its rows that are wanted there."""
+"""Number of a put, its first row that is wanted, and the one behind the last of them."""
 
 
 def pack_columns(columns: Mapping[str, Column], spans: Mapping[str, list[int]]) -> Pack:
@@ -53,25 +53,34 @@ def read_columns(located: Located, packs: Sequence[Pack]) -> dict[str, Column]:
         runs = _runs(puts, at)
         lengths: dict[str, list[int]] = {}
         for field in map(FIELDS.__getitem__, names):
-            if field.extent == "object":
-                columns[field.name] = [
-                    value for put, i, j in runs for value in opened[put].objects(field, i, j)
-                ]
-                continue
-            values = _join(field, [opened[put].piece(field, i, j) for put, i, j in runs])
-            if field.extent == "scalar":
-                columns[field.name] = values
-                continue
-            if field.extent not in lengths:
-                cut = (opened[put].pack.lengths[field.extent][i:j] for put, i, j in runs)
-                lengths[field.extent] = list(chain.from_iterable(cut))
-            columns[field.name] = Ragged.packed(values, lengths[field.extent])
+            extent = field.extent
+            if extent == "object":
+                parts = (opened[put].objects(field, i, j) for put, i, j in runs)
+                columns[field.name] = list(chain.from_iterable(parts))
+            elif extent == "scalar":
+                columns[field.name] = _join(field, _pieces(field, opened, runs), len(at))
+            else:
+                if extent not in lengths:
+                    cut = (opened[put].pack.lengths[extent][i:j] for put, i, j in runs)
+                    lengths[extent] = list(chain.from_iterable(cut))
+                values = _join(field, _pieces(field, opened, runs), sum(lengths[extent]))
+                columns[field.name] = Ragged.packed(values, lengths[extent])
     return columns
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
+    """Bytes of rows of a column that follow each other."""
+
     trailing: tuple[int, ...]
     data: np.ndarray
+
+
+class _Table(NamedTuple):
+    """A column with the byte at which each row begins, and the last one ends."""
+
+    trailing: tuple[int, ...]
+    data: np.ndarray
+    begins: Sequence[int]
 
 
 class OpenPack:
@@ -79,20 +88,26 @@ class OpenPack:
 
     def __init__(self, pack: Pack) -> None:
         self.pack = pack
-        self._offsets: dict[str, list[int]] = {}
+        self._begins: dict[tuple[str, int], Sequence[int]] = {}
 
-    def piece(self, field: Field, first: int, end: int) -> _Piece:
-        """The bytes of rows first … end - 1 of a field that is no object."""
+    def table(self, field: Field) -> _Table:
+        """A field that is no object, ready to be cut."""
         column = self.pack.columns[field.name]
         assert isinstance(column, PackedColumn)
-        size = DTYPES[field.dtype].itemsize * prod(column.trailing)
-        if field.extent != "scalar":
-            offsets = self._offsets.get(field.extent)
-            if offsets is None:
-                offsets = self._offsets[field.extent] = [0, *accumulate(self.pack.lengths[field.extent])]
-            first, end = offsets[first], offsets[end]
         data = np.frombuffer(column.data, np.uint8) if isinstance(column.data, bytes) else column.data
-        return _Piece(column.trailing, data[first * size : end * size])
+        size = DTYPES[field.dtype].itemsize * prod(column.trailing)
+        if field.extent == "scalar":
+            return _Table(column.trailing, data, range(0, len(data) + size, size))
+        begins = self._begins.get((field.extent, size))
+        if begins is None:
+            lengths = self.pack.lengths[field.extent]
+            begins = self._begins[field.extent, size] = [0, *accumulate(n * size for n in lengths)]
+        return _Table(column.trailing, data, begins)
+
+    def piece(self, field: Field, first: int, end: int) -> Piece:
+        """The bytes of rows first … end - 1 of a field that is no object."""
+        trailing, data, begins = self.table(field)
+        return Piece(trailing, data[begins[first] : begins[end]])
 
     def objects(self, field: Field, first: int, end: int) -> list[Any]:
         """Values of rows first … end - 1 of an object field."""
@@ -104,8 +119,10 @@ class OpenPack:
         """The value of one row: a tensor, or the object of an object field."""
         if field.extent == "object":
             return self.objects(field, row, row + 1)[0]
-        values = _join(field, [self.piece(field, row, row + 1)])
-        return values[0] if field.extent == "scalar" else values
+        piece = [self.piece(field, row, row + 1)]
+        if field.extent == "scalar":
+            return _join(field, piece, 1)[0]
+        return _join(field, piece, self.pack.lengths[field.extent][row])
 
 
 def _runs(puts: Sequence[int], at: Sequence[int]) -> list[Run]:
@@ -123,17 +140,24 @@ def _runs(puts: Sequence[int], at: Sequence[int]) -> list[Run]:
     return runs
 
 
-def _join(field: Field, pieces: Sequence[_Piece]) -> Tensor:
-    """Pieces one after the other: one is a view, several are copied once."""
-    trailing = pieces[0].trailing
+def _pieces(field: Field, opened: Sequence[OpenPack], runs: Sequence[Run]) -> list[Piece]:
+    tables = {put: opened[put].table(field) for put in {put for put, _, _ in runs}}
+    pieces = []
+    for put, first, end in runs:
+        trailing, data, begins = tables[put]
+        pieces.append(Piece(trailing, data[begins[first] : begins[end]]))
+    return pieces
+
+
+def _join(field: Field, pieces: Sequence[Piece], count: int) -> Tensor:
+    """Pieces with so many values, one after the other: one is a view, several are copied once."""
     if len(pieces) == 1:
-        return _tensor(pieces[0].data, DTYPES[field.dtype], (-1, *trailing))
+        return _tensor(pieces[0].data, DTYPES[field.dtype], (count, *pieces[0].trailing))
     widths = {piece.trailing for piece in pieces}
     if len(widths) > 1:
-        raise StoreError(
-            f"{field.name} was put in several widths: {sorted(widths)}; ask for rows of one width"
-        )
-    return _tensor(np.concatenate([piece.data for piece in pieces]), DTYPES[field.dtype], (-1, *trailing))
+        raise StoreError(f"{field.name} was put in several widths, {sorted(widths)}: get those apart")
+    joined = np.concatenate([piece.data for piece in pieces])
+    return _tensor(joined, DTYPES[field.dtype], (count, *widths.pop()))
 
 
 def _pack_value(name: str, value: Any, seen: dict[int, PackedTensor]) -> Any:
@@ -197,8 +221,8 @@ class _Shared:
 
 
 def _tensor(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Bytes as a tensor, without copying them; -1 in the shape is what they suffice for."""
+    """Bytes as a tensor, without copying them."""
     if not len(data):
-        return torch.empty([0 if n == -1 else n for n in shape], dtype=dtype)
+        return torch.empty(shape, dtype=dtype)
     writable = data if data.flags.writeable else np.asarray(_Shared(data))
     return torch.from_numpy(writable).view(dtype).view(shape)

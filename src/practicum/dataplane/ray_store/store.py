@@ -38,7 +38,7 @@ from practicum.dataplane.ray_store.parts import Pack
 from practicum.dataplane.validate import check_columns, field_of, name_keys
 from practicum.errors import DeadlineError, StoreError
 
-INLINE_BYTES = 64 * 2**10
+INLINE_BYTES = 128 * 2**10
 """Puts of fewer bytes are held by the index: an object of their own would take longer."""
 
 
@@ -76,11 +76,9 @@ class RayStore:
     def __init__(self, index: Any, timeout_s: float, inline_bytes: int = INLINE_BYTES) -> None:
         self._index = IndexClient(index, timeout_s)
         self._timeout_s, self._inline_bytes = timeout_s, inline_bytes
-        self._lease_s = 2 * timeout_s  # the answer may take one timeout, reading another
-        self._node = ray.get_runtime_context().get_node_id()
 
     def put(self, batch: BatchRef, columns: Mapping[str, Column], *, keep_tags: bool = False) -> None:
-        """Write columns; they stay when this process ends."""
+        """Write columns. They stay when this process ends; if it is killed, from some ms later on."""
         put = self._packed(batch, columns)
         if put.keys:
             self._index.commit(put._replace(tags=None) if keep_tags else put)
@@ -90,7 +88,7 @@ class RayStore:
         wanted = [field_of(name) for name in fields]
         if not batch.keys:
             return {field.name: gather(field, []) for field in wanted}
-        located = self._index.locate(batch, fields, lease_s=self._lease_s)
+        located = self._index.locate(batch, fields)
         packs = self._fetch(located, lambda number: _rows_of_put(batch, located.groups, number))
         columns = read_columns(located, packs)
         return {field.name: columns[field.name] for field in wanted}
@@ -125,7 +123,7 @@ class RayStore:
 
     def save(self, path: Path) -> None:
         """Write everything to a folder; this process reads it all."""
-        snapshot = self._index.snapshot(lease_s=self._lease_s)
+        snapshot = self._index.snapshot()
         opened = [OpenPack(pack) for pack in self._fetch(snapshot, lambda _: "rows of the store")]
         saved: list[SavedRow] = []
         for partition, keys, tags, fields in snapshot.partitions:
@@ -144,6 +142,10 @@ class RayStore:
         alike = groupby(read_rows(path), key=lambda row: (row.partition, _shape(row)))
         self._index.replace([self._packed(*_joined(list(rows))) for _, rows in alike])
 
+    def settle(self) -> None:
+        """Until nothing that the store holds would be lost with the process that put it."""
+        self._index.settle()
+
     def _packed(self, batch: BatchRef, columns: Mapping[str, Column]) -> Put:
         """Check columns, and lay their bytes where others can read them."""
         spans = check_columns(batch, columns)
@@ -156,7 +158,7 @@ class RayStore:
 
     def _share(self, pack: Pack, size: int) -> Parcel:
         try:
-            return Parcel([ray.put(pack)], self._node)
+            return Parcel([ray.put(pack)], ray.get_runtime_context().get_node_id())
         except ObjectStoreFullError as error:
             raise StoreError(
                 f"Ray's object store on this node has no room for a put of {size / 2**20:.0f} MiB: give it "

@@ -16,7 +16,7 @@ from practicum.runtime.cluster.joining import connect, import_ray, is_connected,
 from practicum.runtime.cluster.needs import STORE, Actor, Bundle, needs
 from practicum.runtime.cluster.placement import Layout, lay_out, refusal
 
-PATIENCE_S = 10.0
+PATIENCE_S = 20.0
 """Seconds in which room must be given that should be free, or that a run before this one gives back."""
 _NODE = "ray.io/node-id"
 
@@ -24,10 +24,12 @@ _NODE = "ray.io/node-id"
 class Cluster:
     """Made by `open`. Actors are made with `options` and told to `register`; `close` ends them all."""
 
-    def __init__(self, layout: Layout, groups: Mapping[str, Any], undo: ExitStack) -> None:
+    def __init__(
+        self, layout: Layout, groups: Mapping[str, Any], env: Mapping[str, str], undo: ExitStack
+    ) -> None:
         self.layout, self.needs = layout, layout.needs
         self.actors: dict[str, Any] = {}
-        self._groups, self._undo = groups, undo
+        self._groups, self._env, self._undo = groups, env, undo
 
     @classmethod
     def open(cls, recipe: Recipe, plan: Plan | None = None) -> Cluster:
@@ -41,11 +43,12 @@ class Cluster:
         if starts:
             here = this_machine(runtime)
             lay_out(needs(recipe, plan, gpus=here.gpus > 0), [here], started_here=True)
+        env = _environment(runtime.threads or 1)
         with ExitStack() as undo:
-            undo.callback(connect(runtime))
+            undo.callback(connect(runtime, env))
             layout = _find_room(recipe, plan, starts)
             groups = _take_room(layout, starts, undo)
-            return cls(layout, groups, undo.pop_all())
+            return cls(layout, groups, env if starts else {}, undo.pop_all())
 
     def options(self, role: str, index: int = 0, *, concurrency: int | None = None) -> dict[str, Any]:
         """What `Actor.options(**…)` takes for this actor of the recipe."""
@@ -56,8 +59,10 @@ class Cluster:
             "num_cpus": actor.cpus,
             "num_gpus": actor.gpus,
             "max_restarts": 0,  # who starts it again must give it weights and rows again
-            "runtime_env": {"env_vars": _environment(actor)},
         }
+        lacking = {k: v for k, v in self._wanted(actor).items() if self._env.get(k) != v}
+        if lacking:  # it costs seconds
+            options["runtime_env"] = {"env_vars": lacking}
         if concurrency is not None:
             options["max_concurrency"] = concurrency
         if actor.bundle is not None and (pool := self.needs.bundles[actor.bundle].pool) in self._groups:
@@ -66,6 +71,11 @@ class Cluster:
                 self._groups[pool], placement_group_bundle_index=number
             )
         return options
+
+    def _wanted(self, actor: Actor) -> dict[str, str]:
+        """The environment of an actor; GPUs are seen only by those that take some."""
+        hidden = not actor.gpus and any(node.gpus for node in self.layout.nodes)
+        return _environment(actor.threads) | ({"CUDA_VISIBLE_DEVICES": ""} if hidden else {})
 
     def register(self, actor: Any, name: str) -> None:
         """`close` will end this actor, if it still runs; the newest of each name is in `actors`."""
@@ -118,9 +128,8 @@ def _resources(bundle: Bundle) -> dict[str, float]:
     return {"CPU": bundle.cpus} | ({"GPU": bundle.gpus} if bundle.gpus else {})
 
 
-def _environment(actor: Actor) -> dict[str, str]:
-    """Threads, the user's modules as this process finds them, and GPUs only for actors that take some."""
+def _environment(threads: int) -> dict[str, str]:
+    """Threads, and the user's modules as this process finds them."""
     inside = (sys.prefix, sys.base_prefix)  # of these every machine has its own
     paths = [os.path.abspath(path) for path in sys.path if not path.startswith(inside)]
-    env = {"OMP_NUM_THREADS": str(actor.threads), "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
-    return env if actor.gpus else env | {"CUDA_VISIBLE_DEVICES": ""}
+    return {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

@@ -8,7 +8,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from practicum.errors import ClusterError, MissingExtraError
@@ -26,17 +27,19 @@ _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
-def connect(runtime: Runtime) -> Callable[[], None]:
+def connect(runtime: Runtime, env: Mapping[str, str]) -> Callable[[], None]:
     """Connect this process to the cluster that the recipe names; returns what undoes that.
 
-    A Ray that this process is connected to already is used and left alone.
+    A Ray that this process is connected to already is used and left alone. Processes of one that is started
+    here have `env`.
     """
     if is_connected(runtime):
         return lambda: None
     ray = import_ray()
     options = _join(runtime) if runtime.address is not None else _start(runtime)
     try:
-        ray.init(**options, **_QUIET)
+        with _environment(env if runtime.address is None else {}):
+            ray.init(**options, **_QUIET)
     except BaseException as error:  # also Ctrl-C: what was started by then must not stay
         ray.shutdown()
         if not isinstance(error, Exception):
@@ -150,6 +153,21 @@ def _require_health(address: str, timeout: float) -> None:
     if done.returncode:
         said = done.stderr.strip().rpartition("\n")[2]
         raise ClusterError(f"Ray at {address} is not well, or is no Ray: {said or 'its check failed'}")
+
+
+@contextmanager
+def _environment(more: Mapping[str, str]) -> Iterator[None]:
+    """This process's environment with more in it, for processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in more}
+    os.environ.update(more)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _cores() -> int:

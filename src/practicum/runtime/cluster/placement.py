@@ -110,7 +110,7 @@ def _advice(needs: Needs, lacking: Sequence[str], started_here: bool) -> Iterato
     if not started_here:
         yield "or add machines to the cluster, or end what else runs there"
     if started_here and "CPUs" in lacking:
-        yield f"or set runtime.cpus to {ceil(needs.cpus)}: it may be more than the cores, which are then shared"
+        yield f"or set runtime.cpus to {ceil(needs.cpus)}: it may be more than the cores, to share them"
     if started_here and "object store" in lacking:
         yield f"or set runtime.object_store_gb to {needs.object_store / GIB:.2f}"
 

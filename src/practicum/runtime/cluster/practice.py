@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
+import ray
+
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
 from practicum.dataplane.plan import Plan
@@ -255,6 +257,17 @@ class RayPractice:
             self.prompts.pop(key, None)
             self._judged.discard(key[:2])
             self._parts.pop(key[:2], None)
+
+
+async def output_head(teacher: ReplicaPool) -> Any:
+    """A reference to a teacher's output head, for the learner; it does not come into this process."""
+
+    async def work(worker: Any) -> Any:
+        head = worker.head.remote()
+        await asyncio.to_thread(ray.wait, [head], fetch_local=False)
+        return head
+
+    return await teacher.run(work, load=0)
 
 
 def _sessions(batch: BatchRef) -> list[BatchRef]:

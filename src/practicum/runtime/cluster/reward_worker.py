@@ -9,11 +9,10 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
 from practicum.dataplane.plan import Plan, evaluation_plan
 from practicum.models.load import load_tokenizer
-from practicum.recipe.schema import Recipe
 from practicum.recipe.ways import measures
 from practicum.rollout.encoder import make_encoder
 from practicum.runtime.cluster.rewarder_worker import RayRewarder
-from practicum.runtime.cluster.worker import NoRest, StoreHandle, Worker
+from practicum.runtime.cluster.worker import NoRest, Worker
 from practicum.runtime.hiring import make_residency
 from practicum.runtime.judging import Judging
 from practicum.runtime.jury import Jury, Panel, seat
@@ -25,11 +24,9 @@ from practicum.tasks.rewards import Judge
 class RewardWorker(Worker):
     """Judges whole sessions; several calls may be under way at once, if no colocated model judges."""
 
-    def __init__(
-        self, recipe: Recipe, plan: Plan, handle: StoreHandle, rewarders: Mapping[str, Sequence[Any]]
-    ) -> None:
-        """`rewarders` are the replicas of reward models with resources of their own."""
-        super().__init__(recipe, handle)
+    def begin(self, plan: Plan, rewarders: Mapping[str, Sequence[Any]]) -> None:
+        """Load what judges; `rewarders` are the replicas of reward models with resources of their own."""
+        recipe = self.recipe
         tokenizer = load_tokenizer(recipe.model)
         self._encoder = make_encoder(recipe, tokenizer)
         judge, self._panel = Judge(recipe.tasks, recipe.reward), Panel()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,12 @@ from practicum.dataplane.store import Store
 from practicum.errors import PracticumError
 from practicum.recipe.schema import Recipe
 from practicum.recipe.ways import streams
-from practicum.runtime.cluster.calls import ask, ask_async
+from practicum.runtime.cluster.calls import ask_async
 from practicum.runtime.cluster.connect import Cluster
 from practicum.runtime.cluster.controller_store import ControllerStore
 from practicum.runtime.cluster.group import TrainGroup, spread
-from practicum.runtime.cluster.practice import Crew, RayPractice
+from practicum.runtime.cluster.practice import Crew, RayPractice, output_head
+from practicum.runtime.cluster.replicas import ReplicaPool
 from practicum.runtime.cluster.train_worker import Facts
 from practicum.runtime.cluster.weights import Manifest
 from practicum.runtime.cluster.worker import StoreHandle
@@ -68,7 +69,8 @@ class RayRoles:
         self.latest[name] = manifest
         self._each(self.crew.teachers[name], "take", manifest, who=f"teacher {name}")
         if self.recipe.distill is not None and self.recipe.distill.signal == "full":
-            head = self.crew.teachers[name].replicas()[0].head.remote()
+            timeout, owner = self.recipe.runtime.stage_s, f"the output head of teacher {name}"
+            head = run_async(output_head(self.crew.teachers[name]), timeout=timeout, owner=owner)
             self.group.all("renew_head", name, head)
 
     def teach(self, batch: BatchRef) -> None:
@@ -136,14 +138,23 @@ class RayRoles:
         self.crew.version = manifest.version
         self._each(self.crew.rollout, "load", manifest, who="a rollout worker")
 
-    def _each(self, pool: Any, method: str, *args: Any, who: str) -> None:
-        timeout = self.recipe.runtime.stage_s
+    def _each(self, pool: ReplicaPool, method: str, *args: Any, who: str) -> None:
+        """Call every replica, and those too that are being started again."""
+        work, timeout = self._calling(method, args, who), self.recipe.runtime.stage_s
+        run_async(pool.each(work), timeout=timeout + 5, owner=f"{method} on every replica")
 
+    def _one(self, pool: ReplicaPool, method: str, *args: Any, who: str) -> None:
+        """Call some replica."""
+        work, timeout = self._calling(method, args, who), self.recipe.runtime.stage_s
+        run_async(pool.run(work, load=1), timeout=timeout + 5, owner=f"{method} on a replica")
+
+    def _calling(self, method: str, args: tuple[Any, ...], who: str) -> Callable[[Any], Awaitable[None]]:
         async def work(worker: Any) -> None:
             call = getattr(worker, method).remote(*args)
+            timeout = self.recipe.runtime.stage_s
             await ask_async(call, timeout=timeout, owner="the controller", who=who)
 
-        run_async(pool.each(work), timeout=timeout + 5, owner=f"{method} on every replica")
+        return work
 
     def texts(self, batch: BatchRef) -> list[tuple[str, str]]:
         return self.group.first("texts", batch) if batch else []
@@ -154,8 +165,7 @@ class RayRoles:
     def save(self, folder: Path) -> None:
         self.group.all("save", folder.absolute())
         for name in self._copies():
-            worker = self.crew.teachers[name].replicas()[0]
-            self._one(worker.save.remote(folder.absolute() / "teachers"), f"teacher {name}")
+            self._one(self.crew.teachers[name], "save", folder.absolute() / "teachers", who=f"teacher {name}")
 
     def load(self, folder: Path, kl_state: Mapping[str, float]) -> None:
         self.version = self.group.all("load", folder.absolute(), dict(kl_state))
@@ -171,9 +181,6 @@ class RayRoles:
 
     def export(self, folder: Path) -> None:
         self.group.all("export", folder.absolute())
-
-    def _one(self, call: Any, who: str) -> Any:
-        return ask([call], timeout=self.recipe.runtime.stage_s, owner="the controller", who=[who])[0]
 
     def incidents(self) -> dict[str, Any]:
         deaths = sum(pool.deaths for pool in self.crew.pools())

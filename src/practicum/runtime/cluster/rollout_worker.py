@@ -14,13 +14,12 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.plan import Plan, evaluation_plan
 from practicum.errors import EngineError
 from practicum.models.load import context_length, load_model, load_tokenizer
-from practicum.recipe.schema import Recipe
 from practicum.rollout.encoder import make_encoder
 from practicum.rollout.session import Start
 from practicum.rollout.tools.toolbox import Toolbox
 from practicum.runtime.attempts import Attempt
 from practicum.runtime.cluster.weights import Manifest, receive
-from practicum.runtime.cluster.worker import StoreHandle, Worker
+from practicum.runtime.cluster.worker import Worker
 from practicum.runtime.events import event_loop
 from practicum.runtime.local import make_engine, rollout_context
 from practicum.runtime.sessions import Row, Sessions
@@ -44,8 +43,9 @@ class Order(NamedTuple):
 class RolloutWorker(Worker):
     """An asynchronous actor: many orders at once share the engine."""
 
-    def __init__(self, recipe: Recipe, plan: Plan, handle: StoreHandle, manifest: Manifest | None) -> None:
-        super().__init__(recipe, handle)
+    async def begin(self, plan: Plan, manifest: Manifest | None) -> None:
+        """Load the model and, if there are newer weights, these."""
+        recipe = self.recipe
         model = load_model(recipe.model, recipe.seed).requires_grad_(False)
         self.engine, self.toolbox = make_engine(recipe, model), Toolbox(recipe.agent.tools)
         sessions = partial(

@@ -34,7 +34,7 @@ except ModuleNotFoundError as error:  # pragma: no cover
 from practicum.runtime.cluster.calls import ask_async
 from practicum.runtime.cluster.connect import Cluster
 from practicum.runtime.cluster.group import TrainGroup
-from practicum.runtime.cluster.practice import Crew
+from practicum.runtime.cluster.practice import Crew, output_head
 from practicum.runtime.cluster.replicas import ReplicaPool
 from practicum.runtime.cluster.reward_worker import RewardWorker
 from practicum.runtime.cluster.rewarder_worker import RewarderWorker
@@ -109,7 +109,7 @@ class _Starter:
         await together(pool.start(self.recipe.runtime.start_s) for pool in teachers.values())
         heads = {}
         if self.recipe.distill is not None and self.recipe.distill.signal == "full":
-            heads = {name: pool.replicas()[0].head.remote() for name, pool in teachers.items()}
+            heads = {name: await output_head(pool) for name, pool in teachers.items()}
         first = group.workers[0].meeting_point.remote(len(group))
         meeting = await self._ask(first, group.names[0])
         calls = [w.begin.remote(meeting, list(heads), *heads.values()) for w in group.workers]
@@ -120,19 +120,20 @@ class _Starter:
         return ReplicaPool(role, make, count, self.recipe.runtime.max_deaths, self.watch.report)
 
     def _learner(self, rank: int) -> Any:
-        return self._actor(TrainWorker, "train", rank, self.recipe, self.plan, self.handle, rank)
+        return self._actor(TrainWorker, "train", rank, self.recipe, self.handle, self.plan, rank)
 
     async def _rollout(self, number: int, generation: int) -> Any:
-        args = self.recipe, self.plan, self.handle, self.latest.get("student")
-        return await self._ready(self._actor(RolloutWorker, "rollout", number, *args), "rollout", number)
+        actor = self._actor(RolloutWorker, "rollout", number, self.recipe, self.handle)
+        return await self._begun(actor, f"rollout {number}", self.latest.get("student"))
 
     async def _reward(self, rewarders: dict[str, list[Any]], number: int, generation: int) -> Any:
-        args = self.recipe, self.plan, self.handle, rewarders
-        return await self._ready(self._actor(RewardWorker, "reward", number, *args), "reward", number)
+        actor = self._actor(RewardWorker, "reward", number, self.recipe, self.handle)
+        return await self._begun(actor, f"reward {number}", rewarders)
 
     async def _teacher(self, name: str, number: int, generation: int) -> Any:
-        role, args = f"teachers.{name}", (self.recipe, self.plan, self.handle, name, self.latest.get(name))
-        return await self._ready(self._actor(TeacherWorker, role, number, *args), role, number)
+        role = f"teachers.{name}"
+        actor = self._actor(TeacherWorker, role, number, self.recipe, self.handle, name)
+        return await self._begun(actor, f"{role} {number}", self.latest.get(name))
 
     def _rewarders(self) -> dict[str, list[Any]]:
         """Reward models with resources of their own; reward workers wait for them by asking."""
@@ -155,10 +156,10 @@ class _Starter:
         self.cluster.register(actor, f"{role} {number}")
         return actor
 
-    async def _ready(self, actor: Any, role: str, number: int) -> Any:
+    async def _begun(self, actor: Any, who: str, *args: Any) -> Any:
         """The actor when it can take work; one that can't is ended."""
         try:
-            await self._ask(actor.pid.remote(), f"{role} {number}")
+            await self._ask(actor.begin.remote(self.plan, *args), who)
         except BaseException:
             ray.kill(actor)
             raise

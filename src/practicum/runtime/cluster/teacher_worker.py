@@ -40,13 +40,14 @@ class _AlwaysAwake(Residency):
 class TeacherWorker(Worker):
     """One teacher of the recipe: a model in this process, or a server that it asks."""
 
-    def __init__(
-        self, recipe: Recipe, plan: Plan, handle: StoreHandle, name: str, manifest: Manifest | None
-    ) -> None:
-        """`manifest` are newer weights, for a teacher that is a copy of the student."""
-        teacher = recipe.teachers[name]
-        super().__init__(recipe, handle, own_options(teacher).threads)
+    def __init__(self, recipe: Recipe, handle: StoreHandle, name: str) -> None:
+        super().__init__(recipe, handle, own_options(recipe.teachers[name]).threads)
         self.name = name
+
+    def begin(self, plan: Plan, manifest: Manifest | None) -> None:
+        """Load the model; `manifest` are newer weights, for a teacher that is a copy of the student."""
+        recipe, name = self.recipe, self.name
+        teacher = recipe.teachers[name]
         tokenizer = load_tokenizer(recipe.model)
         _, vocab = model_facts(recipe.model, len(tokenizer))
         if teacher.url is not None:

@@ -60,7 +60,7 @@ class Facts:
 class TrainWorker(Worker):
     """A rank. `begin` makes it ready; then its methods are the learner's stages."""
 
-    def __init__(self, recipe: Recipe, plan: Plan, handle: StoreHandle, rank: int) -> None:
+    def __init__(self, recipe: Recipe, handle: StoreHandle, plan: Plan, rank: int) -> None:
         super().__init__(recipe, handle)
         self.plan, self.rank = plan, rank
         self._sentences: list[str] = []

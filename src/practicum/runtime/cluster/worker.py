@@ -47,7 +47,7 @@ class NoRest:
 
 
 class Worker:
-    """The base of all workers."""
+    """The base of all workers. What may fail is in `begin`: of an error in __init__ Ray keeps words only."""
 
     def __init__(self, recipe: Recipe, handle: StoreHandle, threads: int | None = None) -> None:
         set_threads(threads or worker_threads(recipe))

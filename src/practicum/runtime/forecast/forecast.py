@@ -76,15 +76,18 @@ def forecast(
 
 def _place(recipe: Recipe, plan: Plan, spec: ClusterSpec) -> tuple[Layout | None, list[str]]:
     wanted = needs(recipe, plan, gpus=any(kind.devices for kind in spec.nodes))
+    started = recipe.runtime.cpus if recipe.runtime.address is None else None
+    each = list(machines(spec))
     nodes = [
         Node(
             name,
-            machine.cpus,
+            # A cluster that the run starts on one machine may have more CPUs than the machine has cores.
+            started if started is not None and len(each) == 1 else machine.cpus,
             machine.devices,
             machine.memory_gb * GIB,
             GIB * (machine.object_store_gb or OBJECT_STORE_SHARE * machine.memory_gb),
         )
-        for name, machine in machines(spec)
+        for name, machine in each
     ]
     try:
         return lay_out(wanted, nodes), []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from practicum.runtime.cluster.placement import Layout
 from practicum.runtime.forecast.forecast import Forecast
 from practicum.runtime.forecast.seconds import Cost
 from practicum.runtime.forecast.spec import GIB
@@ -47,8 +48,37 @@ def _title(found: Forecast) -> list[str]:
 def _placement(found: Forecast) -> list[str]:
     if found.layout is not None:
         wanted = [f"  {line}" for line in found.layout.needs.lines()]
-        return ["placement:", *wanted, *(f"  on {line}" for line in found.layout.lines())]
+        return ["placement:", *wanted, *_machines(found.layout)]
     return ["placement:", "  none found" if found.setup.on_ray else "  all roles in one process"]
+
+
+def _machines(layout: Layout) -> Iterator[str]:
+    """Each machine with the actors on it; machines without any together."""
+    empty = []
+    for place, node in enumerate(layout.nodes):
+        roles: dict[str, list[int]] = {}
+        for actor in layout.needs.actors:
+            if actor.bundle is not None and layout.places[actor.bundle] == place:
+                roles.setdefault(actor.role, []).append(actor.index)
+        if roles:
+            told = ", ".join(f"{role} {_ranges(numbers)}" for role, numbers in roles.items())
+            yield f"  on {node.name}: {told}"
+        else:
+            empty.append(node.name)
+    if empty:
+        names = empty[0] if len(empty) == 1 else f"{empty[0]} to {empty[-1]}"
+        yield f"  on {names}: nothing"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Numbers in order, neighbours joined: 0–3, 6."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{first}" if first == last else f"{first}–{last}" for first, last in runs)
 
 
 def _memory(found: Forecast) -> list[str]:
@@ -78,14 +108,14 @@ def _traffic(found: Forecast) -> list[str]:
 
 def _seconds(found: Forecast) -> list[str]:
     whole = found.seconds
-    lines = [f"seconds: {whole:.3g} a step", f"  {'stage':<15}{'seconds':>9}{'share':>7}"]
+    lines = [f"seconds: {_time(whole)} a step", f"  {'stage':<15}{'seconds':>9}{'share':>7}"]
     for name, cost in found.stages.items():
         if cost.seconds >= 0.0005 * whole:
             lines.append(
-                f"  {name:<15}{cost.seconds:>9.3g}{cost.seconds / whole:>7.0%}  {_why(cost)}".rstrip()
+                f"  {name:<15}{_time(cost.seconds):>9}{cost.seconds / whole:>7.0%}  {_why(cost)}".rstrip()
             )
     if found.between >= 0.0005 * whole:
-        lines.append(f"  {'between them':<15}{found.between:>9.3g}{found.between / whole:>7.0%}")
+        lines.append(f"  {'between them':<15}{_time(found.between):>9}{found.between / whole:>7.0%}")
     name = found.bottleneck
     cost = found.stages[name]
     way = f"; shorter with {_WAYS[name]}" if name in _WAYS else ""
@@ -98,8 +128,12 @@ def _seconds(found: Forecast) -> list[str]:
 def _why(cost: Cost) -> str:
     """What the stage does besides computing, if it is a tenth of it or more."""
     parts: Iterator[tuple[str, float]] = ((name, getattr(cost, name)) for name in ("links", "calls", "plane"))
-    told = [f"{_CAUSES[name]} {seconds:.2g}" for name, seconds in parts if seconds >= 0.1 * cost.seconds]
+    told = [f"{_CAUSES[name]} {_time(seconds)}" for name, seconds in parts if seconds >= 0.1 * cost.seconds]
     return ", ".join(told)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}" if seconds >= 0.01 else f"{seconds:.4f}"
 
 
 def _size(number: float) -> str:

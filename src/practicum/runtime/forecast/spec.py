@@ -103,7 +103,8 @@ def _problems(error: ValidationError) -> Iterator[RecipeError]:
             yield RecipeError(path, "an unknown key", f"one of {', '.join(here.model_fields)}", advice)
         elif details["type"] == "missing" and info is not None:
             wanted = expected_type(info.annotation, info.metadata)
-            yield RecipeError(path, "nothing", f"{wanted} ({info.description})", f"add the key {last}")
+            sentence = (info.description or "").rstrip(".")
+            yield RecipeError(path, "nothing", f"{wanted} ({sentence})", f"add the key {last}")
         else:
             kind: Any = info.annotation if info is not None else here
             wanted = expected_type(kind, info.metadata if info is not None else ())

@@ -1,0 +1,165 @@
+"""The learner's roles on one rank and on two: stages from a store, mini-batches, padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from practicum.checks.watch import Watch
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.keys import Key, Tags
+from practicum.dataplane.memory import MemoryStore
+from practicum.dataplane.padding import padding_batch
+from practicum.dataplane.plan import make_plan
+from practicum.dataplane.ragged import Column, Ragged
+from practicum.learning.critic import Critic
+from practicum.learning.learner import Learner
+from practicum.learning.parallel import Parallel
+from practicum.learning.scorer import Scorer
+from practicum.learning.trunk import Trunk
+from practicum.recipe.schema import Recipe
+from practicum.runtime.cutting import rows_lacking
+from practicum.runtime.student import Student
+from practicum.runtime.valuation import Valuation
+
+from .ranks import Found, case
+from .reference import VOCAB, tiny
+
+FIELDS = (
+    "prompt_ids",
+    "response_ids",
+    "response_mask",
+    "plain_logprobs",
+    "old_logprobs",
+    "ref_logprobs",
+    "values",
+    "advantages",
+    "returns",
+)
+WRITTEN = ("old_logprobs", "ref_logprobs", "values")
+"""By the stages; the others are there from the start."""
+
+
+class WatchedStore(MemoryStore):
+    """Remembers which rows were read, and what stages wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: set[Key] = set()
+        self.written: dict[str, dict[Key, Tensor]] = {}
+
+    def get(self, batch: BatchRef, fields: Sequence[str]) -> dict[str, Column]:
+        self.read |= set(batch.keys)
+        return super().get(batch, fields)
+
+    def put(self, batch: BatchRef, columns: Mapping[str, Column], *, keep_tags: bool = False) -> None:
+        super().put(batch, columns, keep_tags=keep_tags)
+        for name, column in columns.items() if keep_tags else ():
+            assert isinstance(column, Ragged)
+            self.written.setdefault(name, {}).update(zip(batch.keys, column.rows, strict=True))
+
+
+def make_rows(rows: int, padding: int) -> tuple[WatchedStore, BatchRef]:
+    """Sessions of one to three rows, three sessions to a prompt, in a store with all columns."""
+    g = torch.Generator().manual_seed(rows)
+    keys = [Key(i // 6, i % 6 // 2, i % 2) for i in range(rows)]
+    prompts = [torch.randint(0, VOCAB, (1 + i % 5,), generator=g) for i in range(rows)]
+    responses = [torch.randint(0, VOCAB, (1 + 3 * i % 8,), generator=g) for i in range(rows)]
+    masks = [torch.rand(len(r), generator=g) < 0.8 for r in responses]
+
+    def numbers() -> list[Tensor]:
+        return [-torch.rand(len(r), generator=g) for r in responses]
+
+    tags = [
+        Tags(prompt_tokens=len(p), response_tokens=len(r), sampled_tokens=int(m.sum()), domain="d")
+        for p, r, m in zip(prompts, responses, masks, strict=True)
+    ]
+    columns: dict[str, Column] = {name: Ragged.from_rows(numbers()) for name in FIELDS if name not in WRITTEN}
+    columns |= {
+        "prompt_ids": Ragged.from_rows(prompts),
+        "response_ids": Ragged.from_rows(responses),
+        "response_mask": Ragged.from_rows(masks),
+    }
+    store, batch = WatchedStore(), BatchRef("train", tuple(keys), tuple(tags))
+    store.put(batch, columns)
+    if padding:
+        filler, blank = padding_batch("train", padding, FIELDS, end_id=0, widths={})
+        store.put(filler, blank)
+        batch = BatchRef.concat([batch, filler])
+    return store, batch
+
+
+def make_recipe(train: dict[str, Any], loss: str) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "t",
+            "model": {"make": {}},
+            "tasks": {"sort": {"kind": "sort"}},
+            "algorithm": {"advantage": "gae", "loss": loss, "kl": {"place": "loss", "coefficient": 0.1}},
+            "critic": {},
+            "train": {"lr": 0.01, "eps": 1e-3, **train},
+            "checks": {"logprob_gap": "off"},
+        }
+    )
+
+
+def run_roles(
+    parallel: Parallel | None, rows: int, train: dict[str, Any], loss: str = "ppo_clip", steps: int = 1
+) -> Found:
+    """All learner stages of some steps, on a batch that is padded if there are ranks to share it."""
+    recipe, found = make_recipe(train, loss), Found()
+    watch = Watch(recipe.checks, print)
+    model = tiny()
+    critic = None if recipe.critic is None else Critic(model, recipe.train, recipe.critic, parallel=parallel)
+    assert critic is not None
+    reference = Scorer(Trunk(tiny(seed=1), recipe.train, parallel))
+    learner = Learner(model, recipe.train, recipe.algorithm, parallel=parallel)
+    for step in range(1, steps + 1):
+        lacking = rows_lacking(recipe, make_rows(rows, 0)[1], step, 1 if parallel is None else parallel.world)
+        store, batch = make_rows(rows, lacking)
+        plan = make_plan(recipe)
+        student = Student(recipe, plan, store, learner, reference, watch)
+        valuation = Valuation(recipe, plan, store, critic)
+        if "old_logprobs" in plan:
+            student.old_logprobs(batch)
+        student.ref_logprobs(batch)
+        valuation.values(batch)
+        found.columns[f"read {step}"] = {key: torch.tensor(0) for key in store.read if key.prompt >= 0}
+        for name, written in store.written.items():
+            found.columns[f"{name} {step}"] = dict(written)
+        _exchange(parallel, store, batch)
+        learnt, valued = student.update(batch, step=step), valuation.update(batch, step=step)
+        assert learnt is not None
+        assert valued is not None
+        found.metrics += [learnt.metrics, valued]
+    found.keep(learner.model, learner.stepper)
+    found.keep(critic.model, critic.stepper)
+    return found
+
+
+def _exchange(parallel: Parallel | None, store: WatchedStore, batch: BatchRef) -> None:
+    """Put into this rank's store what the others wrote, as one store for all would have it."""
+    for theirs in [] if parallel is None else parallel.gather(store.written):
+        for name, rows in theirs.items():
+            written = batch.take([i for i, key in enumerate(batch.keys) if key in rows])
+            store.put(written, {name: Ragged.from_rows([rows[key] for key in written.keys])})
+
+
+@case
+def roles_with_minibatches(parallel: Parallel | None, folder: Path) -> Found:
+    return run_roles(parallel, 11, {"minibatches": 2}, steps=2)
+
+
+@case
+def roles_with_gspo(parallel: Parallel | None, folder: Path) -> Found:
+    return run_roles(parallel, 7, {}, loss="gspo")
+
+
+@case
+def roles_with_one_row(parallel: Parallel | None, folder: Path) -> Found:
+    """The other rank has padding alone."""
+    return run_roles(parallel, 1, {})
