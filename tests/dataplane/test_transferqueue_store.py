@@ -171,7 +171,7 @@ def test_a_chunk_that_transferqueue_lost_is_an_error(store: Store, handle: Trans
     partition: Any = ray.get(handle.servers.controller.get_partition_snapshot.remote("practicum"))
     (name,) = partition.keys_mapping
     link_to(handle.servers, 30.0).clear([name], 30.0)
-    with pytest.raises(StoreError, match=f"lost {name}"):
+    with pytest.raises(StoreError, match=f"lost chunk {name}"):
         store.get(batch, ["prompt_ids"])
 
 

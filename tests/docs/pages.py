@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "README.md",
+    *sorted((ROOT / "examples").glob("*.md")),
     *sorted((ROOT / "recipes").rglob("README.md")),
 ]
 _FENCE = re.compile(r"^```(\w*)[ \t]*([^\n]*)\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)

@@ -12,6 +12,7 @@ from practicum.dataplane.fields import FIELDS, Field
 from practicum.dataplane.padding import padding_batch
 from practicum.dataplane.ragged import Ragged
 from practicum.learning.metrics import METRICS as UPDATE_METRICS
+from practicum.recipe.reference import markdown
 from practicum.tasks.builtin import describe_tasks
 from practicum.tasks.scorers import RewardSample
 from practicum.trainer.metrics import METRICS
@@ -72,6 +73,14 @@ def tasks_table() -> str:
     return table(("kind", "what", "example", "options and their defaults"), rows)
 
 
+def machines_table() -> str:
+    """Keys of a recipe that runs on a cluster, as `practicum schema` has them."""
+    lines = markdown().splitlines()
+    starts = ("| `runtime.", "| `pools.", "| `rollout.replicas`", "| `teachers.<name>.placement.own.")
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith(starts)]
+    return table(("key", "takes", "default", "about"), rows)
+
+
 def sample_fields() -> list[str]:
     """What a reward function is given."""
     return [field.name for field in dataclasses.fields(RewardSample)]
@@ -84,6 +93,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "metrics": ("runs.md", metrics_table),
     "update metrics": ("runs.md", update_metrics_table),
     "tasks": ("tasks.md", tasks_table),
+    "machines": ("recipes.md", machines_table),
 }
 """Each table's page and maker; there it stands between the comments <!-- table: name --> and <!-- end -->."""
 

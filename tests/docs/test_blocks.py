@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from practicum.recipe.load import load_recipe
 from practicum.recipe.schema import Reward, Task
@@ -34,6 +35,12 @@ def test_recipes_load(block: Block, folder: Path):
     path.parent.mkdir(exist_ok=True)
     path.write_text(block.text)
     assert load_recipe(path).recipe.name
+
+
+@pytest.mark.parametrize("block", all_blocks("yml"), ids=str)
+def test_manifests_are_yaml(block: Block):
+    manifest = yaml.safe_load(block.text)
+    assert {"apiVersion", "kind", "metadata", "spec"} == manifest.keys()
 
 
 @pytest.mark.parametrize("block", all_blocks("python"), ids=str)

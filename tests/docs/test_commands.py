@@ -55,8 +55,9 @@ def few(words: list[str]) -> list[str]:
 
 @pytest.fixture
 def workplace(empty_folder: Path) -> Path:
-    """A folder with the repository's recipes, and a tiny model where the demo's base model would be."""
-    shutil.copytree(ROOT / "recipes", empty_folder / "recipes")
+    """A folder with the repository's recipes and examples, and a tiny model as the demo's base model."""
+    for name in ("recipes", "examples"):
+        shutil.copytree(ROOT / name, empty_folder / name)
     put_base_model(empty_folder / "runs/mopd/base/export")
     return empty_folder
 

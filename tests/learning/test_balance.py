@@ -127,7 +127,7 @@ def test_whole_sessions_are_even_in_tokens_where_rows_allow_it():
 
 
 def test_whole_sessions_that_ranks_cannot_share_are_an_error():
-    with pytest.raises(ValueError, match="4 rows with whole sessions .* one would have 3. Pad them first"):
+    with pytest.raises(ValueError, match=r"4 rows with whole sessions .* one would have 3\. Pad them first"):
         assign_ranks([Minibatch([0, 1, 2, 3])], [1] * 4, 2, ["a", "a", "a", "b"])
 
 

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
+from weakref import ref
 
 import ray
 from ray.exceptions import RayError
@@ -42,7 +43,12 @@ class Parcel(NamedTuple):
     node: str
 
 
-@dataclass(slots=True, eq=False)
+class _Keeper(NamedTuple):
+    actor: Any
+    turn: asyncio.Lock
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Shared:
     """A pack in Ray's object store: first the object of who put it, then a copy of the index's own."""
 
@@ -63,7 +69,7 @@ class Index:
     def __init__(self, report_freed: bool = False) -> None:
         self._held = Held()
         self._waiters: dict[str, list[_Waiter]] = {}
-        self._keepers: dict[str, Any] = {}
+        self._keepers: dict[str, _Keeper] = {}
         self._copying: set[asyncio.Task[None]] = set()
         self._report_freed = report_freed
 
@@ -146,24 +152,29 @@ class Index:
             return held.commit(put)
         shared = _Shared(put.locator.refs[0])
         freed = held.commit(put._replace(locator=shared))
-        task = asyncio.get_running_loop().create_task(self._copy(shared, put.locator.node))
+        # What is cleared before its turn comes is not copied.
+        task = asyncio.get_running_loop().create_task(self._copy(ref(shared), put.locator.node))
         self._copying.add(task)
         task.add_done_callback(self._copying.discard)
         return freed
 
-    async def _copy(self, shared: _Shared, node: str) -> None:
+    async def _copy(self, held: ref[_Shared], node: str) -> None:
         """Make what was put an object of this process; until then it dies with the one that put it."""
         keeper = self._keepers.get(node)
         if keeper is None:
-            keeper = self._keepers[node] = start_keeper(node)
-        try:
-            copy, done = keeper.copy.options(num_returns=2).remote(shared.ref)
-            await done
-        except RayError as error:
-            # Whoever reads it is told if it is lost; it may be cleared before anyone does.
-            _LOG.warning("a put could not be copied, so it ends with the process that made it: %s", error)
-        else:
-            shared.ref = copy
+            keeper = self._keepers[node] = _Keeper(start_keeper(node), asyncio.Lock())
+        async with keeper.turn:
+            shared = held()
+            if shared is None:
+                return
+            try:
+                copy, done = keeper.actor.copy.options(num_returns=2).remote(shared.ref)
+                await done
+            except RayError as error:
+                # Whoever reads it is told if it is lost; it may be cleared before anyone does.
+                _LOG.warning("a put could not be copied, so it ends with the process that made it: %s", error)
+            else:
+                shared.ref = copy
 
     def _freed(self, freed: list[Any]) -> list[Any]:
         return freed if self._report_freed else []

@@ -85,7 +85,7 @@ def unpack(chunk: Chunk, data: Tensor) -> Pack:
         raise StoreError(f"TransferQueue gave {len(view)} bytes for a chunk, which has more")
     uid, number, size, head, checksum = _BEGIN.unpack_from(view)
     if (uid, number) != chunk:
-        raise Gone(chunk.name)
+        raise Gone([chunk.name])
     header = view[_BEGIN.size : _BEGIN.size + head]
     if size != len(view) or zlib.crc32(header) != checksum:
         raise StoreError(f"TransferQueue gave {len(view)} bytes for chunk {chunk.name}, and they are damaged")

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Coroutine, Sequence
+from concurrent import futures
 from typing import Any
 from uuid import uuid4
 
@@ -22,7 +23,11 @@ _LOOK_S = 2.0
 
 
 class Gone(Exception):
-    """Chunks that were asked for are not held (any more); names one or all of them."""
+    """Of the chunks of these names, asked for together, one is not held (any more)."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        super().__init__(*names)
 
 
 class Link:
@@ -43,7 +48,11 @@ class Link:
         self._thread = threading.Thread(target=self._loop.run_forever, name="transferqueue", daemon=True)
         self._thread.start()
         self._client = AsyncTransferQueueClient(f"practicum_{uuid4().hex[:12]}", address, zmq_io_threads=1)
-        self.call(self._open(), "answer the first call", timeout_s)
+        try:
+            self.call(self._open(), "answer the first call", timeout_s)
+        except BaseException:
+            self.close()
+            raise
 
     def call(self, work: Coroutine[Any, Any, Any], what: str, timeout_s: float) -> Any:
         """The result of `work`. If it is late or fails, what died is named; then no call is tried again."""
@@ -52,23 +61,24 @@ class Link:
             raise StoreError(self._broken)
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         deadline = time.monotonic() + timeout_s
-        while True:
-            left = deadline - time.monotonic()
-            try:
-                return future.result(max(0.0, min(left, _LOOK_S)))
-            except (Gone, StoreError):
-                raise
-            except Exception as error:
-                late = not future.done()
-                self._raise_if_dead(future, error)
-                if not late:
-                    raise StoreError(f"TransferQueue could not {what}: {error}") from error
-                if left <= 0:
-                    future.cancel()
-                    raise DeadlineError(
-                        f"the store waited {timeout_s:g} s for TransferQueue to {what}, and its "
-                        "processes live: the cluster is overloaded, or runtime.store_s is too short"
-                    ) from None
+        while (left := deadline - time.monotonic()) > 0:
+            futures.wait([future], min(left, _LOOK_S))
+            if future.done():
+                break
+            self._raise_if_dead(future)
+        else:
+            future.cancel()
+            raise DeadlineError(
+                f"the store waited {timeout_s:g} s for TransferQueue to {what}, and its processes live: "
+                "the cluster is overloaded, or runtime.store_s is too short"
+            )
+        try:
+            return future.result()
+        except (Gone, StoreError):
+            raise
+        except Exception as error:
+            self._raise_if_dead(future)
+            raise StoreError(f"TransferQueue could not {what}: {error}") from error
 
     def put(self, names: Sequence[str], chunks: Ragged, timeout_s: float) -> None:
         """Hold these chunks, bytes one after the other; all or none."""
@@ -98,17 +108,17 @@ class Link:
         """Give up sockets and threads; safe to call twice."""
         if self._thread.is_alive():
             self._broken = self._broken or "the store is closed"
-            asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(_LOOK_S)
+            futures.wait([asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)], _LOOK_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_LOOK_S)
             self._client.close()
 
-    def _raise_if_dead(self, future: Any, error: Exception) -> None:
+    def _raise_if_dead(self, future: futures.Future[Any]) -> None:
         death = self.servers.death()
         if death is not None:
             self._broken = death
             future.cancel()
-            raise StoreError(death) from error
+            raise StoreError(death)
 
     async def _open(self) -> None:
         # Blocks on a handshake, so it runs beside the loop.
@@ -131,11 +141,11 @@ class Link:
 
         meta = await self._client.async_kv_retrieve_meta(names, _PARTITION)
         if meta.size != len(names) or _FIELD not in meta.field_names or not meta.is_ready:
-            raise Gone(", ".join(names))
+            raise Gone(names)
         try:
             data = await self._client.storage_manager.get_data(meta)
         except StorageKeyNotFoundError:
-            raise Gone(", ".join(names)) from None
+            raise Gone(names) from None
         chunks = Ragged.from_nested(data[_FIELD])
         if len(chunks) != len(names) or chunks.dtype is not torch.uint8:
             raise StoreError(f"TransferQueue gave {chunks} for {len(names)} chunks of bytes")

@@ -27,7 +27,7 @@ from practicum.dataplane.transferqueue.index import ChunkIndex
 from practicum.dataplane.transferqueue.link import Gone, Link, close_link, link_to
 from practicum.dataplane.transferqueue.servers import SIMPLE, Servers, start_servers
 from practicum.dataplane.validate import check_columns
-from practicum.errors import StoreError
+from practicum.errors import DeadlineError, StoreError
 
 Result = TypeVar("Result")
 
@@ -90,7 +90,7 @@ class TransferQueueStore(RayStore):
         self._link, self._index = link, ChunkIndex(index, link, timeout_s)
 
     def get(self, batch: BatchRef, fields: Sequence[str]) -> dict[str, Column]:
-        """Just these fields of these rows, as views where they were put together in this order."""
+        """Just these fields of these rows, in the batch's order."""
         return self._again(super().get, batch, fields)
 
     def save(self, path: Path) -> None:
@@ -99,15 +99,23 @@ class TransferQueueStore(RayStore):
 
     def _again(self, read: Callable[..., Result], *args: Any) -> Result:
         """What `read` gives; it is tried again if what it looks for is replaced at that moment."""
-        deadline, missed = time.monotonic() + self._timeout_s, ""
+        deadline, missed = time.monotonic() + self._timeout_s, ()
         while True:
             try:
                 return read(*args)
             except Gone as gone:
-                # Names are never used twice: the same one again is not late, but lost.
-                if str(gone) == missed or time.monotonic() > deadline:
-                    raise StoreError(f"TransferQueue lost {gone}, which nobody cleared") from None
-                missed = str(gone)
+                # Names are never used twice: if the index knows the same ones still, they are lost.
+                if gone.names == missed:
+                    more = f" and {len(missed) - 1} more" if len(missed) > 1 else ""
+                    raise StoreError(
+                        f"TransferQueue lost chunk {missed[0]}{more}, or one of them, though nobody cleared "
+                        "it: resume the run from its last checkpoint"
+                    ) from None
+                missed = gone.names
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"rows were replaced again and again for {self._timeout_s:g} s while they were read"
+                )
 
     def _packed(self, batch: BatchRef, columns: Mapping[str, Column]) -> Put:
         """Check columns, and give their bytes to TransferQueue."""

@@ -76,13 +76,13 @@ def forecast(
 
 def _place(recipe: Recipe, plan: Plan, spec: ClusterSpec) -> tuple[Layout | None, list[str]]:
     wanted = needs(recipe, plan, gpus=any(kind.devices for kind in spec.nodes))
-    started = recipe.runtime.cpus if recipe.runtime.address is None else None
     each = list(machines(spec))
+    here = len(each) == 1 and recipe.runtime.address is None
     nodes = [
         Node(
             name,
             # A cluster that the run starts on one machine may have more CPUs than the machine has cores.
-            started if started is not None and len(each) == 1 else machine.cpus,
+            recipe.runtime.cpus if here and recipe.runtime.cpus else machine.cpus,
             machine.devices,
             machine.memory_gb * GIB,
             GIB * (machine.object_store_gb or OBJECT_STORE_SHARE * machine.memory_gb),
@@ -90,7 +90,7 @@ def _place(recipe: Recipe, plan: Plan, spec: ClusterSpec) -> tuple[Layout | None
         for name, machine in each
     ]
     try:
-        return lay_out(wanted, nodes), []
+        return lay_out(wanted, nodes, started_here=here), []
     except ClusterError as error:
         return None, [str(error)]
 

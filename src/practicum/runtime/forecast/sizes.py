@@ -141,9 +141,11 @@ def _made(make: MakeModel) -> dict[str, Any]:
 
 
 def _tower(vision: Mapping[str, Any]) -> int:
-    """Parameters of a vision tower, roughly."""
+    """Parameters of a vision tower, roughly: its layers, and what joins their patches into tokens."""
     width, inner = vision.get("hidden_size", 0), vision.get("intermediate_size", 0)
-    return vision.get("depth", 0) * (4 * width * width + 3 * width * inner)
+    joined = width * vision.get("spatial_merge_size", 2) ** 2
+    layers = vision.get("depth", 0) * (4 * width * width + 3 * width * inner)
+    return layers + joined * (joined + vision.get("out_hidden_size", width))
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int:
