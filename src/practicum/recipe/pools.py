@@ -39,7 +39,9 @@ class Runtime(Section):
         default="local", description="local: all roles in this process; ray: actors of a Ray cluster."
     )
     threads: int | None = Field(
-        default=None, ge=1, description="torch threads of a process; unset: one per core, or 1 on ray."
+        default=None,
+        ge=1,
+        description="torch threads of a process; unset: one per core, on ray shared among pools.train.",
     )
     teachers_gb: float | None = Field(
         default=None,

@@ -74,6 +74,8 @@ METRICS: dict[str, str] = {
     "eval/mean@<k>/<domain>": "The same for one domain.",
     "eval/pass@<k>": "Share of evaluation prompts with a passing answer among k samples.",
     "eval/pass@<k>/<domain>": "The same for one domain.",
+    "cluster/deaths": "Workers that died in the step and were started again (runtime.kind ray).",
+    "cluster/reruns": "Pieces of work that were done again because of it.",
     "time/step": "Seconds of the whole step.",
     "time/<stage>": "Seconds of one stage, or of the evaluation.",
 }

@@ -10,7 +10,7 @@ from math import floor
 from practicum.dataplane.plan import Plan
 from practicum.recipe.pools import Pool
 from practicum.recipe.schema import Recipe
-from practicum.recipe.ways import engine_replicas, judges, measures, own_models, own_options
+from practicum.recipe.ways import engine_replicas, judges, measures, own_models, own_options, streams
 from practicum.runtime.cluster.sizes import folder_bytes, step_bytes
 
 TRAIN, ROLLOUT, REWARD, STORE = "train", "rollout", "reward", "store"
@@ -122,7 +122,10 @@ def _student(recipe: Recipe, gpus: bool) -> Iterator[Placed]:
     ranks = pools.train.nodes * pools.train.devices
     learners = _spread(ranks, pools.train)
     engines = _spread(engine_replicas(recipe), pools.rollout or pools.train)
-    both = [(TRAIN, pools.train, {TRAIN: learners} | ({} if pools.rollout else {ROLLOUT: engines}))]
+    shared = {TRAIN: learners} | ({} if pools.rollout else {ROLLOUT: engines})
+    if _judges_here(recipe):
+        shared[REWARD] = _spread(recipe.runtime.reward_workers, pools.train)
+    both = [(TRAIN, pools.train, shared)]
     if pools.rollout is not None:
         both.append((ROLLOUT, pools.rollout, {ROLLOUT: engines}))
     for name, pool, roles in both:
@@ -150,7 +153,7 @@ def _own(recipe: Recipe, gpus: bool) -> Iterator[Placed]:
 def _services(recipe: Recipe) -> Iterator[Placed]:
     """What needs no device: reward workers, clients of servers, TransferQueue."""
     runtime = recipe.runtime
-    if judges(recipe) or measures(recipe):
+    if (judges(recipe) or measures(recipe)) and not _judges_here(recipe):
         for index in range(runtime.reward_workers):
             yield Bundle(SERVICES, index, 1.0, memory=PROCESS_BYTES), [(REWARD, index, 1)]
     for name, teacher in recipe.teachers.items():
@@ -159,6 +162,12 @@ def _services(recipe: Recipe) -> Iterator[Placed]:
     if runtime.store.kind == "transferqueue":
         for index in range(runtime.store.units + 1):  # and their controller
             yield Bundle(STORE, index, 1.0, memory=PROCESS_BYTES), [(STORE, index + 1, 1)]
+
+
+def _judges_here(recipe: Recipe) -> bool:
+    """Whether reward workers hold colocated models, and so share the devices of train."""
+    models = recipe.reward.models.values()
+    return (judges(recipe) or measures(recipe)) and any(not streams(model) for model in models)
 
 
 def uses_gpu(device: str, gpus: bool) -> bool:
