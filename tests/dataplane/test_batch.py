@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 
 import pytest
@@ -83,3 +84,11 @@ def test_batches_of_different_partitions_are_not_joined() -> None:
 def test_joining_nothing_is_an_error() -> None:
     with pytest.raises(StoreError, match="no batch to join"):
         BatchRef.concat([])
+
+
+def test_a_batch_survives_pickling():
+    tags = tuple(Tags(prompt_tokens=i, domain="d", reward=0.5 * i, failure=None) for i in range(3))
+    batch = BatchRef("train", tuple(Key(i, 1, 2) for i in range(3)), tags)
+    again = pickle.loads(pickle.dumps(batch))
+    assert again == batch
+    assert all(type(key) is Key for key in again.keys)

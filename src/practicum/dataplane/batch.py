@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import Any
 
 from practicum.dataplane.keys import Key, Tags
 from practicum.errors import StoreError
+
+_plain = attrgetter(*(field.name for field in fields(Tags)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,11 @@ class BatchRef:
         if len(self.keys) != len(self.tags):
             raise StoreError(f"a batch of {len(self.keys)} keys came with {len(self.tags)} tags")
         check_distinct(self.keys, "the batch")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Batches travel with every call between processes; plain tuples pickle several times faster.
+        keys = [tuple(key) for key in self.keys]
+        return _rebuilt, (self.partition, keys, [_plain(tags) for tags in self.tags])
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -65,6 +74,10 @@ class BatchRef:
             raise StoreError(f"can't join batches of partitions {sorted(partitions)}")
         keys = tuple(key for batch in batches for key in batch.keys)
         return BatchRef(partitions.pop(), keys, tuple(tag for batch in batches for tag in batch.tags))
+
+
+def _rebuilt(partition: str, keys: list[Any], tags: list[Any]) -> BatchRef:
+    return BatchRef(partition, tuple(map(Key._make, keys)), tuple(Tags(*values) for values in tags))
 
 
 def check_distinct(keys: Sequence[Key], what: str) -> None:

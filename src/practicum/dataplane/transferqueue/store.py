@@ -99,7 +99,8 @@ class TransferQueueStore(RayStore):
 
     def _again(self, read: Callable[..., Result], *args: Any) -> Result:
         """What `read` gives; it is tried again if what it looks for is replaced at that moment."""
-        deadline, missed = time.monotonic() + self._timeout_s, ()
+        deadline = time.monotonic() + self._timeout_s
+        missed: tuple[str, ...] = ()
         while True:
             try:
                 return read(*args)
