@@ -18,9 +18,10 @@ from torch import Tensor
 
 from practicum.dataplane.ragged import Column, Ragged
 from practicum.dataplane.ray_store.client import IndexClient, plain_put
-from practicum.dataplane.ray_store.index import Parcel, start_index
+from practicum.dataplane.ray_store.index import start_index
 from practicum.dataplane.ray_store.packing import pack_columns
 from practicum.dataplane.ray_store.store import RayStore, RayStoreHandle, start_ray_store
+from practicum.dataplane.ray_store.wire import Parcel
 from practicum.dataplane.store import Store
 from practicum.errors import DeadlineError, StoreError
 
@@ -183,7 +184,7 @@ def test_an_object_that_died_with_its_process_is_named_with_its_rows(
     owner = start_actor(Owner)
     refs = ray.get(owner.share.remote(pack_columns(big(), {"response": LENGTHS})), timeout=PATIENCE)
     ray.kill(owner)
-    parcel = Parcel(refs, ray.get_runtime_context().get_node_id())
+    parcel = Parcel(refs[0], ray.get_runtime_context().get_node_id())
     wait_until_lost(refs)
     IndexClient(handle.index, PATIENCE).commit(
         plain_put(BATCH, {"response": LENGTHS}, ("response_ids",), parcel)

@@ -5,6 +5,8 @@ import asyncio
 from practicum.rollout.session import Session
 from practicum.rollout.trajectory import Trajectory
 
+from .orders import is_ordered, obey
+
 
 async def two_trajectories(session: Session) -> list[Trajectory]:
     """A turn, tokens that a tool gave, another turn; then a second context."""
@@ -68,3 +70,18 @@ async def asks_a_helper(session: Session) -> None:
     helper.new_trajectory(session.tokenizer.encode("copy", add_special_tokens=False))
     await helper.generate(max_new_tokens=3)
     await session.generate(max_new_tokens=2)
+
+
+async def mortal(session: Session) -> None:
+    """One turn. If `rollout` is ordered, session 1 dies when the other sessions had time to be written."""
+    await session.generate()
+    if session.index == 1 and is_ordered("rollout"):
+        await asyncio.sleep(0.5)
+        obey("rollout")
+
+
+async def slow(session: Session) -> None:
+    """One turn; while `linger` is ordered, a session goes on until it is cancelled."""
+    await session.generate()
+    while is_ordered("linger"):
+        await asyncio.sleep(0.05)

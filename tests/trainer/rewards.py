@@ -4,6 +4,8 @@ import random
 
 from practicum.tasks.scorers import RewardSample
 
+from .orders import obey
+
 
 def even_length(sample: RewardSample) -> float:
     return float(len(sample.response_text) % 2 == 0)
@@ -28,6 +30,12 @@ def at_random(sample: RewardSample) -> float:
 def by_letters(sample: RewardSample) -> float:
     """Differs between almost any two answers."""
     return sum(map(ord, sample.response_text)) % 7 / 6
+
+
+def mortal(sample: RewardSample) -> float:
+    """As by_letters; if `reward` is ordered, the process dies of it."""
+    obey("reward")
+    return by_letters(sample)
 
 
 def answer_length(sample: RewardSample) -> float:

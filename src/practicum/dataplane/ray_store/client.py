@@ -14,6 +14,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from practicum.dataplane.batch import BatchRef, check_distinct
 from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.ray_store.held import Located, PlainKey, PlainTags, Put, Snapshot
+from practicum.dataplane.ray_store.wire import pack_call, unpack_answer
 from practicum.dataplane.validate import field_of
 from practicum.errors import DeadlineError, PracticumError, StoreError
 
@@ -110,13 +111,13 @@ class IndexClient:
     def _call(self, method: str, *args: object, patience: float = 0.0, brings_refs: bool = False) -> Any:
         """What the index answers; its own errors as they were raised there."""
         timeout = self._timeout_s + patience
-        answer = getattr(self._actor, method).remote(*args)
+        call = getattr(self._actor, method).remote(*pack_call(args))
         try:
             if not brings_refs:
-                return ray.get(answer, timeout=timeout)
-            ray.wait([answer], timeout=timeout)
+                return unpack_answer(ray.get(call, timeout=timeout))
+            ray.wait([call], timeout=timeout)
             with _REFS:
-                return ray.get(answer, timeout=0)
+                return unpack_answer(ray.get(call, timeout=0))
         except RayTaskError as error:
             if isinstance(error.cause, PracticumError):
                 raise error.cause from None

@@ -26,6 +26,7 @@ from practicum.dataplane.ray_store.held import (
     describe_lacking,
 )
 from practicum.dataplane.ray_store.keeper import start_keeper
+from practicum.dataplane.ray_store.wire import Parcel, on_wire
 from practicum.errors import DeadlineError
 
 _LOG = logging.getLogger(__name__)
@@ -34,13 +35,6 @@ _AT_ONCE = 10_000
 
 
 _Found = TypeVar("_Found", Located, Snapshot)
-
-
-class Parcel(NamedTuple):
-    """A pack that a worker put into Ray's object store, on which node; in a list, as Ray wants it."""
-
-    refs: list[Any]
-    node: str
 
 
 class _Keeper(NamedTuple):
@@ -64,7 +58,10 @@ class _Waiter:
 
 
 class Index:
-    """The actor. `report_freed`: commits and clears return the locators that nothing refers to any more."""
+    """The actor, called through an IndexClient.
+
+    `report_freed`: commits and clears return the locators that nothing refers to any more.
+    """
 
     def __init__(self, report_freed: bool = False) -> None:
         self._held = Held()
@@ -73,30 +70,36 @@ class Index:
         self._copying: set[asyncio.Task[None]] = set()
         self._report_freed = report_freed
 
+    @on_wire
     async def commit(self, put: Put) -> list[Any]:
         """Take a put; what was replaced by it and is in no other row is freed."""
         freed = self._take(self._held, put)
         self._wake(put.partition, put.keys)
         return self._freed(freed)
 
+    @on_wire
     async def locate(self, partition: str, keys: list[PlainKey], fields: tuple[str, ...]) -> Located:
         """Where these fields of these rows are."""
         return _addressed(self._held.locate(partition, keys, fields))
 
+    @on_wire
     async def batch(self, partition: str) -> tuple[list[PlainKey], list[PlainTags]]:
         """Keys and tags of a whole partition."""
         keys = self._held.keys(partition)
         return keys, self._held.tags(partition, keys)
 
+    @on_wire
     async def tags(self, partition: str, keys: list[PlainKey]) -> list[PlainTags]:
         """Tags of these rows."""
         return self._held.tags(partition, keys)
 
+    @on_wire
     async def tag(self, partition: str, keys: list[PlainKey], tags: list[PlainTags]) -> None:
         """Replace tags."""
         self._held.tag(partition, keys, tags)
         self._wake(partition, keys)
 
+    @on_wire
     async def wait(
         self, partition: str, keys: list[PlainKey], fields: tuple[str, ...], timeout: float, owner: str
     ) -> list[PlainTags]:
@@ -120,22 +123,27 @@ class Index:
             if not waiters and self._waiters.get(partition) is waiters:
                 del self._waiters[partition]
 
+    @on_wire
     async def clear(self, partition: str, keys: list[PlainKey] | None) -> list[Any]:
         """Forget rows; puts of which no cell is left are freed."""
         return self._freed(self._held.clear(partition, keys))
 
+    @on_wire
     async def size(self, partition: str | None) -> int:
         """How many rows are held."""
         return self._held.size(partition)
 
+    @on_wire
     async def snapshot(self) -> Snapshot:
         """Everything that is held now."""
         return _addressed(self._held.snapshot())
 
+    @on_wire
     async def settle(self) -> None:
         """Until all that has been put is independent of the process that put it."""
         await asyncio.gather(*self._copying)
 
+    @on_wire
     async def replace(self, puts: list[Put]) -> list[Any]:
         """Hold what these puts make, and nothing else."""
         new = Held()
@@ -150,7 +158,7 @@ class Index:
     def _take(self, held: Held, put: Put) -> list[Any]:
         if not isinstance(put.locator, Parcel):
             return held.commit(put)
-        shared = _Shared(put.locator.refs[0])
+        shared = _Shared(put.locator.ref)
         freed = held.commit(put._replace(locator=shared))
         # What is cleared before its turn comes is not copied.
         task = asyncio.get_running_loop().create_task(self._copy(ref(shared), put.locator.node))

@@ -26,7 +26,7 @@ from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.ragged import Column, Ragged
 from practicum.dataplane.ray_store.client import IndexClient, plain_put
 from practicum.dataplane.ray_store.held import Group, Located, Put, Snapshot
-from practicum.dataplane.ray_store.index import Parcel, start_index
+from practicum.dataplane.ray_store.index import start_index
 from practicum.dataplane.ray_store.packing import (
     OpenPack,
     inline,
@@ -35,6 +35,7 @@ from practicum.dataplane.ray_store.packing import (
     read_columns,
 )
 from practicum.dataplane.ray_store.parts import Pack
+from practicum.dataplane.ray_store.wire import Parcel
 from practicum.dataplane.validate import check_columns, field_of, name_keys
 from practicum.errors import DeadlineError, StoreError
 
@@ -158,7 +159,7 @@ class RayStore:
 
     def _share(self, pack: Pack, size: int) -> Parcel:
         try:
-            return Parcel([ray.put(pack)], ray.get_runtime_context().get_node_id())
+            return Parcel(ray.put(pack), ray.get_runtime_context().get_node_id())
         except ObjectStoreFullError as error:
             raise StoreError(
                 f"Ray's object store on this node has no room for a put of {size / 2**20:.0f} MiB: give it "

@@ -87,7 +87,7 @@ class TrainWorker(Worker):
         self.faculty, self.valuation = self._faculty(model, staff), self._valuation(model)
         reference = None
         if "ref_logprobs" in plan:
-            reference = Scorer(Trunk(load_reference(recipe, model), recipe.train))
+            reference = Scorer(Trunk(load_reference(recipe, model), recipe.train, self.parallel))
         # Last: others copy the model whole, and the learner cuts it into shards.
         learner = make_learner(recipe, model, staff, self.watch, self.parallel)
         self.student = Student(recipe, plan, self.store, learner, reference, self.watch)

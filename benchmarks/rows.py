@@ -1,0 +1,159 @@
+"""Rows for benchmarks of the data plane, and the two forms in which columns are sent by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.fields import FIELDS
+from practicum.dataplane.keys import Key, Tags
+from practicum.dataplane.ragged import Column, Ragged
+
+TOKEN_FIELDS = (
+    *("response_ids", "position_ids", "teacher_topk_ids", "teacher_topk_logprobs"),
+    *("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages"),
+)
+"""Eight ragged fields, 44 bytes for a token with one position axis and a top-1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How many rows, the fewest and most tokens of one, its fields, and widths of their other axes."""
+
+    rows: int
+    tokens: tuple[int, int] = (256, 2048)
+    fields: tuple[str, ...] = TOKEN_FIELDS
+    widths: Mapping[str, int] = field(default_factory=dict)
+
+
+def draw_lengths(rows: int, tokens: tuple[int, int]) -> list[int]:
+    """Tokens of each row, the same at every call."""
+    drawn = torch.randint(tokens[0], tokens[1] + 1, (rows,), generator=torch.Generator().manual_seed(rows))
+    return drawn.tolist()
+
+
+def make_columns(shape: Shape) -> dict[str, Ragged]:
+    """Packed columns, the same in every process."""
+    lengths = draw_lengths(shape.rows, shape.tokens)
+    generator = torch.Generator().manual_seed(0)
+    columns = {}
+    for name in shape.fields:
+        trailing = [shape.widths.get(axis, 1) for axis in FIELDS[name].trailing]
+        count = sum(lengths) * prod(trailing)
+        if FIELDS[name].dtype == "float32":
+            values = torch.rand(count, generator=generator)
+        else:
+            values = torch.randint(0, 2, (count,), generator=generator)
+        columns[name] = Ragged.packed(values.view(-1, *trailing), lengths)
+    return columns
+
+
+def make_batch(partition: str, lengths: Sequence[int], first: int = 0) -> BatchRef:
+    """Keys and tags of rows of these lengths; prompts are numbered from `first`."""
+    keys = tuple(Key(first + i) for i in range(len(lengths)))
+    tags = tuple(Tags(domain="math", prompt_tokens=20, response_tokens=n, version_min=3) for n in lengths)
+    return BatchRef(partition, keys, tags)
+
+
+def column_bytes(columns: Mapping[str, Column]) -> int:
+    """Bytes of the tensors in columns."""
+    return sum(_bytes_of(column) for column in columns.values())
+
+
+def _bytes_of(value: Any) -> int:
+    if isinstance(value, Ragged):
+        return value.values.nbytes
+    if isinstance(value, Tensor):
+        return value.nbytes
+    items = value.values() if isinstance(value, dict) else value
+    return sum(map(_bytes_of, items))
+
+
+class Arrays:
+    """Columns as numpy arrays, which Ray sends without pickling them: the best that can be done by hand."""
+
+    name = "packed arrays"
+
+    @staticmethod
+    def wrap(columns: Mapping[str, Column]) -> Any:
+        """What is sent."""
+        return {name: _as_arrays(column) for name, column in columns.items()}
+
+    @staticmethod
+    def unwrap(sent: Any) -> dict[str, Column]:
+        """The columns, sharing memory with what was sent."""
+        return {name: _as_column(column) for name, column in sent.items()}
+
+
+class TensorDicts:
+    """Columns as a TensorDict of jagged nested tensors, as trainers of this kind send them.
+
+    Columns of objects go beside it, because a TensorDict of ragged rows has no place for them.
+    """
+
+    name = "TensorDict"
+
+    @staticmethod
+    def wrap(columns: Mapping[str, Column]) -> Any:
+        """What is sent. A view is copied first: pickled, it would bring all that it is a view of."""
+        tensors: dict[str, Tensor] = {}
+        objects = {}
+        rows = len(next(iter(columns.values())))
+        for name, column in columns.items():
+            if isinstance(column, list):
+                objects[name] = column
+            elif isinstance(column, Ragged):
+                tensors[name] = Ragged.packed(_whole(column.values), column.lengths).to_nested()
+            else:
+                tensors[name] = _whole(column)
+        return TensorDict(tensors, batch_size=rows), objects
+
+    @staticmethod
+    def unwrap(sent: Any) -> dict[str, Column]:
+        """The columns."""
+        tensors, objects = sent
+        found: dict[str, Column] = {
+            name: Ragged.from_nested(value) if value.is_nested else value for name, value in tensors.items()
+        }
+        return found | objects
+
+
+Form = type[Arrays] | type[TensorDicts]
+FORMS: dict[str, Form] = {form.name: form for form in (TensorDicts, Arrays)}
+
+
+def _whole(values: Tensor) -> Tensor:
+    return values if values.untyped_storage().nbytes() == values.nbytes else values.clone()
+
+
+def _as_arrays(column: Any) -> Any:
+    if isinstance(column, Ragged):
+        return column.values.numpy(), np.array(column.lengths)
+    if isinstance(column, Tensor):
+        return column.numpy()
+    if isinstance(column, list):
+        return [{name: value.numpy() for name, value in one.items()} for one in column]
+    raise TypeError(f"no column: {type(column)}")
+
+
+def _as_column(sent: Any) -> Column:
+    if isinstance(sent, tuple):
+        return Ragged.packed(_tensor(sent[0]), sent[1].tolist())
+    if isinstance(sent, list):
+        return [{name: _tensor(value) for name, value in one.items()} for one in sent]
+    return _tensor(sent)
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    """A tensor on the array's memory; torch warns of read-only ones, and nobody writes here."""
+    where = array.__array_interface__ | {"data": (array.__array_interface__["data"][0], False)}
+    holder = type("Shared", (), {"__array_interface__": where, "array": array})()
+    return torch.from_numpy(np.asarray(holder)) if array.size else torch.from_numpy(array.copy())
