@@ -67,7 +67,9 @@ def contenders(writer: Any, reader: Any) -> dict[str, Turn]:
         return {"whole": time.perf_counter() - began}
 
     routes = {name: moved(name) for name in (OURS, ADAPTER, PLAIN, BARE)}
-    return routes | {name: sent(form) for form, name in THROUGH.items()} | {MEMCPY: copied, "two calls": called}
+    return (
+        routes | {name: sent(form) for form, name in THROUGH.items()} | {MEMCPY: copied, "two calls": called}
+    )
 
 
 def measure(rounds: int, shapes: dict[str, Shape]) -> tuple[dict[str, Any], dict[str, int]]:
@@ -94,7 +96,10 @@ def measure(rounds: int, shapes: dict[str, Shape]) -> tuple[dict[str, Any], dict
 def main() -> None:
     """Measure all shapes, and write the results."""
     if wants_quick():
-        measure(2, {"8 rows": Shape(8), "2 rows of 8 MB": Shape(2, (1024, 1024), ("teacher_hidden",), {"H": 2048})})
+        measure(
+            2,
+            {"8 rows": Shape(8), "2 rows of 8 MB": Shape(2, (1024, 1024), ("teacher_hidden",), {"H": 2048})},
+        )
         return
     raced, sizes = measure(ROUNDS, SHAPES)
     content = {"goals": GOALS, "judged": JUDGED, "rounds": ROUNDS, "bytes": sizes, "raced": raced}

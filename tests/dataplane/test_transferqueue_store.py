@@ -81,7 +81,8 @@ class TestTransferQueueStore(StoreConformance, SharedStoreConformance):
 
 @pytest.fixture
 def store(stores: list[Store]) -> Store:
-    return [emptied(store) for store in stores][0]
+    first, _ = [emptied(store) for store in stores]
+    return first
 
 
 def long_columns(rows: int) -> dict[str, Column]:

@@ -5,7 +5,7 @@ import asyncio
 from practicum.rollout.session import Session
 from practicum.rollout.trajectory import Trajectory
 
-from .orders import is_ordered, obey
+from .orders import is_ordered, obey, order
 
 
 async def two_trajectories(session: Session) -> list[Trajectory]:
@@ -73,15 +73,13 @@ async def asks_a_helper(session: Session) -> None:
 
 
 async def mortal(session: Session) -> None:
-    """One turn. If `rollout` is ordered, session 1 dies when the other sessions had time to be written."""
+    """One turn. If it is ordered, session 1 dies when the others had time to be written, or never ends."""
     await session.generate()
-    if session.index == 1 and is_ordered("rollout"):
+    if session.index != 1:
+        return
+    if is_ordered("rollout"):
         await asyncio.sleep(0.5)
         obey("rollout")
-
-
-async def slow(session: Session) -> None:
-    """One turn; while `linger` is ordered, a session goes on until it is cancelled."""
-    await session.generate()
-    while is_ordered("linger"):
-        await asyncio.sleep(0.05)
+    if is_ordered(f"linger at prompt {session.prompt.uid}"):
+        order("lingers")
+        await asyncio.Event().wait()

@@ -100,6 +100,10 @@ class IndexClient:
         """Everything that is held now; to be released as what `locate` gives."""
         return self._call("snapshot", brings_refs=True)
 
+    def expect(self, node: str) -> None:
+        """Objects will be put on that node; nobody waits for this to be heard."""
+        self._actor.expect.remote(*pack_call((node,)))
+
     def settle(self) -> None:
         """Until all that has been put is independent of the process that put it."""
         self._call("settle")

@@ -139,6 +139,11 @@ class Index:
         return _addressed(self._held.snapshot())
 
     @on_wire
+    async def expect(self, node: str) -> None:
+        """Objects will be put on that node: have a keeper there before the first one is."""
+        self._keeper(node)
+
+    @on_wire
     async def settle(self) -> None:
         """Until all that has been put is independent of the process that put it."""
         await asyncio.gather(*self._copying)
@@ -155,6 +160,12 @@ class Index:
             self._wake(partition, new.keys(partition))
         return self._freed(freed)
 
+    def _keeper(self, node: str) -> _Keeper:
+        keeper = self._keepers.get(node)
+        if keeper is None:
+            keeper = self._keepers[node] = _Keeper(start_keeper(node), asyncio.Lock())
+        return keeper
+
     def _take(self, held: Held, put: Put) -> list[Any]:
         if not isinstance(put.locator, Parcel):
             return held.commit(put)
@@ -168,9 +179,7 @@ class Index:
 
     async def _copy(self, held: ref[_Shared], node: str) -> None:
         """Make what was put an object of this process; until then it dies with the one that put it."""
-        keeper = self._keepers.get(node)
-        if keeper is None:
-            keeper = self._keepers[node] = _Keeper(start_keeper(node), asyncio.Lock())
+        keeper = self._keeper(node)
         async with keeper.turn:
             shared = held()
             if shared is None:

@@ -52,6 +52,7 @@ class RayStoreHandle:
 
     def connect(self, timeout_s: float = 60.0) -> RayStore:
         """The store, for this process; each call of it has so many seconds."""
+        IndexClient(self.index, timeout_s).expect(ray.get_runtime_context().get_node_id())
         return RayStore(self.index, timeout_s, self.inline_bytes)
 
     def actors(self) -> dict[str, Any]:
@@ -79,7 +80,7 @@ class RayStore:
         self._timeout_s, self._inline_bytes = timeout_s, inline_bytes
 
     def put(self, batch: BatchRef, columns: Mapping[str, Column], *, keep_tags: bool = False) -> None:
-        """Write columns. They stay when this process ends; if it is killed, from some ms later on."""
+        """Write columns. From some ms later on they outlive this process; `settle` waits for that."""
         put = self._packed(batch, columns)
         if put.keys:
             self._index.commit(put._replace(tags=None) if keep_tags else put)

@@ -26,8 +26,9 @@ class Gone(Exception):
     """Of the chunks of these names, asked for together, one is not held (any more)."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self.names = tuple(names)
-        super().__init__(*names)
+        self.names = list(names)
+        more = f" or one of {len(names) - 1} more" if len(names) > 1 else ""
+        super().__init__(f"chunk {names[0]}{more}")
 
 
 class Link:

@@ -100,17 +100,16 @@ class TransferQueueStore(RayStore):
     def _again(self, read: Callable[..., Result], *args: Any) -> Result:
         """What `read` gives; it is tried again if what it looks for is replaced at that moment."""
         deadline = time.monotonic() + self._timeout_s
-        missed: tuple[str, ...] = ()
+        missed: list[str] = []
         while True:
             try:
                 return read(*args)
             except Gone as gone:
                 # Names are never used twice: if the index knows the same ones still, they are lost.
                 if gone.names == missed:
-                    more = f" and {len(missed) - 1} more" if len(missed) > 1 else ""
                     raise StoreError(
-                        f"TransferQueue lost chunk {missed[0]}{more}, or one of them, though nobody cleared "
-                        "it: resume the run from its last checkpoint"
+                        f"TransferQueue lost {gone}, though nobody cleared it: resume the run from its last "
+                        "checkpoint"
                     ) from None
                 missed = gone.names
             if time.monotonic() > deadline:
