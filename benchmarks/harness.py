@@ -24,7 +24,7 @@ from typing import Any, TextIO
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 LOGS = HERE / ".cache" / "logs"
-PACKAGES = ("torch", "transformers", "trl", "numpy")
+PACKAGES = ("torch", "transformers", "trl", "numpy", "ray", "TransferQueue")
 
 Measured = dict[str, float]
 """What a contender says of one turn: seconds, and whatever else it counted."""

@@ -8,7 +8,7 @@ to it from who made it, and goes from it to who needs it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ WIDTH, VOCAB, PATCH = 64, 256, 768
 CHUNK = 8192
 """Tokens that are computed at once."""
 PARTITION = "train"
+DEADLINE_S = 120.0
 IMAGES = "multi_modal_inputs"
 
 
@@ -88,6 +89,10 @@ class Brain:
         self.embed, self.layer = weight(VOCAB, WIDTH), weight(WIDTH, WIDTH)
         self.look = weight(WIDTH, PATCH)
 
+    def weights(self) -> list[Tensor]:
+        """What is learnt."""
+        return [self.embed, self.layer, self.look]
+
     def glance(self, images: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """What each image adds to its row's tokens [B, WIDTH]."""
         seen = [linear(image["pixel_values"], self.look).mean(0) for image in images]
@@ -114,12 +119,12 @@ class Brain:
 
 
 class StageWorker:
-    """An actor that computes stages. `handle` is the store's; without one, columns come and go by calls."""
+    """An actor that computes stages, on columns of the store or of calls."""
 
-    def __init__(self, handle: Any | None) -> None:
+    def __init__(self, handle: Any) -> None:
         torch.set_num_threads(1)
-        self._store = None if handle is None else handle.connect(120.0)
-        self._brain = Brain()
+        self._store = handle.connect(DEADLINE_S)
+        self.brain = Brain()
         self._images: list[Any] = []
 
     def prepare(self, load: Load) -> None:
@@ -131,7 +136,6 @@ class StageWorker:
 
     def by_store(self, name: str, batch: BatchRef, load: Load) -> float:
         """Run a stage on rows of the store; gives the seconds of computing."""
-        assert self._store is not None
         reads = reads_of(name, load)
         columns = self._store.get(batch, reads) if reads else {}
         began = time.perf_counter()
@@ -161,10 +165,10 @@ class StageWorker:
         images = columns.get(IMAGES, [])
         if name == "update":
             weights_N = columns["advantages"].values * columns["response_mask"].values
-            self._brain.learn(ids.values, self._seen(images, ids), weights_N)
+            self.brain.learn(ids.values, self._seen(images, ids), weights_N)
             return {}
         with torch.no_grad():
-            logprobs, entropy = self._brain.logprobs(ids.values, self._seen(images, ids))
+            logprobs, entropy = self.brain.logprobs(ids.values, self._seen(images, ids))
         if name == "teachers":
             return {"teacher_logprobs": Ragged.packed(logprobs, ids.lengths)}
         return {
@@ -177,18 +181,20 @@ class StageWorker:
         lengths = draw_lengths(load.rows, load.tokens)
         ids_N = torch.randint(0, VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(2))
         ids = Ragged.packed(ids_N, lengths)
-        logprobs, _ = self._brain.logprobs(ids_N, self._seen(self._images, ids))
+        logprobs, _ = self.brain.logprobs(ids_N, self._seen(self._images, ids))
         written: dict[str, Column] = {
             "response_ids": ids,
             "response_mask": Ragged.packed(torch.ones(len(ids_N), dtype=torch.bool), lengths),
             "rollout_logprobs": Ragged.packed(logprobs, lengths),
         }
-        return written | ({IMAGES: self._images} if self._images else {})
+        if self._images:
+            written[IMAGES] = self._images
+        return written
 
     def _seen(self, images: Sequence[Mapping[str, Tensor]], ids: Ragged) -> Tensor | None:
         if not images:
             return None
-        return self._brain.glance(images).repeat_interleave(torch.tensor(ids.lengths), 0)
+        return self.brain.glance(images).repeat_interleave(torch.tensor(ids.lengths), 0)
 
 
 def _advantages(columns: Mapping[str, Any]) -> Ragged:
@@ -201,54 +207,56 @@ def _advantages(columns: Mapping[str, Any]) -> Ragged:
 
 
 class Pipeline:
-    """The controller of the step: `form` None is the store, else the form in which columns are sent."""
+    """The controller of the step, and its workers."""
 
-    def __init__(self, handle: Any | None, load: Load, form: str | None) -> None:
-        self.load, self.form = load, form
-        self.lengths = draw_lengths(load.rows, load.tokens)
+    def __init__(self, handle: Any) -> None:
         actor: Any = ray.remote(num_cpus=1)(StageWorker)
-        first, *others = [actor.remote(handle) for _ in range(RANKS)]
-        self.workers = {name: [actor.remote(handle)] for name in ("rollout", "reward", "teacher")}
-        self.workers |= {"ranks": [first, *others], "first rank": [first]}
-        everyone = {id(w): w for workers in self.workers.values() for w in workers}
-        ray.get([worker.prepare.remote(load) for worker in everyone.values()])
-        self._everyone = list(everyone.values())
+        ranks = [actor.remote(handle) for _ in range(RANKS)]
+        self._workers = {name: [actor.remote(handle)] for name in ("rollout", "reward", "teacher")}
+        self._workers |= {"ranks": ranks, "first rank": ranks[:1]}
+        self._store = handle.connect(DEADLINE_S)
         self._columns: dict[str, Column] = {}
 
-    def step(self, clear: Callable[[], None]) -> Measured:
-        """One step; `clear` empties the store. Gives all seconds, and those of computing."""
+    def prepare(self, load: Load) -> None:
+        """Steps are of this load from now on."""
+        self._load, self._lengths = load, draw_lengths(load.rows, load.tokens)
+        ray.get(self._workers["rollout"][0].prepare.remote(load))
+
+    def step(self, form: str | None) -> Measured:
+        """One step; with a form, columns come and go in it, without one they stay in the store.
+
+        Gives all seconds, and those of computing: of each stage its slowest worker's.
+        """
         began = time.perf_counter()
-        batch = make_batch(PARTITION, self.lengths)
         computed = 0.0
-        for name in STAGES:
-            computed += self._by_store(name, batch) if self.form is None else self._by_calls(name, self.form)
-        if self.form is None:
-            clear()
-        self._columns = {}
+        if form is None:
+            batch = make_batch(PARTITION, self._lengths)
+            for name in STAGES:
+                computed += self._by_store(name, batch)
+            self._store.clear(PARTITION)
+        else:
+            for name in STAGES:
+                computed += self._by_calls(name, form)
+            self._columns = {}
         seconds = time.perf_counter() - began
         return {"seconds": seconds, "computing": computed, "moving": seconds - computed}
 
-    def close(self) -> None:
-        for worker in self._everyone:
-            ray.kill(worker)
-
     def _by_store(self, name: str, batch: BatchRef) -> float:
-        workers = self.workers[STAGES[name].role]
+        workers = self._workers[STAGES[name].role]
         parts = batch.chunk(len(workers))
         calls = zip(workers, parts, strict=True)
-        return max(ray.get([w.by_store.remote(name, part, self.load) for w, part in calls]))
+        return max(ray.get([w.by_store.remote(name, part, self._load) for w, part in calls]))
 
     def _by_calls(self, name: str, form: str) -> float:
-        workers = self.workers[STAGES[name].role]
-        reads = {field: self._columns[field] for field in reads_of(name, self.load)}
-        size = self.load.rows // len(workers)
+        workers = self._workers[STAGES[name].role]
+        reads = {field: self._columns[field] for field in reads_of(name, self._load)}
+        size = self._load.rows // len(workers)
         calls = []
         for i, worker in enumerate(workers):
             rows = range(i * size, (i + 1) * size)
-            sent = {field: _cut(column, rows) for field, column in reads.items()}
-            calls.append(
-                worker.by_call.remote(name, FORMS[form].wrap(sent) if sent else None, self.load, form)
-            )
+            cut = {field: _cut(column, rows) for field, column in reads.items()}
+            sent = FORMS[form].wrap(cut) if cut else None
+            calls.append(worker.by_call.remote(name, sent, self._load, form))
         answers = ray.get(calls)
         parts = [FORMS[form].unwrap(written) for _, written in answers if written]
         for field in parts[0] if parts else ():

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks import report_forecast as forecasts
+from benchmarks import report_scale as scale
 from benchmarks import report_sessions as sessions
 from benchmarks import report_teachers as teachers
 from benchmarks.harness import HERE, RESULTS, medians, paired_ratio, spread
@@ -107,6 +109,8 @@ SECTIONS = (
     *(rollout, grpo_step, growth, profile),
     *(teachers.distill_step, teachers.teacher_overlap, teachers.teacher_sleep, teachers.distill_memory),
     *(sessions.sessions, sessions.padding_cost, sessions.balance),
+    *(scale.data_plane, scale.routed_step, scale.store_keys, scale.ray_step, scale.controller_memory),
+    forecasts.forecast,
 )
 """In the report's order; each is named as its file in results/."""
 

@@ -8,7 +8,7 @@ from benchmarks import harness
 from benchmarks.clusters import Turn, cluster, in_turn, wants_quick
 from benchmarks.data_plane import OURS, THROUGH
 from benchmarks.harness import Measured
-from benchmarks.pipeline import PARTITION, PATCH, STAGES, Load, Pipeline
+from benchmarks.pipeline import PATCH, STAGES, Load, Pipeline
 from practicum.dataplane.ray_store.store import start_ray_store
 
 ROUNDS = 7
@@ -24,20 +24,15 @@ PUBLISHED = (0.07, 0.492)
 def measure(rounds: int, loads: dict[str, Load]) -> dict[str, dict[str, list[Measured]]]:
     """Seconds of the step of each load by each route, in each round."""
     raced = {}
-    with cluster(cpus=16, object_store_gb=4.0):
+    with cluster(cpus=8, object_store_gb=4.0):
         handle = start_ray_store()
-        store = handle.connect(120.0)
+        pipeline = Pipeline(handle)
+        turns: dict[str, Turn] = {OURS: lambda _: pipeline.step(None)}
+        turns |= {name: lambda _, form=form: pipeline.step(form) for form, name in THROUGH.items()}
         for title, load in loads.items():
             print(title, flush=True)
-            pipelines = {OURS: Pipeline(handle, load, None)}
-            pipelines |= {name: Pipeline(None, load, form) for form, name in THROUGH.items()}
-
-            def turn(pipeline: Pipeline) -> Turn:
-                return lambda number: pipeline.step(lambda: store.clear(PARTITION))
-
-            raced[title] = in_turn({name: turn(one) for name, one in pipelines.items()}, rounds)
-            for one in pipelines.values():
-                one.close()
+            pipeline.prepare(load)
+            raced[title] = in_turn(turns, rounds)
         handle.close()
     return raced
 

@@ -110,7 +110,7 @@ class Mover:
         _values(found)
         seconds = time.perf_counter() - began
         if check:
-            self._check(route, found)
+            require_same(route, self._columns, found)
         return seconds
 
     def clear(self, route: str, partition: str) -> None:
@@ -125,7 +125,7 @@ class Mover:
         found = FORMS[form].unwrap(sent)
         _values(found)
         if check:
-            self._check(form, found)
+            require_same(form, self._columns, found)
 
     def memcpy(self) -> float:
         """Seconds to copy all columns once, into memory that was used before."""
@@ -139,12 +139,14 @@ class Mover:
     def nothing(self) -> None:
         """What a call costs by itself."""
 
-    def _check(self, route: str, found: Mapping[str, Column]) -> None:
-        for name, column in self._columns.items():
-            got = found[name]
-            assert isinstance(got, Ragged)
-            if got.lengths != column.lengths or not torch.equal(got.values, column.values):
-                raise ValueError(f"{route} brought other values of {name}")
+
+def require_same(way: str, columns: Mapping[str, Ragged], found: Mapping[str, Column]) -> None:
+    """A ValueError if something else arrived than was sent."""
+    for name, column in columns.items():
+        got = found[name]
+        assert isinstance(got, Ragged)
+        if got.lengths != column.lengths or not torch.equal(got.values, column.values):
+            raise ValueError(f"{way} brought other values of {name}")
 
 
 def _values(columns: Mapping[str, Column]) -> None:

@@ -16,7 +16,8 @@ from practicum.dataplane.disk import SavedRow, read_rows, write_rows
 from practicum.dataplane.fields import Field
 from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.validate import check_columns, field_of, merged_spans, name_keys
+from practicum.dataplane.rowspans import describe_lacking, merged_spans, name_keys
+from practicum.dataplane.validate import check_columns, field_of
 from practicum.errors import DeadlineError, StoreError
 
 
@@ -210,13 +211,7 @@ def _column_of_one(name: str, value: object) -> Column:
 def _overdue(
     owner: str, timeout: float, partition: str, wanted: int, lacking: Mapping[Key, list[str] | None]
 ) -> str:
-    shown = [
-        f"{key} " + ("was never put" if absent is None else f"lacks {', '.join(absent)}")
-        for key, absent in list(lacking.items())[:3]
-    ]
-    if len(lacking) > len(shown):
-        shown.append(f"and {len(lacking) - len(shown)} more")
     return (
         f"{owner} waited {timeout:g} s for {wanted} rows of partition {partition!r}, and "
-        f"{len(lacking)} did not come: {'; '.join(shown)}"
+        f"{len(lacking)} did not come: {describe_lacking(lacking)}"
     )

@@ -53,7 +53,8 @@ def _column(field: Field, count: int, end_id: int, widths: Mapping[str, int]) ->
     if field.padding == "empty":
         return [{} for _ in range(count)]
     value = _RULES[field.padding](_shape(field, widths), DTYPES[field.dtype], end_id)
-    values = value.expand(count, *value.shape).clone()
+    # A plain copy: one of a single row keeps the stride 0 of the expansion, and has no bytes to look at.
+    values = value.expand(count, *value.shape).clone(memory_format=torch.contiguous_format)
     if field.extent == "scalar":
         return values
     return Ragged.packed(values.flatten(0, 1), [value.shape[0]] * count)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 
 import torch
@@ -12,6 +12,7 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.fields import FIELDS, Field
 from practicum.dataplane.keys import Key
 from practicum.dataplane.ragged import Column, Ragged
+from practicum.dataplane.rowspans import name_keys
 from practicum.errors import StoreError
 
 Spans = dict[str, list[int]]
@@ -20,7 +21,6 @@ Spans = dict[str, list[int]]
 DTYPES: dict[str, torch.dtype] = {
     field.dtype: getattr(torch, field.dtype) for field in FIELDS.values() if field.dtype != "object"
 }
-_SHOWN = 3
 
 
 def field_of(name: str) -> Field:
@@ -31,12 +31,6 @@ def field_of(name: str) -> Field:
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(FIELDS)}"
         raise StoreError(f"there is no field {name!r}: {hint}")
     return field
-
-
-def name_keys(keys: Sequence[Key]) -> str:
-    """The first few keys, and how many more there are."""
-    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-    return ", ".join(str(key) for key in keys[:_SHOWN]) + more
 
 
 def check_columns(batch: BatchRef, columns: Mapping[str, Column]) -> Spans:
@@ -55,37 +49,6 @@ def check_columns(batch: BatchRef, columns: Mapping[str, Column]) -> Spans:
             if spans.setdefault(field.extent, lengths) != lengths:
                 _raise_uneven(batch.keys, name, lengths, first, spans[field.extent])
     return spans
-
-
-def merged_spans(
-    key: Key,
-    held: Mapping[str, int],
-    fields: Iterable[str],
-    put: Mapping[str, int],
-    new: set[str],
-) -> dict[str, int]:
-    """Tokens of a row that holds `fields` once the columns `new` are put; uneven is a StoreError.
-
-    A length may change only if every column of that extent changes with it.
-    """
-    for extent, tokens in put.items():
-        if held.get(extent, tokens) == tokens:
-            continue
-        for name in fields:
-            if name not in new and FIELDS[name].extent == extent:
-                wrong = next(other for other in new if FIELDS[other].extent == extent)
-                raise StoreError(
-                    f"{wrong} of {key} has {tokens} tokens, but its {name}, which is held already, "
-                    f"has {held[extent]}"
-                )
-    merged = {**held, **put}
-    if len(merged) == 3 and merged["prompt"] + merged["response"] != merged["sequence"]:
-        whole = next(name for name in (*new, *fields) if FIELDS[name].extent == "sequence")
-        raise StoreError(
-            f"{whole} of {key} has {merged['sequence']} tokens, but the row has "
-            f"{merged['prompt']} prompt + {merged['response']} response tokens"
-        )
-    return merged
 
 
 def _raise_uneven(

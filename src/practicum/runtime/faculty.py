@@ -163,16 +163,14 @@ class Faculty:
         for name, (weights, version) in self._copies.items():
             folder.mkdir(parents=True, exist_ok=True)
             contiguous = {key: x.contiguous() for key, x in weights.items()}
-            save_file(contiguous, folder / f"{name}.safetensors", metadata={"version": str(version)})
+            save_file(contiguous, copy_file(folder, name), metadata={"version": str(version)})
 
     def load(self, folder: Path) -> None:
         """Take up the copies that `save` wrote."""
         for path in sorted(folder.glob("*.safetensors")):
             if path.stem not in self.staff.places:
                 continue
-            with safe_open(path, "pt") as file:
-                version = int(file.metadata()["version"])
-            self.give_weights(path.stem, load_file(path), version)
+            self.give_weights(path.stem, *read_copy(path))
         self._forget_spent()
 
     def give_weights(self, name: str, weights: dict[str, Tensor], version: int) -> None:
@@ -255,6 +253,18 @@ class Faculty:
         if self.wanted.hidden:
             columns["teacher_hidden"] = Ragged.from_rows([_widened(s, self.staff.width) for s in scores])
         return columns
+
+
+def copy_file(folder: Path, name: str) -> Path:
+    """Where a checkpoint keeps a teacher that is a copy of the student."""
+    return folder / f"{name}.safetensors"
+
+
+def read_copy(path: Path) -> tuple[dict[str, Tensor], int]:
+    """The weights in such a file, and their version."""
+    with safe_open(path, "pt") as file:
+        version = int(file.metadata()["version"])
+    return load_file(path), version
 
 
 def renews(teacher: Teacher, step: int) -> bool:

@@ -5,14 +5,14 @@ Keys and tags are plain tuples here, because those travel between processes fast
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from practicum.dataplane.fields import FIELDS
 from practicum.dataplane.keys import Key
 from practicum.dataplane.ray_store.parts import Pack
-from practicum.dataplane.validate import merged_spans, name_keys
+from practicum.dataplane.rowspans import merged_spans, name_keys
 from practicum.errors import StoreError
 
 PlainKey = tuple[int, int, int]
@@ -274,14 +274,3 @@ def _drop(cells: Iterable[_Cell], freed: list[Any]) -> None:
         source.cells -= 1
         if not source.cells:
             freed.append(source.locator)
-
-
-def describe_lacking(lacking: Mapping[PlainKey, list[str] | None], shown: int = 3) -> str:
-    """The first few rows that did not come, and what each lacks."""
-    parts = [
-        f"{Key(*key)} " + ("was never put" if absent is None else f"lacks {', '.join(absent)}")
-        for key, absent in list(lacking.items())[:shown]
-    ]
-    if len(lacking) > len(parts):
-        parts.append(f"and {len(lacking) - len(parts)} more")
-    return "; ".join(parts)

@@ -23,10 +23,10 @@ from practicum.dataplane.ray_store.held import (
     PlainTags,
     Put,
     Snapshot,
-    describe_lacking,
 )
 from practicum.dataplane.ray_store.keeper import start_keeper
 from practicum.dataplane.ray_store.wire import Parcel, on_wire
+from practicum.dataplane.rowspans import describe_lacking
 from practicum.errors import DeadlineError
 
 _LOG = logging.getLogger(__name__)

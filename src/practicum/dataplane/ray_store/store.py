@@ -36,7 +36,8 @@ from practicum.dataplane.ray_store.packing import (
 )
 from practicum.dataplane.ray_store.parts import Pack
 from practicum.dataplane.ray_store.wire import Parcel
-from practicum.dataplane.validate import check_columns, field_of, name_keys
+from practicum.dataplane.rowspans import name_keys
+from practicum.dataplane.validate import check_columns, field_of
 from practicum.errors import DeadlineError, StoreError
 
 INLINE_BYTES = 128 * 2**10

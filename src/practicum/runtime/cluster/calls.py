@@ -58,6 +58,20 @@ def ask(refs: Sequence[ObjectRef[Any]], *, timeout: float, owner: str, who: Sequ
     return [results[ref] for ref in refs]
 
 
+def first_death(refs: Sequence[ObjectRef[Any]], who: Sequence[str], *, timeout: float) -> WorkerDied | None:
+    """The first of these calls that ended by its worker's death, as far as Ray tells of it in time."""
+    ended, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout)
+    for ref, name in zip(refs, who, strict=True):
+        if ref not in ended:
+            continue
+        try:
+            ray.get(ref, timeout=timeout)
+        except RayError as error:
+            if isinstance(found := _named(error, name, ref), WorkerDied):
+                return found
+    return None
+
+
 async def ask_async(ref: ObjectRef[Any], *, timeout: float, owner: str, who: str) -> Any:
     """The result of one call, on an event loop; when this is cancelled or late, so is the call."""
     try:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -12,7 +10,14 @@ from typing import Any
 from practicum.dataplane.plan import Plan
 from practicum.errors import ClusterError
 from practicum.recipe.schema import Recipe
-from practicum.runtime.cluster.joining import connect, import_ray, is_connected, read_nodes, this_machine
+from practicum.runtime.cluster.joining import (
+    connect,
+    import_ray,
+    is_connected,
+    read_nodes,
+    this_machine,
+    workers_environment,
+)
 from practicum.runtime.cluster.needs import STORE, Actor, Bundle, needs
 from practicum.runtime.cluster.placement import Layout, lay_out, refusal
 
@@ -43,7 +48,7 @@ class Cluster:
         if starts:
             here = this_machine(runtime)
             lay_out(needs(recipe, plan, gpus=here.gpus > 0), [here], started_here=True)
-        env = _environment(runtime.threads or 1)
+        env = workers_environment(runtime.threads or 1)
         with ExitStack() as undo:
             undo.callback(connect(runtime, env))
             layout = _find_room(recipe, plan, starts)
@@ -75,7 +80,7 @@ class Cluster:
     def _wanted(self, actor: Actor) -> dict[str, str]:
         """The environment of an actor; GPUs are seen only by those that take some."""
         hidden = not actor.gpus and any(node.gpus for node in self.layout.nodes)
-        return _environment(actor.threads) | ({"CUDA_VISIBLE_DEVICES": ""} if hidden else {})
+        return workers_environment(actor.threads) | ({"CUDA_VISIBLE_DEVICES": ""} if hidden else {})
 
     def register(self, actor: Any, name: str) -> None:
         """`close` will end this actor, if it still runs; the newest of each name is in `actors`."""
@@ -126,10 +131,3 @@ def _numbers(layout: Layout, pool: str) -> list[int]:
 
 def _resources(bundle: Bundle) -> dict[str, float]:
     return {"CPU": bundle.cpus} | ({"GPU": bundle.gpus} if bundle.gpus else {})
-
-
-def _environment(threads: int) -> dict[str, str]:
-    """Threads, and the user's modules as this process finds them."""
-    inside = (sys.prefix, sys.base_prefix)  # of these every machine has its own
-    paths = [os.path.abspath(path) for path in sys.path if not path.startswith(inside)]
-    return {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

@@ -8,8 +8,12 @@ from typing import Any
 from ray import ObjectRef
 
 from practicum.checks.watch import Watch
-from practicum.runtime.cluster.calls import ask
+from practicum.errors import PracticumError
+from practicum.runtime.cluster.calls import ask, first_death
 from practicum.runtime.cluster.worker import Reply
+
+NEWS_S = 5.0
+"""Seconds in which Ray tells of a death that the other ranks have felt already."""
 
 
 class TrainGroup:
@@ -35,7 +39,14 @@ class TrainGroup:
         asked = list(zip(self.workers, self.names, args, strict=False))
         refs: list[ObjectRef[Any]] = [getattr(worker, method).remote(*mine) for worker, _, mine in asked]
         names = [name for _, name, _ in asked]
-        answers = ask(refs, timeout=self.timeout_s, owner=f"stage {method}", who=names)
+        try:
+            answers = ask(refs, timeout=self.timeout_s, owner=f"stage {method}", who=names)
+        except PracticumError:
+            raise
+        except Exception as error:  # a rank that lost another one says only that a connection broke
+            if (death := first_death(refs, names, timeout=NEWS_S)) is not None:
+                raise death from error
+            raise
         return [self._heard(answer, loud=rank == 0) for rank, answer in enumerate(answers)]
 
     def _heard(self, answer: Any, *, loud: bool) -> Any:

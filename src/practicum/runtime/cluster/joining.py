@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from practicum.errors import ClusterError, MissingExtraError
@@ -23,6 +24,11 @@ HEALTH_S = 20.0
 _ENV = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Keeps a cluster that is started here, and what runs in it, on 127.0.0.1."""
+
+_LIBRARIES = ("bin", "lib", "lib64")
+"""Folders of a Python of which every machine has its own."""
+_FOLDER = "PRACTICUM_FOLDER"
+"""Names the folder that the run was started in, for workers."""
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
@@ -54,6 +60,22 @@ def is_connected(runtime: Runtime) -> bool:
     for name, value in (_ENV | ({} if runtime.address else _LOOPBACK)).items():
         os.environ.setdefault(name, value)  # read when ray is imported and when its processes start
     return import_ray().is_initialized()
+
+
+def workers_environment(threads: int) -> dict[str, str]:
+    """What workers know of this process: threads, where it finds the user's modules, its folder."""
+    libraries = [Path(prefix) / name for prefix in (sys.prefix, sys.base_prefix) for name in _LIBRARIES]
+    found = [Path(path).absolute() for path in sys.path]
+    mine = [str(path) for path in found if not any(path.is_relative_to(inside) for inside in libraries)]
+    paths = os.pathsep.join(dict.fromkeys(mine))
+    return {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": paths, _FOLDER: os.getcwd()}
+
+
+def enter_folder() -> None:
+    """In a worker: relative paths mean what they mean to the run, if this machine has its folder."""
+    folder = os.environ.get(_FOLDER)
+    if folder is not None and Path(folder).is_dir():
+        os.chdir(folder)
 
 
 def import_ray() -> Any:

@@ -21,7 +21,7 @@ from practicum.dataplane.plan import Plan
 from practicum.dataplane.store import Store
 from practicum.recipe.schema import Recipe
 from practicum.recipe.ways import streams
-from practicum.rollout.together import together
+from practicum.rollout.together import tasks_together, together
 from practicum.runtime.attempts import Attempt
 from practicum.runtime.cluster.calls import ask_async, each_report
 from practicum.runtime.cluster.replicas import ReplicaPool
@@ -44,7 +44,7 @@ class Crew:
     """Those with resources of their own."""
     version: int = 0
     busy_s: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Seconds of scoring of each teacher, by the process that told them."""
+    """Seconds of scoring of each teacher so far, by the process that told them."""
 
     def pools(self) -> list[ReplicaPool]:
         return [self.rollout, self.reward, *self.teachers.values()]
@@ -113,7 +113,7 @@ class RayPractice:
         """The sessions of one prompt; of a replica that died, those that it had not reported run again."""
         prompt = group[0].prompt
         reported: dict[SessionName, BatchRef] = {}
-        handed_on: list[asyncio.Task[None]] = []
+        handing_on: asyncio.TaskGroup
 
         async def work(worker: Any) -> None:
             left = [a for a in group if (prompt.uid, a.session) not in reported]
@@ -124,7 +124,7 @@ class RayPractice:
                 self.prompts.update((key, prompt) for key in rows.keys)
                 for session in _sessions(rows):
                     reported[session.keys[0][:2]] = session
-                handed_on.append(asyncio.ensure_future(self._hand_on(rows, prompt)))
+                handing_on.create_task(self._hand_on(rows, prompt))
 
         async def again() -> None:
             """Rows that the dead replica wrote and did not report would be there twice, or be old."""
@@ -134,12 +134,8 @@ class RayPractice:
             if ghosts:
                 await asyncio.to_thread(self.store.clear, partition, ghosts)
 
-        try:
+        async with tasks_together() as handing_on:
             await self.crew.rollout.run(work, load=len(group), sticky=prompt.uid, again=again)
-            await asyncio.gather(*handed_on)
-        finally:
-            for task in handed_on:
-                task.cancel()
         return [key for batch in reported.values() for key in batch.keys]
 
     def _is_eager(self, prompt: Prompt) -> bool:
@@ -148,7 +144,7 @@ class RayPractice:
         return taught or self._judges_at_once(prompt.task)
 
     def _judges_at_once(self, task: str) -> bool:
-        if "reward" not in self.plan or self._waits:
+        if "reward" not in self.plan or self._waits or not self._judge.divides(task):
             return False
         return bool(self.recipe.reward.models) or self._judge.streams(task)
 
@@ -194,7 +190,8 @@ class RayPractice:
             timeout = self.recipe.teachers[name].deadline_s
             call = worker.correct.remote(batch, prompts)
             busy_s = await ask_async(call, timeout=timeout + 5, owner="rollout", who=f"teacher {name}")
-            self.crew.busy_s.setdefault(name, {})[str(worker)] = busy_s
+            told = self.crew.busy_s.setdefault(name, {})
+            told[str(worker)] = max(busy_s, told.get(str(worker), 0.0))  # answers may pass each other
 
         await self.crew.teachers[name].run(work, load=tokens, sticky=prompt.uid)
 

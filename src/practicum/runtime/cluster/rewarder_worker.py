@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 from practicum.recipe.schema import Recipe
 from practicum.recipe.ways import own_options
 from practicum.runtime.cluster.calls import ask_async
+from practicum.runtime.cluster.joining import enter_folder
 from practicum.runtime.events import run_async
 from practicum.runtime.local import rollout_context, set_threads
 from practicum.teachers.rewarders.case import Case, Unjudged, judge_all
@@ -18,19 +20,30 @@ class RewarderWorker:
     """One replica. It holds no state, so Ray itself starts a dead one again and repeats its calls."""
 
     def __init__(self, recipe: Recipe, name: str) -> None:
+        enter_folder()
         self.name, self.spec = name, recipe.reward.models[name]
         set_threads(own_options(self.spec).threads)
         # Another tokenizer may need more tokens than the student's for the same text.
-        room = 2 * rollout_context(recipe, None)
-        self._place = ColocatedRewarder(name, load_rewarder(name, self.spec, room))
+        self._room = 2 * rollout_context(recipe, None)
+        self._place: ColocatedRewarder | None = None
+        self._loading = threading.Lock()
 
-    def ready(self) -> None:
-        """Answers when the model is loaded."""
+    def begin(self) -> None:
+        """Load the model. Not in __init__: of an error there Ray keeps words only."""
+        self._loaded()
 
     def judge(self, case: Case) -> float | Unjudged:
-        """The model's score of a case."""
+        """The model's score of a case; a replica that Ray started again loads the model first."""
+        work = judge_all(self._loaded(), [case])
         timeout, owner = self.spec.deadline_s, f"reward model {self.name}"
-        return run_async(judge_all(self._place, [case]), timeout=timeout, owner=owner)[0]
+        return run_async(work, timeout=timeout, owner=owner)[0]
+
+    def _loaded(self) -> ColocatedRewarder:
+        with self._loading:
+            if self._place is None:
+                local = load_rewarder(self.name, self.spec, self._room)
+                self._place = ColocatedRewarder(self.name, local)
+            return self._place
 
 
 class RayRewarder:

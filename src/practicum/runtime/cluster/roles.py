@@ -14,6 +14,7 @@ from practicum.dataplane.store import Store
 from practicum.errors import PracticumError
 from practicum.recipe.schema import Recipe
 from practicum.recipe.ways import streams
+from practicum.rollout.together import together
 from practicum.runtime.cluster.calls import ask_async
 from practicum.runtime.cluster.connect import Cluster
 from practicum.runtime.cluster.controller_store import ControllerStore
@@ -26,6 +27,9 @@ from practicum.runtime.cluster.worker import StoreHandle
 from practicum.runtime.events import run_async
 from practicum.runtime.faculty import renews
 from practicum.runtime.student import Learnt
+
+END_S = 5.0
+"""Seconds that workers may take to end by themselves."""
 
 
 class RayRoles:
@@ -52,6 +56,7 @@ class RayRoles:
         self.examiner = RayPractice(recipe, evaluation_plan(), self.store, crew, exam=True)
         self._colocated = {name for name, teacher in recipe.teachers.items() if not streams(teacher)}
         self._spent: tuple[dict[str, float], dict[str, int]] = {}, {}
+        self._busy_before: dict[str, float] = {}
         self._told = (0, 0)
 
     def refresh_copies(self, step: int) -> None:
@@ -104,8 +109,9 @@ class RayRoles:
         seconds, wakes = self._spent
         self._spent = {}, {}
         for name, by_process in self.crew.busy_s.items():
-            seconds[name] = seconds.get(name, 0.0) + sum(by_process.values())
-        self.crew.busy_s.clear()
+            so_far = sum(by_process.values())
+            seconds[name] = seconds.get(name, 0.0) + so_far - self._busy_before.get(name, 0.0)
+            self._busy_before[name] = so_far
         return {name: seconds.get(name, 0.0) for name in self.recipe.teachers}, {
             name: wakes.get(name, 0) for name in self.recipe.teachers
         }
@@ -170,9 +176,9 @@ class RayRoles:
     def load(self, folder: Path, kl_state: Mapping[str, float]) -> None:
         self.version = self.group.all("load", folder.absolute(), dict(kl_state))
         for name in self._copies():
-            self._each(
-                self.crew.teachers[name], "load", folder.absolute() / "teachers", who=f"teacher {name}"
-            )
+            manifest = self.group.first("publish_copy", folder.absolute() / "teachers", name)
+            if manifest is not None:
+                self._give(name, manifest)
         self.sync_weights()
 
     def _copies(self) -> list[str]:
@@ -194,12 +200,18 @@ class RayRoles:
             stack.callback(self.cluster.close)
             stack.callback(self.handle.close)
             stack.callback(self._leave)
+            stack.callback(self._dismiss)
+
+    def _dismiss(self) -> None:
+        """End the replicas: one that was just being started again would come after the end of all others."""
+        work = together(pool.close() for pool in self.crew.pools())
+        run_async(work, timeout=END_S, owner="the end of the replicas")
 
     def _leave(self) -> None:
         """Ranks take leave of each other, if they still can; the cluster ends them anyway."""
         if len(self.group) > 1:
             try:
-                self.group.timeout_s = 5.0
+                self.group.timeout_s = END_S
                 self.group.all("leave")
             except PracticumError:
                 return

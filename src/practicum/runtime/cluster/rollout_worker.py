@@ -143,6 +143,8 @@ class _Writer:
             together = [self._queue.get()]
             while not self._queue.empty():
                 together.append(self._queue.get())
+            # Those of a cancelled order are nobody's; the others can't be cancelled from here on.
+            together = [one for one in together if one.written.set_running_or_notify_cancel()]
             kinds = {(id(one.sessions), one.partition): one for one in together}
             for (sessions, partition), first in kinds.items():
                 same = [one for one in together if (id(one.sessions), one.partition) == (sessions, partition)]

@@ -99,8 +99,8 @@ class _Starter:
         group = TrainGroup(learners, self.watch, recipe.runtime.stage_s)
         crew = Crew(rollout, reward, teachers)
         start_s = recipe.runtime.start_s
-        begins = self._begin(group, teachers), rollout.start(start_s), reward.start(start_s)
-        facts, *_ = await together(begins)
+        starts = rollout.start(start_s), reward.start(start_s), self._loaded(rewarders)
+        facts, *_ = await together((self._begin(group, teachers), *starts))
         assert facts is not None
         return group, crew, facts
 
@@ -127,7 +127,10 @@ class _Starter:
         return await self._begun(actor, f"rollout {number}", self.latest.get("student"))
 
     async def _reward(self, rewarders: dict[str, list[Any]], number: int, generation: int) -> Any:
-        actor = self._actor(RewardWorker, "reward", number, self.recipe, self.handle)
+        # Colocated models are woken one at a time, by one call at a time.
+        waits = any(not streams(model) for model in self.recipe.reward.models.values())
+        options = {"max_concurrency": 1} if waits else {}
+        actor = self._actor(RewardWorker, "reward", number, self.recipe, self.handle, **options)
         return await self._begun(actor, f"reward {number}", rewarders)
 
     async def _teacher(self, name: str, number: int, generation: int) -> Any:
@@ -136,7 +139,7 @@ class _Starter:
         return await self._begun(actor, f"{role} {number}", self.latest.get(name))
 
     def _rewarders(self) -> dict[str, list[Any]]:
-        """Reward models with resources of their own; reward workers wait for them by asking."""
+        """Reward models with resources of their own."""
         found: dict[str, list[Any]] = {}
         for name, spec in self.recipe.reward.models.items():
             if spec.url is None and is_own(spec.placement):
@@ -147,6 +150,15 @@ class _Starter:
                     for number in range(count)
                 ]
         return found
+
+    async def _loaded(self, rewarders: dict[str, list[Any]]) -> None:
+        """Until all reward models can judge."""
+        calls = {
+            f"reward.models.{name} {number}": actor.begin.remote()
+            for name, actors in rewarders.items()
+            for number, actor in enumerate(actors)
+        }
+        await together(self._ask(call, who) for who, call in calls.items())
 
     def _actor(self, kind: type, role: str, number: int, *args: Any, **options: Any) -> Any:
         """Start an actor in its place of the cluster; it is loading when this returns."""

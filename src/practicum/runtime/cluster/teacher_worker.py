@@ -84,12 +84,8 @@ class TeacherWorker(Worker):
         self.faculty.give_weights(self.name, weights, manifest.version)
 
     def save(self, folder: Path) -> None:
-        """Write what it took of the student, for `load`."""
+        """Write what it took of the student, for `TrainWorker.publish_copy`."""
         self.faculty.save(folder)
-
-    def load(self, folder: Path) -> None:
-        """Go on with the copy that `save` wrote, if there is one."""
-        self.faculty.load(folder)
 
     def _model(self) -> ColocatedTeacher:
         if not isinstance(self.place, ColocatedTeacher):

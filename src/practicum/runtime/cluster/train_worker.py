@@ -30,7 +30,7 @@ from practicum.rollout.encoder import make_encoder
 from practicum.runtime.cluster.weights import Manifest, publish
 from practicum.runtime.cluster.worker import NoRest, Reply, StoreHandle, Worker
 from practicum.runtime.credit import Credit
-from practicum.runtime.faculty import Faculty, Staff
+from practicum.runtime.faculty import Faculty, Staff, copy_file, read_copy
 from practicum.runtime.hiring import hire
 from practicum.runtime.local import load_reference, make_learner
 from practicum.runtime.rows import check_fields, field_widths, put_padding, row_texts
@@ -174,6 +174,17 @@ class TrainWorker(Worker):
         for _ in learner.named_weights():
             pass  # takes part in gathering each
         return None
+
+    def publish_copy(self, folder: Path, name: str) -> Manifest | None:
+        """The weights that a teacher elsewhere, a copy of the student, had when it saved them, if it did.
+
+        Called on one rank, which lives as long as the run: those of a teacher would die with it.
+        """
+        path = copy_file(folder, name)
+        if not path.is_file():
+            return None
+        weights, version = read_copy(path)
+        return publish(weights.items(), version)
 
     def kl_state(self) -> dict[str, float]:
         return self.credit.state_dict()

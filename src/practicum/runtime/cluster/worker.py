@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from practicum.dataplane.store import Store
 from practicum.recipe.schema import Recipe
+from practicum.runtime.cluster.joining import enter_folder
 from practicum.runtime.local import set_threads
 
 
@@ -50,6 +51,7 @@ class Worker:
     """The base of all workers. What may fail is in `begin`: of an error in __init__ Ray keeps words only."""
 
     def __init__(self, recipe: Recipe, handle: StoreHandle, threads: int | None = None) -> None:
+        enter_folder()
         set_threads(threads or worker_threads(recipe))
         self.recipe = recipe
         self.store = handle.connect(recipe.runtime.store_s)

@@ -1,8 +1,9 @@
 """Seconds of each stage, by a simple model: arithmetic, bytes and fixed costs add up, nothing overlaps.
 
 A device does `tflops`, reads `bandwidth_gbs`, and pays `layer_us` for each layer of each call. Ranks and
-engines share tokens evenly. What streams beside the rollout costs what outlasts it. A measured run corrects
-the arithmetic of each stage by one factor: what it took over what this model says of that run.
+engines share tokens evenly; on a CPU they can't have more than its cores. What streams beside the rollout
+costs what outlasts it. A measured run corrects the arithmetic of each stage by one factor: what it took over
+what this model says of that run.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from dataclasses import dataclass
 from math import ceil
 
 from practicum.dataplane.plan import Plan
-from practicum.recipe.arithmetic import count
 from practicum.recipe.schema import Recipe
 from practicum.recipe.ways import own_options, streams
 from practicum.runtime.forecast.memory import CPU_MICROBATCH
@@ -24,16 +24,22 @@ from practicum.runtime.forecast.workload import Workload, decode_steps
 
 TOKEN_S = 75e-6
 """Of the engine, for each token: sampling and the bookkeeping of its row (measured on a CPU)."""
-ROW_S = {"reward": 80e-6, "advantages": 12e-6, "pad": 20e-6, "clear": 4e-6, "demonstrate": 300e-6}
+ROW_S = {"reward": 80e-6, "advantages": 12e-6, "clear": 4e-6, "demonstrate": 300e-6}
 """For each row, of the stages that are Python (measured on a CPU)."""
 CALL_S = 1.5e-3
 """A call of a Ray actor, there and back."""
+SESSION_S = 1.2e-3
+"""Of an engine on Ray, for each session: its rows go into the store by themselves."""
+HOST_S = 1.5e-3
+"""Of the controller, the store's index and the reward worker, for each row, while engines sample."""
 STORE_S = 4e-3
 """A put or a get of a distributed store, beside its bytes."""
 PLANE_BYTES_S = 1.5e9
 """Bytes a second of a put and a get through shared memory, packing included."""
-ADAM_BYTES = 7
+ADAM_NUMBERS = 7
 """Numbers that Adam reads and writes for each parameter."""
+SHARDED_LAYERS = 30
+"""What an optimizer step on shards costs besides, for each layer, in times `layer_us`."""
 ALIKE = {
     **dict.fromkeys(
         ("old_logprobs", "ref_logprobs", "values", "update_critic", "teachers"), "update_student"
@@ -45,8 +51,9 @@ ALIKE = {
 
 @dataclass(frozen=True)
 class Setup:
-    """A step and what it runs on. `threads` are cores of one CPU device (1 for a GPU); `crowding` says how
-    many threads there are for each core in the rollout and in the learner's stages, at least 1."""
+    """A step and what it runs on. `threads` are cores of one CPU device (1 for a GPU). Of the machine with
+    the fewest `cores` for its actors, `sampling` and `learning` are the threads of engines and of ranks; a
+    GPU's cores are never too few. `network_gbs` is None if weights stay on one machine."""
 
     recipe: Recipe
     plan: Plan
@@ -62,8 +69,10 @@ class Setup:
     replicas: int
     threads: int = 1
     link_gbs: float = 1.0
-    sync_gbs: float = 1.0
-    crowding: tuple[float, float] = (1.0, 1.0)
+    network_gbs: float | None = None
+    cores: float = float("inf")
+    sampling: int = 1
+    learning: int = 1
 
     @property
     def flops(self) -> float:
@@ -80,7 +89,7 @@ class Cost:
 
     arithmetic: float = 0.0
     links: float = 0.0
-    """Between learner ranks."""
+    """Between learner ranks, and what shards cost besides."""
     calls: float = 0.0
     plane: float = 0.0
 
@@ -111,9 +120,10 @@ def costs(setup: Setup, factors: Mapping[str, float] | None = None) -> dict[str,
     for stage in setup.plan:
         name = stage.name
         arithmetic, links = models[name](setup) if name in models else (_rows(setup, name), 0.0)
-        factor = 1.0 if name == "teachers" else factor_of(factors, name)
+        if name != "teachers":
+            arithmetic = _crowded(setup, name, arithmetic * factor_of(factors, name))
         calls, plane = _transport(setup, name) if setup.on_ray else (0.0, 0.0)
-        found[name] = Cost(arithmetic * factor, links, calls, plane)
+        found[name] = Cost(arithmetic, links, calls, plane)
     return found
 
 
@@ -132,6 +142,16 @@ def factor_of(factors: Mapping[str, float], name: str) -> float:
     return factors.get(name, factors.get(ALIKE.get(name, name), 1.0))
 
 
+def _crowded(setup: Setup, name: str, seconds: float) -> float:
+    """What takes each actor so long by itself takes longer if their machine has too few cores."""
+    if name in ROW_S:
+        return seconds
+    if name != "rollout":
+        return max(seconds, setup.learning * seconds / setup.cores)
+    beside = HOST_S * setup.work.rows if setup.on_ray else 0.0
+    return max(seconds, (setup.sampling * seconds + beside) / setup.cores)
+
+
 def _rollout(setup: Setup) -> float:
     """Decoding: a fixed cost of each forward call, and a cost of each token; prompts once."""
     work, sizes = setup.work, setup.sizes
@@ -142,7 +162,7 @@ def _rollout(setup: Setup) -> float:
     read = tokens * work.seen * sizes.token_kv() * number / setup.bandwidth
     prompts = work.prompts * work.prompt_tokens / setup.replicas
     done = sizes.flops(tokens, work.seen) + sizes.flops(prompts, work.prompt_tokens / 2)
-    return setup.crowding[0] * (calls * each + read + done / setup.flops + tokens * TOKEN_S)
+    return calls * each + read + done / setup.flops + tokens * TOKEN_S
 
 
 def _learner(setup: Setup, sizes: Sizes, passes: float, gathers: int) -> tuple[float, float]:
@@ -154,7 +174,7 @@ def _learner(setup: Setup, sizes: Sizes, passes: float, gathers: int) -> tuple[f
     done = passes * sizes.flops(tokens, work.seen) / setup.flops
     fixed = passes * calls * sizes.layers * setup.device.layer_us * 1e-6
     shards = sizes.parameters * BYTES[setup.recipe.model.dtype] * (1 - 1 / setup.ranks)
-    return setup.crowding[1] * (done + fixed), gathers * calls * shards / (setup.link_gbs * 1e9)
+    return done + fixed, gathers * calls * shards / (setup.link_gbs * 1e9)
 
 
 def _update(setup: Setup, idle: float) -> tuple[float, float]:
@@ -163,10 +183,11 @@ def _update(setup: Setup, idle: float) -> tuple[float, float]:
     backward = 3.0 if train.gradient_checkpointing else 2.0
     done, links = _learner(setup, sizes, 1.0 + backward * (1 - idle), 3)
     number = BYTES[setup.recipe.model.dtype]
-    adam = ADAM_BYTES * number * sizes.parameters / setup.ranks / setup.bandwidth
+    adam = ADAM_NUMBERS * number * sizes.parameters / setup.ranks / setup.bandwidth
     rows = train.minibatch_rows
     steps = train.minibatches if rows is None else max(1, setup.work.sessions // rows)
-    return train.epochs * (done + steps * setup.crowding[1] * adam), train.epochs * links
+    sharded = SHARDED_LAYERS * sizes.layers * setup.device.layer_us * 1e-6 if setup.ranks > 1 else 0.0
+    return train.epochs * (done + steps * adam), train.epochs * (links + steps * sharded)
 
 
 def _teachers(setup: Setup, factors: Mapping[str, float]) -> float:
@@ -190,8 +211,8 @@ def _teachers(setup: Setup, factors: Mapping[str, float]) -> float:
         else:
             colocated += (done / setup.flops + fixed) / setup.ranks
     factor = factor_of(factors, "teachers")
-    rolled = _rollout(setup) * factor_of(factors, "rollout")
-    return setup.crowding[1] * colocated * factor + max(0.0, longest * factor - rolled)
+    rolled = _crowded(setup, "rollout", _rollout(setup) * factor_of(factors, "rollout"))
+    return _crowded(setup, "teachers", colocated * factor) + max(0.0, longest * factor - rolled)
 
 
 def _rows(setup: Setup, name: str) -> float:
@@ -202,10 +223,11 @@ def _rows(setup: Setup, name: str) -> float:
 
 def _transport(setup: Setup, name: str) -> tuple[float, float]:
     """Seconds of calls and of bytes on Ray."""
-    counts = count(setup.recipe)
     if name == "sync":
         weights = setup.moved.sync / setup.replicas
-        return 2 * CALL_S, weights / PLANE_BYTES_S + weights / (setup.sync_gbs * 1e9)
+        sent = weights / (setup.network_gbs * 1e9) if setup.network_gbs is not None else 0.0
+        gathered = weights * (1 - 1 / setup.ranks) / (setup.link_gbs * 1e9)
+        return 2 * CALL_S, 2 * weights / PLANE_BYTES_S + gathered + sent
     moved = setup.moved.plane.get(name)
     if moved is None:
         return CALL_S, 0.0
@@ -213,6 +235,5 @@ def _transport(setup: Setup, name: str) -> tuple[float, float]:
     if name in ("reward", "advantages", "demonstrate"):
         sharing = 1
     touches = (moved.read > 0) + (moved.written > 0)
-    # A group's sessions are one call; others are under way meanwhile.
-    calls = counts.prompts / setup.replicas if name == "rollout" else 1
-    return calls * CALL_S + touches * STORE_S, moved.both / sharing / PLANE_BYTES_S
+    sessions = setup.work.rows / setup.replicas * SESSION_S if name == "rollout" else 0.0
+    return CALL_S + sessions + touches * STORE_S, moved.both / sharing / PLANE_BYTES_S

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from practicum.dataplane.plan import Plan, make_plan
 from practicum.recipe.schema import Recipe
@@ -84,8 +85,8 @@ def setup_of(
         replicas=replicas,
         threads=_threads(recipe, train[0]) if on_cpu else 1,
         link_gbs=min(_speed(machine, spread) for machine in train),
-        sync_gbs=min(_speed(machine, apart) for machine in engines),
-        crowding=_crowding(recipe, layout, machines) if on_cpu else (1.0, 1.0),
+        network_gbs=min(machine.network_gbs for machine in engines) if apart > 1 else None,
+        **(_crowd(recipe, layout, machines) if on_cpu else {}),
     )
 
 
@@ -116,18 +117,20 @@ def _speed(machine: Machine, count: int) -> float:
     return machine.network_gbs if count > 1 else machine.link_gbs
 
 
-def _crowding(recipe: Recipe, layout: Layout | None, machines: Sequence[Machine]) -> tuple[float, float]:
-    """Threads for each core of the fullest machine: while engines sample, and while ranks learn.
-
-    Reward workers are left out: they wait for answers most of the time.
-    """
+def _crowd(recipe: Recipe, layout: Layout | None, machines: Sequence[Machine]) -> dict[str, Any]:
+    """Threads that sample and threads that learn on the machine that has most of them for its cores."""
     if layout is None:
-        return 1.0, 1.0
-    fullest = []
-    for roles in ({ROLLOUT, *own_models(recipe)}, {TRAIN}):
-        busy: Counter[int] = Counter()
+        return {}
+    busy: dict[str, Counter[int]] = {}
+    for phase, roles in {"sampling": {ROLLOUT, *own_models(recipe)}, "learning": {TRAIN}}.items():
+        busy[phase] = Counter()
         for actor in layout.needs.actors:
             if actor.role in roles and actor.bundle is not None:
-                busy[layout.places[actor.bundle]] += actor.threads
-        fullest.append(max([1.0, *(threads / machines[place].cpus for place, threads in busy.items())]))
-    return fullest[0], fullest[1]
+                busy[phase][layout.places[actor.bundle]] += actor.threads
+
+    def threads(place: int) -> int:
+        return max(counts[place] for counts in busy.values())
+
+    fullest = max(range(len(machines)), key=lambda place: threads(place) / machines[place].cpus)
+    counts = {phase: max(1, found[fullest]) for phase, found in busy.items()}
+    return {"cores": machines[fullest].cpus} | counts

@@ -50,7 +50,11 @@ class Machine(Section):
         default=None, gt=0, description="GiB of Ray's object store; unset: 30 % of the memory, Ray's choice."
     )
     network_gbs: float = Field(default=1.0, gt=0, description="GB a second between machines.")
-    link_gbs: float = Field(default=1.0, gt=0, description="GB a second between devices of one machine.")
+    link_gbs: float = Field(
+        default=0.25,
+        gt=0,
+        description="GB a second between learner ranks of one machine; processes on cores reach about 0.25.",
+    )
 
 
 class ClusterSpec(Section):
