@@ -11,11 +11,11 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.clusters import cluster, wants_quick
-from benchmarks.data_plane import OURS, THROUGH
 from benchmarks.distill_memory import status_bytes
 from benchmarks.harness import Channel, Contender, Measured
 from benchmarks.pipeline import Load, Pipeline
 from benchmarks.stepping import Steps
+from benchmarks.ways import OURS, THROUGH
 from practicum.dataplane.ray_store.store import start_ray_store
 from practicum.recipe.schema import Recipe
 

@@ -15,14 +15,12 @@ import ray
 from benchmarks import harness
 from benchmarks.clusters import Turn, cluster, in_turn, wants_quick
 from benchmarks.harness import Measured
-from benchmarks.routes import BARE, PLAIN, Mover, start_plain
-from benchmarks.rows import FORMS, Shape
+from benchmarks.routes import Mover, start_plain
+from benchmarks.rows import Shape, draw_lengths, make_batch
+from benchmarks.ways import ADAPTER, BARE, CALLS, MEMCPY, OURS, PLAIN, THROUGH
 from practicum.dataplane.ray_store.store import start_ray_store
 from practicum.dataplane.transferqueue.store import start_transferqueue
 
-OURS, ADAPTER = "store: ray", "store: transferqueue"
-MEMCPY, CALLS = "one memcpy", "two calls of nothing"
-THROUGH = {form: f"through the controller, {form}" for form in FORMS}
 ROUNDS = 9
 SHAPES = {
     **{f"{rows} rows": Shape(rows) for rows in (32, 128, 512)},
@@ -34,17 +32,18 @@ JUDGED = "512 rows"
 QUICK = {"8 rows": Shape(8), "2 rows of 8 MB": Shape(2, (1024, 1024), ("teacher_hidden",), {"H": 2048})}
 
 
-def contenders(writer: Any, reader: Any) -> dict[str, Turn]:
-    """Everybody who moves what the two actors have prepared."""
+def contenders(writer: Any, reader: Any, shape: Shape) -> dict[str, Turn]:
+    """Everybody who moves what the two actors have prepared; keys and tags go along with the calls."""
+    lengths = draw_lengths(shape.rows, shape.tokens)
 
     def moved(route: str) -> Turn:
         def turn(number: int) -> Measured:
-            partition = f"turn{number}"
+            batch = make_batch(f"turn{number}", lengths)
             began = time.perf_counter()
-            put, given = _answer(writer.put.remote(route, partition))
-            got: float = _answer(reader.get.remote(route, partition, given, number < 0))
+            put, given = _answer(writer.put.remote(route, batch))
+            got: float = _answer(reader.get.remote(route, batch, given, number < 0))
             whole = time.perf_counter() - began
-            ray.get(writer.clear.remote(route, partition))
+            ray.get(writer.clear.remote(route, batch))
             return {"put": put, "get": got, "moved": put + got, "whole": whole}
 
         return turn
@@ -91,7 +90,7 @@ def measure(rounds: int, shapes: dict[str, Shape]) -> tuple[dict[str, Any], dict
             for title, shape in shapes.items():
                 sizes[title], _ = ray.get([one.prepare.remote(shape) for one in (writer, reader)])
                 print(f"{title}, {sizes[title] / 1e6:.1f} MB", flush=True)
-                raced[title] = in_turn(contenders(writer, reader), rounds)
+                raced[title] = in_turn(contenders(writer, reader, shape), rounds)
         finally:
             for stop in reversed(stops):
                 stop()

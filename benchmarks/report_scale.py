@@ -7,15 +7,14 @@ from typing import Any
 
 from benchmarks.harness import Measured, medians, paired_ratio
 from benchmarks.tables import busy, ranged, table, verdict, where
+from benchmarks.ways import ADAPTER, BARE, OURS, PLAIN, THROUGH
 
 Rounds = Mapping[str, Sequence[Measured]]
+TIMED = ("rollout", "reward", "teachers", "advantages", "update_student", "sync", "clear")
 
 
 def data_plane(found: Mapping[str, Any]) -> str:
     """Milliseconds of put and get by route and size, and the ratios that have goals."""
-    from benchmarks.data_plane import ADAPTER, OURS
-    from benchmarks.routes import BARE, PLAIN
-
     rows = []
     for title, raced in found["raced"].items():
         for name, rounds in raced.items():
@@ -31,9 +30,7 @@ def data_plane(found: Mapping[str, Any]) -> str:
     bare, low, high = paired_ratio(judged[OURS], judged[BARE], "moved")
     near = verdict(bare <= goals["of_bare"], f"{goals['of_bare']:g}×")
     lines.append(f"*{OURS}* takes {bare:.1f}× ({low:.1f} to {high:.1f}) the time of {BARE}{near}.")
-    lines += [
-        _against_controller(found["raced"], OURS, name) for name in judged if name.startswith("through")
-    ]
+    lines += [_against_controller(found["raced"], way) for way in THROUGH.values()]
     sizes = ", ".join(f"{title}: {size / 1e6:.1f} MB" for title, size in found["bytes"].items())
     head = ["size", "way", "put, ms", "get, ms", "put + get", "end to end", f"÷ {OURS}, end to end"]
     text = f"{found['judged']}, put + get: " + " ".join(lines[:3])
@@ -47,11 +44,11 @@ def _goal(raced: Rounds, slow: str, fast: str, goal: float) -> str:
     return f"*{fast}* is {ratio:.1f}× ({low:.1f} to {high:.1f}) as fast as {slow}{said}."
 
 
-def _against_controller(raced: Mapping[str, Rounds], ours: str, way: str) -> str:
-    ratios = {title: paired_ratio(rounds[way], rounds[ours], "whole")[0] for title, rounds in raced.items()}
+def _against_controller(raced: Mapping[str, Rounds], way: str) -> str:
+    ratios = {title: paired_ratio(rounds[way], rounds[OURS], "whole")[0] for title, rounds in raced.items()}
     worst = min(ratios, key=lambda title: ratios[title])
     said = verdict(ratios[worst] > 1, "faster at every size")
-    return f"*{way}* takes {ratios[worst]:.1f}× the time of *{ours}* at least ({worst}){said}."
+    return f"*{way}* takes {ratios[worst]:.1f}× the time of *{OURS}* at least ({worst}){said}."
 
 
 def routed_step(found: Mapping[str, Any]) -> str:
@@ -92,8 +89,6 @@ def store_keys(found: Mapping[str, Any]) -> str:
 
 def ray_step(found: Mapping[str, Any]) -> str:
     """Seconds of a step in both runtimes, by stage, and the start."""
-    from benchmarks.stepping import TIMED
-
     rows, stages = [], []
     goal = found["goal"]
     for title, raced in found["raced"].items():
@@ -123,7 +118,7 @@ def controller_memory(found: Mapping[str, Any]) -> str:
     for name, peaks in found["peaks"].items():
         sizes = [peak["bytes"] for peak in peaks.values()]
         growth, goal = sizes[-1] - sizes[0], found["goal"]
-        said = "" if name.startswith("through") else verdict(growth <= goal, f"{goal / 1e6:.0f} MB")
+        said = "" if name in THROUGH.values() else verdict(growth <= goal, f"{goal / 1e6:.0f} MB")
         told = f"{growth / 1e6:+.0f} MB{said}"
         rows.append([name, *(f"{size / 1e6:.0f}" for size in sizes), told])
     lengths = [f"×{times}, MB" for times in next(iter(found["peaks"].values()))]

@@ -6,9 +6,9 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.clusters import Turn, cluster, in_turn, wants_quick
-from benchmarks.data_plane import OURS, THROUGH
 from benchmarks.harness import Measured
 from benchmarks.pipeline import PATCH, STAGES, Load, Pipeline
+from benchmarks.ways import OURS, THROUGH
 from practicum.dataplane.ray_store.store import start_ray_store
 
 ROUNDS = 7

@@ -11,11 +11,11 @@ import torch
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 
-from benchmarks.rows import FORMS, Arrays, Shape, TensorDicts, make_batch, make_columns
+from benchmarks.rows import FORMS, Arrays, Shape, TensorDicts, make_columns
+from benchmarks.ways import BARE, PLAIN
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.ragged import Column, Ragged
 
-PLAIN, BARE = "plain TransferQueue calls", "bare Ray objects"
 DEADLINE_S = 120.0
 
 
@@ -90,21 +90,18 @@ class Mover:
     def prepare(self, shape: Shape) -> int:
         """Make the columns that are moved from now on; gives their bytes."""
         self._columns = make_columns(shape)
-        self._lengths = next(iter(self._columns.values())).lengths
         self._copy: dict[str, torch.Tensor] = {}
         return sum(column.values.nbytes for column in self._columns.values())
 
-    def put(self, route: str, partition: str) -> tuple[float, Any]:
+    def put(self, route: str, batch: BatchRef) -> tuple[float, Any]:
         """Seconds, and what the reader is to be given."""
-        batch = make_batch(partition, self._lengths)
         columns = {n: Ragged.packed(c.values, c.lengths) for n, c in self._columns.items()}
         began = time.perf_counter()
         given = self._routes[route].put(batch, columns)
         return time.perf_counter() - began, given
 
-    def get(self, route: str, partition: str, given: Any, check: bool) -> float:
+    def get(self, route: str, batch: BatchRef, given: Any, check: bool) -> float:
         """Seconds until all columns are there as packed tensors, which may be views."""
-        batch = make_batch(partition, self._lengths)
         began = time.perf_counter()
         found = self._routes[route].get(batch, list(self._columns), given)
         _values(found)
@@ -113,8 +110,8 @@ class Mover:
             require_same(route, self._columns, found)
         return seconds
 
-    def clear(self, route: str, partition: str) -> None:
-        self._routes[route].clear(make_batch(partition, self._lengths))
+    def clear(self, route: str, batch: BatchRef) -> None:
+        self._routes[route].clear(batch)
 
     def give(self, form: str) -> Any:
         """All columns, to whoever called."""

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from benchmarks.ways import ARRAYS, TENSORDICT
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.fields import FIELDS
 from practicum.dataplane.keys import Key, Tags
@@ -80,7 +81,7 @@ def _bytes_of(value: Any) -> int:
 class Arrays:
     """Columns as numpy arrays, which Ray sends without pickling them: the best that can be done by hand."""
 
-    name = "packed arrays"
+    name = ARRAYS
 
     @staticmethod
     def wrap(columns: Mapping[str, Column]) -> Any:
@@ -99,7 +100,7 @@ class TensorDicts:
     Columns of objects go beside it, because a TensorDict of ragged rows has no place for them.
     """
 
-    name = "TensorDict"
+    name = TENSORDICT
 
     @staticmethod
     def wrap(columns: Mapping[str, Column]) -> Any:

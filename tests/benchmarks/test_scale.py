@@ -6,13 +6,13 @@ import pytest
 import torch
 from benchmarks.clusters import in_turn
 from benchmarks.controller_memory import REPEATS, TIMES, times_of
-from benchmarks.data_plane import ADAPTER, MEMCPY, OURS, THROUGH
 from benchmarks.harness import Measured
 from benchmarks.pipeline import IMAGES, PARTITION, STAGES, Load, StageWorker, reads_of
 from benchmarks.ray_step import LOCAL, RAY, check_same
-from benchmarks.routes import BARE, PLAIN, require_same
+from benchmarks.routes import require_same
 from benchmarks.rows import FORMS, Shape, column_bytes, draw_lengths, make_batch, make_columns
 from benchmarks.store_keys import OPERATIONS, Holder, MemoryHandle, fill
+from benchmarks.ways import ADAPTER, BARE, MEMCPY, OURS, PLAIN, THROUGH
 
 from benchmarks import report_scale
 from practicum.dataplane.memory import MemoryStore
@@ -166,13 +166,12 @@ def test_the_report_sets_gains_of_a_step_beside_the_published_ones() -> None:
 
 
 def test_the_report_judges_growth_of_memory_where_the_controller_holds_no_columns() -> None:
-    peaks = {
-        name: {"1": {"bytes": 100e6}, "16": {"bytes": size}}
-        for name, size in ((OURS, 101e6), ("through", 2e8))
-    }
+    way = next(iter(THROUGH.values()))
+    most = {OURS: 1.01e8, way: 2e8}
+    peaks = {name: {"1": {"bytes": 1e8}, "16": {"bytes": size}} for name, size in most.items()}
     told = report_scale.controller_memory({"goal": 5e6, "peaks": peaks, "machine": MACHINE})
     assert "| 100 | 101 | +1 MB · goal 5 MB reached |" in told
-    assert "| through | 100 | 200 | +100 MB |" in told
+    assert f"| {way} | 100 | 200 | +100 MB |" in told
 
 
 class _Handle:

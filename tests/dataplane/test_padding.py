@@ -81,6 +81,16 @@ def test_columns_are_packed_and_rows_share_nothing_that_can_change():
     assert objects[1] == {}
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_columns_can_be_looked_at_as_bytes(count: int):
+    _, columns = pad(count)
+    for column in columns.values():
+        values = column.values if isinstance(column, Ragged) else column
+        if isinstance(values, torch.Tensor):
+            flat = values.view(-1).view(torch.uint8)
+            assert flat.numel() == values.numel() * values.element_size()
+
+
 def test_no_rows_are_an_empty_batch_that_can_be_put():
     store = MemoryStore()
     store.put(*pad(0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,6 +19,7 @@ from practicum.recipe.load import load_recipe
 from practicum.recipe.schema import Recipe
 from practicum.runtime.cluster import connect
 from practicum.runtime.cluster.connect import Cluster
+from practicum.runtime.cluster.joining import workers_environment
 
 os.environ.update(ENV)
 import ray
@@ -65,6 +67,16 @@ def interrupted(wanted: Recipe, started: dict[int, str]) -> None:
         assert threads == "1"
         started |= descendants()
         raise KeyboardInterrupt
+
+
+def test_workers_find_the_users_modules_but_not_another_pythons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    libraries, beside = f"{sys.prefix}/lib/python3/site-packages", f"{sys.prefix}-project"
+    monkeypatch.setattr(sys, "path", ["", libraries, beside, beside])
+    paths = workers_environment(1)["PYTHONPATH"].split(os.pathsep)
+    assert paths == [str(tmp_path), beside]
 
 
 @pytest.mark.parametrize(

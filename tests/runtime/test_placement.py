@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from practicum.dataplane.plan import make_plan
+from practicum.dataplane.plan import evaluation_plan, make_plan
 from practicum.errors import ClusterError
 from practicum.recipe.fitting import fit
 from practicum.recipe.load import load_recipe
@@ -76,6 +76,12 @@ def test_pools_of_their_own_and_services_are_counted(tmp_path: Path):
     on_gpus = needs(school, gpus=True)
     big = on_gpus.bundles[on_gpus.actor("teachers.big").bundle or 0]
     assert (big.cpus, big.gpus) == (2, 3)
+
+
+def test_teachers_that_nobody_asks_take_no_room(tmp_path: Path):
+    school = recipe(tmp_path, text=SCHOOL)
+    roles = {actor.role for actor in needs(school, evaluation_plan(), gpus=False).actors}
+    assert roles == {"train", "rollout", "reward", "store"}
 
 
 def test_known_weights_count_as_memory_and_rows_as_object_store(tmp_path: Path):

@@ -17,6 +17,7 @@ from practicum.dataplane.ray_store.store import RayStore
 from practicum.recipe.load import LoadedRecipe, load_recipe
 from practicum.trainer.run import train_loaded
 from tests.cluster import local_ray
+from tests.teachers.judging import save_classifier
 from tests.teachers.schools import save_teacher, school
 
 from .recipes import TINY, tiny
@@ -92,24 +93,87 @@ def _forbidden(*_: object, **__: object) -> None:
 
 
 def taught(folder: Path, teachers: dict[str, Any], **sections: Any) -> LoadedRecipe:
-    """A student of three teachers, one of them its own copy, which it renews every step."""
+    """A student of three teachers, one of them its own copy, which it renews every other step."""
     path = folder / "recipe.yaml"
     route = {"by": "task", "to": {"copy": {"small": 0.5, "self": 0.5}, "compare": "wide"}}
     recipe = school(teachers=teachers, route=route, distill={"signal": "full"}, **sections)
-    path.write_text(yaml.safe_dump(recipe | {"train": STEPS | {"prompts": 6}}))
+    path.write_text(yaml.safe_dump(recipe | {"train": STEPS | {"steps": 4, "prompts": 6}}))
     return load_recipe(path)
 
 
-def test_teachers_streamed_on_ray_teach_as_colocated_ones_here(tmp_path: Path):
+def test_teachers_streamed_on_ray_teach_as_colocated_ones_here_also_when_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     small = save_teacher(tmp_path / "small", seed=1)
     wide = save_teacher(tmp_path / "wide", seed=2, hidden=48)
-    teachers = {"small": {"model": small}, "wide": {"model": wide}, "self": {"student": {"every": 1}}}
+    teachers = {"small": {"model": small}, "wide": {"model": wide}, "self": {"student": {"every": 2}}}
     train_loaded(taught(tmp_path, teachers), tmp_path / "local")
     teachers["small"]["placement"] = {"own": {"replicas": 2}}
     teachers["self"]["placement"] = "own"
-    train_loaded(taught(tmp_path, teachers, **on_ray({})), tmp_path / "ray")
+    recipe = taught(tmp_path, teachers, **on_ray({}))
+    with monkeypatch.context() as patch:  # the copy of step 3 teaches step 4 too
+        stop_after(patch, 3, lambda: os.kill(os.getpid(), signal.SIGINT))
+        assert train_loaded(recipe, tmp_path / "ray").interrupted
+    train_loaded(recipe, tmp_path / "ray", resume=True)
     assert_same_run(tmp_path / "local", tmp_path / "ray", 1e-6)
     assert all(0 <= row["teachers/hidden"] <= 1 for row in metrics_of(tmp_path / "ray")[1:])
+
+
+OF_THE_USER = """
+def centred(samples):
+    sizes = [sum(map(ord, sample.response_text)) % 7 for sample in samples]
+    return [size - sum(sizes) / len(sizes) for size in sizes]
+
+def twice(word: str) -> str:
+    \"\"\"Says a word twice.
+
+    Args:
+        word: what to say
+    \"\"\"
+    return word + word
+
+async def loop(session):
+    turn = await session.generate(max_new_tokens=2)
+    if turn.tokens[0] % 7 == 0:
+        raise ValueError("not this token")
+    said = await session.tool("twice", {"word": open("word.txt").read()})
+    session.new_trajectory()
+    await session.generate(session.tokenizer.encode(said.text, add_special_tokens=False), max_new_tokens=3)
+    return (session.trajectories, float(sum(turn.tokens) % 5)) if session.index % 2 else None
+"""
+
+
+def test_what_lies_in_the_folder_of_a_run_is_found_by_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Models, files and modules by relative names; a function of whole batches beside a model that streams."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "of_the_user.py").write_text(OF_THE_USER)
+    (tmp_path / "word.txt").write_text("so")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a=", "answer": "a"}\n{"prompt": "b=", "answer": "b"}\n')
+    save_teacher(tmp_path / "student", seed=3)
+    save_classifier(tmp_path / "judge")
+    judge: dict[str, Any] = {"model": "judge", "kind": "classifier"}
+    function = {"use": "of_the_user:centred", "batch": True}
+    sections: dict[str, Any] = {
+        "model": {"path": "student"},
+        "tasks": {"file": {"file": "rows.jsonl"}, "compare": {"kind": "compare"}},
+        "reward": {"functions": [function], "models": {"judge": judge}},
+        "algorithm": {"advantage": "remax", "kl": {"place": "reward", "target": 0.1}},
+        "agent": {
+            "loop": "of_the_user:loop",
+            "tools": [{"use": "of_the_user:twice"}],
+            "on_failure": {"retry": 2},
+        },
+        "train": STEPS | {"steps": 2},
+    }
+    train_loaded(tiny(tmp_path, **sections), tmp_path / "local")
+    judge["placement"] = "own"
+    runtime = on_ray(sections)
+    runtime["runtime"]["reward_workers"] = 2
+    train_loaded(tiny(tmp_path, **runtime), tmp_path / "ray")
+    assert_same_run(tmp_path / "local", tmp_path / "ray", 1e-6)
 
 
 def test_a_checkpoint_of_two_ranks_is_resumed_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

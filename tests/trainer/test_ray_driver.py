@@ -19,8 +19,8 @@ from tests.cluster import descendants, still_running
 
 from . import orders
 from .recipes import tiny
-from .test_ray import assert_same_run, on_ray
-from .test_ray_failures import MORTAL
+from .test_ray import assert_same_run
+from .test_ray_failures import MORTAL, fragile
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(900)]
 
@@ -64,7 +64,7 @@ def test_a_run_that_started_its_cluster_leaves_nothing_however_it_ends_and_resum
     monkeypatch.setenv(orders.FOLDER, str(tmp_path / "orders"))
     lingers, shared = tmp_path / "orders" / "lingers", set(os.listdir("/dev/shm"))
     others, started = set(descendants()), dict[int, str]()
-    tiny(tmp_path, **on_ray(MORTAL))
+    tiny(tmp_path, **fragile(MORTAL))
 
     in_step_2 = orders.order("linger at prompt 4")
     with driver(tmp_path) as process:
@@ -81,6 +81,7 @@ def test_a_run_that_started_its_cluster_leaves_nothing_however_it_ends_and_resum
             os.killpg(process.pid, signal.SIGINT)
             time.sleep(1)
         assert process.wait(timeout=60) != 0
+    assert "stopped by KeyboardInterrupt" in (tmp_path / "cut" / "log.txt").read_text()
     in_step_3.unlink()
 
     with driver(tmp_path, "--resume") as process:

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from practicum.checks.watch import Watch
 from practicum.errors import ClusterError, PracticumError
 from practicum.recipe.load import LoadedRecipe, load_recipe
 from practicum.recipe.schema import Checks
+from practicum.runtime.cluster import start
 from practicum.runtime.cluster.calls import WorkerDied
 from practicum.runtime.cluster.group import TrainGroup
 from practicum.runtime.cluster.roles import RayRoles
@@ -26,14 +28,15 @@ from practicum.trainer.run import train_loaded
 from practicum.trainer.step import StepRunner
 from tests.cluster import local_ray
 from tests.teachers.judging import save_classifier
-from tests.teachers.schools import save_teacher, school
+from tests.teachers.schools import school
 
 from . import orders
 from .recipes import TINY, tiny
 from .test_ray import STEPS, assert_same_run, on_ray
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
 
+Act = Callable[[RayRoles], object]
 MORTAL: dict[str, Any] = {
     "reward": {"functions": [{"use": "tests.trainer.rewards:mortal"}]},
     "agent": {"loop": "tests.trainer.loops:mortal"},
@@ -85,11 +88,11 @@ def fragile(
     """The recipe on Ray; deadlines are short, but not for a machine that is busy."""
     found = on_ray(sections, ranks=ranks, store=store)
     found["rollout"] = sections["rollout"] | {"replicas": 1}
-    found["runtime"] |= {"stage_s": 60, "store_s": 20, "max_deaths": deaths}
+    found["runtime"] |= {"start_s": 240, "stage_s": 60, "store_s": 20, "max_deaths": deaths}
     return found
 
 
-def before_steps(patch: pytest.MonkeyPatch, acts: dict[int, Callable[[RayRoles], object]]) -> None:
+def before_steps(patch: pytest.MonkeyPatch, acts: dict[int, Act]) -> None:
     """Let something happen to the roles just before a step."""
     whole = StepRunner.step
 
@@ -112,54 +115,38 @@ def freeze_and_kill(actor: Any, seconds: float = 1.0) -> None:
     threading.Timer(seconds, os.kill, (pid, signal.SIGKILL)).start()
 
 
-def in_the_update(rank: int) -> Callable[[RayRoles], None]:
-    """Kill a rank of the learner when the others wait for its share of the gradients."""
+def at_the_update(act: Act) -> Act:
+    """Let it happen just when the learner is to take the step."""
 
-    def act(roles: RayRoles) -> None:
+    def wait_for_it(roles: RayRoles) -> None:
         each = roles.group.each
 
-        def calling(method: str, args: Any) -> Any:
+        def calling(method: str, args: Any) -> list[Any]:
             if method == "update_student":
-                freeze_and_kill(roles.group.workers[rank])
+                act(roles)
             return each(method, args)
 
         roles.group.each = calling
 
-    return act
+    return wait_for_it
 
 
-def before_stage(method: str, name: str) -> Callable[[RayRoles], None]:
-    """Kill an actor of the store just before this stage of the learner, which reads from it."""
-
-    def act(roles: RayRoles) -> None:
-        each = roles.group.each
-
-        def calling(called: str, args: Any) -> Any:
-            if called == method:
-                os.kill(pid_of(roles.handle.actors()[name]), signal.SIGKILL)
-            return each(called, args)
-
-        roles.group.each = calling
-
-    return act
+def rank(number: int) -> Act:
+    """Kill a rank of the learner when the others wait for its share of the gradients."""
+    return at_the_update(lambda roles: freeze_and_kill(roles.group.workers[number]))
 
 
-def in_the_rollout(name: str) -> Callable[[RayRoles], None]:
+def store_actor(name: str) -> Act:
     """Kill an actor of the store when sessions are on their way to it."""
     return lambda roles: freeze_and_kill(roles.handle.actors()[name])
 
 
-def in_the_scoring(teacher: str) -> Callable[[RayRoles], None]:
-    """Kill a teacher's replica when rows wait for it."""
-    return lambda roles: freeze_and_kill(roles.crew.teachers[teacher].replicas()[0])
-
-
-def survivor(folder: Path, place: Any = "colocated", **sections: Any) -> LoadedRecipe:
-    """A student that learns from a reward function, a reward model and a teacher."""
+def survivor(folder: Path, place: str = "colocated", **sections: Any) -> LoadedRecipe:
+    """A student that learns from a reward function, a reward model and a copy of itself, which grows old."""
     functions = [{"use": "tests.trainer.rewards:mortal"}]
     model = {"model": str(folder / "judge"), "label": 1, "placement": place, "deadline_s": 60}
     recipe = school(
-        teachers={"small": {"model": str(folder / "small"), "placement": place, "deadline_s": 60}},
+        teachers={"self": {"student": {"every": 2}, "placement": place, "deadline_s": 60}},
         reward={"functions": functions, "models": {"judge": model}},
         agent={"loop": "tests.trainer.loops:mortal"},
         distill={},
@@ -171,21 +158,23 @@ def survivor(folder: Path, place: Any = "colocated", **sections: Any) -> LoadedR
 
 
 def test_a_run_goes_on_after_deaths_as_if_nobody_had_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    save_teacher(tmp_path / "small", seed=1)
     save_classifier(tmp_path / "judge")
     train_loaded(survivor(tmp_path), tmp_path / "local")
-    kills = {
+    kills: dict[int, Act] = {
         1: lambda _: orders.order("rollout"),
         2: lambda _: orders.order("reward"),
-        3: in_the_scoring("small"),
-        4: lambda roles: freeze_and_kill(roles.cluster.actors["reward.models.judge 0"]),
+        3: lambda roles: freeze_and_kill(roles.cluster.actors["reward.models.judge 0"]),
+        4: lambda roles: freeze_and_kill(roles.crew.teachers["self"].replicas()[0]),
     }
     before_steps(monkeypatch, kills)
+    # Every put is an object of its own, as large ones are.
+    monkeypatch.setattr(start, "start_ray_store", partial(start.start_ray_store, inline_bytes=0))
     sections = on_ray({"rollout": TINY["rollout"] | {"samples": 2, "replicas": 2}})
+    sections["runtime"] |= {"start_s": 240}
     train_loaded(survivor(tmp_path, "own", **sections), tmp_path / "ray")
     counted = take_counts(tmp_path / "ray")
-    assert [deaths for deaths, _ in counted] == [0, 1, 1, 1, 0], "Ray itself starts a reward model again"
-    assert [reruns > 0 for _, reruns in counted] == [False, True, True, True, False]
+    assert [deaths for deaths, _ in counted] == [0, 1, 1, 0, 1], "Ray itself starts a reward model again"
+    assert [reruns > 0 for _, reruns in counted] == [False, True, True, False, True]
     assert_same_run(tmp_path / "local", tmp_path / "ray", 1e-6)
 
 
@@ -209,7 +198,7 @@ def test_the_rank_that_died_is_named_not_the_ones_that_lost_it():
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("Connection closed by peer")
 
-    ranks = [ray.remote(Rank).remote() for _ in range(2)]
+    ranks: list[Any] = [ray.remote(Rank).remote() for _ in range(2)]
     group = TrainGroup(ranks, Watch(Checks(), print), 120.0)
     with pytest.raises(WorkerDied, match="rank 1 of 2 of the learner died"):
         group.each("update", [(False,), (True,)])
@@ -246,18 +235,18 @@ def test_rows_that_a_dead_replica_did_not_tell_of_are_cleared_and_too_many_death
     assert_same_run(tmp_path / "whole", tmp_path / "cut", 1e-6)
 
 
-STOPS: dict[str, tuple[dict[str, Any], Callable[[RayRoles], object], str]] = {
-    "learner": ({}, in_the_update(0), "rank 0 of 1 of the learner died"),
-    "rank 1 of 2": ({"ranks": 2}, in_the_update(1), "rank 1 of 2 of the learner died"),
-    "index": ({}, in_the_rollout("the store's index"), "the store's index died"),
+STOPS: dict[str, tuple[dict[str, Any], Act, str]] = {
+    "learner": ({}, rank(0), "rank 0 of 1 of the learner died"),
+    "rank 1 of 2": ({"ranks": 2}, rank(1), "rank 1 of 2 of the learner died"),
+    "index": ({}, store_actor("the store's index"), "the store's index died"),
     "storage unit": (
         {"store": "transferqueue"},
-        before_stage("update_student", "TransferQueue's storage unit 0"),
+        at_the_update(store_actor("TransferQueue's storage unit 0")),
         "TransferQueue's storage unit 0 died; its rows are lost",
     ),
     "transferqueue controller": (
         {"store": "transferqueue"},
-        in_the_rollout("TransferQueue's controller"),
+        store_actor("TransferQueue's controller"),
         "TransferQueue's controller died",
     ),
 }

@@ -90,7 +90,7 @@ def amounts(cpus: float, gpus: float) -> str:
 
 
 def needs(recipe: Recipe, plan: Plan | None = None, *, gpus: bool) -> Needs:
-    """What the recipe wants; `gpus` says whether the cluster has any.
+    """What the recipe wants, of its teachers only what the plan asks; `gpus`: whether the cluster has any.
 
     A device is a GPU for models whose device is not cpu, with the CPUs that feed it, else CPUs alone.
     """
@@ -104,8 +104,10 @@ def needs(recipe: Recipe, plan: Plan | None = None, *, gpus: bool) -> Needs:
         cpus, devices = (_share(amount, len(shares)) for amount in (bundle.cpus, bundle.gpus))
         actors.extend(Actor(role, index, number, cpus, devices, threads) for role, index, threads in shares)
 
+    taught = plan is None or "teachers" in plan
     for bundle, shares in (*_student(recipe, gpus), *_own(recipe, gpus), *_services(recipe)):
-        add(bundle, *shares)
+        if taught or not any(role.startswith("teachers.") for role, _, _ in shares):
+            add(bundle, *shares)
     actors.append(Actor(STORE, 0, None, 0.0))
     actors.sort(key=lambda actor: (actor.role, actor.index))
     return Needs(tuple(actors), tuple(bundles), 0 if plan is None else step_bytes(recipe, plan))

@@ -62,7 +62,7 @@ class RolloutWorker(Worker):
         route = partial(teacher_of, route=recipe.route, teachers=recipe.teachers, seed=recipe.seed)
         self._train = sessions(plan, teacher_of=route if "teachers" in plan else None)
         self._exam = sessions(evaluation_plan())
-        self._writer = _Writer()
+        self._writer = Writer()
         if manifest is not None:
             self._load(manifest)
 
@@ -125,7 +125,7 @@ class _Waiting(NamedTuple):
     written: Future[BatchRef]
 
 
-class _Writer:
+class Writer:
     """Writes the rows of finished sessions; those that came during one put go together into the next."""
 
     def __init__(self) -> None:

@@ -128,7 +128,7 @@ def costs(setup: Setup, factors: Mapping[str, float] | None = None) -> dict[str,
 
 
 def calibrate(setup: Setup, run: Run) -> dict[str, float]:
-    """For each stage of the run, its seconds over what the model says; `step` is what lies between stages."""
+    """For each stage of the run, the seconds of its arithmetic over what the model says of it."""
     factors: dict[str, float] = {}
     for name, cost in costs(setup).items():
         measured = run.seconds.get(name, 0.0) - (cost.seconds - cost.arithmetic)
