@@ -146,7 +146,7 @@ async def loop(session):
 def test_what_lies_in_the_folder_of_a_run_is_found_by_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Models, files and modules by relative names; a function of whole batches beside a model that streams."""
+    """Models, files and modules by relative names; a function of batches beside a model that streams."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "of_the_user.py").write_text(OF_THE_USER)
