@@ -50,7 +50,7 @@ def descendants() -> dict[int, str]:
     parents = {os.getpid()}
     while parents:
         children = {pid: stat for pid, stat in processes.items() if int(stat[1]) in parents}
-        found |= {pid: _identity(stat) for pid, stat in children.items()}
+        found |= {pid: _identity(stat) for pid, stat in children.items() if not _lasting(stat)}
         parents = set(children) - {os.getpid()}
     return found
 
@@ -77,6 +77,11 @@ def _stat(process: Path) -> list[str] | None:
     except OSError:
         return None
     return [*text.rpartition(")")[2].split(), command]
+
+
+def _lasting(stat: list[str]) -> bool:
+    """Python's helper that lives as long as a process that spawned others."""
+    return "multiprocessing.resource_tracker" in stat[-1]
 
 
 def _identity(stat: list[str]) -> str:

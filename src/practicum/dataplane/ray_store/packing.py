@@ -204,7 +204,10 @@ def _inline(value: Any) -> Any:
 
 
 def _bytes_of(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    if flat.stride() != (1,):  # a single value may have any stride, and still counts as contiguous
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8).numpy()
 
 
 class _Shared:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from practicum.errors import RecipeError
 from practicum.learning.minibatches import critic_cut, student_cut
 from practicum.recipe.schema import Recipe
-from practicum.recipe.ways import data_parallel, engine_replicas
+from practicum.recipe.ways import data_parallel, engine_replicas, own_models, own_options
 from practicum.runtime.cluster.needs import amounts, needs
 
 
 def check_cluster(recipe: Recipe) -> list[str]:
-    """Ranks, engines, actors and what they want; mini-batches that ranks can't share are RecipeErrors."""
+    """Ranks, engines, actors and what they want; what they can't share or use is a RecipeError."""
     ranks, engines = data_parallel(recipe), engine_replicas(recipe)
+    for path, model in own_models(recipe).items():
+        if (devices := own_options(model).devices) > 1:
+            key, advice = f"{path}.placement.own.devices", "the torch engine runs a model on one device"
+            raise RecipeError(key, str(devices), "1", advice)
     for cut in (student_cut(recipe), critic_cut(recipe)):
         cut.multiple(ranks)
     plain, with_gpus = (needs(recipe, gpus=gpus) for gpus in (False, True))

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import numpy as np
+import torch
 
 from practicum.dataplane.store import Store
 from practicum.recipe.schema import Recipe
@@ -52,6 +56,10 @@ class Worker:
 
     def __init__(self, recipe: Recipe, handle: StoreHandle, threads: int | None = None) -> None:
         enter_folder()
+        # What users' code draws by itself is the same in every run, as long as nobody dies.
+        random.seed(recipe.seed)
+        np.random.seed(recipe.seed % 2**32)
+        torch.manual_seed(recipe.seed)
         set_threads(threads or worker_threads(recipe))
         self.recipe = recipe
         self.store = handle.connect(recipe.runtime.store_s)
