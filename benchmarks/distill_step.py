@@ -25,6 +25,7 @@ from practicum.learning.batch import UpdateBatch
 from practicum.learning.learner import Learner
 from practicum.learning.teaching import TeacherColumns
 from practicum.runtime.events import run_async
+from practicum.runtime.local import LocalRoles
 from practicum.teachers.place import Row, score_rows
 
 PROMPTS, SAMPLES, MAX_NEW, LR = 32, 8, 32, 1e-5
@@ -145,6 +146,7 @@ def checked_rows(tokenizer: Any) -> list[tuple[list[int], list[int]]]:
 def _checked_batch(steps: Steps) -> UpdateBatch:
     """The rows as a mini-batch, scored by the run's own teacher."""
     roles = steps.run.roles
+    assert isinstance(roles, LocalRoles)
     assert roles.faculty is not None
     rows = checked_rows(roles.tokenizer)
     staff = roles.faculty.staff
@@ -166,7 +168,9 @@ def _checked_batch(steps: Steps) -> UpdateBatch:
 
 def _practicum_checked(steps: Steps, batch: UpdateBatch) -> tuple[float, float]:
     """Loss and norm of the gradient of the rows, by an update of a copy of the student."""
-    learner, recipe = steps.run.roles.student.learner, steps.run.recipe
+    roles, recipe = steps.run.roles, steps.run.recipe
+    assert isinstance(roles, LocalRoles)
+    learner = roles.student.learner
     model, teaching = copy.deepcopy(learner.model), learner.objective.teaching
     metrics = Learner(model, recipe.train, recipe.algorithm, teaching=teaching).update(batch)
     return metrics["loss"], metrics["grad_norm"]

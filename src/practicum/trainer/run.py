@@ -23,6 +23,7 @@ from practicum.observe.tables import ledger_table, score_table
 from practicum.observe.trackers import Tracker, make_trackers, require_trackers
 from practicum.recipe.load import LoadedRecipe, load_recipe
 from practicum.recipe.schema import Recipe
+from practicum.runtime.randomness import random_state, seed_generators, set_random_state
 from practicum.runtime.roles import Roles
 from practicum.runtime.start import start_roles
 from practicum.tasks.check import tasks_needing_answer
@@ -33,7 +34,6 @@ from practicum.trainer.evaluate import evaluate
 from practicum.trainer.folder import RunFolder
 from practicum.trainer.interrupt import Interrupt
 from practicum.trainer.preflight import check_without_models, known_traits
-from practicum.trainer.randomness import random_state, seed_generators, set_random_state
 from practicum.trainer.samples import sample_rows
 from practicum.trainer.step import TRAIN, StepRunner
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import random
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-
-import numpy as np
-import torch
 
 from practicum.dataplane.store import Store
 from practicum.recipe.schema import Recipe
 from practicum.runtime.cluster.joining import enter_folder
 from practicum.runtime.local import set_threads
+from practicum.runtime.randomness import seed_generators
 
 
 class StoreHandle(Protocol):
@@ -57,9 +54,7 @@ class Worker:
     def __init__(self, recipe: Recipe, handle: StoreHandle, threads: int | None = None) -> None:
         enter_folder()
         # What users' code draws by itself is the same in every run, as long as nobody dies.
-        random.seed(recipe.seed)
-        np.random.seed(recipe.seed % 2**32)
-        torch.manual_seed(recipe.seed)
+        seed_generators(recipe.seed)
         set_threads(threads or worker_threads(recipe))
         self.recipe = recipe
         self.store = handle.connect(recipe.runtime.store_s)
