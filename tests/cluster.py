@@ -20,7 +20,7 @@ ENV = {
 def local_ray(cpus: int = 8, object_store_mb: int = 300) -> Iterator[None]:
     """A cluster with so many logical CPUs, more than the machine's if need be; gone at the end.
 
-    Modules that use it carry `pytestmark = pytest.mark.xdist_group("ray")`: one cluster at a time.
+    For fixtures of modules: a start takes seconds, and the tests of a file run in one process.
     """
     os.environ.update(ENV)  # before ray is imported, which reads some of them then
     import ray

@@ -31,8 +31,6 @@ from .conformance_shared import SharedStoreConformance
 from .rows import TOKENS, make_batch, make_columns, same
 from .threads import PATIENCE, start_waiting
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 BATCH = make_batch(6)
 LENGTHS = [100_000 + key.prompt for key in BATCH.keys]
 """Tokens of rows that are too big to be held by the index."""

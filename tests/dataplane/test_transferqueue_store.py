@@ -38,8 +38,6 @@ from .conformance_shared import SharedStoreConformance
 from .rows import make_batch, make_columns, make_value, same
 from .threads import PATIENCE
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[None]:

@@ -21,7 +21,7 @@ from .ranks import CASES, SINGLE, TRAIN, WORLD, Found, on_ranks
 from .reference import random_batch, tiny
 
 assert roles_on_ranks, "its cases are among CASES"
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.timeout(600)]
 """The processes are started once, by whichever test comes first."""
 
 

@@ -21,8 +21,6 @@ from practicum.runtime.cluster.calls import WorkerDied, ask, ask_async, each_rep
 from practicum.runtime.events import run_async
 from practicum.teachers.client import Refused, Unreachable
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 WHO = ["first", "second"]
 
 

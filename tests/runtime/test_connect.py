@@ -24,7 +24,6 @@ from practicum.runtime.cluster.joining import workers_environment
 os.environ.update(ENV)
 import ray
 
-pytestmark = pytest.mark.xdist_group("ray")
 HERE = ("runtime.cpus=4", "runtime.object_store_gb=0.1")
 
 

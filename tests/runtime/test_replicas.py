@@ -20,8 +20,6 @@ from practicum.runtime.cluster.calls import WorkerDied, ask_async
 from practicum.runtime.cluster.replicas import ReplicaPool
 from practicum.runtime.events import run_async
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:

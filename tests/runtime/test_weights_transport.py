@@ -21,8 +21,6 @@ from practicum.errors import DeadlineError, EngineError
 from practicum.runtime.cluster.calls import ask
 from practicum.runtime.cluster.weights import Manifest, publish, receive
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 NUMEL = 2**18  # a mebibyte of float32
 
 

@@ -23,7 +23,7 @@ from tests.teachers.schools import save_teacher, school
 from .recipes import TINY, tiny
 from .test_run import metrics_of, stop_after, weights_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 TIMED = re.compile(
     r"time/.*|.*/tokens_per_second|teacher/.*/(seconds|wakes)|teachers/hidden|balance/.*|padding/.*"

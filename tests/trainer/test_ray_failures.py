@@ -34,7 +34,7 @@ from . import orders
 from .recipes import TINY, tiny
 from .test_ray import STEPS, assert_same_run, on_ray
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 Act = Callable[[RayRoles], object]
 MORTAL: dict[str, Any] = {

@@ -27,7 +27,7 @@ from practicum.learning.metrics import RouterLoad, TokenMeans
 from practicum.learning.objective import Objective, token_losses
 from practicum.learning.optim import Metrics, Stepper, lr_at, stop_on_nonfinite
 from practicum.learning.packing import Packed, Rows
-from practicum.learning.parallel import Parallel, whole, whole_tensors
+from practicum.learning.parallel import Parallel, whole_tensors
 from practicum.learning.parts import Counters, load_parts, save_parts
 from practicum.learning.scorer import LogprobColumns, Scorer
 from practicum.learning.teaching import Teaching, share_factors
@@ -179,7 +179,9 @@ class Learner:
         if self.parallel is None:
             self.model.save_pretrained(folder)
         else:
-            weights = {name: whole(x) for name, x in self.model.state_dict().items()}
+            kept = set(self.model.state_dict())
+            buffers = {name: x for name, x in self.model.named_buffers() if name in kept}
+            weights = dict(whole_tensors(self.model)) | buffers  # tied ones once, as in one process
             if self.parallel.rank != 0:
                 return
             self.model.save_pretrained(folder, state_dict=weights)
