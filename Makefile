@@ -4,8 +4,8 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
-# One thread per process: two test processes on two cores must not fight over them. Tests of one group (those
-# with a Ray cluster) share a process, one after the other.
+# One thread per process: two test processes on two cores must not fight over them. The tests of a file share a
+# process, and so the cluster that some of them start.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .PHONY: demo test check quick lint bench clean help

@@ -89,7 +89,7 @@ class RayPractice:
             groups.setdefault(attempt.prompt.uid, []).append(attempt)
         before = self._streams.seconds
         self._last_report = time.perf_counter()
-        work = self._roll_out(list(groups.values()), partition, seed)
+        work = self._roll_out(self._orders(list(groups.values())), partition, seed)
         timeout = self.recipe.rollout.deadline_s
         found = run_async(work, timeout=timeout, owner=f"rollout ({partition})")
         self._tail_s += time.perf_counter() - self._last_report
@@ -97,46 +97,66 @@ class RayPractice:
         # Sessions finish in any order; the batch is in the order of its keys.
         return self.store.batch(partition, sorted(found))
 
-    async def _roll_out(self, groups: Sequence[Sequence[Attempt]], partition: str, seed: int) -> list[Key]:
-        largest = max(len(group) for group in groups)
-        # Prompts beyond these wait here, so that the replica that is done first takes the next one.
-        places = ceil(2 * self.recipe.rollout.slots / largest) * self.crew.rollout.count
+    def _orders(self, groups: Sequence[list[Attempt]]) -> list[list[Attempt]]:
+        """Sessions that one replica is asked for at once: whole prompts.
+
+        One prompt, if somebody waits for its single sessions; else as many as fill an engine, because each
+        order costs calls.
+        """
+        orders = [group for group in groups if self._is_eager(group[0].prompt)]
+        patient = [group for group in groups if not self._is_eager(group[0].prompt)]
+        fair = ceil(sum(map(len, patient)) / self.crew.rollout.count)
+        most = min(self.recipe.rollout.slots, fair)
+        order: list[Attempt] = []
+        for group in patient:
+            if order and len(order) + len(group) > most:
+                orders.append(order)
+                order = []
+            order = order + group
+        return orders + ([order] if order else [])
+
+    async def _roll_out(self, orders: Sequence[list[Attempt]], partition: str, seed: int) -> list[Key]:
+        smallest = min(len(order) for order in orders)
+        # Orders beyond these wait here, so that the replica that is done first takes the next one.
+        places = ceil(2 * self.recipe.rollout.slots / smallest) * self.crew.rollout.count
         room = asyncio.Semaphore(places)
 
-        async def one(group: Sequence[Attempt]) -> list[Key]:
+        async def one(order: list[Attempt]) -> list[Key]:
             async with room:
-                return await self._group(group, partition, seed)
+                return await self._order(order, partition, seed)
 
-        return [key for keys in await together(one(group) for group in groups) for key in keys]
+        return [key for keys in await together(one(order) for order in orders) for key in keys]
 
-    async def _group(self, group: Sequence[Attempt], partition: str, seed: int) -> list[Key]:
-        """The sessions of one prompt; of a replica that died, those that it had not reported run again."""
-        prompt = group[0].prompt
-        reported: dict[SessionName, BatchRef] = {}
+    async def _order(self, attempts: Sequence[Attempt], partition: str, seed: int) -> list[Key]:
+        """Have sessions run; of a replica that died, those that it had not reported run again."""
+        prompts = {a.prompt.uid: a.prompt for a in attempts}
+        first = attempts[0].prompt
+        eager = self._is_eager(first)
+        reported: dict[Key, SessionName] = {}
         handing_on: asyncio.TaskGroup
 
         async def work(worker: Any) -> None:
-            left = [a for a in group if (prompt.uid, a.session) not in reported]
-            order = Order(self.exam, left, partition, seed, self.crew.version, self._is_eager(prompt))
+            done = set(reported.values())
+            left = [a for a in attempts if (a.prompt.uid, a.session) not in done]
+            order = Order(self.exam, left, partition, seed, self.crew.version, eager)
             calls = worker.run.options(num_returns="streaming").remote(order)
             async for rows in each_report(calls, who="a rollout worker"):
                 self._last_report = time.perf_counter()
-                self.prompts.update((key, prompt) for key in rows.keys)
-                for session in _sessions(rows):
-                    reported[session.keys[0][:2]] = session
-                handing_on.create_task(self._hand_on(rows, prompt))
+                self.prompts.update((key, prompts[key.prompt]) for key in rows.keys)
+                reported.update((key, key[:2]) for key in rows.keys)
+                if eager:
+                    handing_on.create_task(self._hand_on(rows, first))
 
         async def again() -> None:
             """Rows that the dead replica wrote and did not report would be there twice, or be old."""
-            known = {key for batch in reported.values() for key in batch.keys}
             held = await asyncio.to_thread(self.store.batch, partition)
-            ghosts = [key for key in held.keys if key.prompt == prompt.uid and key not in known]
+            ghosts = [key for key in held.keys if key.prompt in prompts and key not in reported]
             if ghosts:
                 await asyncio.to_thread(self.store.clear, partition, ghosts)
 
         async with tasks_together() as handing_on:
-            await self.crew.rollout.run(work, load=len(group), sticky=prompt.uid, again=again)
-        return [key for batch in reported.values() for key in batch.keys]
+            await self.crew.rollout.run(work, load=len(attempts), sticky=first.uid, again=again)
+        return list(reported)
 
     def _is_eager(self, prompt: Prompt) -> bool:
         """Whether somebody waits for single sessions of this prompt."""
@@ -167,9 +187,8 @@ class RayPractice:
 
     async def _have_judged(self, batch: BatchRef) -> None:
         parts = await self._reward(batch)
-        sessions = _sessions(batch)
-        self._judged.update(session.keys[0][:2] for session in sessions)
-        self._parts[sessions[0].keys[0][:2]] = parts
+        self._judged.update(key[:2] for key in batch.keys)
+        self._parts[batch.keys[0][:2]] = parts
 
     async def _reward(self, batch: BatchRef) -> dict[str, list[float]]:
         prompts = {key: self.prompts[key] for key in batch.keys}
@@ -265,8 +284,3 @@ async def output_head(teacher: ReplicaPool) -> Any:
         return head
 
     return await teacher.run(work, load=0)
-
-
-def _sessions(batch: BatchRef) -> list[BatchRef]:
-    names = list(dict.fromkeys(key[:2] for key in batch.keys))
-    return [batch.where(lambda key, _, name=name: key[:2] == name) for name in names]

@@ -39,6 +39,7 @@ class RewardWorker(Worker):
             self._panel = seat(recipe, 2 * rollout_context(recipe, None), elsewhere)
         residency = make_residency(recipe, self._panel.sleepers())
         self._prompts: dict[Key, Prompt] = {}
+        self._openings: dict[int, list[int]] = {}
 
         def judging(plan: Plan) -> Judging:
             asked = self._panel.places and "reward" in plan
@@ -51,11 +52,16 @@ class RewardWorker(Worker):
     def reward(self, exam: bool, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> dict[str, list[float]]:
         """Judge these sessions, all of whose rows are in the batch; gives the scores of each function."""
         self._prompts.update(prompts)
+        asked = {id(prompt): prompt for prompt in prompts.values()}
+        self._openings.update((name, self._encoder(prompt).ids) for name, prompt in asked.items())
         try:
             return (self._exam if exam else self._train).reward(batch) or {}
         finally:
             for key in prompts:
                 self._prompts.pop(key, None)
+            for name in asked:
+                self._openings.pop(name, None)
 
     def _opening(self, prompt: Prompt) -> list[int]:
-        return self._encoder(prompt).ids
+        """Its tokens; the sessions of a call share their prompt's object, which is encoded once."""
+        return self._openings[id(prompt)]

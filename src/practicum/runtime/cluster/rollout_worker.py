@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from practicum.errors import EngineError
 from practicum.models.load import context_length, load_model, load_tokenizer
 from practicum.rollout.encoder import make_encoder
 from practicum.rollout.session import Start
+from practicum.rollout.together import together
 from practicum.rollout.tools.toolbox import Toolbox
 from practicum.runtime.attempts import Attempt
 from practicum.runtime.cluster.weights import Manifest, receive
@@ -29,7 +30,7 @@ from practicum.teachers.route import teacher_of
 
 
 class Order(NamedTuple):
-    """Sessions of one prompt to be run: for training or an evaluation, by weights of one version."""
+    """Sessions to be run: for training or an evaluation, by weights of one version."""
 
     exam: bool
     attempts: Sequence[Attempt]
@@ -74,14 +75,15 @@ class RolloutWorker(Worker):
                 f"{order.version}: it missed an update"
             )
         sessions = self._exam if order.exam else self._train
-        start = sessions.start(order.attempts[0].prompt)
-        running = [_begin(self._session(sessions, a, start, order)) for a in order.attempts]
+        prompts = {a.prompt.uid: a.prompt for a in order.attempts}
+        starts = {uid: sessions.start(prompt) for uid, prompt in prompts.items()}
+        # Each piece is a trip to the other event loop and back, and a put: sessions that nobody waits for
+        # are one piece.
+        pieces = [[a] for a in order.attempts] if order.eager else [list(order.attempts)]
+        running = [_begin(self._piece(sessions, piece, starts, order)) for piece in pieces]
         try:
-            if order.eager:
-                for done in asyncio.as_completed(running):
-                    yield await done
-            else:
-                yield BatchRef.concat(await asyncio.gather(*running))
+            for done in asyncio.as_completed(running):
+                yield await done
         finally:
             for future in running:
                 future.cancel()
@@ -108,8 +110,12 @@ class RolloutWorker(Worker):
     def _load(self, manifest: Manifest) -> None:
         self.engine.load_weights(receive(manifest, timeout=self.recipe.runtime.store_s), manifest.version)
 
-    async def _session(self, sessions: Sessions, attempt: Attempt, start: Start, order: Order) -> BatchRef:
-        rows = await sessions.run(attempt, start, order.seed)
+    async def _piece(
+        self, sessions: Sessions, piece: Sequence[Attempt], starts: Mapping[int, Start], order: Order
+    ) -> BatchRef:
+        """Run sessions at once, and write their rows together."""
+        found = await together(sessions.run(a, starts[a.prompt.uid], order.seed) for a in piece)
+        rows = [row for rows in found for row in rows]
         return await asyncio.wrap_future(self._writer.put(sessions, order.partition, rows))
 
 
@@ -140,14 +146,14 @@ class Writer:
 
     def _run(self) -> None:
         while True:
-            together = [self._queue.get()]
+            waiting = [self._queue.get()]
             while not self._queue.empty():
-                together.append(self._queue.get())
+                waiting.append(self._queue.get())
             # Those of a cancelled order are nobody's; the others can't be cancelled from here on.
-            together = [one for one in together if one.written.set_running_or_notify_cancel()]
-            kinds = {(id(one.sessions), one.partition): one for one in together}
+            waiting = [one for one in waiting if one.written.set_running_or_notify_cancel()]
+            kinds = {(id(one.sessions), one.partition): one for one in waiting}
             for (sessions, partition), first in kinds.items():
-                same = [one for one in together if (id(one.sessions), one.partition) == (sessions, partition)]
+                same = [one for one in waiting if (id(one.sessions), one.partition) == (sessions, partition)]
                 self._write(first.sessions, partition, same)
 
     def _write(self, sessions: Sessions, partition: str, same: list[_Waiting]) -> None:
