@@ -22,7 +22,6 @@ def local_ray(cpus: int = 8, object_store_mb: int = 300) -> Iterator[None]:
 
     For fixtures of modules: a start takes seconds, and the tests of a file run in one process.
     """
-    os.environ.update(ENV)  # before ray is imported, which reads some of them then
     import ray
 
     ray.init(

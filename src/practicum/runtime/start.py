@@ -5,6 +5,7 @@ from __future__ import annotations
 from practicum.checks.watch import Watch
 from practicum.dataplane.plan import Plan
 from practicum.recipe.schema import Recipe
+from practicum.runtime.cluster.joining import set_environment
 from practicum.runtime.local import start_local
 from practicum.runtime.roles import Roles
 
@@ -13,6 +14,7 @@ def start_roles(recipe: Recipe, plan: Plan, watch: Watch) -> Roles:
     """Everyone who takes part, ready to work; if that fails, nothing stays behind."""
     if recipe.runtime.kind == "local":
         return start_local(recipe, plan, watch)
+    set_environment(recipe.runtime)
     from practicum.runtime.cluster.start import start_ray
 
     return start_ray(recipe, plan, watch)

@@ -55,10 +55,15 @@ def connect(runtime: Runtime, env: Mapping[str, str]) -> Callable[[], None]:
     return ray.shutdown
 
 
+def set_environment(runtime: Runtime) -> None:
+    """What Ray reads from the environment, some of it when it is imported: call this before."""
+    for name, value in (_ENV | ({} if runtime.address else _LOOPBACK)).items():
+        os.environ.setdefault(name, value)
+
+
 def is_connected(runtime: Runtime) -> bool:
     """Whether this process is connected to a Ray already."""
-    for name, value in (_ENV | ({} if runtime.address else _LOOPBACK)).items():
-        os.environ.setdefault(name, value)  # read when ray is imported and when its processes start
+    set_environment(runtime)
     return import_ray().is_initialized()
 
 
