@@ -19,6 +19,7 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
 from practicum.dataplane.plan import Plan
 from practicum.dataplane.store import Store
+from practicum.errors import DeadlineError
 from practicum.recipe.schema import Recipe
 from practicum.recipe.ways import streams
 from practicum.rollout.together import tasks_together, together
@@ -275,12 +276,14 @@ class RayPractice:
             self._parts.pop(key[:2], None)
 
 
-async def output_head(teacher: ReplicaPool) -> Any:
+async def output_head(teacher: ReplicaPool, timeout: float) -> Any:
     """A reference to a teacher's output head, for the learner; it does not come into this process."""
 
     async def work(worker: Any) -> Any:
         head = worker.head.remote()
-        await asyncio.to_thread(ray.wait, [head], fetch_local=False)
+        made, _ = await asyncio.to_thread(ray.wait, [head], timeout=timeout, fetch_local=False)
+        if not made:
+            raise DeadlineError(f"{teacher.role} gave no output head in {timeout:g} s")
         return head
 
     return await teacher.run(work, load=0)

@@ -75,7 +75,7 @@ class RayRoles:
         self._each(self.crew.teachers[name], "take", manifest, who=f"teacher {name}")
         if self.recipe.distill is not None and self.recipe.distill.signal == "full":
             timeout, owner = self.recipe.runtime.stage_s, f"the output head of teacher {name}"
-            head = run_async(output_head(self.crew.teachers[name]), timeout=timeout, owner=owner)
+            head = run_async(output_head(self.crew.teachers[name], timeout), timeout=timeout + 5, owner=owner)
             self.group.all("renew_head", name, head)
 
     def teach(self, batch: BatchRef) -> None:

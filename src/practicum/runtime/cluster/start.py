@@ -109,7 +109,9 @@ class _Starter:
         await together(pool.start(self.recipe.runtime.start_s) for pool in teachers.values())
         heads = {}
         if self.recipe.distill is not None and self.recipe.distill.signal == "full":
-            heads = {name: await output_head(pool) for name, pool in teachers.items()}
+            heads = {
+                name: await output_head(pool, self.recipe.runtime.start_s) for name, pool in teachers.items()
+            }
         first = group.workers[0].meeting_point.remote(len(group))
         meeting = await self._ask(first, group.names[0])
         calls = [w.begin.remote(meeting, list(heads), *heads.values()) for w in group.workers]
