@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import time
 import warnings
@@ -18,10 +19,10 @@ from torch import Tensor
 
 from practicum.dataplane.ragged import Column, Ragged
 from practicum.dataplane.ray_store.client import IndexClient, plain_put
-from practicum.dataplane.ray_store.index import start_index
+from practicum.dataplane.ray_store.index import Index, start_index
 from practicum.dataplane.ray_store.packing import pack_columns
 from practicum.dataplane.ray_store.store import RayStore, RayStoreHandle, start_ray_store
-from practicum.dataplane.ray_store.wire import Parcel
+from practicum.dataplane.ray_store.wire import Parcel, pack_call, unpack_answer
 from practicum.dataplane.store import Store
 from practicum.errors import DeadlineError, StoreError
 
@@ -109,7 +110,6 @@ def get_ids(store: Store, rows: list[int]) -> Tensor:
 
 def test_rows_that_were_put_together_are_got_without_copying(store: RayStore) -> None:
     store.put(BATCH, big())
-    store.settle()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         whole, again = get_ids(store, list(range(6))), get_ids(store, list(range(6)))
@@ -166,30 +166,65 @@ def start_actor(kind: type, *args: object) -> Any:
 def test_what_a_process_put_stays_when_it_is_killed(handle: RayStoreHandle, store: RayStore) -> None:
     writer = start_actor(Writer, handle)
     ray.get(writer.put.remote(), timeout=PATIENCE)
-    store.settle()
     ray.kill(writer)
     assert same(store.get(BATCH, ["response_ids"]), big())
     assert same(store.get(SMALL, TOKENS), make_columns(SMALL))
 
 
-def test_an_object_that_died_with_its_process_is_named_with_its_rows(
-    handle: RayStoreHandle, store: RayStore
-) -> None:
-    class Owner:
-        def share(self, pack: object) -> list[Any]:
-            return [ray.put(pack)]
+class Owner:
+    def share(self, pack: object) -> list[Any]:
+        return [ray.put(pack)]
 
+
+def lost_put(handle: RayStoreHandle, *, lasting: bool) -> None:
+    """Commit rows whose process died after it had shared them and before the index copied them."""
     owner = start_actor(Owner)
     refs = ray.get(owner.share.remote(pack_columns(big(), {"response": LENGTHS})), timeout=PATIENCE)
     ray.kill(owner)
-    parcel = Parcel(refs[0], ray.get_runtime_context().get_node_id())
     wait_until_lost(refs)
-    IndexClient(handle.index, PATIENCE).commit(
-        plain_put(BATCH, {"response": LENGTHS}, ("response_ids",), parcel)
-    )
-    store.settle()
+    parcel = Parcel(refs[0], ray.get_runtime_context().get_node_id() if lasting else None)
+    put = plain_put(BATCH, {"response": LENGTHS}, ("response_ids",), parcel)
+    IndexClient(handle.index, PATIENCE).commit(put)
+
+
+def test_an_object_that_died_with_its_process_is_named_with_its_rows(
+    handle: RayStoreHandle, store: RayStore
+) -> None:
+    lost_put(handle, lasting=False)
     with pytest.raises(StoreError, match=r"response_ids of prompt 4/.*prompt 1/.* 'train' are lost"):
         store.get(BATCH.take([4, 1]), ["response_ids"])
+
+
+def test_a_lasting_put_that_died_with_its_process_is_seen_by_nobody(
+    handle: RayStoreHandle, store: RayStore
+) -> None:
+    with pytest.raises(StoreError, match="could not be copied"):
+        lost_put(handle, lasting=True)
+    assert store.size() == 0
+    store.put(BATCH, big())
+    assert same(store.get(BATCH, ["response_ids"]), big())
+
+
+def test_what_is_being_put_is_cleared_too() -> None:
+    """Else rows of a dead process could come after they were cleared."""
+
+    class Slow(Index):
+        async def _copy(self, ref: Any, node: str) -> Any:
+            await gate.wait()
+            return ref
+
+    async def run() -> int:
+        put = plain_put(SMALL, {}, ("reward",), Parcel("an object", "a node"))
+        putting = asyncio.ensure_future(index.commit(*pack_call((put,))))
+        await asyncio.sleep(0)
+        clearing = asyncio.ensure_future(index.clear(*pack_call((SMALL.partition, None))))
+        await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(putting, clearing)
+        return unpack_answer(await index.size(*pack_call((None,))))
+
+    index, gate = Slow(), asyncio.Event()
+    assert asyncio.run(run()) == 0
 
 
 def wait_until_lost(refs: list[Any]) -> None:
@@ -210,7 +245,6 @@ def test_puts_and_clears_again_and_again_do_not_fill_the_object_store(store: Ray
         assert get_ids(store, [0])[0] == shift + 1
         store.clear("train", BATCH.keys[: shift % 2])
         store.clear("train")
-    store.settle()
     deadline = time.monotonic() + PATIENCE
     while object_store_bytes() > 2**10 and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -54,12 +54,16 @@ class Caller:
             raise
 
     async def counts(self, upto: int, then: str) -> AsyncIterator[int]:
-        for i in range(upto):
-            yield i
-        if then == "fails":
-            raise StoreError("after the last")
-        if then == "waits":
-            await self.waits()
+        try:
+            for i in range(upto):
+                yield i
+            if then == "fails":
+                raise StoreError("after the last")
+            if then == "waits":
+                await asyncio.sleep(600)
+        except (asyncio.CancelledError, GeneratorExit):  # the latter, if Ray was still sending the last
+            self.cancelled.release()
+            raise
 
     async def was_cancelled(self) -> bool:
         return await self.cancelled.acquire()

@@ -104,10 +104,6 @@ class IndexClient:
         """Objects will be put on that node; nobody waits for this to be heard."""
         self._actor.expect.remote(*pack_call((node,)))
 
-    def settle(self) -> None:
-        """Until all that has been put is independent of the process that put it."""
-        self._call("settle")
-
     def replace(self, puts: Sequence[Put]) -> list[Any]:
         """Hold what these puts make, and nothing else."""
         return self._call("replace", list(puts))

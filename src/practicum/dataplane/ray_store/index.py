@@ -7,11 +7,9 @@ all. It holds no tensors but those of puts so small that an object of their own 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
-from weakref import ref
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError
@@ -27,26 +25,15 @@ from practicum.dataplane.ray_store.held import (
 from practicum.dataplane.ray_store.keeper import start_keeper
 from practicum.dataplane.ray_store.wire import Parcel, on_wire
 from practicum.dataplane.rowspans import describe_lacking
-from practicum.errors import DeadlineError
+from practicum.errors import DeadlineError, StoreError
 
-_LOG = logging.getLogger(__name__)
 _AT_ONCE = 10_000
 """Calls that may be under way at the same time: nearly all of them wait for rows."""
-
-
-_Found = TypeVar("_Found", Located, Snapshot)
 
 
 class _Keeper(NamedTuple):
     actor: Any
     turn: asyncio.Lock
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class _Shared:
-    """A pack in Ray's object store: first the object of who put it, then a copy of the index's own."""
-
-    ref: Any
 
 
 @dataclass(slots=True, eq=False)
@@ -67,24 +54,33 @@ class Index:
         self._held = Held()
         self._waiters: dict[str, list[_Waiter]] = {}
         self._keepers: dict[str, _Keeper] = {}
-        self._copying: set[asyncio.Task[None]] = set()
+        self._coming: dict[str, set[asyncio.Future[None]]] = {}
+        """By partition, ends of the puts that are being copied."""
         self._report_freed = report_freed
 
     @on_wire
     async def commit(self, put: Put) -> list[Any]:
         """Take a put; what was replaced by it and is in no other row is freed."""
-        freed = self._take(self._held, put)
+        done = asyncio.get_running_loop().create_future()
+        coming = self._coming.setdefault(put.partition, set())
+        coming.add(done)
+        try:
+            freed = self._held.commit(await self._own(put))
+        finally:
+            coming.remove(done)
+            done.set_result(None)
         self._wake(put.partition, put.keys)
         return self._freed(freed)
 
     @on_wire
     async def locate(self, partition: str, keys: list[PlainKey], fields: tuple[str, ...]) -> Located:
         """Where these fields of these rows are."""
-        return _addressed(self._held.locate(partition, keys, fields))
+        return self._held.locate(partition, keys, fields)
 
     @on_wire
     async def batch(self, partition: str) -> tuple[list[PlainKey], list[PlainTags]]:
-        """Keys and tags of a whole partition."""
+        """Keys and tags of a whole partition, and of what was being put when this was asked."""
+        await self._arrived(partition)
         keys = self._held.keys(partition)
         return keys, self._held.tags(partition, keys)
 
@@ -125,7 +121,8 @@ class Index:
 
     @on_wire
     async def clear(self, partition: str, keys: list[PlainKey] | None) -> list[Any]:
-        """Forget rows; puts of which no cell is left are freed."""
+        """Forget rows, also those being put; puts of which no cell is left are freed."""
+        await self._arrived(partition)
         return self._freed(self._held.clear(partition, keys))
 
     @on_wire
@@ -136,7 +133,7 @@ class Index:
     @on_wire
     async def snapshot(self) -> Snapshot:
         """Everything that is held now."""
-        return _addressed(self._held.snapshot())
+        return self._held.snapshot()
 
     @on_wire
     async def expect(self, node: str) -> None:
@@ -144,16 +141,11 @@ class Index:
         self._keeper(node)
 
     @on_wire
-    async def settle(self) -> None:
-        """Until all that has been put is independent of the process that put it."""
-        await asyncio.gather(*self._copying)
-
-    @on_wire
     async def replace(self, puts: list[Put]) -> list[Any]:
         """Hold what these puts make, and nothing else."""
         new = Held()
-        for put in puts:
-            self._take(new, put)
+        for put in await asyncio.gather(*map(self._own, puts)):
+            new.commit(put)
         freed = [locator for name in self._held.partitions() for locator in self._held.clear(name, None)]
         self._held = new
         for partition in new.partitions():
@@ -166,32 +158,29 @@ class Index:
             keeper = self._keepers[node] = _Keeper(start_keeper(node), asyncio.Lock())
         return keeper
 
-    def _take(self, held: Held, put: Put) -> list[Any]:
+    async def _own(self, put: Put) -> Put:
+        """The put, with an object of this process in place of one that dies with who put it."""
         if not isinstance(put.locator, Parcel):
-            return held.commit(put)
-        shared = _Shared(put.locator.ref)
-        freed = held.commit(put._replace(locator=shared))
-        # What is cleared before its turn comes is not copied.
-        task = asyncio.get_running_loop().create_task(self._copy(ref(shared), put.locator.node))
-        self._copying.add(task)
-        task.add_done_callback(self._copying.discard)
-        return freed
+            return put
+        ref, node = put.locator
+        return put._replace(locator=ref if node is None else await self._copy(ref, node))
 
-    async def _copy(self, held: ref[_Shared], node: str) -> None:
-        """Make what was put an object of this process; until then it dies with the one that put it."""
+    async def _copy(self, ref: Any, node: str) -> Any:
         keeper = self._keeper(node)
         async with keeper.turn:
-            shared = held()
-            if shared is None:
-                return
+            copy, done = keeper.actor.copy.options(num_returns=2).remote(ref)
             try:
-                copy, done = keeper.actor.copy.options(num_returns=2).remote(shared.ref)
                 await done
             except RayError as error:
-                # Whoever reads it is told if it is lost; it may be cleared before anyone does.
-                _LOG.warning("a put could not be copied, so it ends with the process that made it: %s", error)
-            else:
-                shared.ref = copy
+                raise StoreError(
+                    f"a put could not be copied, so that it outlasts who made it: {error}"
+                ) from None
+            return copy
+
+    async def _arrived(self, partition: str) -> None:
+        """Until what is now being put there is held, or lost with the process that put it."""
+        if coming := self._coming.get(partition):
+            await asyncio.wait(coming)
 
     def _freed(self, freed: list[Any]) -> list[Any]:
         return freed if self._report_freed else []
@@ -212,12 +201,6 @@ class Index:
             waiter.lacking = self._held.lacking(partition, waiter.keys, waiter.fields)
             if not waiter.lacking:
                 waiter.arrived.set_result(self._held.tags(partition, waiter.keys))
-
-
-def _addressed(found: _Found) -> _Found:
-    """With the objects as they are now in place of where the index keeps them."""
-    where = [at.ref if isinstance(at, _Shared) else at for at in found.locators]
-    return found._replace(locators=where)
 
 
 def start_index(report_freed: bool = False) -> Any:

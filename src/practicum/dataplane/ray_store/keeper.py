@@ -27,6 +27,7 @@ def start_keeper(node: str) -> Any:
         .options(
             num_cpus=0,
             max_restarts=-1,
+            max_task_retries=3,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
         .remote()

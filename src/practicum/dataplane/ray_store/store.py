@@ -51,10 +51,15 @@ class RayStoreHandle:
     index: Any
     inline_bytes: int = INLINE_BYTES
 
-    def connect(self, timeout_s: float = 60.0) -> RayStore:
-        """The store, for this process; each call of it has so many seconds."""
-        IndexClient(self.index, timeout_s).expect(ray.get_runtime_context().get_node_id())
-        return RayStore(self.index, timeout_s, self.inline_bytes)
+    def connect(self, timeout_s: float = 60.0, *, lasting: bool = True) -> RayStore:
+        """The store, for this process; each call of it has so many seconds.
+
+        `lasting`: what this process puts is still there when it dies. Without that a put of many bytes costs
+        one copy less; it is for processes whose death ends the run.
+        """
+        if lasting:
+            IndexClient(self.index, timeout_s).expect(ray.get_runtime_context().get_node_id())
+        return RayStore(self.index, timeout_s, self.inline_bytes, lasting)
 
     def actors(self) -> dict[str, Any]:
         """The actors without which the store is lost, by their names for people."""
@@ -69,19 +74,21 @@ class RayStoreHandle:
 def start_ray_store(start_s: float = 60.0, inline_bytes: int = INLINE_BYTES) -> RayStoreHandle:
     """Start an empty store on the cluster that this process is connected to."""
     handle = RayStoreHandle(start_index(), inline_bytes)
-    handle.connect(start_s).size()
+    handle.connect(start_s, lasting=False).size()
     return handle
 
 
 class RayStore:
     """A Store on Ray. What is got may share memory with what others get: change neither."""
 
-    def __init__(self, index: Any, timeout_s: float, inline_bytes: int = INLINE_BYTES) -> None:
+    def __init__(
+        self, index: Any, timeout_s: float, inline_bytes: int = INLINE_BYTES, lasting: bool = True
+    ) -> None:
         self._index = IndexClient(index, timeout_s)
-        self._timeout_s, self._inline_bytes = timeout_s, inline_bytes
+        self._timeout_s, self._inline_bytes, self._lasting = timeout_s, inline_bytes, lasting
 
     def put(self, batch: BatchRef, columns: Mapping[str, Column], *, keep_tags: bool = False) -> None:
-        """Write columns. From some ms later on they outlive this process; `settle` waits for that."""
+        """Write columns; if they are to outlast this process, nobody sees them before they do."""
         put = self._packed(batch, columns)
         if put.keys:
             self._index.commit(put._replace(tags=None) if keep_tags else put)
@@ -145,10 +152,6 @@ class RayStore:
         alike = groupby(read_rows(path), key=lambda row: (row.partition, _shape(row)))
         self._index.replace([self._packed(*_joined(list(rows))) for _, rows in alike])
 
-    def settle(self) -> None:
-        """Until nothing that the store holds would be lost with the process that put it."""
-        self._index.settle()
-
     def _packed(self, batch: BatchRef, columns: Mapping[str, Column]) -> Put:
         """Check columns, and lay their bytes where others can read them."""
         spans = check_columns(batch, columns)
@@ -161,12 +164,13 @@ class RayStore:
 
     def _share(self, pack: Pack, size: int) -> Parcel:
         try:
-            return Parcel(ray.put(pack), ray.get_runtime_context().get_node_id())
+            ref = ray.put(pack)
         except ObjectStoreFullError as error:
             raise StoreError(
                 f"Ray's object store on this node has no room for a put of {size / 2**20:.0f} MiB: give it "
                 "more (runtime.object_store_gb, or --object-store-memory of ray start), or cut the batch"
             ) from error
+        return Parcel(ref, ray.get_runtime_context().get_node_id() if self._lasting else None)
 
     def _fetch(self, found: Located | Snapshot, rows_of: Callable[[int], str]) -> list[Pack]:
         """The packs that were located; what is read stays in memory as long as it is used."""

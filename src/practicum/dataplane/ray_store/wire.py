@@ -19,10 +19,13 @@ Answer = bytes | tuple[bytes, list[Any]]
 
 
 class Parcel(NamedTuple):
-    """A pack that a worker put into Ray's object store, and the node on which it did."""
+    """A pack that a worker put into Ray's object store.
+
+    `node` is where the worker did, if the pack is to outlast it.
+    """
 
     ref: Any
-    node: str
+    node: str | None
 
 
 class _Beside(NamedTuple):

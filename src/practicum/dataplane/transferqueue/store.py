@@ -39,8 +39,8 @@ class TransferQueueHandle:
     index: Any
     servers: Servers
 
-    def connect(self, timeout_s: float = 60.0) -> TransferQueueStore:
-        """The store, for this process; each call of it has so many seconds."""
+    def connect(self, timeout_s: float = 60.0, *, lasting: bool = True) -> TransferQueueStore:
+        """The store, for this process; each call of it has so many seconds. What is put always lasts."""
         return TransferQueueStore(self.index, link_to(self.servers, timeout_s), timeout_s)
 
     def actors(self) -> dict[str, Any]:

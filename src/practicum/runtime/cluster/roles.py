@@ -51,7 +51,7 @@ class RayRoles:
         self.recipe, self.plan, self.cluster, self.handle = recipe, plan, cluster, handle
         self.group, self.crew, self.latest = group, crew, latest
         self.stop, self.version, self.ranks = facts.stop, facts.version, len(group)
-        self.store: Store = ControllerStore(handle.connect(recipe.runtime.store_s), group)
+        self.store: Store = ControllerStore(handle.connect(recipe.runtime.store_s, lasting=False), group)
         self.practice = RayPractice(recipe, plan, self.store, crew, exam=False)
         self.examiner = RayPractice(recipe, evaluation_plan(), self.store, crew, exam=True)
         self._colocated = {name for name, teacher in recipe.teachers.items() if not streams(teacher)}

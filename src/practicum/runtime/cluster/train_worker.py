@@ -60,6 +60,8 @@ class Facts:
 class TrainWorker(Worker):
     """A rank. `begin` makes it ready; then its methods are the learner's stages."""
 
+    LASTING = False
+
     def __init__(self, recipe: Recipe, handle: StoreHandle, plan: Plan, rank: int) -> None:
         super().__init__(recipe, handle)
         self.plan, self.rank = plan, rank

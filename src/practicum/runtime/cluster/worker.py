@@ -16,8 +16,8 @@ from practicum.runtime.randomness import seed_generators
 class StoreHandle(Protocol):
     """How a process comes to the store: it pickles, and travels to every worker."""
 
-    def connect(self, timeout_s: float) -> Store:
-        """A client for this process."""
+    def connect(self, timeout_s: float, *, lasting: bool = True) -> Store:
+        """A client for this process; what it puts outlasts it, if `lasting`."""
         ...
 
     def actors(self) -> dict[str, Any]:
@@ -51,13 +51,16 @@ class NoRest:
 class Worker:
     """The base of all workers. What may fail is in `begin`: of an error in __init__ Ray keeps words only."""
 
+    LASTING = True
+    """Whether the run goes on without this process, with what it wrote."""
+
     def __init__(self, recipe: Recipe, handle: StoreHandle, threads: int | None = None) -> None:
         enter_folder()
         # What users' code draws by itself is the same in every run, as long as nobody dies.
         seed_generators(recipe.seed)
         set_threads(threads or worker_threads(recipe))
         self.recipe = recipe
-        self.store = handle.connect(recipe.runtime.store_s)
+        self.store = handle.connect(recipe.runtime.store_s, lasting=self.LASTING)
 
     def pid(self) -> int:
         """The process's id on its machine."""
