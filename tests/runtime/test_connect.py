@@ -128,7 +128,10 @@ def test_without_the_extra_the_error_names_the_command(tmp_path: Path, monkeypat
 
 
 @pytest.mark.timeout(300)
-def test_runs_one_after_another_leave_no_process_and_no_shared_memory(tmp_path: Path):
+def test_runs_one_after_another_leave_no_process_and_no_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("RAY_worker_niceness")
     before, shared = set(descendants()), set(os.listdir("/dev/shm"))
     wanted = recipe(tmp_path, *HERE, "runtime.cpus=5", "pools.train.devices=2", "runtime.threads=2")
     with closing(Cluster.open(wanted, make_plan(wanted))) as cluster:
@@ -136,6 +139,7 @@ def test_runs_one_after_another_leave_no_process_and_no_shared_memory(tmp_path: 
         found = ray.get([actor.where.remote() for actor in actors], timeout=60)
         assert len({pid for pid, *_ in found}) == 4
         assert {threads for _, _, threads, _ in found} == {"2"}
+        assert {os.getpriority(os.PRIO_PROCESS, pid) for pid, *_ in found} == {os.nice(0)}
         assert len({group for *_, group in found}) == 1  # colocated: one pool
         assert list(cluster.actors) == ["train 0", "train 1", "rollout 0", "rollout 1"]
         ray.kill(actors[0])  # a dead one does not hinder the end

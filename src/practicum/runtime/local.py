@@ -25,7 +25,6 @@ from practicum.learning.parallel import Parallel
 from practicum.learning.scorer import Scorer
 from practicum.learning.trunk import Trunk
 from practicum.models.load import context_length, load_model, load_tokenizer, stop_ids
-from practicum.models.processor import save_processor
 from practicum.recipe.schema import Recipe
 from practicum.recipe.ways import measures
 from practicum.rollout.encoder import Encoder, make_encoder
@@ -36,6 +35,7 @@ from practicum.runtime.credit import Credit
 from practicum.runtime.faculty import Faculty, Staff
 from practicum.runtime.hiring import hire, make_residency, teaching_of
 from practicum.runtime.jury import Jury, Panel, seat
+from practicum.runtime.keeping import export_student, load_parts, save_parts
 from practicum.runtime.practice import Practice
 from practicum.runtime.rows import check_fields, field_widths, put_padding, row_texts
 from practicum.runtime.sessions import Sessions
@@ -138,27 +138,14 @@ class LocalRoles:
         return self.credit.state_dict()
 
     def save(self, folder: Path) -> None:
-        self.student.learner.save(folder / "student")
-        if self.valuation is not None:
-            self.valuation.critic.save(folder / "critic")
-        if self.faculty is not None:
-            self.faculty.save(folder / "teachers")
-        self.store.save(folder / "store")
+        save_parts(self, folder)
 
     def load(self, folder: Path, kl_state: Mapping[str, float]) -> None:
-        self.student.learner.load(folder / "student")
-        if self.valuation is not None:
-            self.valuation.critic.load(folder / "critic")
-        if self.faculty is not None:
-            self.faculty.load(folder / "teachers")
-        self.store.load(folder / "store")
-        self.credit.load_state_dict(dict(kl_state))
+        load_parts(self, folder, kl_state)
         self.sync_weights()
 
     def export(self, folder: Path) -> None:
-        self.student.learner.export(folder, self.tokenizer)
-        if self.encoder.processor is not None:
-            save_processor(self.encoder.processor, folder)
+        export_student(self, folder)
 
     def incidents(self) -> dict[str, Any]:
         return {}

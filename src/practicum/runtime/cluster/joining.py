@@ -22,8 +22,9 @@ REACH_S = 5.0
 HEALTH_S = 20.0
 """Seconds in which Ray must say that it is well; most of them go into starting its command."""
 _ENV = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Keeps a cluster that is started here, and what runs in it, on 127.0.0.1."""
+_HERE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
+"""Keeps a cluster that is started here, and what runs in it, on 127.0.0.1; and its workers at the priority
+of this process. Ray's default gives way to everything else that runs on the machine."""
 
 _LIBRARIES = ("bin", "lib", "lib64")
 """Folders of a Python of which every machine has its own."""
@@ -57,7 +58,7 @@ def connect(runtime: Runtime, env: Mapping[str, str]) -> Callable[[], None]:
 
 def set_environment(runtime: Runtime) -> None:
     """What Ray reads from the environment, some of it when it is imported: call this before."""
-    for name, value in (_ENV | ({} if runtime.address else _LOOPBACK)).items():
+    for name, value in (_ENV | ({} if runtime.address else _HERE)).items():
         os.environ.setdefault(name, value)
 
 

@@ -23,7 +23,6 @@ from practicum.learning.parallel import Parallel, free_port
 from practicum.learning.scorer import Scorer
 from practicum.learning.trunk import Trunk
 from practicum.models.load import load_model, load_tokenizer, stop_ids
-from practicum.models.processor import save_processor
 from practicum.recipe.schema import Recipe
 from practicum.recipe.ways import streams
 from practicum.rollout.encoder import make_encoder
@@ -32,6 +31,7 @@ from practicum.runtime.cluster.worker import NoRest, Reply, StoreHandle, Worker
 from practicum.runtime.credit import Credit
 from practicum.runtime.faculty import Faculty, Staff, copy_file, read_copy
 from practicum.runtime.hiring import hire
+from practicum.runtime.keeping import export_student, load_parts, save_parts
 from practicum.runtime.local import load_reference, make_learner
 from practicum.runtime.rows import check_fields, field_widths, put_padding, row_texts
 from practicum.runtime.student import Student
@@ -193,31 +193,16 @@ class TrainWorker(Worker):
 
     def save(self, folder: Path) -> None:
         """Write this rank's share of a checkpoint; the first rank writes what all have, and the store."""
-        self.student.learner.save(folder / "student")
-        if self.valuation is not None:
-            self.valuation.critic.save(folder / "critic")
-        if self.rank == 0:
-            self.store.save(folder / "store")
-            if self.faculty is not None:
-                self.faculty.save(folder / "teachers")
+        save_parts(self, folder, first=self.rank == 0)
 
     def load(self, folder: Path, kl_state: Mapping[str, float]) -> int:
         """Go on from what `save` wrote, by any number of ranks; gives the version."""
-        self.student.learner.load(folder / "student")
-        if self.valuation is not None:
-            self.valuation.critic.load(folder / "critic")
-        if self.faculty is not None:
-            self.faculty.load(folder / "teachers")
-        if self.rank == 0:
-            self.store.load(folder / "store")
-        self.credit.load_state_dict(dict(kl_state))
+        load_parts(self, folder, kl_state, first=self.rank == 0)
         return self.student.learner.version
 
     def export(self, folder: Path) -> None:
         """Write the student in HuggingFace format; all ranks must be called."""
-        self.student.learner.export(folder, self.encoder.tokenizer)
-        if self.rank == 0 and self.encoder.processor is not None:
-            save_processor(self.encoder.processor, folder)
+        export_student(self, folder, first=self.rank == 0)
 
     def leave(self) -> None:
         """Take leave of the other ranks, so that all end well."""

@@ -1,0 +1,66 @@
+"""What a run keeps on disk of those who learn: the parts of a checkpoint, and the student for others.
+
+The same in every runtime. With several ranks all are called, and the first writes what all have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from practicum.dataplane.store import Store
+from practicum.models.processor import save_processor
+from practicum.rollout.encoder import Encoder
+from practicum.runtime.credit import Credit
+from practicum.runtime.faculty import Faculty
+from practicum.runtime.student import Student
+from practicum.runtime.valuation import Valuation
+
+
+class Learners(Protocol):
+    """A process in which the student learns."""
+
+    @property
+    def student(self) -> Student: ...
+    @property
+    def valuation(self) -> Valuation | None: ...
+    @property
+    def faculty(self) -> Faculty | None: ...
+    @property
+    def credit(self) -> Credit: ...
+    @property
+    def store(self) -> Store: ...
+    @property
+    def encoder(self) -> Encoder: ...
+
+
+def save_parts(of: Learners, folder: Path, *, first: bool = True) -> None:
+    """Write a checkpoint, or this rank's share of it."""
+    of.student.learner.save(folder / "student")
+    if of.valuation is not None:
+        of.valuation.critic.save(folder / "critic")
+    if not first:
+        return
+    if of.faculty is not None:
+        of.faculty.save(folder / "teachers")
+    of.store.save(folder / "store")
+
+
+def load_parts(of: Learners, folder: Path, kl_state: Mapping[str, float], *, first: bool = True) -> None:
+    """Go on from what `save_parts` wrote, by any number of ranks."""
+    of.student.learner.load(folder / "student")
+    if of.valuation is not None:
+        of.valuation.critic.load(folder / "critic")
+    if of.faculty is not None:
+        of.faculty.load(folder / "teachers")
+    if first:
+        of.store.load(folder / "store")
+    of.credit.load_state_dict(dict(kl_state))
+
+
+def export_student(of: Learners, folder: Path, *, first: bool = True) -> None:
+    """Write the student in HuggingFace format."""
+    of.student.learner.export(folder, of.encoder.tokenizer)
+    if first and of.encoder.processor is not None:
+        save_processor(of.encoder.processor, folder)
