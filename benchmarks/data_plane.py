@@ -17,7 +17,7 @@ from benchmarks.clusters import Turn, cluster, in_turn, wants_quick
 from benchmarks.harness import Measured
 from benchmarks.routes import Mover, start_plain
 from benchmarks.rows import Shape, draw_lengths, make_batch
-from benchmarks.ways import ADAPTER, BARE, CALLS, MEMCPY, OURS, PLAIN, THROUGH
+from benchmarks.ways import ADAPTER, BARE, CALLS, LEARNER, MEMCPY, OURS, PLAIN, THROUGH
 from practicum.dataplane.ray_store.store import start_ray_store
 from practicum.dataplane.transferqueue.store import start_transferqueue
 
@@ -67,7 +67,7 @@ def contenders(writer: Any, reader: Any, shape: Shape) -> dict[str, Turn]:
         ray.get(reader.nothing.remote())
         return {"whole": time.perf_counter() - began}
 
-    routes = {name: moved(name) for name in (OURS, ADAPTER, PLAIN, BARE)}
+    routes = {name: moved(name) for name in (OURS, LEARNER, ADAPTER, PLAIN, BARE)}
     routes |= {name: sent(form) for form, name in THROUGH.items()}
     return routes | {MEMCPY: copied, CALLS: called}
 
@@ -82,8 +82,9 @@ def measure(rounds: int, shapes: dict[str, Shape]) -> tuple[dict[str, Any], dict
     stops: list[Callable[[], None]] = []
     with cluster(cpus=8, object_store_gb=3.0):
         try:
-            handles = {OURS: start_ray_store(), ADAPTER: start_transferqueue(units=1)}
-            stops += [handle.close for handle in handles.values()]
+            ours, adapter = start_ray_store(), start_transferqueue(units=1)
+            stops += [ours.close, adapter.close]
+            handles = {OURS: ours, LEARNER: ours, ADAPTER: adapter}
             stops.append(start_plain())
             actor: Any = ray.remote(num_cpus=1)(Mover)
             writer, reader = actor.remote(handles), actor.remote(handles)

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.harness import Measured, medians, paired_ratio
 from benchmarks.tables import busy, ranged, table, verdict, where
-from benchmarks.ways import ADAPTER, BARE, OURS, PLAIN, THROUGH
+from benchmarks.ways import ADAPTER, BARE, LEARNER, OURS, PLAIN, THROUGH
 
 Rounds = Mapping[str, Sequence[Measured]]
 TIMED = ("rollout", "reward", "teachers", "advantages", "update_student", "sync", "clear")
@@ -26,15 +26,13 @@ def data_plane(found: Mapping[str, Any]) -> str:
     lines = [
         _goal(judged, PLAIN, OURS, goals["of_plain"]),
         _goal(judged, PLAIN, ADAPTER, goals["adapter_of_plain"]),
+        *(_against_bare(judged, name, goals["of_bare"]) for name in (OURS, LEARNER)),
     ]
-    bare, low, high = paired_ratio(judged[OURS], judged[BARE], "moved")
-    near = verdict(bare <= goals["of_bare"], f"{goals['of_bare']:g}×")
-    lines.append(f"*{OURS}* takes {bare:.1f}× ({low:.1f} to {high:.1f}) the time of {BARE}{near}.")
-    lines += [_against_controller(found["raced"], way) for way in THROUGH.values()]
+    ends = [_against_controller(found["raced"], way) for way in THROUGH.values()]
     sizes = ", ".join(f"{title}: {size / 1e6:.1f} MB" for title, size in found["bytes"].items())
     head = ["size", "way", "put, ms", "get, ms", "put + get", "end to end", f"÷ {OURS}, end to end"]
-    text = f"{found['judged']}, put + get: " + " ".join(lines[:3])
-    more = "End to end: " + " ".join(lines[3:]) + f" Sizes: {sizes}."
+    text = f"{found['judged']}, put + get: " + " ".join(lines)
+    more = "End to end: " + " ".join(ends) + f" Sizes: {sizes}."
     return "\n\n".join([f"### Data plane, {where(found)}", table(head, rows), text, more])
 
 
@@ -42,6 +40,12 @@ def _goal(raced: Rounds, slow: str, fast: str, goal: float) -> str:
     ratio, low, high = paired_ratio(raced[slow], raced[fast], "moved")
     said = verdict(ratio >= goal, f"{goal:g}×")
     return f"*{fast}* is {ratio:.1f}× ({low:.1f} to {high:.1f}) as fast as {slow}{said}."
+
+
+def _against_bare(raced: Rounds, name: str, goal: float) -> str:
+    ratio, low, high = paired_ratio(raced[name], raced[BARE], "moved")
+    said = verdict(ratio <= goal, f"{goal:g}×")
+    return f"*{name}* takes {ratio:.1f}× ({low:.1f} to {high:.1f}) the time of {BARE}{said}."
 
 
 def _against_controller(raced: Mapping[str, Rounds], way: str) -> str:

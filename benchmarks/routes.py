@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 from benchmarks.rows import FORMS, Arrays, Shape, TensorDicts, make_columns
-from benchmarks.ways import BARE, PLAIN
+from benchmarks.ways import BARE, LEARNER, PLAIN
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.ragged import Column, Ragged
 
@@ -22,8 +22,8 @@ DEADLINE_S = 120.0
 class StoreRoute:
     """One of practicum's stores."""
 
-    def __init__(self, handle: Any) -> None:
-        self._store = handle.connect(DEADLINE_S)
+    def __init__(self, handle: Any, *, lasting: bool) -> None:
+        self._store = handle.connect(DEADLINE_S, lasting=lasting)
 
     def put(self, batch: BatchRef, columns: Mapping[str, Column]) -> Any:
         self._store.put(batch, columns)
@@ -84,7 +84,9 @@ class Mover:
 
     def __init__(self, handles: Mapping[str, Any]) -> None:
         torch.set_num_threads(1)
-        self._routes: dict[str, Any] = {name: StoreRoute(handle) for name, handle in handles.items()}
+        self._routes: dict[str, Any] = {
+            name: StoreRoute(handle, lasting=name != LEARNER) for name, handle in handles.items()
+        }
         self._routes |= {PLAIN: PlainRoute(), BARE: BareRoute()}
 
     def prepare(self, shape: Shape) -> int:
