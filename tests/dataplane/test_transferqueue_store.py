@@ -190,11 +190,29 @@ def test_a_cluster_without_room_is_refused(
 ) -> None:
     monkeypatch.setattr(servers, "_ROOM_S", 0.2)
     for units in (5, 8):
-        want = f"found {units},.*want {units + 1} free CPUs.* 5 free of 8"
+        want = f"found {units},.*want {units + 1} free CPUs.* free 5 CPUs and .* of 8 CPUs"
         with pytest.raises(RecipeError, match=rf"runtime\.store\.units: {want}"):
             start_transferqueue(units=units)
     with pytest.raises(RecipeError, match=r"runtime\.store\.units: found 0"):
         start_transferqueue(units=0)
+    with pytest.raises(RecipeError, match=r"want 2 free CPUs and 100000\.0 GiB of memory"):
+        start_transferqueue(unit_gb=1e5)
+
+
+def test_options_of_the_backend_are_its_own(ray_cluster: None) -> None:
+    with pytest.raises(RecipeError, match=r"runtime\.store\.options\.memory: .*'ssd_offload'"):
+        start_transferqueue(options={"memory": 3})
+
+
+def test_a_unit_has_the_memory_and_the_options_that_it_is_given(ray_cluster: None) -> None:
+    full = start_transferqueue(options={"total_storage_size": 2}, unit_gb=0.25)
+    try:
+        bundles = ray.util.placement_group_table(full.servers.room)["bundles"]
+        assert list(bundles.values()) == [{"CPU": 1.0}, {"CPU": 1.0, "memory": 2**28}]
+        with pytest.raises(StoreError, match="TransferQueue could not take"):
+            full.connect(20.0).put(make_batch(9), long_columns(9))
+    finally:
+        full.close()
 
 
 @pytest.mark.parametrize(

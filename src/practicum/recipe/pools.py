@@ -21,6 +21,12 @@ class StoreChoice(Section):
     backend: str = Field(
         default="SimpleStorage", description="Backend of TransferQueue: SimpleStorage, or one installed."
     )
+    unit_gb: float = Field(
+        default=0.0, ge=0, description="GiB of memory that each storage unit reserves on its machine."
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="The backend's own options, as TransferQueue names them."
+    )
 
 
 def _or_its_kind(schema: dict[str, Any]) -> None:

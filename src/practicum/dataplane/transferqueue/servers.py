@@ -73,12 +73,12 @@ class Servers:
 
 
 def start_servers(
-    units: int, backend: str, options: Mapping[str, Any] | None, *, timeout_s: float
+    units: int, backend: str, options: Mapping[str, Any] | None, *, unit_gb: float = 0.0, timeout_s: float
 ) -> Servers:
     """Start the controller and, for SimpleStorage, `units` storage units; all are up when it returns."""
     prepare_import(timeout_s)
     chosen = _backend_options(backend, options)
-    room = _reserve(units, 1 + (units if backend == SIMPLE else 0))
+    room = _reserve(units, units if backend == SIMPLE else 0, unit_gb)
     # Imported late: it takes seconds, and nothing of it is needed to refuse.
     from transfer_queue.controller import TransferQueueController
     from transfer_queue.storage.simple_storage import SimpleStorageUnit
@@ -113,23 +113,30 @@ def prepare_import(timeout_s: float) -> None:
     os.environ.setdefault("TQ_DATA_UPDATE_RESPONSE_TIMEOUT", str(int(10 * timeout_s) + 1))
 
 
-def _reserve(units: int, cpus: int) -> PlacementGroup:
-    """Room for the controller and the units, a CPU each; refused if there is none."""
+def _reserve(units: int, actors: int, unit_gb: float) -> PlacementGroup:
+    """Room for the controller and the units' actors, a CPU each; refused if there is none."""
     if units < 1:
         raise RecipeError("runtime.store.units", f"{units}", "1 or more")
-    total = ray.cluster_resources().get("CPU", 0.0)
-    if total >= cpus:
-        room = placement_group([{"CPU": 1.0}] * cpus, strategy="SPREAD")
+    total, held = ray.cluster_resources(), unit_gb * 2**30
+    if total.get("CPU", 0.0) >= 1 + actors and total.get("memory", 0.0) >= held * actors:
+        unit = {"CPU": 1.0} | ({"memory": held} if held else {})
+        room = placement_group([{"CPU": 1.0}, *[unit] * actors], strategy="SPREAD")
         if room.wait(_ROOM_S):
             return room
         remove_placement_group(room)
-    free = ray.available_resources().get("CPU", 0.0)
+    free = ray.available_resources()
+    cpus, memory = (f"{found.get('CPU', 0.0):g} CPUs and {_gib(found)}" for found in (free, total))
     raise RecipeError(
         "runtime.store.units",
-        f"{units}, which with TransferQueue's controller want {cpus} free CPUs",
-        f"no more than the cluster has, {free:g} free of {total:g}",
-        "ask for fewer units or add CPUs; runtime.store.kind: ray needs none",
+        f"{units}, which with TransferQueue's controller want {1 + actors} free CPUs and "
+        f"{unit_gb * actors:.1f} GiB of memory",
+        f"no more than the cluster has: free {cpus}, of {memory}",
+        "ask for fewer units or less unit_gb, or more machines; runtime.store.kind: ray wants none",
     )
+
+
+def _gib(resources: Mapping[str, float]) -> str:
+    return f"{resources.get('memory', 0.0) / 2**30:.1f} GiB"
 
 
 def _actor(remote_class: Any, room: PlacementGroup, place: int) -> Any:
@@ -161,6 +168,11 @@ def _backend_options(backend: str, options: Mapping[str, Any] | None) -> dict[st
     assert isinstance(plain, dict)
     # A backend's own servers are the user's: TransferQueue would kill those of other runs first.
     plain = {str(name): value for name, value in plain.items()} | {"auto_init": False}
+    for name in options or {}:
+        if name not in plain:
+            raise RecipeError(
+                f"runtime.store.options.{name}", "no option of it", " or ".join(map(repr, plain))
+            )
     return plain | dict(options or {})
 
 

@@ -61,16 +61,18 @@ def start_transferqueue(
     backend: str = SIMPLE,
     options: Mapping[str, Any] | None = None,
     *,
+    unit_gb: float = 0.0,
     start_s: float = 180.0,
 ) -> TransferQueueHandle:
     """Start an empty store on the cluster that this process is connected to.
 
-    `units` storage units and a controller take a CPU each; `options` are the backend's own, as in
-    TransferQueue's config.yaml.
+    `units` storage units and a controller take a CPU each, a unit also `unit_gb` GiB of memory; `options` are
+    the backend's own, as in TransferQueue's config.yaml.
     """
     index = start_index(report_freed=True)  # comes up beside the servers
     try:
-        handle = TransferQueueHandle(index, start_servers(units, backend, options, timeout_s=start_s))
+        servers = start_servers(units, backend, options, unit_gb=unit_gb, timeout_s=start_s)
+        handle = TransferQueueHandle(index, servers)
     except BaseException:
         ray.kill(index)
         raise

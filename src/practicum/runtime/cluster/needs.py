@@ -162,8 +162,9 @@ def _services(recipe: Recipe) -> Iterator[Placed]:
         if teacher.url is not None:
             yield Bundle(SERVICES, 0, URL_CPUS, memory=PROCESS_BYTES), [(f"teachers.{name}", 0, 1)]
     if runtime.store.kind == "transferqueue":
-        for index in range(runtime.store.units + 1):  # and their controller
-            yield Bundle(STORE, index, 1.0, memory=PROCESS_BYTES), [(STORE, index + 1, 1)]
+        for index in range(runtime.store.units + 1):  # the first is their controller
+            held = round(runtime.store.unit_gb * 2**30) if index else 0
+            yield Bundle(STORE, index, 1.0, memory=PROCESS_BYTES + held), [(STORE, index + 1, 1)]
 
 
 def _judges_here(recipe: Recipe) -> bool:

@@ -69,7 +69,10 @@ def _start_store(recipe: Recipe) -> StoreHandle:
     runtime = recipe.runtime
     if runtime.store.kind == "ray":
         return start_ray_store(runtime.start_s)
-    return start_transferqueue(units=runtime.store.units, backend=runtime.store.backend)
+    chosen = runtime.store
+    return start_transferqueue(
+        chosen.units, chosen.backend, chosen.options, unit_gb=chosen.unit_gb, start_s=runtime.start_s
+    )
 
 
 class _Starter:
