@@ -18,7 +18,7 @@ from torch import Tensor
 from practicum.algorithms.advantages.types import AdvantageInputs
 from practicum.algorithms.policy_losses.types import PolicyInputs
 
-law = settings(deadline=None, max_examples=60)
+law = settings(max_examples=60)
 
 TOKEN_FIELDS = ("session", "mask", "reward", "value", "logprob", "old", "advantage")
 

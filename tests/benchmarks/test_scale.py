@@ -12,7 +12,7 @@ from benchmarks.ray_step import LOCAL, RAY, check_same
 from benchmarks.routes import require_same
 from benchmarks.rows import FORMS, Shape, column_bytes, draw_lengths, make_batch, make_columns
 from benchmarks.store_keys import OPERATIONS, Holder, MemoryHandle, fill
-from benchmarks.ways import ADAPTER, BARE, MEMCPY, OURS, PLAIN, THROUGH
+from benchmarks.ways import ADAPTER, BARE, LEARNER, MEMCPY, OURS, PLAIN, THROUGH
 
 from benchmarks import report_scale
 from practicum.dataplane.memory import MemoryStore
@@ -116,6 +116,7 @@ def moved(put: float, get: float) -> list[Measured]:
 def test_the_report_judges_the_stores_by_what_was_measured() -> None:
     raced = {
         OURS: moved(0.01, 0.01),
+        LEARNER: moved(0.005, 0.005),
         ADAPTER: moved(0.1, 0.1),
         PLAIN: moved(0.1, 0.1),
         BARE: moved(0.004, 0.001),
@@ -132,6 +133,7 @@ def test_the_report_judges_the_stores_by_what_was_measured() -> None:
     assert f"*{OURS}* is 10.0× (10.0 to 10.0) as fast as {PLAIN} · goal 5× reached" in told
     assert f"*{ADAPTER}* is 1.0× (1.0 to 1.0) as fast as {PLAIN} · goal 2× missed" in told
     assert f"*{OURS}* takes 4.0× (4.0 to 4.0) the time of {BARE} · goal 3× missed" in told
+    assert f"*{LEARNER}* takes 2.0× (2.0 to 2.0) the time of {BARE} · goal 3× reached" in told
     assert "at least (8 rows) · goal faster at every size missed" in told
 
 

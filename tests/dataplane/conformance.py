@@ -112,7 +112,6 @@ class StoreConformance:
     @given(data=st.data())
     @settings(
         max_examples=25,
-        deadline=None,
         suppress_health_check=[
             HealthCheck.function_scoped_fixture,
             HealthCheck.differing_executors,

@@ -17,7 +17,7 @@ LENGTHS = st.one_of(
 )
 SHAPES = st.tuples(LENGTHS, st.sampled_from([(), (1,), (3,), (2, 3), (0,)]), st.sampled_from(DTYPES))
 Shape = tuple[list[int], tuple[int, ...], torch.dtype]
-laws = settings(max_examples=60, deadline=None)
+laws = settings(max_examples=60)
 
 
 def make_rows(shape: Shape) -> list[Tensor]:

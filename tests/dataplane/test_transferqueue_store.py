@@ -110,7 +110,7 @@ def kill(actor: Any) -> None:
     os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(rows=st.integers(1, 9), size=st.integers(1, 600), names=st.sets(st.sampled_from(list(FIELDS))))
 def test_chunks_have_the_rows_that_were_packed(rows: int, size: int, names: set[str]) -> None:
     batch = make_batch(rows)

@@ -73,7 +73,7 @@ def test_values_are_of_the_state_before_each_token(family):
     torch.testing.assert_close(mine.values.double(), theirs.detach(), rtol=1e-6, atol=1e-6)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 1000),
     budget=st.sampled_from([1, 20, 10**6]),

@@ -50,7 +50,7 @@ def tensors(total, heads, kv_heads, seed, dtype=torch.float64) -> tuple[Tensor, 
     return draw(heads), draw(kv_heads), draw(kv_heads)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     prompts=st.lists(st.integers(1, 12), min_size=1, max_size=5),
     responses=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 15)), max_size=12),
@@ -97,7 +97,6 @@ def test_a_long_response_attends_in_pieces_and_does_not_pad_the_short_ones():
     st.lists(st.integers(1, 30), min_size=1, max_size=6),
     st.lists(st.tuples(st.integers(0, 5), st.integers(1, 60)), min_size=1, max_size=60),
 )
-@settings(deadline=None)
 def test_padding_of_each_block_is_bounded(prompts, responses):
     segments = segments_of(prompts, [(p % len(prompts), n) for p, n in responses])
     lengths = segments.lengths

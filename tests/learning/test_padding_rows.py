@@ -42,7 +42,7 @@ def only_padding(batch: UpdateBatch) -> UpdateBatch:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(
     seed=st.integers(0, 10**6),
     places=places,
@@ -119,7 +119,7 @@ def critic_batch(batch: UpdateBatch) -> CriticBatch:
     return CriticBatch(*ids, values=batch.old_logprobs, returns=batch.advantages, extras=batch.extras)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(seed=st.integers(0, 10**6), places=places, budget=st.sampled_from([20, 50, 2048]))
 def test_the_critic_s_update_is_bit_identical_with_padding_rows(seed, places, budget):
     batch = random_batch(seed)

@@ -77,7 +77,7 @@ def test_split_sessions_of_an_moe_model_give_the_same_gradient():
     assert_same(mine, theirs, 1e-6)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     seed=st.integers(0, 10**6),
     loss=st.sampled_from(["ppo_clip", "cispo", "reinforce"]),

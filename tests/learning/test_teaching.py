@@ -61,7 +61,7 @@ def assert_gradient(mine: Updated, loss: float, grads: dict[str, torch.Tensor]) 
 
 
 @every_pair
-@settings(max_examples=3, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=3, phases=[Phase.explicit, Phase.generate])
 @given(
     seed=st.integers(0, 10**6),
     aggregation=st.sampled_from(AGGREGATIONS),

@@ -33,7 +33,7 @@ def algorithm(loss: Any = "ppo_clip", **more: Any) -> Algorithm:
     return Algorithm(loss=loss, advantage="none" if loss == "supervised" else "grpo", **more)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 10**6),
     family=st.sampled_from(FAMILIES),

@@ -41,7 +41,7 @@ def decoded(session: Session) -> str:
     return str(session.tokenizer.decode(session.trajectory.ids(), skip_special_tokens=False))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     template=st.sampled_from(EXTENDING),
     turns=st.lists(st.tuples(WORDS, st.booleans(), st.lists(WORDS, min_size=1, max_size=2)), max_size=5),

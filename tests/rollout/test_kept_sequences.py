@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from practicum.rollout.extension import Extension, blocks
@@ -19,7 +19,6 @@ def kv_of(length: int) -> PromptKv:
 sequences = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(tuple)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["put", "use"]), sequences), max_size=40), st.integers(0, 12))
 def test_what_is_kept_is_what_a_plain_search_would_keep(calls: list[tuple[str, tuple[int, ...]]], most: int):
     """Against a list from oldest to newest, searched from end to end."""

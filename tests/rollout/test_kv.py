@@ -37,7 +37,7 @@ def attend_one(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sc
     return torch.stack(out)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=8))
 def test_packed_sequences_attend_causally_to_themselves(lengths: list[int]):
     total = sum(lengths)

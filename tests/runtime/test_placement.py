@@ -171,7 +171,7 @@ def is_within(bundles: list[Bundle], nodes: list[Node], places: tuple[int, ...])
     return all(cpus <= nodes[n].cpus and gpus <= nodes[n].gpus for n, (cpus, gpus) in used.items())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(BUNDLES, NODES)
 def test_a_layout_is_found_exactly_if_there_is_one(bundles: list[Bundle], nodes: list[Node]):
     ways = [w for w in product(range(len(nodes)), repeat=len(bundles)) if is_within(bundles, nodes, w)]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.cluster import local_ray
 from tests.runtime.actors import Caller, Desk, start
@@ -74,7 +74,6 @@ async def number_of(replica: int, generation: int) -> int:
     return replica + 1
 
 
-@settings(deadline=None)
 @given(works=st.lists(st.tuples(st.floats(0.01, 100), st.booleans()), max_size=30), count=st.integers(1, 5))
 def test_works_go_to_the_least_loaded(works: list[tuple[float, bool]], count: int):
     async def one_after_the_other() -> None:

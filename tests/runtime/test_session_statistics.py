@@ -103,7 +103,7 @@ def advantages(asked: Recipe, played: list[Played], numbers: Tensor, *, split: b
 
 
 @pytest.mark.parametrize(("advantage", "place"), KINDS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(played=sessions, seed=st.integers(0, 2**16))
 def test_a_session_cut_at_turns_into_trajectories_has_the_same_advantages(
     advantage: str, place: str, played: list[Played], seed: int

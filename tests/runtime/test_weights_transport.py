@@ -66,7 +66,7 @@ def test_every_kind_of_tensor_comes_back_bit_for_bit(cluster: None):
         assert not tensor.requires_grad
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(sizes=st.lists(st.integers(0, 40), max_size=12), limit=st.integers(1, 100))
 def test_buckets_are_full_but_not_over(cluster: None, sizes: list[int], limit: int):
     weights = [(f"w{i}", torch.arange(size, dtype=torch.uint8)) for i, size in enumerate(sizes)]

@@ -56,7 +56,7 @@ def test_a_drawn_teacher_depends_on_seed_and_prompt_alone(
     assert teacher_of(prompt(uid, answer="8", more=1), shuffled, NAMES[::-1], seed) == first
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(WEIGHTS, st.integers(0, 1000))
 def test_teachers_are_drawn_as_often_as_their_weights_say(weights: dict[str, float], seed: int) -> None:
     route, draws = Route(to={"math": weights}), 4000
