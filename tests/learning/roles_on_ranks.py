@@ -86,6 +86,7 @@ def make_rows(rows: int, padding: int) -> tuple[WatchedStore, BatchRef]:
         "prompt_ids": Ragged.from_rows(prompts),
         "response_ids": Ragged.from_rows(responses),
         "response_mask": Ragged.from_rows(masks),
+        "rollout_logprobs": Ragged.from_rows([4 * row - 2 for row in numbers()]),
     }
     store, batch = WatchedStore(), BatchRef("train", tuple(keys), tuple(tags))
     store.put(batch, columns)
@@ -175,9 +176,11 @@ def roles_with_gspo(parallel: Parallel | None, folder: Path) -> Found:
 
 @case
 def roles_with_weights(parallel: Parallel | None, folder: Path) -> Found:
-    """Ratios of sessions whose rows lie on both ranks, in two optimizer steps; one session is rejected."""
-    mismatch = {"weights": "sequence", "cap": 1.5, "reject": {"low": 0.1, "high": 1.5}}
-    return run_roles(parallel, 11, {"minibatches": 2}, mismatch=mismatch)
+    """Ratios of sessions whose rows lie on both ranks, in two optimizer steps."""
+    mismatch = {"weights": "sequence", "cap": 1.2, "reject": {"low": 0.75, "high": 3.0}}
+    found = run_roles(parallel, 11, {"minibatches": 2}, mismatch=mismatch)
+    assert all(0 < found.metrics[0][f"mismatch_{name}"] < 1 for name in ("truncated", "rejected", "weight"))
+    return found
 
 
 @case
