@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from practicum.recipe.agent import Agent
+from practicum.recipe.mismatch import Mismatch
 from practicum.recipe.pools import Pools, Runtime
 from practicum.recipe.section import Section
 from practicum.recipe.teaching import Distill, RewardModel, Route, Teacher
@@ -189,7 +190,10 @@ class Algorithm(Section):
     old_logprobs: Literal["auto", "recompute", "rollout"] = Field(
         default="auto",
         description="Denominator of the ratio: recomputed by the learner, the engine's own, or "
-        "auto: recomputed only if a batch gets more than one optimizer step.",
+        "auto: recomputed only if a batch gets more than one optimizer step or its advantages need them.",
+    )
+    mismatch: Mismatch = Field(
+        default_factory=Mismatch, description="Weights where the engine differs from the learner."
     )
 
 
