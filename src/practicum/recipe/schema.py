@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from practicum.recipe.agent import Agent
+from practicum.recipe.engines import EngineKind, Vllm
 from practicum.recipe.mismatch import Mismatch
 from practicum.recipe.pools import Pools, Runtime
 from practicum.recipe.section import Section
@@ -115,7 +116,10 @@ class Task(Section):
 class Rollout(Section):
     """How the student practises."""
 
-    engine: Literal["torch"] = Field(default="torch", description="Engine that samples.")
+    engine: EngineKind = Field(
+        default="torch", description="Engine that samples: torch, embedded; vllm, in a process of its own."
+    )
+    vllm: Vllm = Field(default_factory=Vllm, description="Settings of engine vllm.")
     samples: int = Field(default=8, ge=1, description="Sessions for each prompt.")
     max_new_tokens: int = Field(default=64, ge=1, description="Longest turn in tokens.")
     temperature: float = Field(default=1.0, gt=0, description="Sampling temperature of training rollouts.")

@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ class VllmEngine:
     """Samples and scores by vLLM; see `protocol.Engine`.
 
     Weights are sent by `load_weights` unless the setup says that vLLM loads them. `weights` gives them again
-    to an engine that was put to sleep, with their version.
+    to an engine that was put to sleep, with their version. A `folder` of the model's configuration goes with it.
     """
 
     def __init__(
@@ -42,8 +43,9 @@ class VllmEngine:
         *,
         start_s: float = 300.0,
         weights: Callable[[], tuple[Weights, int]] | None = None,
+        folder: TemporaryDirectory[str] | None = None,
     ) -> None:
-        self._setup, self._start_s, self._source = setup, start_s, weights
+        self._setup, self._start_s, self._source, self._folder = setup, start_s, weights, folder
         self.version = 0
         self._child: Child | None = None
         self._closed = False
@@ -165,6 +167,8 @@ class VllmEngine:
         """Stop; requests under way fail with an EngineError."""
         self._closed = True
         self._stop()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def _start(self) -> Facts:
         env = self._setup.environment()
@@ -175,7 +179,7 @@ class VllmEngine:
         except TimeoutError:
             self._stop()
             raise EngineError(
-                f"vLLM was not ready after {self._start_s:g} s: raise engine.start_s, or the machine is too busy"
+                f"vLLM was not ready after {self._start_s:g} s: raise vllm.start_s, or the machine is too busy"
             ) from None
         except BaseException:
             self._stop()

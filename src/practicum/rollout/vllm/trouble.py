@@ -22,7 +22,7 @@ _RULES: list[tuple[str, str]] = [
     ),
     (
         r"KV cache|kv_cache|available memory|No available memory",
-        "the KV memory is too small for one sequence of this context: raise engine.kv_gb or lower "
+        "the KV memory is too small for one sequence of this context: raise vllm.kv_gb or lower "
         "rollout.context",
     ),
     (
