@@ -13,6 +13,7 @@ RANK = {
     "recipe": 1,
     "dataplane": 2,
     "algorithms": 2,
+    "processes": 2,
     "checks": 3,
     "models": 3,
     "tasks": 4,

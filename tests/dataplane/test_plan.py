@@ -104,6 +104,12 @@ def test_kl_in_the_loss_is_read_by_the_update_alone() -> None:
             *({}, "old_logprobs", True, False, True),
         ),
         ({"loss": "gspo"}, {"epochs": 2}, "old_logprobs", True, True, False),
+        ({"mismatch": {"weights": "token"}}, {}, "old_logprobs", True, True, True),
+        ({"mismatch": {"reject": {"low": 0.9, "high": 1.1}}}, {}, "old_logprobs", True, True, True),
+        (
+            {"loss": "reinforce", "mismatch": {"weights": "sequence"}},
+            *({"epochs": 2}, "old_logprobs", True, False, True),
+        ),
     ],
 )
 def test_old_logprobs_are_computed_just_when_they_are_read(
@@ -126,6 +132,13 @@ def test_kl_in_the_reward_may_use_the_engines_logprobs() -> None:
     plan = make_plan(recipe(algorithm={"kl": {"place": "reward"}, "old_logprobs": "rollout"}))
     assert plan["advantages"].reads[-2:] == ("ref_logprobs", "rollout_logprobs")
     assert plan["update_student"].reads.count("rollout_logprobs") == 1
+
+
+def test_weights_against_the_mismatch_read_what_learner_and_engine_said() -> None:
+    plan = make_plan(recipe(algorithm={"kl": {"place": "reward"}, "mismatch": {"weights": "token"}}))
+    assert plan["advantages"].reads[-3:] == ("ref_logprobs", "old_logprobs", "rollout_logprobs")
+    assert "rollout_logprobs" not in plan["update_student"].reads
+    assert "mismatch" in plan["advantages"].about
 
 
 def test_every_plan_uses_fields_of_the_table_and_writes_before_it_reads() -> None:

@@ -22,6 +22,7 @@ from practicum.learning.parallel import Parallel
 from practicum.learning.scorer import Scorer
 from practicum.learning.trunk import Trunk
 from practicum.recipe.schema import Recipe
+from practicum.runtime.credit import Credit
 from practicum.runtime.cutting import rows_lacking
 from practicum.runtime.student import Student
 from practicum.runtime.valuation import Valuation
@@ -34,6 +35,8 @@ FIELDS = (
     "response_ids",
     "response_mask",
     "plain_logprobs",
+    "rollout_logprobs",
+    "reward_tokens",
     "old_logprobs",
     "ref_logprobs",
     "values",
@@ -83,6 +86,7 @@ def make_rows(rows: int, padding: int) -> tuple[WatchedStore, BatchRef]:
         "prompt_ids": Ragged.from_rows(prompts),
         "response_ids": Ragged.from_rows(responses),
         "response_mask": Ragged.from_rows(masks),
+        "rollout_logprobs": Ragged.from_rows([4 * row - 2 for row in numbers()]),
     }
     store, batch = WatchedStore(), BatchRef("train", tuple(keys), tuple(tags))
     store.put(batch, columns)
@@ -93,13 +97,14 @@ def make_rows(rows: int, padding: int) -> tuple[WatchedStore, BatchRef]:
     return store, batch
 
 
-def make_recipe(train: dict[str, Any], loss: str) -> Recipe:
+def make_recipe(train: dict[str, Any], loss: str, mismatch: dict[str, Any]) -> Recipe:
+    kl = {"place": "loss", "coefficient": 0.1}
     return Recipe.model_validate(
         {
             "name": "t",
             "model": {"make": {}},
             "tasks": {"sort": {"kind": "sort"}},
-            "algorithm": {"advantage": "gae", "loss": loss, "kl": {"place": "loss", "coefficient": 0.1}},
+            "algorithm": {"advantage": "gae", "loss": loss, "kl": kl, "mismatch": mismatch},
             "critic": {},
             "train": {"lr": 0.01, "eps": 1e-3, **train},
             "checks": {"logprob_gap": "off"},
@@ -108,10 +113,18 @@ def make_recipe(train: dict[str, Any], loss: str) -> Recipe:
 
 
 def run_roles(
-    parallel: Parallel | None, rows: int, train: dict[str, Any], loss: str = "ppo_clip", steps: int = 1
+    parallel: Parallel | None,
+    rows: int,
+    train: dict[str, Any],
+    loss: str = "ppo_clip",
+    steps: int = 1,
+    mismatch: dict[str, Any] | None = None,
 ) -> Found:
-    """All learner stages of some steps, on a batch that is padded if there are ranks to share it."""
-    recipe, found = make_recipe(train, loss), Found()
+    """All learner stages of some steps, on a batch that is padded if there are ranks to share it.
+
+    Advantages are made up, except where they are weighed.
+    """
+    recipe, found = make_recipe(train, loss, mismatch or {}), Found()
     watch = Watch(recipe.checks, print)
     model = tiny()
     critic = None if recipe.critic is None else Critic(model, recipe.train, recipe.critic, parallel=parallel)
@@ -132,6 +145,8 @@ def run_roles(
         for name, written in store.written.items():
             found.columns[f"{name} {step}"] = dict(written)
         _exchange(parallel, store, batch)
+        if mismatch is not None:
+            found.metrics.append(Credit(recipe, plan, store).advantages(batch, baselines={}) or {})
         learnt, valued = student.update(batch, step=step), valuation.update(batch, step=step)
         assert learnt is not None
         assert valued is not None
@@ -157,6 +172,15 @@ def roles_with_minibatches(parallel: Parallel | None, folder: Path) -> Found:
 @case
 def roles_with_gspo(parallel: Parallel | None, folder: Path) -> Found:
     return run_roles(parallel, 7, {}, loss="gspo")
+
+
+@case
+def roles_with_weights(parallel: Parallel | None, folder: Path) -> Found:
+    """Ratios of sessions whose rows lie on both ranks, in two optimizer steps."""
+    mismatch = {"weights": "sequence", "cap": 1.2, "reject": {"low": 0.75, "high": 3.0}}
+    found = run_roles(parallel, 11, {"minibatches": 2}, mismatch=mismatch)
+    assert all(0 < found.metrics[0][f"mismatch_{name}"] < 1 for name in ("truncated", "rejected", "weight"))
+    return found
 
 
 @case

@@ -152,6 +152,16 @@ def test_gap_compares_learner_and_rollout_at_temperature_one_on_sampled_tokens()
     assert metrics["gap_k3"] == pytest.approx(math.exp(-0.25) - 1 + 0.25, abs=1e-6)
 
 
+def test_gap_of_a_token_that_the_engine_had_wholly_wrong_is_a_number():
+    batch, learner = random_batch(9), Learner(tiny(dtype=torch.float32), TRAIN, algorithm())
+    wrong = Ragged.packed(
+        torch.full_like(batch.response_mask.values, -200, dtype=torch.float32), batch.response_mask.lengths
+    )
+    metrics = learner.update(replace(batch, plain_logprobs=wrong))
+    assert 150 < metrics["gap_mean"] < metrics["gap_max"] < 200
+    assert math.exp(metrics["gap_max"]) / 1000 < metrics["gap_k3"] < math.exp(metrics["gap_max"])
+
+
 def test_metrics_are_documented_and_absent_where_they_mean_nothing():
     batch = random_batch(4)
     _, policy = learn(MODELS["gpt2"], batch, TRAIN, algorithm(kl=Kl(place="loss", clamp=1.0)))

@@ -199,6 +199,7 @@ REWARDS = [
     (LOSS + "algorithm: {clip_low: 0.1}", "algorithm.clip_low", "0.1 with reward.weight 0", "no policy loss"),
     (LOSS + "algorithm: {gamma: 0.9}", "algorithm.gamma", "0.9 with reward.weight 0", "no policy loss"),
     (LOSS + "algorithm: {old_logprobs: recompute}", "algorithm.old_logprobs", "'recompute'", "no policy"),
+    (LOSS + "algorithm: {mismatch: {weights: token}}", "algorithm.mismatch", "a correction", "policy loss"),
     (LOSS + "algorithm: {kl: {place: reward}}", "algorithm.kl.place", "reward with", "no reward"),
     (LOSS + "critic: {}", "critic", "a critic with reward.weight 0", "no advantage is estimated"),
     (LOSS + "buffer: {filter_flat_groups: true}", "buffer.filter_flat_groups", "weight 0", "flat in rewards"),

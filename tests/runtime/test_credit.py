@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -144,3 +146,71 @@ def test_among_rewards_only_the_tasks_has_the_rewards_weight():
 def test_remax_weighs_its_baseline_like_the_reward():
     got = advantages_of(taught("reward", 0.5, advantage="remax"), baselines={0: 1.0})
     assert got == pytest.approx([0.5 * 1.0 - 1.0 - 0.5 * 1.0, 0.0 - 0.5])
+
+
+def weighed(mismatch: dict[str, object], log_ratios: list[float]) -> tuple[list[float], dict[str, float]]:
+    """Two sessions of one prompt, the first of two trajectories; rewards 1 and 0, tokens 2 + 1 and 1."""
+    store, r = MemoryStore(), recipe(advantage="dr_grpo", mismatch=mismatch)
+    rows, lengths = [Key(0, 0, 0), Key(0, 0, 1), Key(0, 1)], [2, 1, 1]
+    batch = BatchRef("train", tuple(rows), tuple(Tags(response_tokens=n, sampled_tokens=n) for n in lengths))
+    rollout = torch.tensor([-1.0, -2.0, -0.5, -3.0])
+    columns = {
+        "response_mask": torch.ones(4, dtype=torch.bool),
+        "reward_tokens": torch.tensor([0.0, 0.0, 1.0, 0.0]),
+        "rollout_logprobs": rollout,
+        "old_logprobs": rollout + torch.tensor(log_ratios),
+    }
+    store.put(batch, {name: Ragged.packed(column, lengths) for name, column in columns.items()})
+    stats = Credit(r, make_plan(r), store).advantages(batch, baselines={})
+    got = store.get(batch, ["advantages"])["advantages"]
+    assert isinstance(got, Ragged)
+    assert stats is not None
+    return got.values.tolist(), {name: x for name, x in stats.items() if name.startswith("mismatch")}
+
+
+def test_advantages_are_weighed_by_the_ratio_of_learner_and_engine():
+    half, third = math.log(0.5), math.log(3.0)
+    ratios = [half, third, half, 0.0]  # products 0.75 and 1, geometric means 0.909 and 1
+    got, stats = weighed({"weights": "token"}, ratios)
+    assert got == pytest.approx([0.25, 1.0, 0.25, -0.5])
+    assert stats == pytest.approx({"mismatch_weight": 1.0, "mismatch_truncated": 0.25})
+    got, stats = weighed({"weights": "sequence"}, ratios)
+    assert got == pytest.approx([0.375, 0.375, 0.375, -0.5]), "a session's trajectories are one sequence"
+    got, stats = weighed({"reject": {"low": 0.95, "high": 1.05}}, ratios)
+    assert got == pytest.approx([0.0, 0.0, 0.0, -0.5])
+    assert stats == pytest.approx({"mismatch_weight": 0.25, "mismatch_rejected": 0.5})
+
+
+@pytest.mark.parametrize("weights", ["token", "sequence"])
+@pytest.mark.parametrize("outside", ["truncate", "mask"])
+def test_an_engine_that_agrees_with_the_learner_changes_no_bit_of_the_advantages(weights: str, outside: str):
+    rules = {"weights": weights, "outside": outside, "reject": {"low": 0.999, "high": 1.001}}
+    got, stats = weighed(rules, [0.0] * 4)
+    assert got == weighed({}, [0.0] * 4)[0]
+    assert stats.pop("mismatch_weight") == 1.0
+    assert set(stats.values()) == {0.0}
+
+
+def test_teachers_advantages_are_weighed_and_returns_are_not():
+    mismatch = {"weights": "token"}
+    columns = {
+        "old_logprobs": Ragged.packed(torch.tensor([-1.0, -1.0]), [1, 1]),
+        "rollout_logprobs": Ragged.packed(torch.tensor([-1.0 + math.log(2.0), -1.0]), [1, 1]),
+        "teacher_logprobs": Ragged.packed(torch.tensor([-3.0, -2.0]), [1, 1]),
+        "values": Ragged.packed(torch.tensor([0.5, 0.25]), [1, 1]),
+    }
+    found = {}
+    for name, r in {
+        "teachers": taught("advantage", 0.0, mismatch=mismatch),
+        "critic": recipe(advantage="gae", whiten=False, mismatch=mismatch),
+    }.items():
+        store = MemoryStore()
+        batch = filled(store, [1.0, 0.0], [1, 1], **columns)
+        Credit(r, make_plan(r), store).advantages(batch, baselines={})
+        written = store.get(batch, ["advantages", *(["returns"] if name == "critic" else [])])
+        found |= {
+            f"{name} {field}": c.values.tolist() for field, c in written.items() if isinstance(c, Ragged)
+        }
+    assert found["teachers advantages"] == pytest.approx([0.5 * 0.5 * -2.0, 0.5 * -1.0])
+    assert found["critic advantages"] == pytest.approx([0.5 * 0.5, -0.25])
+    assert found["critic returns"] == pytest.approx([1.0, 0.0])

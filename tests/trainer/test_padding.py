@@ -28,7 +28,12 @@ RECIPES: dict[str, dict[str, Any]] = {
     "rows": {"train": {"steps": 2, "prompts": 3, "minibatch_rows": 5, "lr": 1e-3}},
     "ppo": {
         "train": {"steps": 2, "prompts": 3, "minibatch_rows": 4, "lr": 1e-3},
-        "algorithm": {"advantage": "gae", "lam": 0.95, "kl": {"place": "loss"}},
+        "algorithm": {
+            "advantage": "gae",
+            "lam": 0.95,
+            "kl": {"place": "loss"},
+            "mismatch": {"weights": "sequence", "reject": {"low": 0.9, "high": 1.1}},
+        },
         "critic": {"warmup_steps": 1, "minibatch_rows": 6},
     },
     "gspo": {

@@ -27,6 +27,7 @@ from .recipes import tiny
 
 SUPERVISED = {"algorithm": {"loss": "supervised", "advantage": "none"}}
 PPO = {"algorithm": {"advantage": "gae", "lam": 0.95}, "critic": {"lr": 1e-3, "warmup_steps": 1}}
+MINIBATCHES = {"steps": 2, "prompts": 4, "epochs": 2, "minibatches": 2, "lr": 1e-3}
 KL = {"algorithm": {"kl": {"place": "reward", "target": 0.1, "horizon": 1000}}}
 
 
@@ -68,7 +69,7 @@ def same_run(a: Path, b: Path) -> None:
             }
         },
         {"algorithm": {"advantage": "reinforce_pp", "entropy": 0.01, "old_logprobs": "rollout"}},
-        {"train": {"steps": 2, "prompts": 4, "epochs": 2, "minibatches": 2, "lr": 1e-3}},
+        {"train": MINIBATCHES},
     ],
     ids=[
         "supervised",
@@ -101,6 +102,31 @@ def test_same_seed_same_run(tmp_path: Path):
     for name in ("a", "b"):
         train_loaded(tiny(tmp_path), tmp_path / name)
     same_run(tmp_path / "a", tmp_path / "b")
+
+
+def test_weights_of_one_change_no_bit_of_a_run(tmp_path: Path):
+    def run(name: str, mismatch: dict) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+        sections = {"algorithm": {"mismatch": mismatch}, "train": MINIBATCHES}
+        train_loaded(tiny(tmp_path, **sections), tmp_path / name)
+        return without_times(metrics_of(tmp_path / name)), weights_of(tmp_path / name)
+
+    plain, weights = run("plain", {})
+    rows, weighed = run("reject", {"reject": {"low": 0.99, "high": 1.01}})
+    assert all(torch.equal(weights[name], weighed[name]) for name in weights)
+    for row, other in zip(plain[1:], rows[1:], strict=True):
+        assert other.pop("advantage/mismatch_weight") == 1.0
+        assert other.pop("advantage/mismatch_rejected") == 0.0
+        assert other == row
+
+
+def test_the_torch_engine_s_ratios_are_one(tmp_path: Path):
+    weights = {"weights": "token", "outside": "mask", "floor": 0.999, "cap": 1.001}
+    train_loaded(tiny(tmp_path, algorithm={"mismatch": weights}), tmp_path / "run")
+    for row in metrics_of(tmp_path / "run")[1:]:
+        assert row["advantage/mismatch_weight"] == pytest.approx(1.0, abs=1e-5)
+        assert row["advantage/mismatch_masked"] == 0.0
+        assert row["train/ratio"] == pytest.approx(1.0, abs=1e-5)
+        assert row["train/gap_mean"] <= row["train/gap_max"] < 1e-4
 
 
 def test_another_seed_another_run(tmp_path: Path):

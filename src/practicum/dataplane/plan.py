@@ -11,6 +11,7 @@ from practicum.recipe.arithmetic import Counts, count
 from practicum.recipe.schema import Recipe
 from practicum.recipe.traits import Traits, model_traits
 from practicum.recipe.ways import (
+    corrects_mismatch,
     data_parallel,
     distils_by_loss,
     distils_by_policy,
@@ -77,19 +78,19 @@ def make_plan(recipe: Recipe, traits: Traits | None = None) -> Plan:
 
 
 def old_source(recipe: Recipe) -> OldSource:
-    """Where the logprobs before the update come from: for the ratio, a KL in the reward, teachers in it.
+    """Where the logprobs before the update come from: for the ratio, and for what the advantages need.
 
     own: the update's own logprobs, detached, are the old ones; nothing is stored for them. A loss
-    without a ratio reads none of them, even if a KL in the reward does.
+    without a ratio reads none of them, even if the advantages do.
     """
     algorithm, train = recipe.algorithm, recipe.train
-    in_reward = algorithm.kl.place == "reward" or distils_by_policy(recipe)
-    if not in_reward and not _has_ratio(recipe):
+    in_advantages = _advantages_need_old(recipe)
+    if not in_advantages and not _has_ratio(recipe):
         return "own"
     if algorithm.old_logprobs == "rollout":
         return "rollout_logprobs"
     several = train.epochs * train.minibatches > 1 or train.minibatch_rows is not None
-    if algorithm.old_logprobs == "recompute" or several or in_reward:
+    if algorithm.old_logprobs == "recompute" or several or in_advantages:
         return "old_logprobs"
     return "own"
 
@@ -237,8 +238,10 @@ def _judged(recipe: Recipe) -> tuple[str, ...]:
         reads.append("ref_logprobs")
     if distils_by_policy(recipe):
         reads.append("teacher_logprobs")
-    if (algorithm.kl.place == "reward" or distils_by_policy(recipe)) and old_source(recipe) != "own":
+    if _advantages_need_old(recipe):
         reads.append(old_source(recipe))
+    if corrects_mismatch(recipe):
+        reads.append("rollout_logprobs")
     return tuple(reads)
 
 
@@ -279,11 +282,18 @@ def _has_ratio(recipe: Recipe) -> bool:
     return has_policy_loss(recipe) and recipe.algorithm.loss != "reinforce"
 
 
+def _advantages_need_old(recipe: Recipe) -> bool:
+    """For a KL in the reward, teachers in it or in the advantage, and weights against the mismatch."""
+    in_reward = recipe.algorithm.kl.place == "reward" or distils_by_policy(recipe)
+    return in_reward or corrects_mismatch(recipe)
+
+
 def _by(recipe: Recipe) -> str:
     parts = [recipe.algorithm.advantage] if has_advantage_estimator(recipe) else []
     parts += ["KL in the reward"] if recipe.algorithm.kl.place == "reward" else []
     if recipe.distill is not None and distils_by_policy(recipe):
         parts.append(f"the teachers' {recipe.distill.divergence} as {recipe.distill.through}")
+    parts += ["weights against the mismatch"] if corrects_mismatch(recipe) else []
     return ", ".join(parts) or "nothing"
 
 

@@ -27,7 +27,7 @@ METRICS: dict[str, str] = {
     "kl_clamped": "share of tokens whose log-ratio to the reference was clamped",
     "gap_mean": "mean |learner - rollout| logprob at temperature 1, on fresh rows",
     "gap_max": "largest such difference",
-    "gap_k3": "k3 estimate of KL(rollout || learner) from them",
+    "gap_k3": "k3 estimate of KL(rollout || learner) from them (unbiased if sampled at temperature 1, uncut)",
     "grad_norm": "global norm of the gradient before clipping",
     "lr": "learning rate",
     "router_load_max": "load of the busiest expert of any layer, in parts of an even load",

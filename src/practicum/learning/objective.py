@@ -145,6 +145,7 @@ def _policy_loss(
 
 
 def _count_gap(difference_M: Tensor, means: TokenMeans) -> None:
+    difference_M = difference_M.detach().double()  # k3 of a wildly wrong token would overflow in single
     means.add("gap_mean", difference_M.abs())
     means.add_max("gap_max", difference_M.abs())
     means.add("gap_k3", torch.expm1(difference_M) - difference_M)

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from practicum.recipe.agent import Agent
+from practicum.recipe.engines import EngineKind, Vllm
+from practicum.recipe.mismatch import Mismatch
 from practicum.recipe.pools import Pools, Runtime
 from practicum.recipe.section import Section
 from practicum.recipe.teaching import Distill, RewardModel, Route, Teacher
@@ -114,7 +116,10 @@ class Task(Section):
 class Rollout(Section):
     """How the student practises."""
 
-    engine: Literal["torch"] = Field(default="torch", description="Engine that samples.")
+    engine: EngineKind = Field(
+        default="torch", description="Engine that samples: torch, embedded; vllm, in a process of its own."
+    )
+    vllm: Vllm = Field(default_factory=Vllm, description="Settings of engine vllm.")
     samples: int = Field(default=8, ge=1, description="Sessions for each prompt.")
     max_new_tokens: int = Field(default=64, ge=1, description="Longest turn in tokens.")
     temperature: float = Field(default=1.0, gt=0, description="Sampling temperature of training rollouts.")
@@ -189,7 +194,10 @@ class Algorithm(Section):
     old_logprobs: Literal["auto", "recompute", "rollout"] = Field(
         default="auto",
         description="Denominator of the ratio: recomputed by the learner, the engine's own, or "
-        "auto: recomputed only if a batch gets more than one optimizer step.",
+        "auto: recomputed only if a batch gets more than one optimizer step or its advantages need them.",
+    )
+    mismatch: Mismatch = Field(
+        default_factory=Mismatch, description="Weights where the engine differs from the learner."
     )
 
 

@@ -11,11 +11,12 @@ from practicum.recipe.rules import check_device, check_names, default_of
 from practicum.recipe.schema import Algorithm, Buffer, Eval, Kl, MakeModel, Recipe, Task
 from practicum.recipe.validate_agent import check_agent, check_minibatches
 from practicum.recipe.validate_distill import check_distill
+from practicum.recipe.validate_mismatch import check_mismatch
 from practicum.recipe.validate_reward import check_reward, unread_algorithm
 from practicum.recipe.validate_route import check_route
 from practicum.recipe.validate_runtime import check_runtime
 from practicum.recipe.validate_teachers import check_teachers
-from practicum.recipe.ways import has_advantage_estimator, is_supervised
+from practicum.recipe.ways import cuts_sampling, has_advantage_estimator, is_supervised
 
 GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"})
 """Estimators that compare the sessions of one prompt with one another."""
@@ -40,6 +41,7 @@ def combinations(recipe: Recipe) -> list[RecipeError]:
     checks = (
         *(_names, _model, _tasks, check_reward, _algorithm, _kl, _critic, _groups, _train, _eval),
         *(check_teachers, check_route, check_distill, check_agent, check_minibatches, check_runtime),
+        check_mismatch,
     )
     return [problem for check in checks for problem in check(recipe)]
 
@@ -154,8 +156,7 @@ def _kl(recipe: Recipe) -> Iterator[RecipeError]:
         advice = "one step could take the weight to zero or below"
         expected = f"more than {0.2 * count(recipe).sessions:g}, a fifth of a step's sessions"
         yield RecipeError("algorithm.kl.horizon", found, expected, advice)
-    cut = recipe.rollout.top_p < 1 or recipe.rollout.top_k > 0 or recipe.rollout.min_p > 0
-    if recipe.algorithm.old_logprobs == "rollout" and cut:
+    if recipe.algorithm.old_logprobs == "rollout" and cuts_sampling(recipe):
         found = "rollout with top_p, top_k or min_p"
         advice = "the engine's logprobs are those of the cut distribution, the learner's are not"
         yield RecipeError("algorithm.old_logprobs", found, "auto or recompute", advice)

@@ -43,6 +43,18 @@ def has_advantage_estimator(recipe: Recipe) -> bool:
     return not is_supervised(recipe) and (uses_reward(recipe) or through_reward)
 
 
+def corrects_mismatch(recipe: Recipe) -> bool:
+    """Whether the policy loss is weighed by the ratio of the learner to the engine."""
+    mismatch = recipe.algorithm.mismatch
+    return mismatch.weights != "off" or mismatch.reject is not None
+
+
+def cuts_sampling(recipe: Recipe) -> bool:
+    """Whether rollouts are not from the student's whole distribution."""
+    rollout = recipe.rollout
+    return rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
+
+
 def compare_temperature(recipe: Recipe) -> float:
     """Temperature at which student and teachers are compared."""
     chosen = recipe.distill.temperature if recipe.distill is not None else None

@@ -10,13 +10,14 @@ from torch import Tensor
 from practicum.algorithms.advantages.registry import ADVANTAGES
 from practicum.algorithms.advantages.types import AdvantageInputs
 from practicum.algorithms.kl import AdaptiveKl, FixedKl, KlController, token_kl
+from practicum.algorithms.mismatch import MismatchRules, mismatch_weights
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.plan import Plan, old_source
 from practicum.dataplane.ragged import Column, Ragged
 from practicum.dataplane.stage import Columns, stage
 from practicum.dataplane.store import Store
 from practicum.recipe.schema import Recipe
-from practicum.recipe.ways import has_advantage_estimator
+from practicum.recipe.ways import corrects_mismatch, has_advantage_estimator
 
 
 def dense_ids(names: list) -> tuple[Tensor, int]:
@@ -43,25 +44,41 @@ class Credit:
         self, batch: BatchRef, columns: Columns, *, baselines: Mapping[int, float]
     ) -> tuple[dict[str, Column], dict[str, float]]:
         """Advantage of every token; `baselines` are the greedy rewards of prompts, for ReMax."""
-        algorithm = self.recipe.algorithm
         mask = columns.ragged("response_mask")
-        session_B, sessions = dense_ids([key[:2] for key in batch.keys])
+        session_B, _ = dense_ids([key[:2] for key in batch.keys])
         session_N = session_B.repeat_interleave(torch.tensor(mask.lengths))
-        first_rows = _first_rows(session_B, sessions)
-        prompts = [batch.keys[i].prompt for i in first_rows]
-        distill, weight = self.recipe.distill, self.recipe.reward.weight
-        taught_N, stats = self._taught(columns, mask.values)
+        prompts = [batch.keys[i].prompt for i in _first_rows(session_B)]
+        advantages_N, returns_N, stats = self._estimate(columns, mask.values, session_N, prompts, baselines)
+        if corrects_mismatch(self.recipe):
+            weights_N, more = self._weights(columns, mask.values, session_N)
+            advantages_N, stats = weights_N.to(advantages_N.dtype) * advantages_N, stats | more
+        written: dict[str, Column] = {"advantages": Ragged.packed(advantages_N, mask.lengths)}
+        if returns_N is not None and "returns" in self.plan["advantages"].writes:
+            written["returns"] = Ragged.packed(returns_N, mask.lengths)
+        return written, stats
+
+    def _estimate(
+        self,
+        columns: Columns,
+        mask_N: Tensor,
+        session_N: Tensor,
+        prompts: list[int],
+        baselines: Mapping[int, float],
+    ) -> tuple[Tensor, Tensor | None, dict[str, float]]:
+        """Advantages, returns if there is a critic, and counts; `prompts` are the sessions'."""
+        algorithm, distill, weight = self.recipe.algorithm, self.recipe.distill, self.recipe.reward.weight
+        taught_N, stats = self._taught(columns, mask_N)
         if not has_advantage_estimator(self.recipe):
             assert taught_N is not None
-            return {"advantages": Ragged.packed(taught_N, mask.lengths)}, stats
+            return taught_N, None, stats
         in_reward = distill is not None and distill.through == "reward"
         # Among rewards the task's has its weight before they are added; else the advantage has it.
         before, after = (weight, 1.0) if in_reward else (1.0, weight)
-        token_rewards_N = torch.zeros(len(mask.values))
+        token_rewards_N = torch.zeros(len(mask_N))
         if "reward_tokens" in columns:
             token_rewards_N = before * columns.ragged("reward_tokens").values
         if algorithm.kl.place == "reward":
-            token_rewards_N, more = self._penalise(columns, token_rewards_N, mask.values, sessions)
+            token_rewards_N, more = self._penalise(columns, token_rewards_N, mask_N, len(prompts))
             stats |= more
         if in_reward:
             assert taught_N is not None
@@ -69,7 +86,7 @@ class Credit:
         result = ADVANTAGES[algorithm.advantage](
             AdvantageInputs(
                 token_rewards_N=token_rewards_N,
-                mask_N=mask.values,
+                mask_N=mask_N,
                 session_N=session_N,
                 group_S=dense_ids(prompts)[0],
                 baseline_S=before * torch.tensor([baselines[p] for p in prompts]) if baselines else None,
@@ -82,10 +99,23 @@ class Credit:
         advantages_N = result.advantages_N if after == 1.0 else after * result.advantages_N
         if taught_N is not None:
             advantages_N = advantages_N + taught_N
-        written: dict[str, Column] = {"advantages": Ragged.packed(advantages_N, mask.lengths)}
-        if result.returns_N is not None and "returns" in self.plan["advantages"].writes:
-            written["returns"] = Ragged.packed(result.returns_N, mask.lengths)
-        return written, stats | result.stats
+        return advantages_N, result.returns_N, stats | result.stats
+
+    def _weights(
+        self, columns: Columns, mask_N: Tensor, session_N: Tensor
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Weights against the mismatch, and their counts.
+
+        A policy loss grows as its advantage does, so weighed advantages weigh the loss; what the critic
+        learns from is not weighed.
+        """
+        old_N = columns.ragged(old_source(self.recipe)).values
+        rollout_N = columns.ragged("rollout_logprobs").values
+        mismatch = self.recipe.algorithm.mismatch
+        reject = None if mismatch.reject is None else (mismatch.reject.low, mismatch.reject.high)
+        rules = MismatchRules(mismatch.weights, mismatch.outside, mismatch.cap, mismatch.floor, reject)
+        found = mismatch_weights(old_N, rollout_N, mask_N, session_N, rules)
+        return found.weights_N, found.stats
 
     def _taught(self, columns: Columns, mask_N: Tensor) -> tuple[Tensor | None, dict[str, float]]:
         """Weight × the negative estimate of KL(student || teacher) of each token, if it enters here."""
@@ -126,8 +156,9 @@ class Credit:
         self.kl.load_state_dict(state)
 
 
-def _first_rows(session_B: Tensor, sessions: int) -> list[int]:
+def _first_rows(session_B: Tensor) -> list[int]:
+    """The first row of each session."""
     first: dict[int, int] = {}
     for row, session in enumerate(session_B.tolist()):
         first.setdefault(session, row)
-    return [first[s] for s in range(sessions)]
+    return [first[s] for s in range(len(first))]

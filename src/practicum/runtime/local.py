@@ -30,8 +30,8 @@ from practicum.recipe.ways import measures
 from practicum.rollout.encoder import Encoder, make_encoder
 from practicum.rollout.protocol import Engine
 from practicum.rollout.tools.toolbox import Toolbox
-from practicum.rollout.torch_engine import TorchEngine
 from practicum.runtime.credit import Credit
+from practicum.runtime.engines import make_engine, rollout_context
 from practicum.runtime.faculty import Faculty, Staff
 from practicum.runtime.hiring import hire, make_residency, teaching_of
 from practicum.runtime.jury import Jury, Panel, seat
@@ -165,14 +165,6 @@ def set_threads(threads: int | None) -> int:
     return wanted
 
 
-def rollout_context(recipe: Recipe, model_context: int | None) -> int:
-    """Tokens of KV memory for one sequence: the recipe's, else 1,024 of prompt and the answer."""
-    if recipe.rollout.context is not None:
-        return recipe.rollout.context
-    needed = 1024 + recipe.rollout.max_new_tokens
-    return needed if model_context is None else min(needed, model_context)
-
-
 def load_reference(recipe: Recipe, student: PreTrainedModel) -> PreTrainedModel:
     """The reference policy: a model of the student's vocabulary, or the student's start."""
     path, key = recipe.algorithm.kl.reference, "algorithm.kl.reference"
@@ -227,13 +219,6 @@ def make_learner(
         on_nonfinite=partial(watch, "finite"),
         parallel=parallel,
     )
-
-
-def make_engine(recipe: Recipe, model: PreTrainedModel) -> TorchEngine:
-    """The engine that samples the student's answers."""
-    rollout = recipe.rollout
-    context = rollout_context(recipe, context_length(model))
-    return TorchEngine(model, slots=rollout.slots, context=context, keep_tokens=rollout.keep_tokens)
 
 
 def _connect(recipe: Recipe, plan: Plan, watch: Watch, model: PreTrainedModel, hired: Hired) -> LocalRoles:

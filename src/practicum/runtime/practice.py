@@ -8,6 +8,7 @@ from contextlib import nullcontext
 
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
+from practicum.processes.open_time import OpenTime
 from practicum.rollout.session import Start
 from practicum.rollout.together import together
 from practicum.runtime.attempts import Attempt
@@ -17,7 +18,6 @@ from practicum.runtime.judging import Judging
 from practicum.runtime.jury import Jury
 from practicum.runtime.sessions import Row, Sessions
 from practicum.tasks.prompts import Prompt
-from practicum.teachers.place import OpenTime
 
 
 class Practice:

@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 
 from practicum.errors import RecipeError, TeacherError
-from practicum.teachers.place import OpenTime
+from practicum.processes.open_time import OpenTime
 from practicum.teachers.prompt_logprobs import message_of
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0

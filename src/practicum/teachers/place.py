@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,27 +80,3 @@ def no_scores(wanted: Wanted, hidden_size: int, version: int = 0) -> Scores:
     top = (torch.empty(0, k, dtype=torch.int64), torch.empty(0, k)) if k else (None, None)
     hidden = torch.empty(0, hidden_size) if wanted.hidden else None
     return Scores(torch.empty(0), *top, version, hidden)
-
-
-class OpenTime:
-    """Seconds during which at least one piece of work was open; used by one thread."""
-
-    def __init__(self) -> None:
-        self._done, self._open, self._since = 0.0, 0, 0.0
-
-    @property
-    def seconds(self) -> float:
-        return self._done + (time.monotonic() - self._since if self._open else 0.0)
-
-    @contextmanager
-    def work(self) -> Iterator[None]:
-        """One piece of work, from here to the end of the block."""
-        if not self._open:
-            self._since = time.monotonic()
-        self._open += 1
-        try:
-            yield
-        finally:
-            self._open -= 1
-            if not self._open:
-                self._done += time.monotonic() - self._since

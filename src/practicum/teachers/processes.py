@@ -10,7 +10,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from practicum.errors import TeacherError
-from practicum.teachers.replica import Replica
+from practicum.processes.child import Child
+from practicum.teachers import worker
 from practicum.teachers.worker import Facts, RewarderSetup, Setup
 
 _GRACE_S = 2.0
@@ -29,7 +30,7 @@ class Processes:
     ) -> None:
         self.who, self.path = who, path
         self._deadline_s = deadline_s
-        self._replicas = [Replica(who, setup) for _ in range(replicas)]
+        self._replicas = [Child(who, worker.main, setup, error=TeacherError) for _ in range(replicas)]
         self._facts: Facts | None = None
         self._started = self._closed = False
 
@@ -114,11 +115,11 @@ class Processes:
         for replica in self._replicas:
             replica.release()
 
-    def _still_there(self, replicas: list[Replica], grace: float) -> list[Replica]:
+    def _still_there(self, replicas: list[Child], grace: float) -> list[Child]:
         until = time.monotonic() + grace
         return [r for r in replicas if not r.gone(max(0.0, until - time.monotonic()))]
 
-    def _break(self, why: str, replicas: list[Replica]) -> None:
+    def _break(self, why: str, replicas: list[Child]) -> None:
         for replica in replicas:
             replica.kill(why)
 

@@ -16,9 +16,10 @@ from practicum.recipe.ways import on_ray
 from practicum.rollout.encoder import make_encoder
 from practicum.rollout.loops import find_loop
 from practicum.runtime.cluster.check import check_cluster
+from practicum.runtime.engines import rollout_context
 from practicum.runtime.hiring import probe_servers
 from practicum.runtime.jury import probe_judges
-from practicum.runtime.local import load_reference, rollout_context
+from practicum.runtime.local import load_reference
 from practicum.tasks.check import check_tasks, tasks_needing_answer
 from practicum.tasks.prompts import Prompt, demonstration
 from practicum.tasks.stream import eval_prompts, make_stream

@@ -20,6 +20,7 @@ from practicum.dataplane.keys import Key
 from practicum.dataplane.plan import Plan
 from practicum.dataplane.store import Store
 from practicum.errors import DeadlineError
+from practicum.processes.open_time import OpenTime
 from practicum.recipe.schema import Recipe
 from practicum.recipe.ways import streams
 from practicum.rollout.together import tasks_together, together
@@ -30,7 +31,6 @@ from practicum.runtime.cluster.rollout_worker import Order
 from practicum.runtime.events import run_async
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.rewards import Judge
-from practicum.teachers.place import OpenTime
 
 SessionName = tuple[int, ...]
 

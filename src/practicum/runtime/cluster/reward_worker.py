@@ -13,10 +13,10 @@ from practicum.recipe.ways import measures
 from practicum.rollout.encoder import make_encoder
 from practicum.runtime.cluster.rewarder_worker import RayRewarder
 from practicum.runtime.cluster.worker import NoRest, Worker
+from practicum.runtime.engines import rollout_context
 from practicum.runtime.hiring import make_residency
 from practicum.runtime.judging import Judging
 from practicum.runtime.jury import Jury, Panel, seat
-from practicum.runtime.local import rollout_context
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.rewards import Judge
 

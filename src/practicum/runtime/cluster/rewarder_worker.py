@@ -10,8 +10,9 @@ from practicum.recipe.schema import Recipe
 from practicum.recipe.ways import own_options
 from practicum.runtime.cluster.calls import ask_async
 from practicum.runtime.cluster.joining import enter_folder
+from practicum.runtime.engines import rollout_context
 from practicum.runtime.events import run_async
-from practicum.runtime.local import rollout_context, set_threads
+from practicum.runtime.local import set_threads
 from practicum.teachers.rewarders.case import Case, Unjudged, judge_all
 from practicum.teachers.rewarders.local import ColocatedRewarder, load_rewarder
 

@@ -21,8 +21,8 @@ from practicum.rollout.tools.toolbox import Toolbox
 from practicum.runtime.attempts import Attempt
 from practicum.runtime.cluster.weights import Manifest, receive
 from practicum.runtime.cluster.worker import Worker
+from practicum.runtime.engines import make_engine, rollout_context
 from practicum.runtime.events import event_loop
-from practicum.runtime.local import make_engine, rollout_context
 from practicum.runtime.sessions import Row, Sessions
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.rewards import Judge

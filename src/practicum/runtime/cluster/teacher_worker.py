@@ -11,6 +11,7 @@ from practicum.dataplane.keys import Key
 from practicum.dataplane.plan import Plan
 from practicum.errors import TeacherError
 from practicum.models.load import load_model, load_tokenizer, model_facts
+from practicum.processes.open_time import OpenTime
 from practicum.recipe.schema import Recipe
 from practicum.recipe.ways import own_options
 from practicum.runtime.cluster.weights import Manifest, receive
@@ -21,7 +22,6 @@ from practicum.runtime.hiring import signal_width
 from practicum.tasks.prompts import Prompt
 from practicum.teachers.colocated import ColocatedTeacher, load_teacher
 from practicum.teachers.head import OutputHead
-from practicum.teachers.place import OpenTime
 from practicum.teachers.remote import RemoteTeacher
 from practicum.teachers.residency import Residency
 

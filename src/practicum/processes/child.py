@@ -1,4 +1,4 @@
-"""The parent's side of one teacher process: requests out, replies in, and what happens when it dies.
+"""The parent's side of one process: requests out, replies in, and what happens when it dies.
 
 A thread writes and a thread reads, so the event loop never waits for the pipe. A process that died or had to
 be killed is never used again: every later request is refused with what happened.
@@ -9,21 +9,23 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import multiprocessing.connection
+import os
 import queue
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from practicum.errors import TeacherError
-from practicum.teachers import worker
-from practicum.teachers.worker import HELLO, Facts, Reply, Request, RewarderSetup, Setup
+from practicum.errors import PracticumError
+from practicum.processes.serving import CANCEL, HELLO, STOP, Reply, Request, receive, send
 
 _EXIT_S = 2.0
 """How long a process may take to be gone after its end of the pipe closed."""
+
+_STARTING = threading.Lock()
 
 
 @dataclass(slots=True)
@@ -33,18 +35,27 @@ class _Waiting:
     tokens: int
 
 
-class Replica:
-    """One process of a teacher or reward model. `who` begins its error messages."""
+class Child:
+    """One process, in which `main(pipe, setup)` runs and never returns. `who` begins its error messages."""
 
-    def __init__(self, who: str, setup: Setup | RewarderSetup) -> None:
-        self.hello: Future[Facts] = Future()
-        """Done when the model is loaded, or failed with the process's own words."""
+    def __init__(
+        self,
+        who: str,
+        main: Callable[[Any, Any], object],
+        setup: object,
+        *,
+        error: Callable[[str], PracticumError],
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.hello: Future[Any] = Future()
+        """What the process tells of itself when all is loaded, or its own words of why it is not."""
         self.busy_s = 0.0
-        """Seconds of scoring, as of the last reply."""
-        self._who, self._setup = who, setup
+        """Seconds of work, as of the last reply."""
+        self._who, self._main, self._setup, self._raise = who, main, setup, error
+        self._env = dict(env or {})
         self._lock, self._reaping = threading.Lock(), threading.Lock()
         self._numbers = itertools.count(HELLO + 1)
-        self._waiting: dict[int, _Waiting] = {HELLO: _Waiting(self.hello, "loading its model", 0)}
+        self._waiting: dict[int, _Waiting] = {HELLO: _Waiting(self.hello, "starting", 0)}
         self._arriving: list[Request] = []
         self._outbox: queue.SimpleQueue[list[Request] | None] = queue.SimpleQueue()
         self._over: str | None = None
@@ -66,9 +77,10 @@ class Replica:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
-            target=worker.main, args=(theirs, self._setup), name=self._who, daemon=True
+            target=self._main, args=(theirs, self._setup), name=self._who, daemon=True
         )
-        self._process.start()
+        with _environment(self._env):
+            self._process.start()
         theirs.close()  # only the child may hold it, so that its death closes the pipe
         for run in (self._read, self._write):
             self._threads.append(
@@ -88,7 +100,7 @@ class Replica:
         return number, future
 
     def check(self, about: str) -> None:
-        """A TeacherError with what happened if the process can't be used any more."""
+        """An error with what happened if the process can't be used any more."""
         with self._lock:
             if self._over is not None:
                 raise self._error(about)
@@ -105,7 +117,7 @@ class Replica:
         with self._lock:
             if self._waiting.pop(number, None) is None:
                 return
-            self._arriving.append(Request(number, "cancel"))
+            self._arriving.append(Request(number, CANCEL))
         self.flush()
 
     def kill(self, why: str) -> None:
@@ -116,7 +128,7 @@ class Replica:
     def ask_to_stop(self, why: str) -> None:
         """Begin to close: no more requests, and the process may end by itself."""
         self._fail(why)
-        self._outbox.put([Request(HELLO, "stop")])
+        self._outbox.put([Request(HELLO, STOP)])
 
     def gone(self, timeout: float) -> bool:
         """Wait until the process has ended; whether it has."""
@@ -145,12 +157,12 @@ class Replica:
         # A pipe that broke is the reader's business: it sees the end of the process too.
         with suppress(OSError):
             while requests := self._outbox.get():
-                worker.send(self._pipe, requests)
+                send(self._pipe, requests)
 
     def _read(self) -> None:
         while True:
             try:
-                reply = worker.receive(self._pipe)
+                reply = receive(self._pipe)
             except (EOFError, OSError):
                 break
             self._settle(reply)
@@ -171,7 +183,7 @@ class Replica:
                 waiting.future.set_result(reply.result)
             else:
                 waiting.future.set_exception(
-                    TeacherError(f"{self._who} failed in {waiting.about}: {reply.error}")
+                    self._raise(f"{self._who} failed in {waiting.about}: {reply.error}")
                 )
 
     def _fail(self, why: str) -> None:
@@ -185,8 +197,24 @@ class Replica:
             with suppress(InvalidStateError):
                 one.future.set_exception(error)
 
-    def _error(self, about: str) -> TeacherError:
-        return TeacherError(f"{self._who} can't go on with {about}: {self._over}")
+    def _error(self, about: str) -> PracticumError:
+        return self._raise(f"{self._who} can't go on with {about}: {self._over}")
+
+
+@contextmanager
+def _environment(more: Mapping[str, str]) -> Iterator[None]:
+    """What a process that is started in the block finds in its environment from its first import on."""
+    with _STARTING:
+        before = {name: os.environ.get(name) for name in more}
+        os.environ.update(more)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 def _ending(code: int | None) -> str:

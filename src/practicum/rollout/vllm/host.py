@@ -1,0 +1,281 @@
+"""The process of a vLLM engine: a thread runs vLLM step by step, requests come and go between the steps."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, ClassVar
+
+from practicum.processes.serving import Request, serve
+from practicum.rollout.vllm.setup import Facts, Question, Sampled, Scored, VllmSetup, Wish
+from practicum.rollout.vllm.trouble import explain
+
+_BUCKET_S = 120.0
+"""How long the engine waits for the next bucket of weights."""
+
+
+def main(pipe: Connection, setup: VllmSetup) -> None:
+    """Run the process from its start to its end.
+
+    It answers `generate`: (Wish,); `score`: (Question,); `load`: (version,), while `bucket`: (Bucket,) brings
+    the weights and (None,) ends them.
+    """
+    serve(pipe, lambda: _start(setup))
+
+
+def _start(setup: VllmSetup) -> tuple[Host, Facts]:
+    with explain(setup):
+        import torch
+
+        torch.set_num_threads(setup.threads)
+        host = Host(setup)
+        return host, host.facts()
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A request that vLLM works on."""
+
+    asked: Wish | Question
+    answered: asyncio.Future[Any]
+    loop: asyncio.AbstractEventLoop
+
+
+class Host:
+    """vLLM's engine in this process. All calls of it are made by one thread."""
+
+    WORK: ClassVar[frozenset[str]] = frozenset({"generate", "score"})
+
+    def __init__(self, setup: VllmSetup) -> None:
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        from practicum.rollout.vllm.sampler import TwofoldSampler
+
+        self._setup = setup
+        self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**setup.arguments()))
+        self._runner: Any = self._engine.model_executor.driver_worker.worker.model_runner
+        self._vocab: int = self._engine.model_config.get_vocab_size()
+        self._sampler = TwofoldSampler.take_over(self._runner.sampler, self._vocab)
+        self.version = 0
+        self._broken: str | None = None if setup.loads else "no weights were loaded yet"
+        self._open: dict[str, _Open] = {}
+        self._later: list[_Open] = []
+        """Questions with other settings than those under way."""
+        self._numbers = iter(range(2**62))
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._buckets: queue.Queue[Any] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
+        self._thread.start()
+
+    def facts(self) -> Facts:
+        """Measured from its tensors."""
+        import torch
+        import vllm
+
+        model = self._runner.get_model()
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(model)}
+        kv = sum(t.untyped_storage().nbytes() for t in self._runner.kv_caches)
+        return Facts(sum(held.values()), kv, self._vocab, torch.get_num_threads(), vllm.__version__)
+
+    async def answer(self, request: Request) -> Any:
+        """Do what is asked, between two steps of the engine or in them."""
+        if request.what == "bucket":
+            return await asyncio.to_thread(self._hand_over, request.args[0])
+        loop = asyncio.get_running_loop()
+        answered = loop.create_future()
+        if request.what == "load":
+            version = request.args[0]
+            self._inbox.put(lambda: _settle(loop, answered, lambda: self._load(version)))
+            return await answered
+        opened = _Open(request.args[0], answered, loop)
+        self._inbox.put(lambda: self._begin(opened))
+        try:
+            return await answered
+        except asyncio.CancelledError:
+            self._inbox.put(lambda: self._abort(opened))
+            raise
+
+    def close(self) -> None:
+        """Stop after the step under way."""
+        self._inbox.put(None)
+        self._thread.join(2.0)
+
+    # What follows runs in the engine's thread.
+
+    def _run(self) -> None:
+        while True:
+            idle = not self._open
+            try:
+                act = self._inbox.get(block=idle)
+            except queue.Empty:
+                self._step()
+                continue
+            if act is None:
+                return
+            act()
+
+    def _step(self) -> None:
+        try:
+            outputs = self._engine.step()
+        except Exception as error:  # nothing is known of any request now: all fail, and the engine with them
+            self._broken = f"vLLM failed in a step: {type(error).__name__}: {error}"
+            opened, self._open, self._later = [*self._open.values(), *self._later], {}, []
+            for one in opened:
+                _fail(one, RuntimeError(self._broken))
+            return
+        for output in outputs:
+            if output.finished and (one := self._open.pop(output.request_id, None)):
+                _settle(one.loop, one.answered, lambda one=one, output=output: self._result(one, output))
+        if not self._open and self._later:
+            later, self._later = self._later, []
+            for one in later:
+                self._begin(one)
+
+    def _begin(self, one: _Open) -> None:
+        if one.answered.cancelled():
+            return
+        try:
+            if self._broken is not None:
+                raise RuntimeError(self._broken)
+            if isinstance(one.asked, Question) and not self._admit(one.asked):
+                self._later.append(one)
+                return
+            number = str(next(self._numbers))
+            prompt = {"prompt_token_ids": one.asked.ids}
+            self._engine.add_request(number, prompt, _params(one.asked))
+            self._open[number] = one
+        except Exception as error:
+            _fail(one, error)
+
+    def _admit(self, asked: Question) -> bool:
+        """Whether it can be scored beside what is under way; the sampler knows one setting at a time."""
+        wanted = asked.temperature, asked.vocab
+        if wanted != (self._sampler.temperature, self._sampler.vocab):
+            if any(isinstance(one.asked, Question) for one in self._open.values()):
+                return False
+            self._sampler.temperature, self._sampler.vocab = wanted
+        return True
+
+    def _abort(self, one: _Open) -> None:
+        if one in self._later:
+            self._later.remove(one)
+        for number, other in list(self._open.items()):
+            if other is one:
+                self._engine.abort_request([number])
+                del self._open[number]
+
+    def _result(self, one: _Open, output: Any) -> Sampled | Scored:
+        import numpy as np
+
+        if isinstance(one.asked, Question):
+            found, width = output.prompt_logprobs, one.asked.top_k + 1
+            ids = np.array(found.token_ids, np.int64).reshape(-1, width)[one.asked.start - 1 :]
+            logprobs = np.array(found.logprobs, np.float32).reshape(-1, width)[one.asked.start - 1 :]
+            return Scored(ids.tobytes(), logprobs.tobytes(), self.version)
+        answer = output.outputs[0]
+        logprobs = np.array(answer.logprobs.logprobs, np.float32).reshape(-1, 2)
+        tokens = np.array(answer.token_ids, np.int64)
+        finish = "stop" if answer.finish_reason == "stop" else "length"
+        sampled, plain = logprobs[:, 0], logprobs[:, 1]
+        return Sampled(tokens.tobytes(), sampled.tobytes(), plain.tobytes(), finish, self.version)
+
+    def _load(self, version: int) -> None:
+        """Take new weights; if that fails midway, the engine refuses to work until it gets whole ones."""
+        from practicum.rollout.vllm.weights import opened
+
+        if self._open:
+            raise RuntimeError(f"can't load weights with {len(self._open)} requests under way")
+        self._broken = "its weights were only loaded in part"
+
+        def arriving() -> Iterator[tuple[str, Any]]:
+            while (bucket := self._next_bucket()) is not None:
+                bucket, taken = bucket
+                with opened(bucket) as tensors:
+                    yield from tensors
+                taken.set()
+
+        self._runner.reload_weights(weights_iterator=arriving())
+        _repack_head(self._runner.get_model())
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("vLLM did not forget the prompts that it computed with older weights")
+        self.version, self._broken = version, None
+
+    def _next_bucket(self) -> Any:
+        try:
+            return self._buckets.get(timeout=_BUCKET_S)
+        except queue.Empty:
+            raise TimeoutError(f"no bucket of weights came for {_BUCKET_S:g} s") from None
+
+    def _hand_over(self, bucket: Any) -> None:
+        """Give the engine's thread a bucket, and wait until it has been read."""
+        if bucket is None:
+            self._buckets.put(None)
+            return
+        taken = threading.Event()
+        self._buckets.put((bucket, taken))
+        if not taken.wait(_BUCKET_S):
+            raise TimeoutError("the engine did not read a bucket of weights")
+
+
+def _params(asked: Wish | Question) -> Any:
+    from vllm import SamplingParams
+
+    plain: dict[str, Any] = {"detokenize": False, "flat_logprobs": True}
+    if isinstance(asked, Question):
+        return SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=asked.top_k, **plain)
+    how = asked.sampling
+    return SamplingParams(
+        max_tokens=how.max_new_tokens,
+        temperature=0.0 if how.greedy else how.temperature,
+        top_p=1.0 if how.greedy else how.top_p,
+        top_k=0 if how.greedy else how.top_k,
+        min_p=0.0 if how.greedy else how.min_p,
+        seed=None if how.greedy else asked.seed,
+        stop_token_ids=sorted(how.stop),
+        ignore_eos=True,  # stop tokens are those that the caller names
+        logprobs=1,
+        **plain,
+    )
+
+
+def _repack_head(model: Any) -> None:
+    """On a CPU, vLLM computes with a packed copy of the output head; of a tied one it keeps the old copy."""
+    head = getattr(model, "lm_head", None)
+    method = getattr(head, "quant_method", None)
+    if method is not None:
+        method.process_weights_after_loading(head)
+
+
+def _tensors(model: Any) -> Iterator[Any]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _settle(loop: asyncio.AbstractEventLoop, answered: asyncio.Future[Any], make: Callable[[], Any]) -> None:
+    """Answer with what `make` gives, or with its error."""
+    try:
+        result, error = make(), None
+    except Exception as raised:
+        result, error = None, raised
+
+    def tell() -> None:
+        if answered.done():
+            return
+        if error is None:
+            answered.set_result(result)
+        else:
+            answered.set_exception(error)
+
+    loop.call_soon_threadsafe(tell)
+
+
+def _fail(one: _Open, error: Exception) -> None:
+    def fail() -> Any:
+        raise error
+
+    _settle(one.loop, one.answered, fail)
