@@ -189,7 +189,8 @@ def test_the_key_opens_all_but_the_health(model: PreTrainedModel, monkeypatch: p
         assert httpx2.get(f"{server.url.removesuffix('/v1')}/health").is_success
         run_probe(server.url, api_key_env="CHAT_KEY")
         assert len(score(server.url, rows(2), Wanted(), api_key_env="CHAT_KEY")) == 2
-        for options in ({}, {"api_key_env": "WRONG_KEY"}):
+        wrong: tuple[dict[str, Any], ...] = ({}, {"api_key_env": "WRONG_KEY"})
+        for options in wrong:
             with pytest.raises(RecipeError, match=r"teachers\.chat\.api_key_env: .*401"):
                 run_probe(server.url, **options)
             with pytest.raises(TeacherError, match=r"teacher chat at .*status 401"):

@@ -75,8 +75,9 @@ def test_without_vllm_the_torch_engine_serves_and_asking_for_vllm_names_the_extr
 def test_what_can_not_be_served_is_known_before_anything_is_loaded(
     folder: str, options: dict[str, Any], error: type[Exception], words: str
 ):
+    given: dict[str, Any] = {"model": folder} | options
     with pytest.raises(error, match=words):
-        resolve(ServeOptions(**{"model": folder} | options))
+        resolve(ServeOptions(**given))
 
 
 def test_a_port_in_use_is_named_and_0_is_a_free_one():
@@ -154,9 +155,27 @@ def test_vllm_is_found_under_the_name_of_its_cpu_package():
         find("other")
 
 
-def test_the_end_of_a_log_is_shown_without_names_and_times():
-    log = (
-        "(APIServer pid=1) INFO 11-16 13:03:52 [core.py:1510] ready\n\n(EngineCore pid=2) RuntimeError: no\n"
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("RuntimeError: Unsupported CPU attention configuration: head_dim=8 isa=1", "--engine torch"),
+        ("  Value error, User-specified max_model_len (1000) is greater than the derived", "lower it"),
+        ("ValueError: No available memory for the cache blocks. Try increasing", "raise --kv-gb"),
+        ("ValueError: (0.9 GiB KV cache is needed, which is larger than the available", "raise --kv-gb"),
+        ("OSError: [Errno 98] Address already in use", "another --port"),
+        ("vllm_entry.py: error: unrecognized arguments: --foo", "options behind --"),
+        ("torch.OutOfMemoryError: CUDA out of memory.", "a smaller one"),
+        ("RuntimeError: something else", "--verbose"),
+    ],
+)
+def test_what_vllm_says_at_its_end_becomes_a_sentence_with_the_fix(line: str, words: str):
+    harmless = "(APIServer pid=1) INFO 11-16 13:03:52 [a.py:15] KV cache: head_dim 32, address already in use"
+    log = f"{harmless}\n(EngineCore pid=2) ERROR 11-16 13:03:52 [core.py:1510] {line}\n{harmless}"
+    assert words in cause_of(log)
+    assert last_lines(log) == f"  | {line}"
+
+
+def test_a_log_without_errors_is_shown_by_its_end():
+    assert last_lines("(APIServer pid=1) INFO 11-16 13:03:52 [a.py:15] ready\n\n(Worker pid=2) so\n") == (
+        "  | ready\n  | so"
     )
-    assert last_lines(log) == "  | ready\n  | RuntimeError: no"
-    assert "--verbose" in cause_of(log)
