@@ -209,7 +209,7 @@ def test_the_probe_passes_up_to_the_limits_and_names_them(server: Served):
 
 def test_a_row_beyond_the_servers_context_is_named(server: Served):
     long = Row([5] * 128, 1, "prompt 9/session 1")
-    with pytest.raises(TeacherError, match=r"prompt 9/session 1: 128 tokens .* max_model_len of 128"):
+    with pytest.raises(TeacherError, match=r"prompt 9/session 1: .*128 tokens .*the context of 128"):
         score(server.url, [long], Wanted())
 
 

@@ -182,8 +182,8 @@ def test_the_probe_passes_up_to_the_limits_and_names_what_is_wrong(
 
 def test_trouble_with_a_row_is_told_with_its_name(server: VllmServer):
     cases: tuple[tuple[list[int], dict[str, Any], str], ...] = (
-        ([5] * CONTEXT, {}, f"row 7: {CONTEXT} tokens .*max_model_len of {CONTEXT}"),
-        ([5] * (CONTEXT + 9), {}, f"row 7: {CONTEXT + 9} tokens .*max_model_len of {CONTEXT}"),
+        ([5] * CONTEXT, {}, f"row 7: its {CONTEXT} tokens and one .*do not fit the server's context"),
+        ([5] * (CONTEXT + 9), {}, f"row 7: status 400: .*{CONTEXT} tokens.*{CONTEXT + 9}"),
         ([5, 99_999], {}, "row 7: status 400: .*99999"),
         ([5, 6], {"model": "other"}, "row 7: status 404: .*other"),
         ([5, 6], {"api_key_env": None}, "row 7: status 401"),

@@ -17,6 +17,9 @@ from practicum.teachers.packed import offers_packed, packed_request
 from practicum.teachers.place import Row, Wanted, no_scores
 from practicum.teachers.prompt_logprobs import Unusable, read_scores, request_body
 
+_NO_ROOM = "max_tokens must be at least 1"
+"""What vLLM says of a sequence that just fills its context."""
+
 
 class RemoteTeacher(Client):
     """A place behind a URL; at most `teacher.concurrency` requests are open at once."""
@@ -55,15 +58,11 @@ class RemoteTeacher(Client):
         try:
             answer = await self.ask_scores(row, wanted.top_k, wanted.vocab)
         except Refused as refusal:
-            if refusal.status != 400:
-                raise
-            # What vLLM says of a sequence that just fills its context is about max_tokens.
-            longest = (await self.models()).get(self.model, {}).get("max_model_len")
-            if longest is None or len(row.ids) < longest:
+            if _NO_ROOM not in refusal.message:
                 raise
             why = (
-                f"{len(row.ids)} tokens and one that it generates are more than its max_model_len of "
-                f"{longest}: serve it with a longer one, or shorten prompts or answers"
+                f"its {len(row.ids)} tokens and one that is generated do not fit the server's context "
+                f"({refusal.message}): serve it with a longer one, or shorten prompts or answers"
             )
             raise TeacherError(self.problem(row.name, why)) from refusal
         try:
