@@ -26,7 +26,7 @@ time.sleep(600)
 STARTER = """
 import sys
 from practicum.serving import child
-child._GRACE_S = 0.5
+child._GRACE_S = child._REST_S = 0.5
 with child.Child([sys.executable, "-c", sys.argv[1], *sys.argv[2:]], {}, verbose=True) as started:
     started.wait()
 """
@@ -65,6 +65,23 @@ def test_nothing_stays_when_the_starter_ends(number: signal.Signals, words: tupl
     starter.send_signal(number)
     starter.communicate(timeout=30)
     await_gone(*pids)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is killed at once")
+def test_what_the_command_leaves_behind_can_tidy_up(tmp_path: Path):
+    tidy = (
+        "import pathlib, signal, sys, time\n"
+        "def end(*_):\n    time.sleep(0.3)\n    pathlib.Path(sys.argv[1]).touch()\n    sys.exit()\n"
+        "signal.signal(signal.SIGTERM, end)\nprint('ready', flush=True)\ntime.sleep(600)"
+    )
+    code = (
+        "import subprocess, sys\n"
+        "other = subprocess.Popen([sys.executable, '-c', *sys.argv[1:]], stdout=subprocess.PIPE)\n"
+        "other.stdout.readline()"
+    )
+    with Child([sys.executable, "-c", code, tidy, str(tmp_path / "tidied")], {}) as child:
+        assert child.wait(30) == 0
+    assert (tmp_path / "tidied").exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")

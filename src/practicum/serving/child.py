@@ -17,8 +17,8 @@ from practicum.serving import guard
 
 LINES = 400
 """Last lines of the log that are kept."""
-_GRACE_S = 10.0
-"""Seconds that the command may take to end when asked."""
+_GRACE_S, _REST_S = 10.0, 5.0
+"""Seconds that the command, and then what it has left behind, may take to end when asked."""
 
 
 class Child:
@@ -28,7 +28,7 @@ class Child:
         self._verbose = verbose
         self._kept: deque[str] = deque(maxlen=LINES)
         self._guard = subprocess.Popen(
-            [sys.executable, "-I", str(Path(guard.__file__)), f"{_GRACE_S:g}", *command],
+            [sys.executable, "-I", str(Path(guard.__file__)), f"{_GRACE_S:g}", f"{_REST_S:g}", *command],
             env={**os.environ, **env},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -51,7 +51,7 @@ class Child:
         assert self._guard.stdin is not None
         self._guard.stdin.close()
         try:
-            self._guard.wait(_GRACE_S + 5)
+            self._guard.wait(_GRACE_S + _REST_S + 2)
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
             # The guard's death is the command's (Linux); elsewhere it ends by the closed input.
             with contextlib.suppress(ProcessLookupError):
