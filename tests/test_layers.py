@@ -21,6 +21,7 @@ RANK = {
     "learning": 5,
     "teachers": 6,
     "runtime": 7,
+    "serving": 7,
     "observe": 8,
     "trainer": 9,
     "cli": 10,

@@ -219,6 +219,62 @@ def evaluate(
     evaluate_recipe(recipe, overrides or [], model)
 
 
+@app.command(no_args_is_help=True)
+def serve(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder in HuggingFace format or hub name.")],
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- OPTION...]", help="Further options of `vllm serve`."),
+    ] = None,
+    host: Annotated[str, typer.Option("--host", help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key", envvar="PRACTICUM_API_KEY", help="Key that requests must bring; better as variable."
+        ),
+    ] = None,
+    engine: Annotated[
+        str, typer.Option("--engine", help="torch, vllm, or auto: vLLM where it is installed.")
+    ] = "auto",
+    name: Annotated[
+        str | None, typer.Option("--name", help="The model's name on the server; unset: MODEL.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option("--context", min=2, help="Longest sequence; unset: the model's.")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="float32, bfloat16 or float64; unset: float32 on a CPU, else bfloat16."),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, help="CPU threads; unset: all cores.")
+    ] = None,
+    kv_gb: Annotated[
+        float | None, typer.Option("--kv-gb", min=0.001, help="GiB of KV memory of vLLM on a CPU.")
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show the server's log.")] = False,
+) -> None:
+    """Serve a model as a teacher, for recipes with `url`.
+
+    Scores prompts by vLLM's form of /v1/completions, for this machine only unless --host says otherwise.
+    Ctrl-C ends it.
+
+    practicum serve runs/sort/export --port 8000
+    """
+    given = {"--engine": (engine, ("auto", "torch", "vllm"))}
+    given["--dtype"] = (dtype or "float32", ("float32", "bfloat16", "float64"))
+    for option, (value, known) in given.items():
+        if value not in known:
+            raise typer.BadParameter(f"{option} is {value}, expected one of {', '.join(known)}")
+    from practicum.serving.options import ServeOptions
+    from practicum.serving.serve import serve as run
+
+    options: Any = {"model": model, "host": host, "port": port, "engine": engine, "name": name}
+    options |= {"context": context, "dtype": dtype, "threads": threads, "kv_gb": kv_gb}
+    run(ServeOptions(**options, api_key=api_key, verbose=verbose, more=tuple(more or ())), typer.echo)
+
+
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of the demo's runs.")] = Path(

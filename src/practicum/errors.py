@@ -69,6 +69,10 @@ class ClusterError(PracticumError):
     """The cluster can't be reached, is too small for the recipe, or did not give what it has in time."""
 
 
+class ServeError(PracticumError):
+    """A server can't be started or has ended: says why, what to do, and what it said last."""
+
+
 class CheckError(PracticumError):
     """An invariant of training did not hold: names the check and the numbers."""
 

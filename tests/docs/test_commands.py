@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from practicum.recipe.schema import MakeModel, Model
 from .pages import PAGES, ROOT, Command, commands_of, write_files
 
 TRAINING = ("train", "eval", "demo")
+SERVING = ("serve",)
 FEW = {
     "train": "train.steps=2 train.warmup_steps=0 train.prompts=4 rollout.samples=2 rollout.max_new_tokens=6 "
     "eval.rows=4 runtime.threads=1",
@@ -26,7 +29,7 @@ FEW = {
 
 
 def is_static(command: Command) -> bool:
-    return command.words[0] not in TRAINING
+    return command.words[0] not in TRAINING + SERVING
 
 
 def run(command: Command) -> str:
@@ -81,7 +84,8 @@ def run_page(page: Path, folder: Path, commands: list[Command], monkeypatch: pyt
 
 
 def pages_with(static: bool) -> list[Path]:
-    return [page for page in PAGES if any(is_static(c) == static for c in commands_of(page))]
+    kind = (lambda c: is_static(c)) if static else (lambda c: c.words[0] in TRAINING)
+    return [page for page in PAGES if any(map(kind, commands_of(page)))]
 
 
 @pytest.mark.parametrize("page", pages_with(static=True), ids=lambda page: page.stem)
@@ -93,10 +97,28 @@ def test_commands_that_only_look_run(page: Path, workplace: Path, monkeypatch: p
 @pytest.mark.parametrize("page", pages_with(static=False), ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_that_train_run(page: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch):
     # The demo has tests of its own: it takes no --set.
-    commands = [c for c in commands_of(page) if not is_static(c) and c.words[0] != "demo"]
+    commands = [c for c in commands_of(page) if c.words[0] in TRAINING and c.words[0] != "demo"]
     if any("recipes/mopd/base.yaml" in c.words for c in commands):
         shutil.rmtree(workplace / "runs")  # the page trains the base model itself
     run_page(page, workplace, commands, monkeypatch)
+
+
+@pytest.mark.slow
+def test_commands_that_serve_run(workplace: Path):
+    commands = [c for page in PAGES for c in commands_of(page) if c.words[0] in SERVING]
+    assert commands
+    for command in commands:
+        words = [*command.words, "--port", "0", "--threads", "1"]  # the last one counts: any free port
+        server = subprocess.Popen(
+            [sys.executable, "-m", "practicum.cli", *words], cwd=workplace, stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert server.stdout is not None
+            assert server.stdout.readline().startswith("serving "), command
+        finally:
+            server.terminate()
+            server.communicate(timeout=60)
+        assert server.returncode == 0, command
 
 
 def test_commands_are_found():

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.serving.servers import MODEL, served
 from tests.teachers.models import in_process
 from tests.teachers.schools import save_teacher, school
-from tests.teachers.scoring_server import MODEL, scoring_server
+from tests.teachers.scoring_server import scoring_server
 from tests.trainer.loops import two_trajectories
 
 from practicum.checks.watch import Watch
@@ -265,7 +266,7 @@ def test_what_only_the_teacher_reads_comes_before_the_prompt(folders: dict[str, 
 @pytest.mark.parametrize("streamed", [False, True], ids=["colocated", "streamed"])
 def test_every_trajectory_of_a_session_is_scored(folders: dict[str, str], streamed: bool):
     model = load_model(Model(path=folders["small"], device="cpu"), 0)
-    with scoring_server(model) as server:
+    with served(model) as server:
         one = {"url": server.url, "model": MODEL} if streamed else {"model": folders["small"]}
         recipe = Recipe.model_validate(
             school(teachers={"small": one}, distill={"divergence": "k2", "signal": "sampled"})

@@ -20,8 +20,9 @@ from practicum.rollout.protocol import Counter
 from practicum.teachers.rewarders.case import Case, Unjudged
 from practicum.teachers.rewarders.local import Local, load_rewarder
 from tests.rollout.engines import tiny
+from tests.serving.servers import MODEL
 from tests.teachers import scoring_server
-from tests.teachers.scoring_server import MODEL, Manners
+from tests.teachers.scoring_server import Manners
 
 T = TypeVar("T")
 

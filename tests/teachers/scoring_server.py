@@ -1,4 +1,4 @@
-"""A real HTTP server over a torch engine that speaks vLLM's form of /v1/completions, and can misbehave."""
+"""A scoring server that misbehaves as it is told; the one that does not is in `tests.serving.servers`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from practicum.rollout.protocol import Scores
 from practicum.rollout.torch_engine import TorchEngine
-
-MODEL = "tiny"
+from practicum.serving.wire import prompt_logprobs
+from tests.serving.servers import MODEL
 
 
 @dataclass
@@ -202,17 +202,3 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
         except OSError:
             self.close_connection = True  # the caller did not wait
-
-
-def prompt_logprobs(scores: Scores, ids: list[int], k: int) -> list[Any]:
-    """Scores of ids[1:] in vLLM's form: nothing for the first token, then entries by token id."""
-    assert scores.topk_ids is not None
-    assert scores.topk_logprobs is not None
-    entries: list[Any] = [None]
-    rows = zip(ids[1:], scores.logprobs, scores.topk_ids, scores.topk_logprobs, strict=True)
-    for token, logprob, top_ids, top_logprobs in rows:
-        entry = {str(token): {"logprob": logprob.item(), "rank": k + 1, "decoded_token": "?"}}
-        for rank, (i, best) in enumerate(zip(top_ids.tolist(), top_logprobs.tolist(), strict=True), start=1):
-            entry[str(i)] = {"logprob": best, "rank": rank, "decoded_token": "?"}
-        entries.append(entry)
-    return entries

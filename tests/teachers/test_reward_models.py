@@ -27,6 +27,7 @@ from practicum.teachers.rewarders.own import OwnRewarder
 from practicum.teachers.rewarders.probe import probe_rewarder
 from practicum.teachers.rewarders.prompted import question, read_score
 from practicum.teachers.rewarders.remote import RemoteRewarder
+from tests.serving.servers import MODEL
 from tests.teachers.judging import (
     cases,
     judging_server,
@@ -38,7 +39,6 @@ from tests.teachers.judging import (
     vllm_probs,
 )
 from tests.teachers.models import save_tiny
-from tests.teachers.scoring_server import MODEL
 
 START_S = 100.0
 PROMPT = "{prompt}{response}?"

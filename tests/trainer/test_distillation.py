@@ -28,8 +28,8 @@ from practicum.trainer import preflight as preflight_module
 from practicum.trainer.metrics import METRICS
 from practicum.trainer.run import train_loaded
 from practicum.trainer.step import StepRunner
+from tests.serving.servers import MODEL, served
 from tests.teachers.schools import save_teacher, school
-from tests.teachers.scoring_server import MODEL, scoring_server
 from tests.teachers.test_own import alive, until
 
 from .test_run import metrics_of, stop_after, weights_of
@@ -119,7 +119,7 @@ def test_a_teacher_behind_a_url_teaches_as_a_colocated_one(
     sections = {"distill": distill, "train": {"steps": 2, "prompts": 4, "lr": 1e-3, "eps": 1e-3}}
     loaded = write(tmp_path, teachers={"small": {"model": folders["small"]}}, **sections)
     train_loaded(loaded, tmp_path / "here")
-    with scoring_server(load_model(Model(path=folders["small"], device="cpu"), 0)) as server:
+    with served(load_model(Model(path=folders["small"], device="cpu"), 0)) as server:
         teachers = {"small": {"url": server.url, "model": MODEL, "tokenizer": folders["small"]}}
         train_loaded(write(tmp_path, teachers=teachers, **sections), tmp_path / "there")
     for one, other in zip(said[:2], said[2:], strict=True):

@@ -71,7 +71,7 @@ class Client:
     async def ask(self, method: str, path: str, body: Any, about: str, *, base: str | None = None) -> Any:
         """The JSON that the server answers, tried again where that may help; else Refused or Unreachable.
 
-        `path` is below the URL, or below `base`.
+        `path` is below the URL, or below `base`. A body that is a function is made when its turn comes.
         """
         client, turns = self._open()
         url = (self.url if base is None else base) + path
@@ -79,7 +79,8 @@ class Client:
             with self._busy.work():
                 try:
                     async with asyncio.timeout(self.deadline_s):
-                        return await self._tries(client, method, url, body, about)
+                        made = body() if callable(body) else body
+                        return await self._tries(client, method, url, made, about)
                 except TimeoutError:
                     why = (
                         f"no answer within {self.deadline_s:g} s; if the server is only slow, raise "

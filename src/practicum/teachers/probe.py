@@ -37,20 +37,15 @@ async def probe(teacher: RemoteTeacher, wanted: Wanted, vocab_size: int, context
 
 
 async def _check_models(teacher: RemoteTeacher, context_needed: int) -> None:
-    answer = await _ask(teacher, "its list of models", teacher.ask("GET", "/models", None, "its models"))
-    try:
-        models = {entry["id"]: entry for entry in answer["data"]}
-    except (KeyError, TypeError) as error:
-        raise _error(
-            teacher, "url", f"{teacher.url}/models without a list of models", "an OpenAI-compatible server"
-        ) from error
+    models = await _ask(teacher, "its list of models", teacher.models())
     if teacher.model not in models:
         raise _error(
             teacher,
             "model",
             teacher.model,
             f"a model of {teacher.url}: {', '.join(sorted(models)) or 'it has none'}",
-            "take one of these names, or serve the model under this one (vllm serve … --served-model-name)",
+            "take one of these names, or serve the model under this one (practicum serve … --name, "
+            "vllm serve … --served-model-name)",
         )
     longest = models[teacher.model].get("max_model_len")
     if longest is not None and longest < context_needed + 1:
@@ -59,13 +54,14 @@ async def _check_models(teacher: RemoteTeacher, context_needed: int) -> None:
             "url",
             f"a server for sequences of {longest} tokens (its max_model_len)",
             f"{context_needed + 1} or more: the longest prompt and response, and one token that it generates",
-            f"serve it with --max-model-len {context_needed + 1}, or shorten prompts or answers",
+            f"serve it with --max-model-len {context_needed + 1} (practicum serve: --context), or shorten "
+            "prompts or answers",
         )
 
 
 async def _scores(teacher: RemoteTeacher, row: Row, top_k: int) -> Scores:
     try:
-        answer = await teacher.ask_scores(row, max(1, top_k))
+        answer = await teacher.ask_scores(row, top_k)
     except Refused as refusal:
         await _blame_top_k(teacher, row, top_k, refusal)
         raise _refused(teacher, "the scores of a known sequence", refusal) from refusal
@@ -88,7 +84,8 @@ async def _scores(teacher: RemoteTeacher, row: Row, top_k: int) -> Scores:
             "url",
             f"a server that can't score prompts: {error}",
             "logprobs of the prompt's tokens",
-            "use a server that knows `prompt_logprobs`, such as vllm serve, or load the model without url",
+            "use a server that knows `prompt_logprobs`, such as practicum serve or vllm serve, or load "
+            "the model without url",
         ) from error
 
 
@@ -145,7 +142,7 @@ def _unreachable(teacher: RemoteTeacher, error: Unreachable) -> RecipeError:
         "url",
         f"{teacher.url}, which can't be reached ({error})",
         "a server that answers",
-        f"start it (vllm serve {teacher.model} --port …), or correct the URL",
+        f"start it (practicum serve or vllm serve {teacher.model} --port …), or correct the URL",
     )
 
 

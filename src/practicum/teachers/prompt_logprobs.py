@@ -2,6 +2,7 @@
 
 The form is vLLM's: `prompt` is a list of token ids, `prompt_logprobs` the number of most likely tokens; the
 answer has for each position but the first {token id: {logprob, rank}} of these and of the prompt's own token.
+`practicum serve` has a smaller form beside it: see `packed`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from practicum.rollout.protocol import Scores
+from practicum.teachers.packed import KEY, unpack
 
 _LIMIT = re.compile(r"(?:max|most|limit|up to|exceed)\D{0,40}(\d+)", re.IGNORECASE)
 
@@ -44,30 +46,38 @@ def request_body(model: str, ids: Sequence[int], k: int) -> dict[str, Any]:
 
 def read_scores(answer: Any, ids: Sequence[int], start: int, top_k: int) -> Scores:
     """Scores of ids[start:] from a server's answer; Unusable or Misaligned if they are not all there."""
-    positions = _positions(answer, ids)
-    logprobs_R: list[float] = []
-    topk_ids_RK: list[list[int]] = []
-    topk_logprobs_RK: list[list[float]] = []
+    packed = answer.get(KEY) if isinstance(answer, dict) else None
+    name = KEY if isinstance(packed, dict) else "prompt_logprobs"
     try:
-        for at in range(start, len(ids)):
-            sampled, top = _read_position(positions[at], ids[at], at, top_k)
-            logprobs_R.append(sampled)
-            topk_ids_RK.append([token for token, _ in top])
-            topk_logprobs_RK.append([logprob for _, logprob in top])
+        if isinstance(packed, dict):
+            scores = unpack(packed, len(ids) - start, top_k)
+        else:
+            scores = _read_plain(_positions(answer, ids), ids, start, top_k)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, Unusable):
             raise
-        raise Unusable(f"its prompt_logprobs can't be read ({type(error).__name__}: {error})") from error
-    best = torch.tensor(topk_logprobs_RK).reshape(-1, top_k) if top_k else None
-    scores = Scores(
-        torch.tensor(logprobs_R),
-        torch.tensor(topk_ids_RK, dtype=torch.int64).reshape(-1, top_k) if top_k else None,
-        best,
-        version=0,
-    )
+        raise Unusable(f"its {name} can't be read ({type(error).__name__}: {error})") from error
+    best = scores.topk_logprobs
     if not scores.logprobs.isfinite().all() or not (best is None or best.isfinite().all()):
         raise Unusable("some of its logprobs are not finite numbers")
     return scores
+
+
+def _read_plain(positions: Sequence[Any], ids: Sequence[int], start: int, top_k: int) -> Scores:
+    logprobs_R: list[float] = []
+    topk_ids_RK: list[list[int]] = []
+    topk_logprobs_RK: list[list[float]] = []
+    for at in range(start, len(ids)):
+        sampled, top = _read_position(positions[at], ids[at], at, top_k)
+        logprobs_R.append(sampled)
+        topk_ids_RK.append([token for token, _ in top])
+        topk_logprobs_RK.append([logprob for _, logprob in top])
+    return Scores(
+        torch.tensor(logprobs_R),
+        torch.tensor(topk_ids_RK, dtype=torch.int64).reshape(-1, top_k) if top_k else None,
+        torch.tensor(topk_logprobs_RK).reshape(-1, top_k) if top_k else None,
+        version=0,
+    )
 
 
 def _positions(answer: Any, ids: Sequence[int]) -> Sequence[Any]:

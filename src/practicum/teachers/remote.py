@@ -13,8 +13,12 @@ from practicum.rollout.protocol import Scores
 from practicum.teachers.client import Access, Client
 from practicum.teachers.client import Refused as Refused
 from practicum.teachers.client import Unreachable as Unreachable
+from practicum.teachers.packed import offers_packed, packed_request
 from practicum.teachers.place import Row, Wanted, no_scores
 from practicum.teachers.prompt_logprobs import Unusable, read_scores, request_body
+
+_NO_ROOM = "max_tokens must be at least 1"
+"""What vLLM says of a sequence that just fills its context."""
 
 
 class RemoteTeacher(Client):
@@ -34,6 +38,7 @@ class RemoteTeacher(Client):
         )
         super().__init__(f"teacher {name}", access)
         self.name = name
+        self._packs = False
 
     async def score(self, row: Row, wanted: Wanted) -> Scores:
         """Scores of one row, at temperature 1; all that servers give."""
@@ -50,12 +55,38 @@ class RemoteTeacher(Client):
             )
         if row.start == len(row.ids):
             return no_scores(wanted, 0)
-        answer = await self.ask_scores(row, max(1, wanted.top_k))
+        try:
+            answer = await self.ask_scores(row, wanted.top_k, wanted.vocab)
+        except Refused as refusal:
+            if _NO_ROOM not in refusal.message:
+                raise
+            why = (
+                f"its {len(row.ids)} tokens and one that is generated do not fit the server's context "
+                f"({refusal.message}): serve it with a longer one, or shorten prompts or answers"
+            )
+            raise TeacherError(self.problem(row.name, why)) from refusal
         try:
             return read_scores(answer, row.ids, row.start, wanted.top_k)
         except Unusable as error:
             raise TeacherError(self.problem(row.name, str(error))) from error
 
-    async def ask_scores(self, row: Row, k: int) -> Any:
-        """The server's answer about a whole row, as it came."""
-        return await self.ask("POST", "/completions", request_body(self.model, row.ids, k), row.name)
+    async def models(self) -> dict[str, dict[str, Any]]:
+        """What the server says of each of its models, by name; Refused if it has no such list."""
+        answer = await self.ask("GET", "/models", None, "its models")
+        try:
+            return {entry["id"]: entry for entry in answer["data"]}
+        except (KeyError, TypeError) as error:
+            why = f"{self.url}/models without a list of models"
+            raise Refused(self.problem("its models", why), 200, why) from error
+
+    async def ask_scores(self, row: Row, top_k: int, vocab: int | None = None) -> Any:
+        """The server's answer about a row, as it came: packed where the server has offered that before."""
+
+        def body() -> Any:
+            if self._packs:
+                return packed_request(self.model, row.ids, row.start, top_k, vocab)
+            return request_body(self.model, row.ids, max(1, top_k))
+
+        answer = await self.ask("POST", "/completions", body, row.name)
+        self._packs = self._packs or offers_packed(answer)
+        return answer

@@ -1,0 +1,121 @@
+"""What a server is started with, and what can be known to be wrong with it before anything is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from practicum.errors import MissingExtraError, RecipeError, ServeError
+from practicum.models.load import require_model_folder
+from practicum.models.sources import read_config
+from practicum.recipe.teaching import Dtype
+
+EngineName = Literal["auto", "torch", "vllm"]
+KEY_ENV = "PRACTICUM_API_KEY"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+KV_TOKENS = 32_768
+"""Tokens of KV memory that vLLM gets on a CPU, if the context is no longer than that."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What a user asks of `practicum serve`; None is chosen by `resolve`."""
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    engine: EngineName = "auto"
+    name: str | None = None
+    context: int | None = None
+    dtype: Dtype | None = None
+    threads: int | None = None
+    kv_gb: float | None = None
+    api_key: str | None = None
+    verbose: bool = False
+    more: tuple[str, ...] = ()
+    """Further options of `vllm serve`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The same with everything chosen."""
+
+    options: ServeOptions
+    engine: Literal["torch", "vllm"]
+    name: str
+    context: int
+    dtype: Dtype
+    device: str
+    kv_bytes: int
+    """KV memory of vLLM on a CPU."""
+    vocab: int
+
+
+def resolve(options: ServeOptions) -> Resolved:
+    """Choose what was left open; mistakes are errors here, before any weights are loaded."""
+    engine = _engine(options)
+    if options.api_key == "":
+        raise ServeError(f"the API key is empty: give --api-key or {KEY_ENV} a value, or leave both out")
+    require_model_folder(options.model, "MODEL")
+    try:
+        config = read_config(options.model).get_text_config()
+    except (OSError, ValueError) as error:
+        expected = "a causal language model in HuggingFace format"
+        raise RecipeError("MODEL", options.model, expected, str(error).splitlines()[0]) from error
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
+    context = _context(options, getattr(config, "max_position_embeddings", None))
+    kv_bytes = _kv_bytes(options, config, context, dtype) if engine == "vllm" and device == "cpu" else 0
+    # A folder is known to vLLM and to recipes by one name, wherever it was typed.
+    options = replace(options, model=os.path.expanduser(options.model))
+    vocab = int(config.vocab_size)
+    return Resolved(options, engine, options.name or options.model, context, dtype, device, kv_bytes, vocab)
+
+
+def _engine(options: ServeOptions) -> Literal["torch", "vllm"]:
+    there = importlib.util.find_spec("vllm") is not None
+    if options.engine == "vllm" and not there:
+        raise MissingExtraError("--engine vllm", "vllm")
+    engine = "vllm" if options.engine == "vllm" or (options.engine == "auto" and there) else "torch"
+    if engine == "torch" and options.more:
+        raise ServeError(f"{' '.join(options.more)}: further options are vLLM's; the torch engine has none")
+    return engine
+
+
+def _context(options: ServeOptions, longest: int | None) -> int:
+    asked = options.context
+    if asked is not None and longest is not None and asked > longest:
+        raise ServeError(
+            f"--context {asked} is more than the {longest} tokens that {options.model} was made for: "
+            f"set --context {longest} or less"
+        )
+    if (context := asked or longest) is None:
+        raise ServeError(f"the config of {options.model} names no longest sequence: set --context")
+    return context
+
+
+def _kv_bytes(options: ServeOptions, config: Any, context: int, dtype: str) -> int:
+    """KV memory on a CPU: as asked, else for KV_TOKENS tokens or one sequence of the whole context."""
+    per_token = kv_bytes_per_token(config, dtype)
+    needed = per_token * 128 * math.ceil(context / 128)  # vLLM's memory is in blocks of 128 tokens
+    if options.kv_gb is not None:
+        given = int(options.kv_gb * 2**30)
+        if given < needed:
+            raise ServeError(
+                f"--kv-gb {options.kv_gb:g} is too little for one sequence of {context} tokens, which takes "
+                f"{needed / 2**30:.3g} GiB of KV memory: raise it, or lower --context"
+            )
+        return given
+    return max(needed, per_token * KV_TOKENS)
+
+
+def kv_bytes_per_token(config: Any, dtype: str) -> int:
+    """Bytes that one token's keys and values take in all layers."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * width * getattr(torch, dtype).itemsize
