@@ -39,10 +39,10 @@ DOWNLOAD_S = 900
 NEEDS = ("gguf", "accelerate", "reasoning_gym")
 DROPPED = 10
 """How many of the model's 30 layers the student lacks."""
-QUESTIONS = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1, "size": 1000, "seed": 1}
-HELD_OUT = 5
+QUESTIONS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "size": 2000, "seed": 1}
+HELD_OUT = 4
 """One question in this many is for evaluation."""
-EXAMPLE = ("State the final answer to the following arithmetic problem: 7 + 2 =", "7 + 2 = 9")
+EXAMPLE = ("State the final answer to the following arithmetic problem: 3 - 5 =", "3 - 5 = -2")
 """Shown before each question: the model answers in this form, and the checker compares all of it."""
 
 
@@ -78,7 +78,7 @@ def prepare(out: Path, cache: Path, *, force: bool = False) -> None:
     print(f"{question} {(said := ask(model, tokenizer, question))!r}")
     if "Paris" not in said:
         raise PrepareError(
-            "the model talks nonsense after conversion: install the versions of constraints.txt"
+            "converted, the model talks nonsense; with transformers 5.19 and gguf 0.19 it did not"
         )
     rows = make_rows()
     student = prune(model, least_needed(model, calibration(tokenizer, rows["train"][:16]), DROPPED))
@@ -185,7 +185,6 @@ def make_rows() -> dict[str, list[dict[str, Any]]]:
                 for role, content in zip(("user", "assistant", "user"), asked, strict=True)
             ],
             "answer": f"{entry['metadata']['expression']} = {entry['answer']}",
-            "domain": f"{entry['metadata']['num_terms']}_terms",
         }
         splits["train" if number % HELD_OUT else "eval"].append(row)
     return splits
