@@ -34,7 +34,8 @@ class VllmEngine:
     """Samples and scores by vLLM; see `protocol.Engine`.
 
     Weights are sent by `load_weights` unless the setup says that vLLM loads them. `weights` gives them again
-    to an engine that was put to sleep, with their version. A `folder` of the model's configuration goes with it.
+    to an engine that was put to sleep, with their version. `folder` has the model's configuration, and goes
+    with the engine.
     """
 
     def __init__(
@@ -179,7 +180,8 @@ class VllmEngine:
         except TimeoutError:
             self._stop()
             raise EngineError(
-                f"vLLM was not ready after {self._start_s:g} s: raise vllm.start_s, or the machine is too busy"
+                f"vLLM was not ready after {self._start_s:g} s: raise vllm.start_s, or the machine is too "
+                "busy"
             ) from None
         except BaseException:
             self._stop()

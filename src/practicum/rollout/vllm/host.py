@@ -51,8 +51,8 @@ class Host:
     WORK: ClassVar[frozenset[str]] = frozenset({"generate", "score"})
 
     def __init__(self, setup: VllmSetup) -> None:
-        from vllm import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
+        from vllm import EngineArgs  # pyright: ignore[reportMissingImports]
+        from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore[reportMissingImports]
 
         from practicum.rollout.vllm.sampler import TwofoldSampler
 
@@ -75,7 +75,7 @@ class Host:
     def facts(self) -> Facts:
         """Measured from its tensors."""
         import torch
-        import vllm
+        import vllm  # pyright: ignore[reportMissingImports]
 
         model = self._runner.get_model()
         held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(model)}
@@ -223,7 +223,7 @@ class Host:
 
 
 def _params(asked: Wish | Question) -> Any:
-    from vllm import SamplingParams
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
     plain: dict[str, Any] = {"detokenize": False, "flat_logprobs": True}
     if isinstance(asked, Question):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.v1.sample.sampler import Sampler
+from vllm.v1.sample.sampler import Sampler  # pyright: ignore[reportMissingImports]
 
 
 class TwofoldSampler(Sampler):
