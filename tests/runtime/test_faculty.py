@@ -27,7 +27,7 @@ from practicum.models.load import load_model
 from practicum.recipe.schema import Model, Recipe
 from practicum.rollout.session import Session
 from practicum.rollout.torch_engine import TorchEngine
-from practicum.runtime.faculty import Faculty
+from practicum.runtime.faculty import Faculty, Staff
 from practicum.runtime.local import LocalRoles, start_local
 from practicum.tasks.stream import make_stream
 from practicum.teachers.colocated import ColocatedTeacher
@@ -79,13 +79,17 @@ def ragged(roles: LocalRoles, batch: BatchRef, *names: str) -> list[Ragged]:
     return [column for column in found if isinstance(column, Ragged)]
 
 
+def here(staff: Staff) -> dict[str, ColocatedTeacher]:
+    return {name: p for name, p in staff.places.items() if isinstance(p, ColocatedTeacher)}
+
+
 def is_awake(place: ColocatedTeacher) -> bool:
     return place.engine._scheduler.memory is not None
 
 
 def assert_at_rest(roles: LocalRoles, faculty: Faculty) -> None:
     """Teachers sleep, the student's engine does not, and it works."""
-    assert not [name for name, place in faculty.staff.colocated().items() if is_awake(place)]
+    assert not [name for name, place in here(faculty.staff).items() if is_awake(place)]
     assert roles.engine.memory().kv > 0
     assert isinstance(roles.engine, TorchEngine)
     assert roles.engine._desk.open_jobs == 0
@@ -179,7 +183,7 @@ def test_a_teacher_that_fails_is_named_and_nobody_stays_awake(folders: dict[str,
     recipe = recipe_of(folders, runtime={"threads": 1, "teachers_gb": 1e-6})
     with started(recipe) as (roles, faculty):
         batch = roll_out(recipe, roles)
-        faculty.staff.colocated()["wide"].engine.score = fails  # pyright: ignore
+        here(faculty.staff)["wide"].engine.score = fails  # pyright: ignore
         with pytest.raises(TeacherError, match=r"teacher wide failed in prompt \d+.*: out of memory"):
             teach(faculty, roles, batch)
         assert_at_rest(roles, faculty)
@@ -194,7 +198,7 @@ def test_a_step_of_an_engine_that_raises_is_the_teachers_error(folders: dict[str
     recipe = recipe_of(folders)
     with started(recipe) as (roles, faculty):
         batch = roll_out(recipe, roles)
-        faculty.staff.colocated()["small"].engine._desk._step = fails  # pyright: ignore
+        here(faculty.staff)["small"].engine._desk._step = fails  # pyright: ignore
         with pytest.raises(TeacherError, match=r"teacher small failed in .*a bad kernel"):
             teach(faculty, roles, batch)
         assert_at_rest(roles, faculty)
@@ -207,7 +211,7 @@ def test_a_teacher_that_hangs_is_named_at_its_deadline_and_nobody_stays_awake(fo
     recipe = recipe_of(folders, each={"deadline_s": 0.3})
     with started(recipe) as (roles, faculty):
         batch = roll_out(recipe, roles)
-        faculty.staff.colocated()["wide"].engine.score = hangs  # pyright: ignore
+        here(faculty.staff)["wide"].engine.score = hangs  # pyright: ignore
         with pytest.raises(DeadlineError, match=r"teacher wide \(\d+ rows\) was not done after 0\.3 s"):
             teach(faculty, roles, batch)
         assert_at_rest(roles, faculty)
@@ -220,7 +224,7 @@ def test_a_forward_call_that_ends_after_the_deadline_does_not_keep_the_teacher_a
     recipe = recipe_of(folders, each={"deadline_s": 0.2})
     with started(recipe) as (roles, faculty):
         batch = roll_out(recipe, roles)
-        desk = faculty.staff.colocated()["small"].engine._desk
+        desk = here(faculty.staff)["small"].engine._desk
         step = desk._step
 
         def late(jobs: list) -> Any:
@@ -238,7 +242,7 @@ def test_weights_on_disk_that_can_not_be_read_are_the_teachers_error(folders: di
     recipe = recipe_of(folders, runtime={"threads": 1, "teachers_gb": 1e-6})
     with started(recipe) as (roles, faculty):
         batch = roll_out(recipe, roles)
-        shelf = faculty.staff.colocated()["wide"].engine._shelf
+        shelf = here(faculty.staff)["wide"].engine._shelf
         assert shelf is not None
         assert shelf._file is not None
         shelf._file.truncate(10)
@@ -318,7 +322,7 @@ def test_closing_stops_every_teacher_even_if_one_can_not_be(folders: dict[str, s
     recipe = recipe_of(folders)
     roles = start_local(recipe, make_plan(recipe), Watch(recipe.checks, print))
     assert roles.faculty is not None
-    places = roles.faculty.staff.colocated()
+    places = here(roles.faculty.staff)
 
     def breaks() -> None:
         raise EngineError("no end")
@@ -337,7 +341,7 @@ def test_copies_of_the_student_take_its_weights_when_due_and_are_saved(tmp_path:
     )
     due = []
     with started(recipe) as (roles, faculty):
-        place, learner = faculty.staff.colocated()["self"], roles.student.learner
+        place, learner = here(faculty.staff)["self"], roles.student.learner
         start = {name: p.detach().clone() for name, p in place.model.named_parameters()}
         for step in range(1, 7):
             with torch.no_grad():
@@ -351,7 +355,7 @@ def test_copies_of_the_student_take_its_weights_when_due_and_are_saved(tmp_path:
         head = faculty.staff.heads["self"].weight.clone()
     assert due == [3, 5]
     with started(recipe) as (roles, faculty):
-        place = faculty.staff.colocated()["self"]
+        place = here(faculty.staff)["self"]
         assert all(torch.equal(p, start[name]) for name, p in place.model.named_parameters())
         faculty.load(tmp_path / "teachers")
         assert all(torch.equal(p, weights[name]) for name, p in place.model.named_parameters())

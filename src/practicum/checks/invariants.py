@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.ragged import Ragged
+
+_ROUNDING = 1e-6
+"""A learner whose fingerprint moved by more has other weights."""
 
 
 def weight_version(fresh: BatchRef, version: int) -> str | None:
@@ -19,6 +22,40 @@ def weight_version(fresh: BatchRef, version: int) -> str | None:
                 f"the learner is at {version}: the engine missed an update"
             )
     return None
+
+
+def fingerprint(
+    found: Sequence[float],
+    expected: Sequence[float],
+    limit: float,
+    before: tuple[Sequence[float], Sequence[float]] | None = None,
+) -> str | None:
+    """After a sync, the engine's logprobs of a fixed sequence are the learner's.
+
+    `before` are both of the sync before this one: an engine that says the very same as then, while the
+    learner has moved, has not taken the new weights, however little they differ.
+    """
+    gaps = _gaps(found, expected)
+    worst = max(gaps)
+    told = (
+        f"stale or corrupt weights: after a sync, engine and learner differ by {worst:.3g} nats on a fixed "
+        f"sequence of tokens (checks.fingerprint_max is {limit:g})"
+    )
+    if before is not None:
+        unmoved = list(found) == list(before[0]) and max(_gaps(expected, before[1])) > _ROUNDING
+        if unmoved or (not worst <= limit and max(_gaps(found, before[1])) <= limit):
+            return f"{told}; the engine still has those of before the update"
+    if worst <= limit:
+        return None
+    if len(gaps) > 1 and max(gaps[:-1]) <= limit:
+        return f"{told}, but only after a prompt that it knew: its prefix cache is of older weights"
+    return told
+
+
+def _gaps(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    """|difference| of each, where anything that is no number is as far as can be."""
+    gaps = [abs(a - b) for a, b in zip(one, other, strict=True)]
+    return [math.inf if math.isnan(gap) else gap for gap in gaps]
 
 
 def logprob_gap(metrics: Mapping[str, float], limit: float) -> str | None:

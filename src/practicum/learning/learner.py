@@ -32,6 +32,7 @@ from practicum.learning.parts import Counters, load_parts, save_parts
 from practicum.learning.scorer import LogprobColumns, Scorer
 from practicum.learning.teaching import Teaching, share_factors
 from practicum.learning.trunk import Trunk
+from practicum.models.fingerprint import LENGTH
 from practicum.recipe.schema import Algorithm, Train
 
 
@@ -160,9 +161,9 @@ class Learner:
         """
         return whole_tensors(self.model)
 
-    def fingerprint(self) -> Tensor:
-        """Logprobs of a fixed sequence, to compare with the engine's."""
-        return self.scorer.fingerprint()
+    def fingerprint(self, length: int = LENGTH) -> Tensor:
+        """Logprobs [length - 1] of a fixed sequence, to compare with the engine's; all ranks together."""
+        return self.scorer.fingerprint(length)
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer and learner.json, for a bit-exact continuation on any number of ranks."""

@@ -12,7 +12,7 @@ from practicum.learning.extras import RowExtras
 from practicum.learning.logprobs import token_logprobs
 from practicum.learning.packing import Packed, Rows
 from practicum.learning.trunk import Trunk
-from practicum.models.fingerprint import fingerprint_ids
+from practicum.models.fingerprint import LENGTH, fingerprint_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class Scorer:
         assert logprobs is not None
         return LogprobColumns(logprobs, ragged("entropy_M"), ragged("plain_M"))
 
-    def fingerprint(self) -> Tensor:
-        """Logprobs [15] of a fixed sequence, float32: equal for equal weights (models/fingerprint.py)."""
-        ids = torch.tensor(fingerprint_ids(self.trunk.model.config.get_text_config().vocab_size))
+    def fingerprint(self, length: int = LENGTH) -> Tensor:
+        """Logprobs [length - 1] of a fixed sequence, float32, by which weights are compared."""
+        ids = torch.tensor(fingerprint_ids(self.trunk.model.config.get_text_config().vocab_size, length))
         prompt, response = (Ragged.from_rows([part]) for part in (ids[:1], ids[1:]))
         return self.logprobs(prompt, response, temperature=1.0).logprobs.values

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from multiprocessing.connection import Connection
+from multiprocessing.util import _run_finalizers  # pyright: ignore[reportAttributeAccessIssue]
 from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol
 
 from practicum.errors import PracticumError
@@ -98,6 +99,7 @@ def _die_with_parent() -> None:
 
 def _leave(code: int) -> NoReturn:
     """End now: taking torch apart would keep whoever closes the process waiting for seconds."""
+    _run_finalizers(0)  # what libraries hold of the system, such as semaphores
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

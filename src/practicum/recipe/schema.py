@@ -299,6 +299,16 @@ class Checks(Section):
     weight_version: Level = Field(
         default="error", description="The engine sampled with the learner's weights."
     )
+    fingerprint: Level = Field(
+        default="error",
+        description="After each sync, engine and learner agree on the logprobs of a fixed sequence.",
+    )
+    fingerprint_max: float | None = Field(
+        default=None,
+        gt=0,
+        description="Largest |difference| in nats that fingerprint accepts; unset: 1e-3, and 0.2 for models "
+        "in bfloat16.",
+    )
     logprob_gap: Level = Field(
         default="error", description="Rollout and learner logprobs agree on fresh rows."
     )

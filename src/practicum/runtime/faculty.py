@@ -6,9 +6,8 @@ ones wait until the rollout is done (`score`): the student's engine sleeps, each
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ from practicum.teachers.own import OwnTeacher
 from practicum.teachers.place import Place, Row, Wanted, score_rows
 from practicum.teachers.residency import Residency
 from practicum.teachers.route import before_text, teacher_of
+from practicum.teachers.vllm import VllmTeacher
 
 
 @dataclass(slots=True)
@@ -57,9 +57,10 @@ class Staff:
         """Hidden size of the widest teacher, which rows of hidden states are filled up to."""
         return max((head.weight.shape[1] for head in self.heads.values()), default=self.least_width)
 
-    def colocated(self) -> dict[str, ColocatedTeacher]:
+    def colocated(self) -> dict[str, ColocatedTeacher | VllmTeacher]:
         """Those that are woken after the rollout."""
-        return {name: p for name, p in self.places.items() if isinstance(p, ColocatedTeacher)}
+        found = {n: p for n, p in self.places.items() if isinstance(p, ColocatedTeacher | VllmTeacher)}
+        return {name: place for name, place in found.items() if place.sleeps}
 
     def close(self) -> None:
         """Stop all of them, even if one can't be."""
@@ -177,21 +178,11 @@ class Faculty:
         """Make a copy of the student what these weights are."""
         self._copies[name] = weights, version
         place = self.staff.places[name]
-        if isinstance(place, ColocatedTeacher):
-            with self.staff.residency.awake(name):
-                place.take(weights, version)
-                self._renew_head(name, place)
-            return
-        assert isinstance(place, OwnTeacher)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "weights.safetensors"
-            save_file({key: x.contiguous() for key, x in weights.items()}, path)
-            place.load_weights(path, version)
-        self._renew_head(name, place)
-
-    def _renew_head(self, name: str, place: ColocatedTeacher | OwnTeacher) -> None:
-        if name in self.staff.heads:
-            self.renew_head(name, place.head())
+        assert isinstance(place, ColocatedTeacher | OwnTeacher | VllmTeacher)
+        with self.staff.residency.awake(name) if name in self._colocated else nullcontext():
+            place.take(weights, version)
+            if name in self.staff.heads:
+                self.renew_head(name, place.head())
 
     def renew_head(self, name: str, fresh: OutputHead) -> None:
         """Take a teacher's output head as it is now, if the learner has need of it."""

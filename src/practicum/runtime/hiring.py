@@ -24,6 +24,7 @@ from practicum.teachers.place import Place, Wanted
 from practicum.teachers.probe import probe
 from practicum.teachers.remote import RemoteTeacher
 from practicum.teachers.residency import Residency, Sleeper
+from practicum.teachers.vllm import VllmTeacher
 
 GIB = 2**30
 
@@ -64,7 +65,8 @@ def hire(
             if names is None or name in names:
                 places[name] = _place(name, teacher, recipe, student)
                 undo.callback(places[name].close)
-        colocated = [place for place in places.values() if isinstance(place, ColocatedTeacher)]
+        here = [place for place in places.values() if isinstance(place, ColocatedTeacher | VllmTeacher)]
+        colocated = [place for place in here if place.sleeps]
         known = {name: _moved(head, student.device) for name, head in (heads or {}).items()}
         known |= _heads(recipe, places, ColocatedTeacher, student.device)
         residency = make_residency(recipe, [*colocated, *others])
@@ -75,6 +77,13 @@ def hire(
         _check_heads(known, student)
         undo.pop_all()
         return Staff(places, residency, known)
+
+
+def vllm_teacher(name: str, recipe: Recipe, student: PreTrainedModel | None, replicas: int) -> VllmTeacher:
+    """A teacher that vLLM computes; the student is needed for a copy of it only."""
+    distill = recipe.distill
+    most = distill.top_k if distill is not None and distill.signal == "top_k" else 0
+    return VllmTeacher(name, recipe.teachers[name], student, most=most, replicas=replicas)
 
 
 def make_residency(recipe: Recipe, sleepers: Sequence[Sleeper]) -> Residency:
@@ -113,6 +122,8 @@ def teaching_of(recipe: Recipe, staff: Staff) -> Teaching:
 def _place(name: str, teacher: Teacher, recipe: Recipe, student: PreTrainedModel) -> Place:
     if teacher.url is not None:
         return RemoteTeacher(name, teacher)
+    if teacher.engine == "vllm":
+        return vllm_teacher(name, recipe, student, own_options(teacher).replicas)
     if is_own(teacher.placement):
         copies = teacher.student is not None
         place = OwnTeacher(name, teacher, model=recipe.model if copies else None, seed=recipe.seed)

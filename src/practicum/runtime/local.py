@@ -40,6 +40,7 @@ from practicum.runtime.practice import Practice
 from practicum.runtime.rows import check_fields, field_widths, put_padding, row_texts
 from practicum.runtime.sessions import Sessions
 from practicum.runtime.student import Learnt, Student
+from practicum.runtime.sync import SyncProbe
 from practicum.runtime.valuation import Valuation
 from practicum.tasks.rewards import Judge
 from practicum.teachers.residency import Residency
@@ -79,6 +80,7 @@ class LocalRoles:
     hired: Hired
     toolbox: Toolbox
     widths: Mapping[str, int]
+    probe: SyncProbe
     ranks: int = 1
 
     @property
@@ -130,6 +132,13 @@ class LocalRoles:
     def sync_weights(self) -> None:
         learner = self.student.learner
         self.engine.load_weights(learner.named_weights(), learner.version)
+        self.probe_weights()
+
+    def probe_weights(self) -> None:
+        """Whether the engine has the learner's weights."""
+        if self.probe.looks:
+            found = [self.engine.fingerprint().tolist()]
+            self.probe.check(found, lambda length: self.student.learner.fingerprint(length).tolist())
 
     def texts(self, batch: BatchRef) -> list[tuple[str, str]]:
         return row_texts(self.store, self.tokenizer, batch)
@@ -198,6 +207,8 @@ def start_local(recipe: Recipe, plan: Plan, watch: Watch) -> LocalRoles:
     with ExitStack() as undo:
         undo.callback(hired.close)
         roles = _connect(recipe, plan, watch, model, hired)
+        undo.callback(roles.engine.close)
+        roles.probe_weights()
         undo.pop_all()
     return roles
 
@@ -223,7 +234,8 @@ def make_learner(
 
 def _connect(recipe: Recipe, plan: Plan, watch: Watch, model: PreTrainedModel, hired: Hired) -> LocalRoles:
     encoder, store, staff = make_encoder(recipe, load_tokenizer(recipe.model)), MemoryStore(), hired.staff
-    learner, engine = make_learner(recipe, model, staff, watch), make_engine(recipe, model)
+    learner = make_learner(recipe, model, staff, watch)
+    engine = make_engine(recipe, model, lambda: (learner.named_weights(), learner.version))
     reference = None
     if "ref_logprobs" in plan:
         reference = Scorer(Trunk(load_reference(recipe, model), recipe.train))
@@ -269,4 +281,5 @@ def _connect(recipe: Recipe, plan: Plan, watch: Watch, model: PreTrainedModel, h
         hired=hired,
         toolbox=toolbox,
         widths=field_widths(recipe, model, 0 if staff is None else staff.width),
+        probe=SyncProbe(recipe, watch),
     )

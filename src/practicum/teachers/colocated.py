@@ -23,6 +23,8 @@ from practicum.teachers.place import UNDECLARED, Row, Wanted, too_long
 class ColocatedTeacher:
     """A model that scores between `wake` and `sleep`; `Residency` says when."""
 
+    sleeps = True
+
     def __init__(self, name: str, teacher: Teacher, model: PreTrainedModel) -> None:
         self.name, self.busy_s, self._woken = name, 0.0, time.perf_counter()
         self.model = model

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from safetensors.torch import load, save
+from safetensors.torch import load, save, save_file
+from torch import Tensor
 
 from practicum.errors import TeacherError
 from practicum.recipe.schema import Model
@@ -49,6 +52,13 @@ class OwnTeacher(Processes):
         tensors, scalings = self._wait([self._replicas[0].post("head", (), "giving its output head")[1]])[0]
         held = load(tensors)
         return OutputHead(held["weight"], held.get("bias"), *scalings)
+
+    def take(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Become what these weights are, in every process."""
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "weights.safetensors"
+            save_file({key: x.contiguous() for key, x in weights.items()}, path)
+            self.load_weights(path, version)
 
     def load_weights(self, path: Path, version: int) -> None:
         """Take the weights of a safetensors file in every process; not while rows are under way.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from practicum.errors import EngineError
-from practicum.models.fingerprint import fingerprint_ids
+from practicum.models.fingerprint import LENGTH, fingerprint_ids
 from practicum.models.images import Images
 from practicum.processes.child import Child
 from practicum.rollout.protocol import Counter, Generation, Memory, Sampling, Scores
@@ -24,7 +24,6 @@ from practicum.rollout.vllm.setup import Facts, Question, Sampled, Scored, VllmS
 from practicum.rollout.vllm.weights import Block
 
 Weights = Iterable[tuple[str, Tensor]]
-_WHO = "vLLM engine"
 _LOAD_S = 300.0
 """How long loading weights may take, and any other call that is not sampling or scoring."""
 _GRACE_S = 3.0
@@ -35,7 +34,7 @@ class VllmEngine:
 
     Weights are sent by `load_weights` unless the setup says that vLLM loads them. `weights` gives them again
     to an engine that was put to sleep, with their version. `folder` has the model's configuration, and goes
-    with the engine.
+    with the engine. Without `wait`, it must be `ready` before anything is asked of it.
     """
 
     def __init__(
@@ -45,23 +44,42 @@ class VllmEngine:
         start_s: float = 300.0,
         weights: Callable[[], tuple[Weights, int]] | None = None,
         folder: TemporaryDirectory[str] | None = None,
+        wait: bool = True,
     ) -> None:
         self._setup, self._start_s, self._source, self._folder = setup, start_s, weights, folder
         self.version = 0
-        self._child: Child | None = None
-        self._closed = False
+        self._asleep = False
         self._open = 0
-        self._facts = self._start()
+        self._facts = Facts.unknown()
+        who = f"vLLM of {setup.key}"
+        self._child: Child | None = Child(who, host.main, setup, error=EngineError, env=setup.environment())
+        self._child.start()
+        if wait:
+            self.ready()
 
     @property
     def facts(self) -> Facts:
         """What vLLM told of itself when it started."""
         return self._facts
 
+    def ready(self) -> None:
+        """Wait until vLLM can work; if it can't, its process is ended."""
+        try:
+            self._facts = self._alive().hello.result(self._start_s)
+        except TimeoutError:
+            self.close()
+            raise EngineError(
+                f"vLLM was not ready after {self._start_s:g} s: raise {self._setup.key}.vllm.start_s, or the "
+                "machine is too busy"
+            ) from None
+        except BaseException:
+            self.close()
+            raise
+
     @property
     def pid(self) -> int:
         """Of vLLM's process."""
-        return self._awake().pid
+        return self._alive().pid
 
     async def generate(
         self,
@@ -120,72 +138,67 @@ class VllmEngine:
             raise EngineError(f"can't load weights with {self._open} requests under way")
         block = Block()
         try:
-            loading = self._post(child, "load", version, f"loading weights of version {version}")
+            loading = self._post(child, "load", (version,), f"loading weights of version {version}")
             for bucket in block.buckets(weights):
-                read = self._post(child, "bucket", bucket, "a bucket of weights")
+                read = self._post(child, "bucket", (bucket,), "a bucket of weights")
                 done, _ = wait([read, loading], _LOAD_S, FIRST_COMPLETED)
                 if loading in done:
                     break
                 _result(read, 0.0)
-            self._post(child, "bucket", None, "the last bucket of weights")
+            self._post(child, "bucket", (None,), "the last bucket of weights")
             _result(loading, _LOAD_S)
         finally:
             block.close()
         self.version = version
 
     def sleep(self) -> Memory:
-        """Free memory until `wake`: the process ends, because vLLM itself gives nothing back on a CPU."""
+        """Free memory until `wake`; what vLLM needs beside weights and KV memory stays with its process."""
+        child = self._awake()
         if self._open:
             raise EngineError(f"can't sleep with {self._open} requests under way")
         if self._source is None and not (self._setup.loads and self.version == 0):
             raise EngineError("a vLLM engine without a source of weights can't sleep: it would forget them")
         before = self.memory()
-        self._stop()
+        _result(self._post(child, "sleep", (), "going to sleep"), _LOAD_S)
+        self._asleep = True
         return before
 
     def wake(self) -> None:
         """Be ready again, with the weights as they were. An engine that is awake stays as it is."""
-        if self._closed:
-            raise EngineError("the engine is closed: make a new one")
-        if self._child is not None:
+        child = self._alive()
+        if not self._asleep:
             return
-        self._facts = self._start()
-        if self._source is not None:
+        _result(self._post(child, "wake", (), "waking"), _LOAD_S)
+        self._asleep = False
+        if not (self._setup.loads and self.version == 0):
+            assert self._source is not None
             self.load_weights(*self._source())
 
     def memory(self) -> Memory:
         """Bytes of vLLM's weights and KV memory now."""
-        return Memory(self._facts.weights, self._facts.kv) if self._child is not None else Memory(0, 0)
+        rests = self._asleep or self._child is None
+        return Memory(0, 0) if rests else Memory(self._facts.weights, self._facts.kv)
 
     def fingerprint(self) -> Tensor:
-        """Logprobs [15] of a fixed token sequence, to compare with the learner's."""
-        ids = fingerprint_ids(self._facts.vocab)
+        """Logprobs of a fixed token sequence, to compare with the learner's.
+
+        The last is that of a token that is sampled after the others, of which vLLM keeps a whole block: if it
+        was computed with older weights, and is still used, this shows it. Scores never use what is kept.
+        """
+        child, length = self._awake(), min(self._setup.context - 1, self._facts.block + LENGTH)
+        ids = fingerprint_ids(self._facts.vocab, length)
+        wish = Wish(ids[:-1], Sampling(1, frozenset(), greedy=True), 0, only=ids[-1])
+        # First: a score of the sequence would leave a block of the new weights.
+        sampled: Sampled = _result(self._post(child, "generate", (wish,), "a fingerprint"), _LOAD_S)
         question = self._question(ids, 1, 0, 1.0, None)
-        future = self._post(self._awake(), "score", question, "a fingerprint")
-        return _scores(_result(future, _LOAD_S), 0).logprobs
+        scored = _scores(_result(self._post(child, "score", (question,), "a fingerprint"), _LOAD_S), 0)
+        return torch.cat([scored.logprobs[:-1], _tensor(sampled.plain, np.float32)])
 
     def close(self) -> None:
         """Stop; requests under way fail with an EngineError."""
-        self._closed = True
         self._stop()
         if self._folder is not None:
             self._folder.cleanup()
-
-    def _start(self) -> Facts:
-        env = self._setup.environment()
-        child = self._child = Child(_WHO, host.main, self._setup, error=EngineError, env=env)
-        child.start()
-        try:
-            return child.hello.result(self._start_s)
-        except TimeoutError:
-            self._stop()
-            raise EngineError(
-                f"vLLM was not ready after {self._start_s:g} s: raise vllm.start_s, or the machine is too "
-                "busy"
-            ) from None
-        except BaseException:
-            self._stop()
-            raise
 
     def _stop(self) -> None:
         child, self._child = self._child, None
@@ -199,15 +212,19 @@ class VllmEngine:
                 break
         child.release()
 
-    def _awake(self) -> Child:
-        if self._closed:
-            raise EngineError("the engine is closed: make a new one")
+    def _alive(self) -> Child:
         if self._child is None:
-            raise EngineError("the engine sleeps: call wake() first")
+            raise EngineError("the engine is closed: make a new one")
         return self._child
 
-    def _post(self, child: Child, what: str, arg: object, about: str) -> Future[Any]:
-        _, future = child.post(what, (arg,), about)
+    def _awake(self) -> Child:
+        child = self._alive()
+        if self._asleep:
+            raise EngineError("the engine sleeps: call wake() first")
+        return child
+
+    def _post(self, child: Child, what: str, args: tuple[object, ...], about: str) -> Future[Any]:
+        _, future = child.post(what, args, about)
         child.flush()
         return future
 

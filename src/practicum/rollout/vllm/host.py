@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
@@ -14,6 +15,8 @@ from practicum.processes.serving import Request, serve
 from practicum.rollout.vllm.setup import Facts, Question, Sampled, Scored, VllmSetup, Wish
 from practicum.rollout.vllm.trouble import explain
 
+_ACTS = {"load": "_load", "sleep": "_sleep", "wake": "_wake"}
+"""What is done between two steps of the engine."""
 _BUCKET_S = 120.0
 """How long the engine waits for the next bucket of weights."""
 
@@ -22,7 +25,7 @@ def main(pipe: Connection, setup: VllmSetup) -> None:
     """Run the process from its start to its end.
 
     It answers `generate`: (Wish,); `score`: (Question,); `load`: (version,), while `bucket`: (Bucket,) brings
-    the weights and (None,) ends them.
+    the weights and (None,) ends them; `sleep`: (); `wake`: ().
     """
     serve(pipe, lambda: _start(setup))
 
@@ -54,6 +57,7 @@ class Host:
         from vllm import EngineArgs  # pyright: ignore[reportMissingImports]
         from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore[reportMissingImports]
 
+        from practicum.rollout.vllm.rest import Rest
         from practicum.rollout.vllm.sampler import TwofoldSampler
 
         self._setup = setup
@@ -61,6 +65,7 @@ class Host:
         self._runner: Any = self._engine.model_executor.driver_worker.worker.model_runner
         self._vocab: int = self._engine.model_config.get_vocab_size()
         self._sampler = TwofoldSampler.take_over(self._runner.sampler, self._vocab)
+        self._rest = Rest(self._engine, self._runner)
         self.version = 0
         self._broken: str | None = None if setup.loads else "no weights were loaded yet"
         self._open: dict[str, _Open] = {}
@@ -80,7 +85,8 @@ class Host:
         model = self._runner.get_model()
         held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(model)}
         kv = sum(t.untyped_storage().nbytes() for t in self._runner.kv_caches)
-        return Facts(sum(held.values()), kv, self._vocab, torch.get_num_threads(), vllm.__version__)
+        block = self._engine.vllm_config.cache_config.block_size
+        return Facts(sum(held.values()), kv, self._vocab, torch.get_num_threads(), block, vllm.__version__)
 
     async def answer(self, request: Request) -> Any:
         """Do what is asked, between two steps of the engine or in them."""
@@ -88,9 +94,9 @@ class Host:
             return await asyncio.to_thread(self._hand_over, request.args[0])
         loop = asyncio.get_running_loop()
         answered = loop.create_future()
-        if request.what == "load":
-            version = request.args[0]
-            self._inbox.put(lambda: _settle(loop, answered, lambda: self._load(version)))
+        if request.what in _ACTS:
+            act = partial(getattr(self, _ACTS[request.what]), *request.args)
+            self._inbox.put(lambda: _settle(loop, answered, act))
             return await answered
         opened = _Open(request.args[0], answered, loop)
         self._inbox.put(lambda: self._begin(opened))
@@ -184,12 +190,27 @@ class Host:
         sampled, plain = logprobs[:, 0], logprobs[:, 1]
         return Sampled(tokens.tobytes(), sampled.tobytes(), plain.tobytes(), finish, self.version)
 
+    def _sleep(self) -> None:
+        self._idle("sleep")
+        self._broken = "it sleeps"
+        self._forget()
+        self._rest.begin()
+
+    def _wake(self) -> None:
+        """Have memory again, and the weights if they are those of the model's folder."""
+        self._rest.end()
+        self._broken = "no weights were loaded since it woke"
+        if self._setup.loads and self.version == 0:
+            self._runner.reload_weights()
+            _repack_head(self._runner.get_model())
+            self._broken = None
+
     def _load(self, version: int) -> None:
         """Take new weights; if that fails midway, the engine refuses to work until it gets whole ones."""
+        from practicum.rollout.vllm.rest import trim
         from practicum.rollout.vllm.weights import opened
 
-        if self._open:
-            raise RuntimeError(f"can't load weights with {len(self._open)} requests under way")
+        self._idle("load weights")
         self._broken = "its weights were only loaded in part"
 
         def arriving() -> Iterator[tuple[str, Any]]:
@@ -201,9 +222,17 @@ class Host:
 
         self._runner.reload_weights(weights_iterator=arriving())
         _repack_head(self._runner.get_model())
+        self._forget()
+        trim()
+        self.version, self._broken = version, None
+
+    def _idle(self, what: str) -> None:
+        if self._open:
+            raise RuntimeError(f"can't {what} with {len(self._open)} requests under way")
+
+    def _forget(self) -> None:
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("vLLM did not forget the prompts that it computed with older weights")
-        self.version, self._broken = version, None
 
     def _next_bucket(self) -> Any:
         try:
@@ -239,6 +268,7 @@ def _params(asked: Wish | Question) -> Any:
         stop_token_ids=sorted(how.stop),
         ignore_eos=True,  # stop tokens are those that the caller names
         logprobs=1,
+        allowed_token_ids=None if asked.only is None else [asked.only],
         **plain,
     )
 

@@ -13,6 +13,8 @@ from practicum.rollout.protocol import Sampling
 class VllmSetup:
     """How to make the engine. The model's folder needs weights only with `loads`: else they are sent."""
 
+    key: str
+    """The recipe's section that it is of, for errors."""
     model: str
     dtype: str
     context: int
@@ -33,9 +35,10 @@ class VllmSetup:
             "VLLM_LOGGING_LEVEL": "CRITICAL",
             "VLLM_NO_USAGE_STATS": "1",
             "TORCHDYNAMO_DISABLE": "1",  # it would stall for a compiler at the first logprobs
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "PYTHONWARNINGS": "ignore",  # of the libraries that vLLM imports
             "GOMP_SPINCOUNT": "0",  # threads that wait must not take the cores of others
-            "HF_HUB_OFFLINE": "1",
-        }
+        } | ({} if self.loads else {"HF_HUB_OFFLINE": "1"})
 
     def arguments(self) -> dict[str, Any]:
         """Engine arguments of vLLM."""
@@ -51,6 +54,7 @@ class VllmSetup:
             "logprobs_mode": "processed_logprobs",
             "enable_prefix_caching": True,
             "disable_log_stats": True,
+            "use_tqdm_on_load": False,
             "load_format": "auto" if self.loads else "dummy",
             **self.options,
         }
@@ -63,7 +67,14 @@ class Facts(NamedTuple):
     kv: int
     vocab: int
     threads: int
+    block: int
+    """Tokens of a block of KV memory: prompts share whole ones."""
     release: str
+
+    @classmethod
+    def unknown(cls) -> Facts:
+        """Of an engine that has not said anything yet."""
+        return cls(0, 0, 0, 0, 0, "")
 
 
 class Wish(NamedTuple):
@@ -72,6 +83,8 @@ class Wish(NamedTuple):
     ids: list[int]
     sampling: Sampling
     seed: int
+    only: int | None = None
+    """The one token that it may be."""
 
 
 class Sampled(NamedTuple):

@@ -27,6 +27,7 @@ from practicum.runtime.cluster.worker import StoreHandle
 from practicum.runtime.events import run_async
 from practicum.runtime.faculty import renews
 from practicum.runtime.student import Learnt
+from practicum.runtime.sync import SyncProbe
 
 END_S = 5.0
 """Seconds that workers may take to end by themselves."""
@@ -58,6 +59,7 @@ class RayRoles:
         self._spent: tuple[dict[str, float], dict[str, int]] = {}, {}
         self._busy_before: dict[str, float] = {}
         self._told = (0, 0)
+        self.probe = SyncProbe(recipe, watch)
 
     def refresh_copies(self, step: int) -> None:
         due = [name for name, teacher in self.recipe.teachers.items() if renews(teacher, step)]
@@ -143,22 +145,29 @@ class RayRoles:
         self.latest["student"] = manifest
         self.crew.version = manifest.version
         self._each(self.crew.rollout, "load", manifest, who="a rollout worker")
+        self.probe_weights()
 
-    def _each(self, pool: ReplicaPool, method: str, *args: Any, who: str) -> None:
-        """Call every replica, and those too that are being started again."""
+    def probe_weights(self) -> None:
+        """Whether the engines have the learner's weights."""
+        if self.probe.looks:
+            found = self._each(self.crew.rollout, "fingerprint", who="a rollout worker")
+            self.probe.check(found, lambda length: self.group.all("fingerprint", length))
+
+    def _each(self, pool: ReplicaPool, method: str, *args: Any, who: str) -> list[Any]:
+        """Call every replica, and those too that are being started again; their answers in order."""
         work, timeout = self._calling(method, args, who), self.recipe.runtime.stage_s
-        run_async(pool.each(work), timeout=timeout + 5, owner=f"{method} on every replica")
+        return run_async(pool.each(work), timeout=timeout + 5, owner=f"{method} on every replica")
 
     def _one(self, pool: ReplicaPool, method: str, *args: Any, who: str) -> None:
         """Call some replica."""
         work, timeout = self._calling(method, args, who), self.recipe.runtime.stage_s
         run_async(pool.run(work, load=1), timeout=timeout + 5, owner=f"{method} on a replica")
 
-    def _calling(self, method: str, args: tuple[Any, ...], who: str) -> Callable[[Any], Awaitable[None]]:
-        async def work(worker: Any) -> None:
+    def _calling(self, method: str, args: tuple[Any, ...], who: str) -> Callable[[Any], Awaitable[Any]]:
+        async def work(worker: Any) -> Any:
             call = getattr(worker, method).remote(*args)
             timeout = self.recipe.runtime.stage_s
-            await ask_async(call, timeout=timeout, owner="the controller", who=who)
+            return await ask_async(call, timeout=timeout, owner="the controller", who=who)
 
         return work
 

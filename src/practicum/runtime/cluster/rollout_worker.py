@@ -21,7 +21,7 @@ from practicum.rollout.tools.toolbox import Toolbox
 from practicum.runtime.attempts import Attempt
 from practicum.runtime.cluster.weights import Manifest, receive
 from practicum.runtime.cluster.worker import Worker
-from practicum.runtime.engines import make_engine, rollout_context
+from practicum.runtime.engines import Weights, make_engine, rollout_context
 from practicum.runtime.events import event_loop
 from practicum.runtime.sessions import Row, Sessions
 from practicum.tasks.prompts import Prompt
@@ -48,7 +48,8 @@ class RolloutWorker(Worker):
         """Load the model and, if there are newer weights, these."""
         recipe = self.recipe
         model = load_model(recipe.model, recipe.seed).requires_grad_(False)
-        self.engine, self.toolbox = make_engine(recipe, model), Toolbox(recipe.agent.tools)
+        self._manifest: Manifest | None = None
+        self.engine, self.toolbox = make_engine(recipe, model, self._weights), Toolbox(recipe.agent.tools)
         sessions = partial(
             Sessions,
             recipe,
@@ -107,8 +108,19 @@ class RolloutWorker(Worker):
         """Be ready again."""
         await asyncio.to_thread(self.engine.wake)
 
+    async def fingerprint(self) -> list[float]:
+        """Logprobs of a fixed sequence by the weights that the engine has."""
+        return (await asyncio.to_thread(self.engine.fingerprint)).tolist()
+
     def _load(self, manifest: Manifest) -> None:
-        self.engine.load_weights(receive(manifest, timeout=self.recipe.runtime.store_s), manifest.version)
+        self._manifest = manifest
+        self.engine.load_weights(*self._weights())
+
+    def _weights(self) -> tuple[Weights, int]:
+        """Those that were given last, or of the model as it starts."""
+        if self._manifest is None:
+            return load_model(self.recipe.model, self.recipe.seed).named_parameters(), 0
+        return receive(self._manifest, timeout=self.recipe.runtime.store_s), self._manifest.version
 
     async def _piece(
         self, sessions: Sessions, piece: Sequence[Attempt], starts: Mapping[int, Start], order: Order

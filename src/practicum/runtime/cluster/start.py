@@ -61,6 +61,7 @@ def start_ray(recipe: Recipe, plan: Plan, watch: Watch) -> RayRoles:
         group, crew, facts = run_async(work, timeout=recipe.runtime.start_s, owner="the start of all workers")
         crew.version = facts.version
         roles = RayRoles(recipe, plan, watch, cluster, handle, group, crew, facts, starter.latest)
+        roles.probe_weights()
         undo.pop_all()
         return roles
 

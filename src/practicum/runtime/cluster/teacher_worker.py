@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
 from practicum.dataplane.plan import Plan
@@ -18,12 +20,13 @@ from practicum.runtime.cluster.weights import Manifest, receive
 from practicum.runtime.cluster.worker import NoRest, StoreHandle, Worker
 from practicum.runtime.events import run_async
 from practicum.runtime.faculty import Faculty, Staff
-from practicum.runtime.hiring import signal_width
+from practicum.runtime.hiring import signal_width, vllm_teacher
 from practicum.tasks.prompts import Prompt
 from practicum.teachers.colocated import ColocatedTeacher, load_teacher
 from practicum.teachers.head import OutputHead
 from practicum.teachers.remote import RemoteTeacher
 from practicum.teachers.residency import Residency
+from practicum.teachers.vllm import VllmTeacher
 
 
 class _AlwaysAwake(Residency):
@@ -54,12 +57,18 @@ class TeacherWorker(Worker):
             self.place = RemoteTeacher(name, teacher)
         else:
             student = load_model(recipe.model, recipe.seed) if teacher.student is not None else None
-            self.place = ColocatedTeacher(name, teacher, load_teacher(name, teacher, student))
+            self.place = self._model_place(student)
         staff = Staff({name: self.place}, _AlwaysAwake(), least_width=signal_width(recipe))
         self.faculty = Faculty(recipe, plan, self.store, staff, NoRest(), tokenizer, vocab=vocab)
         self._busy = OpenTime()
         if manifest is not None:
             self.take(manifest)
+
+    def _model_place(self, student: PreTrainedModel | None) -> ColocatedTeacher | VllmTeacher:
+        teacher = self.recipe.teachers[self.name]
+        if teacher.engine == "vllm":
+            return vllm_teacher(self.name, self.recipe, student, replicas=1)
+        return ColocatedTeacher(self.name, teacher, load_teacher(self.name, teacher, student))
 
     def correct(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> float:
         """Score rows and write the scores; gives the seconds of scoring so far."""
@@ -74,7 +83,9 @@ class TeacherWorker(Worker):
 
     def head(self) -> OutputHead:
         """Its output head as it is now."""
-        return self._model().head()
+        if isinstance(self.place, RemoteTeacher):
+            raise TeacherError(f"teacher {self.name} is behind a URL: its weights are not here")
+        return self.place.head()
 
     def take(self, manifest: Manifest) -> None:
         """Become a copy of the student as these weights are."""
@@ -86,8 +97,3 @@ class TeacherWorker(Worker):
     def save(self, folder: Path) -> None:
         """Write what it took of the student, for `TrainWorker.publish_copy`."""
         self.faculty.save(folder)
-
-    def _model(self) -> ColocatedTeacher:
-        if not isinstance(self.place, ColocatedTeacher):
-            raise TeacherError(f"teacher {self.name} is behind a URL: its weights are not here")
-        return self.place

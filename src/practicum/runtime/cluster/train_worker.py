@@ -177,6 +177,10 @@ class TrainWorker(Worker):
             pass  # takes part in gathering each
         return None
 
+    def fingerprint(self, length: int) -> list[float]:
+        """Of the learner's weights, for a sequence of so many tokens; all ranks must be called."""
+        return self.student.learner.fingerprint(length).tolist()
+
     def publish_copy(self, folder: Path, name: str) -> Manifest | None:
         """The weights that a teacher elsewhere, a copy of the student, had when it saved them, if it did.
 
