@@ -19,8 +19,8 @@ KV_BYTES = 16 * 2**20
 
 def make_tiny(seed: int = 0, **more: Any) -> PreTrainedModel:
     """A tiny model, with weights so large that its answers differ."""
-    spec: dict[str, Any] = {"hidden": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32}
-    make = MakeModel(**spec | {"context": 128} | more)
+    spec = {"hidden": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32, "context": 128}
+    make = MakeModel.model_validate(spec | more)
     model = make_model(make, load_tokenizer(Model(make=make)), seed)
     with torch.no_grad():
         for parameter in model.parameters():
