@@ -182,8 +182,8 @@ class VllmEngine:
         except TimeoutError:
             self._stop()
             raise EngineError(
-                f"vLLM was not ready after {self._start_s:g} s: raise vllm.start_s, or the machine is too "
-                "busy"
+                f"vLLM was not ready after {self._start_s:g} s: raise {self._setup.where}.vllm.start_s, or "
+                "give the machine less to do"
             ) from None
         except BaseException:
             self._stop()

@@ -23,6 +23,8 @@ class VllmSetup:
     loads: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     """Engine arguments of vLLM that override ours."""
+    where: str = "rollout"
+    """The recipe's section that these settings come from, for error messages."""
 
     def environment(self) -> dict[str, str]:
         """What vLLM and torch read when they are imported."""
