@@ -61,6 +61,20 @@ def test_scores_that_can_not_be_given_are_refused(model, ids, start, top_k, says
         asyncio.run(engine.score(ids, start, top_k))
 
 
+@pytest.mark.parametrize(("token", "vocab"), [(63, None), (-1, None), (40, 40)])
+def test_a_token_outside_of_the_vocabulary_fails_its_own_score_alone(model, token, vocab):
+    async def work(engine: TorchEngine) -> list[Any]:
+        rows = ([5, 6, 7], [5, 6, token], [5, 50, 7])  # what stands before may be any token of the model
+        asked = (engine.score(ids, 2, vocab=vocab) for ids in rows)
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    with engine_of(model) as engine:
+        good, bad, other = asyncio.run(work(engine))
+        assert isinstance(bad, EngineError)
+        assert "outside of 0 to" in str(bad)
+        assert len(good.logprobs) == len(other.logprobs) == 1
+
+
 def test_a_context_beyond_the_model_is_refused(model):
     with pytest.raises(EngineError, match="129 tokens is more than the model's 128"):
         TorchEngine(model, slots=1, context=129)

@@ -11,8 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,32 +22,17 @@ import yaml
 from transformers import PreTrainedModel
 
 from practicum.errors import RecipeError, TeacherError
-from practicum.models.load import load_tokenizer, make_model, ready
-from practicum.recipe.schema import MakeModel, Model
 from practicum.recipe.teaching import Teacher
 from practicum.teachers.place import Row, Wanted, score_rows
 from practicum.teachers.probe import probe
 from practicum.teachers.remote import RemoteTeacher
 from tests.teachers.models import in_process, rows
+from tests.vllm.models import await_true, descendants, save_model, still_there
 
 TOLERANCE = 2e-5
 KEY = "s3cret"
 CONTEXT, VOCAB = 96, 63
 T = TypeVar("T")
-
-
-def save_model(folder: Path, head_dim: int = 32) -> PreTrainedModel:
-    """A tiny model with heads of a size that vLLM can compute on a CPU, with its tokenizer."""
-    make = MakeModel(hidden=64, layers=2, heads=2, kv_heads=1, head_dim=head_dim, context=128)
-    tokenizer = load_tokenizer(Model(make=make))
-    model = make_model(make, tokenizer, 0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(10.0)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return ready(model, torch.device("cpu"))
 
 
 def start(folder: Path, *options: str) -> subprocess.Popen[str]:
@@ -69,43 +53,6 @@ def end(process: subprocess.Popen[str]) -> tuple[str, str]:
         return process.communicate(timeout=60)
     finally:
         process.kill()
-
-
-def descendants(pid: int) -> dict[int, str]:
-    """The processes below a process, with their names."""
-    parents, names = {}, {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
-            except OSError:
-                continue  # it has ended meanwhile
-            state, parent = rest.split()[:2]
-            if state not in "ZX":
-                parents[int(entry.name)], names[int(entry.name)] = int(parent), name
-    found = {pid}
-    while more := {one for one, parent in parents.items() if parent in found} - found:
-        found |= more
-    return {one: names[one] for one in found - {pid}}
-
-
-def still_there(pids: Iterable[int]) -> list[int]:
-    """Which of these processes are still there."""
-    there = []
-    for pid in pids:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        there += [] if state in "ZX" else [pid]
-    return there
-
-
-def await_true(what: Callable[[], bool], seconds: float = 120) -> None:
-    until = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < until, "it did not happen"
-        time.sleep(0.1)
 
 
 @dataclass(frozen=True)

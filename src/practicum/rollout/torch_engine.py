@@ -129,6 +129,8 @@ class TorchEngine:
         if len(ids) > self._longest:
             raise EngineError(f"{len(ids)} tokens to score are more than the model's {self._longest}")
         outputs = min(vocab or self._runner.vocab, self._runner.vocab)
+        if max(ids[start:], default=0) >= outputs:
+            raise EngineError(f"the tokens to score have ids outside of 0 to {outputs - 1}, the vocabulary")
         if not 0 <= top_k <= outputs:
             raise EngineError(f"top_k is {top_k}, expected 0 to {outputs}, the vocabulary's size")
         if temperature <= 0:

@@ -51,7 +51,7 @@ class VllmEngine:
         self._asleep = False
         self._open = 0
         self._facts = Facts.unknown()
-        who = f"vLLM of {setup.key}"
+        who = f"vLLM of {setup.where}"
         self._child: Child | None = Child(who, host.main, setup, error=EngineError, env=setup.environment())
         self._child.start()
         if wait:
@@ -69,8 +69,8 @@ class VllmEngine:
         except TimeoutError:
             self.close()
             raise EngineError(
-                f"vLLM was not ready after {self._start_s:g} s: raise {self._setup.key}.vllm.start_s, or the "
-                "machine is too busy"
+                f"vLLM was not ready after {self._start_s:g} s: raise {self._setup.where}.vllm.start_s, or "
+                "give the machine less to do"
             ) from None
         except BaseException:
             self.close()
@@ -137,8 +137,9 @@ class VllmEngine:
         if self._open:
             raise EngineError(f"can't load weights with {self._open} requests under way")
         block = Block()
+        number, loading = child.post("load", (version,), f"loading weights of version {version}")
+        child.flush()
         try:
-            loading = self._post(child, "load", (version,), f"loading weights of version {version}")
             for bucket in block.buckets(weights):
                 read = self._post(child, "bucket", (bucket,), "a bucket of weights")
                 done, _ = wait([read, loading], _LOAD_S, FIRST_COMPLETED)
@@ -148,6 +149,7 @@ class VllmEngine:
             self._post(child, "bucket", (None,), "the last bucket of weights")
             _result(loading, _LOAD_S)
         finally:
+            child.forget(number)  # if it broke off here, vLLM must not wait for the rest
             block.close()
         self.version = version
 
@@ -251,6 +253,8 @@ class VllmEngine:
                 f"{len(ids)} tokens to score are more than the engine's {self._setup.context - 1}"
             )
         outputs = min(vocab or self._facts.vocab, self._facts.vocab)
+        if max(ids[start:], default=0) >= outputs:
+            raise EngineError(f"the tokens to score have ids outside of 0 to {outputs - 1}, the vocabulary")
         most = min(outputs, self._setup.max_logprobs)
         if not 0 <= top_k <= most:
             raise EngineError(f"top_k is {top_k}, expected 0 to {most}")

@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
+from practicum.errors import EngineError
 from practicum.processes.serving import Request, serve
+from practicum.rollout.protocol import Sampling
+from practicum.rollout.vllm.delivery import Delivery
 from practicum.rollout.vllm.setup import Facts, Question, Sampled, Scored, VllmSetup, Wish
 from practicum.rollout.vllm.trouble import explain
 
-_ACTS = {"load": "_load", "sleep": "_sleep", "wake": "_wake"}
+_ACTS = {"sleep": "_sleep", "wake": "_wake"}
 """What is done between two steps of the engine."""
-_BUCKET_S = 120.0
-"""How long the engine waits for the next bucket of weights."""
 
 
 def main(pipe: Connection, setup: VllmSetup) -> None:
@@ -73,7 +73,8 @@ class Host:
         """Questions with other settings than those under way."""
         self._numbers = iter(range(2**62))
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._buckets: queue.Queue[Any] = queue.Queue()
+        self._delivery: Delivery | None = None
+        self._try_once()
         self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
         self._thread.start()
 
@@ -82,20 +83,27 @@ class Host:
         import torch
         import vllm  # pyright: ignore[reportMissingImports]
 
-        model = self._runner.get_model()
-        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(model)}
-        kv = sum(t.untyped_storage().nbytes() for t in self._runner.kv_caches)
+        from practicum.rollout.vllm.reload import weight_bytes
+
+        # Layers may have their KV memory in one block.
+        blocks = {
+            c.untyped_storage().data_ptr(): c.untyped_storage().nbytes() for c in self._runner.kv_caches
+        }
+        weights, kv = weight_bytes(self._runner.get_model()), sum(blocks.values())
         block = self._engine.vllm_config.cache_config.block_size
-        return Facts(sum(held.values()), kv, self._vocab, torch.get_num_threads(), block, vllm.__version__)
+        return Facts(weights, kv, self._vocab, torch.get_num_threads(), block, vllm.__version__)
 
     async def answer(self, request: Request) -> Any:
         """Do what is asked, between two steps of the engine or in them."""
         if request.what == "bucket":
-            return await asyncio.to_thread(self._hand_over, request.args[0])
+            assert self._delivery is not None
+            return await self._delivery.hand_over(request.args[0])
         loop = asyncio.get_running_loop()
         answered = loop.create_future()
+        if request.what == "load":
+            return await self._begin_load(request.args[0], answered, loop)
         if request.what in _ACTS:
-            act = partial(getattr(self, _ACTS[request.what]), *request.args)
+            act = getattr(self, _ACTS[request.what])
             self._inbox.put(lambda: _settle(loop, answered, act))
             return await answered
         opened = _Open(request.args[0], answered, loop)
@@ -110,6 +118,25 @@ class Host:
         """Stop after the step under way."""
         self._inbox.put(None)
         self._thread.join(2.0)
+
+    async def _begin_load(
+        self, version: int, answered: asyncio.Future[None], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        if self._delivery is not None:
+            self._delivery.close("another load of weights began")
+        delivery = self._delivery = Delivery(loop)
+        self._inbox.put(lambda: _settle(loop, answered, lambda: self._load(version, delivery)))
+        try:
+            await answered
+        finally:
+            delivery.close("nobody waits for these weights any more")
+
+    def _try_once(self) -> None:
+        """Some models can be made but not computed: find out now, and compile what is compiled late."""
+        wish = Wish([0], Sampling(1, frozenset(), greedy=True), 0)
+        self._engine.add_request("try", {"prompt_token_ids": wish.ids}, _params(wish))
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
 
     # What follows runs in the engine's thread.
 
@@ -132,7 +159,7 @@ class Host:
             self._broken = f"vLLM failed in a step: {type(error).__name__}: {error}"
             opened, self._open, self._later = [*self._open.values(), *self._later], {}, []
             for one in opened:
-                _fail(one, RuntimeError(self._broken))
+                _fail(one, EngineError(self._broken))
             return
         for output in outputs:
             if output.finished and (one := self._open.pop(output.request_id, None)):
@@ -147,7 +174,7 @@ class Host:
             return
         try:
             if self._broken is not None:
-                raise RuntimeError(self._broken)
+                raise EngineError(self._broken)
             if isinstance(one.asked, Question) and not self._admit(one.asked):
                 self._later.append(one)
                 return
@@ -198,57 +225,33 @@ class Host:
 
     def _wake(self) -> None:
         """Have memory again, and the weights if they are those of the model's folder."""
+        from practicum.rollout.vllm.reload import reload_folder
+
         self._rest.end()
         self._broken = "no weights were loaded since it woke"
         if self._setup.loads and self.version == 0:
-            self._runner.reload_weights()
-            _repack_head(self._runner.get_model())
+            reload_folder(self._runner)
             self._broken = None
 
-    def _load(self, version: int) -> None:
+    def _load(self, version: int, delivery: Delivery) -> None:
         """Take new weights; if that fails midway, the engine refuses to work until it gets whole ones."""
+        from practicum.rollout.vllm.reload import reload
         from practicum.rollout.vllm.rest import trim
-        from practicum.rollout.vllm.weights import opened
 
         self._idle("load weights")
-        self._broken = "its weights were only loaded in part"
-
-        def arriving() -> Iterator[tuple[str, Any]]:
-            while (bucket := self._next_bucket()) is not None:
-                bucket, taken = bucket
-                with opened(bucket) as tensors:
-                    yield from tensors
-                taken.set()
-
-        self._runner.reload_weights(weights_iterator=arriving())
-        _repack_head(self._runner.get_model())
+        self._broken = "its weights were loaded only in part: load all of them"
+        reload(self._runner, delivery.tensors())
         self._forget()
         trim()
         self.version, self._broken = version, None
 
     def _idle(self, what: str) -> None:
         if self._open:
-            raise RuntimeError(f"can't {what} with {len(self._open)} requests under way")
+            raise EngineError(f"can't {what} with {len(self._open)} requests under way")
 
     def _forget(self) -> None:
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("vLLM did not forget the prompts that it computed with older weights")
-
-    def _next_bucket(self) -> Any:
-        try:
-            return self._buckets.get(timeout=_BUCKET_S)
-        except queue.Empty:
-            raise TimeoutError(f"no bucket of weights came for {_BUCKET_S:g} s") from None
-
-    def _hand_over(self, bucket: Any) -> None:
-        """Give the engine's thread a bucket, and wait until it has been read."""
-        if bucket is None:
-            self._buckets.put(None)
-            return
-        taken = threading.Event()
-        self._buckets.put((bucket, taken))
-        if not taken.wait(_BUCKET_S):
-            raise TimeoutError("the engine did not read a bucket of weights")
 
 
 def _params(asked: Wish | Question) -> Any:
@@ -271,19 +274,6 @@ def _params(asked: Wish | Question) -> Any:
         allowed_token_ids=None if asked.only is None else [asked.only],
         **plain,
     )
-
-
-def _repack_head(model: Any) -> None:
-    """On a CPU, vLLM computes with a packed copy of the output head; of a tied one it keeps the old copy."""
-    head = getattr(model, "lm_head", None)
-    method = getattr(head, "quant_method", None)
-    if method is not None:
-        method.process_weights_after_loading(head)
-
-
-def _tensors(model: Any) -> Iterator[Any]:
-    yield from model.parameters()
-    yield from model.buffers()
 
 
 def _settle(loop: asyncio.AbstractEventLoop, answered: asyncio.Future[Any], make: Callable[[], Any]) -> None:

@@ -74,7 +74,7 @@ def _setup(
     kv = chosen.kv_gb * GIB if chosen.kv_gb is not None else kv_bytes(config, dtype, room)
     batch = {} if room.batch_tokens is None else {"max_num_batched_tokens": room.batch_tokens}
     return VllmSetup(
-        key=key,
+        where=key,
         model=model,
         dtype=str(dtype).removeprefix("torch."),
         context=room.context,

@@ -13,8 +13,6 @@ from practicum.rollout.protocol import Sampling
 class VllmSetup:
     """How to make the engine. The model's folder needs weights only with `loads`: else they are sent."""
 
-    key: str
-    """The recipe's section that it is of, for errors."""
     model: str
     dtype: str
     context: int
@@ -25,6 +23,8 @@ class VllmSetup:
     loads: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     """Engine arguments of vLLM that override ours."""
+    where: str = "rollout"
+    """The recipe's section that these settings come from, for error messages."""
 
     def environment(self) -> dict[str, str]:
         """What vLLM and torch read when they are imported."""

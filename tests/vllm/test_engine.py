@@ -1,0 +1,444 @@
+"""The vLLM engine beside the torch engine, each over the same tiny float32 model.
+
+Logprobs agree within TOLERANCE nats (the weights are ten times those of a new model: the differences are
+too), greedy tokens are equal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from practicum.errors import EngineError
+from practicum.models.images import Images
+from practicum.rollout.protocol import Counter, Engine, Generation, Memory, Scores
+from practicum.rollout.torch_engine import TorchEngine
+from practicum.rollout.vllm.engine import VllmEngine
+from practicum.rollout.vllm.weights import Block
+from tests.rollout.engines import Request, prompts, sampling
+from tests.vllm.models import KV_BYTES, make_tiny, save_model, setup_of
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+TOLERANCE = 2e-5
+CONTEXT, VOCAB, BLOCK = 192, 63, 128
+T = TypeVar("T")
+
+
+@dataclass
+class Pair:
+    """A vLLM engine and its model, which the torch engine has too."""
+
+    vllm: VllmEngine
+    model: PreTrainedModel
+    others: list[TorchEngine] = field(default_factory=list)
+
+    def torch_of(self, model: PreTrainedModel | None = None) -> TorchEngine:
+        self.others.append(TorchEngine(model or self.model, slots=16, context=CONTEXT))
+        return self.others[-1]
+
+    def load(self, model: PreTrainedModel | None = None, version: int = 1) -> None:
+        self.vllm.load_weights((model or self.model).named_parameters(), version)
+
+    def close(self) -> None:
+        for engine in (self.vllm, *self.others):
+            engine.close()
+
+
+@pytest.fixture(scope="module")
+def qwen_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Qwen3 with a tied head; it gets its weights again when it wakes."""
+    folder = tmp_path_factory.mktemp("qwen")
+    model = save_model(folder, context=CONTEXT)
+    pair = Pair(VllmEngine(setup_of(folder, CONTEXT), weights=lambda: (model.named_parameters(), 1)), model)
+    yield pair
+    pair.close()
+
+
+@pytest.fixture
+def qwen(qwen_pair: Pair) -> Pair:
+    """With its own weights, and nothing in its prefix cache."""
+    qwen_pair.load()
+    return qwen_pair
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Llama with a head of its own, which vLLM loads from its folder."""
+    folder = tmp_path_factory.mktemp("llama")
+    model = untied(make_tiny(family="llama", context=CONTEXT))
+    model.save_pretrained(folder)
+    pair = Pair(VllmEngine(setup_of(folder, CONTEXT, loads=True)), model)
+    yield pair
+    pair.close()
+
+
+def untied(model: PreTrainedModel) -> PreTrainedModel:
+    """The same architecture with an output head of its own."""
+    config = deepcopy(model.config)
+    config.tie_word_embeddings = False
+    other = type(model)(config).eval()
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            given = model.get_parameter(name) if not name.startswith("lm_head") else None
+            parameter.copy_(torch.randn_like(parameter) / 5 if given is None else given)
+    return other.requires_grad_(False)
+
+
+def changed(model: PreTrainedModel, seed: int = 7) -> PreTrainedModel:
+    """A copy with quite other weights."""
+    other, g = deepcopy(model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=g) / 10)
+    return other
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    async def limited() -> T:
+        async with asyncio.timeout(120):
+            return await work
+
+    return asyncio.run(limited())
+
+
+def generate(engine: Engine, requests: Sequence[Request]) -> list[Generation]:
+    async def work() -> list[Generation]:
+        return await asyncio.gather(*(engine.generate(*request) for request in requests))
+
+    return run(work())
+
+
+def greedy(some: Sequence[Sequence[int]], count: int = 16) -> list[Request]:
+    return [(prompt, sampling(count, greedy=True), Counter(0, n)) for n, prompt in enumerate(some)]
+
+
+def score(engine: Engine, rows: Sequence[tuple[Sequence[int], int]], *args: Any, **more: Any) -> list[Scores]:
+    async def work() -> list[Scores]:
+        return await asyncio.gather(*(engine.score(ids, start, *args, **more) for ids, start in rows))
+
+    return run(work())
+
+
+def rows_of(requests: Sequence[Request], found: Sequence[Generation]) -> list[tuple[list[int], int]]:
+    return [
+        ([*request[0], *one.tokens.tolist()], len(request[0]))
+        for request, one in zip(requests, found, strict=True)
+    ]
+
+
+def close(a: Tensor | None, b: Tensor | None) -> None:
+    assert a is not None
+    assert b is not None
+    torch.testing.assert_close(a, b, rtol=0, atol=TOLERANCE)
+
+
+def tokens_of(found: Sequence[Generation]) -> list[list[int]]:
+    return [one.tokens.tolist() for one in found]
+
+
+def same_answers(pair: Pair, model: PreTrainedModel | None = None) -> None:
+    """Greedy answers and their logprobs are those of the torch engine with this model's weights."""
+    asked = greedy(prompts(12))
+    here, there = generate(pair.torch_of(model), asked), generate(pair.vllm, asked)
+    assert tokens_of(there) == tokens_of(here)
+    assert len({tuple(tokens) for tokens in tokens_of(here)}) > 6  # else they would say nothing
+    for a, b in zip(there, here, strict=True):
+        close(a.logprobs, b.logprobs)
+        close(a.plain_logprobs, b.plain_logprobs)
+
+
+def test_greedy_answers_are_the_torch_engines(qwen: Pair):
+    same_answers(qwen)
+    close(qwen.vllm.fingerprint(), qwen.torch_of().fingerprint())
+
+
+def test_logprobs_of_sampled_tokens_are_those_at_the_temperature_and_at_one(qwen: Pair):
+    asked = [(prompt, sampling(temperature=0.6), Counter(0, n)) for n, prompt in enumerate(prompts(12))]
+    found = generate(qwen.vllm, asked)
+    rows = rows_of(asked, found)
+    for name, temperature in (("logprobs", 0.6), ("plain_logprobs", 1.0)):
+        scores = score(qwen.torch_of(), rows, temperature=temperature)
+        for one, wanted in zip(found, scores, strict=True):
+            close(getattr(one, name), wanted.logprobs)
+
+
+def test_logprobs_after_a_cut_are_those_of_what_was_left(qwen: Pair):
+    asked = [
+        (prompt, sampling(temperature=1.5, top_k=5), Counter(0, n)) for n, prompt in enumerate(prompts(6))
+    ]
+    found = generate(qwen.vllm, asked)
+    scores = score(qwen.torch_of(), rows_of(asked, found), 5, temperature=1.5)
+    for one, wanted in zip(found, scores, strict=True):
+        assert wanted.topk_ids is not None
+        assert wanted.topk_logprobs is not None
+        taken = wanted.topk_ids == one.tokens[:, None]
+        assert taken.any(1).all()
+        close(one.logprobs, wanted.topk_logprobs.log_softmax(-1)[taken])
+
+
+def test_a_counter_gives_the_same_tokens_whatever_runs_beside(qwen: Pair):
+    some = prompts(4)
+    asked: list[Request] = [
+        (prompt, sampling(24, temperature=1.3), Counter(3, n, session))
+        for n, prompt in enumerate(some)
+        for session in range(3)
+    ]
+    others: list[Request] = [(prompt, sampling(9), Counter(9, n)) for n, prompt in enumerate(prompts(8, 5))]
+    together = tokens_of(generate(qwen.vllm, [*others[:4], *asked, *others[4:]]))[4 : 4 + len(asked)]
+    alone = [tokens_of(generate(qwen.vllm, [one]))[0] for one in asked]
+    assert together == alone
+    assert len({tuple(tokens) for tokens in alone}) == len(asked)
+
+
+def test_samples_of_a_long_prompt_share_its_blocks_and_are_those_of_lonely_ones(qwen: Pair):
+    prompt = prompts(1, seed=2, shortest=BLOCK + 12, longest=BLOCK + 12)[0]
+    asked: list[Request] = [(prompt, sampling(), Counter(1, 0, session)) for session in range(4)]
+    generate(qwen.vllm, asked[:1])  # its first block is kept now
+    shared = generate(qwen.vllm, asked)
+    for one, again in zip(asked, shared, strict=True):
+        qwen.load()  # nothing is kept
+        lonely = generate(qwen.vllm, [one])[0]
+        assert again.tokens.tolist() == lonely.tokens.tolist()
+        close(again.logprobs, lonely.logprobs)
+
+
+def test_answers_end_at_a_stop_token_which_is_kept_or_at_the_limit(qwen: Pair):
+    asked = greedy(prompts(6))
+    for request, whole in zip(asked, generate(qwen.vllm, asked), strict=True):
+        assert (len(whole.tokens), whole.finish) == (16, "length")
+        stop = int(whole.tokens[5])
+        first = whole.tokens.tolist().index(stop)
+        cut = (request[0], sampling(16, [stop, VOCAB - 1], greedy=True), request[2])
+        found = generate(qwen.vllm, [cut])[0]
+        assert found.finish == "stop"
+        assert found.tokens.tolist() == whole.tokens[: first + 1].tolist()
+        assert len(found.logprobs) == len(found.plain_logprobs) == first + 1
+
+
+@pytest.mark.parametrize(
+    ("top_k", "temperature", "vocab"), [(0, 1.0, None), (0, 0.5, 40), (7, 1.0, None), (7, 1.7, 40)]
+)
+def test_scores_are_the_torch_engines(qwen: Pair, top_k: int, temperature: float, vocab: int | None):
+    g = torch.Generator().manual_seed(4)
+    rows = [(torch.randint(0, 40, (n,), generator=g).tolist(), n // 3) for n in (3, 17, 60, BLOCK + 9)]
+    found = [
+        score(engine, rows, top_k, temperature=temperature, vocab=vocab)
+        for engine in (qwen.vllm, qwen.torch_of())
+    ]
+    for (ids, start), a, b in zip(rows, *found, strict=True):
+        assert a.logprobs.shape == (len(ids) - start,)
+        close(a.logprobs, b.logprobs)
+        assert (a.topk_ids is None) == (top_k == 0)
+        if top_k:
+            close(a.topk_logprobs, b.topk_logprobs)
+            assert torch.equal(a.topk_ids, b.topk_ids)  # pyright: ignore[reportArgumentType]
+
+
+def test_scores_with_different_settings_can_be_asked_for_at_once(qwen: Pair):
+    ids, settings = prompts(1, shortest=20)[0], [(1.0, None), (0.5, None), (2.0, 60), (1.0, 61)] * 3
+
+    async def work(engine: Engine) -> list[Scores]:
+        return await asyncio.gather(
+            *(engine.score(ids, 2, 3, temperature=heat, vocab=vocab) for heat, vocab in settings)
+        )
+
+    for a, b in zip(run(work(qwen.vllm)), run(work(qwen.torch_of())), strict=True):
+        close(a.logprobs, b.logprobs)
+        close(a.topk_logprobs, b.topk_logprobs)
+
+
+def test_nothing_to_score_gives_nothing(qwen: Pair):
+    for top_k in (0, 4):
+        a, b = (score(engine, [([5, 6], 2)], top_k)[0] for engine in (qwen.vllm, qwen.torch_of()))
+        assert a.logprobs.shape == b.logprobs.shape == (0,)
+        assert (a.topk_ids is None) == (top_k == 0)
+        assert a.topk_ids is None or a.topk_ids.shape == (0, top_k)
+        assert a.version == 1
+
+
+def test_requests_that_can_not_be_done_fail_alone_with_the_reason(qwen: Pair):
+    vllm, one = qwen.vllm, Counter(0, 0)
+    picture = Images(torch.zeros(1, 1), torch.tensor([[1, 1, 1]]))
+    cases: list[tuple[Coroutine[Any, Any, object], str]] = [
+        (vllm.generate([5, VOCAB], sampling(), one), f"prompt has token ids outside of 0 to {VOCAB - 1}"),
+        (vllm.generate([-1], sampling(), one), "outside of 0"),
+        (vllm.generate([], sampling(), one), "prompt is empty"),
+        (vllm.generate([5] * 180, sampling(), one), f"do not fit the engine's context of {CONTEXT}"),
+        (vllm.generate([5], sampling(), one, images=picture), "pictures need the torch engine"),
+        (vllm.score([5, VOCAB], 1), "sequence to score has token ids outside"),
+        (vllm.score([5, 50], 1, vocab=40), "tokens to score have ids outside of 0 to 39"),
+        (vllm.score([], 1), "is empty"),
+        (vllm.score([5, 6], 0), "start is 1 to 2"),
+        (vllm.score([5, 6], 3), "start is 1 to 2"),
+        (vllm.score([5] * CONTEXT, 1), f"{CONTEXT} tokens to score are more than"),
+        (vllm.score([5, 6], 1, VOCAB + 1), f"top_k is {VOCAB + 1}, expected 0 to {VOCAB}"),
+        (vllm.score([5, 6], 1, 50, vocab=40), "top_k is 50, expected 0 to 40"),
+        (vllm.score([5, 6], 1, temperature=0.0), "temperature is 0.0"),
+        (vllm.score([5, 6], 1, hidden=True), "no hidden states"),
+    ]
+
+    async def work() -> tuple[Generation, list[object]]:
+        good = asyncio.ensure_future(vllm.generate([5, 6, 7], sampling(greedy=True), one))
+        errors = await asyncio.gather(*(case for case, _ in cases), return_exceptions=True)
+        return await good, list(errors)
+
+    good, errors = run(work())
+    for (_, words), error in zip(cases, errors, strict=True):
+        assert isinstance(error, EngineError), error
+        assert words in str(error)
+    assert good.tokens.tolist() == tokens_of(generate(qwen.torch_of(), greedy([[5, 6, 7]])))[0]
+
+
+def test_a_request_that_is_cancelled_leaves_the_engine_to_others(qwen: Pair):
+    async def work() -> None:
+        asked = [
+            asyncio.ensure_future(qwen.vllm.generate([5, 6], sampling(CONTEXT - 2), Counter(0, n)))
+            for n in range(4)
+        ]
+        asked.append(asyncio.ensure_future(qwen.vllm.score([5, 6], 1)))  # type: ignore
+        await asked[-1]  # by now, the others are under way
+        for load in (qwen.load, qwen.vllm.sleep):
+            with pytest.raises(EngineError, match="with 4 requests under way"):
+                load()
+        for one in asked:
+            one.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+    run(work())
+    qwen.load()  # would be refused if vLLM still worked on them
+    same_answers(qwen)
+
+
+def split(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, most: int = 20_000) -> None:
+    """Weights go in many buckets from here on."""
+    monkeypatch.setattr(Block.buckets, "__defaults__", (most,))
+    block = Block()
+    assert sum(1 for _ in block.buckets(model.named_parameters())) > 5
+    block.close()
+
+
+def test_new_weights_of_a_tied_model_are_used_at_once(qwen: Pair, monkeypatch: pytest.MonkeyPatch):
+    split(monkeypatch, qwen.model)
+    generate(qwen.vllm, greedy([prompts(1, shortest=BLOCK + 20, longest=BLOCK + 20)[0]]))
+    other = changed(qwen.model)
+    qwen.load(other, 5)
+    same_answers(qwen, other)
+    close(qwen.vllm.fingerprint(), qwen.torch_of(other).fingerprint())
+    long = greedy([prompts(1, shortest=BLOCK + 20, longest=BLOCK + 20)[0]])
+    found = generate(qwen.vllm, long)
+    assert tokens_of(found) == tokens_of(generate(qwen.torch_of(other), long))
+    assert qwen.vllm.version == found[0].version_min == found[0].version_max == 5
+    assert score(qwen.vllm, [([5, 6], 1)])[0].version == 5
+
+
+def test_a_llama_with_a_head_of_its_own_starts_from_its_folder_and_takes_new_weights(
+    llama: Pair, monkeypatch: pytest.MonkeyPatch
+):
+    split(monkeypatch, llama.model)
+    same_answers(llama)
+    assert generate(llama.vllm, greedy([[5]]))[0].version_max == 0
+    other = changed(llama.model)
+    llama.load(other, 1)
+    same_answers(llama, other)
+    with pytest.raises(EngineError, match="without a source of weights can't sleep"):
+        llama.vllm.sleep()
+    weights = sum(p.nbytes for p in other.parameters())
+    # vLLM's vocabulary is padded to a multiple of 64, and a packed head beside the plain one.
+    padded = (64 - VOCAB) * 64 * 4
+    assert llama.vllm.memory().weights >= weights + other.get_parameter("lm_head.weight").nbytes + 3 * padded
+    assert llama.vllm.memory().weights < 1.5 * weights
+    block = 2 * 2 * 32 * BLOCK * 4  # keys and values of two layers
+    assert KV_BYTES - block <= llama.vllm.memory().kv <= KV_BYTES
+
+
+def unknown(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    yield (name.replace("k_proj", "x_proj") if "layers.1" in name else name), tensor
+
+
+def misshapen(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    yield name, (tensor[:-1] if "layers.1" in name and "k_proj" in name else tensor)
+
+
+def missing(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    if not ("layers.1" in name and "k_proj" in name):
+        yield name, tensor
+
+
+def without_embeddings(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    if "embed" not in name:
+        yield name, tensor
+
+
+def breaking(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    if "layers.1" in name and "k_proj" in name:
+        raise ArithmeticError("the learner has gone")
+    yield name, tensor
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (unknown, r"layers\.1\.self_attn\.x_proj"),
+        (misshapen, r"layers\.1\.self_attn\.k_proj\.weight \[31, 64\]"),
+        (missing, r"1 layers did not get all .*layers\.1\.self_attn\.qkv_proj \(\d+ of \d+ numbers came\)"),
+        (without_embeddings, r"did not get all .*embed_tokens \(0 of "),
+        (breaking, "the learner has gone"),
+    ],
+)
+def test_a_load_that_fails_midway_is_named_and_the_next_whole_one_mends_it(
+    qwen: Pair,
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[str, Tensor], Iterator[tuple[str, Tensor]]],
+    words: str,
+):
+    split(monkeypatch, qwen.model)
+    other = changed(qwen.model)
+    spoilt = (pair for named in other.named_parameters() for pair in spoil(*named))
+    with pytest.raises(ArithmeticError if spoil is breaking else EngineError, match=words):
+        qwen.vllm.load_weights(spoilt, 2)
+    for ask in (lambda: generate(qwen.vllm, greedy([[5, 6]])), lambda: score(qwen.vllm, [([5, 6], 1)])):
+        with pytest.raises(EngineError, match="loaded only in part: load all of them"):
+            ask()
+    assert qwen.vllm.version == 1
+    qwen.load(other, 3)
+    same_answers(qwen, other)
+    assert qwen.vllm.version == 3
+
+
+def test_asleep_it_holds_no_memory_and_awake_the_answers_are_the_same(qwen: Pair):
+    asked: list[Request] = [(prompt, sampling(), Counter(0, n)) for n, prompt in enumerate(prompts(6))]
+    before, pid = tokens_of(generate(qwen.vllm, asked)), qwen.vllm.pid
+    assert qwen.vllm.sleep().kv > 0
+    assert qwen.vllm.memory() == Memory(0, 0)
+    for ask in (lambda: generate(qwen.vllm, asked), qwen.load, qwen.vllm.fingerprint, qwen.vllm.sleep):
+        with pytest.raises(EngineError, match="sleeps"):
+            ask()
+    qwen.vllm.wake()
+    assert tokens_of(generate(qwen.vllm, asked)) == before
+    assert (qwen.vllm.version, qwen.vllm.pid) == (1, pid)
+    awake = resident(pid)
+    qwen.vllm.sleep()
+    assert resident(pid) < awake - 0.8 * KV_BYTES
+    qwen.vllm.wake()
+    qwen.vllm.wake()  # nothing to do
+    assert tokens_of(generate(qwen.vllm, asked)) == before
+
+
+def resident(pid: int) -> int:
+    """Bytes of a process in memory."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
