@@ -16,7 +16,7 @@ Rounds = Mapping[str, Sequence[Measured]]
 
 def vllm_engine(found: Mapping[str, Any]) -> str:
     """Everything of the run."""
-    parts = [f"### The torch engine and vLLM, {where(found)}", speeds(found), agreed(found)]
+    parts = ["### The torch engine beside vLLM", speeds(found), agreed(found)]
     return "\n\n".join([*parts, weights(found), rests(found), neighbours(found)])
 
 
@@ -34,7 +34,9 @@ def speeds(found: Mapping[str, Any]) -> str:
         both = [ranged(raced[kind], "tokens_per_second", ",.0f") for kind in (TORCH, VLLM)]
         rows.append([size, WORK.get(case, case), threads, *both, f"{ratio:.2f} ({low:.2f} to {high:.2f})"])
     head = ["parameters", "work", "threads", *(f"{kind}, tokens/s" for kind in (TORCH, VLLM))]
-    return "\n\n".join([table([*head, f"{TORCH} ÷ {VLLM}"], rows), *busy(found["raced"])])
+    rounds = found["settings"]["rounds"]
+    told = f"{where(found)}; medians of {rounds} round{'s' * (rounds > 1)}, least and greatest in brackets."
+    return "\n\n".join([table([*head, f"{TORCH} ÷ {VLLM}"], rows), told, *busy(found["raced"])])
 
 
 def agreed(found: Mapping[str, Any]) -> str:

@@ -81,6 +81,7 @@ def test_the_report_sets_the_engines_beside_each_other() -> None:
     sent = [{"seconds": 0.5, "memcpy": 0.01, "bytes": 5e8}]
     found = {
         "machine": MACHINE,
+        "settings": {"rounds": 1},
         "raced": {"1 thread, 4M, ragged": {TORCH: [quick], VLLM: [slow]}},
         "same": {"4M": {"tokens": 2048.0, "agree": 1.0, "largest_difference": 2e-6}},
         "synced": {"1 thread, 135M, sync": {TORCH: sent, VLLM: sent}},
@@ -96,4 +97,5 @@ def test_the_report_sets_the_engines_beside_each_other() -> None:
     )
     assert "| vLLM | 0.100 (0.100 to 0.100) | 11.000" in told
     assert "| vLLM, 2 threads | 2,000 (2,000 to 2,000) | 1,000 (1,000 to 1,000) | 2.0 (2.0 to 2.0) |" in told
+    assert "a processor, 2 cores; medians of 1 round," in told
     assert "busy, no contender" not in told
