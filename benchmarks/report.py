@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks import report_engines as engines
 from benchmarks import report_forecast as forecasts
 from benchmarks import report_scale as scale
 from benchmarks import report_sessions as sessions
@@ -106,7 +107,7 @@ def profile(found: Mapping[str, Any]) -> str:
 
 
 SECTIONS = (
-    *(rollout, grpo_step, growth, profile),
+    *(rollout, engines.vllm_engine, grpo_step, growth, profile),
     *(teachers.distill_step, teachers.teacher_overlap, teachers.teacher_sleep, teachers.distill_memory),
     *(sessions.sessions, sessions.padding_cost, sessions.balance),
     *(scale.data_plane, scale.routed_step, scale.store_keys, scale.ray_step, scale.controller_memory),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.padding_table import padding_table
 
+from benchmarks import report_engines
 from practicum.dataplane.fields import FIELDS, Field
 from practicum.dataplane.padding import padding_batch
 from practicum.dataplane.ragged import Ragged
@@ -86,6 +88,11 @@ def sample_fields() -> list[str]:
     return [field.name for field in dataclasses.fields(RewardSample)]
 
 
+def _of_engines(part: Callable[[Mapping[str, Any]], str]) -> Callable[[], str]:
+    """A table of the benchmark of engines, from its last run."""
+    return lambda: part(report_engines.measured())
+
+
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "fields": ("dataplane.md", fields_table),
     "padding rules": ("padding.md", padding_rules_table),
@@ -94,6 +101,10 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "update metrics": ("runs.md", update_metrics_table),
     "tasks": ("tasks.md", tasks_table),
     "machines": ("recipes.md", machines_table),
+    "speeds of engines": ("engines.md", _of_engines(report_engines.speeds)),
+    "weights of engines": ("engines.md", _of_engines(report_engines.weights)),
+    "rests of engines": ("engines.md", _of_engines(report_engines.rests)),
+    "neighbours of engines": ("engines.md", _of_engines(report_engines.neighbours)),
 }
 """Each table's page and maker; there it stands between the comments <!-- table: name --> and <!-- end -->."""
 
