@@ -23,6 +23,6 @@ class Vllm(Section):
     start_s: float = Field(default=300.0, gt=0, description="Seconds in which it must be ready.")
     options: dict[str, Any] = Field(
         default_factory=dict,
-        description="Engine arguments of vLLM by its own names, such as tensor_parallel_size; they win over "
-        "those that are set here.",
+        description="Engine arguments of vLLM by its own names, such as block_size or quantization; they "
+        "win over those that are set here. It is one process: no tensor_parallel_size.",
     )

@@ -42,7 +42,8 @@ class VllmTeacher:
         self._version, self._weights = 0, _copied(student) if self._copies else {}
         limit, context = _limits(teacher, student)
         self.context = limit
-        room = Room(context, _SLOTS, max(context, teacher.batch_tokens), max(1, most), teacher.batch_tokens)
+        batch = teacher.batch_tokens
+        room = Room(context, _SLOTS, max(context, batch), max(1, most), samples=False, batch_tokens=batch)
         self._waiting = [0] * replicas
         self.engines: list[VllmEngine] = []
         with ExitStack() as undo:

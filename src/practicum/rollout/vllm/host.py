@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -35,6 +36,7 @@ def _start(setup: VllmSetup) -> tuple[Host, Facts]:
         import torch
 
         torch.set_num_threads(setup.threads)
+        logging.getLogger("vllm").setLevel(logging.CRITICAL)  # what matters comes as an error
         host = Host(setup)
         return host, host.facts()
 
@@ -61,7 +63,7 @@ class Host:
         from practicum.rollout.vllm.sampler import TwofoldSampler
 
         self._setup = setup
-        self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**setup.arguments()))
+        self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**_here(setup) | setup.arguments()))
         self._runner: Any = self._engine.model_executor.driver_worker.worker.model_runner
         self._vocab: int = self._engine.model_config.get_vocab_size()
         self._sampler = TwofoldSampler.take_over(self._runner.sampler, self._vocab)
@@ -252,6 +254,17 @@ class Host:
     def _forget(self) -> None:
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("vLLM did not forget the prompts that it computed with older weights")
+
+
+def _here(setup: VllmSetup) -> dict[str, Any]:
+    """Arguments that the device asks for; those of the setup win."""
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+
+    if not current_platform.is_cpu():
+        return {"enable_sleep_mode": current_platform.is_sleep_mode_available()}
+    # Of 128 tokens, as vLLM would have it, the samples of a short prompt share none. And a seeded sample of
+    # a prompt that is computed in parts ends vLLM: the generators of a CPU can't be turned back.
+    return {"block_size": 32} | ({"enable_chunked_prefill": False} if setup.samples else {})
 
 
 def _params(asked: Wish | Question) -> Any:

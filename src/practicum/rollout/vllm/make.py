@@ -17,7 +17,7 @@ from practicum.rollout.vllm.engine import VllmEngine, Weights
 from practicum.rollout.vllm.setup import VllmSetup
 
 GIB = 2**30
-_BLOCK = 128
+_BLOCK = 32
 """Tokens of a block of KV memory on a CPU, the largest there is."""
 
 
@@ -29,6 +29,8 @@ class Room:
     slots: int
     kv_tokens: int
     max_logprobs: int = 1
+    samples: bool = True
+    """Whether answers are sampled, or tokens scored alone."""
     batch_tokens: int | None = None
     """Tokens of one forward pass; vLLM's own choice if not given."""
 
@@ -83,6 +85,7 @@ def _setup(
         max_logprobs=room.max_logprobs,
         threads=chosen.threads or threads,
         loads=loads,
+        samples=room.samples,
         options=batch | chosen.options,
     )
 

@@ -21,6 +21,8 @@ class VllmSetup:
     max_logprobs: int
     threads: int
     loads: bool = False
+    samples: bool = True
+    """Whether answers are sampled, or tokens scored alone."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Engine arguments of vLLM that override ours."""
     where: str = "rollout"
