@@ -144,7 +144,7 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path, when: Callable[[Run],
         os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does at Ctrl-C
         _, said = run.end()
         run.gone()
-        assert "Traceback" not in said
+        assert "Traceback" not in said, said
 
 
 @pytest.mark.parametrize("when", [Run.starts, Run.steps])

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from typing import Any
 
 from practicum.errors import PracticumError
@@ -79,7 +80,7 @@ class Child:
         self._process = context.Process(
             target=self._main, args=(theirs, self._setup), name=self._who, daemon=True
         )
-        with _environment(self._env):
+        with _environment(self._env), _without_interrupts():
             self._process.start()
         theirs.close()  # only the child may hold it, so that its death closes the pipe
         for run in (self._read, self._write):
@@ -215,6 +216,17 @@ def _environment(more: Mapping[str, str]) -> Iterator[None]:
                     del os.environ[name]
                 else:
                     os.environ[name] = value
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """A process that is started in the block does not hear Ctrl-C, from its first import until it serves."""
+    resource_tracker.ensure_running()  # starting it lets Ctrl-C through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _ending(code: int | None) -> str:

@@ -69,6 +69,7 @@ def receive(pipe: Connection) -> Any:
 def serve(pipe: Connection, load: Callable[[], tuple[Served, Any]]) -> NoReturn:
     """Run the process from its start to its end; `load` gives what is served, and what is said of it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group: the parent decides
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # processes that are started here may hear it
     threading.Thread(target=_die_with_parent, name="parent", daemon=True).start()
     try:
         served, facts = load()
