@@ -80,7 +80,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 $(VLLM_VENV)/.listed: requirements-vllm.txt
 	rm -rf $(VLLM_VENV)
 	$(call new_venv,$(VLLM_VENV))
-	@echo "installing vLLM into $(VLLM_VENV) (once; 1.8 GB, two minutes or more)"
+	@echo "installing vLLM into $(VLLM_VENV) (once; 2 GB, some minutes)"
 	@begun=$$(date +%s); $(VLLM_INSTALL) --no-compile --requirement requirements-vllm.txt || { \
 		echo "If it was torch that pip did not find (its CPU build is not on PyPI):" \
 			"make test-vllm PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu'"; exit 1; }; \
