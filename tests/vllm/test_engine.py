@@ -7,7 +7,6 @@ too), greedy tokens are equal.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -20,7 +19,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from practicum.errors import EngineError
+from practicum.learning.scorer import Scorer
+from practicum.learning.trunk import Trunk
 from practicum.models.images import Images
+from practicum.recipe.schema import Train
 from practicum.rollout.protocol import Counter, Engine, Generation, Memory, Scores
 from practicum.rollout.torch_engine import TorchEngine
 from practicum.rollout.vllm.engine import VllmEngine
@@ -28,13 +30,10 @@ from practicum.rollout.vllm.weights import Block
 from tests.rollout.engines import Request, prompts, sampling
 from tests.vllm.models import KV_BYTES, make_tiny, save_model, setup_of
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
 TOLERANCE = 2e-5
 CONTEXT, VOCAB, BLOCK = 192, 63, 128
+PASS = 256
+"""Tokens that vLLM computes in one pass."""
 T = TypeVar("T")
 
 
@@ -63,7 +62,8 @@ def qwen_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """Qwen3 with a tied head; it gets its weights again when it wakes."""
     folder = tmp_path_factory.mktemp("qwen")
     model = save_model(folder, context=CONTEXT)
-    pair = Pair(VllmEngine(setup_of(folder, CONTEXT), weights=lambda: (model.named_parameters(), 1)), model)
+    setup = setup_of(folder, CONTEXT, options={"max_num_batched_tokens": PASS})
+    pair = Pair(VllmEngine(setup, weights=lambda: (model.named_parameters(), 1)), model)
     yield pair
     pair.close()
 
@@ -146,6 +146,13 @@ def close(a: Tensor | None, b: Tensor | None) -> None:
     torch.testing.assert_close(a, b, rtol=0, atol=TOLERANCE)
 
 
+def same_fingerprint(engine: VllmEngine, model: PreTrainedModel) -> None:
+    """vLLM's is the learner's, and longer than a block of KV memory."""
+    found = engine.fingerprint()
+    assert len(found) > engine.facts.block
+    close(found, Scorer(Trunk(model, Train())).fingerprint(len(found) + 1))
+
+
 def tokens_of(found: Sequence[Generation]) -> list[list[int]]:
     return [one.tokens.tolist() for one in found]
 
@@ -161,9 +168,22 @@ def same_answers(pair: Pair, model: PreTrainedModel | None = None) -> None:
         close(a.plain_logprobs, b.plain_logprobs)
 
 
+def test_prompts_that_do_not_fit_one_pass_are_sampled_too(qwen: Pair):
+    """Seeded samples of prompts that are computed in parts would end vLLM on a CPU."""
+    longest = CONTEXT - 12
+    asked: list[Request] = [
+        (prompt, sampling(), Counter(1, n))
+        for n, prompt in enumerate(prompts(6, seed=3, shortest=longest - 20, longest=longest))
+    ]
+    assert len(asked[0][0]) + len(asked[1][0]) > PASS
+    together = tokens_of(generate(qwen.vllm, asked))
+    alone = [tokens_of(generate(qwen.vllm, [request]))[0] for request in asked[-3:]]
+    assert together[-3:] == alone
+
+
 def test_greedy_answers_are_the_torch_engines(qwen: Pair):
     same_answers(qwen)
-    close(qwen.vllm.fingerprint(), qwen.torch_of().fingerprint())
+    same_fingerprint(qwen.vllm, qwen.model)
 
 
 def test_logprobs_of_sampled_tokens_are_those_at_the_temperature_and_at_one(qwen: Pair):
@@ -337,7 +357,7 @@ def test_new_weights_of_a_tied_model_are_used_at_once(qwen: Pair, monkeypatch: p
     other = changed(qwen.model)
     qwen.load(other, 5)
     same_answers(qwen, other)
-    close(qwen.vllm.fingerprint(), qwen.torch_of(other).fingerprint())
+    same_fingerprint(qwen.vllm, other)
     long = greedy([prompts(1, shortest=BLOCK + 20, longest=BLOCK + 20)[0]])
     found = generate(qwen.vllm, long)
     assert tokens_of(found) == tokens_of(generate(qwen.torch_of(other), long))

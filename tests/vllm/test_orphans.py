@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -18,11 +17,6 @@ import yaml
 
 from tests.vllm.models import await_true, descendants, still_there
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
 RECIPE: dict[str, Any] = {
     "name": "tiny",
     "model": {"make": {"hidden": 64, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 32, "context": 128}},

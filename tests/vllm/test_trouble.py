@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import signal
 from collections.abc import Iterator
@@ -20,12 +19,6 @@ from practicum.rollout.vllm.engine import VllmEngine
 from practicum.runtime.engines import make_engine
 from tests.rollout.engines import sampling
 from tests.vllm.models import await_true, descendants, make_tiny, save_model, setup_of
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
 
 
 def engine_processes() -> set[int]:

@@ -1,0 +1,168 @@
+"""Teachers that vLLM computes, beside a student that it samples with: scores, sleep, copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from practicum.checks.watch import Watch
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.plan import make_plan
+from practicum.dataplane.ragged import Ragged
+from practicum.errors import TeacherError
+from practicum.recipe.schema import Recipe
+from practicum.rollout.vllm.engine import VllmEngine
+from practicum.runtime.events import run_async
+from practicum.runtime.local import LocalRoles, start_local
+from practicum.tasks.stream import make_stream
+from practicum.teachers.place import Row
+from practicum.teachers.vllm import VllmTeacher
+from practicum.trainer.step import TRAIN, training_attempts
+from tests.vllm.models import save_model
+
+TOLERANCE = 2e-5
+STUDENT = {"hidden": 64, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 32, "context": 128}
+ROUTE = {"by": "task", "to": {"sort": "folder", "copy": "away", "reverse": "self"}}
+
+
+def recipe_of(folder: str, engine: str, rollout: str) -> Recipe:
+    by: dict[str, Any] = {"engine": engine}
+    return Recipe.model_validate(
+        {
+            "name": "school",
+            "model": {"make": STUDENT},
+            "tasks": {name: {"kind": name} for name in ("sort", "copy", "reverse")},
+            "rollout": {
+                "engine": rollout,
+                "samples": 2,
+                "max_new_tokens": 8,
+                "slots": 16,
+                "temperature": 0.8,
+            },
+            "teachers": {
+                "folder": {"model": folder, **by},
+                "away": {"model": folder, "placement": "own", "context": 100, **by},
+                "self": {"student": {"every": 1}, **by},
+            },
+            "route": ROUTE,
+            "distill": {"top_k": 8},
+            "runtime": {"threads": 1},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("teacher")
+    save_model(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def roles(folder: str) -> Iterator[LocalRoles]:
+    recipe = recipe_of(folder, "vllm", "vllm")
+    roles = start_local(recipe, make_plan(recipe), Watch(recipe.checks, print))
+    yield roles
+    roles.close()
+
+
+def roll_out(recipe: Recipe, roles: LocalRoles) -> BatchRef:
+    drawn = make_stream(recipe.tasks, recipe.seed).take(9)
+    return roles.practice.rollout(training_attempts(recipe, drawn, roles.stop), TRAIN, seed=recipe.seed)
+
+
+def columns(roles: LocalRoles, batch: BatchRef) -> list[Ragged]:
+    names = ("teacher_logprobs", "teacher_topk_ids", "teacher_topk_logprobs")
+    found = roles.store.get(batch, names)
+    return [column for name in names if isinstance(column := found[name], Ragged)]
+
+
+def places(roles: LocalRoles) -> dict[str, VllmTeacher]:
+    assert roles.faculty is not None
+    return {name: p for name, p in roles.faculty.staff.places.items() if isinstance(p, VllmTeacher)}
+
+
+def resident(engine: VllmEngine) -> int:
+    """MB of its process in memory."""
+    lines = Path(f"/proc/{engine.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) // 1024
+
+
+def test_teachers_of_both_engines_say_the_same(roles: LocalRoles, folder: str):
+    """Of the same rows: colocated ones and those of their own, at another temperature than 1."""
+    recipe = recipe_of(folder, "vllm", "vllm")
+    batch = roll_out(recipe, roles)
+    assert {tags.teacher for tags in batch.tags} == {"folder", "away", "self"}
+    roles.refresh_copies(1)
+    roles.teach(batch)
+    other = recipe_of(folder, "torch", "torch")
+    peers = start_local(other, make_plan(other), Watch(other.checks, print))
+    try:
+        fields = ("prompt_ids", "response_ids", "response_mask")
+        peers.store.put(batch, dict(roles.store.get(batch, fields)))
+        faculty = peers.faculty
+        assert faculty is not None
+        for name in ("folder", "away", "self"):
+            mine = batch.where(lambda _, tags, name=name: tags.teacher == name)
+            prompts = {key: roles.practice.prompts[key] for key in mine.keys}
+            with faculty.staff.residency.awake(name) if name != "away" else nullcontext():
+                run_async(faculty.correct(name, mine, prompts), timeout=60, owner="the test")
+        for found, expected in zip(columns(roles, batch), columns(peers, batch), strict=True):
+            torch.testing.assert_close(found.values, expected.values, rtol=0, atol=TOLERANCE)
+    finally:
+        peers.close()
+
+
+def test_student_and_colocated_teachers_take_turns(roles: LocalRoles, monkeypatch: pytest.MonkeyPatch):
+    """While one of them scores, the weights and KV memory of the others are given back."""
+    recipe = recipe_of("", "vllm", "vllm")
+    student, here = roles.engine, {n: p for n, p in places(roles).items() if p.sleeps}
+    assert isinstance(student, VllmEngine)
+    assert set(here) == {"folder", "self"}
+    batch = roll_out(recipe, roles)
+    held: list[tuple[str, dict[str, bool], int]] = []
+    for name, place in here.items():
+
+        async def score(row: Row, wanted: Any, *, name: str = name, place: Any = place) -> Any:
+            awake = {n: p.engines[0].memory().weights > 0 for n, p in here.items()}
+            held.append((name, awake | {"student": student.memory().weights > 0}, resident(student)))
+            return await VllmTeacher.score(place, row, wanted)
+
+        monkeypatch.setattr(place, "score", score)
+    before = resident(student)
+    roles.teach(batch)
+    assert {name for name, *_ in held} == set(here)
+    for name, awake, asleep in held:
+        assert awake == {other: other == name for other in (*here, "student")}
+        assert asleep < before
+    again = roll_out(recipe, roles)
+    assert [tags.response_tokens for tags in again.tags] == [tags.response_tokens for tags in batch.tags]
+
+
+def test_a_copy_takes_the_students_weights_and_keeps_them_asleep(roles: LocalRoles):
+    assert roles.faculty is not None
+    place, learner = places(roles)["self"], roles.student.learner
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    learner.version += 1
+    roles.sync_weights()
+    roles.refresh_copies(2)
+    with roles.faculty.staff.residency.awake("self"):
+        found = place.engines[0].fingerprint()
+    torch.testing.assert_close(found, learner.fingerprint(len(found) + 1), rtol=0, atol=TOLERANCE)
+    assert place.engines[0].version == learner.version
+
+
+def test_a_row_that_is_too_long_is_named(roles: LocalRoles):
+    assert roles.faculty is not None
+    wanted = roles.faculty.wanted
+    place = places(roles)["away"]
+    run_async(place.score(Row([5] * 100, 90, "row 1"), wanted), timeout=60, owner="the test")
+    with pytest.raises(TeacherError, match=r"row 2: 101 tokens, its context is 100.*teachers\.away\.context"):
+        run_async(place.score(Row([5] * 101, 90, "row 2"), wanted), timeout=60, owner="the test")
