@@ -210,11 +210,13 @@ class Host:
     def _load(self, version: int, delivery: Delivery) -> None:
         """Take new weights; if that fails midway, the engine refuses to work until it gets whole ones."""
         from practicum.rollout.vllm.reload import reload
+        from practicum.rollout.weights import return_memory
 
         if self._open:
             raise EngineError(f"can't load weights with {len(self._open)} requests under way")
         self._broken = "its weights were loaded only in part: load all of them"
         reload(self._runner, delivery.tensors())
+        return_memory(self._runner.device)  # layers were made anew, and their old ones are in the heap
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("vLLM did not forget the prompts that it computed with older weights")
         self.version, self._broken = version, None
