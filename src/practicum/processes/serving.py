@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from multiprocessing import util
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol
 
@@ -99,6 +100,7 @@ def _die_with_parent() -> None:
 
 def _leave(code: int) -> NoReturn:
     """End now: taking torch apart would keep whoever closes the process waiting for seconds."""
+    util._run_finalizers(0)  # else the parent is told of semaphores that were left behind
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
