@@ -100,7 +100,8 @@ def _die_with_parent() -> None:
 
 def _leave(code: int) -> NoReturn:
     """End now: taking torch apart would keep whoever closes the process waiting for seconds."""
-    util._run_finalizers(0)  # else the parent is told of semaphores that were left behind
+    # Else the parent is told of semaphores that were left behind.
+    util._run_finalizers(0)  # pyright: ignore[reportAttributeAccessIssue]
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
