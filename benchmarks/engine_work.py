@@ -27,8 +27,8 @@ from practicum.models.tokenizer import make_tokenizer
 from practicum.rollout.protocol import Counter, Engine, Generation, Sampling, Scores
 from practicum.rollout.torch_engine import TorchEngine
 from practicum.rollout.vllm.engine import VllmEngine
+from practicum.rollout.vllm.make import Room, kv_bytes
 from practicum.rollout.vllm.setup import VllmSetup
-from practicum.runtime.engines import kv_bytes
 
 PARTS = (0.25, 0.25, 0.5, 0.5, 1.0, 1.0, 2.0, 2.5)
 """Of ragged answers: length in parts of the mean. Each part comes equally often."""
@@ -36,9 +36,6 @@ PROMPT_TOKENS = (24, 40)
 SCORED_TOKENS, SCORED_FROM = 128, 32
 TOP_K = 32
 CONTEXT = 160
-OPTIONS = {"enable_chunked_prefill": False}
-"""On a CPU, vLLM fails in a step that cuts a prompt of a request with a seed, as ours have: it turns the
-request's generator back, which torch can't do there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +93,9 @@ def make_engine(kind: str, model: PreTrainedModel, slots: int, threads: int, spi
         dtype="float32",
         context=CONTEXT,
         slots=slots,
-        kv_bytes=kv_bytes(model, slots, CONTEXT),
+        kv_bytes=kv_bytes(model.config, model.dtype, Room(CONTEXT, slots, slots * CONTEXT)),
         max_logprobs=TOP_K,
         threads=threads,
-        options=OPTIONS,
     )
     engine = VllmEngine(setup, weights=lambda: (model.named_parameters(), engine.version), folder=folder)
     assert engine.facts.threads == threads

@@ -385,6 +385,18 @@ def test_a_llama_with_a_head_of_its_own_starts_from_its_folder_and_takes_new_wei
     assert KV_BYTES - block <= llama.vllm.memory().kv <= KV_BYTES
 
 
+def test_experts_take_new_weights(tmp_path: Path):
+    model = save_model(tmp_path, family="qwen3_moe", context=CONTEXT)
+    pair = Pair(VllmEngine(setup_of(tmp_path, CONTEXT)), model)
+    try:
+        for version in (1, 2):  # the second is loaded over weights that are packed
+            other = changed(model, version)
+            pair.load(other, version)
+            close(pair.vllm.fingerprint(), pair.torch_of(other).fingerprint())
+    finally:
+        pair.close()
+
+
 def unknown(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield (name.replace("k_proj", "x_proj") if "layers.1" in name else name), tensor
 

@@ -118,6 +118,7 @@ def test_a_run_that_is_done_leaves_nothing(tmp_path: Path):
         await_true(run.starts)
         code, said = run.end()
         assert code == 0, said
+        assert "leaked" not in said
         run.gone()
 
 

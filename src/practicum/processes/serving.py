@@ -15,8 +15,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from multiprocessing import util
 from multiprocessing.connection import Connection
-from multiprocessing.util import _run_finalizers  # pyright: ignore[reportAttributeAccessIssue]
 from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol
 
 from practicum.errors import PracticumError
@@ -100,7 +100,8 @@ def _die_with_parent() -> None:
 
 def _leave(code: int) -> NoReturn:
     """End now: taking torch apart would keep whoever closes the process waiting for seconds."""
-    _run_finalizers(0)  # what libraries hold of the system, such as semaphores
+    # Else the parent is told of semaphores that were left behind.
+    util._run_finalizers(0)  # pyright: ignore[reportAttributeAccessIssue]
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -238,13 +238,13 @@ class Host:
     def _load(self, version: int, delivery: Delivery) -> None:
         """Take new weights; if that fails midway, the engine refuses to work until it gets whole ones."""
         from practicum.rollout.vllm.reload import reload
-        from practicum.rollout.vllm.rest import trim
+        from practicum.rollout.weights import return_memory
 
         self._idle("load weights")
         self._broken = "its weights were loaded only in part: load all of them"
         reload(self._runner, delivery.tensors())
         self._forget()
-        trim()
+        return_memory(self._runner.device)  # layers were made anew, and their old ones are in the heap
         self.version, self._broken = version, None
 
     def _idle(self, what: str) -> None:

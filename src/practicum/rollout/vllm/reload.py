@@ -19,6 +19,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: igno
     get_layerwise_info,
     initialize_layerwise_reload,
 )
+from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
 from practicum.errors import EngineError
 
@@ -29,6 +30,7 @@ def reload(runner: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Load weights by the names that they have in transformers; whole ones must follow an error."""
     model, config = runner.get_model(), runner.model_config
     seen = _Seen(weights)
+    _pack_experts_again(model)
     initialize_layerwise_reload(model)
     try:
         model.load_weights(iter(seen))
@@ -104,6 +106,16 @@ def _put_back(model: nn.Module) -> None:
         if info.can_load() and info.kernel_tensors is not None:
             _place_kernel_tensors(layer, info)
         info.reset()
+
+
+def _pack_experts_again(model: nn.Module) -> None:
+    """On a CPU, vLLM packs experts only for a new kernel: a load into an old one leaves them unpacked."""
+    if not current_platform.is_cpu():
+        return
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _repack_head(model: Any) -> None:

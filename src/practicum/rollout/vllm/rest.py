@@ -6,10 +6,10 @@ storage and packed copies are dropped; loading weights after that fills them aga
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
+
+from practicum.rollout.weights import return_memory
 
 
 class Rest:
@@ -31,7 +31,7 @@ class Rest:
         for storage in self._storages():
             self._held.append((storage, storage.nbytes()))
             storage.resize_(0)
-        trim()
+        return_memory(self._runner.device)
 
     def end(self) -> None:
         """Have room again, for weights that must be loaded now."""
@@ -52,9 +52,3 @@ class Rest:
             if storage.nbytes() and storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
                 yield storage
-
-
-def trim() -> None:
-    """Have the C library give back what was freed: it keeps blocks of up to 32 MB for itself."""
-    with suppress(AttributeError):  # glibc has it, others need it less
-        ctypes.CDLL(None).malloc_trim(0)
