@@ -31,7 +31,7 @@ from practicum.rollout.encoder import Encoder, make_encoder
 from practicum.rollout.protocol import Engine
 from practicum.rollout.tools.toolbox import Toolbox
 from practicum.runtime.credit import Credit
-from practicum.runtime.engines import make_engine, rollout_context
+from practicum.runtime.engines import describe_engines, make_engine, rollout_context
 from practicum.runtime.faculty import Faculty, Staff
 from practicum.runtime.hiring import hire, make_residency, teaching_of
 from practicum.runtime.jury import Jury, Panel, seat
@@ -90,6 +90,10 @@ class LocalRoles:
     @property
     def version(self) -> int:
         return self.student.learner.version
+
+    def describe(self) -> list[str]:
+        places = [] if self.faculty is None else self.faculty.staff.places.values()
+        return describe_engines(self.engine, *places)
 
     def refresh_copies(self, step: int) -> None:
         if self.faculty is not None:

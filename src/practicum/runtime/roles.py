@@ -66,6 +66,10 @@ class Roles(Protocol):
         """Updates that the student's weights have had."""
         ...
 
+    def describe(self) -> list[str]:
+        """Engines with processes of their own, in sentences for the log: what they hold, their threads."""
+        ...
+
     def refresh_copies(self, step: int) -> None:
         """Before a step: teachers that are copies of the student take its weights when the recipe says."""
         ...

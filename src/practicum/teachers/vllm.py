@@ -63,6 +63,10 @@ class VllmTeacher:
         """Seconds in which rows were under way."""
         return self._busy.seconds
 
+    def describe(self) -> list[str]:
+        """What was started, in sentences for the log."""
+        return [engine.describe() for engine in self.engines]
+
     async def score(self, row: Row, wanted: Wanted) -> Scores:
         """What it says of a row; it must be awake."""
         if len(row.ids) > self.context:

@@ -84,6 +84,8 @@ class Run:
             self.folder.replace(self.recipe)
             seed_generators(self.recipe.seed)
         self.trackers = make_trackers(self.recipe, self.folder.path)
+        for sentence in self.roles.describe():
+            self._report(sentence)
         if resume:
             self.resume()
 

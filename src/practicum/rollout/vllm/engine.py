@@ -81,6 +81,15 @@ class VllmEngine:
         """Of vLLM's process."""
         return self._alive().pid
 
+    def describe(self) -> str:
+        """What was started, in a sentence for the log."""
+        facts = self._facts
+        return (
+            f"{self._setup.where}: vLLM {facts.release} in process {self.pid}, {facts.threads} "
+            f"thread{'s' * (facts.threads > 1)} ({self._setup.where}.vllm.threads), "
+            f"{facts.weights / 2**20:,.0f} MiB of weights, {facts.kv / 2**20:,.0f} MiB of KV memory"
+        )
+
     async def generate(
         self,
         prompt_ids: Sequence[int],

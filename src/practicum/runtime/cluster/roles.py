@@ -61,6 +61,13 @@ class RayRoles:
         self._told = (0, 0)
         self.probe = SyncProbe(recipe, watch)
 
+    def describe(self) -> list[str]:
+        told: list[str] = []
+        for role, pool in {"rollout": self.crew.rollout, **self.crew.teachers}.items():
+            for sentences in self._each(pool, "describe", who=f"a worker of {role}"):
+                told += sentences
+        return told
+
     def refresh_copies(self, step: int) -> None:
         due = [name for name, teacher in self.recipe.teachers.items() if renews(teacher, step)]
         if any(name in self._colocated for name in due):

@@ -21,7 +21,7 @@ from practicum.rollout.tools.toolbox import Toolbox
 from practicum.runtime.attempts import Attempt
 from practicum.runtime.cluster.weights import Manifest, receive
 from practicum.runtime.cluster.worker import Worker
-from practicum.runtime.engines import Weights, make_engine, rollout_context
+from practicum.runtime.engines import Weights, describe_engines, make_engine, rollout_context
 from practicum.runtime.events import event_loop
 from practicum.runtime.sessions import Row, Sessions
 from practicum.tasks.prompts import Prompt
@@ -107,6 +107,10 @@ class RolloutWorker(Worker):
     async def wake(self) -> None:
         """Be ready again."""
         await asyncio.to_thread(self.engine.wake)
+
+    async def describe(self) -> list[str]:
+        """Its engine, if it has a process of its own."""
+        return describe_engines(self.engine)
 
     async def fingerprint(self) -> list[float]:
         """Logprobs of a fixed sequence by the weights that the engine has."""

@@ -81,6 +81,10 @@ class TeacherWorker(Worker):
         with self._busy.work():
             await self.faculty.correct(self.name, batch, prompts)
 
+    def describe(self) -> list[str]:
+        """Its engine, if that has a process of its own."""
+        return self.place.describe() if isinstance(self.place, VllmTeacher) else []
+
     def head(self) -> OutputHead:
         """Its output head as it is now."""
         if isinstance(self.place, RemoteTeacher):
