@@ -209,12 +209,20 @@ class Work:
         return {"seconds": spent, "memcpy": time.perf_counter() - began, "bytes": float(self.bytes)}
 
     def _rested(self, turn: int) -> Measured:
-        marks = [time.perf_counter()]
-        self._engine.sleep()
-        marks.append(time.perf_counter())
-        self._engine.wake()
-        marks.append(time.perf_counter())
-        return {"sleep": marks[1] - marks[0], "wake": marks[2] - marks[1]}
+        marks, held = [time.perf_counter()], [resident(self._engine)]
+        for act in (self._engine.sleep, self._engine.wake):
+            act()
+            marks.append(time.perf_counter())
+            held.append(resident(self._engine))
+        seconds = {"sleep": marks[1] - marks[0], "wake": marks[2] - marks[1]}
+        return seconds | dict(zip(("mb_before", "mb_asleep", "mb_after"), held, strict=True))
+
+
+def resident(engine: Engine) -> float:
+    """MB of the engine's process in memory; the torch engine's is this one, with all else that it holds."""
+    pid = engine.pid if isinstance(engine, VllmEngine) else os.getpid()
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1000
 
 
 class _Watch:

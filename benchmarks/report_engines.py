@@ -65,12 +65,15 @@ def weights(found: Mapping[str, Any]) -> str:
 
 
 def rests(found: Mapping[str, Any]) -> str:
-    """Seconds of sleep and wake."""
-    rows = [
-        [kind, ranged(rounds, "sleep", ".3f"), ranged(rounds, "wake", ".3f")]
-        for kind, rounds in found["rested"].items()
-    ]
-    return table(["engine", "s to fall asleep", "s to wake, with its weights"], rows)
+    """Seconds of sleep and wake, and what the process holds."""
+    rows = []
+    for kind, rounds in found["rested"].items():
+        seconds = [ranged(rounds, act, ".3f") for act in ("sleep", "wake")]
+        mid = medians(rounds)
+        held = [f"{mid[name]:,.0f}" for name in ("mb_before", "mb_asleep", "mb_after")]
+        rows.append([kind, *seconds, *held])
+    head = ["engine", "s to fall asleep", "s to wake, with its weights"]
+    return table([*head, "process, MB, before", "asleep", "after"], rows)
 
 
 def neighbours(found: Mapping[str, Any]) -> str:

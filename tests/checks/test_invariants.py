@@ -66,3 +66,35 @@ def test_levels_decide_what_a_finding_does():
     assert watch.fired == {"groups": 1}
     Watch(Checks(groups="off"), said.append)("groups", "broken")
     assert len(said) == 1
+
+
+OLD, NEW = [-1.0, -2.0, -3.0], [-1.1, -2.2, -3.3]
+
+
+def test_equal_fingerprints_pass_and_others_are_stale_or_corrupt():
+    assert invariants.fingerprint(NEW, NEW, 1e-3) is None
+    assert invariants.fingerprint([-1.1, -2.2005, -3.3], NEW, 1e-3) is None
+    finding = invariants.fingerprint([-1.1, -2.4, -3.3], NEW, 1e-3) or ""
+    assert finding.startswith("stale or corrupt weights: ")
+    assert "0.2 nats" in finding
+    assert "fingerprint_max is 0.001" in finding
+    assert "inf nats" in (invariants.fingerprint([-1.1, float("nan"), -3.3], NEW, 1e-3) or "")
+
+
+def test_a_fingerprint_of_before_is_told_as_such():
+    assert "before the update" in (invariants.fingerprint(OLD, NEW, 1e-3, (OLD, OLD)) or "")
+    near = [-1.0000001, -2.0, -3.0]
+    assert "before the update" in (invariants.fingerprint(near, NEW, 1e-3, (OLD, OLD)) or "")
+    assert invariants.fingerprint(OLD, OLD, 1e-3, (OLD, OLD)) is None  # nothing was learnt
+
+
+def test_a_skipped_update_is_found_within_the_limit_too():
+    moved = [one - 1e-5 for one in OLD]
+    assert "before the update" in (invariants.fingerprint(OLD, moved, 1e-3, (OLD, OLD)) or "")
+    followed = [one - 1.2e-5 for one in OLD]
+    assert invariants.fingerprint(followed, moved, 1e-3, (OLD, OLD)) is None
+
+
+def test_a_gap_of_the_last_token_alone_is_the_prefix_caches():
+    finding = invariants.fingerprint([-1.1, -2.2, -3.1], NEW, 1e-3, ([-1.0, -2.0, -3.1], OLD)) or ""
+    assert "prefix cache is of older weights" in finding

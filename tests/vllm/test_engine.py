@@ -170,7 +170,7 @@ def same_answers(pair: Pair, model: PreTrainedModel | None = None) -> None:
 
 def test_prompts_that_do_not_fit_one_pass_are_sampled_too(qwen: Pair):
     """Seeded samples of prompts that are computed in parts would end vLLM on a CPU."""
-    longest = CONTEXT - 12
+    longest = CONTEXT - 16
     asked: list[Request] = [
         (prompt, sampling(), Counter(1, n))
         for n, prompt in enumerate(prompts(6, seed=3, shortest=longest - 20, longest=longest))
@@ -392,7 +392,7 @@ def test_experts_take_new_weights(tmp_path: Path):
         for version in (1, 2):  # the second is loaded over weights that are packed
             other = changed(model, version)
             pair.load(other, version)
-            close(pair.vllm.fingerprint(), pair.torch_of(other).fingerprint())
+            same_fingerprint(pair.vllm, other)
     finally:
         pair.close()
 

@@ -66,8 +66,8 @@ def start(model: dict[str, Any] | None = None, **rollout: Any) -> None:
         ),
         pytest.param(
             {},
-            {"vllm": {"threads": 1, "kv_gb": 1e-4}},
-            r"KV memory of 0\.0001 GiB is too small for one sequence of 128 tokens: raise "
+            {"vllm": {"threads": 1, "kv_gb": 1e-5}},
+            r"KV memory of 1e-05 GiB is too small for one sequence of 128 tokens: raise "
             r"rollout\.vllm\.kv_gb, or lower rollout\.context",
             id="KV memory",
         ),

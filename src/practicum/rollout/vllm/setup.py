@@ -37,6 +37,7 @@ class VllmSetup:
             "VLLM_LOGGING_LEVEL": "CRITICAL",
             "VLLM_NO_USAGE_STATS": "1",
             "TORCHDYNAMO_DISABLE": "1",  # it would stall for a compiler at the first logprobs
+            "MALLOC_ARENA_MAX": "1",  # of others, the C library does not give all back when it sleeps
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             "PYTHONWARNINGS": "ignore",  # of the libraries that vLLM imports
             "GOMP_SPINCOUNT": "0",  # threads that wait must not take the cores of others
