@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable
 
 from transformers import PreTrainedTokenizerBase
 
-from practicum.errors import RecipeError, RecipeErrors
+from practicum.errors import MissingExtraError, RecipeError, RecipeErrors
 from practicum.models.load import load_model, load_tokenizer, model_facts, stop_ids
 from practicum.models.sources import read_config
 from practicum.recipe.load import LoadedRecipe
@@ -45,11 +46,22 @@ def preflight(loaded: LoadedRecipe) -> list[str]:
     return findings
 
 
+def require_engines(recipe: Recipe) -> None:
+    """vLLM is installed here, if something is to be computed by it."""
+    wanted = {f"teachers.{name}": teacher.engine for name, teacher in recipe.teachers.items()}
+    wanted |= {"rollout": recipe.rollout.engine}
+    for path, engine in wanted.items():
+        if engine == "vllm" and importlib.util.find_spec("vllm") is None:
+            raise MissingExtraError(f"{path}.engine: vllm", "vllm")
+
+
 def check_without_models(recipe: Recipe) -> list[str]:
     """All that files, tokenizers, configs and servers tell, before any weights are loaded."""
     findings = check_tasks(recipe)
     if on_ray(recipe):
         findings += check_cluster(recipe)
+    else:
+        require_engines(recipe)
     find_loop(recipe.agent.loop)
     tokenizer = load_tokenizer(recipe.model)
     findings.append(_describe_tokenizer(tokenizer))

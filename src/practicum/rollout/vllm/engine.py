@@ -87,7 +87,7 @@ class VllmEngine:
         return (
             f"{self._setup.where}: vLLM {facts.release} in process {self.pid}, {facts.threads} "
             f"thread{'s' * (facts.threads > 1)} ({self._setup.where}.vllm.threads), "
-            f"{facts.weights / 2**20:,.0f} MiB of weights, {facts.kv / 2**20:,.0f} MiB of KV memory"
+            f"{facts.weights / 2**20:,.1f} MiB of weights, {facts.kv / 2**20:,.1f} MiB of KV memory"
         )
 
     async def generate(
