@@ -77,12 +77,13 @@ def rests(found: Mapping[str, Any]) -> str:
 
 
 def neighbours(found: Mapping[str, Any]) -> str:
-    """Rollouts alone and beside a busy process."""
+    """Rollouts of one engine, and of two at once."""
     rows = []
     for name, rounds in found["neighbours"].items():
-        both = [ranged(rounds, key, ",.0f") for key in ("alone", "beside")]
-        rows.append([name, *both, ranged(rounds, "slower", ".1f")])
-    return table(["threads", "alone, tokens/s", "beside a busy process", "time beside ÷ alone"], rows)
+        both = [ranged(rounds, key, ",.0f") for key in ("alone", "both")]
+        rows.append([name, *both, ranged(rounds, "gain", ".2f")])
+    head = ["threads of each engine", "one engine, tokens/s", "two at once, tokens/s of both"]
+    return table([*head, "two ÷ one"], rows)
 
 
 def _size(raced: Rounds) -> float:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -41,8 +40,8 @@ RESTS = ("sync", "sync", "rest")
 COMPARED, RESTED = ("4M", "135M"), "31M"
 ROUNDS, REST_ROUNDS = 3, 2
 THREADS = (1, 2)
-BESIDE = Load(16, 4, 32, 0)
-"""The rollout that runs alone and beside a busy process."""
+BESIDE, BESIDE_SIZE = Load(4, 4, 16, 0), "135M"
+"""The rollout that one engine does alone, and two at once."""
 LEAST_AGREEMENT, MOST_DIFFERENCE = 0.99, 1e-3
 """Of greedy tokens, and of a scored logprob: beyond these, the engines do not do the same work."""
 
@@ -61,31 +60,30 @@ def competitor(
     engine.close()
 
 
-def neighbour(channel: Channel, kind: str, threads: int, spins: bool) -> None:
-    """A rollout alone, and the same beside a process that keeps one core busy."""
-    torch.set_num_threads(threads)
-    model = make_model("4M")
-    engine = make_engine(kind, model, BESIDE.prompts * BESIDE.samples, threads, spins)
-    work = Work(engine, model, BESIDE)
-    lengths = answer_lengths(BESIDE, True, 0)
+def neighbour(channel: Channel, threads: int, spins: bool) -> None:
+    """A rollout of one vLLM engine, and two of them at once."""
+    torch.set_num_threads(1)
+    model = make_model(BESIDE_SIZE)
+    slots = BESIDE.prompts * BESIDE.samples
+    engines = [make_engine(VLLM, model, slots, threads, spins) for _ in range(2)]
+    works = [Work(engine, model, BESIDE) for engine in engines]
+    lengths = answer_lengths(BESIDE, False, 0)
 
-    def timed(turn: int) -> float:
+    def timed(turn: int, mine: Sequence[Work]) -> float:
         watch = Stopwatch()
-        work.roll_out(turn, lengths, BESIDE.samples)
+        with ThreadPoolExecutor(len(mine)) as pool:
+            for done in [pool.submit(work.roll_out, turn, lengths, BESIDE.samples) for work in mine]:
+                done.result()
         return watch.read()["seconds"]
 
     def run(turn: int) -> Measured:
-        alone = timed(2 * turn)
-        busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-        try:
-            beside = timed(2 * turn + 1)
-        finally:
-            busy.kill()
-            busy.wait()
-        return {"alone": sum(lengths) / alone, "beside": sum(lengths) / beside, "slower": beside / alone}
+        alone, both = timed(2 * turn, works[:1]), timed(2 * turn + 1, works)
+        tokens = sum(lengths)
+        return {"alone": tokens / alone, "both": 2 * tokens / both, "gain": 2 * alone / both}
 
     channel.serve(run)
-    engine.close()
+    for engine in engines:
+        engine.close()
 
 
 def race_cases(
@@ -168,23 +166,12 @@ def race_rests(rounds: int) -> tuple[dict[str, list[Measured]], dict[str, list[M
 
 
 def race_neighbours(rounds: int) -> dict[str, list[Measured]]:
-    """Threads alone and beside a busy process."""
-    print("beside a busy process")
-    ways = {
-        f"{TORCH}, 1 thread": (TORCH, 1, False),
-        f"{TORCH}, 2 threads": (TORCH, 2, False),
-        f"{VLLM}, 1 thread": (VLLM, 1, False),
-        f"{VLLM}, 2 threads": (VLLM, 2, False),
-        f"{VLLM}, 2 threads that spin": (VLLM, 2, True),
-    }
+    """Threads of one engine, and of two at once."""
+    print("two vLLM engines at once")
+    ways = {"1 thread": (1, False), "2 threads": (2, False), "2 threads that spin": (2, True)}
     contenders = [
-        Contender(
-            name,
-            "benchmarks.vllm_engine:neighbour",
-            {"kind": kind, "threads": threads, "spins": spins},
-            threads,
-        )
-        for name, (kind, threads, spins) in ways.items()
+        Contender(name, "benchmarks.vllm_engine:neighbour", {"threads": threads, "spins": spins}, 2 * threads)
+        for name, (threads, spins) in ways.items()
     ]
     return harness.race(contenders, rounds)
 

@@ -85,8 +85,10 @@ def test_the_report_sets_the_engines_beside_each_other() -> None:
         "raced": {"1 thread, 4M, ragged": {TORCH: [quick], VLLM: [slow]}},
         "same": {"4M": {"tokens": 2048.0, "agree": 1.0, "largest_difference": 2e-6}},
         "synced": {"1 thread, 135M, sync": {TORCH: sent, VLLM: sent}},
-        "rested": {VLLM: [{"sleep": 0.1, "wake": 11.0}]},
-        "neighbours": {"vLLM, 2 threads": [{"alone": 2000.0, "beside": 1000.0, "slower": 2.0}]},
+        "rested": {
+            VLLM: [{"sleep": 0.1, "wake": 11.0, "mb_before": 800.0, "mb_asleep": 500.0, "mb_after": 801.0}]
+        },
+        "neighbours": {"2 threads": [{"alone": 2000.0, "both": 3000.0, "gain": 1.5}]},
     }
     told = report_engines.vllm_engine(found)
     assert "| 4M | rollout, ragged lengths | 1 thread |" in told
@@ -95,7 +97,7 @@ def test_the_report_sets_the_engines_beside_each_other() -> None:
     assert (
         "| 135M | 500 | 1 thread | 10.0 | 500.0 (500.0 to 500.0) | 500.0 (500.0 to 500.0) | 1,000 |" in told
     )
-    assert "| vLLM | 0.100 (0.100 to 0.100) | 11.000" in told
-    assert "| vLLM, 2 threads | 2,000 (2,000 to 2,000) | 1,000 (1,000 to 1,000) | 2.0 (2.0 to 2.0) |" in told
+    assert "| vLLM | 0.100 (0.100 to 0.100) | 11.000 (11.000 to 11.000) | 800 | 500 | 801 |" in told
+    assert "| 2 threads | 2,000 (2,000 to 2,000) | 3,000 (3,000 to 3,000) | 1.50 (1.50 to 1.50) |" in told
     assert "a processor, 2 cores; medians of 1 round," in told
     assert "busy, no contender" not in told

@@ -27,6 +27,7 @@ def check_sentences() -> list[Sentence]:
     gap = {"gap_mean": 0.21, "gap_max": 3.4}
     return [
         ("weight_version", invariants.weight_version(batch, 7)),
+        ("fingerprint", invariants.fingerprint([-1.0], [-1.31], 1e-3, ([-1.0], [-1.0]))),
         ("groups", invariants.groups(batch, 8)),
         ("masks", invariants.masks(batch, *columns)),
         ("masks", invariants.denominator(4096.0, 4100)),
