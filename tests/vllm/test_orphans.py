@@ -64,9 +64,13 @@ class Run:
         return {pid: arguments(pid) for pid in there}
 
     def gone(self) -> None:
-        """Nothing is left; what multiprocessing keeps beside ends a moment after the run."""
-        await_true(lambda: not any("resource_tracker" in told for told in self.left().values()), 5)
-        assert self.left() == {}
+        """No engine is left, and a moment later nothing at all.
+
+        What multiprocessing keeps beside ends after the run; a process that ends has no arguments any more.
+        """
+        engines = {pid: told for pid, told in self.left().items() if told and "resource_tracker" not in told}
+        assert engines == {}
+        await_true(lambda: not self.left(), 10)
 
 
 def session_of(leader: int) -> set[int]:

@@ -210,8 +210,10 @@ def start_local(recipe: Recipe, plan: Plan, watch: Watch) -> LocalRoles:
     hired = hire_models(recipe, plan, model)
     with ExitStack() as undo:
         undo.callback(hired.close)
-        roles = _connect(recipe, plan, watch, model, hired)
-        undo.callback(roles.engine.close)
+        learner = make_learner(recipe, model, hired.staff, watch)
+        engine = make_engine(recipe, model, lambda: (learner.named_weights(), learner.version))
+        undo.callback(engine.close)
+        roles = _connect(recipe, plan, watch, model, hired, learner, engine)
         roles.probe_weights()
         undo.pop_all()
     return roles
@@ -236,10 +238,16 @@ def make_learner(
     )
 
 
-def _connect(recipe: Recipe, plan: Plan, watch: Watch, model: PreTrainedModel, hired: Hired) -> LocalRoles:
+def _connect(
+    recipe: Recipe,
+    plan: Plan,
+    watch: Watch,
+    model: PreTrainedModel,
+    hired: Hired,
+    learner: Learner,
+    engine: Engine,
+) -> LocalRoles:
     encoder, store, staff = make_encoder(recipe, load_tokenizer(recipe.model)), MemoryStore(), hired.staff
-    learner = make_learner(recipe, model, staff, watch)
-    engine = make_engine(recipe, model, lambda: (learner.named_weights(), learner.version))
     reference = None
     if "ref_logprobs" in plan:
         reference = Scorer(Trunk(load_reference(recipe, model), recipe.train))

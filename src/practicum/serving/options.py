@@ -14,6 +14,7 @@ from practicum.errors import MissingExtraError, RecipeError, ServeError
 from practicum.models.load import require_model_folder
 from practicum.models.sources import read_config
 from practicum.recipe.teaching import Dtype
+from practicum.rollout.vllm.make import kv_token_bytes
 
 EngineName = Literal["auto", "torch", "vllm"]
 KEY_ENV = "PRACTICUM_API_KEY"
@@ -101,7 +102,7 @@ def _context(options: ServeOptions, longest: int | None) -> int:
 
 def _kv_bytes(options: ServeOptions, config: Any, context: int, dtype: str) -> int:
     """KV memory on a CPU: as asked, else for KV_TOKENS tokens or one sequence of the whole context."""
-    per_token = kv_bytes_per_token(config, dtype)
+    per_token = kv_token_bytes(config, getattr(torch, dtype))
     needed = per_token * 128 * math.ceil(context / 128)  # vLLM's memory is in blocks of 128 tokens
     if options.kv_gb is not None:
         given = int(options.kv_gb * 2**30)
@@ -112,10 +113,3 @@ def _kv_bytes(options: ServeOptions, config: Any, context: int, dtype: str) -> i
             )
         return given
     return max(needed, per_token * KV_TOKENS)
-
-
-def kv_bytes_per_token(config: Any, dtype: str) -> int:
-    """Bytes that one token's keys and values take in all layers."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * width * getattr(torch, dtype).itemsize

@@ -92,8 +92,12 @@ def _setup(
 
 def kv_bytes(config: Any, dtype: torch.dtype, room: Room) -> int:
     """KV memory of so many tokens, in blocks: each sequence has one that is not full."""
+    return kv_token_bytes(config, dtype) * _BLOCK * (-(-room.kv_tokens // _BLOCK) + room.slots + 1)
+
+
+def kv_token_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Bytes that one token's keys and values take in all layers."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token = 2 * text.num_hidden_layers * heads * width * dtype.itemsize
-    return token * _BLOCK * (-(-room.kv_tokens // _BLOCK) + room.slots + 1)
+    return 2 * text.num_hidden_layers * heads * width * dtype.itemsize
