@@ -74,11 +74,17 @@ OLD, NEW = [-1.0, -2.0, -3.0], [-1.1, -2.2, -3.3]
 def test_equal_fingerprints_pass_and_others_are_stale_or_corrupt():
     assert invariants.fingerprint(NEW, NEW, 1e-3) is None
     assert invariants.fingerprint([-1.1, -2.2005, -3.3], NEW, 1e-3) is None
-    finding = invariants.fingerprint([-1.1, -2.4, -3.3], NEW, 1e-3) or ""
+    finding = invariants.fingerprint([-1.1, -2.5, -3.3], NEW, 1e-3) or ""
     assert finding.startswith("stale or corrupt weights: ")
-    assert "0.2 nats" in finding
+    assert "0.1 nats per token" in finding
     assert "fingerprint_max is 0.001" in finding
     assert "inf nats" in (invariants.fingerprint([-1.1, float("nan"), -3.3], NEW, 1e-3) or "")
+
+
+def test_one_token_may_be_off_by_rounding():
+    expected = [-12.0] * 47
+    assert invariants.fingerprint([-12.00115, *expected[1:]], expected, 1e-3) is None
+    assert invariants.fingerprint([one - 1.1e-3 for one in expected], expected, 1e-3) is not None
 
 
 def test_a_fingerprint_of_before_is_told_as_such():
@@ -98,3 +104,5 @@ def test_a_skipped_update_is_found_within_the_limit_too():
 def test_a_gap_of_the_last_token_alone_is_the_prefix_caches():
     finding = invariants.fingerprint([-1.1, -2.2, -3.1], NEW, 1e-3, ([-1.0, -2.0, -3.1], OLD)) or ""
     assert "prefix cache is of older weights" in finding
+    many = [-5.0] * 47
+    assert "prefix cache" in (invariants.fingerprint([*many[1:], -5.006], many, 1e-3) or "")

@@ -11,6 +11,8 @@ from practicum.dataplane.ragged import Ragged
 
 _ROUNDING = 1e-6
 """A learner whose fingerprint moved by more has other weights."""
+_ONE_TOKEN = 5.0
+"""How many times as far off as all on average one token may be."""
 
 
 def weight_version(fresh: BatchRef, version: int) -> str | None:
@@ -30,32 +32,34 @@ def fingerprint(
     limit: float,
     before: tuple[Sequence[float], Sequence[float]] | None = None,
 ) -> str | None:
-    """After a sync, the engine's logprobs of a fixed sequence are the learner's.
+    """After a sync, the engine's logprobs of a fixed sequence are the learner's, on average.
 
-    `before` are both of the sync before this one: an engine that says the very same as then, while the
-    learner has moved, has not taken the new weights, however little they differ.
+    One token may be far off by rounding alone, where a model's numbers nearly cancel. The last is looked at
+    by itself: it tells of what the engine keeps. `before` are both of the sync before this one: an engine
+    that says the very same as then, while the learner has moved, has not taken the new weights, however
+    little they differ.
     """
-    gaps = _gaps(found, expected)
-    worst = max(gaps)
+    gap, last = _mean_gap(found, expected), _mean_gap(found[-1:], expected[-1:])
     told = (
-        f"stale or corrupt weights: after a sync, engine and learner differ by {worst:.3g} nats on a fixed "
-        f"sequence of tokens (checks.fingerprint_max is {limit:g})"
+        f"stale or corrupt weights: after a sync, engine and learner differ by {gap:.3g} nats per token on a "
+        f"fixed sequence (checks.fingerprint_max is {limit:g})"
     )
     if before is not None:
-        unmoved = list(found) == list(before[0]) and max(_gaps(expected, before[1])) > _ROUNDING
-        if unmoved or (not worst <= limit and max(_gaps(found, before[1])) <= limit):
+        unmoved = list(found) == list(before[0]) and _mean_gap(expected, before[1]) > _ROUNDING
+        if unmoved or (not gap <= limit and _mean_gap(found, before[1]) <= limit):
             return f"{told}; the engine still has those of before the update"
-    if worst <= limit:
-        return None
-    if len(gaps) > 1 and max(gaps[:-1]) <= limit:
-        return f"{told}, but only after a prompt that it knew: its prefix cache is of older weights"
-    return told
+    if _mean_gap(found[:-1], expected[:-1]) <= limit < last / _ONE_TOKEN:
+        return (
+            f"{told}, and by {last:.3g} on one that follows a prompt it knew: its prefix cache is of older "
+            "weights"
+        )
+    return None if gap <= limit else told
 
 
-def _gaps(one: Sequence[float], other: Sequence[float]) -> list[float]:
-    """|difference| of each, where anything that is no number is as far as can be."""
+def _mean_gap(one: Sequence[float], other: Sequence[float]) -> float:
+    """Mean |difference|; what is no number is as far off as can be."""
     gaps = [abs(a - b) for a, b in zip(one, other, strict=True)]
-    return [math.inf if math.isnan(gap) else gap for gap in gaps]
+    return math.inf if any(map(math.isnan, gaps)) else sum(gaps) / max(1, len(gaps))
 
 
 def logprob_gap(metrics: Mapping[str, float], limit: float) -> str | None:

@@ -306,8 +306,8 @@ class Checks(Section):
     fingerprint_max: float | None = Field(
         default=None,
         gt=0,
-        description="Largest |difference| in nats that fingerprint accepts; unset: 1e-3, and 0.2 for models "
-        "in bfloat16.",
+        description="Largest mean |difference| in nats that fingerprint accepts; unset: 1e-3, and 0.2 for "
+        "models in bfloat16.",
     )
     logprob_gap: Level = Field(
         default="error", description="Rollout and learner logprobs agree on fresh rows."

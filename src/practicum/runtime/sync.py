@@ -10,7 +10,7 @@ from practicum.recipe.schema import Recipe
 
 _LIMITS = {"bfloat16": 0.2}
 _LIMIT = 1e-3
-"""Largest |difference| of logprobs in nats, if the recipe says none; by the model's number type."""
+"""Largest mean |difference| of logprobs in nats, if the recipe says none; by the model's number type."""
 
 
 class SyncProbe:
