@@ -122,6 +122,8 @@ def check(
     typer.echo(show_recipe(loaded))
     _show("stages", [chain(plan), *(f"not {stage.name}: {why}" for stage, why in plan.skipped)])
     _show("sizes", plan.counts.lines())
+    if loaded.places:
+        _show("files", [str(place) for place in loaded.places])
     if not static:
         _show("findings", _preflight(loaded))
     typer.echo("\nok" + (" (static part only)" if static else ""))

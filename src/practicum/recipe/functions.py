@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -11,13 +12,33 @@ from typing import Any
 
 from practicum.errors import RecipeError
 
+_USE = re.compile(r"(?:(?P<folder>.*)/)?(?P<module>\w+(?:\.\w+)*):(?P<name>\w+)")
+_used_folders: set[Path] = set()
+"""Folders that functions of recipes were imported from."""
+
+
+def split_function(use: str) -> tuple[str, str, str] | None:
+    """Folder ("" if none), module and function of `[folder/]package.module:function`, if it is one."""
+    match = _USE.fullmatch(use)
+    return (match["folder"] or "", match["module"].removesuffix(".py"), match["name"]) if match else None
+
+
+def module_file(folder: Path, module: str) -> Path | None:
+    """The file of a module that lies in a folder, if it does."""
+    stem = folder.joinpath(*module.split("."))
+    return next((f for f in (stem.with_suffix(".py"), stem / "__init__.py") if f.is_file()), None)
+
 
 def import_function(use: str, path: str) -> Callable[..., Any]:
-    """The function that `use` names; modules of the working directory are found. `path` is for errors."""
-    module_name, _, attribute = use.partition(":")
-    if not (module_name and attribute):
+    """The function that `use` names; modules of its folder, or of the working directory, are found first.
+
+    `path` is for errors.
+    """
+    parts = split_function(use)
+    if parts is None:
         raise RecipeError(path, repr(use), "package.module:function")
-    module = _import(module_name, use, path)
+    folder, module_name, attribute = parts
+    module = _import(module_name, Path(folder).absolute(), use, path)
     function = getattr(module, attribute, None)
     if function is None:
         near = get_close_matches(attribute, vars(module), n=1)
@@ -28,12 +49,33 @@ def import_function(use: str, path: str) -> Callable[..., Any]:
     return function
 
 
-def _import(module_name: str, use: str, path: str) -> Any:
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+def _import(module_name: str, folder: Path, use: str, path: str) -> Any:
+    if sys.path[:1] != [str(folder)]:
+        sys.path[:] = [str(folder), *(entry for entry in sys.path if entry != str(folder))]
+    _forget_namesakes(module_name, folder)
+    _used_folders.add(folder)
     try:
         return importlib.import_module(module_name)
     except Exception as error:
-        hint = f"importing {module_name} from {here} raised {type(error).__name__}: {error}"
+        hint = f"importing {module_name} from {folder} raised {type(error).__name__}: {error}"
         raise RecipeError(path, repr(use), "a module that can be imported", hint) from error
+
+
+def _forget_namesakes(module_name: str, folder: Path) -> None:
+    """Forget what was imported by the names of this folder's modules from the folder of another recipe."""
+    others = _used_folders - {folder}
+    stale = {file.stem for file in folder.glob("*.py") if _home(file.stem) in others}
+    package = module_name.partition(".")[0]
+    if module_file(folder, module_name) and package not in sys.stdlib_module_names:
+        stale |= {package} if _home(package) not in (None, folder) else set()
+    for name in [name for name in sys.modules if name.partition(".")[0] in stale]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+
+
+def _home(package: str) -> Path | None:
+    """The folder that a module was imported from, if it was."""
+    module = sys.modules.get(package)
+    inside = next(iter(getattr(module, "__path__", ())), None)
+    file = inside or getattr(module, "__file__", None)
+    return None if file is None else Path(file).absolute().parent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from practicum.errors import RecipeError, RecipeErrors
 from practicum.recipe import yamlfile
 from practicum.recipe.origins import DEFAULT, OVERRIDE, Layers, Origin, leaves, spelled_out
+from practicum.recipe.places import Place, locate
 from practicum.recipe.problems import explain, shorten, with_origin
 from practicum.recipe.schema import Recipe
 from practicum.recipe.validate import combinations
@@ -26,6 +27,8 @@ class LoadedRecipe:
     recipe: Recipe
     origins: dict[str, Origin]
     source: Path
+    places: list[Place] = field(default_factory=list)
+    """Where the files, models and functions that it names were found."""
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
@@ -41,6 +44,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
     except RecipeError as error:
         raise RecipeErrors(str(source), [error]) from None
     layers.add(_parse_overrides(overrides, str(source)), lambda _: OVERRIDE)
+    places = locate(layers.data, layers.origins, source)
     try:
         recipe = Recipe.model_validate(layers.data)
     except ValidationError as error:
@@ -48,7 +52,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
     origins = {leaf: layers.origins.get(leaf, DEFAULT) for leaf, _ in leaves(recipe.model_dump())}
     if problems := combinations(recipe):
         raise RecipeErrors(str(source), [_with_origin(p, layers.origins) for p in problems])
-    return LoadedRecipe(recipe, origins, source)
+    return LoadedRecipe(recipe, origins, source, places)
 
 
 def _chain(source: Path) -> list[tuple[Path, yamlfile.Document]]:

@@ -1,6 +1,7 @@
 """The recipe: every option there is, with its one default and a sentence about it.
 
-Paths of models and data are relative to the working directory; `extends` to the file it is in.
+Paths are relative to the file they are in; models, data and modules that are not there are looked for in the
+working directory.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Task(Section):
     )
     file: str | None = Field(
         default=None,
-        description="JSONL or Parquet file of training rows, relative to the working directory.",
+        description="JSONL or Parquet file of training rows, beside the recipe or in the working directory.",
     )
     eval_file: str | None = Field(default=None, description="JSONL or Parquet file of evaluation rows.")
     prompt: str = Field(default="prompt", description="Column with the prompt: a string or chat messages.")

@@ -88,7 +88,11 @@ def _path_problems(at: str, path: Path) -> list[RecipeError]:
     if not path.is_file():
         names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         near = get_close_matches(path.name, names, n=1)
-        hint = f"did you mean {path.parent / near[0]}?" if near else f"looked from {Path.cwd()}."
+        hint = (
+            f"did you mean {path.parent / near[0]}?"
+            if near
+            else f"it is neither beside the recipe nor in {Path.cwd()}."
+        )
         return [RecipeError(at, repr(str(path)), "a file that exists", hint)]
     if path.suffix not in SUFFIXES:
         return [RecipeError(at, repr(str(path)), f"a file ending in {' or '.join(SUFFIXES)}")]

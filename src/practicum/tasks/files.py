@@ -99,7 +99,7 @@ class FileSource:
 
 def _open(path: Path) -> _Table:
     if not path.is_file():
-        raise DataError(f"{path}: no such file (looked from {Path.cwd()})")
+        raise DataError(f"{path}: no such file, neither beside the recipe nor in {Path.cwd()}")
     if path.suffix == ".jsonl":
         return _Jsonl(path)
     if path.suffix == ".parquet":

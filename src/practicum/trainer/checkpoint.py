@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from practicum.errors import PracticumError
+from practicum.recipe.places import absolute_files
 
 ASIDE = ".writing-"
 
@@ -125,7 +126,7 @@ MAY_CHANGE = (
 def require_same_run(old: dict[str, Any], new: dict[str, Any]) -> None:
     """A resumed run must be the run that was stopped."""
     allowed = MAY_CHANGE if new["train"]["schedule"] == "constant" else MAY_CHANGE[1:]
-    changed = [k for k in changed_keys(old, new) if not k.startswith(allowed)]
+    changed = [k for k in changed_keys(absolute_files(old), absolute_files(new)) if not k.startswith(allowed)]
     if changed:
         raise PracticumError(
             f"the run to resume was started with other values of {', '.join(changed)}. "

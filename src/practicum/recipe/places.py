@@ -1,0 +1,164 @@
+"""Where the files that a recipe names are: beside it, as with `extends`, or in the working directory."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from practicum.recipe.functions import module_file, split_function
+from practicum.recipe.origins import Origin
+
+_FILES = (
+    "model.path",
+    "model.tokenizer",
+    "algorithm.kl.reference",
+    "tasks.*.file",
+    "tasks.*.eval_file",
+    "teachers.*.model",
+    "teachers.*.tokenizer",
+    "reward.models.*.model",
+)
+"""Keys whose values are files, or folders of models."""
+_FUNCTIONS = (
+    "reward.functions.*.use",
+    "tasks.*.rewards.*.use",
+    "agent.loop",
+    "agent.tools.*",
+    "agent.tools.*.use",
+)
+"""Keys whose values may name a function of the user's as module:function."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a key names, where it was found, and another place that has it too."""
+
+    key: str
+    written: str
+    taken: Path | None = None
+    beside_recipe: bool = False
+    other: Path | None = None
+
+    def __str__(self) -> str:
+        if self.taken is None:
+            return f"{self.key}: {self.written} is neither beside the recipe nor in the working directory"
+        where = "beside the recipe" if self.beside_recipe else "in the working directory"
+        also = f" (not taken: {_short(self.other)})" if self.other is not None else ""
+        return f"{self.key}: {_short(self.taken)}, {where}{also}"
+
+
+def locate(data: dict[str, Any], origins: Mapping[str, Origin], source: Path) -> list[Place]:
+    """Write the absolute path in place of what lies beside the recipe; say where everything was found.
+
+    A value is looked for in the folder of the file that it stands in, then in the working directory; one of
+    --set the other way round. What is in the working directory, or nowhere yet, stays as it was written.
+    """
+    places = []
+    for holder, key, path in _values(data):
+        written = holder[key]
+        if not isinstance(written, str) or Path(written).expanduser().is_absolute():
+            continue
+        if path.endswith(".model") and holder.get("url") is not None:
+            continue  # a server's name for its model
+        origin = _origin(path, origins)
+        if origin is None:
+            continue
+        is_function = not any(_matches(path, pattern) for pattern in _FILES)
+        if is_function and split_function(written) is None:
+            continue
+        place, value = _find(path, written, origin, source.parent, is_function)
+        holder[key] = value
+        if place.taken is not None or not is_function:  # a module that is in neither place is installed
+            places.append(place)
+    return places
+
+
+def absolute_files(data: dict[str, Any]) -> dict[str, Any]:
+    """A resolved recipe's data with relative paths of files made absolute: for comparing two of them."""
+    for holder, key, path in _values(data):
+        value = holder[key]
+        is_file = isinstance(value, str) and any(_matches(path, pattern) for pattern in _FILES)
+        if is_file and Path(value).exists():
+            holder[key] = str(Path(value).absolute())
+    return data
+
+
+def _find(
+    path: str, written: str, origin: Origin, recipe_folder: Path, is_function: bool
+) -> tuple[Place, str]:
+    """Where a value was found, and the value that takes its place."""
+    beside = Path(os.path.normpath((recipe_folder / origin.file).parent if origin.file else recipe_folder))
+    find = _function_file if is_function else _file
+    near, here = find(beside.absolute(), written), find(Path.cwd(), written)
+    prefers_here = origin.kind == "--set"
+    first, second = (here, near) if prefers_here else (near, here)
+    taken = first or second
+    if taken is None:
+        return Place(path, written), written
+    by_recipe = taken is near
+    other = None if first is None or second is None or first == second else second
+    place = Place(path, written, taken, by_recipe, other)
+    if not by_recipe:
+        return place, written
+    return place, _absolute(beside.absolute(), written) if is_function else str(taken)
+
+
+def _file(folder: Path, written: str) -> Path | None:
+    path = Path(os.path.normpath(folder / written))
+    return path if path.exists() else None
+
+
+def _function_file(folder: Path, written: str) -> Path | None:
+    """The file of a function's module; modules of Python itself are never a recipe's."""
+    inside, module, _ = split_function(written) or ("", "", "")
+    if not inside and module.partition(".")[0] in sys.stdlib_module_names:
+        return None
+    return module_file(Path(os.path.normpath(folder / inside)), module)
+
+
+def _absolute(folder: Path, written: str) -> str:
+    """The function with its folder in front: whichever process imports it finds the same one."""
+    inside, module, name = split_function(written) or ("", "", "")
+    return f"{os.path.normpath(folder / inside)}/{module}:{name}"
+
+
+def _origin(path: str, origins: Mapping[str, Origin]) -> Origin | None:
+    """Where the value, or the list that it is in, came from."""
+    while path and path not in origins:
+        path = path.rpartition(".")[0]
+    return origins.get(path)
+
+
+def _values(data: Any) -> Iterator[tuple[Any, Any, str]]:
+    """Every (mapping or list, key in it, dotted path) of data that one of the patterns names."""
+    for pattern in (*_FILES, *_FUNCTIONS):
+        yield from _walk(data, pattern.split("."), "")
+
+
+def _walk(data: Any, steps: Sequence[str], path: str) -> Iterator[tuple[Any, Any, str]]:
+    step, *rest = steps
+    keys: list[Any] = []
+    if isinstance(data, dict):
+        keys = list(data) if step == "*" else [step] if step in data else []
+    elif isinstance(data, list) and step == "*":
+        keys = list(range(len(data)))
+    for key in keys:
+        here = f"{path}.{key}" if path else str(key)
+        if rest:
+            yield from _walk(data[key], rest, here)
+        else:
+            yield data, key, here
+
+
+def _matches(path: str, pattern: str) -> bool:
+    given, wanted = path.split("."), pattern.split(".")
+    return len(given) == len(wanted) and all(w in ("*", g) for g, w in zip(given, wanted, strict=True))
+
+
+def _short(path: Path) -> str:
+    """Relative to the working directory if it is inside it."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
