@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from practicum.recipe.load import load_recipe
-from practicum.trainer.demo import demo_rows, run_demo, shipped_recipes
+from practicum.recipe.shipped import shipped_recipes
+from practicum.trainer.demo import demo_rows, run_demo
 from practicum.trainer.run import train_loaded
 
 RECIPES = shipped_recipes()

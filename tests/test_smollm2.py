@@ -14,8 +14,8 @@ import torch
 from practicum.models.load import load_model, load_tokenizer
 from practicum.recipe.load import load_recipe
 from practicum.recipe.schema import MakeModel, Model
+from practicum.recipe.shipped import shipped_recipes
 from practicum.tasks.files import FileSource
-from practicum.trainer.demo import shipped_recipes
 from practicum.trainer.run import train_loaded
 
 FOLDER = shipped_recipes() / "smollm2"

@@ -13,6 +13,7 @@ from practicum.dataplane.plan import chain, draw, make_plan
 from practicum.errors import ClusterError, PracticumError
 from practicum.recipe import reference
 from practicum.recipe.load import LoadedRecipe, load_recipe
+from practicum.recipe.shipped import copy_recipe, list_recipes
 from practicum.recipe.show import show_recipe
 
 
@@ -39,7 +40,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     help="Post-train language models: reinforcement learning and on-policy distillation.",
-    epilog="Start with `practicum demo`, then `practicum explain RECIPE` and `practicum schema`.",
+    epilog="Start with `practicum demo`, then `practicum recipes`. Examples are for a checkout; elsewhere, "
+    "`practicum init sort recipes/sort` brings their files.",
 )
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (YAML).")]
@@ -91,7 +93,7 @@ def train(
 ) -> None:
     """Train by a recipe, or by several one after another.
 
-    practicum train recipes/sort.yaml --set train.steps=20 --out runs/short
+    practicum train recipes/sort/start.yaml --set train.steps=20 --out runs/short
     """
     if resume and fresh:
         raise typer.BadParameter("--resume continues a run, --fresh replaces it: give one of them")
@@ -102,7 +104,9 @@ def train(
 
 @app.command(no_args_is_help=True)
 def check(
-    recipe: RecipePath,
+    files: Annotated[
+        list[Path], typer.Argument(metavar="RECIPE...", help="Recipe files, looked at one after another.")
+    ],
     overrides: Overrides = None,
     static: Annotated[
         bool, typer.Option("--static", help="Only what can be known without loading anything.")
@@ -113,9 +117,13 @@ def check(
     Prints every value and where it came from, the stages, the sizes, and what loading files and
     model found.
 
-    practicum check recipes/sort.yaml --set rollout.samples=4
+    practicum check recipes/sort/start.yaml --set rollout.slots=64
     """
-    loaded = load_recipe(recipe, overrides or [])
+    for loaded in [load_recipe(file, overrides or []) for file in files]:
+        _check(loaded, static)
+
+
+def _check(loaded: LoadedRecipe, static: bool) -> None:
     plan = make_plan(loaded.recipe)
     assert plan.counts is not None
     typer.echo(f"# {loaded.source}, every value and where it came from")
@@ -135,7 +143,7 @@ def explain(recipe: RecipePath, overrides: Overrides = None) -> None:
 
     Each with what it reads and writes; those that the recipe does not need, with the reason.
 
-    practicum explain recipes/sort.yaml --set algorithm.kl.place=loss
+    practicum explain recipes/sort/grpo.yaml --set algorithm.kl.place=loss
     """
     loaded = load_recipe(recipe, overrides or [])
     typer.echo(f"A step of {loaded.recipe.name}\n\n{draw(make_plan(loaded.recipe))}")
@@ -159,7 +167,7 @@ def plan(
     Who sits where, the memory of each device, the bytes that are moved, and the seconds of each stage with
     the one that takes longest. What does not fit is an error. With --cluster the roles are Ray actors.
 
-    practicum plan recipes/sort.yaml --cluster examples/cluster.yaml --from runs/sort
+    practicum plan recipes/sort/start.yaml --set runtime=ray --from runs/short
     """
     from practicum.runtime.forecast.forecast import forecast
     from practicum.runtime.forecast.prompts import mean_prompt_tokens
@@ -203,6 +211,39 @@ def tasks() -> None:
             typer.echo(f"  option   {option} = {about}")
 
 
+@app.command()
+def recipes() -> None:
+    """List the recipes that come with practicum.
+
+    With what each shows and what it should reach. `practicum init NAME` copies one.
+    """
+    for folder, group in list_recipes().items():
+        typer.echo(f"{folder}")
+        for recipe in group:
+            typer.echo(f"  {recipe.name}: {recipe.about}")
+            typer.echo(f"    expected: {recipe.expected}")
+    typer.echo("\npracticum init NAME [DIR] copies a folder or one recipe, ready to change")
+
+
+@app.command(no_args_is_help=True)
+def init(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A folder, such as sort, or a recipe, sort/ppo.")
+    ],
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="Where to put it; unset: ./NAME.")
+    ] = None,
+) -> None:
+    """Copy recipes that come with practicum, ready to change.
+
+    With their data, functions and README. Files that are there already are not written over.
+
+    practicum init own_data mine
+    """
+    for sentence in copy_recipe(name, folder):
+        typer.echo(sentence)
+
+
 @app.command(name="eval", no_args_is_help=True)
 def evaluate(
     recipe: RecipePath,
@@ -214,7 +255,7 @@ def evaluate(
 ) -> None:
     """Evaluate a model on the held-out prompts of a recipe.
 
-    practicum eval recipes/sort.yaml --model runs/sort/export
+    practicum eval recipes/sort/grpo.yaml --model runs/short/export
     """
     from practicum.trainer.run import evaluate_recipe
 
@@ -262,7 +303,7 @@ def serve(
     Scores prompts by vLLM's form of /v1/completions, for this machine only unless --host says otherwise.
     Ctrl-C ends it.
 
-    practicum serve runs/sort/export --port 8000
+    practicum serve runs/short/export --port 8000
     """
     given = {"--engine": (engine, ("auto", "torch", "vllm"))}
     given["--dtype"] = (dtype or "float32", ("float32", "bfloat16", "float64"))

@@ -55,6 +55,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
     return LoadedRecipe(recipe, origins, source, places)
 
 
+def base_files(source: Path) -> list[Path]:
+    """The recipe's file, what it extends, what that extends, and so on."""
+    return [Path(os.path.normpath(file)) for file, _ in _chain(source)[::-1]]
+
+
 def _chain(source: Path) -> list[tuple[Path, yamlfile.Document]]:
     """The recipe's file and its bases, the deepest base first."""
     chain: list[tuple[Path, yamlfile.Document]] = []

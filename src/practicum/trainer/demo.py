@@ -8,23 +8,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-import practicum
-from practicum.errors import PracticumError
 from practicum.observe.tables import score_table
 from practicum.recipe.load import LoadedRecipe, load_recipe
+from practicum.recipe.shipped import shipped_recipes
 from practicum.trainer.run import Outcome, evaluate_model, show_ledger, train_loaded
 
 BASE, STUDENT = "base", "student"
 Scores = Mapping[str, float]
-
-
-def shipped_recipes() -> Path:
-    """The recipes that come with practicum: inside the installed package, or in the repository."""
-    package = Path(practicum.__file__).parent
-    for folder in (package / "_recipes", package.parents[1] / "recipes"):
-        if folder.is_dir():
-            return folder
-    raise PracticumError("the recipes that come with practicum are not there: reinstall it")
 
 
 def run_demo(out: Path = Path("runs/mopd")) -> dict[str, dict[str, float]]:
