@@ -238,7 +238,7 @@ def init(
 
     With their data, functions and README. Files that are there already are not written over.
 
-    practicum init own_data mine
+    practicum init sort mine
     """
     for sentence in copy_recipe(name, folder):
         typer.echo(sentence)
