@@ -97,6 +97,7 @@ def train(
     """
     if resume and fresh:
         raise typer.BadParameter("--resume continues a run, --fresh replaces it: give one of them")
+    _say_loading()
     from practicum.trainer.run import train_recipes
 
     train_recipes(recipes, overrides or [], resume=resume, fresh=fresh, out=out)
@@ -257,6 +258,7 @@ def evaluate(
 
     practicum eval recipes/sort/grpo.yaml --model runs/short/export
     """
+    _say_loading()
     from practicum.trainer.run import evaluate_recipe
 
     evaluate_recipe(recipe, overrides or [], model)
@@ -329,9 +331,15 @@ def demo(
     A tiny base model from demonstrations, a specialist for each of three domains by GRPO, then one student
     corrected by all three (on-policy distillation), and a table of who can do what. No GPU, no network.
     """
+    _say_loading()
     from practicum.trainer.demo import run_demo
 
     run_demo(out)
+
+
+def _say_loading() -> None:
+    """The first sign of life: what follows imports torch, which takes seconds."""
+    typer.echo("loading torch …", err=True)
 
 
 def _preflight(loaded: LoadedRecipe) -> list[str]:

@@ -188,6 +188,24 @@ def test_shares_of_a_run_are_of_its_counts_not_means_of_the_steps_shares():
     assert totals(steps)["teacher math"]["prompts_share"] == pytest.approx(3 / 20)
 
 
+def test_shares_of_the_loss_add_up_to_one_when_steps_have_different_teachers():
+    shares = [{"math": 1.0}, {"math": 0.5, "code": 0.5}, {"code": 0.25, "chat": 0.75}, {}]
+    steps = []
+    for step in shares:
+        row = {"step": float(len(steps))}
+        for name, share in step.items():
+            row |= {f"teacher/{name}/prompts": 1, f"teacher/{name}/tokens": 2}
+            row |= {f"teacher/{name}/loss_share": share, f"domain/d {name}/loss_share": share}
+            row |= {f"domain/d {name}/prompts": 1, f"domain/d {name}/tokens": 2}
+        steps.append(row)
+    lines = totals(steps)
+    for kind in ("teacher ", "domain "):
+        mine = {name: line["loss_share"] for name, line in lines.items() if name.startswith(kind)}
+        assert sum(mine.values()) == pytest.approx(1.0)
+    assert lines["teacher math"]["loss_share"] == pytest.approx(0.5)
+    assert lines["teacher chat"]["loss_share"] == pytest.approx(0.25)
+
+
 def test_domains_may_have_a_slash_in_their_name():
     batch = BatchRef("train", (Key(0),), (tags("math", "sums/hard", 4, 1.0),))
     made = GroupSums()

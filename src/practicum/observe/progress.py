@@ -2,39 +2,69 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from statistics import fmean
 from types import TracebackType
+from typing import Any
 
-from rich.console import Console, Group
+from rich import box
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
+from practicum.observe.text import duration, plain, shorten, sparkline
+
+COLOURS = ("cyan", "magenta", "blue", "green", "yellow", "red")
 LINE_EVERY_S = 10.0
+WARNINGS_SHOWN = 3
+BORDER = 4
+"""Columns that the panel's frame takes."""
+
+CURVES: dict[str, tuple[str, ...]] = {
+    "reward": ("reward/mean",),
+    "loss": ("train/loss",),
+    "eval": ("eval/greedy", "eval/mean@", "eval/pass@"),
+    "KL to teachers": ("train/teacher_kl", "advantage/teacher_kl"),
+    "KL to reference": ("train/kl", "advantage/kl_reward"),
+    "KL of update": ("train/approx_kl",),
+}
+"""What is drawn over the steps, and the metrics that may hold it; a name that ends in @ takes any k."""
+INSTEAD = {"loss": ("reward",), "KL of update": ("KL to teachers", "KL to reference")}
+"""Curves that are only shown where those others are not known."""
 
 
 class ProgressView:
-    """Shows step, reward or loss, tokens/s, where the time goes, and the time left."""
+    """Shows step, time left, reward, evaluation and KL over the steps, where the time goes, the newest
+    sample and warnings."""
 
     def __init__(self, name: str, steps: int, done: int = 0, console: Console | None = None) -> None:
-        self.name, self.steps = name, steps
+        self.name, self.steps = plain(name), steps
         self.console = console or Console()
-        self._live = Live(console=self.console, refresh_per_second=4, transient=True)
-        self._shown = time.monotonic()
+        self.is_live = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.warnings: list[str] = []
+        self._lock = threading.RLock()
+        self._began = self._shown = self._stage_began = time.monotonic()
         self._durations: deque[float] = deque(maxlen=20)
         self._step, self._stage = done, "starting"
         self._printed: int | None = None
         self._metrics: dict[str, float] = {}
-        self._evals: dict[str, float] = {}
+        self._curves: dict[str, list[float]] = {}
+        self._sample: Mapping[str, Any] | None = None
+        self._live = Live(
+            console=self.console, refresh_per_second=4, transient=True, get_renderable=self._panel
+        )
 
     def __enter__(self) -> ProgressView:
-        if self.console.is_terminal:
+        if self.is_live:
             self._live.start()
+        else:
+            self.say(f"{self.name} · starting · step {self._step}/{self.steps}")
         return self
 
     def __exit__(
@@ -43,81 +73,180 @@ class ProgressView:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        if self.console.is_terminal:
+        if self.is_live:
             self._live.stop()
         if self._metrics and self._printed != self._step:
             self._print_line()
 
     def stage(self, name: str) -> None:
         """A stage begins."""
-        self._stage = name
-        self._refresh()
+        with self._lock:
+            self._stage, self._stage_began = name, time.monotonic()
 
     def step(self, number: int, metrics: Mapping[str, float]) -> None:
-        """A step is done."""
-        self._step, self._metrics = number, dict(metrics)
-        if "time/step" in metrics:
-            self._durations.append(metrics["time/step"])
-        self._evals |= {k: v for k, v in metrics.items() if k.startswith("eval/")}
-        self._refresh()
-        if not self.console.is_terminal and time.monotonic() - self._shown >= LINE_EVERY_S:
+        """A step is done; step 0 is the evaluation before the first."""
+        with self._lock:
+            self._step, self._metrics = number, dict(metrics)
+            self._add(metrics)
+        measured = any(name.startswith("eval/") for name in metrics)
+        if not self.is_live and (measured or time.monotonic() - self._shown >= LINE_EVERY_S):
             self._print_line()
+
+    def recall(self, rows: Iterable[Mapping[str, float]]) -> None:
+        """Steps that were done before this start, for the curves."""
+        with self._lock:
+            for row in rows:
+                self._add(row)
+
+    def sample(self, row: Mapping[str, Any]) -> None:
+        """The newest sample: a row of samples.jsonl."""
+        with self._lock:
+            self._sample = dict(row)
+
+    def warn(self, sentence: str) -> None:
+        """A warning that stays in the panel; without one it is a line."""
+        with self._lock:
+            self.warnings.append(sentence)
+        if not self.is_live:
+            self.say(f"warning: {sentence}")
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self.console.print(text, highlight=False, soft_wrap=True)
+        lines = "\n".join(plain(line) for line in text.splitlines())
+        self.console.print(lines, markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+    def line(self) -> str:
+        """The state in one line."""
+        facts = [f"step {self._step}/{self.steps}"]
+        for name in self._drawn():
+            value = find_curve(name, self._metrics)
+            if value is not None:
+                facts.append(f"{name} {value:.3f}")
+        return " · ".join([self.name, *facts, *self._speed(), self._left()])
+
+    def _add(self, metrics: Mapping[str, float]) -> None:
+        if "time/step" in metrics:
+            self._durations.append(metrics["time/step"])
+        for name in CURVES:
+            value = find_curve(name, metrics)
+            if value is not None:
+                self._curves.setdefault(name, []).append(value)
 
     def _print_line(self) -> None:
         self._shown, self._printed = time.monotonic(), self._step
         self.say(self.line())
 
-    def line(self) -> str:
-        """The state in one line."""
-        return f"{self.name} · {' · '.join(f'{k} {v}' for k, v in self._facts().items())}"
+    def _drawn(self) -> list[str]:
+        known = [name for name in CURVES if name in self._curves]
+        return [name for name in known if not any(other in known for other in INSTEAD.get(name, ()))]
 
-    def _facts(self) -> dict[str, str]:
-        m = self._metrics
-        facts = {"step": f"{self._step}/{self.steps}"}
-        if "reward/mean" in m:
-            facts["reward"] = f"{m['reward/mean']:.3f}"
-        elif "train/loss" in m:
-            facts["loss"] = f"{m['train/loss']:.3f}"
-        if "train/teacher_kl" in m:
-            facts["KL to teachers"] = f"{m['train/teacher_kl']:.3f}"
-        if "eval/greedy" in self._evals:
-            facts["eval"] = f"{self._evals['eval/greedy']:.3f}"
-        if "rollout/tokens_per_second" in m:
-            facts["rollout"] = f"{m['rollout/tokens_per_second']:,.0f} tok/s"
+    def _speed(self) -> list[str]:
+        m, facts = self._metrics, []
         if "time/step" in m:
-            facts["time"] = f"{m['time/step']:.2f} s/step ({self._split()})"
-        facts["left"] = self._left()
+            facts.append(f"{m['time/step']:.2f} s/step")
+        if "rollout/tokens_per_second" in m:
+            facts.append(f"rollout {m['rollout/tokens_per_second']:,.0f} tokens/s")
         return facts
 
-    def _split(self) -> str:
-        shares = [f"{name} {share:.0%}" for name, share in stage_shares(self._metrics)[:3]]
-        return ", ".join(shares)
-
     def _left(self) -> str:
-        if not self._durations:
-            return "…"
-        seconds = fmean(self._durations) * (self.steps - self._step)
-        return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+        if not self._durations or self._step >= self.steps:
+            return "time left unknown" if self._step < self.steps else "last step done"
+        return f"{duration(fmean(self._durations) * (self.steps - self._step))} left"
 
-    def _refresh(self) -> None:
-        if self.console.is_terminal:
-            self._live.update(self._panel())
+    def _panel(self) -> Panel:
+        with self._lock:
+            width = self.console.width - BORDER
+            parts = [self._header(width), self._curve_rows(width), self._times(width)]
+            parts += [self._newest(width), self._warned()]
+        rows: list[RenderableType] = []
+        for part in parts:
+            if part:
+                rows += [Text(" "), *part] if rows else part
+        title = Text(shorten(self.name, width - 4), style="bold")
+        return Panel(Group(*rows), box=box.ROUNDED, border_style="dim", title=title, title_align="left")
 
-    def _panel(self) -> Group:
-        table = Table.grid(padding=(0, 2))
-        facts = self._facts()
-        table.add_row(*(Text(name, style="dim") for name in facts))
-        table.add_row(*facts.values())
-        bar = ProgressBar(total=max(self.steps, 1), completed=self._step, width=60)
-        split = Text("time ", style="dim")
-        for i, (name, share) in enumerate(stage_shares(self._metrics)):
-            split.append("█" * max(1, round(share * 40)), style=COLOURS[i % len(COLOURS)])
-            split.append(f" {name} {share:.0%} ", style="dim")
-        return Group(Text(f"{self.name} · {self._stage}", style="bold"), bar, table, split)
+    def _header(self, width: int) -> list[RenderableType]:
+        now = time.monotonic()
+        stage = Text(f"step {self._step}/{self.steps}", style="bold")
+        stage.append(f" · {self._stage}", style="not bold")
+        if now - self._stage_began >= 1:
+            stage.append(f" {duration(now - self._stage_began)}", style="not bold dim")
+        clock = Text(f"{duration(now - self._began)} so far · {self._left()}", style="dim")
+        bar = ProgressBar(total=max(self.steps, 1), completed=self._step, width=width)
+        return [_two_ends(stage, clock), bar]
+
+    def _curve_rows(self, width: int) -> list[RenderableType]:
+        drawn = self._drawn()
+        if not drawn:
+            return []
+        label = max(len(name) for name in drawn)
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        room = max(4, min(60, width - label - 10 - 17))
+        for name in drawn:
+            values = self._curves[name]
+            grid.add_row(
+                Text(name.ljust(label), style="dim", no_wrap=True),
+                Text(f"{values[-1]:8.3f}", style="bold", no_wrap=True),
+                Text(sparkline(values, room).ljust(room), style="cyan", no_wrap=True),
+                Text(f"{min(values):.3g} … {max(values):.3g}", style="dim", no_wrap=True),
+            )
+        return [grid]
+
+    def _times(self, width: int) -> list[RenderableType]:
+        speed, shares = self._speed(), stage_shares(self._metrics)
+        if not speed:
+            return []
+        bar, legend = Text(no_wrap=True), Text(no_wrap=True, overflow="ellipsis")
+        for i, (name, share) in enumerate(shares):
+            colour, entry = COLOURS[i % len(COLOURS)], f" {name} {share:.0%}  "
+            bar.append("▄" * round(share * width), style=colour)
+            if len(legend) + len(entry) + 1 <= width + 2:
+                legend.append("■", style=colour).append(entry, style="dim")
+        bar.truncate(width)
+        legend.rstrip()
+        return [Text(" · ".join(speed), no_wrap=True, overflow="ellipsis"), bar, legend]
+
+    def _newest(self, width: int) -> list[RenderableType]:
+        row = self._sample
+        if row is None:
+            return []
+        head = Text("newest sample", style="dim", no_wrap=True, overflow="ellipsis")
+        head.append(f" · {shorten(str(row.get('task') or ''), 24)}")
+        if row.get("reward") is not None:
+            head.append(" · reward ").append(f"{row['reward']:.3f}", style="bold not dim")
+        lines: list[RenderableType] = [head]
+        for mark, what in (("?", "prompt"), (">", "response"), ("=", "expected")):
+            if row.get(what) not in (None, ""):
+                text = Text(f"{mark} ", style="dim", no_wrap=True, overflow="ellipsis")
+                lines.append(text.append(shorten(str(row[what]), width - 2), style="not dim"))
+        return lines
+
+    def _warned(self) -> list[RenderableType]:
+        rows = Table.grid(padding=(0, 1, 0, 0))
+        for sentence in self.warnings[-WARNINGS_SHOWN:]:
+            rows.add_row(Text("!", style="bold yellow"), Text(plain(sentence), style="yellow"))
+        return [rows] if self.warnings else []
+
+
+def _two_ends(left: Text, right: Text) -> Table:
+    """Two texts on one line, at its left and right end; the left one is cut where both don't fit."""
+    grid = Table.grid(expand=True)
+    grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_row(left, right)
+    return grid
+
+
+def find_curve(name: str, metrics: Mapping[str, float]) -> float | None:
+    """The value of a curve in a step's metrics, if they have it."""
+    for metric in CURVES[name]:
+        if metric in metrics:
+            return metrics[metric]
+        if metric.endswith("@"):
+            for known, value in metrics.items():
+                if known.startswith(metric) and known.count("/") == 1:
+                    return value
+    return None
 
 
 def stage_shares(metrics: Mapping[str, float]) -> list[tuple[str, float]]:

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rich.table import Table
+from rich.text import Text
+
+from practicum.observe.text import plain
 
 
 def score_table(title: str, rows: Mapping[str, Mapping[str, float]], columns: Sequence[str]) -> Table:
     """Scores by name and column; a score that was not measured is shown as a dash."""
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table(title=Text(plain(title)), title_justify="left", title_style="bold")
     table.add_column("")
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(Text(plain(column)), justify="right")
     for name, scores in rows.items():
         shown = [f"{scores[c]:.3f}" if c in scores else "–" for c in columns]
-        table.add_row(name, *shown)
+        table.add_row(Text(plain(name)), *shown)
     return table
 
 
@@ -48,5 +51,5 @@ def ledger_table(lines: Mapping[str, Mapping[str, float]]) -> Table:
             cells.append(
                 f"{cell} {share:.0%}" if share is not None and what in ("prompts", "tokens") else cell
             )
-        table.add_row(name, *cells)
+        table.add_row(Text(plain(name)), *cells)
     return table

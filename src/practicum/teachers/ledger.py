@@ -20,6 +20,9 @@ STARVED = 0.1
 SUMMED = frozenset({"prompts", "tokens", "seconds", "wakes"})
 """Numbers that add up over steps; of the others a run has the mean."""
 
+DIVIDED = frozenset({"loss_share", "gradient_share"})
+"""Shares of one whole per step: a name that a step does not have has none of it."""
+
 Pair = tuple[str, str]
 """A teacher and a domain."""
 
@@ -88,17 +91,29 @@ def starved(metrics: Mapping[str, float], shares: Mapping[str, float] | None) ->
 def totals(rows: Iterable[Mapping[str, float]]) -> dict[str, dict[str, float]]:
     """The ledger of a whole run from its steps' metrics: sums of counts, means of the rest, shares anew.
 
+    The shares of all teachers, and of all domains, add up to one.
     Keys are "teacher <name>" and "domain <domain>".
     """
     gathered: dict[str, dict[str, list[float]]] = {}
+    divided: dict[tuple[str, str], int] = {}
     for row in rows:
+        measured: set[tuple[str, str]] = set()
         for metric, value in row.items():
             kind, _, rest = metric.partition("/")
             name, _, what = rest.rpartition("/")
             if kind in ("teacher", "domain") and name:
                 gathered.setdefault(f"{kind} {name}", {}).setdefault(what, []).append(value)
+                measured.add((kind, what))
+        for which in measured:
+            divided[which] = divided.get(which, 0) + 1
+
+    def total(name: str, what: str, values: list[float]) -> float:
+        if what in SUMMED:
+            return sum(values)
+        return sum(values) / (divided[name.split()[0], what] if what in DIVIDED else len(values))
+
     lines = {
-        name: {what: sum(v) if what in SUMMED else fmean(v) for what, v in line.items()}
+        name: {what: total(name, what, values) for what, values in line.items()}
         for name, line in sorted(gathered.items(), key=lambda item: (item[0].startswith("domain "), item[0]))
     }
     for kind in ("teacher", "domain"):

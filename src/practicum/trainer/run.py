@@ -172,6 +172,8 @@ class Run:
         wanted = self.recipe.track.trajectories - len(self._samples)
         if wanted > 0:
             self._samples += sample_rows(self.roles, batch, wanted)
+            if self._samples:
+                self.view.sample(self._samples[-1])
 
     def _report(self, sentence: str) -> None:
         self.view.say(sentence)
@@ -206,6 +208,7 @@ class Run:
         self.runner.stream.load_state_dict(self.progress.stream)
         set_random_state(torch.load(path / "random.pt", weights_only=True))
         self.folder.rewind(self.progress.positions)
+        self.view.recall(self.folder.metrics())
         self.folder.log(f"resumed from {path.name}")
 
     def close(self) -> None:
