@@ -10,6 +10,7 @@ import practicum
 ROOT = Path(practicum.__file__).parent
 RANK = {
     "errors": 0,
+    "user_code": 0,
     "recipe": 1,
     "dataplane": 2,
     "algorithms": 2,

@@ -10,6 +10,9 @@ VLLM_INSTALL = "pip install 'practicum[vllm]' on a machine with a GPU, 'practicu
 class PracticumError(Exception):
     """An error with a sentence for the user; the command line shows it without a traceback."""
 
+    details: str = ""
+    """What log.txt gets besides: the whole traceback of a user's own code."""
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors cross processes. They are made again without __init__, whose arguments may differ.
         return _again, (type(self), self.args), self.__dict__

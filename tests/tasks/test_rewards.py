@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import threading
 from pathlib import Path
@@ -192,14 +193,20 @@ def test_a_raising_function_stops_the_run_with_its_sample(use):
     assert "'bad'" in text
     assert "1249" in text
     assert "on_error: skip" in text
-    assert isinstance(caught.value.__cause__, ValueError)
+    for told in (text, caught.value.details):
+        assert re.search(r'File ".*tests/tasks/reward_functions.py", line \d+, in picky\n', told)
+        assert 'raise ValueError("I do not like it")' in told
+        assert "practicum/tasks" not in told
+    assert caught.value.details.endswith("ValueError: I do not like it")
 
 
 @pytest.mark.parametrize("use", ["picky", "picky_async"])
 def test_or_the_sample_is_left_out_and_counted_never_zero(use):
     judged = score(judge_for(use, on_error="skip"), sample("a"), sample("bad"), sample("b"))
     assert [j.reward for j in judged] == [1.0, None, 1.0]
-    assert judged[1].failure == f"reward {use} raised ValueError: I do not like it"
+    told = f"reward {use} raised ValueError: I do not like it (reward_functions.py, line "
+    assert (judged[1].failure or "").startswith(told)
+    assert (judged[1].trace or "").endswith("ValueError: I do not like it")
     assert judged[0].failure is None
 
 

@@ -48,3 +48,5 @@ class Tags:
     is_baseline: bool = False
     is_padding: bool = False
     failure: str | None = None
+    trace: str | None = None
+    """The traceback of a user's code that raised in this session: its reward, its loop or a tool."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from practicum.errors import RecipeError
+from practicum.user_code import error_line, frames
 
 _USE = re.compile(r"(?:(?P<folder>.*)/)?(?P<module>\w+(?:\.\w+)*):(?P<name>\w+)")
 _used_folders: set[Path] = set()
@@ -56,9 +57,11 @@ def _import(module_name: str, folder: Path, use: str, path: str) -> Any:
     _used_folders.add(folder)
     try:
         return importlib.import_module(module_name)
-    except Exception as error:
-        hint = f"importing {module_name} from {folder} raised {type(error).__name__}: {error}"
-        raise RecipeError(path, repr(use), "a module that can be imported", hint) from error
+    except (Exception, SystemExit) as error:
+        hint = f"importing {module_name} from {folder} raised {error_line(error)}"
+        where = frames(error, "    ")
+        hint = f"{hint}\n{where}" if where else hint
+        raise RecipeError(path, repr(use), "a module that can be imported", hint) from None
 
 
 def _forget_namesakes(module_name: str, folder: Path) -> None:
@@ -79,3 +82,11 @@ def _home(package: str) -> Path | None:
     inside = next(iter(getattr(module, "__path__", ())), None)
     file = inside or getattr(module, "__file__", None)
     return None if file is None else Path(file).absolute().parent
+
+
+def meant(use: str, known: Iterable[str]) -> str:
+    """What a name without a colon probably means: a built-in one, or module:function written with a dot."""
+    if near := get_close_matches(use, known, n=1):
+        return f"did you mean {near[0]}?"
+    module, _, function = use.rpartition(".")
+    return f"did you mean {module}:{function}?" if module and function else ""

@@ -6,12 +6,12 @@ import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 from practicum.errors import SessionError
 from practicum.rollout.session import Session
 from practicum.rollout.trajectory import Trajectory
-from practicum.tasks.calls import shorten
+from practicum.user_code import repr_of, type_name
 
 Loop = Callable[[Session], Awaitable[Any]]
 """Returns None (all trajectories that have sampled tokens), a trajectory, a list of them, or one of these
@@ -38,7 +38,8 @@ class Result:
 
 def read_result(result: object, session: Session) -> Result:
     """What the loop returned for the session; a SessionError if it is not what a loop may return."""
-    returned, reward = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    is_pair = issubclass(type(result), tuple) and len(cast(tuple[Any, ...], result)) == 2
+    returned, reward = cast(tuple[Any, Any], result) if is_pair else (result, None)
     listed = _listed(returned, session)
     if isinstance(reward, list) and len(reward) != len(listed):
         raise SessionError(f"returned {len(reward)} rewards for {len(listed)} trajectories")
@@ -60,7 +61,7 @@ def _listed(returned: object, session: Session) -> list[Trajectory]:
     listed: list[Trajectory] = []
     for item in returned if isinstance(returned, list) else [returned]:
         if not isinstance(item, Trajectory):
-            raise SessionError(f"returned a {type(item).__name__}; {_EXPECTED}")
+            raise SessionError(f"returned a {type_name(item)}; {_EXPECTED}")
         if not any(item is t for t in opened):
             raise SessionError("returned a trajectory that its session did not open")
         listed.append(item)
@@ -87,4 +88,4 @@ def _own_rewards(listed: list[Trajectory]) -> list[float] | None:
 def _number(reward: object) -> float:
     if isinstance(reward, Real) and math.isfinite(reward):
         return float(reward)
-    raise SessionError(f"returned the reward {shorten(repr(reward))}; expected a finite number")
+    raise SessionError(f"returned the reward {repr_of(reward)}; expected a finite number")

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from practicum.errors import SessionError
+from practicum.errors import RecipeError, SessionError
 from practicum.recipe.agent import Agent
 from practicum.rollout.chat import (
     Chat,
@@ -32,6 +32,7 @@ from practicum.rollout.tools.toolbox import Ran, Toolbox
 from practicum.rollout.trajectory import Trajectory
 from practicum.tasks.messages import Message
 from practicum.tasks.prompts import Prompt
+from practicum.user_code import repr_of
 
 New = str | Sequence[Message] | Sequence[int]
 """What a conversation goes on with: text, messages, or tokens as they are."""
@@ -143,13 +144,15 @@ class Session:
 
     async def tool(self, name: str, arguments: Mapping[str, Any]) -> Ran:
         """Call a tool; what went wrong with it is its text, for the model to read."""
-        if self.toolbox is None:
-            raise SessionError(f"{name} can't be called: the session has no tools, name some in agent.tools")
+        if self.toolbox is None or not self.toolbox.tools:
+            found = f"none, and agent.loop {self.agent.loop} calls {repr_of(name, 60)}"
+            raise RecipeError("agent.tools", found, "the tools that the loop calls", "add it to agent.tools")
         trajectory = self.trajectory
         trajectory.tool_calls += 1
         ran = await self.toolbox.run(name, arguments)
         await asyncio.sleep(0)  # some tools never wait: a loop that calls them lets others work all the same
         trajectory.tool_errors += not ran.ok
+        trajectory.trace = trajectory.trace or ran.trace
         return ran
 
     def fork(self) -> Session:

@@ -43,6 +43,8 @@ class Trajectory:
     """1 if it was opened because the chat template rewrites what the trajectory before it holds."""
     reward: float | None = None
     """What the loop says that this trajectory is worth, if it says so."""
+    trace: str | None = None
+    """The traceback of the first tool of the user's that raised in it."""
     experts: Tensor | None = None
     """Experts that the first tokens took [n, L, E]; the rest were never an input."""
 

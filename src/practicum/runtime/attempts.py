@@ -13,8 +13,8 @@ from practicum.rollout.protocol import Sampling
 from practicum.rollout.results import Loop, Result, read_result
 from practicum.rollout.session import Session
 from practicum.rollout.tools.tool import ToolError
-from practicum.tasks.calls import shorten
 from practicum.tasks.prompts import Prompt
+from practicum.user_code import error_line, place, trace
 
 _LOOPS_OWN = (SessionError, ToolError)
 """Errors with a sentence that are the loop's fault."""
@@ -39,6 +39,16 @@ class Ended:
     result: Result | None
     failure: str | None
     retries: int
+    trace: str | None = None
+    """The traceback of a loop that raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """What a loop did wrong, and the traceback if it raised."""
+
+    failure: str
+    trace: str | None = None
 
 
 async def run_attempt(loop: Loop, agent: Agent, make: Callable[[int], Session], deadline_s: float) -> Ended:
@@ -48,16 +58,16 @@ async def run_attempt(loop: Loop, agent: Agent, make: Callable[[int], Session], 
     loop's and is raised.
     """
     tries = 1 + (agent.on_failure.retry if isinstance(agent.on_failure, Retry) else 0)
-    failure = None
+    fault = _Fault("had no try")
     for number in range(tries):
         outcome = await _run_once(loop, make(number), deadline_s)
         if isinstance(outcome, Result):
             return Ended(outcome, None, number)
-        failure = f"agent loop {agent.loop} {outcome}"
-    return Ended(None, failure, tries - 1)
+        fault = outcome
+    return Ended(None, f"agent loop {agent.loop} {fault.failure}", tries - 1, fault.trace)
 
 
-async def _run_once(loop: Loop, session: Session, deadline_s: float) -> Result | str:
+async def _run_once(loop: Loop, session: Session, deadline_s: float) -> Result | _Fault:
     """The session's result, or what the loop did wrong."""
 
     async def body() -> Any:
@@ -72,30 +82,33 @@ async def _run_once(loop: Loop, session: Session, deadline_s: float) -> Result |
             await asyncio.wait({task}, timeout=_CLEANUP_S)
     if not done:
         stays = "" if task.done() else ", and did not end when it was cancelled"
-        return f"was not done after agent.deadline_s = {deadline_s:g} s{stays}"
+        return _Fault(f"was not done after agent.deadline_s = {deadline_s:g} s{stays}")
     if task.cancelled():
-        return "cancelled itself"
+        return _Fault("cancelled itself")
     if (error := task.exception()) is not None:
         return _fault(error)
     try:
         return read_result(task.result(), session)
     except SessionError as error:
-        return str(error)
+        return _Fault(str(error))
+    except BaseException as error:  # whatever a user's value does when it is read
+        return _Fault(f"returned what can't be read: it raised {error_line(error)}", trace(error))
 
 
-def _fault(error: BaseException) -> str:
+def _fault(error: BaseException) -> _Fault:
     """What the loop raised, in words; the first of a group. Raises it if it is not the loop's fault."""
     causes = list(_causes(error))
     for cause in causes:
-        if isinstance(cause, PracticumError) and not isinstance(cause, _LOOPS_OWN):
+        if issubclass(type(cause), PracticumError) and not issubclass(type(cause), _LOOPS_OWN):
             raise cause
-    return f"raised {type(causes[0]).__name__}: {shorten(str(causes[0]))}"
+    return _Fault(f"raised {error_line(causes[0])}{place(causes[0])}", trace(error))
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
     """The errors of a group, as task groups raise them, in order; else the error itself."""
-    if not isinstance(error, BaseExceptionGroup):
+    if not issubclass(type(error), BaseExceptionGroup):
         yield error
         return
+    assert isinstance(error, BaseExceptionGroup)
     for one in error.exceptions:
         yield from _causes(one)

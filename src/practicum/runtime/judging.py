@@ -93,7 +93,8 @@ class Judging:
             for i in rows:
                 rewards_B[i] = torch.nan if verdict.reward is None else verdict.reward
                 status = {"status": "failed", "failure": verdict.failure} if failed else {}
-                tags[batch.keys[i]] = replace(batch.tags[i], reward=verdict.reward, **status)
+                trace = verdict.trace or batch.tags[i].trace
+                tags[batch.keys[i]] = replace(batch.tags[i], reward=verdict.reward, trace=trace, **status)
             for i, value in _earned(batch, rows, verdict).items():
                 placed_B[i] = value
             if verdict.reward is not None and not batch.tags[rows[0]].is_baseline:

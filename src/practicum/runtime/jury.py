@@ -17,7 +17,6 @@ from practicum.recipe.ways import is_own, own_options, streams
 from practicum.rollout.protocol import Rests
 from practicum.rollout.together import together
 from practicum.runtime.events import run_async
-from practicum.tasks.calls import shorten
 from practicum.tasks.messages import message_text
 from practicum.tasks.prompts import Prompt, answer_text, prompt_text
 from practicum.tasks.rewards import Judged
@@ -27,6 +26,7 @@ from practicum.teachers.rewarders.local import ColocatedRewarder, load_rewarder
 from practicum.teachers.rewarders.own import OwnRewarder
 from practicum.teachers.rewarders.probe import probe_rewarder
 from practicum.teachers.rewarders.remote import RemoteRewarder
+from practicum.user_code import shorten
 
 Verdict = float | Unjudged
 

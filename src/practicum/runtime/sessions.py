@@ -83,7 +83,9 @@ class Sessions:
         attempt = Attempt(prompt, 0, sampling)
         ended = await self._attempt(attempt, self.start(prompt), policy, 0)
         if ended.result is None:
-            raise PracticumError(f"{prompt} can't be demonstrated: {ended.failure}")
+            error = PracticumError(f"{prompt} can't be demonstrated: {ended.failure}")
+            error.details = ended.trace or ""
+            raise error
         return self._rows(attempt, ended)
 
     def put(self, partition: str, rows: Sequence[Row], fields: Sequence[str]) -> BatchRef:
@@ -151,6 +153,7 @@ class Sessions:
             tool_errors=trajectory.tool_errors,
             breaks=trajectory.breaks,
             retries=ended.retries,
+            trace=trajectory.trace,
             given_reward=reward,
             is_baseline=attempt.is_baseline,
         )
@@ -175,6 +178,7 @@ def _failed(attempt: Attempt, ended: Ended) -> Row:
     tags = Tags(
         status="failed",
         failure=ended.failure,
+        trace=ended.trace,
         domain=prompt.domain,
         task=prompt.task,
         retries=ended.retries,

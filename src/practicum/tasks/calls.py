@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from practicum.user_code import error_line
+
 _ASYNC_AT_ONCE = 64
 _CLEANUP_S = 1.0
 
@@ -25,14 +27,9 @@ class Outcome:
     error: BaseException | None = None
 
 
-def shorten(text: str, limit: int = 200) -> str:
-    """The text, or its beginning and end if it is longer than the limit."""
-    return text if len(text) <= limit else f"{text[: limit // 2]} … {text[-limit // 2 :]}"
-
-
 def raised(error: BaseException) -> Outcome:
     """The outcome of a call that raised."""
-    return Outcome(failure=f"raised {type(error).__name__}: {shorten(str(error))}", error=error)
+    return Outcome(failure=f"raised {error_line(error)}", error=error)
 
 
 def _late(timeout: float) -> Outcome:
@@ -122,7 +119,7 @@ async def _call_in_thread(
             except TimeoutError:
                 outcomes.append(_late(timeout))
                 break
-            if inspect.isawaitable(outcome.value):
+            if _is_awaitable(outcome.value):
                 # A plain function around an async one, as a lambda or a decorator makes it.
                 outcome = await _await(_identity, outcome.value, timeout)
             outcomes.append(outcome)
@@ -131,6 +128,13 @@ async def _call_in_thread(
     finally:
         given_up.set()
     return outcomes
+
+
+def _is_awaitable(value: Any) -> bool:
+    try:
+        return inspect.isawaitable(value)
+    except BaseException:  # a value that lies about its class; what it is worth is asked later
+        return False
 
 
 async def _identity(value: Awaitable[Any]) -> Any:

@@ -6,16 +6,16 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from numbers import Real
 from typing import Any
 
 from practicum.errors import RecipeError, RecipeErrors, RewardError
-from practicum.recipe.functions import import_function
+from practicum.recipe.functions import import_function, meant
 from practicum.recipe.schema import Reward, RewardFunction, Task
 from practicum.tasks.builtin import TASKS
-from practicum.tasks.calls import Outcome, call_each, is_async, raised, shorten
+from practicum.tasks.calls import Outcome, call_each, is_async, raised
 from practicum.tasks.scorers import INLINE, SCORERS, RewardSample, exact
+from practicum.user_code import error_line, frames, is_masked, place, repr_of, shorten, trace, type_name
 
 _FLOAT32_MAX = 3.4028234e38
 _ASYNC_AT_ONCE = 64
@@ -28,6 +28,8 @@ class Judged:
     reward: float | None
     parts: dict[str, float]
     failure: str | None = None
+    trace: str | None = None
+    """The traceback of a function that raised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ class Judge:
         """One Judged per sample, in order; a RewardError if one fails and the recipe says stop."""
         parts: list[dict[str, float]] = [{} for _ in samples]
         totals = [0.0] * len(samples)
-        failures: list[str | None] = [None] * len(samples)
+        failures: list[Outcome | None] = [None] * len(samples)
         for function, rows in self._group(samples):
             outcomes = await self._call(function, [samples[i] for i in rows])
             for i, outcome in zip(rows, outcomes, strict=True):
@@ -95,9 +97,10 @@ class Judge:
                     parts[i][function.name] = outcome.value
                     totals[i] += function.spec.weight * outcome.value
                 else:
-                    failures[i] = failures[i] or f"reward {function.name} {outcome.failure}"
+                    said = f"reward {function.name} {outcome.failure}{place(outcome.error)}"
+                    failures[i] = failures[i] or Outcome(failure=said, error=outcome.error)
         return [
-            Judged(total, part) if failure is None else Judged(None, part, failure)
+            Judged(total, part) if failure is None else _unjudged(part, failure)
             for total, part, failure in zip(totals, parts, failures, strict=True)
         ]
 
@@ -148,7 +151,8 @@ class Judge:
         outcomes = [_checked(outcome, spec.weight) for outcome in outcomes]
         for i, outcome in enumerate(outcomes):
             if self._stop and outcome.failure is not None:
-                raise RewardError(_describe(function, outcome.failure, samples[i])) from outcome.error
+                # Not `from` its error, which may be such that nothing can write it or send it.
+                raise _error(function, outcome, samples[i]) from None
         return outcomes
 
 
@@ -165,9 +169,8 @@ def load_function(spec: RewardFunction, path: str) -> Callable[[Any], Any]:
         return SCORERS[spec.use]()
     known = ("checker", *SCORERS)
     if ":" not in spec.use:
-        near = get_close_matches(spec.use, known, n=1)
         wanted = f"{', '.join(known)} or package.module:function"
-        raise RecipeError(path, repr(spec.use), wanted, f"did you mean {near[0]}?" if near else "")
+        raise RecipeError(path, repr(spec.use), wanted, meant(spec.use, known))
     return import_function(spec.use, path)
 
 
@@ -177,6 +180,10 @@ def _checker(task: Task) -> Callable[[RewardSample], float]:
     if kind is None:
         return exact
     return lambda sample: kind.check(sample.response_text, sample.answer, sample.row)
+
+
+def _unjudged(parts: dict[str, float], outcome: Outcome) -> Judged:
+    return Judged(None, parts, outcome.failure, None if outcome.error is None else trace(outcome.error))
 
 
 def _inline(call: Callable[[RewardSample], Any], sample: RewardSample) -> Outcome:
@@ -189,11 +196,14 @@ def _inline(call: Callable[[RewardSample], Any], sample: RewardSample) -> Outcom
 def _unpack(outcome: Outcome, count: int) -> list[Outcome]:
     """A batch function's values, one per sample; its failure is the failure of all of them."""
     if outcome.failure is None:
-        values = outcome.value.tolist() if hasattr(outcome.value, "tolist") else outcome.value
-        if isinstance(values, list | tuple) and len(values) == count:
-            return [Outcome(value) for value in values]
-        got = f"{len(values)} values" if isinstance(values, list | tuple) else type(values).__name__
-        outcome = Outcome(failure=f"returned {got}")
+        try:
+            values = outcome.value.tolist() if hasattr(outcome.value, "tolist") else outcome.value
+            if issubclass(type(values), list | tuple) and len(values) == count:
+                return [Outcome(value) for value in list(values)[:count]]
+            found = f"{len(values)} values" if issubclass(type(values), list | tuple) else type_name(values)
+        except BaseException as error:  # a hostile list, or a tensor that holds nothing
+            found = f"{repr_of(outcome.value)}, which can't be read ({error_line(error)})"
+        outcome = Outcome(failure=f"returned {found}")
     failure = f"{outcome.failure} (for a batch of {count} samples)"
     return [Outcome(failure=failure, error=outcome.error)] * count
 
@@ -202,26 +212,40 @@ def _checked(outcome: Outcome, weight: float) -> Outcome:
     """The outcome with its value as a float, or a failure if that is no number to train on."""
     if outcome.failure is not None:
         return outcome
-    value = outcome.value
-    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:  # a scalar of numpy or torch
-        value = value.item()
     try:
-        number = float(value) if isinstance(value, Real) else math.nan
-    except OverflowError:
-        number = math.inf
+        number = _number(outcome.value)
+    except BaseException:  # whatever the user's value does when it is read
+        number = math.nan
     if math.isfinite(number) and abs(weight * number) <= _FLOAT32_MAX:
         return Outcome(number)
-    return Outcome(failure=f"returned {shorten(repr(value))}, expected a finite number")
+    return Outcome(failure=f"returned {repr_of(outcome.value)}, expected a finite number")
 
 
-def _describe(function: _Function, failure: str, sample: RewardSample) -> str:
-    return "\n".join(
-        [
-            f"reward {function.spec.use} {failure}",
-            f"  sample:   {sample.key}, task {sample.task}",
-            f"  prompt:   {shorten(sample.prompt_text)!r}",
-            f"  response: {shorten(sample.response_text)!r}",
-            f"  answer:   {shorten(repr(sample.answer))}",
-            "  → mend the function, or set reward.on_error: skip to leave such samples out.",
-        ]
+def _number(value: Any) -> float:
+    """The value as a float; NaN if it is none."""
+    if is_masked(value):
+        return math.nan
+    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:  # a scalar of numpy or torch
+        value = value.item()
+    return float(value) if isinstance(value, Real) else math.nan
+
+
+def _error(function: _Function, outcome: Outcome, sample: RewardSample) -> RewardError:
+    """What the user is told of a failure that stops the run: where it was raised, and on which sample."""
+    lines = [f"reward {function.spec.use} {outcome.failure}"]
+    if outcome.error is not None and (where := frames(outcome.error)):
+        lines.append(where)
+    error = RewardError(
+        "\n".join(
+            [
+                *lines,
+                f"  sample:   {sample.key}, task {sample.task}",
+                f"  prompt:   {shorten(sample.prompt_text)!r}",
+                f"  response: {shorten(sample.response_text)!r}",
+                f"  answer:   {repr_of(sample.answer)}",
+                "  → mend the function, or set reward.on_error: skip to leave such samples out.",
+            ]
+        )
     )
+    error.details = "" if outcome.error is None else trace(outcome.error)
+    return error

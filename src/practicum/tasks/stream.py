@@ -5,8 +5,11 @@ So resuming is knowing a number, and every prompt says which epoch and row of it
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from practicum.errors import PracticumError, RecipeError
@@ -85,8 +88,31 @@ def draw_row(file: FileSource, index: int, epoch: int = 0) -> Drawn:
 
 
 def open_file(task: Task, path: str, needs_answer: bool = False) -> FileSource:
-    """A file of the task, read by the task's names of columns."""
-    return FileSource(path, task.prompt, task.answer, needs_answer, images_column=task.images)
+    """A file of the task, read by the task's names of columns; its rows are checked once per process."""
+    place = Path(path).absolute()
+    stamp = (status.st_mtime_ns, status.st_size) if (status := _status(place)) else None
+    return _opened(path, str(place), stamp, task.prompt, task.answer, needs_answer, task.images)
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:
+        return None
+
+
+@lru_cache(8)
+def _opened(
+    path: str,
+    place: str,
+    stamp: tuple[int, int] | None,
+    prompt: str,
+    answer: str,
+    needs_answer: bool,
+    images: str,
+) -> FileSource:
+    """`place` and `stamp` tell versions of a file apart."""
+    return FileSource(path, prompt, answer, needs_answer, images_column=images)
 
 
 def to_prompt(uid: int, name: str, task: Task, drawn: Drawn) -> Prompt:

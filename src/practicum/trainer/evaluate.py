@@ -41,9 +41,11 @@ def evaluate(
         batch = roles.examiner.rollout(attempts, EVAL, seed=recipe.seed + SEED_OFFSET)
         roles.examiner.reward(batch.where(lambda _, tags: tags.status == "ready"))
         batch = roles.store.batch(EVAL, batch.keys)
-        failures = Counter({key[:2]: tags.failure for key, tags in batch if tags.failure}.values())
-        for failure, count in failures.most_common():
-            log(f"failed in the evaluation ({count}×): {failure}")
+        failed = {key[:2]: tags for key, tags in batch if tags.failure}.values()
+        traces = {tags.failure: tags.trace for tags in failed}
+        for failure, count in Counter(tags.failure for tags in failed).most_common():
+            trace = traces[failure]
+            log(f"failed in the evaluation ({count}×): {failure}{f'{chr(10)}{trace}' if trace else ''}")
         return scores(batch, rules.samples, rules.pass_threshold)
     finally:
         left = roles.store.batch(EVAL).keys

@@ -27,6 +27,7 @@ from practicum.tasks.stream import eval_prompts, make_stream
 from practicum.teachers.check import check_teachers, longest_prompts
 from practicum.teachers.check_routes import check_routes
 from practicum.teachers.rewarders.check import check_rewarders
+from practicum.trainer.trial import describe_tools, try_rewards
 
 LOOKED_AT = 2_000
 """Prompts that are encoded to find the longest one."""
@@ -36,6 +37,7 @@ def preflight(loaded: LoadedRecipe) -> list[str]:
     """Findings in sentences; mistakes are RecipeErrors."""
     recipe = loaded.recipe
     findings = check_without_models(recipe)
+    findings += [*try_rewards(recipe), *describe_tools(recipe)]
     model = load_model(recipe.model, recipe.seed)
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     findings.append(f"model: {type(model).__name__}, {millions:.2f}M parameters, on {model.device}")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,13 @@ from practicum.tasks.stream import eval_prompts, make_stream
 from practicum.teachers.ledger import totals
 from practicum.trainer.checkpoint import Checkpoints, Progress, require_same_run
 from practicum.trainer.evaluate import evaluate
+from practicum.trainer.failures import Failures
 from practicum.trainer.folder import RunFolder
 from practicum.trainer.interrupt import Interrupt
 from practicum.trainer.preflight import check_without_models, known_traits
 from practicum.trainer.samples import sample_rows
 from practicum.trainer.step import TRAIN, StepRunner
+from practicum.user_code import text_of
 
 LEDGER_WIDTH = 150
 """Columns of the table of teachers, also where the output is no terminal."""
@@ -52,6 +55,8 @@ class Outcome:
     steps: int
     seconds: float
     interrupted: bool
+    failures: tuple[str, ...] = ()
+    """Sessions that failed, counted by reason, in sentences."""
 
 
 class Run:
@@ -73,6 +78,7 @@ class Run:
         self.checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep_last)
         self.trackers: list[Tracker] = []
         self.progress = Progress()
+        self.failures = Failures(view.say, folder.log)
         self._samples: list[dict[str, Any]] = []
         self._began = time.monotonic()
 
@@ -113,6 +119,7 @@ class Run:
             self.progress.step,
             self._elapsed(),
             interrupt.asked,
+            tuple(self.failures.summary()),
         )
 
     def evaluate(self) -> dict[str, float]:
@@ -166,9 +173,7 @@ class Run:
         self.view.step(number, metrics)
 
     def _keep_samples(self, batch: BatchRef) -> None:
-        for key, tags in batch:
-            if tags.failure is not None:
-                self.folder.log(f"failed: {key}: {tags.failure}")
+        self.failures.note(batch)
         wanted = self.recipe.track.trajectories - len(self._samples)
         if wanted > 0:
             self._samples += sample_rows(self.roles, batch, wanted)
@@ -251,7 +256,9 @@ def train_loaded(
             run.begin(resume=resume)
             return run.train(interrupt)
         except BaseException as error:
-            folder.log(f"stopped by {type(error).__name__}: {error}")
+            folder.log(f"stopped by {type(error).__name__}: {text_of(error)}")
+            if details := getattr(error, "details", ""):
+                folder.log(f"traceback:\n{details}")
             if isinstance(error, PracticumError) and (saved := run.checkpoints.steps()):
                 error.add_note(
                     f"{folder.path} has a checkpoint of step {saved[-1]}: --resume goes on from it"
@@ -274,7 +281,8 @@ def train_recipes(
     for loaded in [load_recipe(path, overrides) for path in paths]:
         outcome = train_loaded(loaded, out, resume=resume, fresh=fresh)
         outcomes.append(outcome)
-        Console().print(summary(outcome, loaded.recipe.expected), highlight=False, soft_wrap=True)
+        text = summary(outcome, loaded.recipe.expected)
+        Console().print(text, highlight=False, soft_wrap=True, markup=False)
         show_ledger(outcome.folder)
         if outcome.interrupted:
             break
@@ -289,6 +297,7 @@ def summary(outcome: Outcome, expected: str | None) -> str:
         if name.startswith("eval/"):
             first = outcome.first_eval.get(name)
             lines.append(f"  {name} {f'{first:.3f} → ' if first is not None else ''}{last:.3f}")
+    lines += [f"  {line}" for line in outcome.failures]
     return "\n".join([*lines, *([f"  expected: {expected}"] if expected else [])])
 
 
@@ -315,7 +324,7 @@ def evaluate_model(recipe: Recipe, model: Path | None = None) -> dict[str, float
     if model is not None:
         spec = recipe.model.model_copy(update={"path": str(model), "make": None})
         recipe = recipe.model_copy(update={"model": spec})
-    say = Console().print
+    say = partial(Console().print, highlight=False, soft_wrap=True, markup=False)
     roles = start_roles(recipe, evaluation_plan(), Watch(recipe.checks, say))
     try:
         return evaluate(recipe, roles, eval_prompts(recipe.tasks, recipe.eval.rows, recipe.seed), say)

@@ -5,10 +5,9 @@ Imports sessions and tools and below; runtime and above may import it.
 from __future__ import annotations
 
 import inspect
-from difflib import get_close_matches
 
 from practicum.errors import RecipeError
-from practicum.recipe.functions import import_function
+from practicum.recipe.functions import import_function, meant
 from practicum.rollout.loops.compress import compress
 from practicum.rollout.loops.retry import retry
 from practicum.rollout.loops.single_turn import single_turn
@@ -28,9 +27,8 @@ def find_loop(name: str) -> Loop:
     if name in LOOPS:
         return LOOPS[name]
     if ":" not in name:
-        near = get_close_matches(name, LOOPS, n=1)
         wanted = f"one of {', '.join(LOOPS)}, or package.module:function"
-        raise RecipeError("agent.loop", repr(name), wanted, f"did you mean {near[0]}?" if near else "")
+        raise RecipeError("agent.loop", repr(name), wanted, meant(name, LOOPS))
     function = import_function(name, "agent.loop")
     if not inspect.iscoroutinefunction(function):
         raise RecipeError("agent.loop", repr(name), "a coroutine function", "declare it `async def`")

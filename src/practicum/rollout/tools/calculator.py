@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from practicum.rollout.tools.tool import Parameter, Tool, ToolError
-from practicum.tasks.calls import shorten
+from practicum.user_code import shorten
 
 _MAX_CHARS = 500
 _MAX_DEPTH = 200

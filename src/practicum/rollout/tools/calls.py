@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 from practicum.rollout.tools.tool import Tool, ToolError
-from practicum.tasks.calls import shorten
+from practicum.user_code import shorten
 
 Style = Literal["json", "plain"]
 

@@ -11,6 +11,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from practicum.errors import RecipeError
 from practicum.rollout.tools.tool import Kind, Parameter, Tool, ToolError, cut
 from practicum.tasks.calls import call_each, is_async
+from practicum.user_code import error_line, text_of, type_name
 
 _KINDS: dict[Any, Kind] = {
     str: "string",
@@ -37,9 +38,14 @@ def function_tool(function: Callable[..., Any], path: str, timeout_s: float, out
     async def run(arguments: dict[str, Any]) -> str:
         (outcome,) = await call_each(call, [arguments], timeout_s, stop_early=False)
         if outcome.failure is None:
-            return cut(str(outcome.value), output_chars)
-        told = isinstance(outcome.error, ToolError)
-        raise ToolError(str(outcome.error) if told else f"{name} {outcome.failure}") from outcome.error
+            try:
+                return cut(str(outcome.value), output_chars)
+            except BaseException as error:  # whatever the user's value does when it is read
+                found = f"{name} returned a {type_name(outcome.value)} whose text can't be read"
+                raise ToolError(f"{found} ({error_line(error)})") from error
+        if outcome.error is not None and issubclass(type(outcome.error), ToolError):
+            raise ToolError(text_of(outcome.error)) from None
+        raise ToolError(f"{name} {outcome.failure}") from outcome.error
 
     return Tool(name, about or name, parameters, run)
 

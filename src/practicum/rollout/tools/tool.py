@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from practicum.errors import PracticumError
-from practicum.tasks.calls import shorten
+from practicum.user_code import shorten
 
 Kind = Literal["string", "integer", "number", "boolean", "array", "object"]
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
+from dataclasses import dataclass, field
 from typing import Any
 
 from practicum.errors import RecipeError
 from practicum.recipe.agent import Tool as ToolSpec
-from practicum.recipe.functions import import_function
+from practicum.recipe.functions import import_function, meant
 from practicum.rollout.tools.calculator import CALCULATOR
 from practicum.rollout.tools.functions import function_tool
 from practicum.rollout.tools.python import python_tool
 from practicum.rollout.tools.tool import Tool, ToolError
-from practicum.tasks.calls import shorten
+from practicum.user_code import shorten, text_of, trace
 
 TOOLS: dict[str, Callable[[ToolSpec], Tool]] = {
     "calculator": lambda spec: CALCULATOR,
@@ -29,6 +28,8 @@ class Ran:
 
     text: str
     ok: bool
+    trace: str | None = field(default=None, compare=False)
+    """The traceback of a user's tool that raised anything but a ToolError."""
 
 
 class Toolbox:
@@ -59,7 +60,8 @@ class Toolbox:
         try:
             ran = Ran(_speakable(await self._find(name).call(arguments)), True)
         except ToolError as error:
-            ran = Ran(_speakable(str(error)), False)
+            cause = error.__cause__
+            ran = Ran(_speakable(text_of(error)), False, None if cause is None else trace(cause))
         self.calls += 1
         self.errors += not ran.ok
         self.seconds += time.monotonic() - began
@@ -81,9 +83,8 @@ def _make(spec: ToolSpec, path: str) -> Tool:
     if spec.use in TOOLS:
         return TOOLS[spec.use](spec)
     if ":" not in spec.use:
-        near = get_close_matches(spec.use, TOOLS, n=1)
         wanted = f"one of {', '.join(TOOLS)}, or package.module:function"
-        raise RecipeError(path, repr(spec.use), wanted, f"did you mean {near[0]}?" if near else "")
+        raise RecipeError(path, repr(spec.use), wanted, meant(spec.use, TOOLS))
     return function_tool(import_function(spec.use, path), path, spec.timeout_s, spec.output_chars)
 
 

@@ -1,0 +1,51 @@
+"""Users' own code tried before a run: each reward function once, on a real row with a made-up answer."""
+
+from __future__ import annotations
+
+from practicum.recipe.schema import Recipe
+from practicum.rollout.tools.toolbox import Toolbox
+from practicum.runtime.events import run_async
+from practicum.tasks.check import tasks_needing_answer
+from practicum.tasks.messages import prompt_text
+from practicum.tasks.rewards import Judge, RewardSample
+from practicum.tasks.stream import make_stream
+
+MADE_UP = "a made-up answer"
+
+
+def try_rewards(recipe: Recipe) -> list[str]:
+    """What each task's rewards give to a made-up answer; a function that fails is a RewardError.
+
+    With reward.on_error skip a failure is told and does not stop.
+    """
+    judge, findings = Judge(recipe.tasks, recipe.reward), []
+    for name, task in recipe.tasks.items():
+        specs = recipe.reward.functions if task.rewards is None else task.rewards
+        if not specs:
+            continue
+        stream = make_stream({name: task}, recipe.seed, needs_answer=tasks_needing_answer(recipe))
+        (prompt,) = stream.take(1)
+        sample = RewardSample(
+            prompt_text=prompt_text(prompt.content),
+            response_text=MADE_UP,
+            answer=prompt.answer,
+            row=prompt.row,
+            task=name,
+            domain=prompt.domain,
+            finish="stop",
+            key=f"{MADE_UP} to {prompt}",
+            response_tokens=len(MADE_UP.split()),
+            turns=(MADE_UP,),
+        )
+        longest = sum(spec.timeout_s for spec in specs)
+        judged = run_async(judge.judge(sample), timeout=longest + 5.0, owner=f"rewards of tasks.{name}")
+        parts = ", ".join(f"{part} {value:g}" for part, value in judged.parts.items())
+        findings.append(f"tasks.{name}: rewards of {MADE_UP}: {judged.failure or parts}")
+    return findings
+
+
+def describe_tools(recipe: Recipe) -> list[str]:
+    """Each tool with the parameters that a model sees; one that can't be shown is a RecipeError."""
+    tools = Toolbox(recipe.agent.tools).tools
+    shown = [", ".join(f"{p.name}: {p.kind}" for p in tool.parameters) for tool in tools]
+    return [f"tool: {tool.name}({text})" for tool, text in zip(tools, shown, strict=True)]
