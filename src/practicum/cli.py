@@ -325,6 +325,9 @@ def demo(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of the demo's runs.")] = Path(
         "runs/mopd"
     ),
+    seed: Annotated[
+        int | None, typer.Option("--seed", metavar="N", help="In place of the recipes' seed, 1.")
+    ] = None,
 ) -> None:
     """Train specialists and one student of them all on this machine, in minutes.
 
@@ -334,7 +337,7 @@ def demo(
     _say_loading()
     from practicum.trainer.demo import run_demo
 
-    run_demo(out)
+    run_demo(out, seed)
 
 
 def _say_loading() -> None:
