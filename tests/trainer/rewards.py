@@ -1,5 +1,6 @@
 """Reward functions that recipes in tests name."""
 
+import os
 import random
 
 from practicum.tasks.scorers import RewardSample
@@ -44,3 +45,10 @@ def answer_length(sample: RewardSample) -> float:
     assert sample.prompt_text.startswith(("copy:", "compare:")), sample.prompt_text
     assert sample.turns[-1] == sample.response_text
     return float(len(sample.response_text))
+
+
+def lazy_then_broken(sample: RewardSample) -> float:
+    """As by_letters; from prompt 12 on it raises, unless REWARD_IS_MENDED is set."""
+    if int(sample.key.split("/")[0].removeprefix("prompt ")) >= 12 and not os.environ.get("REWARD_IS_MENDED"):
+        raise ValueError("cannot parse this")
+    return by_letters(sample) + random.random() / 10

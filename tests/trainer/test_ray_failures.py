@@ -257,6 +257,6 @@ def test_a_death_that_ends_the_run_is_named_and_the_run_resumes(
         with pytest.raises(PracticumError) as raised:
             train_loaded(tiny(tmp_path, **fragile(MORTAL, **runtime)), tmp_path / "cut")
     assert named in str(raised.value)
-    assert any("a checkpoint of step 1: --resume goes on" in note for note in raised.value.__notes__)
+    assert any("a checkpoint of step 1: --resume continues" in note for note in raised.value.__notes__)
     train_loaded(tiny(tmp_path, **MORTAL), tmp_path / "cut", resume=True)
     assert_same_run(whole, tmp_path / "cut", 1e-6)

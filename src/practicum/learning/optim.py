@@ -63,6 +63,8 @@ class Stepper:
         self.optimizer = make_adamw(self.parameters, train)
         self.clip_norm = math.inf if train.clip_norm is None else train.clip_norm
         self.on_nonfinite, self.before_step = on_nonfinite, before_step
+        self.begun = 0
+        """Optimizer steps that were begun, also those that failed half-way."""
 
     def step(self, lr: float, metrics: Metrics) -> bool:
         """Apply the gradients that lie on the parameters; adds grad_norm and lr to `metrics`.
@@ -83,6 +85,7 @@ class Stepper:
                 self.before_step(metrics)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
+            self.begun += 1
             self.optimizer.step()
             return True
         finally:

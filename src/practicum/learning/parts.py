@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from practicum.errors import PracticumError
 from practicum.learning.optim import Stepper
@@ -48,6 +49,8 @@ def save_parts(
     parallel: Parallel | None = None,
 ) -> None:
     """Write model, optimizer and <name>.json into a folder, made if it is not there; all ranks together."""
+    if parallel is not None and not all(isinstance(p, DTensor) for p in model.parameters()):
+        raise PracticumError("an error in the middle of a forward pass left the weights gathered")
     folder.mkdir(parents=True, exist_ok=True)
     tensors = _weights(model)
     state = stepper.optimizer.state
@@ -102,7 +105,7 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
 def _require(folder: Path, files: list[str]) -> None:
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
-        raise PracticumError(f"checkpoint {folder} lacks {', '.join(missing)}: choose a complete one")
+        raise PracticumError(f"checkpoint {folder} is incomplete: {', '.join(missing)} is missing")
 
 
 @contextmanager

@@ -276,7 +276,12 @@ class Eval(Section):
 class Checkpoint(Section):
     """What is kept of a run."""
 
-    every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0 = only at the end.")
+    every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0 = not by steps.")
+    every_minutes: float = Field(
+        default=10.0,
+        ge=0,
+        description="Minutes after which the next finished step is kept in a checkpoint; 0 = not by time.",
+    )
     keep_last: int = Field(default=2, ge=1, description="Newest checkpoints kept.")
     keep_best: str | None = Field(
         default=None, description="Metric whose best checkpoint is kept too, such as eval/greedy."

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+from practicum.dataplane.disk import write_rows
 from practicum.dataplane.store import Store
 from practicum.models.processor import save_processor
 from practicum.rollout.encoder import Encoder
@@ -35,8 +36,14 @@ class Learners(Protocol):
     def encoder(self) -> Encoder: ...
 
 
-def save_parts(of: Learners, folder: Path, *, first: bool = True) -> None:
-    """Write a checkpoint, or this rank's share of it."""
+def updates_begun(of: Learners) -> tuple[int, ...]:
+    """Optimizer steps that student and critic have begun: while it stays, their state does."""
+    critic = () if of.valuation is None else (of.valuation.critic.stepper.begun,)
+    return of.student.learner.stepper.begun, *critic
+
+
+def save_parts(of: Learners, folder: Path, *, rows: bool = True, first: bool = True) -> None:
+    """Write a checkpoint, or this rank's share of it; without `rows` the store is saved as empty."""
     of.student.learner.save(folder / "student")
     if of.valuation is not None:
         of.valuation.critic.save(folder / "critic")
@@ -44,11 +51,14 @@ def save_parts(of: Learners, folder: Path, *, first: bool = True) -> None:
         return
     if of.faculty is not None:
         of.faculty.save(folder / "teachers")
-    of.store.save(folder / "store")
+    if rows:
+        of.store.save(folder / "store")
+    else:
+        write_rows(folder / "store", [])
 
 
 def load_parts(of: Learners, folder: Path, kl_state: Mapping[str, float], *, first: bool = True) -> None:
-    """Go on from what `save_parts` wrote, by any number of ranks."""
+    """Continue from what `save_parts` wrote, by any number of ranks."""
     of.student.learner.load(folder / "student")
     if of.valuation is not None:
         of.valuation.critic.load(folder / "critic")

@@ -35,7 +35,7 @@ from practicum.runtime.engines import describe_engines, make_engine, rollout_con
 from practicum.runtime.faculty import Faculty, Staff
 from practicum.runtime.hiring import hire, make_residency, teaching_of
 from practicum.runtime.jury import Jury, Panel, seat
-from practicum.runtime.keeping import export_student, load_parts, save_parts
+from practicum.runtime.keeping import export_student, load_parts, save_parts, updates_begun
 from practicum.runtime.practice import Practice
 from practicum.runtime.rows import check_fields, field_widths, put_padding, row_texts
 from practicum.runtime.sessions import Sessions
@@ -150,8 +150,11 @@ class LocalRoles:
     def kl_state(self) -> dict[str, float]:
         return self.credit.state_dict()
 
-    def save(self, folder: Path) -> None:
-        save_parts(self, folder)
+    def updates(self) -> tuple[int, ...]:
+        return updates_begun(self)
+
+    def save(self, folder: Path, *, rows: bool = True) -> None:
+        save_parts(self, folder, rows=rows)
 
     def load(self, folder: Path, kl_state: Mapping[str, float]) -> None:
         load_parts(self, folder, kl_state)

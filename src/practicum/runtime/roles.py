@@ -112,8 +112,12 @@ class Roles(Protocol):
         """Of the controller of a KL in the reward."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write all that the roles hold, between two steps."""
+    def updates(self) -> tuple[int, ...]:
+        """Optimizer steps begun so far, wherever they are counted: while it stays, what is learnt does."""
+        ...
+
+    def save(self, folder: Path, *, rows: bool = True) -> None:
+        """Write all that the roles hold between two steps; without `rows`, with an empty store."""
         ...
 
     def load(self, folder: Path, kl_state: Mapping[str, float]) -> None:

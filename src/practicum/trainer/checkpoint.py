@@ -30,6 +30,8 @@ class Progress:
     best: float | None = None
     best_step: int | None = None
     seconds: float = 0.0
+    pending: dict[str, Any] = field(default_factory=dict)
+    """Metrics and samples of this step, if they are yet to be recorded: its evaluation failed."""
 
 
 class Checkpoints:

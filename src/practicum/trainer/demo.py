@@ -11,6 +11,7 @@ from rich.console import Console
 from practicum.observe.tables import score_table
 from practicum.recipe.load import LoadedRecipe, load_recipe
 from practicum.recipe.shipped import shipped_recipes
+from practicum.trainer.interrupt import Stopped
 from practicum.trainer.run import Outcome, evaluate_model, show_ledger, train_loaded
 
 BASE, STUDENT, WAY = "base", "student", "student, of the way"
@@ -28,7 +29,7 @@ OF_THE_WAY = 0.9
 def run_demo(out: Path = Path("runs/mopd"), seed: int | None = None) -> dict[str, dict[str, float]]:
     """Run the recipes of recipes/mopd into `out`, replacing an earlier demo, and show who can do what.
 
-    `seed` replaces the recipes' own. Returns the final table (`demo_rows`); nothing if it was stopped.
+    `seed` replaces the recipes' own. Returns the final table (`demo_rows`).
     """
     console, began = Console(), time.monotonic()
     recipes = demo_recipes(out, seed)
@@ -36,8 +37,8 @@ def run_demo(out: Path = Path("runs/mopd"), seed: int | None = None) -> dict[str
     for number, (name, loaded) in enumerate(recipes.items(), start=1):
         console.print(f"[bold]{number}/{len(recipes)}[/bold] {name}: {_purpose(name)}")
         student = train_loaded(loaded, out / name, fresh=True)
-        if student.interrupted:
-            return {}
+        if student.signal is not None:
+            raise Stopped(student.signal)
     assert student is not None
     show_ledger(student.folder)
     exam = {name: evaluate_model(recipes[STUDENT].recipe, out / name / "export") for name in recipes}

@@ -1,4 +1,4 @@
-"""Ctrl-C: the first one asks the run to finish its step, a second one stops at once."""
+"""Ctrl-C and SIGTERM: the first one asks the run to finish its step, a second one stops at once."""
 
 from __future__ import annotations
 
@@ -8,11 +8,20 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 
 
+class Stopped(KeyboardInterrupt):
+    """A second signal; `number` is its own."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__()
+
+
 class Interrupt:
-    """Within this context SIGINT and SIGTERM set `asked`; a second signal raises KeyboardInterrupt."""
+    """Within this context SIGINT and SIGTERM set `asked` and `number`; a second signal raises Stopped."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.asked = False
+        self.number: int | None = None
         self._say = say
         self._before: dict[int, object] = {}
 
@@ -33,6 +42,6 @@ class Interrupt:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
+            raise Stopped(number)
+        self.asked, self.number = True, number
         self._say("stopping after this step, with a checkpoint; Ctrl-C again stops at once")

@@ -27,6 +27,7 @@ from practicum.tasks.stream import eval_prompts, make_stream
 from practicum.teachers.check import check_teachers, longest_prompts
 from practicum.teachers.check_routes import check_routes
 from practicum.teachers.rewarders.check import check_rewarders
+from practicum.trainer.saver import crash_cost
 from practicum.trainer.trial import describe_tools, try_rewards
 
 LOOKED_AT = 2_000
@@ -41,6 +42,7 @@ def preflight(loaded: LoadedRecipe) -> list[str]:
     model = load_model(recipe.model, recipe.seed)
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     findings.append(f"model: {type(model).__name__}, {millions:.2f}M parameters, on {model.device}")
+    findings.append(crash_cost(recipe.checkpoint, recipe.train.steps))
     stop_ids(model, load_tokenizer(recipe.model), recipe.rollout.stop)
     if recipe.algorithm.kl.reference is not None:
         load_reference(recipe, model)

@@ -24,7 +24,7 @@ from practicum.observe.tables import ledger_table, score_table
 from practicum.observe.trackers import Tracker, make_trackers, require_trackers
 from practicum.recipe.load import LoadedRecipe, load_recipe
 from practicum.recipe.schema import Recipe
-from practicum.runtime.randomness import random_state, seed_generators, set_random_state
+from practicum.runtime.randomness import seed_generators, set_random_state
 from practicum.runtime.roles import Roles
 from practicum.runtime.start import start_roles
 from practicum.tasks.check import tasks_needing_answer
@@ -37,6 +37,7 @@ from practicum.trainer.folder import RunFolder
 from practicum.trainer.interrupt import Interrupt
 from practicum.trainer.preflight import check_without_models, known_traits
 from practicum.trainer.samples import sample_rows
+from practicum.trainer.saver import Saver
 from practicum.trainer.step import TRAIN, StepRunner
 from practicum.user_code import text_of
 
@@ -54,9 +55,15 @@ class Outcome:
     last_eval: dict[str, float]
     steps: int
     seconds: float
-    interrupted: bool
     failures: tuple[str, ...] = ()
     """Sessions that failed, counted by reason, in sentences."""
+    signal: int | None = None
+    """What stopped it before its end: SIGINT or SIGTERM."""
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether it was stopped before its end; --resume continues it."""
+        return self.signal is not None
 
 
 class Run:
@@ -75,7 +82,7 @@ class Run:
         self.roles: Roles = start_roles(recipe, self.plan, self.watch)
         self.runner = StepRunner(recipe, self.plan, self.roles, stream, self.watch)
         self.runner.on_stage, self.runner.on_batch = view.stage, self._keep_samples
-        self.checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep_last)
+        self.saver = Saver(recipe, folder, self.roles, self.runner)
         self.trackers: list[Tracker] = []
         self.progress = Progress()
         self.failures = Failures(view.say, folder.log)
@@ -102,10 +109,13 @@ class Run:
             self.progress.first_eval = self.evaluate()
             self._require_best_metric()
             self._record(0, dict(self.progress.first_eval))
+        if self.progress.pending:
+            self._complete_step()
+        self._mark()
         while self.progress.step < steps and not interrupt.asked and not self._is_good_enough():
             self._one_step(self.progress.step + 1)
-        if self.checkpoints.steps()[-1:] != [self.progress.step]:
-            self.save()
+        if self.saver.checkpoints.steps()[-1:] != [self.progress.step]:
+            self.saver.save()
         if not interrupt.asked:
             aside = self.folder.export.with_name(".export")
             self.roles.export(aside)
@@ -118,8 +128,8 @@ class Run:
             self.progress.last_eval or self.progress.first_eval,
             self.progress.step,
             self._elapsed(),
-            interrupt.asked,
             tuple(self.failures.summary()),
+            interrupt.number,
         )
 
     def evaluate(self) -> dict[str, float]:
@@ -130,17 +140,42 @@ class Run:
         return metrics | {"time/eval": time.perf_counter() - began} if metrics else {}
 
     def _one_step(self, number: int) -> None:
-        every, steps = self.recipe.eval.every, self.recipe.train.steps
-        metrics = self.runner.step(number)
+        self._end_step(number, self.runner.step(number))
+        self._complete_step()
+
+    def _end_step(self, number: int, metrics: dict[str, float]) -> None:
+        """All is learnt: from now on a checkpoint is of this step."""
         self.progress.step = number
+        self.progress.pending = {"metrics": metrics, "samples": self._samples}
+        self._mark()
+
+    def _complete_step(self) -> None:
+        """Evaluate, record and keep the step that was learnt last."""
+        every, steps, number = self.recipe.eval.every, self.recipe.train.steps, self.progress.step
+        metrics, self._samples = dict(self.progress.pending["metrics"]), self.progress.pending["samples"]
         if number == steps or (every and number % every == 0):
             self.progress.last_eval = self.evaluate()
             metrics |= self.progress.last_eval
         self._record(number, metrics)
+        self.progress.pending = {}
         is_best = self._is_best(metrics)
-        due = self.recipe.checkpoint.every
-        if is_best or (due and number % due == 0):
-            self.save()
+        self._mark()
+        if is_best or self.saver.is_due(number):
+            self.saver.save()
+
+    def rescue(self) -> str:
+        """After an error: keep the last finished step, and say what there is to continue from."""
+        lost = ""
+        try:
+            if (learnt := self.runner.learnt) is not None and learnt[0] > self.progress.step:
+                self._end_step(*learnt)
+            self.saver.rescue()
+        except Exception as error:  # the first error is the one to show
+            self.folder.log(f"no checkpoint of step {self.progress.step}: {type(error).__name__}: {error}")
+            lost = f"no checkpoint of step {self.progress.step} could be written: {error}\n"
+        if not (saved := self.saver.checkpoints.steps()):
+            return f"{lost}{self.folder.path} has no checkpoint: start again with --fresh"
+        return f"{lost}{self.folder.path} has a checkpoint of step {saved[-1]}: --resume continues from it"
 
     def _is_good_enough(self) -> bool:
         """Whether the last evaluation reached eval.stop_at."""
@@ -187,26 +222,12 @@ class Run:
     def _elapsed(self) -> float:
         return self.progress.seconds + time.monotonic() - self._began
 
-    def save(self) -> None:
-        """Write a checkpoint of the run as it is between two steps."""
-        began = time.perf_counter()
-        roles, progress = self.roles, self.progress
-        progress.version = roles.version
-        progress.stream = self.runner.stream.state_dict()
-        progress.kl = roles.kl_state()
-        progress.positions = self.folder.positions()
-        before, progress.seconds = progress.seconds, self._elapsed()
-        path = self.checkpoints.save(progress, self._write_parts)
-        progress.seconds = before
-        self.folder.log(f"checkpoint {path.name} in {time.perf_counter() - began:.2f} s")
-
-    def _write_parts(self, folder: Path) -> None:
-        self.roles.save(folder)
-        torch.save(random_state(), folder / "random.pt")
+    def _mark(self) -> None:
+        self.saver.mark(self.progress, self._elapsed())
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint."""
-        path, self.progress = self.checkpoints.latest()
+        """Continue from the newest checkpoint."""
+        path, self.progress = self.saver.checkpoints.latest()
         roles = self.roles
         roles.load(path, self.progress.kl)
         self.runner.buffer.restore(roles.store.batch(TRAIN))
@@ -259,10 +280,8 @@ def train_loaded(
             folder.log(f"stopped by {type(error).__name__}: {text_of(error)}")
             if details := getattr(error, "details", ""):
                 folder.log(f"traceback:\n{details}")
-            if isinstance(error, PracticumError) and (saved := run.checkpoints.steps()):
-                error.add_note(
-                    f"{folder.path} has a checkpoint of step {saved[-1]}: --resume goes on from it"
-                )
+            if isinstance(error, Exception):
+                error.add_note(run.rescue())
             raise
 
 

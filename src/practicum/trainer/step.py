@@ -40,13 +40,15 @@ class StepRunner:
         self.buffer = ReplayBuffer(recipe.buffer, TRAIN, recipe.agent.on_failure)
         self.on_stage: Callable[[str], None] = lambda name: None
         self.on_batch: Callable[[BatchRef], None] = lambda batch: None
+        self.learnt: tuple[int, dict[str, float]] | None = None
+        """The step under way and its metrics so far, once its update is done and can't be undone."""
         self._seconds: dict[str, float] = {}
         self._parts: dict[str, list[float]] = {}
 
     def step(self, number: int) -> dict[str, float]:
         """Practise, judge, learn, and leave the store as it was. Returns the step's metrics."""
         began = time.perf_counter()
-        self._seconds, self._parts = {}, {}
+        self._seconds, self._parts, self.learnt = {}, {}, None
         self.watch.fired.clear()
         roles, supervised = self.roles, "demonstrate" in self.plan
 
@@ -67,10 +69,11 @@ class StepRunner:
             assert learnt is not None
             metrics |= prefixed("train", learnt.metrics)
             metrics |= self._ledger(batch, learnt.measured)
+        metrics |= _advantage_metrics(advantage or {})
+        self.learnt = number, metrics
         self._run("sync", roles.sync_weights)
         self._run("clear", lambda: self._clear(batch))
 
-        metrics |= _advantage_metrics(advantage or {})
         metrics |= roles.incidents()
         metrics |= {f"checks/{name}": count for name, count in self.watch.fired.items()}
         metrics |= {f"time/{name}": seconds for name, seconds in self._seconds.items()}

@@ -34,13 +34,13 @@ class TrainGroup:
         """Call the first rank alone, with what needs the whole batch in one place."""
         return self.each(method, [args])[0]
 
-    def each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def each(self, method: str, args: Sequence[tuple[Any, ...]], timeout_s: float | None = None) -> list[Any]:
         """Call as many ranks as there are arguments, each with its own; their answers in order."""
         asked = list(zip(self.workers, self.names, args, strict=False))
         refs: list[ObjectRef[Any]] = [getattr(worker, method).remote(*mine) for worker, _, mine in asked]
         names = [name for _, name, _ in asked]
         try:
-            answers = ask(refs, timeout=self.timeout_s, owner=f"stage {method}", who=names)
+            answers = ask(refs, timeout=timeout_s or self.timeout_s, owner=f"stage {method}", who=names)
         except PracticumError:
             raise
         except Exception as error:  # a rank that lost another one says only that a connection broke

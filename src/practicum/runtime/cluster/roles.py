@@ -31,6 +31,8 @@ from practicum.runtime.sync import SyncProbe
 
 END_S = 5.0
 """Seconds that workers may take to end by themselves."""
+IDLE_S = 60.0
+"""Seconds in which ranks that are not in the middle of a stage answer."""
 
 
 class RayRoles:
@@ -184,8 +186,12 @@ class RayRoles:
     def kl_state(self) -> dict[str, float]:
         return self.group.first("kl_state")
 
-    def save(self, folder: Path) -> None:
-        self.group.all("save", folder.absolute())
+    def updates(self) -> tuple[int, ...]:
+        counts = self.group.each("updates", [()] * self.ranks, timeout_s=IDLE_S)
+        return tuple(count for theirs in counts for count in theirs)
+
+    def save(self, folder: Path, *, rows: bool = True) -> None:
+        self.group.all("save", folder.absolute(), rows)
         for name in self._copies():
             self._one(self.crew.teachers[name], "save", folder.absolute() / "teachers", who=f"teacher {name}")
 

@@ -31,7 +31,7 @@ from practicum.runtime.cluster.worker import NoRest, Reply, StoreHandle, Worker
 from practicum.runtime.credit import Credit
 from practicum.runtime.faculty import Faculty, Staff, copy_file, read_copy
 from practicum.runtime.hiring import hire
-from practicum.runtime.keeping import export_student, load_parts, save_parts
+from practicum.runtime.keeping import export_student, load_parts, save_parts, updates_begun
 from practicum.runtime.local import load_reference, make_learner
 from practicum.runtime.rows import check_fields, field_widths, put_padding, row_texts
 from practicum.runtime.student import Student
@@ -195,9 +195,13 @@ class TrainWorker(Worker):
     def kl_state(self) -> dict[str, float]:
         return self.credit.state_dict()
 
-    def save(self, folder: Path) -> None:
+    def updates(self) -> tuple[int, ...]:
+        """Optimizer steps that this rank has begun."""
+        return updates_begun(self)
+
+    def save(self, folder: Path, rows: bool = True) -> None:
         """Write this rank's share of a checkpoint; the first rank writes what all have, and the store."""
-        save_parts(self, folder, first=self.rank == 0)
+        save_parts(self, folder, rows=rows, first=self.rank == 0)
 
     def load(self, folder: Path, kl_state: Mapping[str, float]) -> int:
         """Go on from what `save` wrote, by any number of ranks; gives the version."""

@@ -1,0 +1,91 @@
+"""When checkpoints are written: by steps, by the clock, and of the last finished step after an error."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from practicum.errors import PracticumError
+from practicum.recipe.schema import Checkpoint, Recipe
+from practicum.runtime.randomness import random_state
+from practicum.runtime.roles import Roles
+from practicum.trainer.checkpoint import Checkpoints, Progress
+from practicum.trainer.folder import RunFolder
+from practicum.trainer.step import StepRunner
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A run between two steps, without what the roles hold."""
+
+    progress: Progress
+    random: dict[str, Any]
+    updates: tuple[int, ...]
+    """Optimizer steps begun by then: while there are no more, the roles hold what they held."""
+    rows: int
+    """Rows that waited in the store."""
+
+
+class Saver:
+    """Writes the checkpoints of one run. A checkpoint is always of a mark, never of the middle of a step."""
+
+    def __init__(self, recipe: Recipe, folder: RunFolder, roles: Roles, runner: StepRunner) -> None:
+        self.rules, self.folder, self.roles, self.runner = recipe.checkpoint, folder, roles, runner
+        self.checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep_last)
+        self._mark: Mark | None = None
+        self._saved_at = time.monotonic()
+
+    def mark(self, progress: Progress, seconds: float) -> None:
+        """Note the run as it is now, between two steps; `seconds` is the time that it has taken."""
+        roles = self.roles
+        progress.version, progress.kl = roles.version, roles.kl_state()
+        progress.stream, progress.positions = self.runner.stream.state_dict(), self.folder.positions()
+        noted = replace(progress, seconds=seconds)
+        self._mark = Mark(noted, random_state(), roles.updates(), len(self.runner.buffer.keys()))
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint of this step is to be written, by its number or by the clock."""
+        every, minutes = self.rules.every, self.rules.every_minutes
+        by_clock = minutes and time.monotonic() - self._saved_at >= 60 * minutes
+        return bool(by_clock or (every and step % every == 0))
+
+    def save(self, *, rows: bool = True) -> None:
+        """Write a checkpoint of the mark, to which the roles still correspond."""
+        mark = self._mark
+        assert mark is not None, "a run is marked before its first step"
+        began = time.perf_counter()
+
+        def write(folder: Path) -> None:
+            self.roles.save(folder, rows=rows)
+            torch.save(mark.random, folder / "random.pt")
+
+        path = self.checkpoints.save(mark.progress, write)
+        self._saved_at = time.monotonic()
+        self.folder.log(f"checkpoint {path.name} in {time.perf_counter() - began:.2f} s")
+
+    def rescue(self) -> None:
+        """After an error: a checkpoint of the mark, unless there is one or nothing was learnt yet.
+
+        A PracticumError says why there can't be one. Rows of the failed step are not in it: workers that
+        do not know of the error may still be writing some.
+        """
+        mark = self._mark
+        if mark is None or not mark.progress.step or mark.progress.step in self.checkpoints.steps():
+            return
+        if mark.rows:
+            raise PracticumError("groups that waited in the buffer were in use")
+        if self.roles.updates() != mark.updates:
+            raise PracticumError("the student or the critic was already partly updated")
+        self.save(rows=False)
+
+
+def crash_cost(rules: Checkpoint, steps: int) -> str:
+    """What is lost when a run ends before its time, in a sentence."""
+    ways = [f"{rules.every} steps"] if rules.every and rules.every < steps else []
+    ways += [f"{rules.every_minutes:g} minutes and a step"] if rules.every_minutes else []
+    killed = f"at most {' or '.join(ways)}" if ways else "the whole run: set checkpoint.every_minutes"
+    return f"a crash: an error costs the step under way; kill -9, or an error amid an update, {killed}"
