@@ -84,7 +84,7 @@ def test_an_incomplete_checkpoint_and_another_model_are_named(tmp_path):
         learner("gpt2").load(tmp_path)
     for file in ("__0_0.distcp", ".metadata"):
         (tmp_path / file).unlink()
-        with pytest.raises(PracticumError, match=f"lacks {re.escape(file)}: choose a complete one"):
+        with pytest.raises(PracticumError, match=f"incomplete: {re.escape(file)} is missing"):
             one.load(tmp_path)
 
 

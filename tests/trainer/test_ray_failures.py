@@ -123,10 +123,10 @@ def at_the_update(act: Act) -> Act:
     def wait_for_it(roles: RayRoles) -> None:
         each = roles.group.each
 
-        def calling(method: str, args: Any) -> list[Any]:
+        def calling(method: str, args: Any, timeout_s: float | None = None) -> list[Any]:
             if method == "update_student":
                 act(roles)
-            return each(method, args)
+            return each(method, args, timeout_s)
 
         roles.group.each = calling
 
