@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from benchmarks.harness import HERE, Measured
-from practicum.recipe.pools import Runtime
-from practicum.runtime.cluster.joining import connect
+from practicum.recipe.schema.runtime_section import Runtime
+from practicum.runtime.ray.init_ray import connect
 
 Turn = Callable[[int], Measured]
 """Runs a turn of this number, and tells what it measured."""

@@ -16,8 +16,8 @@ from benchmarks.harness import Channel, Contender, Measured
 from benchmarks.pipeline import Load, Pipeline
 from benchmarks.stepping import Steps
 from benchmarks.ways import OURS, THROUGH
-from practicum.dataplane.ray_store.store import start_ray_store
-from practicum.recipe.schema import Recipe
+from practicum.dataplane.ray_store.ray_store import start_ray_store
+from practicum.recipe.schema.recipe import Recipe
 
 TIMES = (1, 4, 16)
 REPEATS = 3

@@ -18,8 +18,8 @@ from benchmarks.harness import Measured
 from benchmarks.routes import Mover, start_plain
 from benchmarks.rows import Shape, draw_lengths, make_batch
 from benchmarks.ways import ADAPTER, BARE, CALLS, LEARNER, MEMCPY, OURS, PLAIN, THROUGH
-from practicum.dataplane.ray_store.store import start_ray_store
-from practicum.dataplane.transferqueue.store import start_transferqueue
+from practicum.dataplane.ray_store.ray_store import start_ray_store
+from practicum.dataplane.transferqueue.transferqueue_store import start_transferqueue
 
 ROUNDS = 9
 SHAPES = {

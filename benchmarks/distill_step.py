@@ -20,13 +20,13 @@ from benchmarks import harness, plots, trl_peer
 from benchmarks.harness import Channel, Contender, Measured
 from benchmarks.model import MORE_DIGITS, examples, model_folder, teacher_folder
 from benchmarks.stepping import Steps, make_distillation, mean
+from practicum.concurrency.event_loop import run_async
 from practicum.dataplane.ragged import Ragged
-from practicum.learning.batch import UpdateBatch
+from practicum.learning.distill_loss import TeacherColumns
 from practicum.learning.learner import Learner
-from practicum.learning.teaching import TeacherColumns
-from practicum.runtime.events import run_async
+from practicum.learning.update_batch import UpdateBatch
+from practicum.places.place import ScoreRow, score_rows
 from practicum.runtime.local import LocalRoles
-from practicum.teachers.place import Row, score_rows
 
 PROMPTS, SAMPLES, MAX_NEW, LR = 32, 8, 32, 1e-5
 ROUNDS, BLOCK = 4, 2
@@ -150,7 +150,7 @@ def _checked_batch(steps: Steps) -> UpdateBatch:
     assert roles.faculty is not None
     rows = checked_rows(roles.tokenizer)
     staff = roles.faculty.staff
-    whole = [Row([*p, *r], len(p), f"row {i}") for i, (p, r) in enumerate(rows)]
+    whole = [ScoreRow([*p, *r], len(p), f"row {i}") for i, (p, r) in enumerate(rows)]
     with staff.residency.awake(TEACHER):
         work = score_rows(staff.places[TEACHER], whole, roles.faculty.wanted)
         scores = run_async(work, timeout=120.0, owner="the check")

@@ -22,13 +22,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from benchmarks.harness import Measured, Stopwatch
 from benchmarks.model import make_random_model
 from benchmarks.report_engines import TORCH
-from practicum.models.load import ready
+from practicum.engines.protocol import Counter, Engine, Generation, Sampling, Scores
+from practicum.engines.torch.torch_engine import TorchEngine
+from practicum.engines.vllm.make_vllm import EngineSize, kv_bytes
+from practicum.engines.vllm.vllm_engine import VllmEngine
+from practicum.engines.vllm.vllm_messages import VllmSetup
+from practicum.models.load_model import ready
 from practicum.models.tokenizer import make_tokenizer
-from practicum.rollout.protocol import Counter, Engine, Generation, Sampling, Scores
-from practicum.rollout.torch_engine import TorchEngine
-from practicum.rollout.vllm.engine import VllmEngine
-from practicum.rollout.vllm.make import Room, kv_bytes
-from practicum.rollout.vllm.setup import VllmSetup
 
 PARTS = (0.25, 0.25, 0.5, 0.5, 1.0, 1.0, 2.0, 2.5)
 """Of ragged answers: length in parts of the mean. Each part comes equally often."""
@@ -93,7 +93,7 @@ def make_engine(kind: str, model: PreTrainedModel, slots: int, threads: int, spi
         dtype="float32",
         context=CONTEXT,
         slots=slots,
-        kv_bytes=kv_bytes(model.config, model.dtype, Room(CONTEXT, slots, slots * CONTEXT)),
+        kv_bytes=kv_bytes(model.config, model.dtype, EngineSize(CONTEXT, slots, slots * CONTEXT)),
         max_logprobs=TOP_K,
         threads=threads,
     )

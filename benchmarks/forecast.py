@@ -14,11 +14,11 @@ from benchmarks import harness
 from benchmarks.harness import Channel, Contender, Measured, Stopwatch, medians
 from benchmarks.model import DIGITS, model_folder, random_folder
 from benchmarks.stepping import Steps, make_recipe
-from practicum.recipe.schema import Recipe
-from practicum.runtime.forecast.forecast import forecast
-from practicum.runtime.forecast.prompts import mean_prompt_tokens
-from practicum.runtime.forecast.run import WARM_UP, summarise
-from practicum.runtime.forecast.spec import this_machine
+from practicum.forecast.cluster_spec import this_machine
+from practicum.forecast.forecast import forecast
+from practicum.forecast.measured_run import WARM_UP, summarise
+from practicum.forecast.prompt_lengths import mean_prompt_tokens
+from practicum.recipe.schema.recipe import Recipe
 
 ROUNDS = 4
 GOAL = 0.3

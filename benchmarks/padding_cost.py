@@ -38,7 +38,7 @@ def stepper(channel: Channel, prompts: int, padded: bool) -> None:
         minibatch_rows=MINIBATCH,
     )
     if not padded:
-        step_module.rows_lacking = lambda recipe, batch, step, ranks: 0
+        step_module.padding_rows_needed = lambda recipe, batch, step, ranks: 0
     with Steps(recipe) as steps:
         channel.serve(lambda turn: {"pad": 0.0} | steps.step())
 

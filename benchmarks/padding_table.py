@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import sqrt
 
 from benchmarks.tables import table
-from practicum.dataplane.padding import PADDING_TOKENS
+from practicum.dataplane.padding_rows import PADDING_TOKENS
 from practicum.learning.balance import Parts, assign_ranks, in_order, step_imbalance
 from practicum.learning.minibatches import Cut, Minibatch, needed_multiple, padding_needed, spread
 

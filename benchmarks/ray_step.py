@@ -18,7 +18,7 @@ from benchmarks.clusters import wants_quick
 from benchmarks.harness import Channel, Contender, Measured
 from benchmarks.model import CACHE
 from benchmarks.stepping import Steps, mean
-from practicum.recipe.schema import Recipe
+from practicum.recipe.schema.recipe import Recipe
 from practicum.trainer.demo import BASE, STUDENT, demo_recipes
 from practicum.trainer.run import train_loaded
 

@@ -46,9 +46,9 @@ def prompts_of(turn: int, tokenizer: Any) -> list[list[int]]:
 
 def torch_engine(channel: Channel, max_new: int) -> None:
     """practicum: all 256 requests at once, as a training step makes them."""
-    from practicum.models.load import ready
-    from practicum.rollout.protocol import Counter, Sampling
-    from practicum.rollout.torch_engine import TorchEngine
+    from practicum.engines.protocol import Counter, Sampling
+    from practicum.engines.torch.torch_engine import TorchEngine
+    from practicum.models.load_model import ready
 
     model, tokenizer = load()
     model = ready(model, torch.device("cpu"))

@@ -9,7 +9,7 @@ from benchmarks.clusters import Turn, cluster, in_turn, wants_quick
 from benchmarks.harness import Measured
 from benchmarks.pipeline import PATCH, STAGES, Load, Pipeline
 from benchmarks.ways import OURS, THROUGH
-from practicum.dataplane.ray_store.store import start_ray_store
+from practicum.dataplane.ray_store.ray_store import start_ray_store
 
 ROUNDS = 7
 IMAGE_PATCHES = 8 * 2**20 // (4 * PATCH)

@@ -18,19 +18,19 @@ from typing import Any, NamedTuple
 from benchmarks import harness
 from benchmarks.harness import Channel, Contender, Measured, Stopwatch
 from benchmarks.model import examples, random_folder
-from practicum.models.load import load_model, load_tokenizer
-from practicum.recipe.agent import Agent
-from practicum.recipe.schema import Model
-from practicum.rollout.policies import EnginePolicy
-from practicum.rollout.protocol import Sampling
-from practicum.rollout.results import Loop
-from practicum.rollout.scheduler import Scheduler
-from practicum.rollout.session import Session, Start
-from practicum.rollout.together import together
-from practicum.rollout.tools.toolbox import Toolbox
-from practicum.rollout.torch_engine import TorchEngine
-from practicum.runtime.attempts import run_attempt
-from practicum.runtime.events import run_async
+from practicum.concurrency.event_loop import run_async
+from practicum.concurrency.gather import gather_all
+from practicum.engines.protocol import Sampling
+from practicum.engines.torch.scheduler import Scheduler
+from practicum.engines.torch.torch_engine import TorchEngine
+from practicum.models.load_model import load_model, load_tokenizer
+from practicum.recipe.schema.agent import Agent
+from practicum.recipe.schema.recipe import Model
+from practicum.sessions.attempts import run_attempt
+from practicum.sessions.policies import EnginePolicy
+from practicum.sessions.session import Session, SessionStart
+from practicum.sessions.session_result import Loop
+from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.prompts import Prompt
 
 PROMPTS, SAMPLES = 32, 8
@@ -122,7 +122,7 @@ class Crowd:
     def run(self, loop: Loop, seed: int) -> list[Session]:
         """All sessions by this loop, as a rollout runs them; returns them when the last one is done."""
         asked = examples(5, seed * self.prompts, self.prompts, DIGITS)
-        starts = [Start(self.tokenizer.encode(one.prompt)) for one in asked]
+        starts = [SessionStart(self.tokenizer.encode(one.prompt)) for one in asked]
         prompts = [Prompt(i, "sort", "sort", e.prompt, e.answer, {}, 0, 0) for i, e in enumerate(asked)]
         sessions: list[Session] = []
 
@@ -134,7 +134,7 @@ class Crowd:
             sessions.append(Session(*given, context=CONTEXT, **more))
             return sessions[-1]
 
-        work = together(
+        work = gather_all(
             run_attempt(loop, self.agent, partial(make, prompt, index), DEADLINE_S)
             for prompt in range(self.prompts)
             for index in range(self.samples)

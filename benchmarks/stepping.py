@@ -12,9 +12,9 @@ from rich.console import Console
 from benchmarks.harness import Measured, Stopwatch
 from benchmarks.model import CACHE, model_folder
 from practicum.observe.progress import ProgressView
-from practicum.recipe.schema import Recipe
-from practicum.trainer.folder import RunFolder
+from practicum.recipe.schema.recipe import Recipe
 from practicum.trainer.run import Run
+from practicum.trainer.run_folder import RunFolder
 
 TIMED = (
     *("rollout", "reward", "teachers", "pad", "old_logprobs", "advantages", "update_student"),

@@ -20,11 +20,11 @@ from benchmarks.clusters import cluster, wants_quick
 from benchmarks.harness import Measured
 from benchmarks.rows import make_batch
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.memory import MemoryStore
+from practicum.dataplane.memory_store import MemoryStore
 from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.ray_store.store import start_ray_store
+from practicum.dataplane.ray_store.ray_store import start_ray_store
 from practicum.dataplane.store import Store
-from practicum.dataplane.transferqueue.store import start_transferqueue
+from practicum.dataplane.transferqueue.transferqueue_store import start_transferqueue
 
 HELD = (1_000, 10_000, 100_000)
 SLICE = 1_000

@@ -31,19 +31,19 @@ ROUNDS = 4
 
 def cycle(channel: Channel, prompts: int, width: int, layers: int, budget: float | None) -> None:
     """A rollout, a cycle, the same rollout again."""
-    from practicum.models.load import load_model, load_tokenizer
-    from practicum.recipe.schema import Model
-    from practicum.recipe.teaching import Teacher
-    from practicum.rollout.torch_engine import TorchEngine
-    from practicum.teachers.colocated import ColocatedTeacher, load_teacher
-    from practicum.teachers.residency import Residency
+    from practicum.engines.torch.torch_engine import TorchEngine
+    from practicum.models.load_model import load_model, load_tokenizer
+    from practicum.places.colocated_teacher import ColocatedTeacher, load_teacher
+    from practicum.places.model_cache import ModelCache
+    from practicum.recipe.schema.recipe import Model
+    from practicum.recipe.schema.teacher_sections import Teacher
 
     spec = Model(path=str(model_folder()))
     student, tokenizer = load_model(spec, 0), load_tokenizer(spec)
     engine = TorchEngine(student, slots=PROMPTS * SAMPLES, context=256)
     about = Teacher(model=str(random_folder(width, layers)))
     teacher = ColocatedTeacher("teacher", about, load_teacher("teacher", about, student))
-    residency = Residency([teacher], device=budget, host=None)
+    residency = ModelCache([teacher], device=budget, host=None)
 
     def run(turn: int) -> Measured:
         asked = [tokenizer.encode(e.prompt) for e in examples(4, turn * prompts, prompts, DIGITS)]
@@ -69,7 +69,7 @@ def cycle(channel: Channel, prompts: int, width: int, layers: int, budget: float
 
 def _roll_out(engine: Any, prompts: list[list[int]], turn: int, tokenizer: Any) -> float:
     """Seconds of a rollout; the same turn samples the same tokens."""
-    from practicum.rollout.protocol import Counter, Sampling
+    from practicum.engines.protocol import Counter, Sampling
 
     sampling = Sampling(max_new_tokens=MAX_NEW, stop=frozenset([tokenizer.eos_token_id]))
 

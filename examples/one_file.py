@@ -25,14 +25,14 @@ import torch
 
 from practicum.algorithms.advantages.registry import ADVANTAGES
 from practicum.algorithms.advantages.types import AdvantageInputs
+from practicum.concurrency.event_loop import run_async
 from practicum.dataplane.ragged import Ragged
-from practicum.learning.batch import UpdateBatch
+from practicum.engines.protocol import Counter, Generation, Sampling
+from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.learning.learner import Learner
-from practicum.models.load import load_model, load_tokenizer, stop_ids
-from practicum.recipe.schema import Algorithm, MakeModel, Model, Task, Train
-from practicum.rollout.protocol import Counter, Generation, Sampling
-from practicum.rollout.torch_engine import TorchEngine
-from practicum.runtime.events import run_async
+from practicum.learning.update_batch import UpdateBatch
+from practicum.models.load_model import load_model, load_tokenizer, stop_ids
+from practicum.recipe.schema.recipe import Algorithm, MakeModel, Model, Task, Train
 from practicum.tasks.builtin import TASKS
 from practicum.tasks.prompts import Prompt, demonstration, encode_prompt
 from practicum.tasks.stream import make_stream

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from practicum.recipe.load import load_recipe
+from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.shipped import shipped_recipes
 from practicum.trainer.demo import demo_recipes, demo_rows, run_demo, shortfalls
 from practicum.trainer.run import train_loaded

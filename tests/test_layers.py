@@ -11,6 +11,7 @@ ROOT = Path(practicum.__file__).parent
 RANK = {
     "errors": 0,
     "user_code": 0,
+    "concurrency": 1,
     "recipe": 1,
     "dataplane": 2,
     "algorithms": 2,
@@ -18,14 +19,19 @@ RANK = {
     "checks": 3,
     "models": 3,
     "tasks": 4,
-    "rollout": 5,
+    "engines": 4,
+    "sessions": 5,
     "learning": 5,
+    "places": 5,
+    "rewards": 6,
     "teachers": 6,
-    "runtime": 7,
     "serving": 7,
-    "observe": 8,
-    "trainer": 9,
-    "cli": 10,
+    "roles": 7,
+    "runtime": 8,
+    "forecast": 9,
+    "observe": 9,
+    "trainer": 10,
+    "cli": 11,
 }
 FILES = sorted(p for p in ROOT.rglob("*.py") if p.parent != ROOT or p.stem in RANK)
 

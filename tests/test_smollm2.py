@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from practicum.models.load import load_model, load_tokenizer
-from practicum.recipe.load import load_recipe
-from practicum.recipe.schema import MakeModel, Model
+from practicum.models.load_model import load_model, load_tokenizer
+from practicum.recipe.load_recipe import load_recipe
+from practicum.recipe.schema.recipe import MakeModel, Model
 from practicum.recipe.shipped import shipped_recipes
 from practicum.tasks.files import FileSource
 from practicum.trainer.run import train_loaded

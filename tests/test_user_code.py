@@ -9,12 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 from practicum.cli import app
+from practicum.concurrency.event_loop import run_async
 from practicum.errors import RecipeError, RewardError
-from practicum.recipe.agent import Tool
-from practicum.recipe.schema import Reward, RewardFunction, Task
-from practicum.rollout.tools.toolbox import Toolbox
-from practicum.runtime.events import run_async
-from practicum.tasks.rewards import Judge, RewardSample
+from practicum.recipe.schema.agent import ToolSection
+from practicum.recipe.schema.recipe import Reward, RewardFunction, Task
+from practicum.sessions.tools.toolbox import Toolbox
+from practicum.tasks.rewards import RewardFunctions, RewardSample
 from practicum.trainer.run import summary, train_loaded
 from practicum.user_code import error_line, frames, repr_of, text_of, trace
 from tests.hostile import ERRORS, VALUES
@@ -33,13 +33,13 @@ def test_no_reward_passes_through_or_becomes_a_number(use: str):
     task = {"t": Task(kind="copy", rewards=[function])}
     for what in ZOO:
         (judged,) = run_async(
-            Judge(task, Reward(on_error="skip")).score([sample(what)]), timeout=30, owner="test"
+            RewardFunctions(task, Reward(on_error="skip")).score([sample(what)]), timeout=30, owner="test"
         )
         assert judged.reward is None, what
         assert len((judged.failure or "").encode().splitlines()) == 1, what
         assert (judged.trace is not None) == what.startswith("raise"), what
         with pytest.raises(RewardError) as caught:
-            run_async(Judge(task, Reward()).score([sample(what)]), timeout=30, owner="test")
+            run_async(RewardFunctions(task, Reward()).score([sample(what)]), timeout=30, owner="test")
         assert (str(caught.value) + caught.value.details).encode()
         assert ("hostile.py" in str(caught.value)) == what.startswith("raise"), what
 
@@ -47,13 +47,13 @@ def test_no_reward_passes_through_or_becomes_a_number(use: str):
 def test_a_masked_value_is_named():
     task = {"t": Task(kind="copy", rewards=[RewardFunction(use="tests.hostile:judge")])}
     with pytest.raises(RewardError, match="returned masked, expected a finite number"):
-        run_async(Judge(task, Reward()).score([sample("return:masked")]), timeout=30, owner="test")
+        run_async(RewardFunctions(task, Reward()).score([sample("return:masked")]), timeout=30, owner="test")
     with pytest.raises(RewardError, match=r"device='meta'.*, expected a finite number"):
-        run_async(Judge(task, Reward()).score([sample("return:meta")]), timeout=30, owner="test")
+        run_async(RewardFunctions(task, Reward()).score([sample("return:meta")]), timeout=30, owner="test")
 
 
 def test_no_tool_passes_through():
-    box = Toolbox([Tool(use="tests.hostile:tool")])
+    box = Toolbox([ToolSection(use="tests.hostile:tool")])
     for what in ZOO:
         ran = run_async(box.run("tool", {"what": what}), timeout=30, owner="test")
         assert ran.text.encode()

@@ -12,10 +12,10 @@ from typer.core import TyperGroup
 from practicum import __version__
 from practicum.dataplane.plan import chain, draw, make_plan
 from practicum.errors import ClusterError, PracticumError
-from practicum.recipe import reference
-from practicum.recipe.load import LoadedRecipe, load_recipe
+from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
 from practicum.recipe.shipped import copy_recipe, list_recipes
-from practicum.recipe.show import show_recipe
+from practicum.recipe.text import schema_reference as reference
+from practicum.recipe.text.show_recipe import show_recipe
 
 
 class _Commands(TyperGroup):
@@ -177,11 +177,11 @@ def plan(
 
     practicum plan recipes/sort/start.yaml --set runtime=ray --from runs/short
     """
-    from practicum.runtime.forecast.forecast import forecast
-    from practicum.runtime.forecast.prompts import mean_prompt_tokens
-    from practicum.runtime.forecast.report import report
-    from practicum.runtime.forecast.run import read_run
-    from practicum.runtime.forecast.spec import load_spec, this_machine
+    from practicum.forecast.cluster_spec import load_spec, this_machine
+    from practicum.forecast.forecast import forecast
+    from practicum.forecast.forecast_report import report
+    from practicum.forecast.measured_run import read_run
+    from practicum.forecast.prompt_lengths import mean_prompt_tokens
 
     on_ray = [] if cluster is None else ["runtime.kind=ray"]
     loaded = load_recipe(recipe, [*(overrides or []), *on_ray])

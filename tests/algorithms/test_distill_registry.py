@@ -8,8 +8,8 @@ import pytest
 
 from practicum.algorithms.distill.registry import DISTRIBUTIONS, PAIRS
 from practicum.algorithms.distill.sampled import SAMPLED
-from practicum.recipe.divergences import AS_REWARD, ON_SAMPLED, why_dead, why_unfit
-from practicum.recipe.teaching import ON_DISTRIBUTIONS, Distill, Divergence
+from practicum.recipe.checks.divergences import AS_REWARD, ON_SAMPLED, why_dead, why_unfit
+from practicum.recipe.schema.teacher_sections import ON_DISTRIBUTIONS, Distill, Divergence
 
 NAMES = get_args(Divergence)
 SIGNALS = get_args(Distill.model_fields["signal"].annotation)

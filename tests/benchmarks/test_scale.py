@@ -15,7 +15,7 @@ from benchmarks.store_keys import OPERATIONS, Holder, MemoryHandle, fill
 from benchmarks.ways import ADAPTER, BARE, LEARNER, MEMCPY, OURS, PLAIN, THROUGH
 
 from benchmarks import report_scale
-from practicum.dataplane.memory import MemoryStore
+from practicum.dataplane.memory_store import MemoryStore
 from practicum.dataplane.ragged import Column, Ragged
 
 MACHINE = {"processor": "a processor", "cores": 2}

@@ -18,9 +18,9 @@ from benchmarks.sessions import (
     watch_steps,
 )
 
-from practicum.rollout.scheduler import Scheduler
-from practicum.rollout.session import Session
-from practicum.rollout.tools.toolbox import Ran
+from practicum.engines.torch.scheduler import Scheduler
+from practicum.sessions.session import Session
+from practicum.sessions.tools.toolbox import ToolOutcome
 
 PROMPTS, SAMPLES = 2, 3
 
@@ -50,7 +50,7 @@ def logged(crowd: Crowd, meet: Callable[[], Any] | None) -> tuple[list[str], lis
             log.append(f"turn {len(session.trajectory.sampled())}")
             return await generate(*args, **more)
 
-        async def calls(name: str, arguments: Mapping[str, Any]) -> Ran:
+        async def calls(name: str, arguments: Mapping[str, Any]) -> ToolOutcome:
             ran = await tool(name, arguments)
             log.append("tool")
             return ran

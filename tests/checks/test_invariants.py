@@ -7,7 +7,7 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.ragged import Ragged
 from practicum.errors import CheckError
-from practicum.recipe.schema import Checks
+from practicum.recipe.schema.recipe import Checks
 
 
 def batch(*tags: Tags) -> BatchRef:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from practicum.dataplane.keys import Key
-from practicum.dataplane.memory import MemoryStore
+from practicum.dataplane.memory_store import MemoryStore
 from practicum.dataplane.ragged import Ragged
 from practicum.dataplane.store import Store
 from practicum.errors import StoreError

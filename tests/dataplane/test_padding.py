@@ -8,8 +8,8 @@ import torch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.fields import FIELDS, Field, check_padding_rules
 from practicum.dataplane.keys import Key, Tags
-from practicum.dataplane.memory import MemoryStore
-from practicum.dataplane.padding import PADDING_PROMPT, padding_batch
+from practicum.dataplane.memory_store import MemoryStore
+from practicum.dataplane.padding_rows import PADDING_PROMPT, padding_batch
 from practicum.dataplane.ragged import Ragged
 from practicum.errors import StoreError
 

@@ -18,11 +18,11 @@ from ray.exceptions import ObjectLostError
 from torch import Tensor
 
 from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.ray_store.client import IndexClient, plain_put
-from practicum.dataplane.ray_store.index import Index, start_index
-from practicum.dataplane.ray_store.packing import pack_columns
-from practicum.dataplane.ray_store.store import RayStore, RayStoreHandle, start_ray_store
-from practicum.dataplane.ray_store.wire import Parcel, pack_call, unpack_answer
+from practicum.dataplane.ray_store.column_packing import pack_columns
+from practicum.dataplane.ray_store.index_actor import Index, start_index
+from practicum.dataplane.ray_store.index_client import IndexClient, plain_put
+from practicum.dataplane.ray_store.object_refs import Parcel, pack_call, unpack_answer
+from practicum.dataplane.ray_store.ray_store import RayStore, RayStoreHandle, start_ray_store
 from practicum.dataplane.store import Store
 from practicum.errors import DeadlineError, StoreError
 

@@ -10,8 +10,8 @@ import torch
 
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Tags
-from practicum.dataplane.memory import MemoryStore
-from practicum.dataplane.padding import padding_batch
+from practicum.dataplane.memory_store import MemoryStore
+from practicum.dataplane.padding_rows import padding_batch
 from practicum.dataplane.plan import Plan, StageSpec
 from practicum.dataplane.ragged import Column, Ragged
 from practicum.dataplane.stage import Columns, stage

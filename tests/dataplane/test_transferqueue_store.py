@@ -19,16 +19,16 @@ pytest.importorskip("transfer_queue")
 import ray
 
 from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.check_columns import check_columns
 from practicum.dataplane.fields import FIELDS
 from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.ray_store.index import start_index
-from practicum.dataplane.ray_store.packing import OpenPack, pack_columns
+from practicum.dataplane.ray_store.column_packing import OpenPack, pack_columns
+from practicum.dataplane.ray_store.index_actor import start_index
 from practicum.dataplane.store import Store
 from practicum.dataplane.transferqueue import servers
 from practicum.dataplane.transferqueue.chunks import CHUNK_BYTES, Chunk, ship, unpack
 from practicum.dataplane.transferqueue.link import Gone, close_link, link_to
-from practicum.dataplane.transferqueue.store import TransferQueueHandle, start_transferqueue
-from practicum.dataplane.validate import check_columns
+from practicum.dataplane.transferqueue.transferqueue_store import TransferQueueHandle, start_transferqueue
 from practicum.errors import RecipeError, StoreError
 
 from ..cluster import local_ray

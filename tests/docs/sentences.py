@@ -10,8 +10,8 @@ from practicum.checks import invariants
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.ragged import Ragged
-from practicum.learning.optim import Stepper
-from practicum.recipe.schema import Train
+from practicum.learning.optimizer import OptimizerStepper
+from practicum.recipe.schema.recipe import Train
 from practicum.teachers.ledger import starved
 
 Sentence = tuple[str, str | None]
@@ -41,7 +41,7 @@ def check_sentences() -> list[Sentence]:
 def _nonfinite() -> str:
     said: list[str] = []
     weight = torch.nn.Parameter(torch.ones(1))
-    stepper = Stepper([weight], Train(), on_nonfinite=said.append)
+    stepper = OptimizerStepper([weight], Train(), on_nonfinite=said.append)
     weight.grad = torch.full((1,), math.nan)
     assert not stepper.step(1e-4, {"loss": 0.3, "tokens": 4096.0})
     return said[0]

@@ -11,13 +11,13 @@ from benchmarks.padding_table import padding_table
 
 from benchmarks import report_engines
 from practicum.dataplane.fields import FIELDS, Field
-from practicum.dataplane.padding import padding_batch
+from practicum.dataplane.padding_rows import padding_batch
 from practicum.dataplane.ragged import Ragged
-from practicum.learning.metrics import METRICS as UPDATE_METRICS
-from practicum.recipe.reference import markdown
+from practicum.learning.update_metrics import METRICS as UPDATE_METRICS
+from practicum.recipe.text.schema_reference import markdown
 from practicum.tasks.builtin import describe_tasks
 from practicum.tasks.scorers import RewardSample
-from practicum.trainer.metrics import METRICS
+from practicum.trainer.step_metrics import METRICS
 
 _LETTERS = {"prompt": "P", "response": "R", "sequence": "P+R"}
 _SHOWN = 32

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from practicum.recipe.load import load_recipe
-from practicum.recipe.schema import Reward, Task
-from practicum.rollout.loops import find_loop
+from practicum.recipe.load_recipe import load_recipe
+from practicum.recipe.schema.recipe import Reward, Task
+from practicum.sessions.loops import find_loop
 from practicum.tasks.files import FileSource
-from practicum.tasks.rewards import Judge
+from practicum.tasks.rewards import RewardFunctions
 from practicum.tasks.scorers import RewardSample
 
 from .pages import PAGES, ROOT, Block, all_blocks, write_files
@@ -60,7 +60,7 @@ def test_the_rewards_of_the_docs_judge(folder: Path):
     task = Task(file="data/train.jsonl")
     sample = RewardSample("cab=", "abc", "abc", {}, "letters", "short", "stop", "prompt 0", 4)
     longer = RewardSample("cab=", "abcd", "abc", {}, "letters", "short", "length", "prompt 1", 5)
-    judged = asyncio.run(Judge({"letters": task}, reward).score([sample, longer]))
+    judged = asyncio.run(RewardFunctions({"letters": task}, reward).score([sample, longer]))
     assert [j.failure for j in judged] == [None, None]
     assert judged[0].parts == {"checker": 1.0, "brief": 0.2, "asked": 1.0, "ranked": 1.0}
     assert judged[1].parts == {"checker": 0.0, "brief": 1 / 6, "asked": 0.0, "ranked": 0.0}

@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from practicum.cli import app
-from practicum.models.load import load_model, load_tokenizer
-from practicum.recipe.load import load_recipe
-from practicum.recipe.schema import MakeModel, Model
+from practicum.models.load_model import load_model, load_tokenizer
+from practicum.recipe.load_recipe import load_recipe
+from practicum.recipe.schema.recipe import MakeModel, Model
 
 from .pages import PAGES, ROOT, Command, commands_of, write_files
 

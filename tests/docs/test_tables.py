@@ -12,10 +12,10 @@ from practicum.algorithms.aggregation import AGGREGATIONS
 from practicum.algorithms.kl import KL_ESTIMATORS
 from practicum.algorithms.policy_losses.registry import POLICY_LOSSES
 from practicum.errors import DataError
-from practicum.recipe.schema import Checks
+from practicum.recipe.schema.recipe import Checks
 from practicum.tasks.files import FileSource
 from practicum.tasks.scorers import SCORERS
-from practicum.trainer.checkpoint import MAY_CHANGE
+from practicum.trainer.checkpoints import MAY_CHANGE
 
 from .pages import ROOT
 from .sentences import check_sentences

@@ -10,11 +10,11 @@ import torch
 from practicum.algorithms.distill.distributions import TAIL_FLOOR
 from practicum.dataplane.fields import FIELDS
 from practicum.observe.tables import ledger_table
-from practicum.recipe.divergences import why_unfit
-from practicum.recipe.teaching import Distill, Divergence, Route
+from practicum.places.probe_teacher import TOLERANCE
+from practicum.recipe.checks.divergences import why_unfit
+from practicum.recipe.schema.teacher_sections import Distill, Divergence, Route
 from practicum.teachers.ledger import starved
-from practicum.teachers.probe import TOLERANCE
-from practicum.trainer.metrics import METRICS
+from practicum.trainer.step_metrics import METRICS
 
 from .pages import ROOT
 

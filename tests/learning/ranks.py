@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 
 from practicum.dataplane.ragged import Ragged
 from practicum.errors import CheckError
-from practicum.learning.batch import CriticBatch, UpdateBatch, Whole
-from practicum.learning.critic import Critic
 from practicum.learning.learner import Learner
-from practicum.learning.optim import Stepper
+from practicum.learning.optimizer import OptimizerStepper
 from practicum.learning.parallel import Parallel, free_port, whole
+from practicum.learning.update_batch import BatchFacts, CriticBatch, UpdateBatch
+from practicum.learning.value_learner import ValueLearner
 from practicum.models.tokenizer import make_tokenizer
-from practicum.recipe.schema import Algorithm, Kl, Train
-from practicum.recipe.schema import Critic as CriticRecipe
+from practicum.recipe.schema.recipe import Algorithm, Kl, Train
+from practicum.recipe.schema.recipe import CriticSection as CriticRecipe
 
 from .reference import random_batch, take, tiny
 from .taught import take_taught, taught, teaching
@@ -41,7 +41,7 @@ class Found:
     """Response columns by the row; each rank has some rows."""
     refused: list[str] = field(default_factory=list)
 
-    def keep(self, model: nn.Module, stepper: Stepper) -> None:
+    def keep(self, model: nn.Module, stepper: OptimizerStepper) -> None:
         """All weights and moments, gathered."""
         for name, p in model.named_parameters():
             self.tensors[name] = whole(p.detach()).clone()
@@ -85,7 +85,7 @@ def on_rank(batch: UpdateBatch, rows: list[list[int]], parallel: Parallel | None
     if parallel is None:
         return batch
     picked = (take if batch.teachers is None else take_taught)(batch, rows[parallel.rank])
-    everywhere = Whole(
+    everywhere = BatchFacts(
         sessions=batch.sessions,
         sampled_tokens=[int(mask.sum()) for mask in batch.response_mask.rows],
         session_tokens=batch.session_tokens,
@@ -216,7 +216,7 @@ SINGLE.add("single_precision")
 @case
 def critic(parallel: Parallel | None, folder: Path) -> Found:
     found, recipe = Found(), CriticRecipe(clip=0.2, lr=0.01)
-    learner = Critic(tiny(), TRAIN, recipe, parallel=parallel)
+    learner = ValueLearner(tiny(), TRAIN, recipe, parallel=parallel)
     for batch in batches():
         assert batch.advantages is not None
         assert batch.old_logprobs is not None

@@ -23,10 +23,10 @@ from practicum.algorithms.kl import token_kl
 from practicum.algorithms.policy_losses.registry import POLICY_LOSSES
 from practicum.algorithms.policy_losses.types import PolicyInputs
 from practicum.dataplane.ragged import Ragged
-from practicum.learning.batch import UpdateBatch
 from practicum.learning.norms import fuse_norms
-from practicum.models.load import ready
-from practicum.recipe.schema import Algorithm, Train
+from practicum.learning.update_batch import UpdateBatch
+from practicum.models.load_model import ready
+from practicum.recipe.schema.recipe import Algorithm, Train
 
 FAMILIES = ("qwen3", "llama", "gpt2")
 VOCAB = 19

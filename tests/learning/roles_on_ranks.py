@@ -12,20 +12,20 @@ from torch import Tensor
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
-from practicum.dataplane.memory import MemoryStore
-from practicum.dataplane.padding import padding_batch
+from practicum.dataplane.memory_store import MemoryStore
+from practicum.dataplane.padding_rows import padding_batch
 from practicum.dataplane.plan import make_plan
 from practicum.dataplane.ragged import Column, Ragged
-from practicum.learning.critic import Critic
 from practicum.learning.learner import Learner
+from practicum.learning.logprob_scorer import LogprobScorer
+from practicum.learning.packed_model import PackedModel
 from practicum.learning.parallel import Parallel
-from practicum.learning.scorer import Scorer
-from practicum.learning.trunk import Trunk
-from practicum.recipe.schema import Recipe
-from practicum.runtime.credit import Credit
-from practicum.runtime.cutting import rows_lacking
-from practicum.runtime.student import Student
-from practicum.runtime.valuation import Valuation
+from practicum.learning.value_learner import ValueLearner
+from practicum.recipe.schema.recipe import Recipe
+from practicum.roles.advantages import AdvantageRole
+from practicum.roles.critic import CriticRole
+from practicum.roles.optimizer_steps import padding_rows_needed
+from practicum.roles.student import StudentRole
 
 from .ranks import Found, case
 from .reference import VOCAB, tiny
@@ -127,16 +127,20 @@ def run_roles(
     recipe, found = make_recipe(train, loss, mismatch or {}), Found()
     watch = Watch(recipe.checks, print)
     model = tiny()
-    critic = None if recipe.critic is None else Critic(model, recipe.train, recipe.critic, parallel=parallel)
+    critic = (
+        None if recipe.critic is None else ValueLearner(model, recipe.train, recipe.critic, parallel=parallel)
+    )
     assert critic is not None
-    reference = Scorer(Trunk(tiny(seed=1), recipe.train, parallel))
+    reference = LogprobScorer(PackedModel(tiny(seed=1), recipe.train, parallel))
     learner = Learner(model, recipe.train, recipe.algorithm, parallel=parallel)
     for step in range(1, steps + 1):
-        lacking = rows_lacking(recipe, make_rows(rows, 0)[1], step, 1 if parallel is None else parallel.world)
+        lacking = padding_rows_needed(
+            recipe, make_rows(rows, 0)[1], step, 1 if parallel is None else parallel.world
+        )
         store, batch = make_rows(rows, lacking)
         plan = make_plan(recipe)
-        student = Student(recipe, plan, store, learner, reference, watch)
-        valuation = Valuation(recipe, plan, store, critic)
+        student = StudentRole(recipe, plan, store, learner, reference, watch)
+        valuation = CriticRole(recipe, plan, store, critic)
         if "old_logprobs" in plan:
             student.old_logprobs(batch)
         student.ref_logprobs(batch)
@@ -146,7 +150,7 @@ def run_roles(
             found.columns[f"{name} {step}"] = dict(written)
         _exchange(parallel, store, batch)
         if mismatch is not None:
-            found.metrics.append(Credit(recipe, plan, store).advantages(batch, baselines={}) or {})
+            found.metrics.append(AdvantageRole(recipe, plan, store).advantages(batch, baselines={}) or {})
         learnt, valued = student.update(batch, step=step), valuation.update(batch, step=step)
         assert learnt is not None
         assert valued is not None

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from practicum.algorithms.aggregation import token_weights
 from practicum.dataplane.ragged import Ragged
-from practicum.learning.batch import UpdateBatch
+from practicum.learning.distill_loss import DistillSettings, TeacherColumns
 from practicum.learning.norms import fuse_norms
-from practicum.learning.teaching import TeacherColumns, Teaching
-from practicum.models.load import ready
-from practicum.recipe.teaching import Distill
-from practicum.teachers.head import OutputHead
+from practicum.learning.update_batch import UpdateBatch
+from practicum.models.load_model import ready
+from practicum.models.output_head import OutputHead
+from practicum.recipe.schema.teacher_sections import Distill
 
 from .reference import VOCAB, take, tiny
 
@@ -125,11 +125,11 @@ def teaching(
     alone: bool = True,
     shares: dict[int, float] | None = None,
     **more: Any,
-) -> Teaching:
+) -> DistillSettings:
     """How these teachers enter the update."""
     distill = Distill(divergence=divergence, signal=signal, top_k=TOP_K, **more)
     heads = [_cut(OutputHead.of(model)) for model in teachers]
-    return Teaching(distill, temperature, heads=heads, alone=alone, shares=shares)
+    return DistillSettings(distill, temperature, heads=heads, alone=alone, shares=shares)
 
 
 def _cut(head: OutputHead) -> Callable[[Tensor], Tensor]:
@@ -176,7 +176,7 @@ def _estimate(kind: str, d_M: Tensor) -> Tensor:
 
 
 def plain_gradient(
-    how: Teaching,
+    how: DistillSettings,
     batch: UpdateBatch,
     *,
     aggregation: str = "token_mean",

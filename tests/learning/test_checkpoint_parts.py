@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from practicum.errors import PracticumError
-from practicum.learning.batch import CriticBatch
-from practicum.learning.critic import Critic
 from practicum.learning.learner import Learner
+from practicum.learning.update_batch import CriticBatch
+from practicum.learning.value_learner import ValueLearner
 from practicum.models.tokenizer import make_tokenizer
-from practicum.recipe.schema import Algorithm, Train
-from practicum.recipe.schema import Critic as CriticRecipe
+from practicum.recipe.schema.recipe import Algorithm, Train
+from practicum.recipe.schema.recipe import CriticSection as CriticRecipe
 
 from .reference import FAMILIES, random_batch, tiny
 
@@ -67,10 +67,10 @@ def test_a_resumed_critic_equals_one_that_never_stopped(tmp_path):
         assert b.old_logprobs is not None
         return CriticBatch(b.prompt_ids, b.response_ids, b.response_mask, b.old_logprobs, b.advantages)
 
-    one = Critic(tiny(dtype=torch.float32), TRAIN, CriticRecipe())
+    one = ValueLearner(tiny(dtype=torch.float32), TRAIN, CriticRecipe())
     one.update(batch(0))
     one.save(tmp_path)
-    other = Critic(tiny(dtype=torch.float32, seed=1), TRAIN, CriticRecipe())
+    other = ValueLearner(tiny(dtype=torch.float32, seed=1), TRAIN, CriticRecipe())
     other.load(tmp_path)
     assert one.update(batch(1)) == other.update(batch(1))
     for mine, theirs in zip(one.model.parameters(), other.model.parameters(), strict=True):

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from practicum.algorithms.values import value_loss
 from practicum.dataplane.ragged import Ragged
 from practicum.errors import CheckError
-from practicum.learning.batch import CriticBatch
-from practicum.learning.critic import Critic
-from practicum.learning.metrics import METRICS
-from practicum.recipe.schema import Critic as CriticRecipe
-from practicum.recipe.schema import Train
+from practicum.learning.update_batch import CriticBatch
+from practicum.learning.update_metrics import METRICS
+from practicum.learning.value_learner import ValueLearner
+from practicum.recipe.schema.recipe import CriticSection as CriticRecipe
+from practicum.recipe.schema.recipe import Train
 
 from .reference import FAMILIES, random_batch, tiny
 
@@ -33,7 +33,7 @@ def made_up(seed):
 
 
 def critic_with_a_head(family="qwen3", recipe=RECIPE):
-    critic = Critic(tiny(family), TRAIN, recipe)
+    critic = ValueLearner(tiny(family), TRAIN, recipe)
     with torch.no_grad():
         critic.head.weight.copy_(torch.linspace(-0.5, 0.5, 32))
     return critic
@@ -54,7 +54,7 @@ def slow_values(critic, batch):
 def test_values_start_at_zero_and_the_student_is_not_touched():
     student = tiny()
     before = copy.deepcopy(student.state_dict())
-    critic, batch = Critic(student, TRAIN, RECIPE), made_up(1)
+    critic, batch = ValueLearner(student, TRAIN, RECIPE), made_up(1)
     assert not critic.values(batch.prompt_ids, batch.response_ids).values.any()
     critic.update(batch)
     assert critic.values(batch.prompt_ids, batch.response_ids).values.any()

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from practicum.learning import layout as layout_module
-from practicum.learning.layout import Segments, SharedPromptLayout
+from practicum.learning import packed_layout as layout_module
+from practicum.learning.packed_layout import Segments, SharedPromptLayout
 
 
 def segments_of(prompts, responses):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from practicum.learning.logprob_scorer import LogprobScorer
 from practicum.learning.logprobs import map_logits, token_logprobs
-from practicum.learning.scorer import Scorer
-from practicum.learning.trunk import Trunk
+from practicum.learning.packed_model import PackedModel
 from practicum.models.fingerprint import LENGTH, fingerprint_ids
-from practicum.recipe.schema import Train
+from practicum.recipe.schema.recipe import Train
 
 from .reference import FAMILIES, VOCAB, padded_tokens, random_batch, tiny
 
@@ -18,7 +18,7 @@ from .reference import FAMILIES, VOCAB, padded_tokens, random_batch, tiny
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_scorer_equals_log_softmax_of_a_plain_forward(family, temperature):
     model, batch = tiny(family), random_batch(11)
-    scorer = Scorer(Trunk(model, Train(microbatch_tokens=20)))
+    scorer = LogprobScorer(PackedModel(model, Train(microbatch_tokens=20)))
     mine = scorer.logprobs(
         batch.prompt_ids, batch.response_ids, temperature=temperature, entropy=True, plain=True
     )
@@ -35,7 +35,7 @@ def test_scorer_equals_log_softmax_of_a_plain_forward(family, temperature):
 
 
 def test_columns_not_asked_for_are_not_made():
-    scorer, batch = Scorer(Trunk(tiny(), Train())), random_batch(1)
+    scorer, batch = LogprobScorer(PackedModel(tiny(), Train())), random_batch(1)
     found = scorer.logprobs(batch.prompt_ids, batch.response_ids, temperature=0.5)
     assert found.entropy is None
     assert found.plain is None
@@ -116,7 +116,7 @@ def test_fingerprint_ids_are_in_the_vocabulary_and_spread(vocab):
 
 def test_fingerprint_tells_other_weights_apart():
     model = tiny(dtype=torch.float32)
-    scorer = Scorer(Trunk(model, Train()))
+    scorer = LogprobScorer(PackedModel(model, Train()))
     first = scorer.fingerprint()
     ids = torch.tensor([fingerprint_ids(VOCAB)])
     plain = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]

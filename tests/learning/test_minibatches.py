@@ -22,7 +22,7 @@ from practicum.learning.minibatches import (
     student_cut,
 )
 from practicum.learning.sharing import exact_fit
-from practicum.recipe.schema import Critic, Recipe, Train
+from practicum.recipe.schema.recipe import CriticSection, Recipe, Train
 
 Row = tuple[int, int]
 """Prompt and session of a real row."""
@@ -94,7 +94,7 @@ def test_rows_that_ranks_cannot_share_evenly_are_an_error_naming_the_key():
         RecipeError, match=r"train.minibatch_rows: found 100, .* 8 data-parallel ranks.\n.* 104"
     ):
         needed_multiple(8, [Cut(rows=100)])
-    cut = critic_cut(Recipe.model_construct(train=Train(), critic=Critic(minibatch_rows=100)))
+    cut = critic_cut(Recipe.model_construct(train=Train(), critic=CriticSection(minibatch_rows=100)))
     with pytest.raises(RecipeError, match=r"critic.minibatch_rows: found 100"):
         needed_multiple(8, [cut])
 
@@ -103,9 +103,9 @@ def test_only_updates_that_run_ask_for_a_multiple():
     train = Train(minibatch_rows=4)
     alone = Recipe.model_construct(train=train, critic=None)
     assert running_cuts(alone, 1) == [student_cut(alone)] == [Cut(rows=4)]
-    both = Recipe.model_construct(train=train, critic=Critic(warmup_steps=2, minibatch_rows=6))
+    both = Recipe.model_construct(train=train, critic=CriticSection(warmup_steps=2, minibatch_rows=6))
     assert [needed_multiple(1, running_cuts(both, step)) for step in (1, 2, 3)] == [6, 6, 12]
-    same = Recipe.model_construct(train=Train(minibatches=3), critic=Critic())
+    same = Recipe.model_construct(train=Train(minibatches=3), critic=CriticSection())
     assert critic_cut(same) == student_cut(same) == Cut(3)
 
 

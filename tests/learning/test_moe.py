@@ -11,17 +11,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from practicum.dataplane.ragged import Ragged
+from practicum.engines.protocol import Counter
 from practicum.errors import DataError
-from practicum.learning.batch import UpdateBatch
-from practicum.learning.critic import Critic
-from practicum.learning.extras import RowExtras
 from practicum.learning.learner import Learner
-from practicum.learning.metrics import METRICS, RouterLoad
-from practicum.learning.packing import Rows
+from practicum.learning.packing import RowSpans
+from practicum.learning.row_extras import RowExtras
+from practicum.learning.update_batch import UpdateBatch
+from practicum.learning.update_metrics import METRICS, RouterLoad
+from practicum.learning.value_learner import ValueLearner
 from practicum.models.experts import routes_of
-from practicum.recipe.schema import Algorithm, Train
-from practicum.recipe.schema import Critic as CriticRecipe
-from practicum.rollout.protocol import Counter
+from practicum.recipe.schema.recipe import Algorithm, Train
+from practicum.recipe.schema.recipe import CriticSection as CriticRecipe
 from tests.rollout.engines import engine_of, generate, sampling
 
 from .reference import random_batch, reference_update, take, tiny
@@ -185,7 +185,7 @@ def test_rows_share_a_prompt_only_if_its_recorded_experts_are_equal():
     answers = Ragged.from_rows([torch.tensor([4, 5])] * 3)
     experts = torch.arange(3 * 5 * 4).view(3, 5, 2, 2) % EXPERTS
     experts[1, :3] = experts[0, :3]
-    rows = Rows(ids, answers, RowExtras(routed_experts=Ragged.from_rows(list(experts))))
+    rows = RowSpans(ids, answers, RowExtras(routed_experts=Ragged.from_rows(list(experts))))
     packed = rows.pack([0, 1, 2])
     assert packed.ids_N.tolist() == [1, 2, 3, 1, 2, 3, 4, 4, 4]
     assert packed.experts_N is not None
@@ -196,7 +196,7 @@ def test_rows_share_a_prompt_only_if_its_recorded_experts_are_equal():
 def test_the_critic_routes_by_itself():
     batch = random_batch(3)
     extras = RowExtras(routed_experts=other_experts(batch))
-    critic = Critic(MODEL, TRAIN, CriticRecipe())
+    critic = ValueLearner(MODEL, TRAIN, CriticRecipe())
     with torch.no_grad():
         critic.head.weight.fill_(0.5)
     ids = batch.prompt_ids, batch.response_ids

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from practicum.learning.optim import Stepper, lr_at, make_adamw
-from practicum.recipe.schema import Train
+from practicum.learning.optimizer import OptimizerStepper, lr_at, make_adamw
+from practicum.recipe.schema.recipe import Train
 
 
 def test_warm_up_starts_above_zero_and_ends_at_the_peak():
@@ -52,7 +52,7 @@ def test_gradients_are_clipped_by_their_global_norm(clip):
     def keep(metrics):
         seen.extend(p.grad.clone() for p in parameters if p.grad is not None)
 
-    stepper = Stepper(parameters, Train(clip_norm=clip), before_step=keep)
+    stepper = OptimizerStepper(parameters, Train(clip_norm=clip), before_step=keep)
     for p in parameters:
         p.grad = torch.ones_like(p)
     metrics = {"loss": 1.0, "tokens": 3.0}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from practicum.dataplane.ragged import Ragged
 from practicum.errors import DataError
-from practicum.learning.packing import Rows, plan_microbatches
+from practicum.learning.packing import RowSpans, plan_microbatches
 
 rows_strategy = st.lists(
     st.tuples(st.integers(0, 4), st.integers(0, 12), st.integers(0, 9)), min_size=1, max_size=30
@@ -67,7 +67,7 @@ def ragged(*rows):
 
 
 def test_rows_with_equal_prompts_share_it_and_positions_restart_after_it():
-    rows = Rows(ragged([1, 2, 3], [4], [1, 2, 3]), ragged([5, 6], [7], [8, 9, 10]))
+    rows = RowSpans(ragged([1, 2, 3], [4], [1, 2, 3]), ragged([5, 6], [7], [8, 9, 10]))
     packed = rows.pack([0, 1, 2])
     assert packed.ids_N.tolist() == [1, 2, 3, 4, 5, 8, 9]
     assert packed.positions_N.tolist() == [0, 1, 2, 0, 3, 3, 4]
@@ -77,7 +77,7 @@ def test_rows_with_equal_prompts_share_it_and_positions_restart_after_it():
 
 
 def test_only_sampled_tokens_are_predicted_and_rows_without_any_are_left_out():
-    rows = Rows(ragged([1], [2], [3]), ragged([4, 5, 6], [7, 8], []))
+    rows = RowSpans(ragged([1], [2], [3]), ragged([4, 5, 6], [7, 8], []))
     sampled = torch.tensor([False, True, False, False, False])
     (packed,) = rows.microbatches(100, sampled_M=sampled)
     assert packed.ids_N.tolist() == [1, 4, 5]
@@ -87,19 +87,19 @@ def test_only_sampled_tokens_are_predicted_and_rows_without_any_are_left_out():
 
 
 def test_only_the_rows_asked_for_are_packed_and_columns_point_into_the_whole_batch():
-    rows = Rows(ragged([1], [2], [3]), ragged([4, 5], [6], [7, 8]))
+    rows = RowSpans(ragged([1], [2], [3]), ragged([4, 5], [6], [7, 8]))
     (packed,) = rows.microbatches(100, rows=[2, 1])
     assert packed.target_M.tolist() == [7, 8, 6]
     assert packed.column_M.tolist() == [3, 4, 2]
 
 
 def test_nothing_to_predict_gives_no_microbatch():
-    rows = Rows(ragged([1], [2]), ragged([], []))
+    rows = RowSpans(ragged([1], [2]), ragged([], []))
     assert list(rows.microbatches(10)) == []
 
 
 def test_an_empty_prompt_and_uneven_columns_are_errors():
     with pytest.raises(DataError, match="row 1 has an empty prompt"):
-        Rows(ragged([1], []), ragged([4], [5]))
+        RowSpans(ragged([1], []), ragged([4], [5]))
     with pytest.raises(DataError, match="2 prompts came with 1 responses"):
-        Rows(ragged([1], [2]), ragged([4]))
+        RowSpans(ragged([1], [2]), ragged([4]))

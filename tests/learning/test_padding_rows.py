@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from practicum.dataplane.ragged import Ragged
-from practicum.learning.batch import CriticBatch, UpdateBatch
-from practicum.learning.critic import Critic
-from practicum.learning.extras import RowExtras
-from practicum.learning.teaching import Teaching
-from practicum.recipe.schema import Algorithm, Kl, Train
-from practicum.recipe.schema import Critic as CriticRecipe
-from practicum.recipe.teaching import Distill
+from practicum.learning.distill_loss import DistillSettings
+from practicum.learning.row_extras import RowExtras
+from practicum.learning.update_batch import CriticBatch, UpdateBatch
+from practicum.learning.value_learner import ValueLearner
+from practicum.recipe.schema.recipe import Algorithm, Kl, Train
+from practicum.recipe.schema.recipe import CriticSection as CriticRecipe
+from practicum.recipe.schema.teacher_sections import Distill
 
 from .reference import random_batch, tiny, with_padding
 from .taught import taught
@@ -73,7 +73,7 @@ def test_the_student_s_update_is_bit_identical_with_padding_rows(
 @pytest.mark.parametrize("signal", ["sampled", "top_k"])
 def test_teachers_do_not_see_padding_rows(signal):
     distill = Distill(signal=signal, divergence="forward_kl" if signal == "top_k" else "k2", through="loss")
-    teaching = Teaching(distill, 1.0, shares={0: 0.7, 1: 0.3})
+    teaching = DistillSettings(distill, 1.0, shares={0: 0.7, 1: 0.3})
     batch = taught(random_batch(4))
     algorithm, model = Algorithm(loss="ppo_clip"), tiny()
     without, metrics = learn(model, batch, TRAIN, algorithm, budget=40, teaching=teaching)
@@ -123,7 +123,7 @@ def critic_batch(batch: UpdateBatch) -> CriticBatch:
 @given(seed=st.integers(0, 10**6), places=places, budget=st.sampled_from([20, 50, 2048]))
 def test_the_critic_s_update_is_bit_identical_with_padding_rows(seed, places, budget):
     batch = random_batch(seed)
-    critics = [Critic(MODEL, TRAIN, CriticRecipe(lr=0.01, clip=0.3)) for _ in range(2)]
+    critics = [ValueLearner(MODEL, TRAIN, CriticRecipe(lr=0.01, clip=0.3)) for _ in range(2)]
     found = []
     for critic, given_rows in zip(critics, (batch, with_padding(batch, places)), strict=True):
         critic.trunk.token_budget = budget
@@ -134,7 +134,7 @@ def test_the_critic_s_update_is_bit_identical_with_padding_rows(seed, places, bu
 
 
 def test_a_critic_s_update_of_nothing_but_padding_changes_nothing():
-    critic = Critic(MODEL, TRAIN, CriticRecipe(lr=0.01))
+    critic = ValueLearner(MODEL, TRAIN, CriticRecipe(lr=0.01))
     before = copy.deepcopy(critic.model.state_dict())
     assert critic.update(critic_batch(only_padding(random_batch(1)))) == {"tokens": 0.0}
     assert critic.version == 0

@@ -9,12 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from practicum.errors import EngineError, PracticumError, RecipeError
-from practicum.learning.critic import Critic
 from practicum.learning.learner import Learner
+from practicum.learning.packed_model import PackedModel
 from practicum.learning.parallel import Parallel, free_port
-from practicum.learning.trunk import Trunk
-from practicum.recipe.schema import Algorithm, Train
-from practicum.recipe.schema import Critic as CriticRecipe
+from practicum.learning.value_learner import ValueLearner
+from practicum.recipe.schema.recipe import Algorithm, Train
+from practicum.recipe.schema.recipe import CriticSection as CriticRecipe
 
 from . import roles_on_ranks
 from .ranks import CASES, SINGLE, TRAIN, WORLD, Found, on_ranks
@@ -113,7 +113,7 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one_and_the_other_way(folder, alon
     of_two = together[0]["ragged_rows"].tensors
     assert back.tensors.keys() <= of_two.keys()
     assert all(torch.equal(x, of_two[name]) for name, x in back.tensors.items())
-    critic = Critic(tiny(seed=7), TRAIN, CriticRecipe())
+    critic = ValueLearner(tiny(seed=7), TRAIN, CriticRecipe())
     critic.load(folder / "two" / "critic" / "critic")
     weights = together[0]["critic"].tensors
     assert all(torch.equal(p, weights[name]) for name, p in critic.model.named_parameters())
@@ -138,7 +138,7 @@ def test_an_export_of_two_ranks_is_that_of_one(folder, together):
 
 def test_what_can_t_be_sharded_is_refused_in_words():
     with pytest.raises(RecipeError, match=r"train\.compile.*2 data-parallel ranks"):
-        Trunk(tiny(), Train(compile=True), Parallel(0, WORLD))
+        PackedModel(tiny(), Train(compile=True), Parallel(0, WORLD))
     with pytest.raises(EngineError, match="use cpu or cuda"):
         Parallel.join(0, 1, "127.0.0.1", free_port(), 1.0, device="mps")
 

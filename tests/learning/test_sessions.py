@@ -13,9 +13,9 @@ from torch import Tensor
 
 from practicum.dataplane.ragged import Ragged
 from practicum.errors import DataError
-from practicum.learning.batch import UpdateBatch
 from practicum.learning.learner import Learner
-from practicum.recipe.schema import Algorithm, Kl, Train
+from practicum.learning.update_batch import UpdateBatch
+from practicum.recipe.schema.recipe import Algorithm, Kl, Train
 
 from .reference import VOCAB, random_batch, take, tiny
 from .updates import assert_same, learn

@@ -17,13 +17,13 @@ from practicum.algorithms.distill.registry import PAIRS
 from practicum.dataplane.ragged import Ragged
 from practicum.errors import DataError
 from practicum.learning import learner as learner_module
-from practicum.learning.batch import UpdateBatch
+from practicum.learning.distill_loss import share_factors
 from practicum.learning.learner import Learner
 from practicum.learning.logprobs import token_logprobs
-from practicum.learning.metrics import METRICS
-from practicum.learning.teaching import share_factors
-from practicum.recipe.divergences import why_dead
-from practicum.recipe.schema import Algorithm, Train
+from practicum.learning.update_batch import UpdateBatch
+from practicum.learning.update_metrics import METRICS
+from practicum.recipe.checks.divergences import why_dead
+from practicum.recipe.schema.recipe import Algorithm, Train
 
 from .reference import VOCAB, Updated, random_batch
 from .taught import OTHERS, STUDENT, plain_gradient, take_taught, taught, teaching

@@ -10,11 +10,11 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
 
 from practicum.errors import EngineError
-from practicum.learning.packing import Rows
-from practicum.learning.scorer import Scorer
-from practicum.learning.trunk import CPU_MICROBATCH_TOKENS, Trunk
-from practicum.models.load import ready
-from practicum.recipe.schema import Algorithm, Train
+from practicum.learning.logprob_scorer import LogprobScorer
+from practicum.learning.packed_model import CPU_MICROBATCH_TOKENS, PackedModel
+from practicum.learning.packing import RowSpans
+from practicum.models.load_model import ready
+from practicum.recipe.schema.recipe import Algorithm, Train
 
 from .reference import FAMILIES, VOCAB, random_batch, tiny
 from .updates import assert_same, learn
@@ -29,13 +29,13 @@ def test_gradient_checkpointing_gives_the_same_update_and_recomputes_layers(fami
     again, _ = learn(model, batch, Train(eps=1e-3, gradient_checkpointing=True), ALGORITHM, budget=40)
     assert_same(again, plain, 1e-12)
 
-    trunk = Trunk(copy.deepcopy(model), Train(gradient_checkpointing=True))
+    trunk = PackedModel(copy.deepcopy(model), Train(gradient_checkpointing=True))
     layers = [m for m in trunk.model.modules() if getattr(m, "gradient_checkpointing", False) is True]
     calls = []
     for layer in layers:
         layer.register_forward_pre_hook(lambda *_: calls.append(1))
     with trunk.training():
-        (packed,) = trunk.microbatches(Rows(batch.prompt_ids, batch.response_ids))
+        (packed,) = trunk.microbatches(RowSpans(batch.prompt_ids, batch.response_ids))
         loss = trunk.hidden(packed).sum()
         once = len(calls)
         loss.backward()
@@ -55,27 +55,27 @@ def test_autocast_is_close_to_float32_and_keeps_float32_weights():
 
 def test_bfloat16_models_run():
     batch = random_batch(3)
-    found = Scorer(Trunk(tiny(dtype=torch.bfloat16), Train())).logprobs(
+    found = LogprobScorer(PackedModel(tiny(dtype=torch.bfloat16), Train())).logprobs(
         batch.prompt_ids, batch.response_ids, temperature=1.0
     )
-    exact = Scorer(Trunk(tiny(dtype=torch.float32), Train())).logprobs(
+    exact = LogprobScorer(PackedModel(tiny(dtype=torch.float32), Train())).logprobs(
         batch.prompt_ids, batch.response_ids, temperature=1.0
     )
     assert (found.logprobs.values - exact.logprobs.values).abs().mean() < 0.3
 
 
 def test_microbatches_are_at_most_cache_sized_on_a_cpu():
-    assert Trunk(tiny(), Train(microbatch_tokens=10**6)).token_budget == CPU_MICROBATCH_TOKENS
-    assert Trunk(tiny(), Train(microbatch_tokens=77)).token_budget == 77
+    assert PackedModel(tiny(), Train(microbatch_tokens=10**6)).token_budget == CPU_MICROBATCH_TOKENS
+    assert PackedModel(tiny(), Train(microbatch_tokens=77)).token_budget == 77
 
 
 def test_a_model_whose_attention_does_not_fit_is_refused_by_name():
     config = BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4)
     with pytest.raises(EngineError, match="BloomForCausalLM does not let its attention"):
-        Trunk(ready(BloomForCausalLM(config), torch.device("cpu")), Train())
+        PackedModel(ready(BloomForCausalLM(config), torch.device("cpu")), Train())
     mamba = MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1)
     with pytest.raises(EngineError, match="MambaForCausalLM"):
-        Trunk(ready(MambaForCausalLM(mamba), torch.device("cpu")), Train())
+        PackedModel(ready(MambaForCausalLM(mamba), torch.device("cpu")), Train())
 
 
 def test_a_forward_that_differs_is_refused_by_name(monkeypatch):
@@ -84,9 +84,9 @@ def test_a_forward_that_differs_is_refused_by_name(monkeypatch):
     def blind(self, layer, query, key, value, scale):
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1)
 
-    monkeypatch.setattr("practicum.learning.layout.SharedPromptLayout.attend", blind)
+    monkeypatch.setattr("practicum.learning.packed_layout.SharedPromptLayout.attend", blind)
     with pytest.raises(EngineError, match="Qwen3ForCausalLM: packed rows differ"):
-        Trunk(model, Train())
+        PackedModel(model, Train())
 
 
 @pytest.mark.slow

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from practicum.dataplane.ragged import Ragged
 from practicum.errors import CheckError, DataError
 from practicum.learning.learner import Learner
-from practicum.learning.metrics import METRICS
 from practicum.learning.objective import Objective
-from practicum.recipe.schema import Algorithm, Kl, Train
+from practicum.learning.update_metrics import METRICS
+from practicum.recipe.schema.recipe import Algorithm, Kl, Train
 
 from .reference import FAMILIES, random_batch, reference_update, take, tiny
 from .updates import assert_same, learn

@@ -15,22 +15,22 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from practicum.dataplane.ragged import Ragged
+from practicum.engines.protocol import Counter, Generation
+from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import DataError
-from practicum.learning.batch import CriticBatch, UpdateBatch
-from practicum.learning.critic import Critic
-from practicum.learning.extras import RowExtras
 from practicum.learning.learner import Learner
 from practicum.learning.norms import fuse_norms
-from practicum.learning.packing import Rows
+from practicum.learning.packing import RowSpans
+from practicum.learning.row_extras import RowExtras
+from practicum.learning.update_batch import CriticBatch, UpdateBatch
+from practicum.learning.value_learner import ValueLearner
 from practicum.models.images import Images
-from practicum.models.load import ready
-from practicum.models.made import made_config
+from practicum.models.load_model import ready
 from practicum.models.processor import make_vision_tokenizer
+from practicum.models.tiny_models import made_config
 from practicum.models.vision import image_token_id, sequence_positions
-from practicum.recipe.schema import Algorithm, MakeModel, Train
-from practicum.recipe.schema import Critic as CriticRecipe
-from practicum.rollout.protocol import Counter, Generation
-from practicum.rollout.torch_engine import TorchEngine
+from practicum.recipe.schema.recipe import Algorithm, MakeModel, Train
+from practicum.recipe.schema.recipe import CriticSection as CriticRecipe
 from tests.rollout.engines import engine_of, sampling
 
 from .reference import random_batch, take, tiny, with_padding
@@ -163,7 +163,7 @@ def test_logprobs_of_what_the_engine_sampled_are_the_engine_s():
 
 def test_rows_share_a_prompt_only_if_its_pictures_are_equal():
     batch = vision_batch()
-    packed = Rows(batch.prompt_ids, batch.response_ids, batch.extras).pack([0, 1, 2, 3])
+    packed = RowSpans(batch.prompt_ids, batch.response_ids, batch.extras).pack([0, 1, 2, 3])
     assert packed.images == (ONE, OTHER)
     assert packed.image_prompts == (slice(0, 7), slice(7, 14))
     assert packed.ids_N.tolist() == ROWS[0][0] + ROWS[1][0] + ROWS[2][0] + [8, 9] + [11] + [8, 9, 10]
@@ -203,7 +203,7 @@ def test_padding_rows_beside_pictures_change_not_one_bit():
 
 
 def test_the_critic_sees_pictures():
-    critic, batch = Critic(seeing(), TRAIN, CriticRecipe(lr=0.01)), vision_batch()
+    critic, batch = ValueLearner(seeing(), TRAIN, CriticRecipe(lr=0.01)), vision_batch()
     with torch.no_grad():
         critic.head.weight.copy_(torch.linspace(-0.5, 0.5, 32))
         model = copy.deepcopy(seeing())

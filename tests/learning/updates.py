@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from practicum.learning.batch import UpdateBatch
 from practicum.learning.learner import Learner
-from practicum.learning.optim import Metrics
-from practicum.recipe.schema import Algorithm, Train
+from practicum.learning.optimizer import Metrics
+from practicum.learning.update_batch import UpdateBatch
+from practicum.recipe.schema.recipe import Algorithm, Train
 
 from .reference import Updated
 

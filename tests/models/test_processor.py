@@ -22,7 +22,7 @@ from practicum.models.processor import (
     save_processor,
 )
 from practicum.models.tokenizer import make_tokenizer
-from practicum.recipe.schema import MakeModel, Model
+from practicum.recipe.schema.recipe import MakeModel, Model
 from practicum.tasks.prompts import Prompt, encode_prompt
 
 

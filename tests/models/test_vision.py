@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from practicum.engines.torch.kv_memory import CausalLayout
 from practicum.errors import DataError, EngineError
 from practicum.models.attention import IMPLEMENTATION, head_logits, packed_forward
 from practicum.models.images import Images
-from practicum.models.load import context_length, load_model, model_facts
+from practicum.models.load_model import context_length, load_model, model_facts
 from practicum.models.vision import image_token_id, is_vision, picture_tokens, sequence_positions
-from practicum.recipe.schema import Model
-from practicum.rollout.kv import CausalLayout
+from practicum.recipe.schema.recipe import Model
 from tests.rollout.engines import picture_prompt, pictures, plain_forward, plain_inputs, tiny
 
 Sizes = list[tuple[int, int]]

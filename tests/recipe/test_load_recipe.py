@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from practicum.errors import RecipeErrors
-from practicum.recipe.load import load_recipe
-from practicum.recipe.origins import leaves
-from practicum.recipe.teaching import OwnPlacement
+from practicum.recipe.load_recipe import load_recipe
+from practicum.recipe.schema.teacher_sections import OwnPlacement
+from practicum.recipe.text.origins import leaves
 
 Write = Callable[..., Path]
 

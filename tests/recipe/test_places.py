@@ -11,8 +11,8 @@ import yaml
 from typer.testing import CliRunner
 
 from practicum.cli import app
-from practicum.recipe.functions import import_function
-from practicum.recipe.load import load_recipe
+from practicum.recipe.load_recipe import load_recipe
+from practicum.recipe.user_functions import import_function
 from practicum.trainer.run import train_loaded
 
 ROW = '{"prompt": "ab=", "answer": "b"}\n'

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from practicum.errors import RecipeErrors
-from practicum.recipe.load import load_recipe
+from practicum.recipe.load_recipe import load_recipe
 
 Write = Callable[..., Path]
 SUPERVISED = "algorithm.loss=supervised algorithm.advantage=none"

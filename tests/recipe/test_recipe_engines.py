@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from practicum.errors import RecipeErrors
-from practicum.recipe.load import load_recipe
+from practicum.recipe.load_recipe import load_recipe
 
 VLLM = "rollout: {engine: vllm}\n"
 TEACHER = "teachers: {t: {model: a, engine: vllm%s}}\n"

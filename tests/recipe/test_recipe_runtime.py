@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from practicum.errors import RecipeErrors
-from practicum.recipe.load import load_recipe
-from practicum.recipe.reference import json_schema
-from practicum.recipe.ways import data_parallel, engine_replicas, on_ray, own_models
+from practicum.recipe.derived import data_parallel, engine_replicas, on_ray, own_models
+from practicum.recipe.load_recipe import load_recipe
+from practicum.recipe.text.schema_reference import json_schema
 
 Write = Callable[..., Path]
 OWN = "teachers.t.model=a distill={} teachers.t.placement.own"

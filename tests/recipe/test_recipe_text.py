@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from practicum.recipe import yamlfile
-from practicum.recipe.arithmetic import count
-from practicum.recipe.load import load_recipe
-from practicum.recipe.reference import json_schema, markdown
-from practicum.recipe.show import resolved_yaml, show_recipe
-from practicum.recipe.words import all_keys, section_of
+from practicum.recipe.counts import count
+from practicum.recipe.load_recipe import load_recipe
+from practicum.recipe.text import yamlfile
+from practicum.recipe.text.schema_reference import json_schema, markdown
+from practicum.recipe.text.show_recipe import resolved_yaml, show_recipe
+from practicum.recipe.text.type_text import all_keys, section_of
 
 Write = Callable[..., Path]
 RICH = """

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from practicum.cli import app
-from practicum.recipe.load import load_recipe
+from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.shipped import list_recipes, shipped_recipes
 
 

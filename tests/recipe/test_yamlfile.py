@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from practicum.errors import RecipeError
-from practicum.recipe.yamlfile import dump, parse
+from practicum.recipe.text.yamlfile import dump, parse
 
 words = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 looks_like_something = st.sampled_from(

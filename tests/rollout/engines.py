@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from practicum.engines.protocol import Counter, Generation, Sampling
+from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.models.images import Images
-from practicum.models.load import load_tokenizer, make_model, ready
+from practicum.models.load_model import load_tokenizer, make_model, ready
 from practicum.models.vision import image_token_id
-from practicum.recipe.schema import MakeModel, Model
-from practicum.rollout.protocol import Counter, Generation, Sampling
-from practicum.rollout.torch_engine import TorchEngine
+from practicum.recipe.schema.recipe import MakeModel, Model
 
 FAMILIES = ("qwen3", "llama", "gpt2")
 Request = tuple[Sequence[int], Sampling, Counter]

@@ -10,12 +10,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from practicum.engines.protocol import Counter, Generation, Sampling
 from practicum.models.tokenizer import make_tokenizer
-from practicum.recipe.agent import Agent
-from practicum.rollout.policies import Policy
-from practicum.rollout.protocol import Counter, Generation, Sampling
-from practicum.rollout.session import Session, Start
-from practicum.rollout.trajectory import Trajectory
+from practicum.recipe.schema.agent import Agent
+from practicum.sessions.policies import Policy
+from practicum.sessions.session import Session, SessionStart
+from practicum.sessions.trajectory import Trajectory
 from practicum.tasks.messages import Content
 from practicum.tasks.prompts import Prompt, encode_prompt
 from tests.rollout.engines import sampling
@@ -129,7 +129,7 @@ def session_of(
     tokenizer = tokenizer or make_tokenizer()
     prompt = prompt_of(content, uid)
     encoded = encode_prompt(prompt, tokenizer, chat=chat, system=None, tools=tools)
-    start = Start(encoded.ids, encoded.images, encoded.messages, tools)
+    start = SessionStart(encoded.ids, encoded.images, encoded.messages, tools)
     assert isinstance(tokenizer.eos_token_id, int)
     drawn = sampling(max_new_tokens, stop=[tokenizer.eos_token_id])
     return Session(

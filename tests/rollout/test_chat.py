@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from practicum.errors import EngineError
 from practicum.models.processor import make_processor, make_vision_tokenizer
-from practicum.recipe.agent import Agent
-from practicum.rollout.chat import tool_result, user
-from practicum.rollout.session import Session, Start
+from practicum.recipe.schema.agent import Agent
+from practicum.sessions.chat import tool_result, user
+from practicum.sessions.session import Session, SessionStart
 from practicum.tasks.messages import Message, picture_message
 from practicum.tasks.pictures import Picture
 from practicum.tasks.prompts import Encoded, Prompt, encode_prompt
@@ -287,7 +287,7 @@ def test_pictures_stay_with_every_context_that_begins_with_the_prompt(
 ):
     prompt, encoded, tokenizer = seen
     assert encoded.images is not None
-    start = Start(encoded.ids, encoded.images, encoded.messages)
+    start = SessionStart(encoded.ids, encoded.images, encoded.messages)
     assert isinstance(tokenizer.eos_token_id, int)
     turns, drawn = Scripted([[20], [21]]), sampling(4, stop=[tokenizer.eos_token_id])
     session = Session(prompt, start, 0, turns, drawn, tokenizer, context=256, agent=Agent())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from practicum.rollout.protocol import Counter, Generation
+from practicum.engines.protocol import Counter, Generation
 from tests.rollout.engines import FAMILIES, engine_of, generate, plain_logprobs, prompts, sampling, tiny
 
 EOS = 1

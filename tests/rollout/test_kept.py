@@ -14,17 +14,17 @@ from transformers import PreTrainedModel
 
 from practicum.checks.watch import Watch
 from practicum.dataplane.plan import make_plan
+from practicum.engines.protocol import Counter, Generation
+from practicum.engines.torch import cached_sequences as kept_module
+from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import EngineError
 from practicum.models.experts import routes_of
 from practicum.models.images import Images
 from practicum.models.vision import image_token_id
-from practicum.recipe.schema import Recipe
-from practicum.rollout import kept as kept_module
-from practicum.rollout.policies import EnginePolicy
-from practicum.rollout.protocol import Counter, Generation
-from practicum.rollout.torch_engine import TorchEngine
-from practicum.runtime.attempts import Attempt
+from practicum.recipe.schema.recipe import Recipe
 from practicum.runtime.local import start_local
+from practicum.sessions.attempts import Attempt
+from practicum.sessions.policies import EnginePolicy
 from practicum.tasks.stream import make_stream
 from tests.rollout.engines import engine_of, picture_prompt, pictures, plain_forward, prompts, sampling, tiny
 from tests.rollout.sessions import session_of

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from practicum.rollout.extension import Extension, blocks
-from practicum.rollout.kept import KeptSequences
-from practicum.rollout.kv import RUN_COST, PromptKv
-from practicum.rollout.queue import Given, Kept
+from practicum.engines.torch.cached_sequences import CachedSequences
+from practicum.engines.torch.extend_layout import Extension, blocks
+from practicum.engines.torch.kv_memory import RUN_COST, PromptKv
+from practicum.engines.torch.request_queue import CachedSequence, PromptKey
 
 
 def kv_of(length: int) -> PromptKv:
@@ -22,7 +22,7 @@ sequences = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(tuple)
 @given(st.lists(st.tuples(st.sampled_from(["put", "use"]), sequences), max_size=40), st.integers(0, 12))
 def test_what_is_kept_is_what_a_plain_search_would_keep(calls: list[tuple[str, tuple[int, ...]]], most: int):
     """Against a list from oldest to newest, searched from end to end."""
-    store, known = KeptSequences(most), []
+    store, known = CachedSequences(most), []
     for call, ids in calls:
         if call == "put" and len(ids) <= most:
             claims = next((entry[1] for entry in known if entry[0] == ids), 0)
@@ -31,7 +31,7 @@ def test_what_is_kept_is_what_a_plain_search_would_keep(calls: list[tuple[str, t
                 known.pop(0)
         if call == "put":
             store.put(ids, b"", kv_of(len(ids)), None)
-        found = store.find(Given(ids))
+        found = store.find(PromptKey(ids))
         best = max(
             (e[0] for e in known if len(e[0]) < len(ids) and e[0] == ids[: len(e[0])]), key=len, default=None
         )
@@ -48,22 +48,22 @@ def test_what_is_kept_is_what_a_plain_search_would_keep(calls: list[tuple[str, t
 
 
 def test_to_use_a_sequence_that_was_forgotten_meanwhile_changes_nothing():
-    store = KeptSequences(4)
+    store = CachedSequences(4)
     store.put((1, 2, 3), b"", kv_of(3), None)
-    found = store.find(Given((1, 2, 3, 4)))
-    assert isinstance(found, Kept)
+    found = store.find(PromptKey((1, 2, 3, 4)))
+    assert isinstance(found, CachedSequence)
     store.put((5, 6, 7), b"", kv_of(3), None)
     store.put((1, 2, 3), b"", kv_of(3), None)
     store.use(found, 1)
-    assert store.find(Given((1, 2, 3, 4))) is not None
+    assert store.find(PromptKey((1, 2, 3, 4))) is not None
 
 
 def test_a_prompt_goes_on_from_its_own_beginning_and_pictures_whatever_the_hash_says():
-    prompt = Given((1, 2, 3))
-    assert Kept((1, 2), b"", kv_of(2), None, 0).begins(prompt)
-    assert not Kept((1, 2), b"a picture", kv_of(2), None, 0).begins(prompt)
-    assert not Kept((1, 3), b"", kv_of(2), None, 0).begins(prompt)
-    assert not Kept((1, 2, 3), b"", kv_of(3), None, 0).begins(prompt)
+    prompt = PromptKey((1, 2, 3))
+    assert CachedSequence((1, 2), b"", kv_of(2), None, 0).begins(prompt)
+    assert not CachedSequence((1, 2), b"a picture", kv_of(2), None, 0).begins(prompt)
+    assert not CachedSequence((1, 3), b"", kv_of(2), None, 0).begins(prompt)
+    assert not CachedSequence((1, 2, 3), b"", kv_of(3), None, 0).begins(prompt)
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 300), st.integers(1, 60)), min_size=1))

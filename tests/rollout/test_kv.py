@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from practicum.rollout import kv
-from practicum.rollout.kv import (
+from practicum.engines.torch import kv_memory as kv
+from practicum.engines.torch.kv_memory import (
     CausalLayout,
     DecodeLayout,
     KvMemory,

@@ -17,13 +17,13 @@ from transformers import (
     Qwen3Config,
 )
 
+from practicum.engines.protocol import Counter
+from practicum.engines.torch.kv_memory import CausalLayout
+from practicum.engines.torch.lean_decoder import lean_decoder
+from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import EngineError
 from practicum.models.attention import packed_forward
-from practicum.models.load import ready
-from practicum.rollout.kv import CausalLayout
-from practicum.rollout.lean import lean_decoder
-from practicum.rollout.protocol import Counter
-from practicum.rollout.torch_engine import TorchEngine
+from practicum.models.load_model import ready
 from tests.rollout.engines import engine_of, generate, sampling, tiny
 
 SIZE: dict[str, Any] = {

@@ -11,13 +11,13 @@ import pytest
 
 from practicum.errors import EngineError, RecipeError
 from practicum.models.tokenizer import make_tokenizer
-from practicum.recipe.agent import Tool
-from practicum.rollout.chat import tool_result
-from practicum.rollout.loops import LOOPS, find_loop
-from practicum.rollout.policies import EnginePolicy, ExpertPolicy
-from practicum.rollout.results import read_result
-from practicum.rollout.session import Session
-from practicum.rollout.tools.toolbox import Toolbox
+from practicum.recipe.schema.agent import ToolSection
+from practicum.sessions.chat import tool_result
+from practicum.sessions.loops import LOOPS, find_loop
+from practicum.sessions.policies import DemonstratorPolicy, EnginePolicy
+from practicum.sessions.session import Session
+from practicum.sessions.session_result import read_result
+from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.kinds.total import TOTAL
 from practicum.tasks.messages import Message
 from practicum.tasks.procedural import Example
@@ -26,7 +26,7 @@ from tests.rollout.engines import engine_of, tiny
 from tests.rollout.sessions import byte_tokenizer, session_of
 
 TOKENIZER = make_tokenizer()
-CALCULATOR = Toolbox([Tool(use="calculator")])
+CALCULATOR = Toolbox([ToolSection(use="calculator")])
 
 
 def says(*turns: str) -> Callable[[Prompt, list[Message]], str]:
@@ -47,7 +47,9 @@ def run(loop: str, session: Session) -> list[str]:
 
 def plain(*turns: str, prompt: str = "total:1+2+3=", **more: Any) -> Session:
     agent = {"calls": "plain", **more.pop("agent", {})}
-    return session_of(prompt, ExpertPolicy(says(*turns), TOKENIZER), agent=agent, toolbox=CALCULATOR, **more)
+    return session_of(
+        prompt, DemonstratorPolicy(says(*turns), TOKENIZER), agent=agent, toolbox=CALCULATOR, **more
+    )
 
 
 def test_single_turn_is_one_answer():
@@ -65,7 +67,7 @@ def test_tool_use_answers_calls_until_there_is_none():
 def test_tool_use_in_a_chat_with_json_calls():
     tokenizer = byte_tokenizer("chatml")
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+2"}}</tool_call>'
-    expert = ExpertPolicy(says(f"Let me see. {call}{call}", "It is 3."), tokenizer)
+    expert = DemonstratorPolicy(says(f"Let me see. {call}{call}", "It is 3."), tokenizer)
     tools = CALCULATOR.schemas
     session = session_of("1+2?", expert, tokenizer, chat=True, toolbox=CALCULATOR, tools=tools)
     (text,) = run("tool_use", session)
@@ -76,7 +78,7 @@ def test_tool_use_in_a_chat_with_json_calls():
 
 
 def test_a_tools_error_and_a_call_that_can_not_be_read_go_to_the_model():
-    broken = Toolbox([Tool(use="calculator"), Tool(use="tests.rollout.sessions:nap")])
+    broken = Toolbox([ToolSection(use="calculator"), ToolSection(use="tests.rollout.sessions:nap")])
     session = plain("[calculator: 1/0]", "[what: 1]", "so", prompt="p")
     session.toolbox = broken
     (text,) = run("tool_use", session)
@@ -97,7 +99,7 @@ def test_tool_use_ends_after_its_turns_and_with_its_room():
 
 
 def test_calls_of_one_turn_run_side_by_side():
-    toolbox = Toolbox([Tool(use="tests.rollout.sessions:meet")])
+    toolbox = Toolbox([ToolSection(use="tests.rollout.sessions:meet")])
     session = plain("[2][2]", "met")
     session.toolbox = toolbox
     assert run("tool_use", session)[0].endswith("|met||met|met<eos>")
@@ -119,7 +121,7 @@ def test_compress_goes_on_from_a_summary_in_a_new_context(chat: bool):
     numbers = [214, 305, 118, 77]
     prompt = f"total:{'+'.join(map(str, numbers))}="
     example = Example(prompt, str(sum(numbers)))
-    expert = ExpertPolicy(lambda _, messages: TOTAL.expert(example, messages), TOKENIZER)
+    expert = DemonstratorPolicy(lambda _, messages: TOTAL.expert(example, messages), TOKENIZER)
     agent = {"calls": "plain", "compress_at": 30, "ask_summary": "left?"}
     session = session_of(prompt, expert, agent=agent, toolbox=CALCULATOR, chat=chat)
     first, second, _, last = run("compress", session)

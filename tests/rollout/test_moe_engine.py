@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from practicum.engines.protocol import Counter, Generation
 from practicum.errors import EngineError
 from practicum.models.experts import routes_of
-from practicum.rollout.policies import EnginePolicy
-from practicum.rollout.protocol import Counter, Generation
-from practicum.rollout.trajectory import Trajectory
+from practicum.sessions.policies import EnginePolicy
+from practicum.sessions.trajectory import Trajectory
 from tests.rollout.engines import engine_of, generate, plain_forward, plain_logprobs, prompts, sampling, tiny
 
 EOS = 1

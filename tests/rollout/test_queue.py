@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import torch
 
-from practicum.rollout.kv import PromptKv
-from practicum.rollout.queue import Admission, GenerateJob, Given, Prompt, Queue
-from practicum.rollout.sampler import Draw
+from practicum.engines.torch.kv_memory import PromptKv
+from practicum.engines.torch.request_queue import (
+    Admission,
+    GenerateJob,
+    PrefilledPrompt,
+    PromptKey,
+    RequestQueue,
+)
+from practicum.engines.torch.sampler import Draw
 from tests.rollout.engines import sampling
 
 
 def job(*prompt: int) -> GenerateJob:
-    return GenerateJob(Given(prompt), sampling(), Draw(), 0)
+    return GenerateJob(PromptKey(prompt), sampling(), Draw(), 0)
 
 
-def computed() -> Prompt:
-    return Prompt(PromptKv(torch.ones(1), torch.ones(1)), torch.ones(1))
+def computed() -> PrefilledPrompt:
+    return PrefilledPrompt(PromptKv(torch.ones(1), torch.ones(1)), torch.ones(1))
 
 
 def sizes(taken: list[Admission]) -> list[tuple[tuple[int, ...], int]]:
     return [(admission.prompt.ids, len(admission.jobs)) for admission in taken]
 
 
-def queue_of(*jobs: GenerateJob) -> Queue:
-    queue = Queue()
+def queue_of(*jobs: GenerateJob) -> RequestQueue:
+    queue = RequestQueue()
     for each in jobs:
         queue.add(each)
     return queue

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from practicum.rollout.protocol import Counter
-from practicum.rollout.randomness import stream_key, uniforms
+from practicum.engines.protocol import Counter
+from practicum.engines.torch.counter_random import stream_key, uniforms
 
 MASK = (1 << 64) - 1
 

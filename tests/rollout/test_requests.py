@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from practicum.engines.protocol import Counter
+from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import EngineError
-from practicum.models.load import make_model
+from practicum.models.load_model import make_model
 from practicum.models.tokenizer import make_tokenizer
-from practicum.recipe.schema import MakeModel
-from practicum.rollout.protocol import Counter
-from practicum.rollout.torch_engine import TorchEngine
+from practicum.recipe.schema.recipe import MakeModel
 from tests.rollout.engines import engine_of, generate, prompts, sampling, tiny
 
 LONG = sampling(120)

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from practicum.engines.torch import sampler
+from practicum.engines.torch.sampler import Draw, cut, inverse_cdf, sample
 from practicum.errors import EngineError
-from practicum.rollout import sampler
-from practicum.rollout.sampler import Draw, cut, inverse_cdf, sample
 
 DRAWS = [
     Draw(),

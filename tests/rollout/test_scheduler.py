@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from practicum.rollout.protocol import Counter, Generation
-from practicum.rollout.queue import GenerateJob, Given
-from practicum.rollout.randomness import stream_key
-from practicum.rollout.sampler import Draw
+from practicum.engines.protocol import Counter, Generation
+from practicum.engines.torch.counter_random import stream_key
+from practicum.engines.torch.request_queue import GenerateJob, PromptKey
+from practicum.engines.torch.sampler import Draw
 from tests.rollout.engines import engine_of, generate, sampling, tiny
 
 
 def job(*prompt: int, length: int = 50) -> GenerateJob:
-    return GenerateJob(Given(prompt), sampling(length), Draw(), stream_key(Counter(0, 0)))
+    return GenerateJob(PromptKey(prompt), sampling(length), Draw(), stream_key(Counter(0, 0)))
 
 
 def test_an_abandoned_row_makes_room_in_the_next_step():

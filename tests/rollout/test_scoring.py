@@ -7,10 +7,10 @@ import asyncio
 import pytest
 import torch
 
+from practicum.engines.protocol import Counter, Scores
+from practicum.engines.torch import score_batch as scoring
+from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import EngineError
-from practicum.rollout import scoring
-from practicum.rollout.protocol import Counter, Scores
-from practicum.rollout.torch_engine import TorchEngine
 from tests.rollout.engines import FAMILIES, engine_of, plain_logprobs, prompts, sampling, tiny
 
 

@@ -11,18 +11,18 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from practicum.concurrency.gather import gather_all
+from practicum.engines.protocol import Counter
+from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import EngineError
 from practicum.models.tokenizer import make_tokenizer
-from practicum.recipe.agent import Tool
-from practicum.rollout.chat import tool_result, user
-from practicum.rollout.policies import EnginePolicy, ExpertPolicy
-from practicum.rollout.protocol import Counter
-from practicum.rollout.results import Result, read_result
-from practicum.rollout.session import Session
-from practicum.rollout.together import together
-from practicum.rollout.tools.toolbox import Toolbox
-from practicum.rollout.torch_engine import TorchEngine
-from practicum.rollout.trajectory import Trajectory
+from practicum.recipe.schema.agent import ToolSection
+from practicum.sessions.chat import tool_result, user
+from practicum.sessions.policies import DemonstratorPolicy, EnginePolicy
+from practicum.sessions.session import Session
+from practicum.sessions.session_result import SessionResult, read_result
+from practicum.sessions.tools.toolbox import Toolbox
+from practicum.sessions.trajectory import Trajectory
 from practicum.tasks.messages import Message
 from practicum.tasks.prompts import Prompt
 from tests.rollout.engines import engine_of, plain_logprobs, sampling, tiny
@@ -138,7 +138,7 @@ def test_every_turn_try_branch_and_session_has_its_own_randomness(engine: TorchE
 
 
 def test_many_sessions_at_once_sample_what_they_sample_alone(engine: TorchEngine):
-    toolbox = Toolbox([Tool(use="tests.rollout.sessions:nap")])
+    toolbox = Toolbox([ToolSection(use="tests.rollout.sessions:nap")])
 
     async def play(number: int) -> list[list[int]]:
         more = {"toolbox": toolbox, "max_new_tokens": 5}
@@ -150,7 +150,7 @@ def test_many_sessions_at_once_sample_what_they_sample_alone(engine: TorchEngine
             ran = await one.tool("nap", {"ms": naps * number % 13})
             await one.generate([tool_result("nap", ran.text)])
 
-        await together([branch(session, 5), branch(fork, 7)])
+        await gather_all([branch(session, 5), branch(fork, 7)])
         assert [t.tool_calls for t in session.trajectories] == [1, 1]
         assert toolbox.errors == 0
         return [t.ids() for t in session.trajectories]
@@ -159,7 +159,7 @@ def test_many_sessions_at_once_sample_what_they_sample_alone(engine: TorchEngine
         return [await play(number) for number in range(0, 256, 8)]
 
     async def at_once() -> list[list[list[int]]]:
-        return await together(play(number) for number in range(256))
+        return await gather_all(play(number) for number in range(256))
 
     assert asyncio.run(at_once())[::8] == asyncio.run(one_by_one())
 
@@ -266,7 +266,7 @@ def test_one_session_takes_one_turn_at_a_time(engine: TorchEngine):
     session = sampled(engine)
 
     async def play() -> None:
-        await together([session.generate(), session.generate()])
+        await gather_all([session.generate(), session.generate()])
 
     with pytest.raises(EngineError, match="one turn at a time: fork"):
         asyncio.run(play())
@@ -307,7 +307,7 @@ def test_an_expert_plays_the_loop_and_leaves_demonstrations():
         heard.append(messages)
         return f"{prompt.content} {len(messages)}"
 
-    session = session_of("copy:1=", ExpertPolicy(expert, TOKENIZER))
+    session = session_of("copy:1=", DemonstratorPolicy(expert, TOKENIZER))
 
     async def play() -> None:
         await session.generate()
@@ -322,7 +322,7 @@ def test_an_expert_plays_the_loop_and_leaves_demonstrations():
     said = {"role": "assistant", "content": "copy:1= 1"}
     assert heard == [[user("copy:1=")], [user("copy:1="), said, tool_result("calculator", "42")]]
     assert session.trajectory.finish == "stop"
-    tight = session_of("copy:1=", ExpertPolicy(expert, TOKENIZER), context=12)
+    tight = session_of("copy:1=", DemonstratorPolicy(expert, TOKENIZER), context=12)
     with pytest.raises(EngineError, match=r"turn 1 has 10 tokens, and 5 are left of a context of 12"):
         asyncio.run(tight.generate())
 
@@ -344,12 +344,12 @@ def played() -> tuple[Session, Trajectory, Trajectory, Trajectory]:
 
 def test_what_a_loop_returns_is_read():
     session, first, second, empty = played()
-    assert read_result(None, session) == Result([first, second], None)
-    assert read_result(second, session) == Result([second], None)
-    assert read_result([second, first, empty], session) == Result([second, first], None)
-    assert read_result((None, 1), session) == Result([first, second], 1.0)
-    assert read_result(([first, empty], 0.5), session) == Result([first], 0.5)
-    assert read_result(([first, second], [0.5, 2]), session) == Result([first, second], [0.5, 2.0])
+    assert read_result(None, session) == SessionResult([first, second], None)
+    assert read_result(second, session) == SessionResult([second], None)
+    assert read_result([second, first, empty], session) == SessionResult([second, first], None)
+    assert read_result((None, 1), session) == SessionResult([first, second], 1.0)
+    assert read_result(([first, empty], 0.5), session) == SessionResult([first], 0.5)
+    assert read_result(([first, second], [0.5, 2]), session) == SessionResult([first, second], [0.5, 2.0])
     assert (first.reward, second.reward) == (0.5, 2.0)
     assert read_result(None, session).reward == [0.5, 2.0]
 
@@ -357,9 +357,9 @@ def test_what_a_loop_returns_is_read():
 def test_a_sessions_reward_is_earned_once():
     _, first, second, _ = played()
     both = [first, second]
-    assert Result(both, 0.5).row_rewards() == [0.0, 0.5]
-    assert Result(both, [1.0, 2.0]).row_rewards() == [1.0, 2.0]
-    assert Result(both).row_rewards() == [None, None]
+    assert SessionResult(both, 0.5).row_rewards() == [0.0, 0.5]
+    assert SessionResult(both, [1.0, 2.0]).row_rewards() == [1.0, 2.0]
+    assert SessionResult(both).row_rewards() == [None, None]
 
 
 def test_what_a_loop_may_not_return_names_the_loop():

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from practicum.rollout.together import tasks_together
+from practicum.concurrency.gather import task_group
 
 
 async def fail() -> None:
@@ -17,7 +17,7 @@ def test_a_task_that_fails_ends_the_block_at_once():
     ended = []
 
     async def work() -> None:
-        async with tasks_together() as tasks:
+        async with task_group() as tasks:
             tasks.create_task(fail())
             try:
                 await asyncio.Event().wait()
@@ -39,7 +39,7 @@ def test_a_block_that_fails_ends_its_tasks():
             ended.append("task")
 
     async def work() -> None:
-        async with tasks_together() as tasks:
+        async with task_group() as tasks:
             tasks.create_task(wait())
             await asyncio.sleep(0)
             raise KeyError("the block")

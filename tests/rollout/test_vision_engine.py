@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from practicum.engines.protocol import Counter, Generation, Sampling, Scores
+from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import EngineError
 from practicum.models.images import Images
 from practicum.models.vision import image_token_id
-from practicum.rollout.protocol import Counter, Generation, Sampling, Scores
-from practicum.rollout.torch_engine import TorchEngine
 from tests.rollout.engines import (
     engine_of,
     picture_prompt,

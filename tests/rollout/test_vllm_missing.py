@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from practicum.engines.vllm.vllm_engine import VllmEngine
+from practicum.engines.vllm.vllm_messages import VllmSetup
 from practicum.errors import EngineError, MissingExtraError
-from practicum.recipe.schema import Recipe
-from practicum.rollout.vllm.engine import VllmEngine
-from practicum.rollout.vllm.setup import VllmSetup
+from practicum.recipe.schema.recipe import Recipe
 from practicum.trainer.preflight import check_without_models
 
 

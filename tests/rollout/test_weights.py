@@ -9,10 +9,10 @@ from typing import Literal
 import pytest
 import torch
 
+from practicum.engines.protocol import Counter, Generation, Memory
+from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import EngineError
 from practicum.models.fingerprint import fingerprint_ids
-from practicum.rollout.protocol import Counter, Generation, Memory
-from practicum.rollout.torch_engine import TorchEngine
 from tests.rollout.engines import (
     FAMILIES,
     engine_of,
@@ -210,7 +210,7 @@ def test_weights_that_find_no_room_on_disk_stay_where_they_are(monkeypatch: pyte
         expected = engine.fingerprint()
         engine.sleep()
         with monkeypatch.context() as patch:
-            patch.setattr("practicum.rollout.weights._bytes", full_disk)
+            patch.setattr("practicum.models.offloaded_weights._bytes", full_disk)
             with pytest.raises(EngineError, match="No space left on device; set TMPDIR"):
                 engine.put_aside("disk")
         engine.wake()

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from practicum.errors import EngineError, PracticumError, StoreError
-from practicum.runtime.cluster.calls import ask_async
+from practicum.runtime.ray.actor_calls import ask_async
 
 if TYPE_CHECKING:
-    from practicum.runtime.cluster.weights import Manifest
+    from practicum.runtime.ray.weight_transport import Manifest
 
 
 def start(kind: type, *args: object) -> Any:
@@ -81,7 +81,7 @@ class Publisher:
     def publish(self, version: int, numel: int) -> Manifest:
         import torch
 
-        from practicum.runtime.cluster.weights import publish
+        from practicum.runtime.ray.weight_transport import publish
 
         weights = ((f"layer.{i}", torch.full((numel,), float(version))) for i in range(4))
         return publish(weights, version, bucket_bytes=8 * numel)

@@ -9,25 +9,25 @@ from typing import Any
 import pytest
 from tests.rollout.sessions import Scripted, session_of
 
+from practicum.concurrency.event_loop import run_async
 from practicum.errors import EngineError
 from practicum.models.tokenizer import make_tokenizer
-from practicum.recipe.agent import Agent, Tool
-from practicum.rollout.results import Loop
-from practicum.rollout.session import Session
-from practicum.rollout.tools.tool import ToolError
-from practicum.rollout.tools.toolbox import Toolbox
-from practicum.runtime.attempts import Ended, run_attempt
-from practicum.runtime.events import run_async
+from practicum.recipe.schema.agent import Agent, ToolSection
+from practicum.sessions.attempts import AttemptResult, run_attempt
+from practicum.sessions.session import Session
+from practicum.sessions.session_result import Loop
+from practicum.sessions.tools.tool import ToolError
+from practicum.sessions.tools.toolbox import Toolbox
 
 TOKENIZER = make_tokenizer()
 
 
-def attempt(loop: Loop, deadline_s: float = 30.0, **agent: Any) -> Ended:
+def attempt(loop: Loop, deadline_s: float = 30.0, **agent: Any) -> AttemptResult:
     """How an attempt by the loop ends, on the event loop of runs."""
 
     def make(number: int) -> Session:
         policy = Scripted([TOKENIZER.encode("12", add_special_tokens=False)] * 4)
-        toolbox = Toolbox([Tool(use="calculator")])
+        toolbox = Toolbox([ToolSection(use="calculator")])
         return session_of("sort:21=", policy, context=16, toolbox=toolbox, attempt=number)
 
     work = run_attempt(loop, Agent.model_validate({"loop": "mine:loop", **agent}), make, deadline_s)

@@ -15,11 +15,11 @@ from tests.cluster import local_ray
 from tests.runtime.actors import Caller, start
 
 from practicum import errors
+from practicum.concurrency.event_loop import run_async
 from practicum.errors import DeadlineError, PracticumError, RecipeError, StoreError
-from practicum.rollout.tools.tool import ToolError
-from practicum.runtime.cluster.calls import WorkerDied, ask, ask_async, each_report
-from practicum.runtime.events import run_async
-from practicum.teachers.client import Refused, Unreachable
+from practicum.places.http_client import Refused, Unreachable
+from practicum.runtime.ray.actor_calls import WorkerDied, ask, ask_async, each_report
+from practicum.sessions.tools.tool import ToolError
 
 WHO = ["first", "second"]
 

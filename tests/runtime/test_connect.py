@@ -15,11 +15,11 @@ from tests.cluster import ENV, descendants, still_running
 
 from practicum.dataplane.plan import make_plan
 from practicum.errors import ClusterError, MissingExtraError
-from practicum.recipe.load import load_recipe
-from practicum.recipe.schema import Recipe
-from practicum.runtime.cluster import connect
-from practicum.runtime.cluster.connect import Cluster
-from practicum.runtime.cluster.joining import workers_environment
+from practicum.recipe.load_recipe import load_recipe
+from practicum.recipe.schema.recipe import Recipe
+from practicum.runtime.ray import connect
+from practicum.runtime.ray.connect import Cluster
+from practicum.runtime.ray.init_ray import workers_environment
 
 os.environ.update(ENV)
 import ray

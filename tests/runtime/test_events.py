@@ -3,8 +3,8 @@ import threading
 
 import pytest
 
+from practicum.concurrency.event_loop import event_loop, run_async
 from practicum.errors import DeadlineError
-from practicum.runtime.events import event_loop, run_async
 
 
 def test_all_async_work_runs_on_one_loop():

@@ -1,7 +1,7 @@
-from practicum.recipe.agent import Agent
-from practicum.recipe.schema import Task
-from practicum.rollout.tools.toolbox import Toolbox
-from practicum.runtime.experts import make_expert
+from practicum.recipe.schema.agent import Agent
+from practicum.recipe.schema.recipe import Task
+from practicum.sessions.demonstrator import make_demonstrator
+from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import make_stream
 
@@ -15,7 +15,9 @@ def turn(calls: str, *tools: str) -> str:
     agent = Agent.model_validate({"loop": "tool_use", "tools": list(tools), "calls": calls})
     prompt = asked()
     assert isinstance(prompt.content, str)
-    return make_expert(agent, Toolbox(agent.tools))(prompt, [{"role": "user", "content": prompt.content}])
+    return make_demonstrator(agent, Toolbox(agent.tools))(
+        prompt, [{"role": "user", "content": prompt.content}]
+    )
 
 
 def test_an_expert_writes_calls_as_the_agent_does():

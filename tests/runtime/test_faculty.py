@@ -22,16 +22,16 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.plan import make_plan
 from practicum.dataplane.ragged import Ragged
+from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import DeadlineError, EngineError, TeacherError
-from practicum.models.load import load_model
-from practicum.recipe.schema import Model, Recipe
-from practicum.rollout.session import Session
-from practicum.rollout.torch_engine import TorchEngine
-from practicum.runtime.faculty import Faculty, Staff
+from practicum.models.load_model import load_model
+from practicum.places.colocated_teacher import ColocatedTeacher
+from practicum.places.place import ScoreOptions, ScoreRow
+from practicum.recipe.schema.recipe import Model, Recipe
+from practicum.roles.teachers import TeacherRole, Teachers
 from practicum.runtime.local import LocalRoles, start_local
+from practicum.sessions.session import Session
 from practicum.tasks.stream import make_stream
-from practicum.teachers.colocated import ColocatedTeacher
-from practicum.teachers.place import Row, Wanted
 from practicum.trainer.step import TRAIN, training_attempts
 
 ROUTE = {"by": "task", "to": {"copy": "small", "compare": "wide"}}
@@ -53,7 +53,7 @@ def recipe_of(folders: dict[str, str], *, each: dict[str, Any] | None = None, **
 
 
 @contextmanager
-def started(recipe: Recipe) -> Iterator[tuple[LocalRoles, Faculty]]:
+def started(recipe: Recipe) -> Iterator[tuple[LocalRoles, TeacherRole]]:
     roles = start_local(recipe, make_plan(recipe), Watch(recipe.checks, print))
     assert roles.faculty is not None
     try:
@@ -68,7 +68,7 @@ def roll_out(recipe: Recipe, roles: LocalRoles, prompts: int = 6) -> BatchRef:
     return roles.practice.rollout(attempts, TRAIN, seed=recipe.seed)
 
 
-def teach(faculty: Faculty, roles: LocalRoles, batch: BatchRef) -> None:
+def teach(faculty: TeacherRole, roles: LocalRoles, batch: BatchRef) -> None:
     faculty.score(faculty.waiting(batch), prompts=roles.practice.prompts)
 
 
@@ -79,7 +79,7 @@ def ragged(roles: LocalRoles, batch: BatchRef, *names: str) -> list[Ragged]:
     return [column for column in found if isinstance(column, Ragged)]
 
 
-def here(staff: Staff) -> dict[str, ColocatedTeacher]:
+def here(staff: Teachers) -> dict[str, ColocatedTeacher]:
     return {name: p for name, p in staff.places.items() if isinstance(p, ColocatedTeacher)}
 
 
@@ -87,7 +87,7 @@ def is_awake(place: ColocatedTeacher) -> bool:
     return place.engine._scheduler.memory is not None
 
 
-def assert_at_rest(roles: LocalRoles, faculty: Faculty) -> None:
+def assert_at_rest(roles: LocalRoles, faculty: TeacherRole) -> None:
     """Teachers sleep, the student's engine does not, and it works."""
     assert not [name for name, place in here(faculty.staff).items() if is_awake(place)]
     assert roles.engine.memory().kv > 0
@@ -108,13 +108,13 @@ def test_rows_are_scored_by_their_own_teacher(folders: dict[str, str], signal: s
         more = ragged(roles, batch, *extra)
         assert_at_rest(roles, faculty)
     assert {tags.teacher for tags in batch.tags} == {"small", "wide"}
-    wanted = Wanted(top_k=4 if signal == "top_k" else 0, hidden=signal == "full")
+    wanted = ScoreOptions(top_k=4 if signal == "top_k" else 0, hidden=signal == "full")
     models = {name: load_model(Model(path=path, device="cpu"), 0) for name, path in folders.items()}
     for i, (key, tags) in enumerate(batch):
         name = {"copy": "small", "compare": "wide"}[tags.task]
         assert tags.teacher == name
         ids = [*prompts[i].tolist(), *responses[i].tolist()]
-        row = Row(ids, len(prompts[i]), str(key))
+        row = ScoreRow(ids, len(prompts[i]), str(key))
         expected = in_process(models[name], [row], wanted)[0]
         assert torch.equal(logprobs[i], expected.logprobs)
         if signal == "top_k":
@@ -263,8 +263,8 @@ def test_what_only_the_teacher_reads_comes_before_the_prompt(folders: dict[str, 
     model = load_model(Model(path=folders["small"], device="cpu"), 0)
     for i, key in enumerate(batch.keys):
         ids = [*before[i], *prompts[i].tolist(), *responses[i].tolist()]
-        row = Row(ids, len(before[i]) + len(prompts[i]), str(key))
-        assert torch.equal(logprobs[i], in_process(model, [row], Wanted())[0].logprobs)
+        row = ScoreRow(ids, len(before[i]) + len(prompts[i]), str(key))
+        assert torch.equal(logprobs[i], in_process(model, [row], ScoreOptions())[0].logprobs)
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["colocated", "streamed"])
@@ -287,7 +287,7 @@ def test_every_trajectory_of_a_session_is_scored(folders: dict[str, str], stream
     assert {key.trajectory for key in batch.keys} == {0, 1}
     for i, key in enumerate(batch.keys):
         ids = [*prompts[i].tolist(), *responses[i].tolist()]
-        expected = in_process(model, [Row(ids, len(prompts[i]), str(key))], Wanted())[0]
+        expected = in_process(model, [ScoreRow(ids, len(prompts[i]), str(key))], ScoreOptions())[0]
         torch.testing.assert_close(logprobs[i], expected.logprobs, rtol=0, atol=1e-6)
 
 

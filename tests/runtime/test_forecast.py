@@ -18,21 +18,21 @@ from typer.testing import CliRunner
 from practicum.cli import app
 from practicum.dataplane.plan import make_plan
 from practicum.dataplane.ragged import Ragged
+from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import PracticumError, RecipeError, RecipeErrors
-from practicum.learning import metrics as learning_metrics
-from practicum.learning.packing import Rows
-from practicum.learning.trunk import CPU_MICROBATCH_TOKENS, Trunk
-from practicum.models.load import load_model
-from practicum.recipe.schema import MakeModel, Model, Recipe, Train
-from practicum.rollout.torch_engine import TorchEngine
-from practicum.runtime.forecast import memory
-from practicum.runtime.forecast.forecast import Forecast, forecast
-from practicum.runtime.forecast.report import report
-from practicum.runtime.forecast.run import Run, read_run, summarise
-from practicum.runtime.forecast.seconds import Cost
-from practicum.runtime.forecast.sizes import model_sizes, saved_parameters
-from practicum.runtime.forecast.spec import ClusterSpec, load_spec
-from practicum.trainer.metrics import METRICS
+from practicum.forecast import device_memory as memory
+from practicum.forecast.cluster_spec import ClusterSpec, load_spec
+from practicum.forecast.forecast import Forecast, forecast
+from practicum.forecast.forecast_report import report
+from practicum.forecast.measured_run import MeasuredRun, read_run, summarise
+from practicum.forecast.model_sizes import model_sizes, saved_parameters
+from practicum.forecast.seconds import Cost
+from practicum.learning import update_metrics as learning_metrics
+from practicum.learning.packed_model import CPU_MICROBATCH_TOKENS, PackedModel
+from practicum.learning.packing import RowSpans
+from practicum.models.load_model import load_model
+from practicum.recipe.schema.recipe import MakeModel, Model, Recipe, Train
+from practicum.trainer.step_metrics import METRICS
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = ("qwen3", "llama", "gpt2", "qwen3_moe", "qwen2_5_vl")
@@ -67,7 +67,7 @@ def gpus() -> ClusterSpec:
     return load_spec(ROOT / "examples/cluster.yaml").model_copy(update={"measured_on": None})
 
 
-def predict(wanted: Recipe, spec: ClusterSpec | None = None, run: Run | None = None) -> Forecast:
+def predict(wanted: Recipe, spec: ClusterSpec | None = None, run: MeasuredRun | None = None) -> Forecast:
     return forecast(wanted, spec or cluster(), lambda _: PROMPT, run)
 
 
@@ -75,7 +75,7 @@ def local(**more: Any) -> Recipe:
     return recipe(**{"runtime": {"threads": 1}} | more)
 
 
-def run_of(wanted: Recipe, response: float = 30.0) -> Run:
+def run_of(wanted: Recipe, response: float = 30.0) -> MeasuredRun:
     row = {f"time/{name}": seconds for name, seconds in STAGES.items()}
     row |= {"time/step": sum(STAGES.values()) + 0.2, "rollout/response_tokens": response}
     return summarise(wanted, [row | {"rollout/truncated": 0.1, "train/idle_tokens": 0.2}] * 5)
@@ -112,7 +112,7 @@ def test_a_model_without_a_config_is_refused(tmp_path: Path):
 def test_activations_are_what_torch_keeps(family: str):
     spec = made(family)
     model = load_model(spec, 0)
-    trunk = Trunk(model, Train())
+    trunk = PackedModel(model, Train())
     prompts, answers = (
         Ragged.from_rows([torch.randint(7, 60, (tokens,)) for _ in range(8)]) for tokens in (32, 96)
     )
@@ -125,7 +125,7 @@ def test_activations_are_what_torch_keeps(family: str):
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    (packed,) = trunk.microbatches(Rows(prompts, answers))
+    (packed,) = trunk.microbatches(RowSpans(prompts, answers))
     with trunk.training(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         hidden = trunk.hidden(packed)
     real = sum(kept.values()) / len(packed.ids_N) / hidden.element_size()
@@ -294,7 +294,7 @@ def test_the_command_prints_all_parts_and_leaves_with_2_if_something_does_not_fi
 
 def test_the_arithmetic_imports_no_torch():
     code = (
-        "import sys, practicum.runtime.forecast.report as r; "
+        "import sys, practicum.forecast.forecast_report as r; "
         "print([m for m in ('torch', 'transformers', 'ray', 'numpy') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -21,14 +21,14 @@ from practicum.dataplane.keys import Key
 from practicum.dataplane.plan import evaluation_plan, make_plan
 from practicum.dataplane.ragged import Ragged
 from practicum.errors import DeadlineError, RecipeErrors, RewardError, TeacherError
-from practicum.recipe.load import LoadedRecipe
-from practicum.runtime.jury import Jury
+from practicum.recipe.load_recipe import LoadedRecipe
+from practicum.rewards.case import JudgeInput
+from practicum.rewards.colocated_reward_model import ColocatedRewardModel
+from practicum.rewards.own_reward_model import OwnRewardModel
+from practicum.roles.reward_models import RewardModelRole
 from practicum.runtime.local import LocalRoles, start_local
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import eval_prompts, make_stream
-from practicum.teachers.rewarders.case import Case
-from practicum.teachers.rewarders.local import ColocatedRewarder
-from practicum.teachers.rewarders.own import OwnRewarder
 from practicum.trainer.evaluate import evaluate
 from practicum.trainer.preflight import check_without_models
 from practicum.trainer.run import train_loaded
@@ -99,9 +99,9 @@ def answers(roles: LocalRoles, batch: BatchRef) -> list[str]:
     return [str(roles.tokenizer.decode(ids, skip_special_tokens=True)) for ids in column.rows]
 
 
-def rm_of(roles: LocalRoles, name: str = "rm") -> ColocatedRewarder:
+def rm_of(roles: LocalRoles, name: str = "rm") -> ColocatedRewardModel:
     place = roles.hired.panel.places[name]
-    assert isinstance(place, ColocatedRewarder)
+    assert isinstance(place, ColocatedRewardModel)
     return place
 
 
@@ -112,7 +112,7 @@ def assert_mixed(loaded: LoadedRecipe, roles: LocalRoles, *, model_weight: float
     with local(spec) as model:
         for i, answer in enumerate(answers(roles, batch)):
             prompt = roles.practice.prompts[batch.keys[i]]
-            score = run(model.judge(Case("", str(prompt.content), answer, None)))
+            score = run(model.judge(JudgeInput("", str(prompt.content), answer, None)))
             assert parts["rm"][i] == pytest.approx(score, rel=0, abs=1e-5)
             assert parts["even_length"][i] == float(len(answer) % 2 == 0)
             expected = 2.0 * parts["even_length"][i] + model_weight * score
@@ -125,10 +125,10 @@ def test_a_colocated_model_is_mixed_with_rule_rewards_by_weight(tmp_path: Path, 
     loaded = recipe_of(tmp_path, reward)
     with roles_of(loaded) as roles:
         with pytest.raises(TeacherError, match="sleeps"):
-            run(rm_of(roles).judge(Case("", "1", "2", None)))
+            run(rm_of(roles).judge(JudgeInput("", "1", "2", None)))
         assert_mixed(loaded, roles, model_weight=-0.5)
         with pytest.raises(TeacherError, match="sleeps"):
-            run(rm_of(roles).judge(Case("", "1", "2", None)))
+            run(rm_of(roles).judge(JudgeInput("", "1", "2", None)))
         assert rm_of(roles).busy_s > 0
 
 
@@ -140,7 +140,7 @@ def test_a_model_of_its_own_judges_during_the_rollout_and_a_hung_one_is_named(
     with roles_of(loaded) as roles:
         jury, place = roles.practice.judging.jury, roles.hired.panel.places["rm"]
         assert jury is not None
-        assert isinstance(place, OwnRewarder)
+        assert isinstance(place, OwnRewardModel)
         batch = roll_out(loaded, roles)
         assert sorted(jury._said) == sorted(str(key) for key in batch.keys)
         assert roles.practice.take_hidden_share() is not None
@@ -181,7 +181,7 @@ def test_an_evaluation_counts_the_models_and_sleeps_after(tmp_path: Path, seven:
         prompts = eval_prompts(recipe.tasks, 3, recipe.seed)
         assert evaluate(recipe, roles, prompts, print)["eval/greedy"] == pytest.approx(7.0)
         with pytest.raises(TeacherError, match="sleeps"):
-            run(rm_of(roles, "asked").judge(Case("", "1", "2", None)))
+            run(rm_of(roles, "asked").judge(JudgeInput("", "1", "2", None)))
 
 
 def test_an_evaluation_of_supervised_training_asks_the_models_too(tmp_path: Path, seven: str):
@@ -220,17 +220,17 @@ def test_model_sleeps_and_engine_wakes_when_judging_fails(
     model = {"model": classifier} if kind == "classifier" else asked(seven)
     loaded = recipe_of(tmp_path, {"functions": [], "models": {"rm": model | {"deadline_s": 0.05}}})
 
-    async def never(self: ColocatedRewarder, case: Case) -> float:
+    async def never(self: ColocatedRewardModel, case: JudgeInput) -> float:
         await asyncio.Event().wait()
         raise AssertionError
 
     with roles_of(loaded) as roles:
         late = pytest.raises(DeadlineError, match=r"reward model rm \(16 answers\) was not done after 0.05 s")
         with monkeypatch.context() as patch, late:
-            patch.setattr(ColocatedRewarder, "judge", never)
+            patch.setattr(ColocatedRewardModel, "judge", never)
             rewards(loaded, roles)
         with pytest.raises(TeacherError, match="sleeps"):
-            run(rm_of(roles).judge(Case("", "1", "2", None)))
+            run(rm_of(roles).judge(JudgeInput("", "1", "2", None)))
         roles.store.clear("train")
         assert len(roll_out(loaded, roles)) == 16, "the student's engine is awake"
 
@@ -259,7 +259,7 @@ def test_chat_prompts_are_shown_as_conversations(tmp_path: Path, seven: str):
     loaded = recipe_of(tmp_path, {"functions": [], "models": {"asked": asked(seven)}}, tasks=tasks)
     with roles_of(loaded) as roles:
         jury = roles.examiner.judging.jury
-        assert isinstance(jury, Jury)
+        assert isinstance(jury, RewardModelRole)
         talk = [{"role": "user", "content": "hi"}]
         for content, task, roles_told in (
             ("hi", "copy", ["system", "user", "assistant"]),

@@ -8,10 +8,10 @@ import torch
 from practicum.checks.watch import Watch
 from practicum.dataplane.plan import make_plan
 from practicum.dataplane.ragged import Ragged
-from practicum.recipe.schema import Recipe
-from practicum.rollout.protocol import Sampling
+from practicum.engines.protocol import Sampling
+from practicum.recipe.schema.recipe import Recipe
+from practicum.roles.rollout import Attempt
 from practicum.runtime.local import start_local
-from practicum.runtime.practice import Attempt
 from practicum.tasks.stream import make_stream
 
 TOLERANCE = {"float32": 2e-5, "float64": 1e-6}

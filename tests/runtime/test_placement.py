@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from practicum.dataplane.plan import evaluation_plan, make_plan
 from practicum.errors import ClusterError
-from practicum.recipe.fitting import fit
-from practicum.recipe.load import load_recipe
-from practicum.recipe.schema import Recipe
-from practicum.runtime.cluster.needs import Bundle, Needs, needs
-from practicum.runtime.cluster.placement import Layout, Node, lay_out
+from practicum.recipe.checks.bin_packing import fit
+from practicum.recipe.load_recipe import load_recipe
+from practicum.recipe.schema.recipe import Recipe
+from practicum.runtime.ray.needs import Bundle, Needs, needs
+from practicum.runtime.ray.placement import ActorPlacement, Node, lay_out
 
 MINIMAL = "name: run\nmodel: {make: {}}\ntasks: {sort: {kind: sort}}\nruntime: {kind: ray}\n"
 SCHOOL = """
@@ -176,7 +176,7 @@ def is_within(bundles: list[Bundle], nodes: list[Node], places: tuple[int, ...])
 def test_a_layout_is_found_exactly_if_there_is_one(bundles: list[Bundle], nodes: list[Node]):
     ways = [w for w in product(range(len(nodes)), repeat=len(bundles)) if is_within(bundles, nodes, w)]
     try:
-        found: Layout | None = lay_out(Needs((), tuple(bundles)), nodes)
+        found: ActorPlacement | None = lay_out(Needs((), tuple(bundles)), nodes)
     except ClusterError:
         found = None
     assert (found is not None) == bool(ways)

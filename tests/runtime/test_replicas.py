@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from tests.cluster import local_ray
 from tests.runtime.actors import Caller, Desk, start
 
+from practicum.concurrency.event_loop import run_async
+from practicum.concurrency.gather import gather_all
 from practicum.errors import ClusterError, DeadlineError, StoreError
-from practicum.rollout.together import together
-from practicum.runtime.cluster.calls import WorkerDied, ask_async
-from practicum.runtime.cluster.replicas import ReplicaPool
-from practicum.runtime.events import run_async
+from practicum.runtime.ray.actor_calls import WorkerDied, ask_async
+from practicum.runtime.ray.replica_pool import ReplicaPool
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_nothing_is_lost_or_done_twice_when_replicas_are_killed_under_load(clust
             return await pool.run(work, load=1.0, sticky=number // 4, again=again)
 
         async def works() -> list[tuple[int, int, int]]:
-            running = asyncio.ensure_future(together(one(number) for number in range(60)))
+            running = asyncio.ensure_future(gather_all(one(number) for number in range(60)))
             for victim in victims:
                 await kill(victim)
             return await running

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from practicum.dataplane.keys import Key, Tags
-from practicum.runtime.cluster.rollout_worker import Writer
-from practicum.runtime.sessions import Row, Sessions
+from practicum.roles.session_runner import SessionRow, SessionRunner
+from practicum.runtime.ray.rollout_worker import RowWriter
 
 
 class Slow:
@@ -18,16 +18,16 @@ class Slow:
         self.plan = {"rollout": SimpleNamespace(writes=())}
         self.began, self.go, self.written = threading.Event(), threading.Event(), list[int]()
 
-    def put(self, partition: str, rows: list[Row], fields: Any) -> None:
+    def put(self, partition: str, rows: list[SessionRow], fields: Any) -> None:
         self.began.set()
         assert self.go.wait(10)
         self.written += [row.key.prompt for row in rows]
 
 
 def test_rows_of_a_cancelled_order_are_left_out_and_the_others_are_written():
-    slow, writer = Slow(), Writer()
-    sessions = cast(Sessions, slow)
-    rows = [[Row(Key(prompt, 0), Tags(), None)] for prompt in range(4)]
+    slow, writer = Slow(), RowWriter()
+    sessions = cast(SessionRunner, slow)
+    rows = [[SessionRow(Key(prompt, 0), Tags(), None)] for prompt in range(4)]
     under_way = writer.put(sessions, "train", rows[0])
     assert slow.began.wait(10)
     waiting = [writer.put(sessions, "train", one) for one in rows[1:]]

@@ -18,8 +18,8 @@ from tests.cluster import local_ray
 from tests.runtime.actors import Caller, Publisher, start
 
 from practicum.errors import DeadlineError, EngineError
-from practicum.runtime.cluster.calls import ask
-from practicum.runtime.cluster.weights import Manifest, publish, receive
+from practicum.runtime.ray.actor_calls import ask
+from practicum.runtime.ray.weight_transport import Manifest, publish, receive
 
 NUMEL = 2**18  # a mebibyte of float32
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import uvicorn
 from transformers import PreTrainedModel
 
-from practicum.rollout.torch_engine import TorchEngine
+from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.serving.address import listen
 from practicum.serving.app import make_app
-from practicum.serving.scoring import Scorer
+from practicum.serving.score_requests import RequestScorer
 
 MODEL = "tiny"
 
@@ -28,7 +28,7 @@ class Served:
 def served(model: PreTrainedModel, *, context: int = 128, api_key: str | None = None) -> Iterator[Served]:
     """A server of a model under the name `tiny`, on a free port; its URL ends in /v1."""
     engine = TorchEngine(model, slots=1, context=2)
-    scorer = Scorer(engine, MODEL, context=context, vocab=model.config.get_text_config().vocab_size)
+    scorer = RequestScorer(engine, MODEL, context=context, vocab=model.config.get_text_config().vocab_size)
     server = uvicorn.Server(uvicorn.Config(make_app(scorer, "here", api_key), log_level="warning"))
     bound = listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})

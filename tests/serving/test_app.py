@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from practicum.engines.protocol import Counter, Sampling, Scores
 from practicum.errors import RecipeError, TeacherError
-from practicum.recipe.teaching import Teacher
-from practicum.rollout.protocol import Counter, Sampling, Scores
-from practicum.teachers.place import Row, Wanted, score_rows
-from practicum.teachers.probe import probe
-from practicum.teachers.remote import RemoteTeacher
+from practicum.places.place import ScoreOptions, ScoreRow, score_rows
+from practicum.places.probe_teacher import probe
+from practicum.places.remote_teacher import RemoteTeacher
+from practicum.recipe.schema.teacher_sections import Teacher
 from tests.rollout.engines import engine_of, tiny
 from tests.serving.servers import MODEL, Served, served
 from tests.teachers.models import assert_same, in_process, rows
@@ -37,7 +37,7 @@ def server(model: PreTrainedModel) -> Iterator[Served]:
         yield server
 
 
-def score(url: str, some: list[Row], wanted: Wanted, **options: Any) -> list[Scores]:
+def score(url: str, some: list[ScoreRow], wanted: ScoreOptions, **options: Any) -> list[Scores]:
     async def run() -> list[Scores]:
         given: dict[str, Any] = {"url": url, "model": MODEL} | options
         teacher = RemoteTeacher("chat", Teacher(**given))
@@ -54,7 +54,7 @@ def run_probe(url: str, *, top_k: int = 5, context: int = 100, **options: Any) -
         given: dict[str, Any] = {"url": url, "model": MODEL} | options
         teacher = RemoteTeacher("chat", Teacher(**given))
         try:
-            await probe(teacher, Wanted(top_k=top_k), VOCAB, context)
+            await probe(teacher, ScoreOptions(top_k=top_k), VOCAB, context)
         finally:
             await teacher.aclose()
 
@@ -77,7 +77,7 @@ def ask(url: str, **body: Any) -> httpx2.Response:
 def test_a_teacher_behind_it_says_what_a_colocated_one_says(
     model: PreTrainedModel, server: Served, top_k: int
 ):
-    some, wanted = rows(12), Wanted(top_k=top_k)
+    some, wanted = rows(12), ScoreOptions(top_k=top_k)
     got = score(server.url, some, wanted, concurrency=1)
     here = in_process(model, some, wanted)
     # The first answer is in vLLM's form, of the whole sequence, and offers the packed one.
@@ -86,13 +86,13 @@ def test_a_teacher_behind_it_says_what_a_colocated_one_says(
 
 
 def test_outputs_beyond_the_students_do_not_count(model: PreTrainedModel, server: Served):
-    some = [Row([3 + i, 4, 5, 6, 7], 2, f"prompt {i}") for i in range(3)]
+    some = [ScoreRow([3 + i, 4, 5, 6, 7], 2, f"prompt {i}") for i in range(3)]
 
     async def here() -> list[Scores]:
         with engine_of(model) as engine:
             return [await engine.score(row.ids, row.start, 4, vocab=20) for row in some]
 
-    got = score(server.url, some, Wanted(top_k=4, vocab=20), concurrency=1)
+    got = score(server.url, some, ScoreOptions(top_k=4, vocab=20), concurrency=1)
     assert_same(got[1:], asyncio.run(here())[1:])
 
 
@@ -101,7 +101,7 @@ def test_vllms_form_has_the_prompts_own_tokens_and_the_most_likely_ones(
 ):
     choice = ask(server.url, prompt_logprobs=3, return_token_ids=True).json()["choices"][0]
     alone = ask(server.url, prompt_logprobs=0).json()["choices"][0]
-    expected = in_process(model, [Row(IDS, 1, "row")], Wanted(top_k=3))[0]
+    expected = in_process(model, [ScoreRow(IDS, 1, "row")], ScoreOptions(top_k=3))[0]
     assert expected.topk_ids is not None
     assert choice["prompt_token_ids"] == IDS
     assert choice["prompt_logprobs"][0] is None
@@ -188,13 +188,13 @@ def test_the_key_opens_all_but_the_health(model: PreTrainedModel, monkeypatch: p
     with served(model, api_key="s3cret") as server:
         assert httpx2.get(f"{server.url.removesuffix('/v1')}/health").is_success
         run_probe(server.url, api_key_env="CHAT_KEY")
-        assert len(score(server.url, rows(2), Wanted(), api_key_env="CHAT_KEY")) == 2
+        assert len(score(server.url, rows(2), ScoreOptions(), api_key_env="CHAT_KEY")) == 2
         wrong: tuple[dict[str, Any], ...] = ({}, {"api_key_env": "WRONG_KEY"})
         for options in wrong:
             with pytest.raises(RecipeError, match=r"teachers\.chat\.api_key_env: .*401"):
                 run_probe(server.url, **options)
             with pytest.raises(TeacherError, match=r"teacher chat at .*status 401"):
-                score(server.url, rows(1), Wanted(), **options)
+                score(server.url, rows(1), ScoreOptions(), **options)
 
 
 def test_the_probe_passes_up_to_the_limits_and_names_them(server: Served):
@@ -208,9 +208,9 @@ def test_the_probe_passes_up_to_the_limits_and_names_them(server: Served):
 
 
 def test_a_row_beyond_the_servers_context_is_named(server: Served):
-    long = Row([5] * 128, 1, "prompt 9/session 1")
+    long = ScoreRow([5] * 128, 1, "prompt 9/session 1")
     with pytest.raises(TeacherError, match=r"prompt 9/session 1: .*128 tokens .*the context of 128"):
-        score(server.url, [long], Wanted())
+        score(server.url, [long], ScoreOptions())
 
 
 def test_weights_that_are_not_finite_are_told():

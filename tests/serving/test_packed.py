@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from practicum.rollout.protocol import Scores
-from practicum.teachers.packed import KEY, pack
-from practicum.teachers.prompt_logprobs import Unusable, read_scores
+from practicum.engines.protocol import Scores
+from practicum.places.packed_scores import KEY, pack
+from practicum.places.prompt_logprobs import Unusable, read_scores
 from tests.teachers.models import assert_same
 
 

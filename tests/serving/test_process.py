@@ -12,11 +12,11 @@ import pytest
 import torch
 import yaml
 
+from practicum.engines.protocol import Scores
 from practicum.errors import TeacherError
-from practicum.recipe.teaching import Teacher
-from practicum.rollout.protocol import Scores
-from practicum.teachers.place import Wanted, score_rows
-from practicum.teachers.remote import RemoteTeacher
+from practicum.places.place import ScoreOptions, score_rows
+from practicum.places.remote_teacher import RemoteTeacher
+from practicum.recipe.schema.teacher_sections import Teacher
 from tests.teachers.models import in_process, rows, save_tiny
 
 
@@ -27,7 +27,7 @@ def score(line: str) -> list[Scores]:
         entry = yaml.safe_load(line)["teachers"]["teacher"]
         teacher = RemoteTeacher("teacher", Teacher(**entry, retries=1))
         try:
-            return await score_rows(teacher, rows(4), Wanted(top_k=3))
+            return await score_rows(teacher, rows(4), ScoreOptions(top_k=3))
         finally:
             await teacher.aclose()
 
@@ -44,7 +44,7 @@ def test_its_line_makes_a_teacher_until_it_is_ended(tmp_path: Path, monkeypatch:
         assert server.stdout is not None
         assert server.stdout.readline().startswith(f"serving {tmp_path} at http://127.0.0.1:")
         line = server.stdout.readline()
-        for got, here in zip(score(line), in_process(model, rows(4), Wanted(top_k=3)), strict=True):
+        for got, here in zip(score(line), in_process(model, rows(4), ScoreOptions(top_k=3)), strict=True):
             torch.testing.assert_close(got.logprobs, here.logprobs, rtol=0, atol=1e-5)
         server.send_signal(signal.SIGTERM)
         said, _ = server.communicate(timeout=30)

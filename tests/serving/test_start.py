@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from practicum.cli import app
 from practicum.errors import MissingExtraError, RecipeError, ServeError
-from practicum.recipe.teaching import Teacher
+from practicum.recipe.schema.teacher_sections import Teacher
 from practicum.serving.address import announcement, listen
-from practicum.serving.diagnosis import cause_of, last_lines
 from practicum.serving.options import KV_TOKENS, ServeOptions, resolve
+from practicum.serving.vllm_diagnosis import cause_of, last_lines
 from practicum.serving.vllm_entry import known_as_vllm
 from practicum.serving.vllm_server import command, environment
 from tests.teachers.models import save_tiny

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from practicum.errors import DataError, MissingExtraError, RecipeErrors
-from practicum.recipe.schema import MakeModel, Model, Recipe
-from practicum.tasks.check import check_tasks, tasks_needing_answer
+from practicum.recipe.schema.recipe import MakeModel, Model, Recipe
+from practicum.tasks.check_tasks import check_tasks, tasks_needing_answer
 
 
 def recipe(tasks: dict[str, Any], **sections: Any) -> Recipe:
@@ -184,8 +184,8 @@ def test_reasoning_gym_rows_are_checked(tmp_path):
 def test_checking_imports_no_torch():
     code = """
 import sys
-from practicum.recipe.schema import Recipe
-from practicum.tasks.check import check_tasks
+from practicum.recipe.schema.recipe import Recipe
+from practicum.tasks.check_tasks import check_tasks
 import practicum.tasks.prompts
 task = {"kind": "sort"}
 print(check_tasks(Recipe.model_validate({"name": "r", "model": {}, "tasks": {"t": task}})))

@@ -10,7 +10,7 @@ import pytest
 from practicum.errors import MissingExtraError
 from practicum.models.processor import make_processor, make_vision_tokenizer
 from practicum.models.tokenizer import CHARACTERS
-from practicum.recipe.schema import Task
+from practicum.recipe.schema.recipe import Task
 from practicum.tasks.builtin import bind
 from practicum.tasks.pictures import COLOURS, Picture, Shape
 from practicum.tasks.procedural import Example

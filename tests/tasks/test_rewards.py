@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from practicum.errors import MissingExtraError, RecipeError, RecipeErrors, RewardError
-from practicum.recipe.schema import Reward, RewardFunction, Task
+from practicum.recipe.schema.recipe import Reward, RewardFunction, Task
 from practicum.tasks.builtin import bind
-from practicum.tasks.rewards import Judge, Judged, RewardSample
+from practicum.tasks.rewards import RewardFunctions, RewardResult, RewardSample
 
 HERE = "reward_functions"
 
@@ -44,17 +44,19 @@ def sample(
     )
 
 
-def judge_for(*uses: str, on_error: Any = "stop", timeout_s: float = 30.0, **options: Any) -> Judge:
+def judge_for(*uses: str, on_error: Any = "stop", timeout_s: float = 30.0, **options: Any) -> RewardFunctions:
     functions = [RewardFunction(use=f"{HERE}:{use}", timeout_s=timeout_s, **options) for use in uses]
-    return Judge({"t": Task(kind="sort")}, Reward(functions=functions, on_error=on_error))
+    return RewardFunctions({"t": Task(kind="sort")}, Reward(functions=functions, on_error=on_error))
 
 
-def score(judge: Judge, *samples: RewardSample) -> list[Judged]:
+def score(judge: RewardFunctions, *samples: RewardSample) -> list[RewardResult]:
     return asyncio.run(judge.score(samples))
 
 
 def built_in(use: str, response: str, answer: Any, task: Task | None = None, row: Any = None) -> float:
-    judge = Judge({"t": task or Task(file="rows.jsonl")}, Reward(functions=[RewardFunction(use=use)]))
+    judge = RewardFunctions(
+        {"t": task or Task(file="rows.jsonl")}, Reward(functions=[RewardFunction(use=use)])
+    )
     (judged,) = score(judge, sample(response, answer, row=row))
     assert judged.reward is not None
     assert judged.parts == {use: judged.reward}
@@ -163,7 +165,7 @@ def test_functions_are_added_with_their_weights():
         RewardFunction(use=f"{HERE}:length", weight=-0.5),
         RewardFunction(use=f"{HERE}:length"),
     ]
-    judge = Judge({"t": Task(kind="sort")}, Reward(functions=functions))
+    judge = RewardFunctions({"t": Task(kind="sort")}, Reward(functions=functions))
     (judged,) = score(judge, sample("1249"))
     assert judged.parts == {"checker": 1.0, "length": 0.4, "length#2": 0.4}
     assert judged.reward == pytest.approx(2.0 - 0.2 + 0.4)
@@ -172,7 +174,9 @@ def test_functions_are_added_with_their_weights():
 def test_tasks_have_rewards_of_their_own(calls):
     own = Task(file="x.jsonl", rewards=[RewardFunction(use="contains")])
     shared = RewardFunction(use=f"{HERE}:batch_length", batch=True)
-    judge = Judge({"a": Task(kind="sort"), "b": own, "c": Task(kind="add")}, Reward(functions=[shared]))
+    judge = RewardFunctions(
+        {"a": Task(kind="sort"), "b": own, "c": Task(kind="add")}, Reward(functions=[shared])
+    )
     judged = score(judge, sample("aa", task="a"), sample("has 1249", task="b"), sample("ccc", task="c"))
     assert [j.parts for j in judged] == [
         {"batch_length": 2.0},
@@ -299,7 +303,7 @@ def test_one_bad_value_of_a_batch_fails_its_sample_only():
 
 def refuse(use: str, **options: Any) -> RecipeError:
     with pytest.raises(RecipeError) as caught:
-        Judge({"t": Task(kind="sort")}, Reward(functions=[RewardFunction(use=use, **options)]))
+        RewardFunctions({"t": Task(kind="sort")}, Reward(functions=[RewardFunction(use=use, **options)]))
     return caught.value
 
 
@@ -327,7 +331,7 @@ def test_built_in_rewards_take_no_batches():
 def test_all_bad_names_are_shown_together():
     own = Task(kind="sort", rewards=[RewardFunction(use="contain")])
     with pytest.raises(RecipeErrors) as caught:
-        Judge({"t": own}, Reward(functions=[RewardFunction(use="exakt")]))
+        RewardFunctions({"t": own}, Reward(functions=[RewardFunction(use="exakt")]))
     assert [e.path for e in caught.value.errors] == [
         "reward.functions[0].use",
         "tasks.t.rewards[0].use",

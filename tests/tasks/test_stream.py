@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from practicum.errors import PracticumError
-from practicum.recipe.schema import Task
+from practicum.recipe.schema.recipe import Task
 from practicum.tasks.mixture import Mixture, share_places
 from practicum.tasks.procedural import split_of
 from practicum.tasks.stream import eval_prompts, make_stream

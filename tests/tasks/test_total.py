@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from practicum.engines.protocol import Sampling
 from practicum.models.tokenizer import CHARACTERS, make_tokenizer
-from practicum.recipe.agent import Agent
-from practicum.recipe.schema import Task
-from practicum.rollout.chat import Start
-from practicum.rollout.loops import find_loop
-from practicum.rollout.policies import ExpertPolicy
-from practicum.rollout.protocol import Sampling
-from practicum.rollout.session import Session
-from practicum.rollout.tools.toolbox import Toolbox
+from practicum.recipe.schema.agent import Agent
+from practicum.recipe.schema.recipe import Task
+from practicum.sessions.chat import SessionStart
+from practicum.sessions.loops import find_loop
+from practicum.sessions.policies import DemonstratorPolicy
+from practicum.sessions.session import Session
+from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.messages import Message
 from practicum.tasks.prompts import Prompt, encode_prompt, expert_turn
 from practicum.tasks.stream import make_stream
@@ -35,8 +35,8 @@ def play(prompt: Prompt, chat: bool, **settings: Any) -> Session:
     agent = Agent.model_validate({"tools": ["calculator"], "calls": "plain", "turns": 40, **settings})
     tokenizer = make_tokenizer()
     encoded = encode_prompt(prompt, tokenizer, chat, None)
-    start = Start(encoded.ids, encoded.images, encoded.messages)
-    policy = ExpertPolicy(expert_turn, tokenizer)
+    start = SessionStart(encoded.ids, encoded.images, encoded.messages)
+    policy = DemonstratorPolicy(expert_turn, tokenizer)
     assert isinstance(tokenizer.eos_token_id, int)
     sampling = Sampling(max_new_tokens=256, stop=frozenset({tokenizer.eos_token_id}))
     toolbox = Toolbox(agent.tools)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, LlamaConfig, PreTrainedModel, Qwen3Config
 
+from practicum.engines.protocol import Counter
 from practicum.models.tokenizer import make_tokenizer
-from practicum.recipe.teaching import RewardModel
-from practicum.rollout.protocol import Counter
-from practicum.teachers.rewarders.case import Case, Unjudged
-from practicum.teachers.rewarders.local import Local, load_rewarder
+from practicum.recipe.schema.teacher_sections import RewardModel
+from practicum.rewards.case import CannotScore, JudgeInput
+from practicum.rewards.colocated_reward_model import LoadedRewardModel, load_reward_model
 from tests.rollout.engines import tiny
 from tests.serving.servers import MODEL
 from tests.teachers import scoring_server
@@ -70,13 +70,13 @@ def save_judge(folder: Path, says: str | None = None, seed: int = 0) -> PreTrain
     return model
 
 
-def cases(count: int, *, chat: bool = False) -> list[Case]:
+def cases(count: int, *, chat: bool = False) -> list[JudgeInput]:
     """Cases of various lengths."""
     out = []
     for i in range(count):
         prompt, response = f"{i}+{i * 37 % 11}=" + "," * (i * 5 % 13), str(i * 7919)[: 1 + i % 5]
         talk = ({"role": "user", "content": prompt}, {"role": "assistant", "content": response})
-        out.append(Case(f"prompt {i}/session 0", prompt, response, str(i), talk if chat else None))
+        out.append(JudgeInput(f"prompt {i}/session 0", prompt, response, str(i), talk if chat else None))
     return out
 
 
@@ -85,9 +85,9 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 @contextmanager
-def local(spec: RewardModel, room: int = 60) -> Iterator[Local]:
+def local(spec: RewardModel, room: int = 60) -> Iterator[LoadedRewardModel]:
     """A reward model in this process."""
-    found = load_rewarder("rm", spec, room)
+    found = load_reward_model("rm", spec, room)
     try:
         yield found
     finally:
@@ -168,7 +168,7 @@ def vllm_probs(logits: Tensor) -> Tensor:
     return logits.softmax(-1) if logits.shape[-1] > 1 else logits.sigmoid()
 
 
-def values(verdicts: list[float | Unjudged]) -> list[float]:
+def values(verdicts: list[float | CannotScore]) -> list[float]:
     """Scores, where all cases have one."""
     out = []
     for verdict in verdicts:

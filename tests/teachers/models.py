@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from practicum.rollout.protocol import Scores
-from practicum.teachers.place import Row, Wanted
+from practicum.engines.protocol import Scores
+from practicum.places.place import ScoreOptions, ScoreRow
 from tests.rollout.engines import engine_of, prompts, tiny
 
 
@@ -21,13 +21,13 @@ def save_tiny(folder: Path, family: str = "qwen3", seed: int = 0) -> PreTrainedM
     return model
 
 
-def rows(count: int, seed: int = 0, shortest: int = 4, longest: int = 60) -> list[Row]:
+def rows(count: int, seed: int = 0, shortest: int = 4, longest: int = 60) -> list[ScoreRow]:
     """Rows of various lengths; each has a prompt of about a third."""
     made = prompts(count, seed=seed, shortest=shortest, longest=longest)
-    return [Row(ids, max(1, len(ids) // 3), f"prompt {i}/session 0") for i, ids in enumerate(made)]
+    return [ScoreRow(ids, max(1, len(ids) // 3), f"prompt {i}/session 0") for i, ids in enumerate(made)]
 
 
-def in_process(model: PreTrainedModel, some: Sequence[Row], wanted: Wanted) -> list[Scores]:
+def in_process(model: PreTrainedModel, some: Sequence[ScoreRow], wanted: ScoreOptions) -> list[Scores]:
     """Scores of the rows by a torch engine here, one row at a time."""
 
     async def run() -> list[Scores]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from practicum.models.load import make_model
+from practicum.models.load_model import make_model
 from practicum.models.tokenizer import make_tokenizer
-from practicum.recipe.schema import MakeModel
+from practicum.recipe.schema.recipe import MakeModel
 
 MAKE: dict[str, Any] = {
     "hidden": 32,

@@ -16,9 +16,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from practicum.rollout.protocol import Scores
-from practicum.rollout.torch_engine import TorchEngine
-from practicum.serving.wire import prompt_logprobs
+from practicum.engines.protocol import Scores
+from practicum.engines.torch.torch_engine import TorchEngine
+from practicum.serving.completion_format import prompt_logprobs
 from tests.serving.servers import MODEL
 
 

@@ -12,12 +12,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from practicum.errors import RecipeErrors
-from practicum.models.sources import read_config, read_tokenizer
+from practicum.models.model_files import read_config, read_tokenizer
 from practicum.models.tokenizer import make_tokenizer
-from practicum.recipe.schema import Recipe
-from practicum.recipe.teaching import Teacher
-from practicum.teachers.check import check_context, check_teachers, load_teacher_tokenizer
+from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.teacher_sections import Teacher
 from practicum.teachers.check_routes import check_routes
+from practicum.teachers.teacher_checks import check_context, check_teachers, load_teacher_tokenizer
 from practicum.teachers.vocabulary import compare_vocabularies
 from tests.teachers.models import save_tiny
 

@@ -9,8 +9,8 @@ import torch
 
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
-from practicum.learning.groups import GroupSums
-from practicum.teachers.ledger import Measured, ledger, pair_of, starved, totals
+from practicum.learning.teacher_sums import TeacherSums
+from practicum.teachers.ledger import TeacherMeasures, ledger, pair_of, starved, totals
 
 
 def tags(teacher: str, domain: str, tokens: int, reward: float | None = None) -> Tags:
@@ -31,9 +31,9 @@ BATCH = BatchRef(
 PAIRS = [("math", "sums"), ("math", "logic"), ("code", "logic")]
 
 
-def sums() -> GroupSums:
+def sums() -> TeacherSums:
     """Of the batch's 20 tokens, with weight 1/20 each and made-up numbers."""
-    made = GroupSums()
+    made = TeacherSums()
     group_M = torch.tensor([0] * 8 + [1] * 8 + [2] * 4)
     each = torch.tensor([1.0, 2.0, 5.0])
     loss_M = each[group_M] / 20
@@ -44,7 +44,7 @@ def sums() -> GroupSums:
 
 
 def table(norms: dict[str, float] | None = None, domain_norms: dict[str, float] | None = None) -> Any:
-    measured = Measured(PAIRS, sums(), norms or {}, domain_norms or {})
+    measured = TeacherMeasures(PAIRS, sums(), norms or {}, domain_norms or {})
     return ledger(BATCH, measured, {"math": 1.5, "code": 0.5}, {"math": 1})
 
 
@@ -104,9 +104,9 @@ def test_all_gradients_zero_gives_no_share():
 
 def test_rows_without_sampled_tokens_are_counted_as_prompts_and_have_no_loss():
     batch = BatchRef("train", (Key(0), Key(1)), (tags("math", "sums", 0), tags("code", "logic", 4)))
-    made = GroupSums()
+    made = TeacherSums()
     made.add(torch.tensor([1, 1, 1, 1]), weight=torch.full((4,), 0.25), loss=torch.ones(4))
-    got = ledger(batch, Measured([pair_of(t) for t in batch.tags], made), {}, {})
+    got = ledger(batch, TeacherMeasures([pair_of(t) for t in batch.tags], made), {}, {})
     assert got["teacher/math/prompts"] == 1
     assert got["teacher/math/tokens"] == got["teacher/math/tokens_share"] == 0
     assert "teacher/math/loss" not in got
@@ -208,9 +208,9 @@ def test_shares_of_the_loss_add_up_to_one_when_steps_have_different_teachers():
 
 def test_domains_may_have_a_slash_in_their_name():
     batch = BatchRef("train", (Key(0),), (tags("math", "sums/hard", 4, 1.0),))
-    made = GroupSums()
+    made = TeacherSums()
     made.add(torch.zeros(4, dtype=torch.int64), weight=torch.full((4,), 0.25), loss=torch.ones(4))
-    measured = Measured([("math", "sums/hard")], made, {"math": 1.0}, {"sums/hard": 1.0})
+    measured = TeacherMeasures([("math", "sums/hard")], made, {"math": 1.0}, {"sums/hard": 1.0})
     got = ledger(batch, measured, {}, {})
     assert got["domain/sums/hard/tokens"] == 4
     assert got["domain/sums/hard/gradient_share"] == 1.0

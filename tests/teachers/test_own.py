@@ -18,15 +18,15 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from practicum.engines.protocol import Scores
 from practicum.errors import TeacherError
 from practicum.models.attention import head_logits
-from practicum.models.load import load_model
-from practicum.recipe.schema import MakeModel, Model
-from practicum.recipe.teaching import Own, OwnPlacement, Teacher
-from practicum.rollout.protocol import Scores
-from practicum.teachers.head import OutputHead
-from practicum.teachers.own import OwnTeacher
-from practicum.teachers.place import Row, Wanted, score_rows
+from practicum.models.load_model import load_model
+from practicum.models.output_head import OutputHead
+from practicum.places.own_process import OwnTeacher
+from practicum.places.place import ScoreOptions, ScoreRow, score_rows
+from practicum.recipe.schema.recipe import MakeModel, Model
+from practicum.recipe.schema.teacher_sections import Own, OwnPlacement, Teacher
 from tests.rollout.engines import tiny
 from tests.teachers.models import assert_same, in_process, rows, save_tiny
 
@@ -49,7 +49,7 @@ def started(folder: Path | str, **more: Any) -> Iterator[OwnTeacher]:
         own.close()
 
 
-def score(own: OwnTeacher, some: list[Row], wanted: Wanted = Wanted()) -> list[Scores]:  # noqa: B008
+def score(own: OwnTeacher, some: list[ScoreRow], wanted: ScoreOptions = ScoreOptions()) -> list[Scores]:  # noqa: B008
     return asyncio.run(score_rows(own, some, wanted))
 
 
@@ -91,11 +91,11 @@ def own(folder: Path, model: PreTrainedModel) -> Iterator[OwnTeacher]:
 
 @pytest.mark.parametrize(
     "wanted",
-    [Wanted(), Wanted(top_k=5), Wanted(top_k=3, hidden=True, temperature=0.7)],
+    [ScoreOptions(), ScoreOptions(top_k=5), ScoreOptions(top_k=3, hidden=True, temperature=0.7)],
     ids=["sampled", "top-k", "hidden"],
 )
 def test_scores_are_the_bits_of_an_engine_in_this_process(
-    own: OwnTeacher, model: PreTrainedModel, wanted: Wanted
+    own: OwnTeacher, model: PreTrainedModel, wanted: ScoreOptions
 ):
     some = rows(20)
     assert_same(score(own, some, wanted), in_process(model, some, wanted))
@@ -118,7 +118,7 @@ def test_facts_of_the_model(own: OwnTeacher, model: PreTrainedModel):
 
 def test_head_and_hidden_states_give_the_whole_distribution(own: OwnTeacher, model: PreTrainedModel):
     row = rows(1, shortest=40)[0]
-    scores = score(own, [row], Wanted(hidden=True))[0]
+    scores = score(own, [row], ScoreOptions(hidden=True))[0]
     assert scores.hidden is not None
     logits_RV = own.head().logits(scores.hidden)
     target_R1 = torch.tensor(row.ids[row.start :]).unsqueeze(-1)
@@ -128,8 +128,8 @@ def test_head_and_hidden_states_give_the_whole_distribution(own: OwnTeacher, mod
 
 
 def test_a_row_without_response_tokens_has_empty_scores(own: OwnTeacher):
-    empty = Row([5, 6, 7], 3, "prompt 0")
-    scores = score(own, [empty], Wanted(top_k=4, hidden=True))[0]
+    empty = ScoreRow([5, 6, 7], 3, "prompt 0")
+    scores = score(own, [empty], ScoreOptions(top_k=4, hidden=True))[0]
     assert scores.topk_ids is not None
     assert scores.topk_logprobs is not None
     assert scores.hidden is not None
@@ -140,18 +140,18 @@ def test_a_row_without_response_tokens_has_empty_scores(own: OwnTeacher):
 
 def test_a_row_the_model_can_not_score_fails_alone_with_its_name(own: OwnTeacher):
     with pytest.raises(TeacherError, match=r"teacher math .*prompt 7: .*token ids outside"):
-        score(own, [Row([5, 100_000, 6], 1, "prompt 7"), *rows(3)])
+        score(own, [ScoreRow([5, 100_000, 6], 1, "prompt 7"), *rows(3)])
     assert len(score(own, rows(3))) == 3
 
 
 def test_a_row_above_the_context_is_refused(own: OwnTeacher):
     with pytest.raises(TeacherError, match=r"teacher math .*prompt 9: 129 tokens, its context is 128"):
-        score(own, [Row([5] * 129, 1, "prompt 9")])
+        score(own, [ScoreRow([5] * 129, 1, "prompt 9")])
 
 
 def test_cancelled_rows_are_forgotten(own: OwnTeacher):
     async def cancel() -> None:
-        tasks = [asyncio.ensure_future(own.score(row, Wanted(top_k=20))) for row in rows(40)]
+        tasks = [asyncio.ensure_future(own.score(row, ScoreOptions(top_k=20))) for row in rows(40)]
         await asyncio.sleep(0)
         for task in tasks:
             task.cancel()
@@ -169,7 +169,7 @@ def test_new_weights_change_the_scores_of_every_process(own: OwnTeacher, tmp_pat
     save_file({name: p.detach() for name, p in other.named_parameters()}, path)
     old = tmp_path / "old.safetensors"
     save_file({name: p.detach() for name, p in tiny().named_parameters()}, old)
-    some, wanted = rows(8), Wanted(top_k=2)
+    some, wanted = rows(8), ScoreOptions(top_k=2)
     own.load_weights(path, 5)
     try:
         got = score(own, some, wanted)
@@ -189,7 +189,7 @@ def test_a_copy_of_a_made_student_with_threads_and_context_of_the_recipe():
         facts = own.ready(START_S)
         assert (facts.threads, facts.context) == (2, 50)
         some = rows(3, longest=30)
-        expected = in_process(load_model(spec, 4), some, Wanted())
+        expected = in_process(load_model(spec, 4), some, ScoreOptions())
         for one, other in zip(score(own, some), expected, strict=True):
             torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
     finally:
@@ -230,7 +230,7 @@ def test_a_process_killed_in_mid_request_fails_its_rows_at_once(folder: Path, mo
 
     async def kill_meanwhile(own: OwnTeacher) -> None:
         os.kill(own.pids[0], signal.SIGSTOP)  # so that the rows are surely under way
-        tasks = [asyncio.ensure_future(own.score(row, Wanted())) for row in some]
+        tasks = [asyncio.ensure_future(own.score(row, ScoreOptions())) for row in some]
         await asyncio.sleep(0.2)
         assert not any(task.done() for task in tasks)
         os.kill(own.pids[0], signal.SIGKILL)
@@ -264,7 +264,7 @@ def test_a_process_that_hangs_is_killed_at_the_deadline_and_not_used_again(
 
 def test_close_ends_even_a_stopped_process_and_fails_rows_under_way(folder: Path, model: PreTrainedModel):
     async def close_meanwhile(own: OwnTeacher) -> None:
-        task = asyncio.ensure_future(own.score(rows(1)[0], Wanted()))
+        task = asyncio.ensure_future(own.score(rows(1)[0], ScoreOptions()))
         await asyncio.sleep(0.1)
         await asyncio.to_thread(own.close)
         with pytest.raises(TeacherError, match=r"prompt 0/session 0: it was closed"):
@@ -279,8 +279,8 @@ def test_close_ends_even_a_stopped_process_and_fails_rows_under_way(folder: Path
 
 PARENT = """
 import sys
-from practicum.recipe.teaching import Teacher
-from practicum.teachers.own import OwnTeacher
+from practicum.recipe.schema.teacher_sections import Teacher
+from practicum.places.own_process import OwnTeacher
 
 if __name__ == "__main__":
     teacher = Teacher(model=sys.argv[1], placement="own", device="cpu")

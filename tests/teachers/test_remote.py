@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from practicum.engines.protocol import Scores
 from practicum.errors import RecipeError, TeacherError
-from practicum.recipe.teaching import Teacher
-from practicum.rollout.protocol import Scores
-from practicum.teachers.place import Row, Wanted, score_rows
-from practicum.teachers.probe import probe
-from practicum.teachers.prompt_logprobs import Misaligned, Unusable, limit_in, message_of, read_scores
-from practicum.teachers.remote import RemoteTeacher
+from practicum.places.place import ScoreOptions, ScoreRow, score_rows
+from practicum.places.probe_teacher import probe
+from practicum.places.prompt_logprobs import Misaligned, Unusable, limit_in, message_of, read_scores
+from practicum.places.remote_teacher import RemoteTeacher
+from practicum.recipe.schema.teacher_sections import Teacher
 from tests.rollout.engines import tiny
 from tests.serving.servers import MODEL
 from tests.teachers.models import assert_same, in_process, rows
@@ -47,17 +47,17 @@ def use(url: str, work: Callable[[RemoteTeacher], Coroutine[Any, Any, T]], **opt
     return asyncio.run(run())
 
 
-def score(url: str, some: list[Row], wanted: Wanted | None = None, **options: Any) -> list[Scores]:
-    return use(url, lambda teacher: score_rows(teacher, some, wanted or Wanted()), **options)
+def score(url: str, some: list[ScoreRow], wanted: ScoreOptions | None = None, **options: Any) -> list[Scores]:
+    return use(url, lambda teacher: score_rows(teacher, some, wanted or ScoreOptions()), **options)
 
 
 def run_probe(url: str, *, top_k: int = 5, context: int = 100, **options: Any) -> None:
-    use(url, lambda teacher: probe(teacher, Wanted(top_k=top_k), VOCAB, context), **options)
+    use(url, lambda teacher: probe(teacher, ScoreOptions(top_k=top_k), VOCAB, context), **options)
 
 
-def as_the_server(model: PreTrainedModel, some: list[Row], wanted: Wanted) -> list[Scores]:
+def as_the_server(model: PreTrainedModel, some: list[ScoreRow], wanted: ScoreOptions) -> list[Scores]:
     """What an engine says of the rows when it scores them from their second token on, as servers do."""
-    whole = in_process(model, [Row(row.ids, 1, row.name) for row in some], wanted)
+    whole = in_process(model, [ScoreRow(row.ids, 1, row.name) for row in some], wanted)
     return [_tail(scores, row.start - 1) for row, scores in zip(some, whole, strict=True)]
 
 
@@ -69,15 +69,15 @@ def _tail(scores: Scores, skip: int) -> Scores:
 
 def test_a_row_without_response_tokens_asks_nobody(model: PreTrainedModel):
     with scoring_server(model) as server:
-        scores = score(server.url, [Row([5, 6, 7], 3, "prompt 0")], Wanted(top_k=4))[0]
+        scores = score(server.url, [ScoreRow([5, 6, 7], 3, "prompt 0")], ScoreOptions(top_k=4))[0]
         assert server.manners.completions == 0
     assert scores.topk_ids is not None
     assert scores.logprobs.shape == (0,)
     assert scores.topk_ids.shape == (0, 4)
 
 
-@pytest.mark.parametrize("wanted", [Wanted(temperature=0.5), Wanted(hidden=True)])
-def test_what_servers_do_not_give_is_refused(wanted: Wanted):
+@pytest.mark.parametrize("wanted", [ScoreOptions(temperature=0.5), ScoreOptions(hidden=True)])
+def test_what_servers_do_not_give_is_refused(wanted: ScoreOptions):
     with pytest.raises(TeacherError, match=r"teacher chat can't give .*prompt 0"):
         score("http://127.0.0.1:9/v1", rows(1), wanted)
 
@@ -91,7 +91,7 @@ def test_no_more_requests_are_open_than_allowed(model: PreTrainedModel):
 
 def test_busy_time_counts_open_requests_once(model: PreTrainedModel):
     async def work(teacher: RemoteTeacher) -> tuple[float, float]:
-        await score_rows(teacher, rows(4), Wanted())
+        await score_rows(teacher, rows(4), ScoreOptions())
         first = teacher.busy_s
         await asyncio.sleep(0.05)
         return first, teacher.busy_s
@@ -115,7 +115,7 @@ def test_passing_trouble_is_tried_again(model: PreTrainedModel, trouble: dict[st
     with scoring_server(model, **trouble) as server:
         got = score(server.url, some, retries=2)
         assert server.manners.completions == 3
-    assert_same(got, as_the_server(model, some, Wanted()))
+    assert_same(got, as_the_server(model, some, ScoreOptions()))
 
 
 def test_trouble_that_stays_is_told_with_teacher_row_and_tries(model: PreTrainedModel):
@@ -138,7 +138,7 @@ def test_a_server_that_asks_for_a_pause_beyond_the_deadline_is_not_waited_for(mo
 
 def test_a_refusal_is_not_tried_again_and_cancels_the_other_rows(model: PreTrainedModel):
     some = rows(3)
-    bad = Row([5] * 77, 1, "prompt 9/session 1")
+    bad = ScoreRow([5] * 77, 1, "prompt 9/session 1")
     with scoring_server(model, refuses_prompts_of=77) as server:
         expected = r"teacher chat at .*, prompt 9/session 1: status 400: a prompt of 77 tokens is not to my"
         with pytest.raises(TeacherError, match=expected):
@@ -164,10 +164,10 @@ def test_an_answer_without_scores_is_told_with_teacher_and_row(model: PreTrained
 
 def test_closing_works_from_another_thread_and_ends_scoring(model: PreTrainedModel):
     async def work(teacher: RemoteTeacher) -> None:
-        await score_rows(teacher, rows(1), Wanted())
+        await score_rows(teacher, rows(1), ScoreOptions())
         await asyncio.to_thread(teacher.close)
         with pytest.raises(TeacherError, match="teacher chat was closed"):
-            await score_rows(teacher, rows(1), Wanted())
+            await score_rows(teacher, rows(1), ScoreOptions())
 
     with scoring_server(model) as server:
         use(server.url, work)

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import EngineError, TeacherError
-from practicum.recipe.teaching import Teacher
-from practicum.rollout.torch_engine import TorchEngine
-from practicum.rollout.weights import Aside
-from practicum.teachers.colocated import ColocatedTeacher, copied
-from practicum.teachers.place import Row, Wanted, score_rows
-from practicum.teachers.residency import Residency
+from practicum.models.offloaded_weights import OffloadTarget
+from practicum.places.colocated_teacher import ColocatedTeacher, copied
+from practicum.places.model_cache import ModelCache
+from practicum.places.place import ScoreOptions, ScoreRow, score_rows
+from practicum.recipe.schema.teacher_sections import Teacher
 from tests.rollout.engines import tiny
 from tests.teachers.models import assert_same, in_process, rows
 
@@ -41,7 +41,7 @@ class Fake:
         self._do("sleep")
         self.awake = False
 
-    def put_aside(self, where: Aside) -> None:
+    def put_aside(self, where: OffloadTarget) -> None:
         assert not self.awake, "only a sleeping model is moved"
         self._do(where)
 
@@ -56,13 +56,13 @@ def fakes(count: int = 3, *, on_cpu: bool = False, nbytes: int = 10) -> list[Fak
     return [Fake("abc"[i], nbytes, on_cpu, log) for i in range(count)]
 
 
-def levels(residency: Residency) -> str:
+def levels(residency: ModelCache) -> str:
     """Where a, b and c are, by first letters: d(evice), h(ost), k (disk)."""
     short = {"device": "d", "host": "h", "disk": "k"}
     return "".join(short[residency.level(name)] for name in residency.wakes)
 
 
-def use(residency: Residency, names: str) -> None:
+def use(residency: ModelCache, names: str) -> None:
     for name in names:
         with residency.awake(name):
             pass
@@ -70,7 +70,7 @@ def use(residency: Residency, names: str) -> None:
 
 def test_all_sleep_from_the_start_and_nobody_was_woken():
     sleepers = fakes()
-    residency = Residency(sleepers, None, None)
+    residency = ModelCache(sleepers, None, None)
     assert not any(sleeper.awake for sleeper in sleepers)
     assert residency.wakes == {"a": 0, "b": 0, "c": 0}
 
@@ -90,21 +90,21 @@ def test_all_sleep_from_the_start_and_nobody_was_woken():
     ],
 )
 def test_without_use_the_last_ones_stay_nearest(on_cpu, device, host, expected):
-    assert levels(Residency(fakes(on_cpu=on_cpu), device, host)) == expected
+    assert levels(ModelCache(fakes(on_cpu=on_cpu), device, host)) == expected
 
 
 @pytest.mark.parametrize(
     ("names", "expected"), [("a", "dkh"), ("ab", "hdk"), ("abc", "khd"), ("aba", "dhk"), ("aa", "dkh")]
 )
 def test_the_least_recently_used_goes_farthest(names, expected):
-    residency = Residency(fakes(), 10, 10)
+    residency = ModelCache(fakes(), 10, 10)
     use(residency, names)
     assert levels(residency) == expected
 
 
 def test_a_model_that_is_moved_goes_through_the_host_to_the_disk_and_never_back_by_itself():
     sleepers = fakes()
-    residency = Residency(sleepers, 10, 10)
+    residency = ModelCache(sleepers, 10, 10)
     sleepers[0].log.clear()
     use(residency, "a")
     assert sleepers[0].log == [("c", "host"), ("b", "disk"), ("a", "wake"), ("a", "sleep")]
@@ -113,7 +113,7 @@ def test_a_model_that_is_moved_goes_through_the_host_to_the_disk_and_never_back_
 def test_while_a_large_model_is_awake_nothing_else_is_on_the_device():
     sleepers = fakes()
     sleepers[2].nbytes = 100
-    residency = Residency(sleepers, 20, None)
+    residency = ModelCache(sleepers, 20, None)
     use(residency, "ab")
     assert levels(residency) == "ddh"
     with residency.awake("c"):
@@ -124,14 +124,14 @@ def test_while_a_large_model_is_awake_nothing_else_is_on_the_device():
 def test_a_large_model_that_sleeps_elsewhere_leaves_room_for_smaller_ones():
     sleepers = fakes()
     sleepers[2].nbytes = 100
-    residency = Residency(sleepers, 20, None)
+    residency = ModelCache(sleepers, 20, None)
     use(residency, "cab")
     assert levels(residency) == "ddh"
 
 
 def test_each_use_is_one_wake_and_one_sleep():
     sleepers = fakes()
-    residency = Residency(sleepers, None, None)
+    residency = ModelCache(sleepers, None, None)
     sleepers[0].log.clear()
     use(residency, "aba")
     assert residency.wakes == {"a": 2, "b": 1, "c": 0}
@@ -142,7 +142,7 @@ def test_each_use_is_one_wake_and_one_sleep():
 @pytest.mark.parametrize("error", [ValueError("inside"), KeyboardInterrupt(), asyncio.CancelledError()])
 def test_it_sleeps_again_whatever_happens_inside(error):
     sleepers = fakes()
-    residency = Residency(sleepers, 10, None)
+    residency = ModelCache(sleepers, 10, None)
     with pytest.raises(type(error)), residency.awake("a"):
         raise error
     assert sleepers[0].log[-3:] == [("c", "host"), ("a", "wake"), ("a", "sleep")]
@@ -152,7 +152,7 @@ def test_it_sleeps_again_whatever_happens_inside(error):
 
 def test_one_that_can_not_be_woken_says_so_itself_and_is_named():
     sleepers = fakes()
-    residency = Residency(sleepers, 10, None)
+    residency = ModelCache(sleepers, 10, None)
     sleepers[0].breaks_in = "wake"
     with pytest.raises(EngineError, match="a can't be woken: a can't wake"), residency.awake("a"):
         raise AssertionError("it is not awake")
@@ -161,7 +161,7 @@ def test_one_that_can_not_be_woken_says_so_itself_and_is_named():
 
 def test_trouble_with_sleeping_does_not_hide_what_went_wrong_inside():
     sleepers = fakes()
-    residency = Residency(sleepers, 10, None)
+    residency = ModelCache(sleepers, 10, None)
     sleepers[0].breaks_in = "sleep"
     with pytest.raises(ValueError, match="inside") as caught, residency.awake("a"):
         raise ValueError("inside")
@@ -170,7 +170,7 @@ def test_trouble_with_sleeping_does_not_hide_what_went_wrong_inside():
 
 def test_trouble_with_sleeping_alone_is_an_error():
     sleepers = fakes()
-    residency = Residency(sleepers, 10, None)
+    residency = ModelCache(sleepers, 10, None)
     sleepers[0].breaks_in = "sleep"
     with pytest.raises(EngineError, match="a can't sleep"), residency.awake("a"):
         pass
@@ -183,13 +183,13 @@ def teacher() -> Iterator[ColocatedTeacher]:
     place.close()
 
 
-def score(place: ColocatedTeacher, some: list[Row], wanted: Wanted) -> list:
+def score(place: ColocatedTeacher, some: list[ScoreRow], wanted: ScoreOptions) -> list:
     return asyncio.run(score_rows(place, some, wanted))
 
 
 @pytest.mark.parametrize("where", ["host", "disk"])
-def test_scores_are_the_same_bits_after_a_rest(teacher: ColocatedTeacher, where: Aside):
-    some, wanted = rows(8), Wanted(top_k=3, hidden=True, temperature=0.7)
+def test_scores_are_the_same_bits_after_a_rest(teacher: ColocatedTeacher, where: OffloadTarget):
+    some, wanted = rows(8), ScoreOptions(top_k=3, hidden=True, temperature=0.7)
     expected = in_process(tiny(), some, wanted)
     assert_same(score(teacher, some, wanted), expected)
     teacher.sleep()
@@ -202,7 +202,7 @@ def test_on_disk_the_weights_leave_memory_and_come_back(teacher: ColocatedTeache
     held = sum(p.nbytes for p in teacher.model.parameters())
     assert teacher.nbytes >= held > 0
     assert teacher.on_cpu
-    residency = Residency([teacher], 1, None)
+    residency = ModelCache([teacher], 1, None)
     assert residency.level("math") == "disk"
     assert sum(p.nbytes for p in teacher.model.parameters()) == 0
     with residency.awake("math"):
@@ -226,13 +226,13 @@ def test_it_takes_weights_while_awake_and_keeps_them_through_a_rest_on_disk(teac
     teacher.sleep()
     teacher.put_aside("disk")
     teacher.wake()
-    got = score(teacher, some, Wanted(top_k=2))
-    assert_same(got, in_process(other, some, Wanted(top_k=2)))
+    got = score(teacher, some, ScoreOptions(top_k=2))
+    assert_same(got, in_process(other, some, ScoreOptions(top_k=2)))
     assert {scores.version for scores in got} == {7}
 
 
 def test_a_row_without_response_tokens_has_empty_scores(teacher: ColocatedTeacher):
-    got = score(teacher, [Row([5, 6], 2, "prompt 0")], Wanted(top_k=4, hidden=True))[0]
+    got = score(teacher, [ScoreRow([5, 6], 2, "prompt 0")], ScoreOptions(top_k=4, hidden=True))[0]
     assert got.logprobs.shape == (0,)
     assert got.topk_ids is not None
     assert got.hidden is not None
@@ -241,8 +241,8 @@ def test_a_row_without_response_tokens_has_empty_scores(teacher: ColocatedTeache
 
 def test_a_row_that_it_can_not_score_is_named_with_the_teacher(teacher: ColocatedTeacher):
     with pytest.raises(TeacherError, match=r"teacher math .*prompt 7: .*token ids outside"):
-        score(teacher, [*rows(3), Row([5, 100_000], 1, "prompt 7")], Wanted())
-    assert len(score(teacher, rows(3), Wanted())) == 3
+        score(teacher, [*rows(3), ScoreRow([5, 100_000], 1, "prompt 7")], ScoreOptions())
+    assert len(score(teacher, rows(3), ScoreOptions())) == 3
 
 
 def test_a_failing_engine_is_named_as_the_teacher(teacher: ColocatedTeacher, monkeypatch: pytest.MonkeyPatch):
@@ -251,7 +251,7 @@ def test_a_failing_engine_is_named_as_the_teacher(teacher: ColocatedTeacher, mon
 
     monkeypatch.setattr(TorchEngine, "score", fails)
     with pytest.raises(TeacherError, match=r"teacher math .*prompt 0/session 0: out of memory"):
-        score(teacher, rows(1), Wanted())
+        score(teacher, rows(1), ScoreOptions())
 
 
 def test_a_copy_of_the_student_shares_nothing_with_it_and_is_not_trained():

@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 
 from practicum.errors import RecipeError, RecipeErrors, TeacherError
 from practicum.models.tokenizer import make_tokenizer
-from practicum.recipe.schema import Recipe
-from practicum.recipe.teaching import Own, OwnPlacement, RewardModel
-from practicum.teachers.rewarders.case import Case, Unjudged, judge_all
-from practicum.teachers.rewarders.check import check_rewarders
-from practicum.teachers.rewarders.classifier import encode_case, fitting
-from practicum.teachers.rewarders.local import ColocatedRewarder, load_rewarder
-from practicum.teachers.rewarders.own import OwnRewarder
-from practicum.teachers.rewarders.probe import probe_rewarder
-from practicum.teachers.rewarders.prompted import question, read_score
-from practicum.teachers.rewarders.remote import RemoteRewarder
+from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.teacher_sections import Own, OwnPlacement, RewardModel
+from practicum.rewards.case import CannotScore, JudgeInput, score_all
+from practicum.rewards.check_reward_models import check_rewarders
+from practicum.rewards.classifier import encode_case, fitting
+from practicum.rewards.colocated_reward_model import ColocatedRewardModel, load_reward_model
+from practicum.rewards.own_reward_model import OwnRewardModel
+from practicum.rewards.probe_reward_model import probe_reward_model
+from practicum.rewards.prompted_judge import question, read_score
+from practicum.rewards.remote_reward_model import RemoteRewardModel
 from tests.serving.servers import MODEL
 from tests.teachers.judging import (
     cases,
@@ -69,9 +69,9 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def own(classifier: Path) -> Iterator[OwnRewarder]:
+def own(classifier: Path) -> Iterator[OwnRewardModel]:
     """A process that the tests which do not end it share."""
-    place = OwnRewarder("rm", classifier_of(classifier, placement="own"), room=60)
+    place = OwnRewardModel("rm", classifier_of(classifier, placement="own"), room=60)
     place.start()
     try:
         place.ready(START_S)
@@ -80,9 +80,9 @@ def own(classifier: Path) -> Iterator[OwnRewarder]:
         place.close()
 
 
-def scores_here(spec: RewardModel, some: list[Case]) -> list[float | Unjudged]:
+def scores_here(spec: RewardModel, some: list[JudgeInput]) -> list[float | CannotScore]:
     with local(spec) as model:
-        return run(judge_all(ColocatedRewarder("rm", model), some))
+        return run(score_all(ColocatedRewardModel("rm", model), some))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
@@ -130,10 +130,10 @@ def test_a_chat_goes_through_the_classifiers_template():
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_a_classifier_gives_the_same_scores_in_all_places(classifier: Path, own: OwnRewarder, chat: bool):
+def test_a_classifier_gives_the_same_scores_in_all_places(classifier: Path, own: OwnRewardModel, chat: bool):
     some = cases(12, chat=chat)
     here = values(scores_here(classifier_of(classifier), some))
-    assert values(run(judge_all(own, some))) == pytest.approx(here, rel=0, abs=1e-5)
+    assert values(run(score_all(own, some))) == pytest.approx(here, rel=0, abs=1e-5)
     with judging_server(classifier_of(classifier)) as (url, _):
         assert values(ask(url, some, label=1)) == pytest.approx(here, rel=0, abs=1e-5)
 
@@ -160,18 +160,18 @@ def test_a_judge_gives_the_same_verdicts_in_all_places(judge: Path):
     here = scores_here(spec, some)
     numbers = [verdict for verdict in here if isinstance(verdict, float)]
     assert 0 < len(numbers) < len(some), "a test of cases with and without a number"
-    place = OwnRewarder("rm", judge_of(judge, placement=OwnPlacement(own=Own(threads=1))), room=60)
+    place = OwnRewardModel("rm", judge_of(judge, placement=OwnPlacement(own=Own(threads=1))), room=60)
     place.start()
     try:
         place.ready(START_S)
-        assert_same(run(judge_all(place, some)), here)
+        assert_same(run(score_all(place, some)), here)
     finally:
         place.close()
     with judging_server(spec) as (url, _):
         assert_same(ask(url, some, kind="judge", prompt=PROMPT, max_new_tokens=24), here)
 
 
-def assert_same(found: list[float | Unjudged], expected: list[float | Unjudged]) -> None:
+def assert_same(found: list[float | CannotScore], expected: list[float | CannotScore]) -> None:
     assert [str(verdict) for verdict in found] == [str(verdict) for verdict in expected]
 
 
@@ -185,29 +185,29 @@ def test_the_first_number_of_a_reply_counts(reply: str, score: float):
 
 @pytest.mark.parametrize("reply", ["", "good", "ten out of ten " * 20])
 def test_a_reply_without_a_number_is_shown(reply: str):
-    with pytest.raises(Unjudged, match=f"replied '{reply[:40]}.*which has no number") as caught:
+    with pytest.raises(CannotScore, match=f"replied '{reply[:40]}.*which has no number") as caught:
         read_score(judge_of("m"), reply)
     assert len(str(caught.value)) < 130
 
 
 def test_a_number_that_no_reward_can_hold_is_no_score():
-    with pytest.raises(Unjudged, match="expected a finite number"):
+    with pytest.raises(CannotScore, match="expected a finite number"):
         read_score(judge_of("m"), "9" * 60)
 
 
 def test_a_question_is_filled_in():
     spec = judge_of("m", prompt="{{x}} {prompt}|{response}|{answer}")
-    assert question(spec, Case("p", "1+1=", "{2}", "2")) == "{x} 1+1=|{2}|2"
-    with pytest.raises(Unjudged, match=r"a prompt with \{answer\}, and this row has none"):
-        question(spec, Case("p", "1+1=", "2", None))
+    assert question(spec, JudgeInput("p", "1+1=", "{2}", "2")) == "{x} 1+1=|{2}|2"
+    with pytest.raises(CannotScore, match=r"a prompt with \{answer\}, and this row has none"):
+        question(spec, JudgeInput("p", "1+1=", "2", None))
 
 
 @pytest.mark.parametrize("kind", ["classifier", "judge"])
 def test_a_case_beyond_the_context_fails_alone_in_words(classifier: Path, judge: Path, kind: str):
     spec = classifier_of(classifier) if kind == "classifier" else judge_of(judge, prompt="{response}5")
-    long = Case("prompt 9", "1" * 100, "2" * 120, None)
-    first, second = scores_here(spec, [long, Case("prompt 1", "1+1=", "2", None)])
-    assert isinstance(first, Unjudged)
+    long = JudgeInput("prompt 9", "1" * 100, "2" * 120, None)
+    first, second = scores_here(spec, [long, JudgeInput("prompt 1", "1+1=", "2", None)])
+    assert isinstance(first, CannotScore)
     assert re.search("a context of [0-9]+ tokens", str(first))
     assert isinstance(second, float) or "no number" in str(second)
 
@@ -218,18 +218,18 @@ def test_a_model_that_slept_gives_the_same_scores(classifier: Path, judge: Path,
     spec = classifier_of(classifier) if kind == "classifier" else judge_of(judge)
     some = cases(6)
     with local(spec) as model:
-        place = ColocatedRewarder("rm", model)
-        before = run(judge_all(place, some))
+        place = ColocatedRewardModel("rm", model)
+        before = run(score_all(place, some))
         model.sleep()
         model.put_aside(where)
         with pytest.raises(TeacherError, match=r"reward model rm failed in prompt 0/session 0: .* sleeps"):
             run(place.judge(some[0]))
         model.wake()
-        assert_same(run(judge_all(place, some)), before)
+        assert_same(run(score_all(place, some)), before)
 
 
 def test_a_process_that_hangs_is_named_at_the_deadline_and_killed(classifier: Path):
-    place = OwnRewarder("rm", classifier_of(classifier, placement="own", deadline_s=1.0), room=60)
+    place = OwnRewardModel("rm", classifier_of(classifier, placement="own", deadline_s=1.0), room=60)
     place.start()
     try:
         place.ready(START_S)
@@ -238,30 +238,30 @@ def test_a_process_that_hangs_is_named_at_the_deadline_and_killed(classifier: Pa
             r"reward model rm did not answer for prompt 0/.* within 1 s.*reward\.models\.rm\.deadline_s"
         )
         with pytest.raises(TeacherError, match=expected):
-            run(judge_all(place, cases(1)))
+            run(score_all(place, cases(1)))
         with pytest.raises(TeacherError, match="reward model rm can't go on with prompt 0"):
-            run(judge_all(place, cases(1)))
+            run(score_all(place, cases(1)))
     finally:
         place.close()
 
 
-def test_an_own_process_tells_why_it_can_not_judge_a_case(own: OwnRewarder):
-    with pytest.raises(Unjudged, match="a context of 128 tokens; prompt and answer take 200"):
-        run(own.judge(Case("prompt 9", "1" * 100, "2" * 100, None)))
+def test_an_own_process_tells_why_it_can_not_judge_a_case(own: OwnRewardModel):
+    with pytest.raises(CannotScore, match="a context of 128 tokens; prompt and answer take 200"):
+        run(own.judge(JudgeInput("prompt 9", "1" * 100, "2" * 100, None)))
     assert own.busy_s > 0
     assert all(replica.waiting_tokens == 0 for replica in own._replicas)
 
 
-def rewarder(url: str, **options: Any) -> RemoteRewarder:
+def rewarder(url: str, **options: Any) -> RemoteRewardModel:
     given: dict[str, Any] = {"url": url, "model": MODEL}
-    return RemoteRewarder("rm", RewardModel(**given | options))
+    return RemoteRewardModel("rm", RewardModel(**given | options))
 
 
-def ask(url: str, some: list[Case], **options: Any) -> list[float | Unjudged]:
-    async def work() -> list[float | Unjudged]:
+def ask(url: str, some: list[JudgeInput], **options: Any) -> list[float | CannotScore]:
+    async def work() -> list[float | CannotScore]:
         place = rewarder(url, **options)
         try:
-            return await judge_all(place, some)
+            return await score_all(place, some)
         finally:
             await place.aclose()
 
@@ -272,7 +272,7 @@ def probe(url: str, *, chat: bool = False, **options: Any) -> str:
     async def work() -> str:
         place = rewarder(url, **options)
         try:
-            return await probe_rewarder(place, chat=chat)
+            return await probe_reward_model(place, chat=chat)
         finally:
             await place.aclose()
 
@@ -298,9 +298,9 @@ def test_a_server_that_hangs_is_named_at_the_deadline(classifier: Path):
 
 
 def test_a_case_that_the_server_refuses_is_unjudged_and_other_refusals_stop(classifier: Path):
-    for status, kind in ((400, Unjudged), (403, TeacherError)):
+    for status, kind in ((400, CannotScore), (403, TeacherError)):
         with judging_server(classifier_of(classifier), fails_first=1, fail_status=status) as (url, _):
-            if kind is Unjudged:
+            if kind is CannotScore:
                 (verdict,) = ask(url, cases(1))
                 assert "refused with status 400: overloaded" in str(verdict)
             else:
@@ -387,11 +387,11 @@ def test_what_is_wrong_with_models_is_found_without_their_weights(
 
 def test_a_label_beyond_the_outputs_is_refused_when_loaded(classifier: Path):
     with pytest.raises(RecipeError, match=r"reward\.models\.rm\.label: found 3, expected 0 to 2"):
-        load_rewarder("rm", classifier_of(classifier, label=3), 60)
+        load_reward_model("rm", classifier_of(classifier, label=3), 60)
 
 
 def test_a_language_model_is_not_taken_for_a_classifier_with_random_outputs(tmp_path: Path):
     save_tiny(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(RecipeError, match=r"reward\.models\.rm\.model: .*without the weights score.weight"):
-        load_rewarder("rm", classifier_of(tmp_path), 60)
+        load_reward_model("rm", classifier_of(tmp_path), 60)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from practicum.errors import DataError
-from practicum.recipe.teaching import Route, Teacher
+from practicum.recipe.schema.teacher_sections import Route, Teacher
 from practicum.tasks.prompts import Prompt
 from practicum.teachers.route import before_text, routed_value, teacher_of
 

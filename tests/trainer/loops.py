@@ -2,8 +2,8 @@
 
 import asyncio
 
-from practicum.rollout.session import Session
-from practicum.rollout.trajectory import Trajectory
+from practicum.sessions.session import Session
+from practicum.sessions.trajectory import Trajectory
 
 from .orders import is_ordered, obey, order
 

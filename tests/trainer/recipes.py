@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from practicum.recipe.load import LoadedRecipe, load_recipe
+from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
 
 TINY: dict[str, Any] = {
     "name": "tiny",

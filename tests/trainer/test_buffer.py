@@ -2,7 +2,7 @@ from dataclasses import replace
 
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
-from practicum.recipe.schema import Buffer
+from practicum.recipe.schema.recipe import Buffer
 from practicum.trainer.buffer import Group, ReplayBuffer, groups_of
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from practicum.errors import PracticumError
-from practicum.trainer.checkpoint import Checkpoints, Progress, changed_keys, require_same_run
+from practicum.trainer.checkpoints import Checkpoints, Progress, changed_keys, require_same_run
 
 
 def save(checkpoints: Checkpoints, step: int, best: int | None = None) -> Path:

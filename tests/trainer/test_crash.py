@@ -13,7 +13,7 @@ from practicum.errors import PracticumError
 from practicum.learning.learner import Learner
 from practicum.runtime.local import LocalRoles
 from practicum.trainer import run as run_module
-from practicum.trainer.checkpoint import Checkpoints
+from practicum.trainer.checkpoints import Checkpoints
 from practicum.trainer.run import train_loaded
 from practicum.trainer.saver import crash_cost
 

@@ -19,15 +19,15 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.plan import make_plan
 from practicum.dataplane.ragged import Ragged
 from practicum.errors import PracticumError, TeacherError
-from practicum.models.load import load_model
+from practicum.models.load_model import load_model
 from practicum.models.tokenizer import make_tokenizer
-from practicum.recipe.load import LoadedRecipe, load_recipe
-from practicum.recipe.schema import Model
-from practicum.runtime.hiring import OwnTeacher
+from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
+from practicum.recipe.schema.recipe import Model
+from practicum.roles.load_teachers import OwnTeacher
 from practicum.trainer import preflight as preflight_module
-from practicum.trainer.metrics import METRICS
 from practicum.trainer.run import train_loaded
 from practicum.trainer.step import StepRunner
+from practicum.trainer.step_metrics import METRICS
 from tests.serving.servers import MODEL, served
 from tests.teachers.schools import save_teacher, school
 from tests.teachers.test_own import alive, until
@@ -316,7 +316,11 @@ def test_a_recipe_that_can_not_teach_is_refused_before_weights_are_loaded(
     def load(*_: object, **__: object) -> None:
         raise AssertionError("weights were loaded")
 
-    for module in ("practicum.trainer.preflight", "practicum.runtime.local", "practicum.teachers.colocated"):
+    for module in (
+        "practicum.trainer.preflight",
+        "practicum.runtime.local",
+        "practicum.places.colocated_teacher",
+    ):
         monkeypatch.setattr(f"{module}.load_model", load)
     sections, message = BAD[case]
     names: list[Any] = sections.get("teachers", ["small", "wide"])

@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 
 from practicum.errors import RecipeErrors
-from practicum.models.load import load_model, load_tokenizer
+from practicum.models.load_model import load_model, load_tokenizer
 from practicum.models.processor import make_processor, save_processor
-from practicum.recipe.schema import Model
+from practicum.recipe.schema.recipe import Model
 from practicum.trainer.preflight import preflight
 from practicum.trainer.run import evaluate_model, train_loaded
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 import yaml
 
-from practicum.dataplane.ray_store.store import RayStore
-from practicum.recipe.load import LoadedRecipe, load_recipe
+from practicum.dataplane.ray_store.ray_store import RayStore
+from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
 from practicum.trainer.run import train_loaded
 from tests.cluster import local_ray
 from tests.teachers.judging import save_classifier

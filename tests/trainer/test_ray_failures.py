@@ -20,12 +20,12 @@ from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
 from practicum.errors import ClusterError, PracticumError
-from practicum.recipe.load import LoadedRecipe, load_recipe
-from practicum.recipe.schema import Checks
-from practicum.runtime.cluster import start
-from practicum.runtime.cluster.calls import WorkerDied
-from practicum.runtime.cluster.group import TrainGroup
-from practicum.runtime.cluster.roles import RayRoles
+from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
+from practicum.recipe.schema.recipe import Checks
+from practicum.runtime.ray import start_ray as start
+from practicum.runtime.ray.actor_calls import WorkerDied
+from practicum.runtime.ray.ray_roles import RayRoles
+from practicum.runtime.ray.train_group import TrainGroup
 from practicum.trainer.run import train_loaded
 from practicum.trainer.step import TRAIN, StepRunner
 from tests.cluster import local_ray

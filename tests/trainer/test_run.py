@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from practicum.errors import CheckError, PracticumError
 from practicum.runtime.local import LocalRoles
 from practicum.trainer import run as run_module
-from practicum.trainer.metrics import METRICS
 from practicum.trainer.run import train_loaded
 from practicum.trainer.step import StepRunner
+from practicum.trainer.step_metrics import METRICS
 
 from .recipes import tiny
 

@@ -6,9 +6,9 @@ import os
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from practicum.rollout.vllm import host
-from practicum.rollout.vllm.delivery import Delivery
-from practicum.rollout.vllm.setup import VllmSetup
+from practicum.engines.vllm import vllm_process as host
+from practicum.engines.vllm.vllm_messages import VllmSetup
+from practicum.engines.vllm.weight_delivery import WeightDelivery
 
 BREAK = "PRACTICUM_TEST_BREAK"
 
@@ -16,14 +16,14 @@ BREAK = "PRACTICUM_TEST_BREAK"
 def main(pipe: Connection, setup: VllmSetup) -> None:
     """As `host.main`."""
     how = Path(os.environ[BREAK])
-    forget, load = host.Host._forget, host.Host._load
+    forget, load = host.VllmProcess._forget, host.VllmProcess._load
 
-    def broken_forget(self: host.Host) -> None:
+    def broken_forget(self: host.VllmProcess) -> None:
         if how.read_text() != "cache":
             forget(self)
 
-    def broken_load(self: host.Host, version: int, delivery: Delivery) -> None:
-        from practicum.rollout.vllm import reload
+    def broken_load(self: host.VllmProcess, version: int, delivery: WeightDelivery) -> None:
+        from practicum.engines.vllm import reload_weights as reload
 
         repack = reload._repack_head
         if how.read_text() == "head":
@@ -33,5 +33,5 @@ def main(pipe: Connection, setup: VllmSetup) -> None:
         finally:
             reload._repack_head = repack
 
-    host.Host._forget, host.Host._load = broken_forget, broken_load
+    host.VllmProcess._forget, host.VllmProcess._load = broken_forget, broken_load
     host.main(pipe, setup)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from practicum.models.load import load_tokenizer, make_model, ready
-from practicum.recipe.schema import MakeModel, Model
-from practicum.rollout.vllm.setup import VllmSetup
+from practicum.engines.vllm.vllm_messages import VllmSetup
+from practicum.models.load_model import load_tokenizer, make_model, ready
+from practicum.recipe.schema.recipe import MakeModel, Model
 
 KV_BYTES = 16 * 2**20
 

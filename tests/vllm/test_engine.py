@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from practicum.engines.protocol import Counter, Engine, Generation, Memory, Scores
+from practicum.engines.torch.torch_engine import TorchEngine
+from practicum.engines.vllm.vllm_engine import VllmEngine
+from practicum.engines.vllm.weight_blocks import SharedBlock
 from practicum.errors import EngineError
-from practicum.learning.scorer import Scorer
-from practicum.learning.trunk import Trunk
+from practicum.learning.logprob_scorer import LogprobScorer
+from practicum.learning.packed_model import PackedModel
 from practicum.models.images import Images
-from practicum.recipe.schema import Train
-from practicum.rollout.protocol import Counter, Engine, Generation, Memory, Scores
-from practicum.rollout.torch_engine import TorchEngine
-from practicum.rollout.vllm.engine import VllmEngine
-from practicum.rollout.vllm.weights import Block
+from practicum.recipe.schema.recipe import Train
 from tests.rollout.engines import Request, prompts, sampling
 from tests.vllm.models import KV_BYTES, make_tiny, save_model, setup_of
 
@@ -150,7 +150,7 @@ def same_fingerprint(engine: VllmEngine, model: PreTrainedModel) -> None:
     """vLLM's is the learner's, and longer than a block of KV memory."""
     found = engine.fingerprint()
     assert len(found) > engine.facts.block
-    close(found, Scorer(Trunk(model, Train())).fingerprint(len(found) + 1))
+    close(found, LogprobScorer(PackedModel(model, Train())).fingerprint(len(found) + 1))
 
 
 def tokens_of(found: Sequence[Generation]) -> list[list[int]]:
@@ -345,8 +345,8 @@ def test_a_request_that_is_cancelled_leaves_the_engine_to_others(qwen: Pair):
 
 def split(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, most: int = 20_000) -> None:
     """Weights go in many buckets from here on."""
-    monkeypatch.setattr(Block.buckets, "__defaults__", (most,))
-    block = Block()
+    monkeypatch.setattr(SharedBlock.buckets, "__defaults__", (most,))
+    block = SharedBlock()
     assert sum(1 for _ in block.buckets(model.named_parameters())) > 5
     block.close()
 

@@ -22,10 +22,10 @@ import yaml
 from transformers import PreTrainedModel
 
 from practicum.errors import RecipeError, TeacherError
-from practicum.recipe.teaching import Teacher
-from practicum.teachers.place import Row, Wanted, score_rows
-from practicum.teachers.probe import probe
-from practicum.teachers.remote import RemoteTeacher
+from practicum.places.place import ScoreOptions, ScoreRow, score_rows
+from practicum.places.probe_teacher import probe
+from practicum.places.remote_teacher import RemoteTeacher
+from practicum.recipe.schema.teacher_sections import Teacher
 from tests.teachers.models import in_process, rows
 from tests.vllm.models import await_true, descendants, save_model, still_there
 
@@ -73,7 +73,7 @@ class VllmServer:
         return asyncio.run(run())
 
     def probe(self, *, top_k: int = 5, context: int = CONTEXT - 1, **options: Any) -> None:
-        self.use(lambda teacher: probe(teacher, Wanted(top_k=top_k), VOCAB, context), **options)
+        self.use(lambda teacher: probe(teacher, ScoreOptions(top_k=top_k), VOCAB, context), **options)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
 
 @pytest.mark.parametrize("top_k", [0, 8, VOCAB])
 def test_a_teacher_behind_vllm_says_what_a_colocated_one_says(server: VllmServer, top_k: int):
-    some, wanted = rows(16), Wanted(top_k=top_k)
+    some, wanted = rows(16), ScoreOptions(top_k=top_k)
     far = server.use(lambda teacher: score_rows(teacher, some, wanted))
     for got, here in zip(far, in_process(server.model, some, wanted), strict=True):
         torch.testing.assert_close(got.logprobs, here.logprobs, rtol=0, atol=TOLERANCE)
@@ -130,9 +130,9 @@ def test_trouble_with_a_row_is_told_with_its_name(server: VllmServer):
         ([5, 6], {"api_key_env": None}, "row 7: status 401"),
     )
     for ids, options, words in cases:
-        row = Row(ids, 1, "row 7")
+        row = ScoreRow(ids, 1, "row 7")
         with pytest.raises(TeacherError, match=rf"teacher far at .*{words}"):
-            server.use(lambda teacher, row=row: score_rows(teacher, [row], Wanted()), **options)
+            server.use(lambda teacher, row=row: score_rows(teacher, [row], ScoreOptions()), **options)
 
 
 def test_an_engine_that_dies_in_the_midst_fails_the_rows_and_ends_the_server(server: VllmServer):
@@ -141,7 +141,7 @@ def test_an_engine_that_dies_in_the_midst_fails_the_rows_and_ends_the_server(ser
     assert cores
 
     async def work(teacher: RemoteTeacher) -> None:
-        asked = asyncio.ensure_future(score_rows(teacher, rows(200), Wanted(top_k=VOCAB)))
+        asked = asyncio.ensure_future(score_rows(teacher, rows(200), ScoreOptions(top_k=VOCAB)))
         await asyncio.sleep(0.2)
         for pid in cores:
             os.kill(pid, signal.SIGKILL)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from practicum.checks.watch import Watch
 from practicum.dataplane.plan import make_plan
+from practicum.engines.vllm import vllm_process as host
+from practicum.engines.vllm.vllm_engine import VllmEngine
 from practicum.errors import CheckError
 from practicum.learning.learner import Learner
-from practicum.recipe.schema import Checks, Recipe
-from practicum.rollout.vllm import host
-from practicum.rollout.vllm.engine import VllmEngine
+from practicum.recipe.schema.recipe import Checks, Recipe
 from practicum.runtime.local import LocalRoles, start_local
 from tests.vllm import broken
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from practicum.engines.protocol import Counter
+from practicum.engines.vllm.vllm_engine import VllmEngine
 from practicum.errors import EngineError
-from practicum.recipe.schema import Recipe
-from practicum.rollout.protocol import Counter
-from practicum.rollout.vllm.engine import VllmEngine
-from practicum.runtime.engines import make_engine
+from practicum.recipe.schema.recipe import Recipe
+from practicum.roles.make_engine import make_engine
 from tests.rollout.engines import sampling
 from tests.vllm.models import await_true, descendants, make_tiny, save_model, setup_of
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from practicum.errors import CheckError
-from practicum.recipe.schema import Checks
+from practicum.recipe.schema.recipe import Checks
 
 
 class Watch:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from practicum.dataplane.check_columns import DTYPES
 from practicum.dataplane.fields import Field
 from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.validate import DTYPES
 from practicum.errors import StoreError
 
 Cell = tuple[Any, int | None]

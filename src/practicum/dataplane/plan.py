@@ -7,10 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from practicum.errors import RecipeError
-from practicum.recipe.arithmetic import Counts, count
-from practicum.recipe.schema import Recipe
-from practicum.recipe.traits import Traits, model_traits
-from practicum.recipe.ways import (
+from practicum.recipe.counts import Counts, count
+from practicum.recipe.derived import (
     corrects_mismatch,
     data_parallel,
     distils_by_loss,
@@ -19,6 +17,8 @@ from practicum.recipe.ways import (
     has_policy_loss,
     uses_reward,
 )
+from practicum.recipe.model_traits import Traits, model_traits
+from practicum.recipe.schema.recipe import Recipe
 
 OldSource = Literal["own", "old_logprobs", "rollout_logprobs"]
 

@@ -6,7 +6,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Sequence
 
-from practicum.dataplane.padding import PADDING_TOKENS
+from practicum.dataplane.padding_rows import PADDING_TOKENS
 from practicum.learning.minibatches import Minibatch
 from practicum.learning.sharing import shortest_first
 

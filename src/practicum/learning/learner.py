@@ -13,27 +13,27 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from practicum.algorithms.aggregation import token_weights
 from practicum.dataplane.ragged import Ragged
-from practicum.learning.batch import (
+from practicum.learning.distill_loss import DistillSettings, share_factors
+from practicum.learning.learner_checkpoint import Counters, load_learner, save_learner
+from practicum.learning.logprob_scorer import LogprobColumns, LogprobScorer
+from practicum.learning.logprobs import token_logprobs
+from practicum.learning.objective import Objective, token_losses
+from practicum.learning.optimizer import Metrics, OptimizerStepper, lr_at, stop_on_nonfinite
+from practicum.learning.packed_model import PackedModel
+from practicum.learning.packing import Packed, RowSpans
+from practicum.learning.parallel import Parallel, whole_tensors
+from practicum.learning.row_extras import RowExtras
+from practicum.learning.teacher_sums import TeacherSums
+from practicum.learning.update_batch import (
+    BatchFacts,
     UpdateBatch,
-    Whole,
     need_column,
     per_token,
     sessions_of,
 )
-from practicum.learning.extras import RowExtras
-from practicum.learning.groups import GroupSums
-from practicum.learning.logprobs import token_logprobs
-from practicum.learning.metrics import RouterLoad, TokenMeans
-from practicum.learning.objective import Objective, token_losses
-from practicum.learning.optim import Metrics, Stepper, lr_at, stop_on_nonfinite
-from practicum.learning.packing import Packed, Rows
-from practicum.learning.parallel import Parallel, whole_tensors
-from practicum.learning.parts import Counters, load_parts, save_parts
-from practicum.learning.scorer import LogprobColumns, Scorer
-from practicum.learning.teaching import Teaching, share_factors
-from practicum.learning.trunk import Trunk
+from practicum.learning.update_metrics import RouterLoad, TokenMeans
 from practicum.models.fingerprint import LENGTH
-from practicum.recipe.schema import Algorithm, Train
+from practicum.recipe.schema.recipe import Algorithm, Train
 
 
 class Learner:
@@ -53,20 +53,22 @@ class Learner:
         algorithm: Algorithm,
         *,
         temperature: float = 1.0,
-        teaching: Teaching | None = None,
+        teaching: DistillSettings | None = None,
         on_nonfinite: Callable[[str], None] = stop_on_nonfinite,
         before_step: Callable[[Metrics], None] | None = None,
         parallel: Parallel | None = None,
     ) -> None:
         self.model, self.train, self.parallel = model, train, parallel
         self.objective = Objective(algorithm, teaching)
-        self.by_group = GroupSums()
+        self.by_group = TeacherSums()
         self.temperature = 1.0 if algorithm.loss == "supervised" else temperature
         self.version = 0
         self.step = 0
-        self.trunk = Trunk(model, train, parallel)
-        self.scorer = Scorer(self.trunk)
-        self.stepper = Stepper(model.parameters(), train, on_nonfinite=on_nonfinite, before_step=before_step)
+        self.trunk = PackedModel(model, train, parallel)
+        self.scorer = LogprobScorer(self.trunk)
+        self.stepper = OptimizerStepper(
+            model.parameters(), train, on_nonfinite=on_nonfinite, before_step=before_step
+        )
 
     def logprobs(
         self,
@@ -168,11 +170,11 @@ class Learner:
     def save(self, folder: Path) -> None:
         """Write weights, optimizer and learner.json, for a bit-exact continuation on any number of ranks."""
         counters = Counters(version=self.version, step=self.step)
-        save_parts(folder, "learner", self.model, self.stepper, counters, self.parallel)
+        save_learner(folder, "learner", self.model, self.stepper, counters, self.parallel)
 
     def load(self, folder: Path) -> None:
         """Continue from what `save` wrote; weights are copied into the tensors that are there."""
-        counters = load_parts(folder, "learner", self.model, self.stepper, self.parallel)
+        counters = load_learner(folder, "learner", self.model, self.stepper, self.parallel)
         self.version, self.step = counters.version, counters.step
 
     def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -197,7 +199,7 @@ class _Report:
     idle_tokens: int = 0
     totals: dict[str, float] = field(default_factory=lambda: {"loss": 0.0})
     means: TokenMeans = field(default_factory=TokenMeans)
-    groups: GroupSums = field(default_factory=GroupSums)
+    groups: TeacherSums = field(default_factory=TeacherSums)
     load: RouterLoad | None = None
 
     def add(self, name: str, part: float) -> None:
@@ -233,7 +235,7 @@ class _Update:
         self, batch: UpdateBatch, objective: Objective, dtype: torch.dtype, parallel: Parallel | None
     ) -> None:
         assert (parallel is None) == (batch.whole is None), "a rank's rows come with the whole mini-batch"
-        self.rows = Rows(batch.prompt_ids, batch.response_ids, batch.extras)
+        self.rows = RowSpans(batch.prompt_ids, batch.response_ids, batch.extras)
         self.sampled_M = need_column(batch, "response_mask", "every update").bool()
         self.tokens_here = int(self.sampled_M.sum())
         self.tokens = self.tokens_here if batch.whole is None else sum(batch.whole.sampled_tokens)
@@ -272,7 +274,9 @@ class _Update:
         self.idle = [i for i, session in enumerate(self.sessions) if not active_S[session]]
         self.idle_tokens = int((self.sampled_M & ~active_S[session_M]).sum())
 
-    def _teach(self, teaching: Teaching, teacher_M: Tensor, everywhere: tuple[Tensor, Tensor] | None) -> None:
+    def _teach(
+        self, teaching: DistillSettings, teacher_M: Tensor, everywhere: tuple[Tensor, Tensor] | None
+    ) -> None:
         """`everywhere` are weights and teachers of all rows of the mini-batch, if some are not here."""
         self.columns["teacher"] = teacher_M
         if teaching.shares is None or not self.tokens:
@@ -282,7 +286,7 @@ class _Update:
         factors = share_factors(weights, teachers, teaching.shares)
         weights_M[here_M] *= factors[teacher_M[here_M]].to(weights_M.dtype)
 
-    def microbatches(self, trunk: Trunk, rows: list[int]) -> Iterator[Packed]:
+    def microbatches(self, trunk: PackedModel, rows: list[int]) -> Iterator[Packed]:
         """Micro-batches of these rows, to predict their sampled tokens."""
         sessions = self.sessions if self.whole_sessions else None
         return trunk.microbatches(self.rows, only=rows, sampled_M=self.sampled_M, sessions=sessions)
@@ -294,7 +298,7 @@ class _Update:
 
 
 def _row_weights(
-    whole: Whole, session_B: Tensor, weigh: Callable[[Tensor, Tensor], Tensor]
+    whole: BatchFacts, session_B: Tensor, weigh: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
     """The summed weights of each row's tokens, on any rank, and its teacher [B]."""
     assert whole.teachers is not None, "the whole mini-batch lacks its rows' teachers"

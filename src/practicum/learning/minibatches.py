@@ -15,7 +15,7 @@ import numpy as np
 
 from practicum.errors import RecipeError
 from practicum.learning.sharing import Group, share, shortest_first
-from practicum.recipe.schema import Recipe
+from practicum.recipe.schema.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True)

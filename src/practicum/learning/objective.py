@@ -14,11 +14,11 @@ from torch import Tensor
 from practicum.algorithms.kl import token_kl
 from practicum.algorithms.policy_losses.registry import POLICY_LOSSES
 from practicum.algorithms.policy_losses.types import PolicyInputs
-from practicum.learning.batch import UpdateBatch, need_column, token_column
+from practicum.learning.distill_loss import DistillSettings
 from practicum.learning.logprobs import TokenLogprobs
-from practicum.learning.metrics import TokenMeans
-from practicum.learning.teaching import Teaching
-from practicum.recipe.schema import Algorithm
+from practicum.learning.update_batch import UpdateBatch, need_column, token_column
+from practicum.learning.update_metrics import TokenMeans
+from practicum.recipe.schema.recipe import Algorithm
 
 Columns = Mapping[str, Tensor]
 
@@ -28,7 +28,7 @@ class Objective:
     """What an update minimises."""
 
     algorithm: Algorithm
-    teaching: Teaching | None = None
+    teaching: DistillSettings | None = None
 
     @property
     def supervised(self) -> bool:

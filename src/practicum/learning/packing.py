@@ -17,8 +17,8 @@ from torch import Tensor
 
 from practicum.dataplane.ragged import Ragged
 from practicum.errors import DataError
-from practicum.learning.extras import RowExtras
-from practicum.learning.layout import Segments, SharedPromptLayout
+from practicum.learning.packed_layout import Segments, SharedPromptLayout
+from practicum.learning.row_extras import RowExtras
 from practicum.models.images import Images
 
 
@@ -58,7 +58,7 @@ class Packed:
         )
 
 
-class Rows:
+class RowSpans:
     """The rows of a batch, ready to be cut into micro-batches."""
 
     def __init__(self, prompt_ids: Ragged, response_ids: Ragged, extras: RowExtras | None = None) -> None:

@@ -25,18 +25,18 @@ _TOLERANCE = 1e-2
 
 
 @dataclass(eq=False, slots=True)
-class _Seat:
+class _RouterHook:
     """What a router is asked to do beside its work."""
 
     layer: int = 0
-    taken: Taken | None = None
+    taken: RecordedRoutes | None = None
     replay: Tensor | None = None
     """Experts to take [N, E]; -1: the router's own choice."""
-    moved: Moved | None = None
+    moved: RouteChanges | None = None
 
 
 @dataclass(eq=False, slots=True)
-class Taken:
+class RecordedRoutes:
     """Experts that tokens took, while they are recorded."""
 
     layers: list[list[Tensor]]
@@ -47,7 +47,7 @@ class Taken:
 
 
 @dataclass(eq=False, slots=True)
-class Moved:
+class RouteChanges:
     """How a forward with replayed experts would have chosen by itself."""
 
     layers: dict[int, Tensor] = field(default_factory=dict)
@@ -64,14 +64,14 @@ class Routes:
 
     def __init__(self, routers: list[nn.Module]) -> None:
         self._routers = routers
-        self._seats: list[_Seat] = [getattr(router, _SEAT) for router in routers]
+        self._seats: list[_RouterHook] = [getattr(router, _SEAT) for router in routers]
         first: Any = routers[0]
         self.layers, self.per_token, self.experts = len(routers), int(first.top_k), int(first.num_experts)
 
     @contextmanager
-    def record(self) -> Iterator[Taken]:
+    def record(self) -> Iterator[RecordedRoutes]:
         """Note which experts each token of the forward calls inside takes."""
-        taken = Taken([[] for _ in self._seats])
+        taken = RecordedRoutes([[] for _ in self._seats])
         for seat in self._seats:
             seat.taken = taken
         try:
@@ -81,7 +81,7 @@ class Routes:
                 seat.taken = None
 
     @contextmanager
-    def replay(self, experts_NLE: Tensor) -> Iterator[Moved]:
+    def replay(self, experts_NLE: Tensor) -> Iterator[RouteChanges]:
         """The forward inside takes these experts, weighted by the routers' own probabilities of them.
 
         A token with -1 takes those that its router chooses. If activations are recomputed in the backward
@@ -97,7 +97,7 @@ class Routes:
                 f"{type(self._routers[0]).__name__} weighs its experts in another way than by their softmax "
                 "probabilities: set train.replay_experts to false"
             )
-        moved = Moved()
+        moved = RouteChanges()
         experts = experts_NLE.to(cast(Tensor, self._routers[0].weight).device).unbind(1)
         for seat, replay in zip(self._seats, experts, strict=True):
             seat.replay, seat.moved = replay, moved
@@ -121,7 +121,7 @@ def routes_of(model: nn.Module) -> Routes | None:
     routers = [module for module in model.modules() if _is_router(module)]
     for layer, router in enumerate(routers):
         if not hasattr(router, _SEAT):
-            setattr(router, _SEAT, _Seat(layer))
+            setattr(router, _SEAT, _RouterHook(layer))
             # A hook, not another forward: a copy of the model calls it with the copied router.
             router.register_forward_hook(_routed)
     return Routes(routers) if routers else None
@@ -142,7 +142,7 @@ def _is_router(module: nn.Module) -> bool:
 
 def _routed(router: nn.Module, args: Any, output: Any) -> tuple[Tensor, Tensor, Tensor] | None:
     """A router's output, with replayed experts in place of its own; None leaves it as it is."""
-    seat: _Seat = getattr(router, _SEAT)
+    seat: _RouterHook = getattr(router, _SEAT)
     if seat.taken is None and seat.replay is None:
         return None
     if not isinstance(output, tuple) or len(output) != 3:

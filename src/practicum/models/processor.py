@@ -12,10 +12,10 @@ from transformers.utils.import_utils import is_vision_available
 
 from practicum.errors import MissingExtraError, RecipeError
 from practicum.models.images import Images
-from practicum.models.sources import read_config, read_image_processor
+from practicum.models.model_files import read_config, read_image_processor
 from practicum.models.tokenizer import make_tokenizer
 from practicum.models.vision import is_vision
-from practicum.recipe.schema import Model
+from practicum.recipe.schema.recipe import Model
 
 if TYPE_CHECKING:
     from PIL.Image import Image

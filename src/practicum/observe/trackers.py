@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from practicum.errors import MissingExtraError
-from practicum.recipe.schema import Recipe
+from practicum.recipe.schema.recipe import Recipe
 
 
 class Tracker(Protocol):

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from practicum.recipe.functions import module_file, split_function
-from practicum.recipe.origins import Origin
+from practicum.recipe.text.origins import Origin
+from practicum.recipe.user_functions import module_file, split_function
 
 _FILES = (
     "model.path",

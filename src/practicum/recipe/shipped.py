@@ -11,7 +11,7 @@ from pathlib import Path
 
 import practicum
 from practicum.errors import PracticumError
-from practicum.recipe.load import base_files, load_recipe
+from practicum.recipe.load_recipe import base_files, load_recipe
 
 _IGNORED = ("__pycache__", "runs")
 

@@ -15,44 +15,44 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.memory import MemoryStore
+from practicum.dataplane.memory_store import MemoryStore
 from practicum.dataplane.plan import Plan, evaluation_plan
 from practicum.dataplane.store import Store
+from practicum.engines.protocol import Engine
 from practicum.errors import RecipeError
-from practicum.learning.critic import Critic
 from practicum.learning.learner import Learner
+from practicum.learning.logprob_scorer import LogprobScorer
+from practicum.learning.packed_model import PackedModel
 from practicum.learning.parallel import Parallel
-from practicum.learning.scorer import Scorer
-from practicum.learning.trunk import Trunk
-from practicum.models.load import context_length, load_model, load_tokenizer, stop_ids
-from practicum.recipe.schema import Recipe
-from practicum.recipe.ways import measures
-from practicum.rollout.encoder import Encoder, make_encoder
-from practicum.rollout.protocol import Engine
-from practicum.rollout.tools.toolbox import Toolbox
-from practicum.runtime.credit import Credit
-from practicum.runtime.engines import describe_engines, make_engine, rollout_context
-from practicum.runtime.faculty import Faculty, Staff
-from practicum.runtime.hiring import hire, make_residency, teaching_of
-from practicum.runtime.jury import Jury, Panel, seat
-from practicum.runtime.keeping import export_student, load_parts, save_parts, updates_begun
-from practicum.runtime.practice import Practice
-from practicum.runtime.rows import check_fields, field_widths, put_padding, row_texts
-from practicum.runtime.sessions import Sessions
-from practicum.runtime.student import Learnt, Student
-from practicum.runtime.sync import SyncProbe
-from practicum.runtime.valuation import Valuation
-from practicum.tasks.rewards import Judge
-from practicum.teachers.residency import Residency
+from practicum.learning.value_learner import ValueLearner
+from practicum.models.load_model import context_length, load_model, load_tokenizer, stop_ids
+from practicum.places.model_cache import ModelCache
+from practicum.recipe.derived import evaluates
+from practicum.recipe.schema.recipe import Recipe
+from practicum.roles.advantages import AdvantageRole
+from practicum.roles.checkpoint import export_student, load_roles, save_roles, updates_begun
+from practicum.roles.critic import CriticRole
+from practicum.roles.load_teachers import load_teachers, make_model_cache, teacher_losses
+from practicum.roles.make_engine import describe_engines, make_engine, rollout_context
+from practicum.roles.padding import check_fields, field_widths, put_padding, row_texts
+from practicum.roles.reward_models import RewardModelRole, RewardModels, load_reward_models
+from practicum.roles.rollout import RolloutRole
+from practicum.roles.session_runner import SessionRunner
+from practicum.roles.student import StudentRole, UpdateReport
+from practicum.roles.sync import SyncProbe
+from practicum.roles.teachers import TeacherRole, Teachers
+from practicum.sessions.prompt_encoder import Encoder, make_encoder
+from practicum.sessions.tools.toolbox import Toolbox
+from practicum.tasks.rewards import RewardFunctions
 
 
 @dataclass(frozen=True, slots=True)
-class Hired:
+class FrozenModels:
     """Models beside the student: teachers, reward models, and where the colocated ones sleep."""
 
-    staff: Staff | None
-    panel: Panel
-    residency: Residency
+    staff: Teachers | None
+    panel: RewardModels
+    residency: ModelCache
 
     def close(self) -> None:
         """Stop all of them."""
@@ -71,13 +71,13 @@ class LocalRoles:
     encoder: Encoder
     stop: frozenset[int]
     engine: Engine
-    practice: Practice
-    faculty: Faculty | None
-    examiner: Practice
-    student: Student
-    credit: Credit
-    valuation: Valuation | None
-    hired: Hired
+    practice: RolloutRole
+    faculty: TeacherRole | None
+    examiner: RolloutRole
+    student: StudentRole
+    credit: AdvantageRole
+    valuation: CriticRole | None
+    hired: FrozenModels
     toolbox: Toolbox
     widths: Mapping[str, int]
     probe: SyncProbe
@@ -128,7 +128,7 @@ class LocalRoles:
         assert self.valuation is not None
         return self.valuation.update(batch, step=step) or {}
 
-    def update_student(self, batch: BatchRef, step: int) -> Learnt:
+    def update_student(self, batch: BatchRef, step: int) -> UpdateReport:
         learnt = self.student.update(batch, step=step)
         assert learnt is not None
         return learnt
@@ -154,10 +154,10 @@ class LocalRoles:
         return updates_begun(self)
 
     def save(self, folder: Path, *, rows: bool = True) -> None:
-        save_parts(self, folder, rows=rows)
+        save_roles(self, folder, rows=rows)
 
     def load(self, folder: Path, kl_state: Mapping[str, float]) -> None:
-        load_parts(self, folder, kl_state)
+        load_roles(self, folder, kl_state)
         self.sync_weights()
 
     def export(self, folder: Path) -> None:
@@ -192,25 +192,25 @@ def load_reference(recipe: Recipe, student: PreTrainedModel) -> PreTrainedModel:
     return reference
 
 
-def hire_models(recipe: Recipe, plan: Plan, student: PreTrainedModel) -> Hired:
+def load_frozen_models(recipe: Recipe, plan: Plan, student: PreTrainedModel) -> FrozenModels:
     """Teachers and reward models, as far as the plan or evaluations ask them."""
-    panel = Panel()
-    if recipe.reward.models and ("reward" in plan or measures(recipe)):
+    panel = RewardModels()
+    if recipe.reward.models and ("reward" in plan or evaluates(recipe)):
         # Another tokenizer may need more tokens than the student's for the same text.
-        panel = seat(recipe, room=2 * rollout_context(recipe, None))
+        panel = load_reward_models(recipe, room=2 * rollout_context(recipe, None))
     with ExitStack() as undo:
         undo.callback(panel.close)
-        staff = hire(recipe, student, panel.sleepers()) if "teachers" in plan else None
-        residency = make_residency(recipe, panel.sleepers()) if staff is None else staff.residency
+        staff = load_teachers(recipe, student, panel.sleepers()) if "teachers" in plan else None
+        residency = make_model_cache(recipe, panel.sleepers()) if staff is None else staff.residency
         undo.pop_all()
-    return Hired(staff, panel, residency)
+    return FrozenModels(staff, panel, residency)
 
 
 def start_local(recipe: Recipe, plan: Plan, watch: Watch) -> LocalRoles:
     """Load the models and connect the roles; if that fails, nothing stays behind."""
     set_threads(recipe.runtime.threads)
     model = load_model(recipe.model, recipe.seed)
-    hired = hire_models(recipe, plan, model)
+    hired = load_frozen_models(recipe, plan, model)
     with ExitStack() as undo:
         undo.callback(hired.close)
         learner = make_learner(recipe, model, hired.staff, watch)
@@ -225,7 +225,7 @@ def start_local(recipe: Recipe, plan: Plan, watch: Watch) -> LocalRoles:
 def make_learner(
     recipe: Recipe,
     model: PreTrainedModel,
-    staff: Staff | None,
+    staff: Teachers | None,
     watch: Watch,
     parallel: Parallel | None = None,
 ) -> Learner:
@@ -235,7 +235,7 @@ def make_learner(
         recipe.train,
         recipe.algorithm,
         temperature=recipe.rollout.temperature,
-        teaching=None if staff is None else teaching_of(recipe, staff),
+        teaching=None if staff is None else teacher_losses(recipe, staff),
         on_nonfinite=partial(watch, "finite"),
         parallel=parallel,
     )
@@ -246,39 +246,39 @@ def _connect(
     plan: Plan,
     watch: Watch,
     model: PreTrainedModel,
-    hired: Hired,
+    hired: FrozenModels,
     learner: Learner,
     engine: Engine,
 ) -> LocalRoles:
     encoder, store, staff = make_encoder(recipe, load_tokenizer(recipe.model)), MemoryStore(), hired.staff
     reference = None
     if "ref_logprobs" in plan:
-        reference = Scorer(Trunk(load_reference(recipe, model), recipe.train))
+        reference = LogprobScorer(PackedModel(load_reference(recipe, model), recipe.train))
     vocab = model.config.get_text_config().vocab_size
     faculty = None
     if staff is not None:
-        faculty = Faculty(recipe, plan, store, staff, engine, encoder.tokenizer, vocab=vocab)
+        faculty = TeacherRole(recipe, plan, store, staff, engine, encoder.tokenizer, vocab=vocab)
     valuation = None
     if recipe.critic is not None:
-        critic = Critic(model, recipe.train, recipe.critic, on_nonfinite=partial(watch, "finite"))
-        valuation = Valuation(recipe, plan, store, critic)
+        critic = ValueLearner(model, recipe.train, recipe.critic, on_nonfinite=partial(watch, "finite"))
+        valuation = CriticRole(recipe, plan, store, critic)
     exam, toolbox = evaluation_plan(), Toolbox(recipe.agent.tools)
     check_fields(recipe, plan, model)
     sessions = partial(
-        Sessions,
+        SessionRunner,
         recipe,
         store=store,
         engine=engine,
         encoder=encoder,
-        judge=Judge(recipe.tasks, recipe.reward),
+        judge=RewardFunctions(recipe.tasks, recipe.reward),
         toolbox=toolbox,
         context=rollout_context(recipe, context_length(model)),
         config=model.config,
     )
 
-    def jury(plan: Plan) -> Jury | None:
+    def jury(plan: Plan) -> RewardModelRole | None:
         asked = hired.panel.places and "reward" in plan
-        return Jury(recipe, hired.panel, hired.residency, engine) if asked else None
+        return RewardModelRole(recipe, hired.panel, hired.residency, engine) if asked else None
 
     teacher_of = None if faculty is None else faculty.teacher_of
     return LocalRoles(
@@ -287,11 +287,11 @@ def _connect(
         encoder=encoder,
         stop=stop_ids(model, encoder.tokenizer, recipe.rollout.stop),
         engine=engine,
-        practice=Practice(sessions(plan, teacher_of=teacher_of), faculty, jury(plan)),
+        practice=RolloutRole(sessions(plan, teacher_of=teacher_of), faculty, jury(plan)),
         faculty=faculty,
-        examiner=Practice(sessions(exam), jury=jury(exam)),
-        student=Student(recipe, plan, store, learner, reference, watch),
-        credit=Credit(recipe, plan, store),
+        examiner=RolloutRole(sessions(exam), jury=jury(exam)),
+        student=StudentRole(recipe, plan, store, learner, reference, watch),
+        credit=AdvantageRole(recipe, plan, store),
         valuation=valuation,
         hired=hired,
         toolbox=toolbox,

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
 from practicum.dataplane.store import Store
-from practicum.runtime.attempts import Attempt
-from practicum.runtime.student import Learnt
+from practicum.roles.student import UpdateReport
+from practicum.sessions.attempts import Attempt
 from practicum.tasks.prompts import Prompt
 
 
-class Practising(Protocol):
+class RolloutStage(Protocol):
     """Rolls out and judges; one for training, one for evaluation."""
 
     def demonstrate(self, prompts: Sequence[Prompt], partition: str) -> BatchRef:
@@ -56,10 +56,10 @@ class Roles(Protocol):
         ...
 
     @property
-    def practice(self) -> Practising: ...
+    def practice(self) -> RolloutStage: ...
 
     @property
-    def examiner(self) -> Practising: ...
+    def examiner(self) -> RolloutStage: ...
 
     @property
     def version(self) -> int:
@@ -98,7 +98,7 @@ class Roles(Protocol):
 
     def update_critic(self, batch: BatchRef, step: int) -> dict[str, float]: ...
 
-    def update_student(self, batch: BatchRef, step: int) -> Learnt: ...
+    def update_student(self, batch: BatchRef, step: int) -> UpdateReport: ...
 
     def sync_weights(self) -> None:
         """Give the engines the learner's weights and version."""

@@ -14,11 +14,11 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from practicum.errors import EngineError
-from practicum.serving.scoring import Refusal, Scorer
-from practicum.serving.wire import Completion, error_body, models_body
+from practicum.serving.completion_format import Completion, error_body, models_body
+from practicum.serving.score_requests import Refusal, RequestScorer
 
 
-def make_app(scorer: Scorer, root: str, api_key: str | None = None) -> FastAPI:
+def make_app(scorer: RequestScorer, root: str, api_key: str | None = None) -> FastAPI:
     """The application; it closes the scorer's engine at its end. /health asks for no key."""
 
     @asynccontextmanager

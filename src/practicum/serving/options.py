@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import torch
 
+from practicum.engines.vllm.make_vllm import kv_token_bytes
 from practicum.errors import MissingExtraError, RecipeError, ServeError
-from practicum.models.load import require_model_folder
-from practicum.models.sources import read_config
-from practicum.recipe.teaching import Dtype
-from practicum.rollout.vllm.make import kv_token_bytes
+from practicum.models.load_model import require_model_folder
+from practicum.models.model_files import read_config
+from practicum.recipe.schema.teacher_sections import Dtype
 
 EngineName = Literal["auto", "torch", "vllm"]
 KEY_ENV = "PRACTICUM_API_KEY"

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import MissingExtraError
-from practicum.models.load import load_model
-from practicum.recipe.schema import Model
-from practicum.rollout.torch_engine import TorchEngine
+from practicum.models.load_model import load_model
+from practicum.recipe.schema.recipe import Model
 from practicum.serving.options import Resolved
-from practicum.serving.scoring import Scorer
+from practicum.serving.score_requests import RequestScorer
 
 try:
     import uvicorn
@@ -35,7 +35,7 @@ def serve_torch(what: Resolved, bound: socket.socket, ready: Callable[[], None])
     model = load_model(spec, seed=0, key="MODEL")
     # Nothing is generated, so no KV memory is needed: one slot of the least context.
     engine = TorchEngine(model, slots=1, context=2)
-    scorer = Scorer(engine, what.name, context=what.context, vocab=what.vocab)
+    scorer = RequestScorer(engine, what.name, context=what.context, vocab=what.vocab)
     app = make_app(scorer, options.model, options.api_key)
     config = uvicorn.Config(
         app,

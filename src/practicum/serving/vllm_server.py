@@ -12,11 +12,11 @@ import httpx2
 
 from practicum.errors import ServeError
 from practicum.models.fingerprint import fingerprint_ids
+from practicum.places.prompt_logprobs import message_of, request_body
 from practicum.serving.address import base_url
-from practicum.serving.child import Child
-from practicum.serving.diagnosis import cause_of, last_lines
 from practicum.serving.options import Resolved
-from practicum.teachers.prompt_logprobs import message_of, request_body
+from practicum.serving.server_child import ServerChild
+from practicum.serving.vllm_diagnosis import cause_of, last_lines
 
 START_S = 600.0
 """Seconds in which the server must answer."""
@@ -29,7 +29,7 @@ def serve_vllm(what: Resolved, port: int, ready: Callable[[], None], *, start_s:
 
     A server that ends by itself is a ServeError. Whatever ends this process, no process of vLLM's stays.
     """
-    with Child(command(what, port), environment(what), verbose=what.options.verbose) as child:
+    with ServerChild(command(what, port), environment(what), verbose=what.options.verbose) as child:
         url = base_url(_reachable(what.options.host), port)
         _await_health(child, url, what, start_s)
         _try_out(child, url, what)
@@ -73,7 +73,7 @@ def _reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
-def _await_health(child: Child, url: str, what: Resolved, start_s: float) -> None:
+def _await_health(child: ServerChild, url: str, what: Resolved, start_s: float) -> None:
     until = time.monotonic() + start_s
     with httpx2.Client(timeout=5.0, trust_env=False) as client:
         while not _healthy(client, url):
@@ -91,7 +91,7 @@ def _healthy(client: httpx2.Client, url: str) -> bool:
         return False
 
 
-def _try_out(child: Child, url: str, what: Resolved) -> None:
+def _try_out(child: ServerChild, url: str, what: Resolved) -> None:
     """Some models pass the start and kill the engine at the first sequence."""
     ids = fingerprint_ids(what.vocab)[: what.context - 1]
     key = what.options.api_key
@@ -110,7 +110,7 @@ def _try_out(child: Child, url: str, what: Resolved) -> None:
         raise _ended(child, what, f"can't score: status {answer.status_code}, {said}")
 
 
-def _ended(child: Child, what: Resolved, how: str) -> ServeError:
+def _ended(child: ServerChild, what: Resolved, how: str) -> ServeError:
     log = child.log()
     said = last_lines(log)
     return ServeError(f"vllm serve {what.options.model} {how}: {cause_of(log)}\n{said}".rstrip())

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from practicum.errors import DataError, MissingExtraError
 from practicum.tasks.messages import Content, image_parts
-from practicum.tasks.rows import find_fault, row_content
+from practicum.tasks.row_faults import find_fault, row_content
 
 _SHOWN = 10
 _BOM = b"\xef\xbb\xbf"

@@ -10,11 +10,11 @@ from numbers import Real
 from typing import Any
 
 from practicum.errors import RecipeError, RecipeErrors, RewardError
-from practicum.recipe.functions import import_function, meant
-from practicum.recipe.schema import Reward, RewardFunction, Task
+from practicum.recipe.schema.recipe import Reward, RewardFunction, Task
+from practicum.recipe.user_functions import import_function, meant
 from practicum.tasks.builtin import TASKS
-from practicum.tasks.calls import Outcome, call_each, is_async, raised
 from practicum.tasks.scorers import INLINE, SCORERS, RewardSample, exact
+from practicum.tasks.user_calls import CallResult, call_each, is_async, raised
 from practicum.user_code import error_line, frames, is_masked, place, repr_of, shorten, trace, type_name
 
 _FLOAT32_MAX = 3.4028234e38
@@ -22,7 +22,7 @@ _ASYNC_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class RewardResult:
     """The weighted sum and each function's value; or no reward and why (reward.on_error: skip)."""
 
     reward: float | None
@@ -41,7 +41,7 @@ class _Function:
     spec: RewardFunction
 
 
-class Judge:
+class RewardFunctions:
     """Scores answers by the recipe's rewards; functions that can't be loaded are RecipeErrors.
 
     Sync functions of users run one call at a time in a thread, async ones side by side, batch ones
@@ -77,7 +77,7 @@ class Judge:
         """Whether samples of a task may be judged apart from each other; not if a function takes a batch."""
         return not any(function.spec.batch for function in self._functions[task])
 
-    async def judge(self, sample: RewardSample) -> Judged:
+    async def judge(self, sample: RewardSample) -> RewardResult:
         """One session's verdict, while others are still under way; see `score`."""
         return (await self.score([sample]))[0]
 
@@ -85,11 +85,11 @@ class Judge:
         """What the task's own checker says: of a file task, equality with its answer."""
         return float(self._check(sample))
 
-    async def score(self, samples: Sequence[RewardSample]) -> list[Judged]:
+    async def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         """One Judged per sample, in order; a RewardError if one fails and the recipe says stop."""
         parts: list[dict[str, float]] = [{} for _ in samples]
         totals = [0.0] * len(samples)
-        failures: list[Outcome | None] = [None] * len(samples)
+        failures: list[CallResult | None] = [None] * len(samples)
         for function, rows in self._group(samples):
             outcomes = await self._call(function, [samples[i] for i in rows])
             for i, outcome in zip(rows, outcomes, strict=True):
@@ -98,9 +98,9 @@ class Judge:
                     totals[i] += function.spec.weight * outcome.value
                 else:
                     said = f"reward {function.name} {outcome.failure}{place(outcome.error)}"
-                    failures[i] = failures[i] or Outcome(failure=said, error=outcome.error)
+                    failures[i] = failures[i] or CallResult(failure=said, error=outcome.error)
         return [
-            Judged(total, part) if failure is None else _unjudged(part, failure)
+            RewardResult(total, part) if failure is None else _unjudged(part, failure)
             for total, part, failure in zip(totals, parts, failures, strict=True)
         ]
 
@@ -137,7 +137,7 @@ class Judge:
                 groups.setdefault(id(function), (function, []))[1].append(i)
         return list(groups.values())
 
-    async def _call(self, function: _Function, samples: list[RewardSample]) -> list[Outcome]:
+    async def _call(self, function: _Function, samples: list[RewardSample]) -> list[CallResult]:
         """Checked outcomes, one per sample; raises the first failure if the recipe says stop."""
         spec = function.spec
         if spec.use in INLINE:
@@ -182,33 +182,33 @@ def _checker(task: Task) -> Callable[[RewardSample], float]:
     return lambda sample: kind.check(sample.response_text, sample.answer, sample.row)
 
 
-def _unjudged(parts: dict[str, float], outcome: Outcome) -> Judged:
-    return Judged(None, parts, outcome.failure, None if outcome.error is None else trace(outcome.error))
+def _unjudged(parts: dict[str, float], outcome: CallResult) -> RewardResult:
+    return RewardResult(None, parts, outcome.failure, None if outcome.error is None else trace(outcome.error))
 
 
-def _inline(call: Callable[[RewardSample], Any], sample: RewardSample) -> Outcome:
+def _inline(call: Callable[[RewardSample], Any], sample: RewardSample) -> CallResult:
     try:
-        return Outcome(call(sample))
+        return CallResult(call(sample))
     except Exception as error:
         return raised(error)
 
 
-def _unpack(outcome: Outcome, count: int) -> list[Outcome]:
+def _unpack(outcome: CallResult, count: int) -> list[CallResult]:
     """A batch function's values, one per sample; its failure is the failure of all of them."""
     if outcome.failure is None:
         try:
             values = outcome.value.tolist() if hasattr(outcome.value, "tolist") else outcome.value
             if issubclass(type(values), list | tuple) and len(values) == count:
-                return [Outcome(value) for value in list(values)[:count]]
+                return [CallResult(value) for value in list(values)[:count]]
             found = f"{len(values)} values" if issubclass(type(values), list | tuple) else type_name(values)
         except BaseException as error:  # a hostile list, or a tensor that holds nothing
             found = f"{repr_of(outcome.value)}, which can't be read ({error_line(error)})"
-        outcome = Outcome(failure=f"returned {found}")
+        outcome = CallResult(failure=f"returned {found}")
     failure = f"{outcome.failure} (for a batch of {count} samples)"
-    return [Outcome(failure=failure, error=outcome.error)] * count
+    return [CallResult(failure=failure, error=outcome.error)] * count
 
 
-def _checked(outcome: Outcome, weight: float) -> Outcome:
+def _checked(outcome: CallResult, weight: float) -> CallResult:
     """The outcome with its value as a float, or a failure if that is no number to train on."""
     if outcome.failure is not None:
         return outcome
@@ -217,8 +217,8 @@ def _checked(outcome: Outcome, weight: float) -> Outcome:
     except BaseException:  # whatever the user's value does when it is read
         number = math.nan
     if math.isfinite(number) and abs(weight * number) <= _FLOAT32_MAX:
-        return Outcome(number)
-    return Outcome(failure=f"returned {repr_of(outcome.value)}, expected a finite number")
+        return CallResult(number)
+    return CallResult(failure=f"returned {repr_of(outcome.value)}, expected a finite number")
 
 
 def _number(value: Any) -> float:
@@ -230,7 +230,7 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, Real) else math.nan
 
 
-def _error(function: _Function, outcome: Outcome, sample: RewardSample) -> RewardError:
+def _error(function: _Function, outcome: CallResult, sample: RewardSample) -> RewardError:
     """What the user is told of a failure that stops the run: where it was raised, and on which sample."""
     lines = [f"reward {function.spec.use} {outcome.failure}"]
     if outcome.error is not None and (where := frames(outcome.error)):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from practicum.errors import PracticumError, RecipeError
-from practicum.recipe.schema import Task
+from practicum.recipe.schema.recipe import Task
 from practicum.tasks.builtin import bind
 from practicum.tasks.draws import mix
 from practicum.tasks.files import FileSource

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from practicum.errors import DataError, RecipeError, RecipeErrors
-from practicum.recipe.routing import destinations, value_of_task
-from practicum.recipe.schema import Recipe
-from practicum.recipe.templates import fields_of
-from practicum.recipe.words import nearest
+from practicum.recipe.checks.routing import destinations, value_of_task
+from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.text.templates import fields_of
+from practicum.recipe.text.type_text import nearest
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import draw_row, make_stream, open_file, to_prompt
 from practicum.teachers.route import before_text, routed_value

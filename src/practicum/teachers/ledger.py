@@ -12,7 +12,7 @@ from statistics import fmean
 
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
-from practicum.learning.groups import GroupSums
+from practicum.learning.teacher_sums import TeacherSums
 
 STARVED = 0.1
 """A teacher below this part of its target share is warned about."""
@@ -28,11 +28,11 @@ Pair = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class TeacherMeasures:
     """What an update measured of its rows: sums by (teacher, domain), and gradient norms where taken."""
 
     pairs: Sequence[Pair]
-    sums: GroupSums
+    sums: TeacherSums
     teacher_norms: Mapping[str, float] = field(default_factory=dict)
     domain_norms: Mapping[str, float] = field(default_factory=dict)
 
@@ -44,7 +44,7 @@ def pair_of(tags: Tags) -> Pair:
 
 def ledger(
     batch: BatchRef,
-    measured: Measured,
+    measured: TeacherMeasures,
     seconds: Mapping[str, float],
     wakes: Mapping[str, int],
 ) -> dict[str, float]:
@@ -125,7 +125,7 @@ def totals(rows: Iterable[Mapping[str, float]]) -> dict[str, dict[str, float]]:
     return lines
 
 
-def _lines(batch: BatchRef, measured: Measured, which: int) -> dict[str, dict[str, float]]:
+def _lines(batch: BatchRef, measured: TeacherMeasures, which: int) -> dict[str, dict[str, float]]:
     """One line per teacher (which = 0) or domain (1)."""
     rows: dict[str, list[tuple[Key, Tags]]] = {}
     for key, tags in batch:
@@ -151,7 +151,7 @@ def _lines(batch: BatchRef, measured: Measured, which: int) -> dict[str, dict[st
     return lines
 
 
-def _summed(measured: Measured, which: int) -> dict[str, tuple[int, dict[str, float]]]:
+def _summed(measured: TeacherMeasures, which: int) -> dict[str, tuple[int, dict[str, float]]]:
     """Tokens and sums of each name, over its pairs."""
     out: dict[str, tuple[int, dict[str, float]]] = {}
     for group, sums in measured.sums.sums.items():

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from practicum.errors import DataError
-from practicum.recipe.routing import destinations
-from practicum.recipe.teaching import Route, Teacher
-from practicum.recipe.templates import fields_of, fill
+from practicum.recipe.checks.routing import destinations
+from practicum.recipe.schema.teacher_sections import Route, Teacher
+from practicum.recipe.text.templates import fields_of, fill
 from practicum.tasks.draws import mix
 from practicum.tasks.prompts import Prompt, answer_text
 

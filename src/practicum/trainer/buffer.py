@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
-from practicum.recipe.agent import OnFailure
-from practicum.recipe.schema import Buffer
+from practicum.recipe.schema.agent import OnFailure
+from practicum.recipe.schema.recipe import Buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def groups_of(batch: BatchRef) -> list[Group]:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class TakenGroups:
     """What a step trains on, and the rows of its groups that are not trained on and can be cleared."""
 
     batch: BatchRef
@@ -76,7 +76,7 @@ class ReplayBuffer:
         dropped = self.on_failure == "drop_group" and group.has_failed
         return dropped or (self.rules.filter_flat_groups and group.is_flat)
 
-    def take(self, count: int) -> Taken:
+    def take(self, count: int) -> TakenGroups:
         """The oldest `count` groups, or all if there are fewer.
 
         The batch has the rows to train on: ready, and not a baseline.
@@ -87,7 +87,7 @@ class ReplayBuffer:
         baselines = {k.prompt: t.reward for k, t in rows if t.is_baseline and t.reward is not None}
         train = {key for key, _ in kept}
         batch = BatchRef(self.partition, tuple(k for k, _ in kept), tuple(t for _, t in kept))
-        return Taken(batch, baselines, [key for key, _ in rows if key not in train])
+        return TakenGroups(batch, baselines, [key for key, _ in rows if key not in train])
 
     def keys(self) -> list[Key]:
         """Every row that waits here."""

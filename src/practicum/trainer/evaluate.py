@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
-from practicum.recipe.schema import Recipe
-from practicum.rollout.protocol import Sampling
-from practicum.runtime.attempts import Attempt
+from practicum.engines.protocol import Sampling
+from practicum.recipe.schema.recipe import Recipe
 from practicum.runtime.roles import Roles
+from practicum.sessions.attempts import Attempt
 from practicum.tasks.prompts import Prompt
 
 EVAL = "eval"

@@ -8,25 +8,25 @@ from collections.abc import Iterable
 from transformers import PreTrainedTokenizerBase
 
 from practicum.errors import MissingExtraError, RecipeError, RecipeErrors
-from practicum.models.load import load_model, load_tokenizer, model_facts, stop_ids
-from practicum.models.sources import read_config
-from practicum.recipe.load import LoadedRecipe
-from practicum.recipe.schema import Model, Recipe
-from practicum.recipe.traits import Traits, model_traits, traits_of
-from practicum.recipe.ways import on_ray
-from practicum.rollout.encoder import make_encoder
-from practicum.rollout.loops import find_loop
-from practicum.runtime.cluster.check import check_cluster
-from practicum.runtime.engines import rollout_context
-from practicum.runtime.hiring import probe_servers
-from practicum.runtime.jury import probe_judges
+from practicum.models.load_model import load_model, load_tokenizer, model_facts, stop_ids
+from practicum.models.model_files import read_config
+from practicum.recipe.derived import on_ray
+from practicum.recipe.load_recipe import LoadedRecipe
+from practicum.recipe.model_traits import Traits, model_traits, traits_of
+from practicum.recipe.schema.recipe import Model, Recipe
+from practicum.rewards.check_reward_models import check_rewarders
+from practicum.roles.load_teachers import probe_servers
+from practicum.roles.make_engine import rollout_context
+from practicum.roles.reward_models import probe_reward_servers
 from practicum.runtime.local import load_reference
-from practicum.tasks.check import check_tasks, tasks_needing_answer
+from practicum.runtime.ray.check_cluster import check_cluster
+from practicum.sessions.loops import find_loop
+from practicum.sessions.prompt_encoder import make_encoder
+from practicum.tasks.check_tasks import check_tasks, tasks_needing_answer
 from practicum.tasks.prompts import Prompt, demonstration
 from practicum.tasks.stream import eval_prompts, make_stream
-from practicum.teachers.check import check_teachers, longest_prompts
 from practicum.teachers.check_routes import check_routes
-from practicum.teachers.rewarders.check import check_rewarders
+from practicum.teachers.teacher_checks import check_teachers, longest_prompts
 from practicum.trainer.saver import crash_cost
 from practicum.trainer.trial import describe_tools, try_rewards
 
@@ -95,7 +95,7 @@ def check_without_models(recipe: Recipe) -> list[str]:
         findings += probe_servers(recipe, vocab or len(tokenizer), needed)
     if recipe.reward.models:
         findings += check_rewarders(recipe, tokenizer, sum(longest))
-        findings += probe_judges(recipe, chat=_uses_chat(recipe))
+        findings += probe_reward_servers(recipe, chat=_uses_chat(recipe))
     return findings
 
 

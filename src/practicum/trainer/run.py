@@ -22,20 +22,20 @@ from practicum.errors import PracticumError
 from practicum.observe.progress import ProgressView
 from practicum.observe.tables import ledger_table, score_table
 from practicum.observe.trackers import Tracker, make_trackers, require_trackers
-from practicum.recipe.load import LoadedRecipe, load_recipe
-from practicum.recipe.schema import Recipe
-from practicum.runtime.randomness import seed_generators, set_random_state
+from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
+from practicum.recipe.schema.recipe import Recipe
+from practicum.runtime.random_state import seed_generators, set_random_state
 from practicum.runtime.roles import Roles
-from practicum.runtime.start import start_roles
-from practicum.tasks.check import tasks_needing_answer
+from practicum.runtime.start_roles import start_roles
+from practicum.tasks.check_tasks import tasks_needing_answer
 from practicum.tasks.stream import eval_prompts, make_stream
 from practicum.teachers.ledger import totals
-from practicum.trainer.checkpoint import Checkpoints, Progress, require_same_run
+from practicum.trainer.checkpoints import Checkpoints, Progress, require_same_run
 from practicum.trainer.evaluate import evaluate
 from practicum.trainer.failures import Failures
-from practicum.trainer.folder import RunFolder
 from practicum.trainer.interrupt import Interrupt
 from practicum.trainer.preflight import check_without_models, known_traits
+from practicum.trainer.run_folder import RunFolder
 from practicum.trainer.samples import sample_rows
 from practicum.trainer.saver import Saver
 from practicum.trainer.step import TRAIN, StepRunner
@@ -46,7 +46,7 @@ LEDGER_WIDTH = 150
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunResult:
     """What a run came to."""
 
     name: str
@@ -102,7 +102,7 @@ class Run:
         if resume:
             self.resume()
 
-    def train(self, interrupt: Interrupt) -> Outcome:
+    def train(self, interrupt: Interrupt) -> RunResult:
         """All steps that are left, then the export."""
         steps = self.recipe.train.steps
         if not self.folder.positions()["metrics.jsonl"]:
@@ -121,7 +121,7 @@ class Run:
             self.roles.export(aside)
             shutil.rmtree(self.folder.export, ignore_errors=True)
             aside.rename(self.folder.export)
-        return Outcome(
+        return RunResult(
             self.recipe.name,
             self.folder.path,
             self.progress.first_eval,
@@ -266,7 +266,7 @@ def choose_folder(recipe: Recipe, out: Path | None, *, resume: bool, fresh: bool
 
 def train_loaded(
     loaded: LoadedRecipe, out: Path | None = None, *, resume: bool = False, fresh: bool = False
-) -> Outcome:
+) -> RunResult:
     """Train one recipe; used by the command line, the demo and tests."""
     recipe = loaded.recipe
     folder = choose_folder(recipe, out, resume=resume, fresh=fresh)
@@ -292,7 +292,7 @@ def train_recipes(
     resume: bool = False,
     fresh: bool = False,
     out: Path | None = None,
-) -> list[Outcome]:
+) -> list[RunResult]:
     """Train recipes one after the other; all are loaded and validated before the first starts."""
     if out is not None and len(paths) > 1:
         raise PracticumError("--out is for one recipe; several write to their own folders")
@@ -308,7 +308,7 @@ def train_recipes(
     return outcomes
 
 
-def summary(outcome: Outcome, expected: str | None) -> str:
+def summary(outcome: RunResult, expected: str | None) -> str:
     """A run in a few lines: how it ended, its scores before and after, where it lies."""
     ended = "stopped, --resume continues it" if outcome.interrupted else "done"
     lines = [f"{outcome.name}: {ended} · {outcome.steps} steps in {outcome.seconds:.0f} s · {outcome.folder}"]

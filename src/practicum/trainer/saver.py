@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from practicum.errors import PracticumError
-from practicum.recipe.schema import Checkpoint, Recipe
-from practicum.runtime.randomness import random_state
+from practicum.recipe.schema.recipe import Checkpoint, Recipe
+from practicum.runtime.random_state import random_state
 from practicum.runtime.roles import Roles
-from practicum.trainer.checkpoint import Checkpoints, Progress
-from practicum.trainer.folder import RunFolder
+from practicum.trainer.checkpoints import Checkpoints, Progress
+from practicum.trainer.run_folder import RunFolder
 from practicum.trainer.step import StepRunner
 
 

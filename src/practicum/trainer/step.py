@@ -15,17 +15,17 @@ from practicum.checks import invariants
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.plan import Plan
+from practicum.engines.protocol import Sampling
 from practicum.errors import PracticumError
-from practicum.recipe.schema import Recipe
-from practicum.rollout.protocol import Sampling
-from practicum.runtime.attempts import Attempt
-from practicum.runtime.cutting import balance_metrics, rows_lacking
+from practicum.recipe.schema.recipe import Recipe
+from practicum.roles.optimizer_steps import balance_metrics, padding_rows_needed
 from practicum.runtime.roles import Roles
+from practicum.sessions.attempts import Attempt
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import PromptStream
-from practicum.teachers.ledger import Measured, ledger, starved
-from practicum.trainer.buffer import Group, ReplayBuffer, Taken, groups_of
-from practicum.trainer.metrics import prefixed, rollout_metrics, session_tags, trajectories
+from practicum.teachers.ledger import TeacherMeasures, ledger, starved
+from practicum.trainer.buffer import Group, ReplayBuffer, TakenGroups, groups_of
+from practicum.trainer.step_metrics import prefixed, rollout_metrics, session_tags, trajectories
 
 TRAIN = "train"
 T = TypeVar("T")
@@ -124,7 +124,7 @@ class StepRunner:
             metrics |= {"groups/refills": refills, "groups/short": lacking}
         return batch, taken.baselines, metrics | lost
 
-    def _with_baseline(self, taken: Taken) -> tuple[BatchRef, dict[str, float]]:
+    def _with_baseline(self, taken: TakenGroups) -> tuple[BatchRef, dict[str, float]]:
         """ReMax can't learn from a group whose greedy session failed: it is left out and counted."""
         if self.recipe.algorithm.advantage != "remax":
             return taken.batch, {}
@@ -160,7 +160,7 @@ class StepRunner:
         """Add rows that do nothing, as many as ranks and mini-batches need to be cut evenly."""
         if "pad" not in self.plan:
             return batch, {}
-        lacking = rows_lacking(self.recipe, batch, number, self.roles.ranks)
+        lacking = padding_rows_needed(self.recipe, batch, number, self.roles.ranks)
         if lacking:
             padding = self._run("pad", lambda: self.roles.pad(TRAIN, lacking))
             assert padding is not None
@@ -168,7 +168,7 @@ class StepRunner:
         metrics = {"padding/rows": lacking, "padding/share": lacking / len(batch)}
         return batch, metrics | balance_metrics(self.recipe, batch, number, self.roles.ranks)
 
-    def _ledger(self, batch: BatchRef, measured: Measured | None) -> dict[str, float]:
+    def _ledger(self, batch: BatchRef, measured: TeacherMeasures | None) -> dict[str, float]:
         if "teachers" not in self.plan or measured is None:
             return {}
         metrics = ledger(batch.real(), measured, *self.roles.teachers_spent())

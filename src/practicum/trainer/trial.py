@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from practicum.recipe.schema import Recipe
-from practicum.rollout.tools.toolbox import Toolbox
-from practicum.runtime.events import run_async
-from practicum.tasks.check import tasks_needing_answer
+from practicum.concurrency.event_loop import run_async
+from practicum.recipe.schema.recipe import Recipe
+from practicum.sessions.tools.toolbox import Toolbox
+from practicum.tasks.check_tasks import tasks_needing_answer
 from practicum.tasks.messages import prompt_text
-from practicum.tasks.rewards import Judge, RewardSample
+from practicum.tasks.rewards import RewardFunctions, RewardSample
 from practicum.tasks.stream import make_stream
 
 MADE_UP = "a made-up answer"
@@ -18,7 +18,7 @@ def try_rewards(recipe: Recipe) -> list[str]:
 
     With reward.on_error skip a failure is told and does not stop.
     """
-    judge, findings = Judge(recipe.tasks, recipe.reward), []
+    judge, findings = RewardFunctions(recipe.tasks, recipe.reward), []
     for name, task in recipe.tasks.items():
         specs = recipe.reward.functions if task.rewards is None else task.rewards
         if not specs:

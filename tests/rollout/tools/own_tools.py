@@ -6,7 +6,7 @@ import asyncio
 import threading
 from typing import Any
 
-from practicum.rollout.tools.tool import ToolError
+from practicum.sessions.tools.tool import ToolError
 
 NOT_A_FUNCTION = 7
 release = threading.Event()

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from practicum.rollout.tools.calculator import CALCULATOR, calculate
-from practicum.rollout.tools.tool import ToolError
+from practicum.sessions.tools.calculator import CALCULATOR, calculate
+from practicum.sessions.tools.tool import ToolError
 
 LEAVES = st.one_of(st.integers(0, 99).map(str), st.floats(0, 99, width=16).map(lambda f: f"{f:.3f}"))
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from practicum.rollout.tools.calculator import CALCULATOR
-from practicum.rollout.tools.calls import BadCall, Call, read_calls, write_call
-from practicum.rollout.tools.tool import Parameter, Tool, ToolError
+from practicum.sessions.tools.calculator import CALCULATOR
+from practicum.sessions.tools.tool import Parameter, Tool, ToolError
+from practicum.sessions.tools.tool_calls import BadCall, Call, read_calls, write_call
 
 
 async def _run(arguments: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from practicum.errors import EngineError
-from practicum.rollout.tools.process import Finished, Running, kill_group, run_process
+from practicum.sessions.tools.tool_process import FinishedProcess, RunningProcess, kill_group, run_process
 
 from .processes import group, needs_proc, wait_until
 
@@ -24,7 +24,7 @@ def run_shell(script: str, folder: Path, seconds: float = 30.0, stdout_bytes: in
         environment={"PATH": "/usr/bin:/bin", "GIVEN": "yes"},
         seconds=seconds,
         stdout_bytes=stdout_bytes,
-        running=other.get("running", Running()),
+        running=other.get("running", RunningProcess()),
     )
 
 
@@ -32,7 +32,7 @@ def test_a_process_gets_its_folder_its_environment_and_no_input(tmp_path: Path, 
     monkeypatch.setenv("SECRET", "not to be seen")
     script = "pwd; echo $GIVEN $SECRET; cat; echo oops >&2; exit 3"
     finished = asyncio.run(run_shell(script, tmp_path))
-    assert finished == Finished(f"{tmp_path}\nyes\n".encode(), b"oops\n", 3, cut=False, late=False)
+    assert finished == FinishedProcess(f"{tmp_path}\nyes\n".encode(), b"oops\n", 3, cut=False, late=False)
 
 
 def test_endless_output_is_cut_and_its_process_killed(tmp_path: Path):
@@ -49,7 +49,7 @@ def test_the_end_of_endless_errors_is_kept(tmp_path: Path):
 
 
 def test_a_command_that_does_not_exist_is_an_error_for_the_user(tmp_path: Path):
-    running = Running()
+    running = RunningProcess()
     call = run_process(
         [str(tmp_path / "nothing")],
         folder=tmp_path,
@@ -65,8 +65,8 @@ def test_a_command_that_does_not_exist_is_an_error_for_the_user(tmp_path: Path):
 
 @needs_proc
 def test_a_late_process_goes_with_its_children(tmp_path: Path):
-    async def late() -> tuple[int, Finished]:
-        running = Running()
+    async def late() -> tuple[int, FinishedProcess]:
+        running = RunningProcess()
         task = asyncio.create_task(run_shell(FAMILY, tmp_path, seconds=1.0, running=running))
         await asyncio.to_thread(wait_until, lambda: running.pids and len(group(*running.pids)) == 3)
         (pid,) = running.pids
@@ -81,7 +81,7 @@ def test_a_late_process_goes_with_its_children(tmp_path: Path):
 @needs_proc
 def test_a_cancelled_process_goes_with_its_children(tmp_path: Path):
     async def cancelled() -> int:
-        running = Running()
+        running = RunningProcess()
         task = asyncio.create_task(run_shell(FAMILY, tmp_path, running=running))
         await asyncio.to_thread(wait_until, lambda: running.pids and len(group(*running.pids)) == 3)
         (pid,) = running.pids
@@ -97,8 +97,8 @@ def test_a_cancelled_process_goes_with_its_children(tmp_path: Path):
 
 @needs_proc
 def test_children_that_outlive_their_process_are_killed(tmp_path: Path):
-    async def left() -> tuple[int, Finished]:
-        running = Running()
+    async def left() -> tuple[int, FinishedProcess]:
+        running = RunningProcess()
         script = "sleep 1000 >/dev/null 2>&1 & echo $$"
         finished = await run_shell(script, tmp_path, running=running)
         return int(finished.stdout), finished
@@ -110,8 +110,8 @@ def test_children_that_outlive_their_process_are_killed(tmp_path: Path):
 
 @needs_proc
 def test_a_process_that_ended_while_the_loop_was_busy_was_not_late(tmp_path: Path):
-    async def busy() -> Finished:
-        running = Running()
+    async def busy() -> FinishedProcess:
+        running = RunningProcess()
         task = asyncio.create_task(run_shell("echo done; exit 4", tmp_path, seconds=0.2, running=running))
         while not running.pids:
             await asyncio.sleep(0)
@@ -131,7 +131,7 @@ def test_killing_a_group_that_is_gone_does_nothing(tmp_path: Path):
 
 
 def test_a_process_that_starts_after_closing_is_killed_at_once(tmp_path: Path):
-    running = Running()
+    running = RunningProcess()
     running.close()
     finished = asyncio.run(run_shell("sleep 1000", tmp_path, running=running))
     assert finished.code < 0

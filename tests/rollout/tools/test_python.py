@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from practicum.errors import EngineError
-from practicum.rollout.tools.python import Limits, PythonRunner, python_tool
-from practicum.rollout.tools.sandbox import call_filter
-from practicum.rollout.tools.tool import ToolError
+from practicum.sessions.tools.python_tool import Limits, PythonRunner, python_tool
+from practicum.sessions.tools.sandbox import call_filter
+from practicum.sessions.tools.tool import ToolError
 
 from .processes import needs_proc, sandboxes, wait_until
 
@@ -203,7 +203,7 @@ def test_other_processes_are_out_of_reach(program: str):
 
 UNHOOKED = """
 import errno, os, socket, threading
-from practicum.rollout.tools import sandbox
+from practicum.sessions.tools import sandbox
 sandbox.limit_calls(os.getppid())
 kill, execute = lambda: os.kill(os.getppid(), 0), lambda: os.execv("/", ["/"])
 for attempt in (os.fork, socket.socket, os.setsid, kill, execute):
@@ -281,7 +281,7 @@ def test_closing_ends_what_runs_and_what_waits():
 
 TRAINER = """
 import asyncio
-from practicum.rollout.tools.python import Limits, PythonRunner
+from practicum.sessions.tools.python_tool import Limits, PythonRunner
 asyncio.run(PythonRunner(Limits(seconds=1000, cpu_s=1000)).run("import time; time.sleep(1000)"))
 """
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from practicum.errors import RecipeError
-from practicum.recipe.agent import Tool as ToolSpec
-from practicum.rollout.tools.toolbox import Ran, Toolbox
+from practicum.recipe.schema.agent import ToolSection as ToolSpec
+from practicum.sessions.tools.toolbox import Toolbox, ToolOutcome
 
 from . import own_tools
 
@@ -20,7 +20,7 @@ def toolbox_of(*uses: str, **options: Any) -> Toolbox:
     return Toolbox([ToolSpec(use=f"{HERE}:{use[1:]}" if use[0] == ":" else use, **options) for use in uses])
 
 
-def ran(box: Toolbox, name: str, **arguments: Any) -> Ran:
+def ran(box: Toolbox, name: str, **arguments: Any) -> ToolOutcome:
     return asyncio.run(box.run(name, arguments))
 
 
@@ -32,9 +32,9 @@ def problem(*uses: str) -> RecipeError:
 
 def test_built_in_tools_answer():
     box = toolbox_of("calculator", "python", timeout_s=60)
-    assert ran(box, "calculator", expression="12+30") == Ran("42", True)
-    assert ran(box, "python", code="print(6 * 7)") == Ran("42", True)
-    assert ran(box, "calculator", expression="1/0") == Ran("division by zero.", False)
+    assert ran(box, "calculator", expression="12+30") == ToolOutcome("42", True)
+    assert ran(box, "python", code="print(6 * 7)") == ToolOutcome("42", True)
+    assert ran(box, "calculator", expression="1/0") == ToolOutcome("division by zero.", False)
     assert (box.calls, box.errors) == (3, 1)
     assert box.seconds > 0
     box.close()
@@ -42,7 +42,7 @@ def test_built_in_tools_answer():
 
 def test_limits_come_from_the_recipe():
     box = toolbox_of("python", timeout_s=0.5, output_chars=16)
-    assert ran(box, "python", code="while True: pass") == Ran(
+    assert ran(box, "python", code="while True: pass") == ToolOutcome(
         "the program took longer than 0.5 s and was stopped.", False
     )
     box = toolbox_of("python", timeout_s=60, memory_mb=64, output_chars=16)
@@ -53,7 +53,7 @@ def test_limits_come_from_the_recipe():
 def test_an_empty_toolbox_has_nothing_to_show():
     box = Toolbox([])
     assert box.schemas == []
-    assert ran(box, "x") == Ran("no tool is named 'x': the tools are none.", False)
+    assert ran(box, "x") == ToolOutcome("no tool is named 'x': the tools are none.", False)
 
 
 def test_a_functions_schema_comes_from_signature_and_docstring():
@@ -83,8 +83,8 @@ def test_a_functions_schema_comes_from_signature_and_docstring():
 def test_sync_and_async_functions_answer():
     box = toolbox_of(":weather", ":total", ":clock")
     assert ran(box, "weather", city="Ulm", days=2).text == "{'city': 'Ulm', 'days': 2, 'exact': None}"
-    assert ran(box, "total", numbers=[1, 2.5]) == Ran("3.5", True)
-    assert ran(box, "clock") == Ran("noon", True)
+    assert ran(box, "total", numbers=[1, 2.5]) == ToolOutcome("3.5", True)
+    assert ran(box, "clock") == ToolOutcome("noon", True)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_sync_and_async_functions_answer():
 def test_arguments_are_put_into_their_types(given_days: Any, days: int):
     box = toolbox_of(":weather")
     said = ran(box, "weather", city=5, days=given_days, exact="True")
-    assert said == Ran(str({"city": "5", "days": days, "exact": True}), True)
+    assert said == ToolOutcome(str({"city": "5", "days": days, "exact": True}), True)
 
 
 @pytest.mark.parametrize(
@@ -114,25 +114,27 @@ def test_arguments_are_put_into_their_types(given_days: Any, days: int):
 )
 def test_bad_arguments_are_told_by_name(arguments: dict[str, Any], sentence: str):
     box = toolbox_of(":weather")
-    assert asyncio.run(box.run("weather", arguments)) == Ran(sentence, False)
+    assert asyncio.run(box.run("weather", arguments)) == ToolOutcome(sentence, False)
     assert box.errors == 1
 
 
 def test_an_unknown_tool_is_told_with_the_known_ones():
     box = toolbox_of("calculator", ":clock")
-    assert ran(box, "abacus") == Ran("no tool is named 'abacus': the tools are calculator, clock.", False)
+    assert ran(box, "abacus") == ToolOutcome(
+        "no tool is named 'abacus': the tools are calculator, clock.", False
+    )
 
 
 def test_a_functions_failure_is_told():
     box = toolbox_of(":broken", ":refusing")
-    assert ran(box, "broken", text="tea") == Ran("broken raised ValueError: no tea today", False)
-    assert ran(box, "refusing", text="tea") == Ran("ask me something else.", False)
+    assert ran(box, "broken", text="tea") == ToolOutcome("broken raised ValueError: no tea today", False)
+    assert ran(box, "refusing", text="tea") == ToolOutcome("ask me something else.", False)
 
 
 @pytest.mark.parametrize("name", ["hanging", "sleeping"])
 def test_a_function_that_takes_too_long_is_given_up(name: str):
     box = toolbox_of(f":{name}", timeout_s=0.05)
-    assert ran(box, name, text="x") == Ran(f"{name} did not answer within 0.05 s", False)
+    assert ran(box, name, text="x") == ToolOutcome(f"{name} did not answer within 0.05 s", False)
     own_tools.release.set()
 
 
@@ -143,13 +145,13 @@ def test_a_long_result_is_cut():
 
 
 def test_text_that_no_tokenizer_takes_is_mended():
-    assert ran(toolbox_of(":surrogate"), "surrogate", text="a") == Ran("?a", True)
+    assert ran(toolbox_of(":surrogate"), "surrogate", text="a") == ToolOutcome("?a", True)
 
 
 def test_many_calls_run_side_by_side():
     box = toolbox_of("calculator", ":total", ":clock")
 
-    async def many() -> list[Ran]:
+    async def many() -> list[ToolOutcome]:
         calls = [box.run("total", {"numbers": [n, n]}) for n in range(200)]
         return await asyncio.gather(*calls, *(box.run("clock", {}) for _ in range(50)))
 

@@ -1,6 +1,6 @@
 """The divergences by the names that a recipe gives them, and the signals that each can be computed from.
 
-Which of these pairs make sense in a recipe is said, in words, by `practicum.recipe.divergences`.
+Which of these pairs make sense in a recipe is said, in words, by `practicum.recipe.checks.divergences`.
 """
 
 from __future__ import annotations

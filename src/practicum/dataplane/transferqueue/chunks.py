@@ -19,12 +19,12 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
+from practicum.dataplane.check_columns import DTYPES
 from practicum.dataplane.fields import FIELDS
 from practicum.dataplane.ragged import Ragged
-from practicum.dataplane.ray_store.packing import OpenPack, pack_bytes
-from practicum.dataplane.ray_store.parts import Pack, PackedColumn
+from practicum.dataplane.ray_store.column_packing import OpenPack, pack_bytes
+from practicum.dataplane.ray_store.packed_columns import Pack, PackedColumn
 from practicum.dataplane.transferqueue.link import Gone
-from practicum.dataplane.validate import DTYPES
 from practicum.errors import StoreError
 
 CHUNK_BYTES = 512 * 2**10

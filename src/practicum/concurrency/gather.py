@@ -1,0 +1,28 @@
+"""Work side by side, where the first failure ends all of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """Tasks beside the block: the first that fails ends all, and its own error surfaces, not a group."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as failed:
+        error = failed.exceptions[0]
+        raise error from error.__cause__
+
+
+async def gather_all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results in order. One that fails cancels the others, and its own error surfaces, not a group."""
+    async with task_group() as group:
+        tasks = [group.create_task(work) for work in works]
+    return [task.result() for task in tasks]

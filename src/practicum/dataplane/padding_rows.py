@@ -1,0 +1,91 @@
+"""Padding rows: what fills a batch up to a number that can be cut evenly, and is never learnt from.
+
+A padding row has one prompt token, one response token and no sampled token. It has a key of its own, is
+in no group, and every field of it is built by the rule of the fields table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.check_columns import DTYPES, field_of
+from practicum.dataplane.fields import Field, Padding, check_padding_rules
+from practicum.dataplane.keys import Key, Tags
+from practicum.dataplane.ragged import Column, Ragged
+from practicum.errors import StoreError
+
+PADDING_PROMPT = -1
+"""The prompt of all padding rows: none that a stream could give."""
+PADDING_TOKENS = 2
+"""Tokens of a padding row."""
+
+_TOKENS = {"prompt": 1, "response": 1, "sequence": PADDING_TOKENS}
+_TAGS = Tags(prompt_tokens=1, response_tokens=1, sampled_tokens=0, is_padding=True)
+
+
+def padding_batch(
+    partition: str,
+    count: int,
+    fields: Sequence[str],
+    *,
+    end_id: int,
+    widths: Mapping[str, int],
+    first: int = 0,
+) -> tuple[BatchRef, dict[str, Column]]:
+    """`count` padding rows with these fields, for one put; their keys are numbered from `first`.
+
+    `widths` gives the axes behind the tokens by their letter in the fields table (D, K, H, L, E).
+    """
+    wanted = [field_of(name) for name in fields]
+    check_padding_rules(fields)
+    keys = tuple(Key(PADDING_PROMPT, number) for number in range(first, first + count))
+    batch = BatchRef(partition, keys, (_TAGS,) * count)
+    return batch, {field.name: _column(field, count, end_id, widths) for field in wanted}
+
+
+def _column(field: Field, count: int, end_id: int, widths: Mapping[str, int]) -> Column:
+    assert field.padding is not None
+    if field.padding == "empty":
+        return [{} for _ in range(count)]
+    value = _RULES[field.padding](_shape(field, widths), DTYPES[field.dtype], end_id)
+    # A plain copy: one of a single row keeps the stride 0 of the expansion, and has no bytes to look at.
+    values = value.expand(count, *value.shape).clone(memory_format=torch.contiguous_format)
+    if field.extent == "scalar":
+        return values
+    return Ragged.packed(values.flatten(0, 1), [value.shape[0]] * count)
+
+
+def _shape(field: Field, widths: Mapping[str, int]) -> tuple[int, ...]:
+    missing = [letter for letter in field.trailing if letter not in widths]
+    if missing:
+        given = ", ".join(f"{letter} = {width}" for letter, width in widths.items()) or "none"
+        raise StoreError(
+            f"padding rows need the width {' and '.join(missing)} of {field.name}; given are: {given}"
+        )
+    tokens = () if field.extent == "scalar" else (_TOKENS[field.extent],)
+    return (*tokens, *(widths[letter] for letter in field.trailing))
+
+
+def _end_token(shape: tuple[int, ...], dtype: torch.dtype, end_id: int) -> Tensor:
+    return torch.full(shape, end_id, dtype=dtype)
+
+
+def _zero(shape: tuple[int, ...], dtype: torch.dtype, end_id: int) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def _positions(shape: tuple[int, ...], dtype: torch.dtype, end_id: int) -> Tensor:
+    axes = prod(shape[1:])
+    return torch.arange(shape[0], dtype=dtype).repeat_interleave(axes).view(shape)
+
+
+_RULES: dict[Padding, Callable[[tuple[int, ...], torch.dtype, int], Tensor]] = {
+    "end_token": _end_token,
+    "zero": _zero,
+    "positions": _positions,
+}

@@ -1,0 +1,231 @@
+"""Columns into packs and back: one copy on the way in, none on the way out where rows lie together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from practicum.dataplane.check_columns import DTYPES
+from practicum.dataplane.fields import FIELDS, Field
+from practicum.dataplane.ragged import Column, Ragged
+from practicum.dataplane.ray_store.packed_columns import Pack, PackedColumn, PackedTensor
+from practicum.dataplane.ray_store.row_locations import Located
+from practicum.errors import StoreError
+
+Run = tuple[int, int, int]
+"""Number of a put, its first row that is wanted, and the one behind the last of them."""
+
+
+def pack_columns(columns: Mapping[str, Column], spans: Mapping[str, list[int]]) -> Pack:
+    """Checked columns as bytes; those that lie packed in memory already are not copied."""
+    packed: dict[str, PackedColumn | list[Any]] = {}
+    for name, column in columns.items():
+        if isinstance(column, list):
+            seen: dict[int, PackedTensor] = {}
+            packed[name] = [_pack_value(name, value, seen) for value in column]
+        else:
+            values = column.values if isinstance(column, Ragged) else column
+            packed[name] = PackedColumn(tuple(values.shape[1:]), _bytes_of(values))
+    return Pack(dict(spans), packed)
+
+
+def pack_bytes(pack: Pack) -> int:
+    """Bytes of tensors in a pack."""
+    return sum(_count(column) for column in pack.columns.values())
+
+
+def inline(pack: Pack) -> Pack:
+    """The pack with bytes in place of arrays, which are quicker to send if they are few."""
+    return Pack(pack.lengths, {name: _inline(column) for name, column in pack.columns.items()})
+
+
+def read_columns(located: Located, packs: Sequence[Pack]) -> dict[str, Column]:
+    """The columns that were located, in their rows' order; views if they lie in one piece."""
+    opened = [OpenPack(pack) for pack in packs]
+    columns: dict[str, Column] = {}
+    for names, puts, at in located.groups:
+        runs = _runs(puts, at)
+        lengths: dict[str, list[int]] = {}
+        for field in map(FIELDS.__getitem__, names):
+            extent = field.extent
+            if extent == "object":
+                parts = (opened[put].objects(field, i, j) for put, i, j in runs)
+                columns[field.name] = list(chain.from_iterable(parts))
+            elif extent == "scalar":
+                columns[field.name] = _join(field, _pieces(field, opened, runs), len(at))
+            else:
+                if extent not in lengths:
+                    cut = (opened[put].pack.lengths[extent][i:j] for put, i, j in runs)
+                    lengths[extent] = list(chain.from_iterable(cut))
+                values = _join(field, _pieces(field, opened, runs), sum(lengths[extent]))
+                columns[field.name] = Ragged.packed(values, lengths[extent])
+    return columns
+
+
+class PackedPiece(NamedTuple):
+    """Bytes of rows of a column that follow each other."""
+
+    trailing: tuple[int, ...]
+    data: np.ndarray
+
+
+class _Table(NamedTuple):
+    """A column with the byte at which each row begins, and the last one ends."""
+
+    trailing: tuple[int, ...]
+    data: np.ndarray
+    begins: Sequence[int]
+
+
+class OpenPack:
+    """A pack that is being read; what it gives shares memory with the pack."""
+
+    def __init__(self, pack: Pack) -> None:
+        self.pack = pack
+        self._begins: dict[tuple[str, int], Sequence[int]] = {}
+
+    def table(self, field: Field) -> _Table:
+        """A field that is no object, ready to be cut."""
+        column = self.pack.columns[field.name]
+        assert isinstance(column, PackedColumn)
+        data = np.frombuffer(column.data, np.uint8) if isinstance(column.data, bytes) else column.data
+        size = DTYPES[field.dtype].itemsize * prod(column.trailing)
+        if field.extent == "scalar":
+            return _Table(column.trailing, data, range(0, len(data) + size, size))
+        begins = self._begins.get((field.extent, size))
+        if begins is None:
+            lengths = self.pack.lengths[field.extent]
+            begins = self._begins[field.extent, size] = [0, *accumulate(n * size for n in lengths)]
+        return _Table(column.trailing, data, begins)
+
+    def piece(self, field: Field, first: int, end: int) -> PackedPiece:
+        """The bytes of rows first … end - 1 of a field that is no object."""
+        trailing, data, begins = self.table(field)
+        return PackedPiece(trailing, data[begins[first] : begins[end]])
+
+    def objects(self, field: Field, first: int, end: int) -> list[Any]:
+        """Values of rows first … end - 1 of an object field."""
+        column = self.pack.columns[field.name]
+        assert isinstance(column, list)
+        return [_unpack_value(value) for value in column[first:end]]
+
+    def value(self, field: Field, row: int) -> Any:
+        """The value of one row: a tensor, or the object of an object field."""
+        if field.extent == "object":
+            return self.objects(field, row, row + 1)[0]
+        piece = [self.piece(field, row, row + 1)]
+        if field.extent == "scalar":
+            return _join(field, piece, 1)[0]
+        return _join(field, piece, self.pack.lengths[field.extent][row])
+
+
+def _runs(puts: Sequence[int], at: Sequence[int]) -> list[Run]:
+    """Rows that follow each other in one put, taken together."""
+    runs: list[Run] = []
+    put, first, end = -1, 0, 0
+    for number, row in zip(puts, at, strict=True):
+        if number == put and row == end:
+            end += 1
+            continue
+        if put >= 0:
+            runs.append((put, first, end))
+        put, first, end = number, row, row + 1
+    runs.append((put, first, end))
+    return runs
+
+
+def _pieces(field: Field, opened: Sequence[OpenPack], runs: Sequence[Run]) -> list[PackedPiece]:
+    tables = {put: opened[put].table(field) for put in {put for put, _, _ in runs}}
+    pieces = []
+    for put, first, end in runs:
+        trailing, data, begins = tables[put]
+        pieces.append(PackedPiece(trailing, data[begins[first] : begins[end]]))
+    return pieces
+
+
+def _join(field: Field, pieces: Sequence[PackedPiece], count: int) -> Tensor:
+    """Pieces with so many values, one after the other: one is a view, several are copied once."""
+    if len(pieces) == 1:
+        return _tensor(pieces[0].data, DTYPES[field.dtype], (count, *pieces[0].trailing))
+    widths = {piece.trailing for piece in pieces}
+    if len(widths) > 1:
+        raise StoreError(f"{field.name} was put in several widths, {sorted(widths)}: get those apart")
+    joined = np.concatenate([piece.data for piece in pieces])
+    return _tensor(joined, DTYPES[field.dtype], (count, *widths.pop()))
+
+
+def _pack_value(name: str, value: Any, seen: dict[int, PackedTensor]) -> Any:
+    """A plain value with its tensors packed; one that is in it twice is packed once."""
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided or value.is_quantized:
+            raise StoreError(f"{name} holds a {value.layout} tensor; this store takes dense ones only")
+        if id(value) not in seen:
+            dtype = str(value.dtype).removeprefix("torch.")
+            seen[id(value)] = PackedTensor(dtype, tuple(value.shape), _bytes_of(value))
+        return seen[id(value)]
+    if type(value) is dict:
+        return {key: _pack_value(name, item, seen) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_pack_value(name, item, seen) for item in value)
+    return value
+
+
+def _unpack_value(value: Any) -> Any:
+    if type(value) is PackedTensor:
+        data = np.frombuffer(value.data, np.uint8)
+        return _tensor(data, getattr(torch, value.dtype), value.shape)
+    if type(value) is dict:
+        return {key: _unpack_value(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_unpack_value(item) for item in value)
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) in (PackedColumn, PackedTensor):
+        return len(value.data)
+    if type(value) is dict:
+        return sum(map(_count, value.values()))
+    return sum(map(_count, value)) if type(value) in (list, tuple) else 0
+
+
+def _inline(value: Any) -> Any:
+    if type(value) in (PackedColumn, PackedTensor):
+        return value._replace(data=bytes(value.data))
+    if type(value) is dict:
+        return {key: _inline(item) for key, item in value.items()}
+    return type(value)(map(_inline, value)) if type(value) in (list, tuple) else value
+
+
+def _bytes_of(tensor: Tensor) -> np.ndarray:
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    if flat.stride() != (1,):  # a single value may have any stride, and still counts as contiguous
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8).numpy()
+
+
+class _Shared:
+    """Memory of an array that may not be written to, as numpy takes it without that mark.
+
+    torch warns of arrays that are read-only, and has no tensors that are. Nobody changes what comes
+    from a store, so the mark is left off rather than the bytes copied.
+    """
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array  # keeps the memory
+        where, _ = array.__array_interface__["data"]
+        self.__array_interface__ = {**array.__array_interface__, "data": (where, False)}
+
+
+def _tensor(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Bytes as a tensor, without copying them."""
+    if not len(data):
+        return torch.empty(shape, dtype=dtype)
+    writable = data if data.flags.writeable else np.asarray(_Shared(data))
+    return torch.from_numpy(writable).view(dtype).view(shape)

@@ -1,0 +1,176 @@
+"""The desk between coroutines and an engine's thread: requests go in, results come back, nobody polls.
+
+Requests that coroutines hand in during one turn of their event loop reach the engine together, so that it
+starts with the whole batch. Results of one engine step go back with one call per event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from practicum.errors import EngineError, PracticumError
+
+TURN_S = 30.0
+"""Seconds that one step of an engine may take before who waits for its end gives up."""
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """Something a coroutine waits for. The engine leaves out jobs whose coroutine was cancelled."""
+
+    abandoned: bool = field(default=False, init=False)
+    future: asyncio.Future[Any] | None = field(default=None, init=False)
+
+
+Outcome = tuple[Job, Any]
+"""A job and its result, or the exception it ended with."""
+
+
+class EngineThread:
+    """Runs `step` in one thread for as long as there is work; `reset` forgets all work after a failure.
+
+    `step` takes newly arrived jobs and returns outcomes and whether work is left.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[list[Job]], tuple[list[Outcome], bool]],
+        reset: Callable[[], None],
+        name: str,
+    ) -> None:
+        self.turn = threading.Lock()
+        """Held while a step runs: who changes what steps use takes it."""
+        self._step, self._reset, self._name = step, reset, name
+        self._door = threading.Condition()
+        self._arriving: dict[asyncio.AbstractEventLoop, list[Job]] = {}
+        self._arrived: list[Job] = []
+        self._open: set[Job] = set()
+        self._thread: threading.Thread | None = None
+        self._work_left = self._look_again = self._closed = False
+
+    @contextlib.contextmanager
+    def take_turn(self, what: str, timeout: float = TURN_S) -> Iterator[None]:
+        """Wait for the step under way and hold the next one back; a step that hangs is an EngineError."""
+        if not self.turn.acquire(timeout=timeout):
+            raise EngineError(f"the {self._name} can't {what}: a step of it has not ended for {timeout:g} s")
+        try:
+            yield
+        finally:
+            self.turn.release()
+
+    @property
+    def open_jobs(self) -> int:
+        """Jobs that a coroutine still waits for."""
+        with self._door:
+            return len(self._open)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    async def submit(self, job: Job) -> Any:
+        """Hand in a job and wait for its result."""
+        loop = asyncio.get_running_loop()
+        job.future = loop.create_future()
+        with self._door:
+            if self._closed:
+                raise EngineError(f"the {self._name} is closed")
+            self._open.add(job)
+            if loop not in self._arriving:
+                self._arriving[loop] = []
+                loop.call_soon(self._let_in, loop)
+            self._arriving[loop].append(job)
+        try:
+            return await job.future
+        except asyncio.CancelledError:
+            self._abandon(job)
+            raise
+
+    def close(self) -> None:
+        """Stop the thread after the step under way; jobs that are still open fail."""
+        with self._door:
+            self._closed = True
+            thread = self._thread
+            self._door.notify()
+        if thread is None:
+            self._fail_all("was closed", None)
+        elif thread is not threading.current_thread():
+            thread.join(TURN_S)  # a step that never ends keeps its daemon thread, not whoever closes
+
+    def _let_in(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._door:
+            self._arrived += self._arriving.pop(loop)
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._door.notify()
+
+    def _abandon(self, job: Job) -> None:
+        with self._door:
+            job.abandoned = True
+            self._open.discard(job)
+            self._look_again = True
+            self._door.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._door:
+                self._door.wait_for(
+                    lambda: self._work_left or self._arrived or self._look_again or self._closed
+                )
+                if self._closed:
+                    break
+                arrived, self._arrived, self._look_again = self._arrived, [], False
+            try:
+                with self.turn:
+                    outcomes, self._work_left = self._step(arrived)
+            except Exception as error:
+                with self.turn:
+                    self._reset()
+                self._work_left = False
+                self._fail_all("failed", error)
+            else:
+                self._deliver(outcomes)
+        self._fail_all("was closed", None)
+
+    def _fail_all(self, what: str, cause: Exception | None) -> None:
+        with self._door:
+            jobs = list(self._open)
+            self._arrived.clear()
+        reason = f": {cause if isinstance(cause, PracticumError) else repr(cause)}" if cause else ""
+        outcomes: list[Outcome] = []
+        for job in jobs:
+            job.abandoned = True
+            error = EngineError(f"the {self._name} {what} with {len(jobs)} requests under way{reason}")
+            error.__cause__ = cause
+            outcomes.append((job, error))
+        self._deliver(outcomes)
+
+    def _deliver(self, outcomes: list[Outcome]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[Outcome]] = {}
+        with self._door:
+            for job, result in outcomes:
+                if job in self._open:
+                    self._open.remove(job)
+                    assert job.future is not None
+                    by_loop.setdefault(job.future.get_loop(), []).append((job, result))
+        for loop, settled in by_loop.items():
+            # A loop that was closed meanwhile has nobody who waits.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(_settle, settled)
+
+
+def _settle(outcomes: list[Outcome]) -> None:
+    for job, result in outcomes:
+        assert job.future is not None
+        if job.future.done():
+            continue
+        if isinstance(result, Exception):
+            job.future.set_exception(result)
+        else:
+            job.future.set_result(result)

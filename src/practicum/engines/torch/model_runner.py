@@ -1,0 +1,186 @@
+"""The torch engine's uses of a model: compute prompts, decode one token for each row, sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import repeat
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from practicum.engines.torch.extend_layout import ExtendLayout, Extension
+from practicum.engines.torch.kv_memory import DecodeLayout, KvMemory, PrefillLayout
+from practicum.engines.torch.lean_decoder import lean_decoder
+from practicum.engines.torch.request_queue import CachedSequence, PrefilledPrompt, PromptKey
+from practicum.engines.torch.sampler import Draw, Sampled, sample
+from practicum.engines.torch.step_inputs import Inputs, pack, pack_rest
+from practicum.errors import EngineError
+from practicum.models.attention import IMPLEMENTATION, Layout, head_logits, packed_forward
+from practicum.models.experts import routes_of
+from practicum.models.fingerprint import fingerprint_ids
+from practicum.models.vision import image_token_id, is_vision, probe_images
+
+LOGITS_AT_ONCE = 2**24
+SAMPLED_AT_ONCE = 2**20
+"""Logits whose softmax and running sum are made at once: small enough for these to stay in the cache."""
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+
+
+class ModelRunner:
+    """A model and the leanest forward that gives its numbers; a model the engine can't run is an EngineError.
+
+    Both are found out by a comparison with the model's plain forward, so that an attention which packed
+    layouts do not know is an error here and not wrong samples later.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        kind = type(model).__name__
+        if model.config._attn_implementation != IMPLEMENTATION:
+            raise EngineError(f"{kind} is not prepared for packed attention: see models.load.ready")
+        self.model, self.device = model, model.device
+        self.vocab: int = model.get_input_embeddings().weight.shape[0]  # pyright: ignore
+        self.hidden_size: int = model.get_input_embeddings().weight.shape[1]  # pyright: ignore
+        self.sees = is_vision(model.config)
+        self.routes = routes_of(model)
+        self._lean = lean_decoder(model)
+        gap, most = _probe(self)
+        if self._lean is not None and not gap <= most:
+            self._lean = None
+            gap, most = _probe(self)
+        if not gap <= most:
+            raise EngineError(
+                f"{kind} gives other logits with packed attention than without (off by {gap:.2g}, expected "
+                f"{most:.2g} at most): the torch engine can't run this architecture"
+            )
+        with torch.no_grad():
+            self.token_kv = prefill(self, [PromptKey((0,))])[0].kv
+            """What the model keeps of one token, for the shape of KV memory."""
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether the model runs by the lean forward."""
+        return self._lean is not None
+
+    def hidden(self, inputs: Inputs, layout: Layout) -> Tensor:
+        """Last hidden states [N, hidden] of packed tokens."""
+        if self._lean is not None:
+            return self._lean(inputs.ids_N, inputs.positions_N, layout)
+        return packed_forward(
+            self.model, inputs.ids_N, inputs.positions_N, layout, inputs.images, inputs.picture_N
+        )
+
+    def routed(self, inputs: Inputs, layout: Layout) -> tuple[Tensor, Tensor | None]:
+        """As `hidden`, and of a MoE model the experts that the tokens took [N, L, E]."""
+        routes, known_N = self.routes, inputs.experts_N
+        if routes is None:
+            return self.hidden(inputs, layout), None
+        with routes.record() as taken, nullcontext() if known_N is None else routes.replay(known_N):
+            return self.hidden(inputs, layout), taken.tensor()
+
+    def logits(self, hidden_N: Tensor) -> Tensor:
+        """Logits [N, V] of last hidden states."""
+        return head_logits(self.model, hidden_N)
+
+
+def prefill(runner: ModelRunner, prompts: Sequence[PromptKey]) -> list[PrefilledPrompt]:
+    """Compute prompts in one packed forward call."""
+    lengths = [len(prompt) for prompt in prompts]
+    layout = PrefillLayout(lengths, runner.device)
+    inputs = pack(runner.model.config, prompts, runner.device)
+    hidden_N, experts_N = runner.routed(inputs, layout)
+    last_G = torch.tensor(lengths, device=runner.device).cumsum(0) - 1
+    computed = [
+        PrefilledPrompt(kv, hidden, shift)
+        for kv, hidden, shift in zip(layout.prompts(), hidden_N[last_G].unbind(), inputs.shifts, strict=True)
+    ]
+    if experts_N is not None:
+        for prompt, experts in zip(computed, experts_N.cpu().split(lengths), strict=True):
+            prompt.experts = experts.clone()
+    return computed
+
+
+def extend(
+    runner: ModelRunner,
+    memory: KvMemory,
+    prompts: Sequence[PromptKey],
+    begun: Sequence[tuple[int, CachedSequence]],
+) -> list[PrefilledPrompt]:
+    """Compute the rest of prompts whose slots hold a kept beginning; they are views of the slots then."""
+    starts = [len(kept) for _, kept in begun]
+    new = [len(prompt) - start for prompt, start in zip(prompts, starts, strict=True)]
+    slots = [slot for slot, _ in begun]
+    layout = ExtendLayout(memory, list(map(Extension, slots, starts, new)), runner.device)
+    inputs = pack_rest(runner.model.config, prompts, starts, runner.device)
+    hidden_N, experts_N = runner.routed(inputs, layout)
+    last_G = torch.tensor(new, device=runner.device).cumsum(0) - 1
+    computed = [
+        PrefilledPrompt(memory.prompt(slot, len(prompt)), hidden, shift)
+        for slot, prompt, hidden, shift in zip(
+            slots, prompts, hidden_N[last_G].unbind(), inputs.shifts, strict=True
+        )
+    ]
+    if experts_N is not None:
+        for prompt, (_, kept), experts in zip(computed, begun, experts_N.cpu().split(new), strict=True):
+            assert kept.experts is not None
+            prompt.experts = torch.cat([kept.experts, experts])
+    return computed
+
+
+def decode(
+    runner: ModelRunner, memory: KvMemory, token_B: Tensor, length_B: Tensor, position_B: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """One new token for each slot, put behind the `length` it holds: last hidden states [B, hidden], experts.
+
+    Its position is the length too, if not given.
+    """
+    inputs = Inputs(token_B, length_B if position_B is None else position_B, ())
+    return runner.routed(inputs, DecodeLayout(memory, length_B))
+
+
+def sample_hidden(runner: ModelRunner, hidden_B: Tensor, draw: Draw, uniform_B: Tensor) -> Sampled:
+    """Sample every row in the same way, never holding more than LOGITS_AT_ONCE logits."""
+    rows, fine_rows = (max(1, most // runner.vocab) for most in (LOGITS_AT_ONCE, SAMPLED_AT_ONCE))
+    parts: list[Sampled] = []
+    for hidden, uniform in zip(hidden_B.split(rows), uniform_B.split(rows), strict=True):
+        logits = runner.logits(hidden)
+        parts += map(sample, logits.split(fine_rows), repeat(draw), uniform.split(fine_rows))
+    return parts[0] if len(parts) == 1 else Sampled(*map(torch.cat, zip(*parts, strict=True)))
+
+
+@torch.no_grad()
+def _probe(runner: ModelRunner) -> tuple[float, float]:
+    """How far logits of a fixed sequence, half of it a prompt and half decoded, are off; and may be."""
+    prompt_of, plain_inputs = _probe_inputs(runner)
+    ids, half = plain_inputs["input_ids"][0].tolist(), len(prompt_of)
+    _, prompt = prefill(runner, [PromptKey((0,)), prompt_of])
+    memory = KvMemory(prompt.kv, 2, len(ids))
+    memory.put_prompt(prompt.kv, 0, 2)
+    hidden, experts = [prompt.hidden], [] if prompt.experts is None else [prompt.experts]
+    for at in range(half, len(ids)):
+        token_B, length_B = torch.tensor([[ids[at]] * 2, [at] * 2], device=runner.device)
+        hidden_B, experts_B = decode(runner, memory, token_B, length_B, length_B + prompt.shift)
+        hidden.append(hidden_B[1])
+        experts += [] if experts_B is None else [experts_B[1:].cpu()]
+    packed = runner.logits(torch.stack(hidden))
+    # The plain forward takes the same experts: near a tie, rounding alone would make it take others.
+    routes = runner.routes
+    with routes.replay(torch.cat(experts)) if routes and routes.can_replay else nullcontext():
+        plain = runner.model(**plain_inputs, use_cache=False).logits[0, half - 1 :]
+    tolerance = _TOLERANCE.get(plain.dtype, 5e-2)
+    return float((packed - plain).abs().max()), tolerance * float(plain.abs().max())
+
+
+def _probe_inputs(runner: ModelRunner) -> tuple[PromptKey, dict[str, Tensor]]:
+    """A prompt to probe with, and what the plain model takes: it and a response, a picture if it sees."""
+    config, ids = runner.model.config, fingerprint_ids(runner.vocab)
+    half = len(ids) // 2
+    if not runner.sees:
+        return PromptKey(tuple(ids[:half])), {"input_ids": torch.tensor([ids], device=runner.device)}
+    token, images = image_token_id(config), probe_images(config)
+    ids = [0 if i == token else i for i in ids]
+    ids[1:5] = [token] * 4
+    inputs = {"input_ids": torch.tensor([ids]), "mm_token_type_ids": torch.tensor([ids]) == token}
+    inputs = {name: part.to(runner.device) for name, part in (inputs | images.as_inputs()).items()}
+    return PromptKey.of(ids[:half], images), inputs

@@ -1,0 +1,107 @@
+"""From logits to tokens: temperature, cuts, and inverse-CDF sampling with one uniform number per token."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from practicum.engines.protocol import Sampling
+from practicum.errors import EngineError
+
+_FIRST_LOOK = 1024
+
+
+class Draw(NamedTuple):
+    """The part of Sampling that shapes the distribution; rows with equal draws are sampled together."""
+
+    greedy: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @classmethod
+    def of(cls, sampling: Sampling) -> Draw:
+        if sampling.greedy:
+            return cls(greedy=True)
+        return cls(False, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+
+    @property
+    def cuts(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+class Sampled(NamedTuple):
+    """Tokens and their logprobs: under the distribution sampled from, and under the model's own."""
+
+    tokens_B: Tensor
+    logprobs_B: Tensor
+    plain_B: Tensor
+
+
+def sample(logits_BV: Tensor, draw: Draw, uniform_B: Tensor) -> Sampled:
+    """One token per row. Cuts apply in this order: temperature, top-k, top-p, min-p.
+
+    Greedy takes the best token, with its logprob at temperature 1. Softmax is float32 at least.
+    """
+    if logits_BV.dtype != torch.float64:
+        logits_BV = logits_BV.float()
+    shifted_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
+    plain_BV = shifted_BV.exp()
+    if draw.greedy:
+        tokens_B = logits_BV.argmax(-1)
+        logprobs_B = _logprob(shifted_BV, tokens_B, plain_BV.sum(-1, dtype=torch.float64))
+        return Sampled(tokens_B, logprobs_B, logprobs_B)
+    if draw.temperature == 1.0 and not draw.cuts:
+        tokens_B, total_B = inverse_cdf(plain_BV, uniform_B)
+        logprobs_B = _logprob(shifted_BV, tokens_B, total_B)
+        return Sampled(tokens_B, logprobs_B, logprobs_B)
+    scaled_BV = shifted_BV / draw.temperature
+    tokens_B, total_B = inverse_cdf(cut(scaled_BV.exp(), draw), uniform_B)
+    plain_B = _logprob(shifted_BV, tokens_B, plain_BV.sum(-1, dtype=torch.float64))
+    return Sampled(tokens_B, _logprob(scaled_BV, tokens_B, total_B), plain_B)
+
+
+def _logprob(scores_BV: Tensor, tokens_B: Tensor, total_B: Tensor) -> Tensor:
+    if not bool(total_B.isfinite().all()):
+        raise EngineError(
+            "the model gives logits that are not finite: its weights are broken, or its number type overflows"
+        )
+    return scores_BV.gather(-1, tokens_B.unsqueeze(-1)).squeeze(-1) - total_B.log()
+
+
+def cut(weights_BV: Tensor, draw: Draw) -> Tensor:
+    """Weights with what top-k, top-p and min-p cut set to 0. The best token's weight must be 1.
+
+    top-k keeps exactly k; top-p the smallest set of best tokens that has this share of what top-k left; min-p
+    what has at least this share of the best token's probability.
+    """
+    if draw.top_k > 0 or draw.top_p < 1.0:
+        weights_BV = _cut_ranked(weights_BV, draw.top_k, draw.top_p, _FIRST_LOOK)
+    if draw.min_p > 0.0:
+        weights_BV = weights_BV * (weights_BV >= draw.min_p)
+    return weights_BV
+
+
+def _cut_ranked(weights_BV: Tensor, top_k: int, top_p: float, width: int) -> Tensor:
+    vocab = weights_BV.shape[-1]
+    width = min(top_k or width, vocab)
+    best_BK, ids_BK = weights_BV.topk(width, dim=-1)
+    if top_p < 1.0:
+        mass_BK = best_BK.cumsum(-1, dtype=torch.float64)
+        total_B1 = mass_BK[:, -1:] if top_k else weights_BV.sum(-1, True, dtype=torch.float64)
+        wanted_B1 = top_p * total_B1
+        if not top_k and width < vocab and bool((mass_BK[:, -1:] < wanted_B1).any()):
+            return _cut_ranked(weights_BV, top_k, top_p, vocab)
+        best_BK = best_BK * (mass_BK - best_BK < wanted_B1)
+    return torch.zeros_like(weights_BV).scatter_(-1, ids_BK, best_BK)
+
+
+def inverse_cdf(weights_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    """For each row the token at share `uniform` of its weights' running float64 sum, and the row's total."""
+    sums_BV = weights_BV.cumsum(-1, dtype=torch.float64)
+    total_B = sums_BV[:, -1]
+    tokens_B1 = torch.searchsorted(sums_BV, (uniform_B * total_B).unsqueeze(-1), right=True)
+    return tokens_B1.squeeze(-1), total_B

@@ -1,0 +1,231 @@
+"""Continuous batching: which requests are computed when. `Scheduler.step` is the torch engine's work."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from practicum.engines.protocol import Generation
+from practicum.engines.torch.cached_sequences import CachedSequences
+from practicum.engines.torch.counter_random import uniforms
+from practicum.engines.torch.engine_thread import Job, Outcome
+from practicum.engines.torch.kv_memory import KvMemory
+from practicum.engines.torch.model_runner import ModelRunner, decode, extend, prefill, sample_hidden
+from practicum.engines.torch.request_queue import (
+    Admission,
+    CachedSequence,
+    GenerateJob,
+    PrefilledPrompt,
+    PromptKey,
+    RequestQueue,
+    ScoreJob,
+)
+from practicum.engines.torch.running_batch import RunningBatch
+from practicum.engines.torch.sampler import Sampled
+from practicum.engines.torch.score_batch import cost, score_batch
+from practicum.errors import EngineError
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """What an engine has done since it was made."""
+
+    prefilled_prompts: int = 0
+    prefilled_tokens: int = 0
+    """Tokens of prompts that were really computed."""
+    reused_tokens: int = 0
+    """Tokens of prompts that an earlier turn had computed."""
+    decode_steps: int = 0
+    decoded_tokens: int = 0
+    sampled_tokens: int = 0
+    scored_tokens: int = 0
+    most_rows: int = 0
+
+
+class Scheduler:
+    """Sequences in slots and requests that wait for them; used by one thread at a time."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        slots: int,
+        context: int,
+        prefill_tokens: int,
+        score_tokens: int,
+        keep_tokens: int,
+    ) -> None:
+        self.version = 0
+        self.stats = EngineStats()
+        self.memory: KvMemory | None = None
+        """None while the engine sleeps."""
+        self._runner = runner
+        self._slots, self._context = slots, context
+        self._prefill_tokens, self._score_tokens = prefill_tokens, score_tokens
+        self._rows = RunningBatch(slots, context, runner.device, runner.routes)
+        self._queue = RequestQueue()
+        self._kept = CachedSequences(keep_tokens)
+        self._to_score: deque[ScoreJob] = deque()
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Set the KV memory aside, if it is not yet."""
+        if self.memory is None:
+            self.memory = KvMemory(self._runner.token_kv, self._slots, self._context)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV memory and of the sequences kept beside it."""
+        return (self.memory.nbytes if self.memory else 0) + self._kept.nbytes
+
+    def free(self) -> None:
+        """Forget all requests and free the KV memory."""
+        self.reset()
+        self.memory = None
+
+    def reset(self) -> None:
+        """Forget all requests, and what was computed for them."""
+        self._rows.clear()
+        self._queue.clear()
+        self._kept.clear()
+        self._to_score.clear()
+
+    @torch.no_grad()
+    def step(self, arrived: list[Job]) -> tuple[list[Outcome], bool]:
+        """Take in new requests and do one turn's work: outcomes, and whether work is left."""
+        if self.memory is None:
+            raise EngineError("the engine sleeps: call wake() first")
+        self._take_in(arrived)
+        self._drop_abandoned(self.memory)
+        outcomes = self._score()
+        running_B = self._decode(self.memory)
+        fresh_B = self._admit(self.memory)
+        if self._rows.count:
+            sampled = self._sample(torch.cat([*running_B, *fresh_B]))
+            outcomes += self._collect(self.memory, sampled)
+        return outcomes, bool(self._rows.count or self._queue or self._to_score)
+
+    def _take_in(self, arrived: list[Job]) -> None:
+        for job in arrived:
+            if isinstance(job, GenerateJob):
+                self._queue.add(job)
+            elif isinstance(job, ScoreJob):
+                self._to_score.append(job)
+
+    def _drop_abandoned(self, memory: KvMemory) -> None:
+        self._remove(memory, [row for row, job in enumerate(self._rows.jobs) if job.abandoned])
+
+    def _decode(self, memory: KvMemory) -> list[Tensor]:
+        """Hidden states of the newest token of each running row."""
+        rows = self._rows
+        if not rows.count:
+            return []
+        position_B = rows.position_B if self._runner.sees else None
+        hidden_B, experts_B = decode(self._runner, memory, rows.last_B, rows.length_B, position_B)
+        if experts_B is not None:
+            rows.note_experts(experts_B)
+        rows.length_B.add_(1)
+        self.stats.decode_steps += 1
+        self.stats.decoded_tokens += rows.count
+        return [hidden_B]
+
+    def _admit(self, memory: KvMemory) -> list[Tensor]:
+        """Give free slots to waiting requests; hidden states of their prompts' last tokens."""
+        taken = self._queue.take(self._slots - self._rows.count, self._prefill_tokens, self._kept.find)
+        new = [one.prompt for one in taken if one.computed is None and one.kept is None]
+        computed = iter(prefill(self._runner, new) if new else [])
+        self.stats.prefilled_prompts += len(new)
+        self.stats.prefilled_tokens += sum(map(len, new))
+        fresh = [self._seat(memory, one, one.computed or next(computed)) for one in taken if one.kept is None]
+        # In order of length, so that neighbours have little padding between them.
+        begun = sorted((one for one in taken if one.kept), key=lambda one: len(one.prompt))
+        fresh += self._go_on(memory, begun) if begun else []
+        self.stats.most_rows = max(self.stats.most_rows, self._rows.count)
+        return fresh
+
+    def _go_on(self, memory: KvMemory, admissions: Sequence[Admission]) -> list[Tensor]:
+        """As `_admit`, of prompts that begin with a kept sequence."""
+        begun: list[tuple[int, CachedSequence]] = []
+        slot = self._rows.count
+        for one in admissions:
+            assert one.kept is not None
+            memory.put_prompt(one.kept.kv, slot, 1)
+            self._kept.use(one.kept, len(one.jobs))
+            begun.append((slot, one.kept))
+            slot += len(one.jobs)
+        prompts = [one.prompt for one in admissions]
+        computed = extend(self._runner, memory, prompts, begun)
+        reused = sum(len(kept) for _, kept in begun)
+        self.stats.prefilled_prompts += len(prompts)
+        self.stats.prefilled_tokens += sum(map(len, prompts)) - reused
+        self.stats.reused_tokens += reused
+        return [
+            self._seat(memory, one, prompt, filled=1)
+            for one, prompt in zip(admissions, computed, strict=True)
+        ]
+
+    def _seat(
+        self, memory: KvMemory, admission: Admission, prompt: PrefilledPrompt, filled: int = 0
+    ) -> Tensor:
+        """Put a computed prompt's requests into slots, the first `filled` of which hold it already."""
+        count = len(admission.jobs)
+        memory.put_prompt(prompt.kv, self._rows.count + filled, count - filled)
+        self._queue.keep(admission.prompt, prompt)
+        self._rows.add(admission.jobs, prompt)
+        return prompt.hidden.expand(count, -1)
+
+    def _sample(self, hidden_B: Tensor) -> Sampled:
+        rows = self._rows
+        self.stats.sampled_tokens += rows.count
+        uniform_B = uniforms(rows.key_B, rows.made_B)
+        if len(rows.draws) == 1:
+            return sample_hidden(self._runner, hidden_B, next(iter(rows.draws)), uniform_B)
+        parts, order = [], []
+        for draw in rows.draws:
+            alike = [row for row, job in enumerate(rows.jobs) if job.draw == draw]
+            parts.append(sample_hidden(self._runner, hidden_B[alike], draw, uniform_B[alike]))
+            order += alike
+        back_B = torch.tensor(order, device=self._runner.device).argsort()
+        return Sampled(*(torch.cat(column)[back_B] for column in zip(*parts, strict=True)))
+
+    def _collect(self, memory: KvMemory, sampled: Sampled) -> list[Outcome]:
+        """Add a token to each row; finished rows leave their slots."""
+        done, finishes = self._rows.append(sampled)
+        jobs = [self._rows.jobs[row] for row in done]
+        generations = self._rows.generations(done, finishes, self.version)
+        for row, job, made in zip(done, jobs, generations, strict=True):
+            if job.keep:
+                self._keep(memory, row, job, made)
+        self._remove(memory, done)
+        return list(zip(jobs, generations, strict=True))
+
+    def _keep(self, memory: KvMemory, row: int, job: GenerateJob, made: Generation) -> None:
+        # The last token was never an input: nothing is computed of it.
+        ids = (*job.prompt.ids, *made.tokens[:-1].tolist())
+        self._kept.put(ids, job.prompt.pictures, memory.prompt(row, len(ids)), made.experts)
+
+    def _remove(self, memory: KvMemory, rows: list[int]) -> None:
+        for source, target, length in self._rows.remove(rows) if rows else ():
+            memory.move(source, target, length)
+
+    def _score(self) -> list[Outcome]:
+        """One forward call's worth of the requests to score."""
+        jobs: list[ScoreJob] = []
+        seen: set[PromptKey] = set()
+        tokens = 0
+        while self._to_score:
+            job = self._to_score[0]
+            if not job.abandoned:
+                tokens += cost(job, seen)
+                if jobs and tokens > self._score_tokens:
+                    break
+                jobs.append(job)
+            self._to_score.popleft()
+        if not jobs:
+            return []
+        self.stats.scored_tokens += sum(len(job.ids) - job.start for job in jobs)
+        return list(zip(jobs, score_batch(self._runner, jobs, self.version), strict=True))

@@ -1,0 +1,91 @@
+"""Logprobs of given tokens: packed without padding, and never all tokens times the vocabulary at once.
+
+What comes before the scored tokens is computed once for all jobs that share it. A job's numbers are the same,
+bit for bit, whatever else is in its batch: attention sees sequences padded by their own lengths alone, and
+matrices have at least FEWEST_TOKENS rows, because small ones take other ways through the algebra libraries.
+(Experts and vision towers see as many tokens and patches as there are: theirs are the same up to rounding.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from practicum.engines.protocol import Scores
+from practicum.engines.torch.model_runner import ModelRunner
+from practicum.engines.torch.prefix_layout import PrefixLayout
+from practicum.engines.torch.request_queue import PromptKey, ScoreJob
+from practicum.engines.torch.step_inputs import pack
+
+LOGITS_AT_ONCE = 2**22
+FEWEST_TOKENS = 256
+
+
+def score_batch(runner: ModelRunner, jobs: Sequence[ScoreJob], version: int) -> list[Scores]:
+    """Scores of each job, by one forward call. Each job must have at least one token to score."""
+    scores = []
+    for job, hidden_R in zip(jobs, _hidden(runner, jobs), strict=True):
+        target_R = torch.tensor(job.ids[job.start :], device=runner.device)
+        logprobs, ids, best = _logprobs(runner, hidden_R, target_R, job)
+        top = (ids, best) if job.top_k else (None, None)
+        kept = hidden_R.float().cpu() if job.hidden else None
+        scores.append(Scores(logprobs, *top, version, kept))
+    return scores
+
+
+def cost(job: ScoreJob, seen: set[PromptKey]) -> int:
+    """Tokens that a job adds to a batch that has computed the prefixes in `seen`; notes its own there."""
+    prefix = job.given
+    more = 0 if prefix in seen else len(prefix)
+    seen.add(prefix)
+    return more + len(job.ids) - job.start - 1
+
+
+def _hidden(runner: ModelRunner, jobs: Sequence[ScoreJob]) -> list[Tensor]:
+    """Hidden states [R, H] that predict the tokens of each job."""
+    numbers: dict[PromptKey, int] = {}
+    parents = [numbers.setdefault(job.given, len(numbers)) for job in jobs]
+    # The last token predicts nothing that was asked for, so it is no input.
+    tails = [job.ids[job.start : -1] for job in jobs]
+    prefixes = list(numbers)
+    if (lacking := FEWEST_TOKENS - sum(map(len, prefixes)) - sum(map(len, tails))) > 0:
+        prefixes += [PromptKey(prefixes[0].ids)] * -(-lacking // len(prefixes[0]))
+    lengths = [len(prefix) for prefix in prefixes]
+    layout = PrefixLayout(
+        lengths,
+        [(parent, len(tail)) for parent, tail in zip(parents, tails, strict=True) if tail],
+        runner.device,
+    )
+    hidden_N = runner.hidden(pack(runner.model.config, prefixes, runner.device, tails, parents), layout)
+    last = torch.tensor(lengths, device=runner.device).cumsum(0) - 1
+    first_JH = hidden_N[last[parents]]
+    parts = hidden_N[sum(lengths) :].split([len(tail) for tail in tails])
+    return [torch.cat([first.unsqueeze(0), part]) for first, part in zip(first_JH, parts, strict=True)]
+
+
+def empty_scores(runner: ModelRunner, job: ScoreJob, version: int) -> Scores:
+    """What scoring no token gives."""
+    k = job.top_k
+    top = (torch.empty(0, k, dtype=torch.int64), torch.empty(0, k)) if k else (None, None)
+    hidden = torch.empty(0, runner.hidden_size) if job.hidden else None
+    return Scores(torch.empty(0), *top, version, hidden)
+
+
+def _logprobs(
+    runner: ModelRunner, hidden_R: Tensor, target_R: Tensor, job: ScoreJob
+) -> tuple[Tensor, Tensor, Tensor]:
+    """On the CPU: logprobs of the targets [R], ids and logprobs of the most likely tokens [R, K]."""
+    logprobs, ids, best = [], [], []
+    rows = max(1, LOGITS_AT_ONCE // runner.vocab)
+    for hidden, target in zip(hidden_R.split(rows), target_R.split(rows), strict=True):
+        logits = runner.logits(hidden)[:, : job.outputs]
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        logits = logits if job.temperature == 1.0 else logits / job.temperature
+        norm = logits.logsumexp(-1, keepdim=True)
+        logprobs.append(logits.gather(-1, target.unsqueeze(-1)).sub_(norm).squeeze(-1))
+        top = logits.topk(job.top_k, dim=-1)
+        ids.append(top.indices)
+        best.append(top.values - norm)
+    return torch.cat(logprobs).float().cpu(), torch.cat(ids).cpu(), torch.cat(best).float().cpu()

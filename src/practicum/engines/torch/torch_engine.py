@@ -1,0 +1,269 @@
+"""The torch engine: any transformers causal LM, with continuous batching and KV memory set aside once.
+
+Equal prompts are computed once, and a prompt that goes on from a kept answer only from there on. Left out on
+purpose: paging (a slot is as long as the context) and reuse of prompts that merely begin alike. This file is
+what callers use; the engine's work is `scheduler.step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from practicum.engines.protocol import Counter, Generation, Memory, Sampling, Scores
+from practicum.engines.torch.counter_random import stream_key
+from practicum.engines.torch.engine_thread import EngineThread
+from practicum.engines.torch.model_runner import ModelRunner
+from practicum.engines.torch.request_queue import GenerateJob, PromptKey, ScoreJob
+from practicum.engines.torch.sampler import Draw
+from practicum.engines.torch.scheduler import EngineStats, Scheduler
+from practicum.engines.torch.score_batch import empty_scores, score_batch
+from practicum.errors import EngineError
+from practicum.models.fingerprint import fingerprint_ids
+from practicum.models.images import Images
+from practicum.models.load_model import context_length
+from practicum.models.offloaded_weights import (
+    OffloadedWeights,
+    OffloadTarget,
+    distinct_tensors,
+    return_memory,
+    take_weights,
+)
+from practicum.models.vision import picture_spans
+
+
+class TorchEngine:
+    """Samples and scores with the model object it is given; see `protocol.Engine`.
+
+    `slots` sequences are decoded at once, each of up to `context` tokens with its prompt. One forward call
+    takes up to `prefill_tokens` tokens of prompts, or `score_tokens` to score (a longer sequence goes alone).
+    Answers that are to be kept take up to `keep_tokens` tokens with their prompts; unset: slots x context.
+    With `owns_weights`, a sleeping engine may put them aside: nobody else may use the model then.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        slots: int,
+        context: int,
+        version: int = 0,
+        prefill_tokens: int = 8192,
+        score_tokens: int = 8192,
+        keep_tokens: int | None = None,
+        owns_weights: bool = False,
+    ) -> None:
+        if slots < 1:
+            raise EngineError(f"an engine needs at least 1 slot, not {slots}")
+        longest = context_length(model)
+        if longest is not None and context > longest:
+            raise EngineError(f"a context of {context} tokens is more than the model's {longest}")
+        self.version = version
+        self._model, self._owns_weights = model, owns_weights
+        self._context, self._longest = context, longest or context
+        self._runner = ModelRunner(model)
+        self._scheduler = Scheduler(
+            self._runner,
+            slots=slots,
+            context=context,
+            prefill_tokens=prefill_tokens,
+            score_tokens=score_tokens,
+            keep_tokens=slots * context if keep_tokens is None else keep_tokens,
+        )
+        self._scheduler.version = version
+        self._shelf: OffloadedWeights | None = None
+        self._desk = EngineThread(self._scheduler.step, self._scheduler.reset, "torch engine")
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the engine has done since it was made."""
+        return self._scheduler.stats
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        counter: Counter,
+        *,
+        images: Images | None = None,
+        experts: Tensor | None = None,
+        keep: bool = False,
+    ) -> Generation:
+        """Sample one answer. Requests with equal prompts, pictures and experts share the prompt's work.
+
+        `experts` [n, L, E] is what the first tokens took before (`Generation.experts`): they take it again.
+        With `keep`, what was computed is kept for a prompt that begins with this one and its answer, until it
+        comes, or others need the room, or the weights change.
+        """
+        self._check_awake()
+        self._check_ids(prompt_ids, "prompt")
+        self._check_images(prompt_ids, images)
+        _check_sampling(sampling)
+        if len(prompt_ids) + sampling.max_new_tokens > self._context:
+            raise EngineError(
+                f"a prompt of {len(prompt_ids)} tokens and max_new_tokens {sampling.max_new_tokens} do not "
+                f"fit the engine's context of {self._context} tokens: shorten one of them, or make the "
+                "engine with a longer context"
+            )
+        given = PromptKey.of(prompt_ids, images, self._known(prompt_ids, experts))
+        job = GenerateJob(given, sampling, Draw.of(sampling), stream_key(counter), keep)
+        return await self._desk.submit(job)
+
+    async def score(
+        self,
+        ids: Sequence[int],
+        start: int,
+        top_k: int = 0,
+        *,
+        temperature: float = 1.0,
+        hidden: bool = False,
+        vocab: int | None = None,
+        images: Images | None = None,
+    ) -> Scores:
+        """Logprobs of ids[start:], each given all before it; their hidden states too, if asked.
+
+        With `vocab`, outputs beyond it do not count: some models have more of them than tokens. Pictures
+        stand before `start`. The numbers do not depend on what else is scored at the same time.
+        """
+        self._check_awake()
+        self._check_ids(ids, "sequence to score")
+        if not 1 <= start <= len(ids):
+            raise EngineError(f"can't score {len(ids)} tokens from {start} on: start is 1 to {len(ids)}")
+        if len(ids) > self._longest:
+            raise EngineError(f"{len(ids)} tokens to score are more than the model's {self._longest}")
+        outputs = min(vocab or self._runner.vocab, self._runner.vocab)
+        if max(ids[start:], default=0) >= outputs:
+            raise EngineError(f"the tokens to score have ids outside of 0 to {outputs - 1}, the vocabulary")
+        if not 0 <= top_k <= outputs:
+            raise EngineError(f"top_k is {top_k}, expected 0 to {outputs}, the vocabulary's size")
+        if temperature <= 0:
+            raise EngineError(f"temperature is {temperature}, expected above 0")
+        self._check_images(ids[:start], images)
+        job = ScoreJob(list(ids), start, top_k, temperature, hidden, outputs, images)
+        if start == len(ids):
+            return empty_scores(self._runner, job, self.version)
+        return await self._desk.submit(job)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take these weights by name, without a copy where they are the engine's own tensors already.
+
+        An EngineError, with nothing changed, if they do not fit or while requests are under way.
+        """
+        if self._shelf is not None:
+            raise EngineError("the engine sleeps and its weights are put aside: wake it to load weights")
+        self._check_idle("load weights")
+        with self._desk.turn:
+            take_weights(self._model, weights)
+            self._scheduler.reset()
+            self.version = self._scheduler.version = version
+
+    def sleep(self) -> Memory:
+        """Free the KV memory; says what was freed. `put_aside` then frees the weights too."""
+        self._check_awake()
+        self._check_idle("sleep")
+        with self._desk.take_turn("go to sleep"):
+            before = self.memory()
+            self._scheduler.free()
+            if self._runner.device.type != "cpu":  # a CPU's large blocks go back to the system by themselves
+                return_memory(self._runner.device)
+        return Memory(0, before.kv)
+
+    def put_aside(self, where: OffloadTarget) -> Memory:
+        """Move a sleeping engine's weights to the host's memory or to disk; says what its device gained.
+
+        On a CPU, its memory is the host's: only disk frees it.
+        """
+        if self._scheduler.memory is not None or not self._owns_weights:
+            raise EngineError("only a sleeping engine that owns its weights can put them aside")
+        before = self.memory()
+        if self._shelf is None:
+            self._shelf = OffloadedWeights(self._model, where)
+        else:
+            self._shelf.move(where)
+        return_memory(self._runner.device)
+        return Memory(before.weights - self.memory().weights, 0)
+
+    def wake(self) -> None:
+        """Be ready again, with the weights as they were. An engine that is awake stays as it is."""
+        self._check_open()
+        with self._desk.take_turn("wake"):
+            if self._shelf is not None:
+                self._shelf.restore()
+                self._shelf = None
+            self._scheduler.allocate()
+
+    def memory(self) -> Memory:
+        """Bytes held now on the model's device: its weights, and KV memory with what is kept beside it."""
+        held = (t.nbytes for t in distinct_tensors(self._model) if t.device == self._runner.device)
+        return Memory(sum(held), self._scheduler.kv_bytes)
+
+    @torch.no_grad()
+    def fingerprint(self) -> Tensor:
+        """Logprobs [15] of a fixed token sequence, to compare with the learner's."""
+        if self._shelf is not None:
+            raise EngineError("the engine sleeps and its weights are put aside: wake it for a fingerprint")
+        job = ScoreJob(fingerprint_ids(self._runner.vocab), 1)
+        with self._desk.turn:
+            return score_batch(self._runner, [job], self.version)[0].logprobs
+
+    def close(self) -> None:
+        """Stop; requests under way fail with an EngineError. Weights put aside by `sleep` are lost."""
+        self._desk.close()
+        self._scheduler.free()
+        if self._shelf is not None:
+            self._shelf.drop()
+
+    def _check_open(self) -> None:
+        if self._desk.closed:
+            raise EngineError("the engine is closed: make a new one")
+
+    def _check_awake(self) -> None:
+        self._check_open()
+        if self._scheduler.memory is None:
+            raise EngineError("the engine sleeps: call wake() first")
+
+    def _check_idle(self, what: str) -> None:
+        if count := self._desk.open_jobs:
+            raise EngineError(f"can't {what} with {count} requests under way: await or cancel them first")
+
+    def _check_ids(self, ids: Sequence[int], what: str) -> None:
+        if not ids:
+            raise EngineError(f"the {what} is empty: at least one token is needed")
+        if min(ids) < 0 or max(ids) >= self._runner.vocab:
+            raise EngineError(f"the {what} has token ids outside of 0 to {self._runner.vocab - 1}")
+
+    def _known(self, ids: Sequence[int], experts: Tensor | None) -> Tensor | None:
+        """The experts that can be taken again: none, if routers weigh them in a way of their own."""
+        routes = self._runner.routes
+        if experts is None or routes is None or not routes.can_replay:
+            return None
+        if len(experts) > len(ids) or experts.shape[1:] != (routes.layers, routes.per_token):
+            raise EngineError(
+                f"experts {list(experts.shape)} do not fit a prompt of {len(ids)} tokens in a model with "
+                f"{routes.layers} layers of {routes.per_token} experts for each token"
+            )
+        return experts
+
+    def _check_images(self, ids: Sequence[int], images: Images | None) -> None:
+        """Pictures that do not fit are the caller's error here, not every request's in the engine."""
+        if images is None:
+            return
+        if not self._runner.sees:
+            raise EngineError(f"{type(self._model).__name__} takes no pictures: it is not a vision model")
+        picture_spans(self._model.config, ids, images)
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    wanted = (
+        ("max_new_tokens", sampling.max_new_tokens >= 1, "1 or more"),
+        ("temperature", sampling.temperature > 0, "above 0 (for the best token, set greedy)"),
+        ("top_k", sampling.top_k >= 0, "0 (off) or more"),
+        ("top_p", 0 < sampling.top_p <= 1, "above 0 and up to 1 (off)"),
+        ("min_p", 0 <= sampling.min_p < 1, "from 0 (off) to below 1"),
+    )
+    for name, good, expected in wanted:
+        if not good:
+            raise EngineError(f"{name} is {getattr(sampling, name)}, expected {expected}")

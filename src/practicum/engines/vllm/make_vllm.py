@@ -1,0 +1,110 @@
+"""vLLM engines as recipes describe them: of a model that is here, or of a folder that vLLM reads."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from practicum.engines.vllm.vllm_engine import VllmEngine, Weights
+from practicum.engines.vllm.vllm_messages import VllmSetup
+from practicum.models.model_files import read_config
+from practicum.recipe.schema.vllm import Vllm
+
+GIB = 2**30
+_BLOCK = 32
+"""Tokens of a block of KV memory on a CPU, the largest there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSize:
+    """What an engine must have room for: `slots` sequences at once, `kv_tokens` in all."""
+
+    context: int
+    slots: int
+    kv_tokens: int
+    max_logprobs: int = 1
+    samples: bool = True
+    """Whether answers are sampled, or tokens scored alone."""
+    batch_tokens: int | None = None
+    """Tokens of one forward pass; vLLM's own choice if not given."""
+
+
+def engine_of_model(
+    key: str,
+    model: PreTrainedModel,
+    chosen: Vllm,
+    room: EngineSize,
+    weights: Callable[[], tuple[Weights, int]],
+    *,
+    threads: int,
+    wait: bool = True,
+) -> VllmEngine:
+    """An engine for a model of this shape, with what `weights` gives; `key` is its section of the recipe."""
+    folder = TemporaryDirectory(prefix="practicum-vllm-")
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]  # a model that was made here has none
+    config.save_pretrained(folder.name)
+    setup = _setup(key, folder.name, model.dtype, config, chosen, room, threads=threads)
+    return VllmEngine(setup, start_s=chosen.start_s, weights=weights, folder=folder, wait=wait)
+
+
+def engine_of_folder(
+    key: str,
+    path: str,
+    dtype: torch.dtype,
+    chosen: Vllm,
+    room: EngineSize,
+    *,
+    threads: int,
+    wait: bool = True,
+) -> VllmEngine:
+    """An engine with the weights of a folder or hub name; they never pass through this process."""
+    setup = _setup(key, path, dtype, read_config(path), chosen, room, threads=threads, loads=True)
+    return VllmEngine(setup, start_s=chosen.start_s, wait=wait)
+
+
+def _setup(
+    key: str,
+    model: str,
+    dtype: torch.dtype,
+    config: Any,
+    chosen: Vllm,
+    room: EngineSize,
+    *,
+    threads: int,
+    loads: bool = False,
+) -> VllmSetup:
+    kv = chosen.kv_gb * GIB if chosen.kv_gb is not None else kv_bytes(config, dtype, room)
+    batch = {} if room.batch_tokens is None else {"max_num_batched_tokens": room.batch_tokens}
+    return VllmSetup(
+        where=key,
+        model=model,
+        dtype=str(dtype).removeprefix("torch."),
+        context=room.context,
+        slots=room.slots,
+        kv_bytes=int(kv),
+        max_logprobs=room.max_logprobs,
+        threads=chosen.threads or threads,
+        loads=loads,
+        samples=room.samples,
+        options=batch | chosen.options,
+    )
+
+
+def kv_bytes(config: Any, dtype: torch.dtype, room: EngineSize) -> int:
+    """KV memory of so many tokens, in blocks: each sequence has one that is not full."""
+    return kv_token_bytes(config, dtype) * _BLOCK * (-(-room.kv_tokens // _BLOCK) + room.slots + 1)
+
+
+def kv_token_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Bytes that one token's keys and values take in all layers."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * heads * width * dtype.itemsize

@@ -1,0 +1,312 @@
+"""The vLLM engine as callers use it; vLLM itself runs in a process of its own, see `host`."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from practicum.engines.protocol import Counter, Generation, Memory, Sampling, Scores
+from practicum.engines.torch.counter_random import stream_key
+from practicum.engines.vllm import vllm_process as host
+from practicum.engines.vllm.vllm_messages import (
+    GenerateReply,
+    GenerateRequest,
+    ScoreReply,
+    ScoreRequest,
+    VllmFacts,
+    VllmSetup,
+)
+from practicum.engines.vllm.weight_blocks import SharedBlock
+from practicum.errors import EngineError
+from practicum.models.fingerprint import LENGTH, fingerprint_ids
+from practicum.models.images import Images
+from practicum.processes.child_process import ChildProcess
+
+Weights = Iterable[tuple[str, Tensor]]
+_LOAD_S = 300.0
+"""How long loading weights may take, and any other call that is not sampling or scoring."""
+_GRACE_S = 3.0
+
+
+class VllmEngine:
+    """Samples and scores by vLLM; see `protocol.Engine`.
+
+    Weights are sent by `load_weights` unless the setup says that vLLM loads them. `weights` gives them again
+    to an engine that was put to sleep, with their version. `folder` has the model's configuration, and goes
+    with the engine. Without `wait`, it must be `ready` before anything is asked of it.
+    """
+
+    def __init__(
+        self,
+        setup: VllmSetup,
+        *,
+        start_s: float = 300.0,
+        weights: Callable[[], tuple[Weights, int]] | None = None,
+        folder: TemporaryDirectory[str] | None = None,
+        wait: bool = True,
+    ) -> None:
+        self._setup, self._start_s, self._source, self._folder = setup, start_s, weights, folder
+        self.version = 0
+        self._asleep = False
+        self._open = 0
+        self._facts = VllmFacts.unknown()
+        who = f"vLLM of {setup.where}"
+        self._child: ChildProcess | None = ChildProcess(
+            who, host.main, setup, error=EngineError, env=setup.environment()
+        )
+        self._child.start()
+        if wait:
+            self.ready()
+
+    @property
+    def facts(self) -> VllmFacts:
+        """What vLLM told of itself when it started."""
+        return self._facts
+
+    def ready(self) -> None:
+        """Wait until vLLM can work; if it can't, its process is ended."""
+        try:
+            self._facts = self._alive().hello.result(self._start_s)
+        except TimeoutError:
+            self.close()
+            raise EngineError(
+                f"vLLM was not ready after {self._start_s:g} s: raise {self._setup.where}.vllm.start_s, or "
+                "give the machine less to do"
+            ) from None
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Of vLLM's process."""
+        return self._alive().pid
+
+    def describe(self) -> str:
+        """What was started, in a sentence for the log."""
+        facts = self._facts
+        return (
+            f"{self._setup.where}: vLLM {facts.release} in process {self.pid}, {facts.threads} "
+            f"thread{'s' * (facts.threads > 1)} ({self._setup.where}.vllm.threads), "
+            f"{facts.weights / 2**20:,.1f} MiB of weights, {facts.kv / 2**20:,.1f} MiB of KV memory"
+        )
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        counter: Counter,
+        *,
+        images: Images | None = None,
+        experts: Tensor | None = None,
+        keep: bool = False,
+    ) -> Generation:
+        """Sample one answer; prompts that begin alike share whole blocks of KV memory, kept or not."""
+        _refuse(images, experts)
+        self._check_ids(prompt_ids, "prompt")
+        if len(prompt_ids) + sampling.max_new_tokens > self._setup.context:
+            raise EngineError(
+                f"a prompt of {len(prompt_ids)} tokens and max_new_tokens {sampling.max_new_tokens} do not "
+                f"fit the engine's context of {self._setup.context} tokens: shorten one of them, or make the "
+                "engine with a longer context"
+            )
+        wish = GenerateRequest(list(prompt_ids), sampling, stream_key(counter) % 2**63)
+        found: GenerateReply = await self._ask("generate", wish, "a generation")
+        return Generation(
+            _tensor(found.tokens, np.int64),
+            _tensor(found.logprobs, np.float32),
+            _tensor(found.plain, np.float32),
+            "stop" if found.finish == "stop" else "length",
+            found.version,
+            found.version,
+        )
+
+    async def score(
+        self,
+        ids: Sequence[int],
+        start: int,
+        top_k: int = 0,
+        *,
+        temperature: float = 1.0,
+        hidden: bool = False,
+        vocab: int | None = None,
+        images: Images | None = None,
+    ) -> Scores:
+        """Logprobs of ids[start:], each given all before it. vLLM gives no hidden states."""
+        _refuse(images, None)
+        if hidden:
+            raise EngineError("vLLM gives no hidden states: ask for top_k, or use the torch engine")
+        question = self._question(ids, start, top_k, temperature, vocab)
+        if start == len(ids):
+            return _scores(ScoreReply(b"", b"", self.version), top_k)
+        return _scores(await self._ask("score", question, "a score"), top_k)
+
+    def load_weights(self, weights: Weights, version: int) -> None:
+        """Take these weights; what was computed with older ones is never used again."""
+        child = self._awake()
+        if self._open:
+            raise EngineError(f"can't load weights with {self._open} requests under way")
+        block = SharedBlock()
+        number, loading = child.post("load", (version,), f"loading weights of version {version}")
+        child.flush()
+        try:
+            for bucket in block.buckets(weights):
+                read = self._post(child, "bucket", (bucket,), "a bucket of weights")
+                done, _ = wait([read, loading], _LOAD_S, FIRST_COMPLETED)
+                if loading in done:
+                    break
+                _result(read, 0.0)
+            self._post(child, "bucket", (None,), "the last bucket of weights")
+            _result(loading, _LOAD_S)
+        finally:
+            child.forget(number)  # if it broke off here, vLLM must not wait for the rest
+            block.close()
+        self.version = version
+
+    def sleep(self) -> Memory:
+        """Free memory until `wake`; what vLLM needs beside weights and KV memory stays with its process."""
+        child = self._awake()
+        if self._open:
+            raise EngineError(f"can't sleep with {self._open} requests under way")
+        if self._source is None and not (self._setup.loads and self.version == 0):
+            raise EngineError("a vLLM engine without a source of weights can't sleep: it would forget them")
+        before = self.memory()
+        _result(self._post(child, "sleep", (), "going to sleep"), _LOAD_S)
+        self._asleep = True
+        return before
+
+    def wake(self) -> None:
+        """Be ready again, with the weights as they were. An engine that is awake stays as it is."""
+        child = self._alive()
+        if not self._asleep:
+            return
+        _result(self._post(child, "wake", (), "waking"), _LOAD_S)
+        self._asleep = False
+        if not (self._setup.loads and self.version == 0):
+            assert self._source is not None
+            self.load_weights(*self._source())
+
+    def memory(self) -> Memory:
+        """Bytes of vLLM's weights and KV memory now."""
+        rests = self._asleep or self._child is None
+        return Memory(0, 0) if rests else Memory(self._facts.weights, self._facts.kv)
+
+    def fingerprint(self) -> Tensor:
+        """Logprobs of a fixed token sequence, to compare with the learner's.
+
+        The last is that of a token that is sampled after the others, of which vLLM keeps a whole block: if it
+        was computed with older weights, and is still used, this shows it. Scores never use what is kept.
+        """
+        child, length = self._awake(), min(self._setup.context - 1, self._facts.block + LENGTH)
+        ids = fingerprint_ids(self._facts.vocab, length)
+        wish = GenerateRequest(ids[:-1], Sampling(1, frozenset(), greedy=True), 0, only=ids[-1])
+        # First: a score of the sequence would leave a block of the new weights.
+        sampled: GenerateReply = _result(self._post(child, "generate", (wish,), "a fingerprint"), _LOAD_S)
+        question = self._question(ids, 1, 0, 1.0, None)
+        scored = _scores(_result(self._post(child, "score", (question,), "a fingerprint"), _LOAD_S), 0)
+        return torch.cat([scored.logprobs[:-1], _tensor(sampled.plain, np.float32)])
+
+    def close(self) -> None:
+        """Stop; requests under way fail with an EngineError."""
+        self._stop()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _stop(self) -> None:
+        child, self._child = self._child, None
+        if child is None:
+            return
+        child.ask_to_stop("it was closed")
+        for how in (None, signal.SIGTERM, signal.SIGKILL):
+            if how is not None:
+                child.end(how)
+            if child.gone(_GRACE_S):
+                break
+        child.release()
+
+    def _alive(self) -> ChildProcess:
+        if self._child is None:
+            raise EngineError("the engine is closed: make a new one")
+        return self._child
+
+    def _awake(self) -> ChildProcess:
+        child = self._alive()
+        if self._asleep:
+            raise EngineError("the engine sleeps: call wake() first")
+        return child
+
+    def _post(self, child: ChildProcess, what: str, args: tuple[object, ...], about: str) -> Future[Any]:
+        _, future = child.post(what, args, about)
+        child.flush()
+        return future
+
+    async def _ask(self, what: str, asked: GenerateRequest | ScoreRequest, about: str) -> Any:
+        child = self._awake()
+        number, future = child.post(what, (asked,), about, len(asked.ids))
+        # What is handed in during one turn of the event loop goes out together.
+        asyncio.get_running_loop().call_soon(child.flush)
+        self._open += 1
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            self._open -= 1
+            child.forget(number)
+
+    def _question(
+        self, ids: Sequence[int], start: int, top_k: int, temperature: float, vocab: int | None
+    ) -> ScoreRequest:
+        self._check_ids(ids, "sequence to score")
+        if not 1 <= start <= len(ids):
+            raise EngineError(f"can't score {len(ids)} tokens from {start} on: start is 1 to {len(ids)}")
+        if len(ids) >= self._setup.context:
+            raise EngineError(
+                f"{len(ids)} tokens to score are more than the engine's {self._setup.context - 1}"
+            )
+        outputs = min(vocab or self._facts.vocab, self._facts.vocab)
+        if max(ids[start:], default=0) >= outputs:
+            raise EngineError(f"the tokens to score have ids outside of 0 to {outputs - 1}, the vocabulary")
+        most = min(outputs, self._setup.max_logprobs)
+        if not 0 <= top_k <= most:
+            raise EngineError(f"top_k is {top_k}, expected 0 to {most}")
+        if temperature <= 0:
+            raise EngineError(f"temperature is {temperature}, expected above 0")
+        return ScoreRequest(list(ids), start, top_k, temperature, outputs)
+
+    def _check_ids(self, ids: Sequence[int], what: str) -> None:
+        if not ids:
+            raise EngineError(f"the {what} is empty: at least one token is needed")
+        if min(ids) < 0 or max(ids) >= self._facts.vocab:
+            raise EngineError(f"the {what} has token ids outside of 0 to {self._facts.vocab - 1}")
+
+
+def _refuse(images: Images | None, experts: Tensor | None) -> None:
+    if images is not None:
+        raise EngineError("pictures need the torch engine")
+    if experts is not None:
+        raise EngineError("experts that are to be taken again need the torch engine")
+
+
+def _scores(found: ScoreReply, top_k: int) -> Scores:
+    ids = _tensor(found.ids, np.int64).view(-1, top_k + 1)
+    logprobs = _tensor(found.logprobs, np.float32).view(-1, top_k + 1)
+    top = (ids[:, 1:], logprobs[:, 1:]) if top_k else (None, None)
+    return Scores(logprobs[:, 0].contiguous(), *top, found.version)
+
+
+def _tensor(data: bytes, dtype: Any) -> Tensor:
+    return torch.from_numpy(np.frombuffer(data, dtype).copy())
+
+
+def _result(future: Future[Any], seconds: float) -> Any:
+    try:
+        return future.result(seconds)
+    except TimeoutError:
+        raise EngineError(f"vLLM did not answer for {seconds:g} s") from None

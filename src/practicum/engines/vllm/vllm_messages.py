@@ -1,0 +1,118 @@
+"""What the process of a vLLM engine is told, and what it tells of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from practicum.engines.protocol import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSetup:
+    """How to make the engine. The model's folder needs weights only with `loads`: else they are sent."""
+
+    model: str
+    dtype: str
+    context: int
+    slots: int
+    kv_bytes: int
+    max_logprobs: int
+    threads: int
+    loads: bool = False
+    samples: bool = True
+    """Whether answers are sampled, or tokens scored alone."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Engine arguments of vLLM that override ours."""
+    where: str = "rollout"
+    """The recipe's section that these settings come from, for error messages."""
+
+    def environment(self) -> dict[str, str]:
+        """What vLLM and torch read when they are imported."""
+        return {
+            "OMP_NUM_THREADS": str(self.threads),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # this process is the one that is set apart
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines would all take the first core
+            "VLLM_LOGGING_LEVEL": "CRITICAL",
+            "VLLM_NO_USAGE_STATS": "1",
+            "TORCHDYNAMO_DISABLE": "1",  # it would stall for a compiler at the first logprobs
+            "MALLOC_ARENA_MAX": "1",  # of others, the C library does not give all back when it sleeps
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "PYTHONWARNINGS": "ignore",  # of the libraries that vLLM imports
+            "GOMP_SPINCOUNT": "0",  # threads that wait must not take the cores of others
+        } | ({} if self.loads else {"HF_HUB_OFFLINE": "1"})
+
+    def arguments(self) -> dict[str, Any]:
+        """Engine arguments of vLLM."""
+        return {
+            "model": self.model,
+            "skip_tokenizer_init": True,
+            "dtype": self.dtype,
+            "enforce_eager": True,
+            "max_model_len": self.context,
+            "max_num_seqs": self.slots,
+            "kv_cache_memory_bytes": self.kv_bytes,
+            "max_logprobs": self.max_logprobs,
+            "logprobs_mode": "processed_logprobs",
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+            "load_format": "auto" if self.loads else "dummy",
+            **self.options,
+        }
+
+
+class VllmFacts(NamedTuple):
+    """What a vLLM engine tells when it is ready."""
+
+    weights: int
+    kv: int
+    vocab: int
+    threads: int
+    block: int
+    """Tokens of a block of KV memory: prompts share whole ones."""
+    release: str
+
+    @classmethod
+    def unknown(cls) -> VllmFacts:
+        """Of an engine that has not said anything yet."""
+        return cls(0, 0, 0, 0, 0, "")
+
+
+class GenerateRequest(NamedTuple):
+    """One answer to be sampled."""
+
+    ids: list[int]
+    sampling: Sampling
+    seed: int
+    only: int | None = None
+    """The one token that it may be."""
+
+
+class GenerateReply(NamedTuple):
+    """What was sampled: tokens, their logprobs as sampled and at temperature 1, and why it ended."""
+
+    tokens: bytes
+    logprobs: bytes
+    plain: bytes
+    finish: str
+    version: int
+
+
+class ScoreRequest(NamedTuple):
+    """Tokens to be scored from `start` on; outputs from `vocab` on do not count."""
+
+    ids: list[int]
+    start: int
+    top_k: int
+    temperature: float
+    vocab: int
+
+
+class ScoreReply(NamedTuple):
+    """Logprobs [R, 1 + K] of the tokens and of the K most likely, with their ids, as bytes."""
+
+    ids: bytes
+    logprobs: bytes
+    version: int

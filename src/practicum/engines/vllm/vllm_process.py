@@ -1,0 +1,321 @@
+"""The process of a vLLM engine: a thread runs vLLM step by step, requests come and go between the steps."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, ClassVar
+
+from practicum.engines.protocol import Sampling
+from practicum.engines.vllm.startup_errors import explain
+from practicum.engines.vllm.vllm_messages import (
+    GenerateReply,
+    GenerateRequest,
+    ScoreReply,
+    ScoreRequest,
+    VllmFacts,
+    VllmSetup,
+)
+from practicum.engines.vllm.weight_delivery import WeightDelivery
+from practicum.errors import EngineError
+from practicum.processes.child_main import ChildRequest, serve
+
+_ACTS = {"sleep": "_sleep", "wake": "_wake"}
+"""What is done between two steps of the engine."""
+
+
+def main(pipe: Connection, setup: VllmSetup) -> None:
+    """Run the process from its start to its end.
+
+    It answers `generate`: (Wish,); `score`: (Question,); `load`: (version,), while `bucket`: (Bucket,) brings
+    the weights and (None,) ends them; `sleep`: (); `wake`: ().
+    """
+    serve(pipe, lambda: _start(setup))
+
+
+def _start(setup: VllmSetup) -> tuple[VllmProcess, VllmFacts]:
+    with explain(setup):
+        import torch
+
+        torch.set_num_threads(setup.threads)
+        logging.getLogger("vllm").setLevel(logging.CRITICAL)  # what matters comes as an error
+        host = VllmProcess(setup)
+        return host, host.facts()
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A request that vLLM works on."""
+
+    asked: GenerateRequest | ScoreRequest
+    answered: asyncio.Future[Any]
+    loop: asyncio.AbstractEventLoop
+
+
+class VllmProcess:
+    """vLLM's engine in this process. All calls of it are made by one thread."""
+
+    WORK: ClassVar[frozenset[str]] = frozenset({"generate", "score"})
+
+    def __init__(self, setup: VllmSetup) -> None:
+        from vllm import EngineArgs  # pyright: ignore[reportMissingImports]
+        from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore[reportMissingImports]
+
+        from practicum.engines.vllm.plain_logprobs import PlainLogprobSampler
+        from practicum.engines.vllm.vllm_sleep import VllmSleep
+
+        self._setup = setup
+        self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**_here(setup) | setup.arguments()))
+        self._runner: Any = self._engine.model_executor.driver_worker.worker.model_runner
+        self._vocab: int = self._engine.model_config.get_vocab_size()
+        self._sampler = PlainLogprobSampler.take_over(self._runner.sampler, self._vocab)
+        self._rest = VllmSleep(self._engine, self._runner)
+        self.version = 0
+        self._broken: str | None = None if setup.loads else "no weights were loaded yet"
+        self._open: dict[str, _Open] = {}
+        self._later: list[_Open] = []
+        """Questions with other settings than those under way."""
+        self._numbers = iter(range(2**62))
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._delivery: WeightDelivery | None = None
+        self._try_once()
+        self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
+        self._thread.start()
+
+    def facts(self) -> VllmFacts:
+        """Measured from its tensors."""
+        import torch
+        import vllm  # pyright: ignore[reportMissingImports]
+
+        from practicum.engines.vllm.reload_weights import weight_bytes
+
+        # Layers may have their KV memory in one block.
+        blocks = {
+            c.untyped_storage().data_ptr(): c.untyped_storage().nbytes() for c in self._runner.kv_caches
+        }
+        weights, kv = weight_bytes(self._runner.get_model()), sum(blocks.values())
+        block = self._engine.vllm_config.cache_config.block_size
+        return VllmFacts(weights, kv, self._vocab, torch.get_num_threads(), block, vllm.__version__)
+
+    async def answer(self, request: ChildRequest) -> Any:
+        """Do what is asked, between two steps of the engine or in them."""
+        if request.what == "bucket":
+            assert self._delivery is not None
+            return await self._delivery.hand_over(request.args[0])
+        loop = asyncio.get_running_loop()
+        answered = loop.create_future()
+        if request.what == "load":
+            return await self._begin_load(request.args[0], answered, loop)
+        if request.what in _ACTS:
+            act = getattr(self, _ACTS[request.what])
+            self._inbox.put(lambda: _settle(loop, answered, act))
+            return await answered
+        opened = _Open(request.args[0], answered, loop)
+        self._inbox.put(lambda: self._begin(opened))
+        try:
+            return await answered
+        except asyncio.CancelledError:
+            self._inbox.put(lambda: self._abort(opened))
+            raise
+
+    def close(self) -> None:
+        """Stop after the step under way."""
+        self._inbox.put(None)
+        self._thread.join(2.0)
+
+    async def _begin_load(
+        self, version: int, answered: asyncio.Future[None], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        if self._delivery is not None:
+            self._delivery.close("another load of weights began")
+        delivery = self._delivery = WeightDelivery(loop)
+        self._inbox.put(lambda: _settle(loop, answered, lambda: self._load(version, delivery)))
+        try:
+            await answered
+        finally:
+            delivery.close("nobody waits for these weights any more")
+
+    def _try_once(self) -> None:
+        """Some models can be made but not computed: find out now, and compile what is compiled late."""
+        wish = GenerateRequest([0], Sampling(1, frozenset(), greedy=True), 0)
+        self._engine.add_request("try", {"prompt_token_ids": wish.ids}, _params(wish))
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+
+    # What follows runs in the engine's thread.
+
+    def _run(self) -> None:
+        while True:
+            idle = not self._open
+            try:
+                act = self._inbox.get(block=idle)
+            except queue.Empty:
+                self._step()
+                continue
+            if act is None:
+                return
+            act()
+
+    def _step(self) -> None:
+        try:
+            outputs = self._engine.step()
+        except Exception as error:  # nothing is known of any request now: all fail, and the engine with them
+            self._broken = f"vLLM failed in a step: {type(error).__name__}: {error}"
+            opened, self._open, self._later = [*self._open.values(), *self._later], {}, []
+            for one in opened:
+                _fail(one, EngineError(self._broken))
+            return
+        for output in outputs:
+            if output.finished and (one := self._open.pop(output.request_id, None)):
+                _settle(one.loop, one.answered, lambda one=one, output=output: self._result(one, output))
+        if not self._open and self._later:
+            later, self._later = self._later, []
+            for one in later:
+                self._begin(one)
+
+    def _begin(self, one: _Open) -> None:
+        if one.answered.cancelled():
+            return
+        try:
+            if self._broken is not None:
+                raise EngineError(self._broken)
+            if isinstance(one.asked, ScoreRequest) and not self._admit(one.asked):
+                self._later.append(one)
+                return
+            number = str(next(self._numbers))
+            prompt = {"prompt_token_ids": one.asked.ids}
+            self._engine.add_request(number, prompt, _params(one.asked))
+            self._open[number] = one
+        except Exception as error:
+            _fail(one, error)
+
+    def _admit(self, asked: ScoreRequest) -> bool:
+        """Whether it can be scored beside what is under way; the sampler knows one setting at a time."""
+        wanted = asked.temperature, asked.vocab
+        if wanted != (self._sampler.temperature, self._sampler.vocab):
+            if any(isinstance(one.asked, ScoreRequest) for one in self._open.values()):
+                return False
+            self._sampler.temperature, self._sampler.vocab = wanted
+        return True
+
+    def _abort(self, one: _Open) -> None:
+        if one in self._later:
+            self._later.remove(one)
+        for number, other in list(self._open.items()):
+            if other is one:
+                self._engine.abort_request([number])
+                del self._open[number]
+
+    def _result(self, one: _Open, output: Any) -> GenerateReply | ScoreReply:
+        import numpy as np
+
+        if isinstance(one.asked, ScoreRequest):
+            found, width = output.prompt_logprobs, one.asked.top_k + 1
+            ids = np.array(found.token_ids, np.int64).reshape(-1, width)[one.asked.start - 1 :]
+            logprobs = np.array(found.logprobs, np.float32).reshape(-1, width)[one.asked.start - 1 :]
+            return ScoreReply(ids.tobytes(), logprobs.tobytes(), self.version)
+        answer = output.outputs[0]
+        logprobs = np.array(answer.logprobs.logprobs, np.float32).reshape(-1, 2)
+        tokens = np.array(answer.token_ids, np.int64)
+        finish = "stop" if answer.finish_reason == "stop" else "length"
+        sampled, plain = logprobs[:, 0], logprobs[:, 1]
+        return GenerateReply(tokens.tobytes(), sampled.tobytes(), plain.tobytes(), finish, self.version)
+
+    def _sleep(self) -> None:
+        self._idle("sleep")
+        self._broken = "it sleeps"
+        self._forget()
+        self._rest.begin()
+
+    def _wake(self) -> None:
+        """Have memory again, and the weights if they are those of the model's folder."""
+        from practicum.engines.vllm.reload_weights import reload_folder
+
+        self._rest.end()
+        self._broken = "no weights were loaded since it woke"
+        if self._setup.loads and self.version == 0:
+            reload_folder(self._runner)
+            self._broken = None
+
+    def _load(self, version: int, delivery: WeightDelivery) -> None:
+        """Take new weights; if that fails midway, the engine refuses to work until it gets whole ones."""
+        from practicum.engines.vllm.reload_weights import reload
+        from practicum.models.offloaded_weights import return_memory
+
+        self._idle("load weights")
+        self._broken = "its weights were loaded only in part: load all of them"
+        reload(self._runner, delivery.tensors())
+        self._forget()
+        return_memory(self._runner.device)  # layers were made anew, and their old ones are in the heap
+        self.version, self._broken = version, None
+
+    def _idle(self, what: str) -> None:
+        if self._open:
+            raise EngineError(f"can't {what} with {len(self._open)} requests under way")
+
+    def _forget(self) -> None:
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("vLLM did not forget the prompts that it computed with older weights")
+
+
+def _here(setup: VllmSetup) -> dict[str, Any]:
+    """Arguments that the device asks for; those of the setup win."""
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+
+    if not current_platform.is_cpu():
+        return {"enable_sleep_mode": current_platform.is_sleep_mode_available()}
+    # Of 128 tokens, as vLLM would have it, the samples of a short prompt share none. And a seeded sample of
+    # a prompt that is computed in parts ends vLLM: the generators of a CPU can't be turned back.
+    return {"block_size": 32} | ({"enable_chunked_prefill": False} if setup.samples else {})
+
+
+def _params(asked: GenerateRequest | ScoreRequest) -> Any:
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+
+    plain: dict[str, Any] = {"detokenize": False, "flat_logprobs": True}
+    if isinstance(asked, ScoreRequest):
+        return SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=asked.top_k, **plain)
+    how = asked.sampling
+    return SamplingParams(
+        max_tokens=how.max_new_tokens,
+        temperature=0.0 if how.greedy else how.temperature,
+        top_p=1.0 if how.greedy else how.top_p,
+        top_k=0 if how.greedy else how.top_k,
+        min_p=0.0 if how.greedy else how.min_p,
+        seed=None if how.greedy else asked.seed,
+        stop_token_ids=sorted(how.stop),
+        ignore_eos=True,  # stop tokens are those that the caller names
+        logprobs=1,
+        allowed_token_ids=None if asked.only is None else [asked.only],
+        **plain,
+    )
+
+
+def _settle(loop: asyncio.AbstractEventLoop, answered: asyncio.Future[Any], make: Callable[[], Any]) -> None:
+    """Answer with what `make` gives, or with its error."""
+    try:
+        result, error = make(), None
+    except Exception as raised:
+        result, error = None, raised
+
+    def tell() -> None:
+        if answered.done():
+            return
+        if error is None:
+            answered.set_result(result)
+        else:
+            answered.set_exception(error)
+
+    loop.call_soon_threadsafe(tell)
+
+
+def _fail(one: _Open, error: Exception) -> None:
+    def fail() -> Any:
+        raise error
+
+    _settle(one.loop, one.answered, fail)

@@ -1,0 +1,165 @@
+"""How large a model is, by its config: parameters, what a token costs, what it leaves in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from practicum.errors import RecipeError
+from practicum.recipe.schema.recipe import MakeModel
+
+BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "bool": 1,
+}
+MADE_VOCABULARY = {"qwen2_5_vl": 67}
+MADE_CHARACTERS = 63
+"""Tokens of the made models' tokenizers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Numbers of a decoder. `active` are the parameters that one token is multiplied with."""
+
+    parameters: int
+    active: int
+    layers: int
+    hidden: int
+    inner: int
+    query: int
+    """Heads times their width."""
+    key: int
+    """Heads of keys times their width; values are as wide."""
+    vocabulary: int
+    context: int | None = None
+    experts_per_token: int = 0
+
+    def flops(self, tokens: float, seen: float) -> float:
+        """Operations of a forward pass over tokens, each of which attends to `seen` others."""
+        return tokens * (2.0 * self.active + 4.0 * self.layers * self.query * seen)
+
+    def token_kv(self) -> int:
+        """Numbers that one token leaves in the KV memory."""
+        return 2 * self.layers * self.key
+
+    def token_activations(self, checkpointing: bool) -> int:
+        """Numbers that one token leaves for the backward pass (fitted to what torch keeps, within 10 %)."""
+        layer = 5 * self.hidden + 4 * self.inner + 4 * (self.query + self.key)
+        return self.layers * self.hidden + layer if checkpointing else self.layers * layer
+
+
+def model_sizes(source: str | None, make: MakeModel | None, key: str = "model.path") -> Sizes:
+    """Of a model folder, a hub name or a model that is made; a RecipeError if there is no config."""
+    if make is not None:
+        return sizes_of(_made(make))
+    assert source is not None
+    folder = Path(source).expanduser()
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        config = _hub_config(source, key)
+    return sizes_of(config, saved_parameters(folder))
+
+
+def sizes_of(config: Mapping[str, Any], parameters: int | None = None) -> Sizes:
+    """By a config.json; `parameters` if they are known better."""
+    text: Mapping[str, Any] = config.get("text_config") or config
+    hidden = _first(text, "hidden_size", "n_embd")
+    layers = _first(text, "num_hidden_layers", "n_layer")
+    heads = _first(text, "num_attention_heads", "n_head")
+    width = text.get("head_dim") or hidden // heads
+    query, key = heads * width, (text.get("num_key_value_heads") or heads) * width
+    vocabulary = _first(text, "vocab_size")
+    experts = text.get("num_experts") or text.get("num_local_experts") or 0
+    taken = text.get("num_experts_per_tok") or 0
+    gated = "n_embd" not in text
+    inner = text.get("intermediate_size") or text.get("n_inner") or 4 * hidden
+    if experts:
+        inner = taken * (text.get("moe_intermediate_size") or inner)
+    attention = hidden * 2 * (query + key)
+    mlp = (3 if gated else 2) * hidden * inner
+    embedding = vocabulary * hidden
+    # The table of embeddings is looked up, not multiplied with; the head is, be it the same matrix or not.
+    active = layers * (attention + mlp + hidden * experts) + embedding
+    held = layers * (attention + mlp * (experts / taken if experts else 1) + hidden * experts) + embedding
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", not gated))
+    held += 0 if tied else embedding
+    context = text.get("max_position_embeddings") or text.get("n_positions")
+    held += (context or 0) * hidden if not gated else 0
+    held += _tower(config.get("vision_config") or {})
+    return Sizes(
+        parameters or int(held), int(active), layers, hidden, inner, query, key, vocabulary, context, taken
+    )
+
+
+def saved_parameters(folder: Path) -> int | None:
+    """Parameters in a folder's safetensors files, by their headers; None if there are none."""
+    total = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        total += sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return total or None
+
+
+def _made(make: MakeModel) -> dict[str, Any]:
+    """The config of a made model, as far as its size goes."""
+    common: dict[str, Any] = {
+        "vocab_size": MADE_VOCABULARY.get(make.family, MADE_CHARACTERS),
+        "tie_word_embeddings": True,
+        "max_position_embeddings": make.context,
+    }
+    if make.family == "gpt2":
+        return common | {"n_embd": make.hidden, "n_layer": make.layers, "n_head": make.heads}
+    text = common | {
+        "hidden_size": make.hidden,
+        "intermediate_size": 3 * make.hidden,
+        "num_hidden_layers": make.layers,
+        "num_attention_heads": make.heads,
+        "num_key_value_heads": make.kv_heads,
+    }
+    if make.family == "qwen2_5_vl":
+        vision = {"depth": max(1, make.layers // 2), "hidden_size": make.hidden}
+        return {
+            "text_config": text,
+            "vision_config": vision | {"intermediate_size": 3 * make.hidden},
+            "tie_word_embeddings": True,
+        }
+    text["head_dim"] = make.head_dim
+    if make.family == "qwen3_moe":
+        text |= {"num_experts": make.experts, "num_experts_per_tok": make.experts_per_token}
+        text["moe_intermediate_size"] = max(1, 3 * make.hidden // make.experts_per_token)
+    return text
+
+
+def _tower(vision: Mapping[str, Any]) -> int:
+    """Parameters of a vision tower, roughly: its layers, and what joins their patches into tokens."""
+    width, inner = vision.get("hidden_size", 0), vision.get("intermediate_size", 0)
+    joined = width * vision.get("spatial_merge_size", 2) ** 2
+    layers = vision.get("depth", 0) * (4 * width * width + 3 * width * inner)
+    return layers + joined * (joined + vision.get("out_hidden_size", width))
+
+
+def _first(config: Mapping[str, Any], *names: str) -> int:
+    found = next((config[name] for name in names if config.get(name)), None)
+    if found is None:
+        raise RecipeError("model", f"a config without {names[0]}", "a decoder's config.json")
+    return int(found)
+
+
+def _hub_config(source: str, key: str) -> Mapping[str, Any]:
+    from practicum.models.model_files import read_config  # a hub's cache is transformers' to read
+
+    try:
+        return read_config(source).to_dict()
+    except (OSError, ValueError) as error:
+        expected = "a folder with config.json, or a hub name"
+        raise RecipeError(key, source, expected, str(error).splitlines()[0]) from None

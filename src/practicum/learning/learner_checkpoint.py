@@ -1,0 +1,117 @@
+"""The learner's parts of a checkpoint: weights, optimizer, counters.
+
+Tensors are in the format of torch.distributed.checkpoint: what some ranks wrote, any other number of them
+reads, one process too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from practicum.errors import PracticumError
+from practicum.learning.optimizer import OptimizerStepper
+from practicum.learning.parallel import Parallel
+
+logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.INFO)  # two debug records per tensor
+
+_INDEX = ".metadata"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_STEP = "optimizer.step"
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """How many updates the weights have had, and the training step of the schedule."""
+
+    version: int
+    step: int
+
+
+def save_learner(
+    folder: Path,
+    name: str,
+    model: nn.Module,
+    stepper: OptimizerStepper,
+    counters: Counters,
+    parallel: Parallel | None = None,
+) -> None:
+    """Write model, optimizer and <name>.json into a folder, made if it is not there; all ranks together."""
+    if parallel is not None and not all(isinstance(p, DTensor) for p in model.parameters()):
+        raise PracticumError("an error in the middle of a forward pass left the weights gathered")
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = _weights(model)
+    state = stepper.optimizer.state
+    for key, p in model.named_parameters():
+        if p in state:
+            tensors |= {f"optimizer.{key}.{moment}": state[p][moment] for moment in _MOMENTS}
+            tensors[_STEP] = state[p]["step"]  # all take every step
+    with _one_process(parallel):
+        save(tensors, checkpoint_id=folder, no_dist=parallel is None)
+    if parallel is None or parallel.rank == 0:
+        (folder / f"{name}.json").write_text(json.dumps(asdict(counters)) + "\n")
+
+
+@torch.no_grad()
+def load_learner(
+    folder: Path, name: str, model: nn.Module, stepper: OptimizerStepper, parallel: Parallel | None = None
+) -> Counters:
+    """Read what `save_parts` wrote; the weights are copied in place, so who shares them sees them."""
+    _require(folder, [_INDEX, f"{name}.json"])
+    index = FileSystemReader(folder).read_metadata()
+    _require(folder, sorted({place.relative_path for place in (index.storage_data or {}).values()}))
+    tensors = _weights(model)
+    shapes = {key: tuple(saved.size) for key, saved in index.state_dict_metadata.items()}  # pyright: ignore
+    if {k: s for k, s in shapes.items() if k.startswith("model.")} != {
+        k: tuple(x.shape) for k, x in tensors.items()
+    }:
+        raise PracticumError(
+            f"checkpoint {folder} holds another model than this run's: resume with the recipe that wrote it"
+        )
+    moments: dict[nn.Parameter, dict[str, Tensor]] = {}
+    if _STEP in shapes:
+        tensors[_STEP] = torch.zeros(())
+        for key, p in model.named_parameters():
+            if p.requires_grad:
+                moments[p] = {moment: torch.zeros_like(p) for moment in _MOMENTS}
+                tensors |= {f"optimizer.{key}.{moment}": x for moment, x in moments[p].items()}
+    with _one_process(parallel):
+        load(tensors, checkpoint_id=folder, no_dist=parallel is None)
+    stepper.optimizer.state.clear()
+    for p, found in moments.items():
+        stepper.optimizer.state[p] = {"step": tensors[_STEP].to(p.device, copy=True), **found}
+    return Counters(**json.loads((folder / f"{name}.json").read_text()))
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and saved buffers, tied ones once."""
+    kept = set(model.state_dict())
+    buffers = {f"model.{name}": x for name, x in model.named_buffers() if name in kept}
+    return {f"model.{name}": p.detach() for name, p in model.named_parameters()} | buffers
+
+
+def _require(folder: Path, files: list[str]) -> None:
+    missing = [file for file in files if not (folder / file).is_file()]
+    if missing:
+        raise PracticumError(f"checkpoint {folder} is incomplete: {', '.join(missing)} is missing")
+
+
+@contextmanager
+def _one_process(parallel: Parallel | None) -> Iterator[None]:
+    """Without torch's warning that there is one process, where there is meant to be one."""
+    with warnings.catch_warnings():
+        if parallel is None:
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
+        yield

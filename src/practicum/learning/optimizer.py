@@ -1,0 +1,115 @@
+"""AdamW, learning-rate schedules, and the guarded optimizer step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from practicum.errors import CheckError
+from practicum.learning.parallel import whole
+from practicum.recipe.schema.recipe import Train
+
+Metrics = dict[str, float]
+
+
+def lr_at(step: int, train: Train) -> float:
+    """Learning rate of training step `step`, counted from 0.
+
+    Grows linearly over the warm-up steps, then stays or decays to reach final_lr at the last step.
+    """
+    if step < train.warmup_steps:
+        return train.lr * (step + 1) / train.warmup_steps
+    if train.schedule == "constant":
+        return train.lr
+    decay_steps = max(train.steps - 1 - train.warmup_steps, 1)
+    done = min((step - train.warmup_steps) / decay_steps, 1.0)
+    left = 1.0 - done if train.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return train.final_lr + (train.lr - train.final_lr) * left
+
+
+def make_adamw(parameters: Iterable[nn.Parameter], train: Train) -> torch.optim.AdamW:
+    """AdamW, fused; weight decay acts on matrices, not on norms and biases."""
+    trained = [p for p in parameters if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    fused = all(p.device.type in ("cpu", "cuda") for p in trained)
+    return torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=train.eps, fused=fused)
+
+
+def stop_on_nonfinite(what: str) -> None:
+    """The default answer to a loss or gradient that is not finite."""
+    raise CheckError(f"{what}; the optimizer was not called and the weights are as before")
+
+
+class OptimizerStepper:
+    """The optimizer of one model, and what guards its step."""
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        train: Train,
+        *,
+        on_nonfinite: Callable[[str], None] = stop_on_nonfinite,
+        before_step: Callable[[Metrics], None] | None = None,
+    ) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.optimizer = make_adamw(self.parameters, train)
+        self.clip_norm = math.inf if train.clip_norm is None else train.clip_norm
+        self.on_nonfinite, self.before_step = on_nonfinite, before_step
+        self.begun = 0
+        """Optimizer steps that were begun, also those that failed half-way."""
+
+    def step(self, lr: float, metrics: Metrics) -> bool:
+        """Apply the gradients that lie on the parameters; adds grad_norm and lr to `metrics`.
+
+        Calls `on_nonfinite` for a non-finite loss or gradient, and then does not step (False). Calls
+        `before_step` with the metrics first: if it raises, nothing has changed.
+        """
+        try:
+            norm = self._norm()
+            nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, norm)
+            metrics |= {"grad_norm": float(norm), "lr": lr}
+            bad = [name for name in ("loss", "grad_norm") if not math.isfinite(metrics[name])]
+            if bad:
+                numbers = " and ".join(f"{name} is {metrics[name]}" for name in bad)
+                self.on_nonfinite(f"update of {int(metrics['tokens'])} tokens: {numbers}")
+                return False
+            if self.before_step is not None:
+                self.before_step(metrics)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.begun += 1
+            self.optimizer.step()
+            return True
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def take_norm(self) -> float:
+        """Global norm of the gradients that lie on the parameters, which are removed."""
+        norm = float(self._norm())
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _norm(self) -> Tensor:
+        return whole(nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]))
+
+    def zero_missing_grads(self) -> None:
+        """A gradient of zeros where no backward pass ran: the optimizer then steps all the same."""
+        for p in self.parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's moments and counters."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` gave, bit by bit."""
+        self.optimizer.load_state_dict(state)

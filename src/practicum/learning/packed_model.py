@@ -1,0 +1,254 @@
+"""A model and how it is run: packed, in micro-batches, on its device, in its precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from practicum.dataplane.ragged import Ragged
+from practicum.errors import DataError, EngineError, RecipeError
+from practicum.learning.norms import fuse_norms
+from practicum.learning.packing import Packed, RowSpans
+from practicum.learning.parallel import Parallel, run_in
+from practicum.learning.row_extras import RowExtras
+from practicum.learning.update_metrics import RouterLoad
+from practicum.models.attention import IMPLEMENTATION, packed_forward
+from practicum.models.experts import Routes, routes_of
+from practicum.models.fingerprint import fingerprint_ids
+from practicum.models.vision import is_vision, picture_tokens
+from practicum.recipe.schema.recipe import Train
+
+CPU_MICROBATCH_TOKENS = 2048
+"""On a CPU, larger micro-batches are slower: activations leave the caches (measured, 250 to 4,000 tokens)."""
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+"""Largest difference of the self-test's hidden states, in parts of their largest value."""
+
+
+class PackedModel:
+    """A transformers model with packed attention (models/load_model.py `ready`), with or without a head.
+
+    Holds no state of its own: the same model may be used elsewhere too. At construction the packed forward
+    is compared with the model's own on a short probe; an EngineError names a model that it does not fit.
+    Given `parallel`, the model and its `head` are then sharded over ranks: the same calls on each of them.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        train: Train,
+        parallel: Parallel | None = None,
+        head: nn.Module | None = None,
+    ) -> None:
+        self.model, self.parallel = model, parallel
+        self.device = model.device
+        self.token_budget = train.microbatch_tokens
+        if self.device.type == "cpu":
+            self.token_budget = min(self.token_budget, CPU_MICROBATCH_TOKENS)
+        self.autocast = train.autocast == "bfloat16"
+        self.gradient_checkpointing = train.gradient_checkpointing
+        self.routes = routes_of(model)
+        fuse_norms(model)
+        if self.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._forward: Callable[..., Tensor] = packed_forward
+        if train.compile:
+            _refuse_compile(parallel)
+            self._forward = torch.compile(packed_forward, dynamic=True)
+        self.self_test()
+        self._root = None
+        if parallel is not None:
+            layers = self._layers_of_text()
+            self._root = parallel.shard(model, layers, *([] if head is None else [head]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number type of logprobs, values and losses: float32, or float64 for a float64 model."""
+        return torch.promote_types(self.model.dtype, torch.float32)
+
+    def microbatches(
+        self,
+        rows: RowSpans,
+        *,
+        only: Sequence[int] | None = None,
+        sampled_M: Tensor | None = None,
+        sessions: Sequence[int] | None = None,
+    ) -> Iterator[Packed]:
+        """Micro-batches on the model's device; arguments as of `Rows.microbatches`."""
+        for packed in rows.microbatches(self.token_budget, rows=only, sampled_M=sampled_M, sessions=sessions):
+            yield packed.to(self.device)
+
+    def each(self, microbatches: Iterable[Packed], work: Callable[[Packed], Tensor | None]) -> None:
+        """Do `work` on each micro-batch, and back-propagate the loss that it gives if gradients are on.
+
+        Ranks must go through equally many: one with fewer runs made-up tokens that leave no trace.
+        """
+        if self.parallel is None:
+            for packed in microbatches:
+                self._pass(partial(work, packed), packed)
+            return
+        mine = list(microbatches)
+        most = self.parallel.largest(len(mine))
+        for packed in mine:
+            self._pass(partial(work, packed), packed)
+        blank = self._blank()
+        for _ in range(most - len(mine)):
+            self._pass(lambda: 0.0 * self.hidden(blank).sum(), blank)
+
+    def _pass(self, work: Callable[[], Tensor | None], packed: Packed) -> None:
+        loss = run_in(self._root, work)
+        if loss is not None and torch.is_grad_enabled():
+            self.backward(loss, packed)
+
+    def _blank(self) -> Packed:
+        """A micro-batch of made-up tokens."""
+        ids = torch.tensor(fingerprint_ids(self.model.config.get_text_config().vocab_size))
+        rows = RowSpans(Ragged.from_rows([ids[:1]]), Ragged.from_rows([ids[1:3]]))
+        return rows.pack([0]).to(self.device)
+
+    @torch.no_grad()
+    def _layers_of_text(self) -> list[nn.Module]:
+        """The layers that every forward pass runs: those of a vision tower only run if there are pictures."""
+        found: list[nn.Module] = []
+        layers = [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        hooks = [layer.register_forward_pre_hook(lambda module, _: found.append(module)) for layer in layers]
+        self.hidden(self._blank())
+        for hook in hooks:
+            hook.remove()
+        return found
+
+    def router_load(self) -> RouterLoad | None:
+        """To count which experts are taken; None for a model without routers."""
+        return RouterLoad(self.routes.experts) if self.routes is not None else None
+
+    def hidden(self, packed: Packed, load: RouterLoad | None = None) -> Tensor:
+        """The hidden states [M, hidden] that predict the micro-batch's response tokens.
+
+        Recorded experts are replayed; `load` counts those that were taken.
+        """
+        with self._routed(packed, load):
+            hidden_N = self._forward(
+                self.model,
+                packed.ids_N,
+                packed.positions_N,
+                packed.layout,
+                packed.images,
+                self._picture_tokens(packed),
+            )
+        return hidden_N.index_select(0, packed.gather_M)
+
+    def _picture_tokens(self, packed: Packed) -> Tensor | None:
+        """Which input tokens stand for pictures; others may look so, if the model sampled such a token."""
+        if not packed.images:
+            return None
+        config = self.model.config
+        if not is_vision(config):
+            raise DataError(f"rows came with images, which {type(self.model).__name__} does not take")
+        picture_N = torch.zeros_like(packed.ids_N, dtype=torch.bool)
+        for images, place in zip(packed.images, packed.image_prompts, strict=True):
+            ids = packed.ids_N[place].tolist()
+            picture_N[place] = picture_tokens(config, ids, images).to(picture_N.device)
+        return picture_N
+
+    def backward(self, loss: Tensor, packed: Packed) -> None:
+        """Back-propagate a loss of this micro-batch's hidden states."""
+        # Layers that are computed anew in the backward pass must take the same experts again.
+        with self._routed(packed):
+            loss.backward()
+
+    @contextmanager
+    def _routed(self, packed: Packed, load: RouterLoad | None = None) -> Iterator[None]:
+        """The forward pass inside takes the micro-batch's recorded experts, if it has any."""
+        if packed.experts_N is not None:
+            with self._need_routes().replay(packed.experts_N) as moved:
+                yield
+            if load is not None:
+                load.add(packed.experts_N, moved.share())
+        elif load is not None:
+            with self._need_routes().record() as taken:
+                yield
+            load.add(taken.tensor())
+        else:
+            yield
+
+    def _need_routes(self) -> Routes:
+        if self.routes is None:
+            name = type(self.model).__name__
+            raise DataError(f"rows came with routed_experts, but {name} has no routers to replay them")
+        return self.routes
+
+    @contextmanager
+    def precision(self) -> Iterator[None]:
+        """Mixed precision, if the recipe asks for it; the forward pass and the head belong inside."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+            yield
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Around forward passes whose activations are to be recomputed, if the recipe asks for that."""
+        # transformers' layers recompute in training mode only; dropout is off either way.
+        self.model.train(self.gradient_checkpointing)
+        try:
+            yield
+        finally:
+            self.model.eval()
+
+    @torch.no_grad()
+    def self_test(self) -> None:
+        """Compare hidden states of packed rows that share a prompt with the model's own forward."""
+        name = type(self.model).__name__
+        if self.model.config._attn_implementation != IMPLEMENTATION:
+            raise EngineError(
+                f"{name} does not let its attention be replaced (transformers' AttentionInterface), so "
+                "practicum can't train this architecture"
+            )
+        try:
+            gap = self._probe_gap()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise EngineError(f"{name} can't run packed rows: {error}") from error
+        allowed = _TOLERANCE[self.model.dtype]
+        if not gap <= allowed:
+            raise EngineError(
+                f"{name}: packed rows differ from the model's own forward pass by {gap:.2g} (allowed: "
+                f"{allowed:.2g}), so practicum can't train this architecture: "
+                "its layers do more than causal attention over positions"
+            )
+
+    def _probe_gap(self) -> float:
+        """Largest difference of the two forward passes, in parts of the largest hidden state."""
+        ids = torch.tensor(fingerprint_ids(self.model.config.get_text_config().vocab_size))
+        prompts, responses = [ids[:5], ids[:5], ids[3:5]], [ids[5:9], ids[8:16], ids[9:12]]
+        theirs, experts = [], []
+        for prompt, response in zip(prompts, responses, strict=True):
+            hidden_N, experts_N = self._own_forward(torch.cat([prompt, response[:-1]]))
+            theirs.append(hidden_N[prompt.shape[0] - 1 :])
+            experts.append(experts_N)
+        extras = None
+        if self.routes is not None:
+            # Replayed: rounding may turn a router's choice between two experts that are almost alike.
+            extras = RowExtras(routed_experts=Ragged.from_rows([pad(e, (0, 0, 0, 0, 0, 1)) for e in experts]))
+        rows = RowSpans(Ragged.from_rows(prompts), Ragged.from_rows(responses), extras)
+        packed = rows.pack(range(len(prompts))).to(self.device)
+        mine_M, theirs_M = self.hidden(packed), torch.cat(theirs)
+        return float((mine_M - theirs_M).abs().max() / theirs_M.abs().max())
+
+    def _own_forward(self, ids_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states of one sequence by the model's own forward pass, and the experts taken (CPU)."""
+        ids_1N = ids_N.unsqueeze(0).to(self.device)
+        if self.routes is None:
+            return self.model.base_model(input_ids=ids_1N, use_cache=False).last_hidden_state[0], ids_N[:0]
+        with self.routes.record() as taken:
+            out = self.model.base_model(input_ids=ids_1N, use_cache=False)
+        return out.last_hidden_state[0], taken.tensor().cpu()
+
+
+def _refuse_compile(parallel: Parallel | None) -> None:
+    if parallel is not None:
+        found = f"true with {parallel.world} data-parallel ranks"
+        raise RecipeError("train.compile", found, "false", "Sharded weights are gathered between its graphs.")

@@ -1,0 +1,167 @@
+"""The critic of PPO: a copy of the student's trunk with a scalar head."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from practicum.algorithms.values import value_loss
+from practicum.dataplane.ragged import Ragged
+from practicum.errors import EngineError
+from practicum.learning.learner_checkpoint import Counters, load_learner, save_learner
+from practicum.learning.optimizer import Metrics, OptimizerStepper, lr_at, stop_on_nonfinite
+from practicum.learning.packed_model import PackedModel
+from practicum.learning.packing import Packed, RowSpans
+from practicum.learning.parallel import Parallel, is_sharded
+from practicum.learning.row_extras import RowExtras
+from practicum.learning.update_batch import CriticBatch, need_column
+from practicum.learning.update_metrics import Moments, TokenMeans
+from practicum.recipe.schema.recipe import CriticSection as CriticRecipe
+from practicum.recipe.schema.recipe import Train
+
+
+class ValueLearner:
+    """Values before each response token. `step` is the schedule's training step: the trainer sets it."""
+
+    def __init__(
+        self,
+        student: PreTrainedModel,
+        train: Train,
+        critic: CriticRecipe,
+        *,
+        on_nonfinite: Callable[[str], None] = stop_on_nonfinite,
+        before_step: Callable[[Metrics], None] | None = None,
+        parallel: Parallel | None = None,
+    ) -> None:
+        """Starts as a copy of the student's trunk; the head starts at zero, and so do the values.
+
+        On several ranks it is made before the student's learner, which leaves only a shard of the student.
+        """
+        if is_sharded(student):
+            raise EngineError("the critic is a copy of the whole student: make it before the sharded learner")
+        base = copy.deepcopy(student.base_model)
+        assert isinstance(base, PreTrainedModel)
+        self.train, self.recipe, self.parallel = train, critic, parallel
+        self.version = 0
+        self.step = 0
+        width = base.config.get_text_config().hidden_size
+        self.head = nn.Linear(
+            width, 1, dtype=torch.promote_types(base.dtype, torch.float32), device=base.device
+        )
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        self.trunk = PackedModel(base, train, parallel, self.head)
+        self.model = nn.ModuleDict({"base": base, "head": self.head})
+        self.stepper = OptimizerStepper(
+            self.model.parameters(), train, on_nonfinite=on_nonfinite, before_step=before_step
+        )
+
+    def _values(self, packed: Packed) -> Tensor:
+        with self.trunk.precision():
+            hidden_M = self.trunk.hidden(packed)
+        return self.head(hidden_M.to(self.trunk.dtype)).squeeze(-1)
+
+    @torch.no_grad()
+    def values(self, prompt_ids: Ragged, response_ids: Ragged, *, extras: RowExtras | None = None) -> Ragged:
+        """The value of the state before each response token."""
+        rows = _rows(prompt_ids, response_ids, extras)
+        values_M = torch.empty(sum(response_ids.lengths))
+
+        def estimate(packed: Packed) -> None:
+            values_M[packed.column_M] = self._values(packed).float().cpu()
+
+        self.trunk.each(self.trunk.microbatches(rows), estimate)
+        return Ragged.packed(values_M, response_ids.lengths)
+
+    def update(self, batch: CriticBatch) -> Metrics:
+        """One optimizer step towards the returns, averaged over the mini-batch's sampled tokens."""
+        rows = _rows(batch.prompt_ids, batch.response_ids, batch.extras)
+        sampled_M = need_column(batch, "response_mask", "every update").bool()
+        values_M, returns_M = (
+            need_column(batch, name, "the critic").to(self.trunk.dtype) for name in ("values", "returns")
+        )
+        assert (self.parallel is None) == (batch.whole_tokens is None), "ranks know the whole mini-batch"
+        tokens = int(sampled_M.sum()) if batch.whole_tokens is None else batch.whole_tokens
+        if not tokens:
+            return {"tokens": 0.0}
+        report = _Report(
+            left=Moments.of((returns_M - values_M)[sampled_M]), returns=Moments.of(returns_M[sampled_M])
+        )
+
+        def add(packed: Packed) -> Tensor:
+            old_M, wanted_M = (x_M[packed.column_M] for x_M in (values_M, returns_M))
+            return self._loss(packed, old_M, wanted_M, report.means) / tokens
+
+        with self.trunk.training():
+            self.trunk.each(self.trunk.microbatches(rows, sampled_M=sampled_M), add)
+        self.stepper.zero_missing_grads()
+        if self.parallel is not None:
+            report = _Report.joined(self.parallel.gather(report))
+        metrics = report.result()
+        if self.stepper.step(self._lr(), metrics):
+            self.version += 1
+        return metrics
+
+    def _loss(self, packed: Packed, old_M: Tensor, returns_M: Tensor, means: TokenMeans) -> Tensor:
+        """Forward pass of one micro-batch: the sum of its tokens' losses."""
+        values_M = self._values(packed)
+        old_M, returns_M = old_M.to(values_M.device), returns_M.to(values_M.device)
+        every_M = torch.ones_like(values_M, dtype=torch.bool)
+        terms = value_loss(values_M, old_M, returns_M, every_M, self.recipe.clip)
+        means.add("value_loss", terms.loss_N)
+        means.add("value_mean", old_M)
+        if self.recipe.clip is not None:
+            means.add("value_clipped", terms.stats_N["value_clipped"])
+        return terms.loss_N.sum()
+
+    def _lr(self) -> float:
+        """The student's schedule, scaled to the critic's peak."""
+        return lr_at(self.step, self.train) * self.recipe.lr / self.train.lr
+
+    def save(self, folder: Path) -> None:
+        """Write weights, optimizer and critic.json, for a bit-exact continuation on any number of ranks."""
+        counters = Counters(version=self.version, step=self.step)
+        save_learner(folder, "critic", self.model, self.stepper, counters, self.parallel)
+
+    def load(self, folder: Path) -> None:
+        """Continue from what `save` wrote."""
+        counters = load_learner(folder, "critic", self.model, self.stepper, self.parallel)
+        self.version, self.step = counters.version, counters.step
+
+
+def _rows(prompt_ids: Ragged, response_ids: Ragged, extras: RowExtras | None) -> RowSpans:
+    """The rows for a model that is not the one that sampled them, and so routes by itself."""
+    return RowSpans(prompt_ids, response_ids, extras.own_routing() if extras is not None else None)
+
+
+@dataclass(slots=True)
+class _Report:
+    """What an update measures, over micro-batches and ranks."""
+
+    left: Moments
+    """Of returns - values, before the update."""
+    returns: Moments
+    means: TokenMeans = field(default_factory=TokenMeans)
+
+    @staticmethod
+    def joined(reports: Sequence[_Report]) -> _Report:
+        """What ranks measured, together."""
+        joint = reports[0]
+        for other in reports[1:]:
+            joint.left += other.left
+            joint.returns += other.returns
+            joint.means.merge(other.means)
+        return joint
+
+    def result(self) -> Metrics:
+        """The metrics."""
+        metrics = {"tokens": float(self.returns.count)} | self.means.result()
+        if self.returns.squares > 0.0:
+            metrics["explained_variance"] = 1.0 - self.left.squares / self.returns.squares
+        return metrics | {"loss": metrics["value_loss"]}

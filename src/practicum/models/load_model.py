@@ -1,0 +1,165 @@
+"""Models from a folder, a hub or nowhere, ready for packed attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils.logging import disable_progress_bar
+
+from practicum.errors import RecipeError
+from practicum.models.attention import prepare_attention
+from practicum.models.model_files import read_config, read_tokenizer
+from practicum.models.processor import make_vision_tokenizer
+from practicum.models.tiny_models import made_config
+from practicum.models.tokenizer import make_tokenizer
+from practicum.models.vision import is_vision
+from practicum.recipe.schema.recipe import MakeModel, Model
+
+disable_progress_bar()  # loading and saving would draw into our own display
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RecipeError(
+            "model.device",
+            name,
+            "a device of this machine",
+            "CUDA is not available: use cpu or auto",
+        )
+    return device
+
+
+def make_model(spec: MakeModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+    """A tiny model with random weights, a function of the seed."""
+    config = made_config(spec, tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _loader(config).from_config(config, dtype=torch.float32)
+
+
+def _loader(config: Any) -> Any:
+    """The transformers class that makes models of this config."""
+    return AutoModelForImageTextToText if is_vision(config) else AutoModelForCausalLM
+
+
+def load_tokenizer(spec: Model) -> PreTrainedTokenizerBase:
+    """The recipe's tokenizer, with a padding token."""
+    if spec.make is not None and spec.tokenizer is None:
+        return make_vision_tokenizer() if spec.make.family == "qwen2_5_vl" else make_tokenizer()
+    source = spec.tokenizer or spec.path
+    assert source is not None
+    if spec.tokenizer is None:
+        require_model_folder(source)
+    try:
+        tokenizer = read_tokenizer(source)
+    except (OSError, ValueError) as error:
+        key = "model.tokenizer" if spec.tokenizer else "model.path"
+        raise RecipeError(
+            key, source, "a tokenizer in HuggingFace format", str(error).splitlines()[0]
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise RecipeError(
+            "model.tokenizer",
+            source,
+            "a tokenizer with an end-of-sequence token",
+            "set eos_token in its config",
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(
+    spec: Model, seed: int, *, path: str | None = None, key: str = "model.path"
+) -> PreTrainedModel:
+    """The student (or `path` in its place), on its device, without dropout; `key` is for errors."""
+    source = path or spec.path
+    dtype = getattr(torch, spec.dtype)
+    if source is None:
+        assert spec.make is not None
+        model = make_model(spec.make, load_tokenizer(spec), seed).to(dtype)
+    else:
+        require_model_folder(source, key)
+        try:
+            model = _loader(read_config(source)).from_pretrained(source, dtype=dtype)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise RecipeError(
+                key,
+                source,
+                "a causal language model in HuggingFace format",
+                str(error).splitlines()[0],
+            ) from error
+    return ready(model, pick_device(spec.device))
+
+
+def ready(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Without dropout (sampling and training must see one distribution), with packed attention."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    prepare_attention(model)
+    if model.dtype == torch.float64:
+        model.set_experts_implementation("eager")  # the grouped matrix product knows no doubles
+    model.to(device)  # pyright: ignore[reportArgumentType]  (transformers' wrapper hides the signature)
+    return model.eval()
+
+
+def require_model_folder(source: str, key: str = "model.path") -> None:
+    """A path that looks local must be a folder with a config; a hub name is left to the hub."""
+    looks_local = source.startswith((".", "/", "~")) or source.count("/") != 1 or Path(source).exists()
+    if looks_local and not (Path(source).expanduser() / "config.json").is_file():
+        raise RecipeError(
+            key,
+            source,
+            "a folder with config.json and weights",
+            "train the recipe that makes it first, or check the path",
+        )
+
+
+def model_facts(spec: Model, tokens: int) -> tuple[int | None, int | None]:
+    """Longest sequence and width of the output, as far as the config says; no weights are loaded."""
+    if spec.make is not None:
+        return spec.make.context, tokens
+    assert spec.path is not None
+    require_model_folder(spec.path)
+    try:
+        config = read_config(spec.path)
+    except (OSError, ValueError) as error:
+        expected = "a causal language model in HuggingFace format"
+        raise RecipeError("model.path", spec.path, expected, str(error).splitlines()[0]) from error
+    text = config.get_text_config()
+    return getattr(text, "max_position_embeddings", None), getattr(text, "vocab_size", None)
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """Longest sequence the model was made for, if its config says."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def stop_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, more: Sequence[str] = ()
+) -> frozenset[int]:
+    """Tokens that end an answer: the tokenizer's EOS, the generation config's, and the recipe's."""
+    generation = getattr(model, "generation_config", None)
+    declared = getattr(generation, "eos_token_id", None)
+    ids: list[Any] = [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
+    for text in more:
+        found = tokenizer.encode(text, add_special_tokens=False)
+        if len(found) != 1 or found[0] == tokenizer.unk_token_id:
+            raise RecipeError("rollout.stop", f"{text!r}, {len(found)} tokens", "strings of one token each")
+        ids.append(found[0])
+    return frozenset(int(i) for i in ids if i is not None)

@@ -1,0 +1,154 @@
+"""Weights of an engine: taken from a learner by name, or put aside while the engine sleeps."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import tempfile
+from collections.abc import Iterable
+from typing import Any, BinaryIO, Literal, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from practicum.errors import EngineError
+
+
+def named_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters and saved buffers by name; tied ones appear under each of their names."""
+    return model.state_dict(keep_vars=True)
+
+
+def distinct_tensors(model: PreTrainedModel) -> list[Tensor]:
+    """Every parameter and buffer of the model once."""
+    return list({id(t): t for t in (*model.parameters(), *model.buffers())}.values())
+
+
+def take_weights(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy weights into the model by name; tensors that are the model's own are left as they are.
+
+    Names and shapes are checked before anything is changed. A tied weight may come under any of its names.
+    """
+    given, own = dict(weights), named_tensors(model)
+    _check_names(given, own)
+    _check_tied(given, own)
+    with torch.no_grad():
+        for name, tensor in given.items():
+            if not _is_same_memory(tensor, own[name]):
+                own[name].copy_(tensor)
+
+
+def _is_same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.stride() == b.stride()
+
+
+def _check_names(given: dict[str, Tensor], own: dict[str, Tensor]) -> None:
+    covered = {id(own[name]) for name in given if name in own}
+    missing = [name for name, tensor in own.items() if id(tensor) not in covered]
+    unknown = [name for name in given if name not in own]
+    shapes = [
+        f"{name} is {tuple(tensor.shape)}, expected {tuple(own[name].shape)}"
+        for name, tensor in given.items()
+        if name in own and tensor.shape != own[name].shape
+    ]
+    problems = [
+        f"{len(names)} {what} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
+        for what, names in (
+            ("missing", missing),
+            ("unknown", unknown),
+            ("of another shape", shapes),
+        )
+        if names
+    ]
+    if problems:
+        raise EngineError(
+            f"weights do not fit the engine's model: {'; '.join(problems)}; nothing was loaded. "
+            "Engine and learner must hold the same architecture"
+        )
+
+
+def _check_tied(given: dict[str, Tensor], own: dict[str, Tensor]) -> None:
+    first: dict[int, str] = {}
+    for name, tensor in given.items():
+        other = first.setdefault(id(own[name]), name)
+        if not _is_same_memory(tensor, given[other]) and not torch.equal(tensor, given[other]):
+            raise EngineError(
+                f"{name} and {other} are one tied weight of the engine's model but came with different "
+                "values; nothing was loaded"
+            )
+
+
+OffloadTarget = Literal["host", "disk"]
+"""Where a sleeping model's weights may lie: in the host's memory, or in a file of TMPDIR."""
+
+
+class OffloadedWeights:
+    """A model's parameters, put aside."""
+
+    def __init__(self, model: PreTrainedModel, where: OffloadTarget) -> None:
+        self._parameters = list(model.parameters())
+        self._shapes = [parameter.shape for parameter in self._parameters]
+        self._device = self._parameters[0].device
+        self._file: BinaryIO | None = None
+        self.move(where)
+
+    def move(self, where: OffloadTarget) -> None:
+        """Put them there; from disk they only come back to the device."""
+        if self._file is not None:
+            return
+        if where == "host":
+            for parameter in self._parameters:
+                parameter.data = parameter.data.cpu()
+            return
+        self._file = self._written()
+        for parameter in self._parameters:  # only now that all of it is on disk
+            parameter.data = parameter.data.new_empty(0, device="cpu")
+
+    def _written(self) -> BinaryIO:
+        """A file with all parameters; it stays open until `restore`."""
+        file = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115
+        try:
+            for parameter in self._parameters:
+                file.write(_bytes(parameter.data.cpu().contiguous()))
+            file.flush()
+        except OSError as error:
+            file.close()
+            raise EngineError(
+                f"weights can't be put aside in {tempfile.gettempdir()}: {error}; set TMPDIR to a folder "
+                "with room, or raise runtime.teachers_gb or runtime.teachers_host_gb"
+            ) from error
+        return file
+
+    def restore(self) -> None:
+        """Give the parameters back, bit by bit the same."""
+        if self._file is None:
+            for parameter in self._parameters:
+                parameter.data = parameter.data.to(self._device)
+            return
+        self._file.seek(0)
+        for parameter, shape in zip(self._parameters, self._shapes, strict=True):
+            read_back = parameter.data.new_empty(shape)
+            count = self._file.readinto(_bytes(read_back))  # pyright: ignore[reportAttributeAccessIssue]
+            if count != read_back.nbytes:
+                raise EngineError("the temporary file with a sleeping engine's weights was cut short")
+            parameter.data = read_back.to(self._device)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what was put aside."""
+        if self._file is not None:
+            self._file.close()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    array: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def return_memory(device: torch.device) -> None:
+    """Give freed memory back to the system, where the allocator would keep it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)

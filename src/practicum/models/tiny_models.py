@@ -1,0 +1,96 @@
+"""Configs of the tiny models that a recipe makes on the spot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import (
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    Qwen2_5_VLConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from practicum.models.processor import VISION, VISION_SPECIALS
+from practicum.recipe.schema.recipe import MakeModel
+
+
+def made_config(spec: MakeModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """The config of a model made for this tokenizer."""
+    common: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
+    if spec.family == "gpt2":
+        return GPT2Config(
+            n_embd=spec.hidden,
+            n_layer=spec.layers,
+            n_head=spec.heads,
+            n_positions=spec.context,
+            attn_pdrop=0.0,
+            embd_pdrop=0.0,
+            resid_pdrop=0.0,
+            tie_word_embeddings=True,
+            **common,
+        )
+    common |= {
+        "hidden_size": spec.hidden,
+        "intermediate_size": 3 * spec.hidden,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "max_position_embeddings": spec.context,
+    }
+    if spec.family == "qwen2_5_vl":
+        return _vision_config(spec, tokenizer, common)
+    common |= {"head_dim": spec.head_dim, "tie_word_embeddings": True}
+    if spec.family == "qwen3_moe":
+        # As much work for a token as in a dense model of this width.
+        width = max(1, 3 * spec.hidden // spec.experts_per_token)
+        common |= {"num_experts": spec.experts, "num_experts_per_tok": spec.experts_per_token}
+        return Qwen3MoeConfig(**common, moe_intermediate_size=width, norm_topk_prob=True)
+    return (Qwen3Config if spec.family == "qwen3" else LlamaConfig)(**common)
+
+
+def _vision_config(
+    spec: MakeModel, tokenizer: PreTrainedTokenizerBase, text: dict[str, Any]
+) -> PreTrainedConfig:
+    """A language model as wide as its vision tower, whose patches are those of the made processor."""
+    start, end, image, video = (tokenizer.get_vocab()[token] for token in VISION_SPECIALS)
+    half = spec.hidden // spec.heads // 2
+    space = max(1, 3 * half // 8)
+    depth = max(1, spec.layers // 2)
+    vision = {
+        "depth": depth,
+        # The tower turns each head by two axes of pairs: its width is a multiple of 4 for each head.
+        "hidden_size": 4 * spec.heads * max(1, spec.hidden // (4 * spec.heads)),
+        "intermediate_size": 3 * spec.hidden,
+        "num_heads": spec.heads,
+        "out_hidden_size": spec.hidden,
+        "patch_size": VISION["patch_size"],
+        "spatial_merge_size": VISION["merge_size"],
+        "temporal_patch_size": VISION["temporal_patch_size"],
+        "window_size": 16 * VISION["patch_size"],
+        "fullatt_block_indexes": [depth - 1],
+    }
+    return Qwen2_5_VLConfig(
+        text_config={
+            **text,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "mrope_section": [half - 2 * space, space, space],
+            },
+        },
+        vision_config=vision,
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        tie_word_embeddings=True,
+    )

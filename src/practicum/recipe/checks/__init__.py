@@ -1,0 +1,1 @@
+"""What can't work together, and what would be ignored in silence."""

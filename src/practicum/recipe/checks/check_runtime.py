@@ -1,0 +1,81 @@
+"""Pools that can't be, and options of a cluster that nothing would read there.
+
+A recipe that runs in one process is not asked: what it says of a cluster is for the runs that have one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from practicum.errors import RecipeError
+from practicum.recipe.checks.bin_packing import fit
+from practicum.recipe.checks.rules import unread
+from practicum.recipe.derived import engine_replicas, on_ray, own_models, own_options
+from practicum.recipe.schema.recipe import Recipe
+
+
+def check_runtime(recipe: Recipe) -> Iterator[RecipeError]:
+    """Every problem of a recipe that runs on a cluster."""
+    if not on_ray(recipe):
+        return
+    runtime = recipe.runtime
+    if runtime.address is not None:
+        advice = "only a cluster that the run starts itself has a size to choose: remove it, or the address"
+        yield from unread(runtime, "runtime", ("cpus", "object_store_gb"), "with an address", advice)
+    if runtime.store.kind != "transferqueue":
+        advice = "remove it, or set runtime.store.kind to transferqueue"
+        why = f"with runtime.store.kind {runtime.store.kind}"
+        yield from unread(runtime.store, "runtime.store", ("units", "backend"), why, advice)
+    yield from _devices(recipe)
+    yield from _rollout(recipe)
+    yield from _teachers(recipe)
+
+
+def _devices(recipe: Recipe) -> Iterator[RecipeError]:
+    """A cluster gives out its GPUs itself."""
+    devices = {"model": recipe.model.device}
+    devices |= {path: model.device for path, model in own_models(recipe).items()}
+    for path, device in devices.items():
+        if device.startswith("cuda:"):
+            found, advice = f"{device} with runtime.kind ray", "Ray chooses which GPU a process gets"
+            yield RecipeError(f"{path}.device", found, "auto, cuda or cpu", advice)
+
+
+def _rollout(recipe: Recipe) -> Iterator[RecipeError]:
+    pool, replicas = recipe.pools.rollout, engine_replicas(recipe)
+    if pool is not None and replicas < pool.nodes * pool.devices:
+        yield RecipeError(
+            "rollout.replicas",
+            f"{replicas} with {pool.nodes} × {pool.devices} devices in pools.rollout",
+            f"at least {pool.nodes * pool.devices}",
+            "a device without an engine would stay idle: lower pools.rollout, or remove rollout.replicas",
+        )
+
+
+def _teachers(recipe: Recipe) -> Iterator[RecipeError]:
+    pool, models = recipe.pools.teachers, own_models(recipe)
+    if pool is None:
+        return
+    if not models:
+        advice = "colocated models share the devices of pools.train: remove it, or set their placement to own"
+        found = "a pool without a teacher or reward model of placement own"
+        yield RecipeError("pools.teachers", found, "null", advice)
+        return
+    owns = {path: own_options(model) for path, model in models.items()}
+    wanted = " + ".join(f"{path} {own.replicas} × {own.devices}" for path, own in owns.items())
+    sizes = [float(own.devices) for own in owns.values() for _ in range(own.replicas)]
+    have = pool.nodes * pool.devices
+    if sum(sizes) != have:
+        yield RecipeError(
+            "pools.teachers",
+            f"{pool.nodes} × {pool.devices} = {have} devices",
+            f"{sum(sizes):.0f}: {wanted}",
+            "set the pool to what they take, or their placement.own.replicas and devices to what it has",
+        )
+    elif fit([(size,) for size in sizes], [(float(pool.devices),)] * pool.nodes) is None:
+        yield RecipeError(
+            "pools.teachers",
+            f"{pool.nodes} nodes × {pool.devices} devices",
+            f"nodes into which these fit, each process on one node: {wanted}",
+            "choose other numbers of devices for the pool's nodes or for the processes",
+        )

@@ -1,0 +1,79 @@
+"""The sizes that follow from a recipe: sessions of a step, optimizer steps, totals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from practicum.recipe.schema.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """`samples` is 1 for demonstrations; `baselines` are remax's greedy sessions of a step."""
+
+    supervised: bool
+    steps: int
+    prompts: int
+    samples: int
+    baselines: int
+    epochs: int
+    minibatches: int
+    minibatch_rows: int | None
+    refills: int
+
+    @property
+    def sessions(self) -> int:
+        """Sessions (demonstrations, if supervised) that one step trains on."""
+        return self.prompts * self.samples
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of one step."""
+        return self.epochs * self.minibatches
+
+    def lines(self) -> list[str]:
+        """The arithmetic in words."""
+        if self.supervised:
+            batch = f"{_many(self.prompts, 'demonstration')} per step"
+        else:
+            product = f"{_many(self.prompts, 'prompt')} × {_many(self.samples, 'sample')}"
+            batch = f"{product} = {_many(self.sessions, 'session')} per step"
+            if self.baselines:
+                batch += f", and {self.baselines} greedy ones as baselines"
+            if self.refills:
+                batch += f", refilled up to {_many(self.refills, 'time')}"
+        what = "demonstration" if self.supervised else "session"
+        passes = f"{_many(self.epochs, 'epoch')} × {_many(self.minibatches, 'minibatch')}"
+        updates = _many(self.optimizer_steps, "optimizer step")
+        share = _many(self.sessions // self.minibatches, what)
+        if self.minibatch_rows is not None:
+            each = f"optimizer steps on up to {_many(self.minibatch_rows, 'row')} each"
+            return [batch, f"{_many(self.epochs, 'epoch')} of {each}: how many depends on the rows"]
+        return [
+            batch,
+            f"{passes} = {updates} per step, on {share} each",
+            f"{_many(self.steps, 'step')}: {_many(self.steps * self.sessions, what)} and "
+            f"{_many(self.steps * self.optimizer_steps, 'optimizer step')} in all",
+        ]
+
+
+def count(recipe: Recipe) -> Counts:
+    """The sizes of this recipe's steps."""
+    supervised = recipe.algorithm.loss == "supervised"
+    train, buffer = recipe.train, recipe.buffer
+    return Counts(
+        supervised=supervised,
+        steps=train.steps,
+        prompts=train.prompts,
+        samples=1 if supervised else recipe.rollout.samples,
+        baselines=train.prompts if recipe.algorithm.advantage == "remax" else 0,
+        epochs=train.epochs,
+        minibatches=train.minibatches,
+        minibatch_rows=train.minibatch_rows,
+        refills=buffer.max_refills if buffer.filter_flat_groups else 0,
+    )
+
+
+def _many(number: int, word: str) -> str:
+    plural = f"{word}es" if word.endswith("ch") else f"{word}s"
+    return f"{number:,} {word if number == 1 else plural}"

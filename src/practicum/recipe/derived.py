@@ -1,0 +1,120 @@
+"""What a recipe's settings come to: the ways in which a step learns."""
+
+from __future__ import annotations
+
+from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.runtime_section import Pool
+from practicum.recipe.schema.teacher_sections import Own, OwnPlacement, Placement, RewardModel, Teacher
+
+
+def is_supervised(recipe: Recipe) -> bool:
+    """Whether the batch is demonstrations."""
+    return recipe.algorithm.loss == "supervised"
+
+
+def uses_reward(recipe: Recipe) -> bool:
+    """Whether something is learnt from rewards."""
+    return not is_supervised(recipe) and recipe.reward.weight > 0
+
+
+def computes_reward(recipe: Recipe) -> bool:
+    """Whether training answers are judged at all."""
+    return uses_reward(recipe) or (recipe.reward.watch and not is_supervised(recipe))
+
+
+def distils_by_loss(recipe: Recipe) -> bool:
+    """Whether a divergence from the teachers is back-propagated."""
+    return recipe.distill is not None and recipe.distill.through == "loss"
+
+
+def distils_by_policy(recipe: Recipe) -> bool:
+    """Whether the teachers enter by each token's advantage or reward."""
+    return recipe.distill is not None and recipe.distill.through != "loss"
+
+
+def has_policy_loss(recipe: Recipe) -> bool:
+    """Whether the update has a policy loss, and so advantages."""
+    return not is_supervised(recipe) and (uses_reward(recipe) or distils_by_policy(recipe))
+
+
+def has_advantage_estimator(recipe: Recipe) -> bool:
+    """Whether algorithm.advantage is asked."""
+    through_reward = recipe.distill is not None and recipe.distill.through == "reward"
+    return not is_supervised(recipe) and (uses_reward(recipe) or through_reward)
+
+
+def corrects_mismatch(recipe: Recipe) -> bool:
+    """Whether the policy loss is weighed by the ratio of the learner to the engine."""
+    mismatch = recipe.algorithm.mismatch
+    return mismatch.weights != "off" or mismatch.reject is not None
+
+
+def cuts_sampling(recipe: Recipe) -> bool:
+    """Whether rollouts are not from the student's whole distribution."""
+    rollout = recipe.rollout
+    return rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
+
+
+def compare_temperature(recipe: Recipe) -> float:
+    """Temperature at which student and teachers are compared."""
+    chosen = recipe.distill.temperature if recipe.distill is not None else None
+    return recipe.rollout.temperature if chosen is None else chosen
+
+
+def has_own_process(placement: Placement) -> bool:
+    """Whether a placement means processes of its own."""
+    return placement != "colocated"
+
+
+def own_options(model: Teacher | RewardModel) -> Own:
+    """Options of the placement `own`."""
+    return model.placement.own if isinstance(model.placement, OwnPlacement) else Own()
+
+
+def scores_during_rollout(model: Teacher | RewardModel) -> bool:
+    """Whether rows are scored while others still roll out."""
+    return model.url is not None or has_own_process(model.placement)
+
+
+def session_deadline(recipe: Recipe) -> float:
+    """Seconds one session may take: a loop that hangs fails before all sessions are late."""
+    chosen = recipe.agent.deadline_s
+    return 0.9 * recipe.rollout.deadline_s if chosen is None else chosen
+
+
+def evaluates(recipe: Recipe) -> bool:
+    """Whether evaluations have answers to judge."""
+    return bool(recipe.eval.greedy or recipe.eval.samples)
+
+
+def teacher_numbers(recipe: Recipe) -> dict[str, int]:
+    """Each teacher's number, in the recipe's order."""
+    return {name: number for number, name in enumerate(recipe.teachers)}
+
+
+def on_ray(recipe: Recipe) -> bool:
+    """Whether the roles are actors of a Ray cluster."""
+    return recipe.runtime.kind == "ray"
+
+
+def data_parallel(recipe: Recipe) -> int:
+    """Ranks of the learner: one on each device of the pool train; one in this process."""
+    return _devices(recipe.pools.train) if on_ray(recipe) else 1
+
+
+def engine_replicas(recipe: Recipe) -> int:
+    """Engines of the student."""
+    if not on_ray(recipe):
+        return 1
+    return recipe.rollout.replicas or _devices(recipe.pools.rollout or recipe.pools.train)
+
+
+def own_models(recipe: Recipe) -> dict[str, Teacher | RewardModel]:
+    """Teachers and reward models with processes of their own, by their path in the recipe."""
+    models: dict[str, Teacher | RewardModel] = {f"teachers.{n}": t for n, t in recipe.teachers.items()}
+    models |= {f"reward.models.{n}": m for n, m in recipe.reward.models.items()}
+    return {path: m for path, m in models.items() if m.url is None and has_own_process(m.placement)}
+
+
+def _devices(pool: Pool) -> int:
+    return pool.nodes * pool.devices

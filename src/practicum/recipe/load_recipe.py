@@ -1,0 +1,160 @@
+"""From files and --set to a checked Recipe, with the origin of every value."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from practicum.errors import RecipeError, RecipeErrors
+from practicum.recipe.checks.combinations import combinations
+from practicum.recipe.places import Place, locate
+from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.text import yamlfile
+from practicum.recipe.text.origins import DEFAULT, OVERRIDE, Layers, Origin, leaves, spelled_out
+from practicum.recipe.text.problems import explain, shorten, with_origin
+from practicum.recipe.text.type_text import nearest
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A recipe that passed every check that needs no torch, with the origin of each leaf."""
+
+    recipe: Recipe
+    origins: dict[str, Origin]
+    source: Path
+    places: list[Place] = field(default_factory=list)
+    """Where the files, models and functions that it names were found."""
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """Read a recipe and what it extends, lay `key=value` overrides over it, and check it.
+
+    All mistakes come together in one RecipeErrors.
+    """
+    source = Path(path)
+    layers = Layers()
+    try:
+        for file, document in _chain(source):
+            _add_file(layers, file, document, source)
+    except RecipeError as error:
+        raise RecipeErrors(str(source), [error]) from None
+    layers.add(_parse_overrides(overrides, str(source)), lambda _: OVERRIDE)
+    places = locate(layers.data, layers.origins, source)
+    try:
+        recipe = Recipe.model_validate(layers.data)
+    except ValidationError as error:
+        raise RecipeErrors(str(source), explain(error, layers.origins)) from None
+    origins = {leaf: layers.origins.get(leaf, DEFAULT) for leaf, _ in leaves(recipe.model_dump())}
+    if problems := combinations(recipe):
+        raise RecipeErrors(str(source), [_with_origin(p, layers.origins) for p in problems])
+    return LoadedRecipe(recipe, origins, source, places)
+
+
+def base_files(source: Path) -> list[Path]:
+    """The recipe's file, what it extends, what that extends, and so on."""
+    return [Path(os.path.normpath(file)) for file, _ in _chain(source)[::-1]]
+
+
+def _chain(source: Path) -> list[tuple[Path, yamlfile.Document]]:
+    """The recipe's file and its bases, the deepest base first."""
+    chain: list[tuple[Path, yamlfile.Document]] = []
+    seen: list[Path] = []
+    file = source
+    while True:
+        document = _read(file, extended_by=chain[-1] if chain else None)
+        chain.append((file, document))
+        seen.append(file.resolve())
+        base = document.data.get("extends")
+        if base is None:
+            return chain[::-1]
+        place = f"extends (line {document.lines['extends']} of {file})"
+        if not isinstance(base, str):
+            raise RecipeError(place, shorten(base), "the path of one recipe file")
+        file = file.parent / base
+        if file.resolve() in seen:
+            circle = " → ".join(p.name for p in [*seen, file])
+            raise RecipeError(place, f"a circle: {circle}", "a chain of recipes that ends")
+
+
+def _read(file: Path, extended_by: tuple[Path, yamlfile.Document] | None) -> yamlfile.Document:
+    place = "recipe"
+    if extended_by is not None:
+        by, document = extended_by
+        place = f"extends (line {document.lines['extends']} of {by})"
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise RecipeError(place, f"{reason}: {file}", "a recipe file (YAML)", _other_file(file)) from None
+    except UnicodeDecodeError as error:
+        raise RecipeError(str(file), f"a byte that is not UTF-8 ({error.reason})", "text") from None
+    document = yamlfile.parse(text, str(file))
+    if not isinstance(document.data, dict):
+        found = "an empty file" if document.data is None else shorten(document.data)
+        raise RecipeError(str(file), found, "a mapping of keys to values", "start with: name: …")
+    return document
+
+
+def _other_file(missing: Path) -> str:
+    if not missing.parent.is_dir():
+        return f"the folder {missing.parent} does not exist"
+    there = sorted(p.name for p in missing.parent.iterdir() if p.suffix in (".yaml", ".yml"))
+    stems = {Path(name).stem: name for name in there}
+    close = nearest(missing.stem, stems)
+    return f"did you mean {missing.parent / stems[close]}?" if close else ""
+
+
+def _add_file(layers: Layers, file: Path, document: yamlfile.Document, source: Path) -> None:
+    own = file == source
+    name = "" if own else os.path.relpath(file, source.parent)
+
+    def origin_of(path: str) -> Origin:
+        lines = document.lines  # a value that was spelled out has the line of its section
+        return Origin("file" if own else "base", name, lines.get(path, lines.get(path.rpartition(".")[0])))
+
+    data = {key: value for key, value in document.data.items() if own or key != "extends"}
+    layers.add(data, origin_of)
+
+
+def _parse_overrides(overrides: Sequence[str], source: str) -> dict[str, Any]:
+    """All of --set as one layer; a later one wins over an earlier one."""
+    data: dict[str, Any] = {}
+    problems: list[RecipeError] = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        steps = [step.strip() for step in key.split(".")]
+        if not equals or not all(steps):
+            expected = "key=value, such as train.lr=1e-5"
+            problems.append(RecipeError("--set", shorten(text), expected))
+        elif steps == ["extends"]:
+            advice = "give the other recipe, or write extends into the file"
+            problems.append(RecipeError("--set extends", shorten(value), "any other key", advice))
+        else:
+            try:
+                _place(data, steps, yamlfile.parse(value, f"--set {key}").data)
+            except RecipeError as error:
+                problems.append(error)
+    if problems:
+        raise RecipeErrors(source, problems)
+    return data
+
+
+def _place(data: dict[str, Any], steps: list[str], value: Any) -> None:
+    if (mapping := spelled_out(tuple(steps), value)) is not value:
+        ((key, value),) = mapping.items()
+        steps = [*steps, key]
+    for step in steps[:-1]:
+        if not isinstance(data.get(step), dict):
+            data[step] = {}
+        data = data[step]
+    data[steps[-1]] = value
+
+
+def _with_origin(problem: RecipeError, origins: dict[str, Origin]) -> RecipeError:
+    found = with_origin(problem.found, problem.path, origins)
+    return RecipeError(problem.path, found, problem.expected, problem.suggestion)

@@ -1,0 +1,131 @@
+"""What pydantic found wrong, as RecipeErrors: path, found, expected, and what was meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from practicum.errors import RecipeError
+from practicum.recipe.text.origins import Origin
+from practicum.recipe.text.type_text import (
+    Spot,
+    all_keys,
+    choices,
+    expected_type,
+    find_key,
+    nearest,
+    section_of,
+    unwrap,
+)
+
+_YES_NO = {"yes": "true", "on": "true", "no": "false", "off": "false"}
+
+
+def explain(error: ValidationError, origins: Mapping[str, Origin]) -> list[RecipeError]:
+    """Every problem that a validation found."""
+    found = [(details, find_key(details["loc"])) for details in error.errors(include_url=False)]
+    return [_explain(details, spot, origins) for details, spot in _one_per_union(found)]
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    """A path for people: reward.functions[0].weight."""
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    return text.removeprefix(".") or "the recipe"
+
+
+def shorten(value: Any, limit: int = 60) -> str:
+    """repr of a value, cut to fit on a line; words that YAML knows are written as in YAML."""
+    text = {None: "null", True: "true", False: "false"}[value] if _is_word(value) else repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def with_origin(found: str, path: str, origins: Mapping[str, Origin]) -> str:
+    """`found`, with the file and line or --set it came from."""
+    path = path.partition("[")[0]  # a list has one origin
+    beneath = (o for key, o in origins.items() if key == path or key.startswith(f"{path}."))
+    origin = next(beneath, None)
+    return found if origin is None else f"{found} ({origin})"
+
+
+def unknown_key(path: Sequence[str | int]) -> tuple[str, str]:
+    """For a key that does not exist: what could stand there, and what was probably meant."""
+    *parent, last = path
+    word, level = str(last), dotted(parent) if parent else ""
+    here = section_of(find_key(parent).kind)
+    valid = list(here.model_fields) if here else []
+    prefix = f"{level}." if level else ""
+    where = f"a key of {level}" if level else "a key of the recipe"
+    if close := nearest(word, valid):
+        return where, f"did you mean {prefix}{close}?"
+    known = sorted((key for key, _ in all_keys()), key=lambda key: key.count("."))
+    if elsewhere := [key for key in known if key.rsplit(".", 1)[-1] == word]:
+        return where, f"did you mean {' or '.join(elsewhere[:3])}?"
+    distant = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}
+    if close := nearest(word, distant, cutoff=0.75):
+        return where, f"did you mean {distant[close]}?"
+    return f"{where}: {', '.join(valid)}", "`practicum schema` lists every key"
+
+
+def _one_per_union(found: Sequence[tuple[Any, Spot]]) -> Iterator[tuple[Any, Spot]]:
+    """Pydantic tells of each form of a union why it does not fit; what was meant is one of them.
+
+    Problems inside a form are of a value with that form's shape; a value with no form's shape is one problem.
+    """
+    inside = {spot.union for _, spot in found if spot.union is not None and spot.path != spot.union}
+    for details, spot in found:
+        if spot.union is None or spot.path != spot.union:
+            yield details, spot
+        elif spot.union not in inside:
+            inside.add(spot.union)
+            yield details, spot
+
+
+def _explain(details: Any, spot: Spot, origins: Mapping[str, Origin]) -> RecipeError:
+    value, info, kind = details["input"], spot.info, spot.kind
+    path = dotted(spot.path)
+    if details["type"] == "extra_forbidden":
+        where, meant = unknown_key(spot.path)
+        return RecipeError(path, with_origin("an unknown key", path, origins), where, meant)
+    wanted = expected_type(kind, info.metadata if info else ())
+    if details["type"] == "missing":
+        sentence = (info.description or "").rstrip(".") if info else ""
+        return RecipeError(path, "nothing", f"{wanted} ({sentence})", f"add the key {path}")
+    found = with_origin(shorten(value), path, origins)
+    optional = info is None or not info.is_required()
+    return RecipeError(path, found, wanted, _advice(kind, value, path, optional))
+
+
+def _advice(kind: Any, value: Any, path: str, optional: bool) -> str:
+    inner, _ = unwrap(kind)
+    if words := choices(kind):
+        close = nearest(str(value), words)
+        return f"did you mean {close}?" if close else ""
+    if inner is bool and str(value).lower() in _YES_NO:
+        return f"write {_YES_NO[str(value).lower()]}"
+    if inner in (int, float) and isinstance(value, str) and _is_number(value):
+        return "remove the quotes"
+    if inner is str and isinstance(value, int | float):
+        return "put it in quotes"
+    section = inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None
+    if section is not None:
+        keys = f"its keys are {', '.join(section.model_fields)}"
+        if value is not None:
+            return keys
+        return f"{f'remove {path}' if optional else 'write {}'} to take the defaults; {keys}"
+    if isinstance(value, dict) and get_origin(inner) is list:
+        return f"give the whole list, such as --set '{path}=[…]'"
+    return ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_word(value: Any) -> bool:
+    return value is None or isinstance(value, bool)

@@ -1,0 +1,178 @@
+"""Teachers come to work: each is loaded, started or probed, and what the learner needs of it is fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedModel
+
+from practicum.concurrency.event_loop import run_async
+from practicum.errors import RecipeError
+from practicum.learning.distill_loss import DistillSettings, Head
+from practicum.models.model_files import read_config
+from practicum.models.output_head import OutputHead
+from practicum.places.colocated_teacher import ColocatedTeacher, load_teacher
+from practicum.places.model_cache import ModelCache, Sleepable
+from practicum.places.own_process import OwnTeacher
+from practicum.places.place import ScoreOptions, TeacherPlace
+from practicum.places.probe_teacher import probe
+from practicum.places.remote_teacher import RemoteTeacher
+from practicum.places.vllm_teacher import VllmTeacher
+from practicum.recipe.derived import (
+    compare_temperature,
+    has_own_process,
+    has_policy_loss,
+    own_options,
+    teacher_numbers,
+)
+from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.teacher_sections import Teacher
+from practicum.roles.teachers import Teachers
+
+GIB = 2**30
+
+
+def probe_servers(recipe: Recipe, vocab: int, longest: Mapping[str, int]) -> list[str]:
+    """Whether teachers behind URLs can do what the recipe asks, each for its longest sequence in tokens."""
+    distill = recipe.distill
+    wanted = ScoreOptions(top_k=distill.top_k if distill is not None and distill.signal == "top_k" else 0)
+    findings = []
+    for name, teacher in recipe.teachers.items():
+        if teacher.url is None:
+            continue
+        with closing(RemoteTeacher(name, teacher)) as place:
+            asked = probe(place, wanted, vocab, longest[name])
+            run_async(
+                asked, timeout=teacher.deadline_s, owner=f"the probe of teacher {name} at {teacher.url}"
+            )
+        findings.append(f"teacher {name}: {teacher.url} scores prompts, twice the same")
+    return findings
+
+
+def load_teachers(
+    recipe: Recipe,
+    student: PreTrainedModel,
+    others: Sequence[Sleepable] = (),
+    *,
+    names: Collection[str] | None = None,
+    heads: Mapping[str, OutputHead] | None = None,
+) -> Teachers:
+    """The recipe's teachers (or those of these `names`), ready: colocated ones asleep, own ones loaded.
+
+    Servers are taken as probed (`probe_servers`). If one teacher can't be had, none stays behind. `others`
+    are colocated models that share the memory budgets; `heads` are output heads of teachers elsewhere.
+    """
+    with ExitStack() as undo:
+        places: dict[str, TeacherPlace] = {}
+        for name, teacher in recipe.teachers.items():
+            if names is None or name in names:
+                places[name] = _place(name, teacher, recipe, student)
+                undo.callback(places[name].close)
+        here = [place for place in places.values() if isinstance(place, ColocatedTeacher | VllmTeacher)]
+        colocated = [place for place in here if place.sleeps]
+        known = {name: _moved(head, student.device) for name, head in (heads or {}).items()}
+        known |= _heads(recipe, places, ColocatedTeacher, student.device)
+        residency = make_model_cache(recipe, [*colocated, *others])
+        for name, place in places.items():
+            if isinstance(place, OwnTeacher):
+                place.ready(own_options(recipe.teachers[name]).start_s)
+        known |= _heads(recipe, places, OwnTeacher, student.device)
+        _check_heads(known, student)
+        undo.pop_all()
+        return Teachers(places, residency, known)
+
+
+def vllm_teacher(name: str, recipe: Recipe, student: PreTrainedModel | None, replicas: int) -> VllmTeacher:
+    """A teacher that vLLM computes; the student is needed for a copy of it only."""
+    distill = recipe.distill
+    most = distill.top_k if distill is not None and distill.signal == "top_k" else 0
+    return VllmTeacher(name, recipe.teachers[name], student, most=most, replicas=replicas)
+
+
+def make_model_cache(recipe: Recipe, sleepers: Sequence[Sleepable]) -> ModelCache:
+    """Colocated models, put to sleep within the recipe's budgets."""
+    return ModelCache(sleepers, _bytes(recipe.runtime.teachers_gb), _bytes(recipe.runtime.teachers_host_gb))
+
+
+def signal_width(recipe: Recipe) -> int:
+    """Hidden size of the widest teacher by their configs, if hidden states are what is written of them."""
+    if recipe.distill is None or recipe.distill.signal != "full":
+        return 0
+    widths = []
+    for teacher in recipe.teachers.values():
+        path = recipe.model.path if teacher.student is not None else teacher.model
+        if path is not None:
+            widths.append(read_config(path).get_text_config().hidden_size)
+        elif recipe.model.make is not None:
+            widths.append(recipe.model.make.hidden)
+    return max(widths)
+
+
+def teacher_losses(recipe: Recipe, staff: Teachers) -> DistillSettings:
+    """What the learner needs to know, with teachers numbered in the recipe's order."""
+    assert recipe.distill is not None
+    numbers = teacher_numbers(recipe)
+    shares = recipe.route.shares
+    return DistillSettings(
+        recipe.distill,
+        compare_temperature(recipe),
+        heads=[_cut_head(staff.heads[name]) for name in numbers] if staff.heads else (),
+        alone=not has_policy_loss(recipe),
+        shares=None if shares is None else {numbers[name]: share for name, share in shares.items()},
+    )
+
+
+def _place(name: str, teacher: Teacher, recipe: Recipe, student: PreTrainedModel) -> TeacherPlace:
+    if teacher.url is not None:
+        return RemoteTeacher(name, teacher)
+    if teacher.engine == "vllm":
+        return vllm_teacher(name, recipe, student, own_options(teacher).replicas)
+    if has_own_process(teacher.placement):
+        copies = teacher.student is not None
+        place = OwnTeacher(name, teacher, model=recipe.model if copies else None, seed=recipe.seed)
+        place.start()
+        return place
+    return ColocatedTeacher(name, teacher, load_teacher(name, teacher, student))
+
+
+def _heads(
+    recipe: Recipe,
+    places: dict[str, TeacherPlace],
+    kind: type[ColocatedTeacher] | type[OwnTeacher],
+    device: torch.device,
+) -> dict[str, OutputHead]:
+    """Output heads of the teachers of one kind, on the student's device, if the signal needs them."""
+    if recipe.distill is None or recipe.distill.signal != "full":
+        return {}
+    found = {name: p.head() for name, p in places.items() if isinstance(p, kind)}
+    return {name: _moved(head, device) for name, head in found.items()}
+
+
+def _moved(head: OutputHead, device: torch.device) -> OutputHead:
+    bias = None if head.bias is None else head.bias.to(device)
+    return replace(head, weight=head.weight.to(device), bias=bias)
+
+
+def _check_heads(heads: dict[str, OutputHead], student: PreTrainedModel) -> None:
+    own = student.config.get_text_config().vocab_size
+    for name, head in heads.items():
+        if head.weight.shape[0] != own:
+            raise RecipeError(
+                f"teachers.{name}.model",
+                f"an output head for {head.weight.shape[0]} tokens",
+                f"{own}, the student's",
+                "compare on the teacher's best tokens instead: distill.signal: top_k",
+            )
+
+
+def _cut_head(head: OutputHead) -> Head:
+    """The head for hidden states that are filled up to the widest teacher's size."""
+    width = head.weight.shape[1]
+    return lambda hidden_MH: head.logits(hidden_MH[:, :width])
+
+
+def _bytes(gigabytes: float | None) -> float | None:
+    return None if gigabytes is None else gigabytes * GIB

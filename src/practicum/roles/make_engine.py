@@ -1,0 +1,70 @@
+"""The student's engine, by the kind that the recipe names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from practicum.engines.protocol import Engine
+from practicum.engines.torch.torch_engine import TorchEngine
+from practicum.engines.vllm.vllm_engine import VllmEngine
+from practicum.models.load_model import context_length
+from practicum.places.place import TeacherPlace
+from practicum.places.vllm_teacher import VllmTeacher
+from practicum.recipe.schema.recipe import Recipe
+
+Weights = Iterable[tuple[str, Tensor]]
+
+
+def rollout_context(recipe: Recipe, model_context: int | None) -> int:
+    """Tokens of KV memory for one sequence: the recipe's, else 1,024 of prompt and the answer."""
+    if recipe.rollout.context is not None:
+        return recipe.rollout.context
+    needed = 1024 + recipe.rollout.max_new_tokens
+    return needed if model_context is None else min(needed, model_context)
+
+
+def describe_engines(*parts: Engine | TeacherPlace) -> list[str]:
+    """Of those that are vLLM's, and a warning if they have more threads than the machine has cores."""
+    told: list[str] = []
+    at_once = torch.get_num_threads()
+    for part in parts:
+        if isinstance(part, VllmEngine):
+            told.append(part.describe())
+        elif isinstance(part, VllmTeacher):
+            told += part.describe()
+            at_once += 0 if part.sleeps else sum(engine.facts.threads for engine in part.engines)
+    cores = os.cpu_count() or 1
+    if told and at_once > cores:
+        told.append(
+            f"{at_once} threads may work at once on {cores} cores, and slow each other down: lower "
+            "runtime.threads or vllm.threads"
+        )
+    return told
+
+
+def make_engine(recipe: Recipe, model: PreTrainedModel, weights: Callable[[], tuple[Weights, int]]) -> Engine:
+    """The engine that samples the student's answers, with its weights of now and their version.
+
+    The torch engine samples with the model object itself. vLLM has weights of its own: those that `weights`
+    gives, now and whenever it wakes.
+    """
+    rollout = recipe.rollout
+    context = rollout_context(recipe, context_length(model))
+    if rollout.engine == "torch":
+        return TorchEngine(model, slots=rollout.slots, context=context, keep_tokens=rollout.keep_tokens)
+    from practicum.engines.vllm.make_vllm import EngineSize, engine_of_model
+
+    room = EngineSize(context, rollout.slots, kv_tokens=rollout.slots * context)
+    threads = torch.get_num_threads()
+    engine = engine_of_model("rollout", model, rollout.vllm, room, weights, threads=threads)
+    try:
+        engine.load_weights(*weights())
+    except BaseException:
+        engine.close()
+        raise
+    return engine

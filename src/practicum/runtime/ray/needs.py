@@ -1,0 +1,198 @@
+"""What a recipe wants of a cluster: every actor, with its role and its share of a bundle of devices."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import floor
+
+from practicum.dataplane.plan import Plan
+from practicum.recipe.derived import (
+    computes_reward,
+    engine_replicas,
+    evaluates,
+    own_models,
+    own_options,
+    scores_during_rollout,
+)
+from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.runtime_section import Pool
+from practicum.runtime.ray.actor_sizes import folder_bytes, step_bytes
+
+TRAIN, ROLLOUT, REWARD, STORE = "train", "rollout", "reward", "store"
+"""Roles; those of teachers and reward models are their paths in the recipe, such as teachers.math."""
+TEACHERS, SERVICES = "teachers", "services"
+"""Pools besides train and rollout: of models of their own, and of actors that need no device."""
+PROCESS_BYTES = 300 * 2**20
+"""Host memory of a process that has imported torch and transformers, before any weights."""
+URL_CPUS = 0.1
+"""CPUs of an actor that asks a server."""
+_TRAINED = 4
+"""Weights, gradients and the two moments of Adam, each as large as the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Resources on one machine. Those of one `group` of a pool should be on one machine together."""
+
+    pool: str
+    group: int
+    cpus: float
+    gpus: float = 0.0
+    memory: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """One process: the number of its bundle in `Needs.bundles` (none: it needs no room) and its share."""
+
+    role: str
+    index: int
+    bundle: int | None
+    cpus: float
+    gpus: float = 0.0
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class Needs:
+    """All that a recipe wants; `object_store` is the bytes of one step's rows at their longest."""
+
+    actors: tuple[Actor, ...]
+    bundles: tuple[Bundle, ...]
+    object_store: int = 0
+
+    @property
+    def cpus(self) -> float:
+        return round(sum(bundle.cpus for bundle in self.bundles), 4)
+
+    @property
+    def gpus(self) -> float:
+        return sum(bundle.gpus for bundle in self.bundles)
+
+    @property
+    def memory(self) -> int:
+        return sum(bundle.memory for bundle in self.bundles)
+
+    def actor(self, role: str, index: int = 0) -> Actor:
+        """The actor of a role by its number."""
+        return next(a for a in self.actors if (a.role, a.index) == (role, index))
+
+    def lines(self) -> list[str]:
+        """Pools with their bundles, and roles with their actors, in words."""
+        shapes = Counter((b.pool, b.cpus, b.gpus) for b in self.bundles)
+        pools = [f"{pool}: {count} × {amounts(cpus, gpus)}" for (pool, cpus, gpus), count in shapes.items()]
+        roles = Counter(actor.role for actor in self.actors)
+        actors = ", ".join(f"{count} {role}" for role, count in roles.items())
+        return [*pools, f"{len(self.actors)} actors: {actors}"]
+
+
+def amounts(cpus: float, gpus: float) -> str:
+    """Resources in words: 2 CPUs and 1 GPU."""
+    parts = [f"{cpus:g} CPU{'' if cpus == 1 else 's'}"]
+    if gpus:
+        parts.append(f"{gpus:g} GPU{'' if gpus == 1 else 's'}")
+    return " and ".join(parts)
+
+
+def needs(recipe: Recipe, plan: Plan | None = None, *, gpus: bool) -> Needs:
+    """What the recipe wants, of its teachers only what the plan asks; `gpus`: whether the cluster has any.
+
+    A device is a GPU for models whose device is not cpu, with the CPUs that feed it, else CPUs alone.
+    """
+    actors: list[Actor] = []
+    bundles: list[Bundle] = []
+
+    def add(bundle: Bundle, *shares: tuple[str, int, int]) -> None:
+        """A bundle whose roles (with number and threads) share it evenly."""
+        number = len(bundles)
+        bundles.append(bundle)
+        cpus, devices = (_share(amount, len(shares)) for amount in (bundle.cpus, bundle.gpus))
+        actors.extend(Actor(role, index, number, cpus, devices, threads) for role, index, threads in shares)
+
+    taught = plan is None or "teachers" in plan
+    for bundle, shares in (*_student(recipe, gpus), *_own(recipe, gpus), *_services(recipe)):
+        if taught or not any(role.startswith("teachers.") for role, _, _ in shares):
+            add(bundle, *shares)
+    actors.append(Actor(STORE, 0, None, 0.0))
+    actors.sort(key=lambda actor: (actor.role, actor.index))
+    return Needs(tuple(actors), tuple(bundles), 0 if plan is None else step_bytes(recipe, plan))
+
+
+Placed = tuple[Bundle, list[tuple[str, int, int]]]
+
+
+def _student(recipe: Recipe, gpus: bool) -> Iterator[Placed]:
+    """Learner ranks and engines: together on the devices of train, or in pools of their own."""
+    pools, threads = recipe.pools, recipe.runtime.threads or 1
+    weights = folder_bytes(recipe.model.path) or 0
+    on_gpu = uses_gpu(recipe.model.device, gpus)
+    ranks = pools.train.nodes * pools.train.devices
+    learners = _spread(ranks, pools.train)
+    engines = _spread(engine_replicas(recipe), pools.rollout or pools.train)
+    shared = {TRAIN: learners} | ({} if pools.rollout else {ROLLOUT: engines})
+    if _judges_here(recipe):
+        shared[REWARD] = _spread(recipe.runtime.reward_workers, pools.train)
+    both = [(TRAIN, pools.train, shared)]
+    if pools.rollout is not None:
+        both.append((ROLLOUT, pools.rollout, {ROLLOUT: engines}))
+    for name, pool, roles in both:
+        for device in range(pool.nodes * pool.devices):
+            shares = [(role, index, threads) for role, on in roles.items() for index in on[device]]
+            held = sum(_TRAINED * weights // ranks if role == TRAIN else weights for role, _, _ in shares)
+            memory = PROCESS_BYTES * len(shares) + (0 if on_gpu else held)
+            yield Bundle(name, device // pool.devices, float(threads), float(on_gpu), memory), shares
+
+
+def _own(recipe: Recipe, gpus: bool) -> Iterator[Placed]:
+    """Replicas of teachers and reward models, each whole on one machine."""
+    number = 0
+    for path, model in own_models(recipe).items():
+        own = own_options(model)
+        on_gpu = uses_gpu(model.device, gpus)
+        cpus = float(own.threads if on_gpu else own.threads * own.devices)
+        memory = PROCESS_BYTES + (0 if on_gpu else folder_bytes(model.model) or 0)
+        for index in range(own.replicas):
+            bundle = Bundle(TEACHERS, number, cpus, float(own.devices * on_gpu), memory)
+            yield bundle, [(path, index, own.threads)]
+            number += 1
+
+
+def _services(recipe: Recipe) -> Iterator[Placed]:
+    """What needs no device: reward workers, clients of servers, TransferQueue."""
+    runtime = recipe.runtime
+    if (computes_reward(recipe) or evaluates(recipe)) and not _judges_here(recipe):
+        for index in range(runtime.reward_workers):
+            yield Bundle(SERVICES, index, 1.0, memory=PROCESS_BYTES), [(REWARD, index, 1)]
+    for name, teacher in recipe.teachers.items():
+        if teacher.url is not None:
+            yield Bundle(SERVICES, 0, URL_CPUS, memory=PROCESS_BYTES), [(f"teachers.{name}", 0, 1)]
+    if runtime.store.kind == "transferqueue":
+        for index in range(runtime.store.units + 1):  # the first is their controller
+            held = round(runtime.store.unit_gb * 2**30) if index else 0
+            yield Bundle(STORE, index, 1.0, memory=PROCESS_BYTES + held), [(STORE, index + 1, 1)]
+
+
+def _judges_here(recipe: Recipe) -> bool:
+    """Whether reward workers hold colocated models, and so share the devices of train."""
+    models = recipe.reward.models.values()
+    return (computes_reward(recipe) or evaluates(recipe)) and any(
+        not scores_during_rollout(model) for model in models
+    )
+
+
+def uses_gpu(device: str, gpus: bool) -> bool:
+    """Whether a model of this device is put on a GPU: auto takes one where the cluster has some."""
+    return device.startswith("cuda") or (device == "auto" and gpus)
+
+
+def _spread(count: int, pool: Pool) -> Mapping[int, list[int]]:
+    """The numbers of a role's actors on each device of a pool, in turn."""
+    devices = pool.nodes * pool.devices
+    return {device: list(range(device, count, devices)) for device in range(devices)}
+
+
+def _share(amount: float, parts: int) -> float:
+    """An even share, rounded down to what Ray counts in."""
+    return floor(amount * 10_000 / parts) / 10_000

@@ -1,0 +1,189 @@
+"""A rollout replica: an engine of its own, the sessions on it, and a thread that writes their rows."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, NamedTuple
+
+from practicum.concurrency.event_loop import event_loop
+from practicum.concurrency.gather import gather_all
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.plan import Plan, evaluation_plan
+from practicum.errors import EngineError
+from practicum.models.load_model import context_length, load_model, load_tokenizer
+from practicum.roles.make_engine import Weights, describe_engines, make_engine, rollout_context
+from practicum.roles.session_runner import SessionRow, SessionRunner
+from practicum.runtime.ray.weight_transport import Manifest, receive
+from practicum.runtime.ray.worker import Worker
+from practicum.sessions.attempts import Attempt
+from practicum.sessions.prompt_encoder import make_encoder
+from practicum.sessions.session import SessionStart
+from practicum.sessions.tools.toolbox import Toolbox
+from practicum.tasks.prompts import Prompt
+from practicum.tasks.rewards import RewardFunctions
+from practicum.teachers.route import teacher_of
+
+
+class RolloutRequest(NamedTuple):
+    """Sessions to be run: for training or an evaluation, by weights of one version."""
+
+    exam: bool
+    attempts: Sequence[Attempt]
+    partition: str
+    seed: int
+    version: int
+    eager: bool
+    """Whether sessions are to be reported as they finish, because others wait for them."""
+
+
+class RolloutWorker(Worker):
+    """An asynchronous actor: many orders at once share the engine."""
+
+    async def begin(self, plan: Plan, manifest: Manifest | None) -> None:
+        """Load the model and, if there are newer weights, these."""
+        recipe = self.recipe
+        model = load_model(recipe.model, recipe.seed).requires_grad_(False)
+        self._manifest: Manifest | None = None
+        self.engine, self.toolbox = make_engine(recipe, model, self._weights), Toolbox(recipe.agent.tools)
+        sessions = partial(
+            SessionRunner,
+            recipe,
+            store=self.store,
+            engine=self.engine,
+            encoder=make_encoder(recipe, load_tokenizer(recipe.model)),
+            judge=RewardFunctions(recipe.tasks, recipe.reward),
+            toolbox=self.toolbox,
+            context=rollout_context(recipe, context_length(model)),
+            config=model.config,
+        )
+        route = partial(teacher_of, route=recipe.route, teachers=recipe.teachers, seed=recipe.seed)
+        self._train = sessions(plan, teacher_of=route if "teachers" in plan else None)
+        self._exam = sessions(evaluation_plan())
+        self._writer = RowWriter()
+        if manifest is not None:
+            self._load(manifest)
+
+    async def run(self, order: RolloutRequest) -> AsyncIterator[BatchRef]:
+        """Run sessions; gives the rows of those that are finished and written, at the latest in the end."""
+        if self.engine.version != order.version:
+            raise EngineError(
+                f"this engine has weights of version {self.engine.version} and was asked to sample with "
+                f"{order.version}: it missed an update"
+            )
+        sessions = self._exam if order.exam else self._train
+        prompts = {a.prompt.uid: a.prompt for a in order.attempts}
+        starts = {uid: sessions.start(prompt) for uid, prompt in prompts.items()}
+        # Each piece is a trip to the other event loop and back, and a put: sessions that nobody waits for
+        # are one piece.
+        pieces = [[a] for a in order.attempts] if order.eager else [list(order.attempts)]
+        running = [_begin(self._piece(sessions, piece, starts, order)) for piece in pieces]
+        try:
+            for done in asyncio.as_completed(running):
+                yield await done
+        finally:
+            for future in running:
+                future.cancel()
+
+    async def demonstrate(self, prompts: Sequence[Prompt], partition: str) -> BatchRef:
+        """Write what an expert does with each prompt."""
+        running = [_begin(self._train.demonstrate(prompt)) for prompt in prompts]
+        rows = [row for rows in await asyncio.gather(*running) for row in rows]
+        writes = self._train.plan["demonstrate"].writes
+        return await asyncio.to_thread(self._train.put, partition, rows, writes)
+
+    async def load(self, manifest: Manifest) -> None:
+        """Take the weights of a version; what was computed with older ones is never used again."""
+        await asyncio.to_thread(self._load, manifest)
+
+    async def sleep(self) -> None:
+        """Free memory for others until `wake`."""
+        await asyncio.to_thread(self.engine.sleep)
+
+    async def wake(self) -> None:
+        """Be ready again."""
+        await asyncio.to_thread(self.engine.wake)
+
+    async def describe(self) -> list[str]:
+        """Its engine, if it has a process of its own."""
+        return describe_engines(self.engine)
+
+    async def fingerprint(self) -> list[float]:
+        """Logprobs of a fixed sequence by the weights that the engine has."""
+        return (await asyncio.to_thread(self.engine.fingerprint)).tolist()
+
+    def _load(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self.engine.load_weights(*self._weights())
+
+    def _weights(self) -> tuple[Weights, int]:
+        """Those that were given last, or of the model as it starts."""
+        if self._manifest is None:
+            return load_model(self.recipe.model, self.recipe.seed).named_parameters(), 0
+        return receive(self._manifest, timeout=self.recipe.runtime.store_s), self._manifest.version
+
+    async def _piece(
+        self,
+        sessions: SessionRunner,
+        piece: Sequence[Attempt],
+        starts: Mapping[int, SessionStart],
+        order: RolloutRequest,
+    ) -> BatchRef:
+        """Run sessions at once, and write their rows together."""
+        found = await gather_all(sessions.run(a, starts[a.prompt.uid], order.seed) for a in piece)
+        rows = [row for rows in found for row in rows]
+        return await asyncio.wrap_future(self._writer.put(sessions, order.partition, rows))
+
+
+def _begin(work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
+    """Start on the process's event loop, to be awaited on the actor's."""
+    return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, event_loop()))
+
+
+class _Waiting(NamedTuple):
+    sessions: SessionRunner
+    partition: str
+    rows: list[SessionRow]
+    written: Future[BatchRef]
+
+
+class RowWriter:
+    """Writes the rows of finished sessions; those that came during one put go together into the next."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[_Waiting] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="practicum-writer", daemon=True).start()
+
+    def put(self, sessions: SessionRunner, partition: str, rows: list[SessionRow]) -> Future[BatchRef]:
+        """To be done when the rows are in the store."""
+        waiting = _Waiting(sessions, partition, rows, Future())
+        self._queue.put(waiting)
+        return waiting.written
+
+    def _run(self) -> None:
+        while True:
+            waiting = [self._queue.get()]
+            while not self._queue.empty():
+                waiting.append(self._queue.get())
+            # Those of a cancelled order are nobody's; the others can't be cancelled from here on.
+            waiting = [one for one in waiting if one.written.set_running_or_notify_cancel()]
+            kinds = {(id(one.sessions), one.partition): one for one in waiting}
+            for (sessions, partition), first in kinds.items():
+                same = [one for one in waiting if (id(one.sessions), one.partition) == (sessions, partition)]
+                self._write(first.sessions, partition, same)
+
+    def _write(self, sessions: SessionRunner, partition: str, same: list[_Waiting]) -> None:
+        try:
+            rows = [row for one in same for row in one.rows]
+            sessions.put(partition, rows, sessions.plan["rollout"].writes)
+        except BaseException as error:
+            for one in same:
+                one.written.set_exception(error)
+            return
+        for one in same:
+            keys = tuple(row.key for row in one.rows)
+            one.written.set_result(BatchRef(partition, keys, tuple(row.tags for row in one.rows)))

@@ -1,0 +1,103 @@
+"""A replica of a teacher with resources of its own: reads rows from the store, scores them, writes scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from practicum.concurrency.event_loop import run_async
+from practicum.concurrency.open_time import OpenTime
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.keys import Key
+from practicum.dataplane.plan import Plan
+from practicum.errors import TeacherError
+from practicum.models.load_model import load_model, load_tokenizer, model_facts
+from practicum.models.output_head import OutputHead
+from practicum.places.colocated_teacher import ColocatedTeacher, load_teacher
+from practicum.places.model_cache import ModelCache
+from practicum.places.remote_teacher import RemoteTeacher
+from practicum.places.vllm_teacher import VllmTeacher
+from practicum.recipe.derived import own_options
+from practicum.recipe.schema.recipe import Recipe
+from practicum.roles.load_teachers import signal_width, vllm_teacher
+from practicum.roles.teachers import TeacherRole, Teachers
+from practicum.runtime.ray.weight_transport import Manifest, receive
+from practicum.runtime.ray.worker import NoEngine, StoreHandle, Worker
+from practicum.tasks.prompts import Prompt
+
+
+class _AlwaysAwake(ModelCache):
+    """For a model that shares its device with nobody."""
+
+    def __init__(self) -> None:
+        super().__init__([], None, None)
+
+    @contextmanager
+    def awake(self, name: str) -> Iterator[None]:
+        yield
+
+
+class TeacherWorker(Worker):
+    """One teacher of the recipe: a model in this process, or a server that it asks."""
+
+    def __init__(self, recipe: Recipe, handle: StoreHandle, name: str) -> None:
+        super().__init__(recipe, handle, own_options(recipe.teachers[name]).threads)
+        self.name = name
+
+    def begin(self, plan: Plan, manifest: Manifest | None) -> None:
+        """Load the model; `manifest` are newer weights, for a teacher that is a copy of the student."""
+        recipe, name = self.recipe, self.name
+        teacher = recipe.teachers[name]
+        tokenizer = load_tokenizer(recipe.model)
+        _, vocab = model_facts(recipe.model, len(tokenizer))
+        if teacher.url is not None:
+            self.place = RemoteTeacher(name, teacher)
+        else:
+            student = load_model(recipe.model, recipe.seed) if teacher.student is not None else None
+            self.place = self._model_place(student)
+        staff = Teachers({name: self.place}, _AlwaysAwake(), least_width=signal_width(recipe))
+        self.faculty = TeacherRole(recipe, plan, self.store, staff, NoEngine(), tokenizer, vocab=vocab)
+        self._busy = OpenTime()
+        if manifest is not None:
+            self.take(manifest)
+
+    def _model_place(self, student: PreTrainedModel | None) -> ColocatedTeacher | VllmTeacher:
+        teacher = self.recipe.teachers[self.name]
+        if teacher.engine == "vllm":
+            return vllm_teacher(self.name, self.recipe, student, replicas=1)
+        return ColocatedTeacher(self.name, teacher, load_teacher(self.name, teacher, student))
+
+    def correct(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> float:
+        """Score rows and write the scores; gives the seconds of scoring so far."""
+        timeout = self.recipe.teachers[self.name].deadline_s
+        owner = f"teacher {self.name} ({len(batch)} rows)"
+        run_async(self._correct(batch, prompts), timeout=timeout, owner=owner)
+        return self._busy.seconds
+
+    async def _correct(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
+        with self._busy.work():
+            await self.faculty.correct(self.name, batch, prompts)
+
+    def describe(self) -> list[str]:
+        """Its engine, if that has a process of its own."""
+        return self.place.describe() if isinstance(self.place, VllmTeacher) else []
+
+    def head(self) -> OutputHead:
+        """Its output head as it is now."""
+        if isinstance(self.place, RemoteTeacher):
+            raise TeacherError(f"teacher {self.name} is behind a URL: its weights are not here")
+        return self.place.head()
+
+    def take(self, manifest: Manifest) -> None:
+        """Become a copy of the student as these weights are."""
+        received = receive(manifest, timeout=self.recipe.runtime.store_s)
+        # A copy of its own: what was received is a view of memory that others let go of.
+        weights = {key: x.clone() for key, x in received}
+        self.faculty.give_weights(self.name, weights, manifest.version)
+
+    def save(self, folder: Path) -> None:
+        """Write what it took of the student, for `TrainWorker.publish_copy`."""
+        self.faculty.save(folder)

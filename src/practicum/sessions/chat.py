@@ -1,0 +1,181 @@
+"""How a conversation goes on: the text to append, never a second tokenisation of what is there.
+
+A chat template is a function of all messages. So it is asked for the longer conversation, and what that adds
+to the text that is already there is appended. Where it rewrites that text, there is nothing to append.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from practicum.errors import EngineError, SessionError
+from practicum.models.images import Images
+from practicum.tasks.messages import Message, message_text
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStart:
+    """A prompt as the model gets it; `messages` (the system's too) is None for a plain-text prompt.
+
+    `tools` are the schemas that the chat template shows to the model.
+    """
+
+    ids: list[int]
+    images: Images | None = None
+    messages: list[Message] | None = None
+    tools: Sequence[Mapping[str, Any]] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenTurn:
+    """The turn that is open: what the model wrote, and the text of the stop token that ended it, if any."""
+
+    content: str = ""
+    end: str = ""
+
+    def messages(self) -> list[Message]:
+        """The turn as a message; none for a turn that has nothing yet."""
+        return [{"role": "assistant", "content": self.content}] if self.content or self.end else []
+
+
+class Format(Protocol):
+    """How messages become text and tokens, for one kind of prompt."""
+
+    def extend(self, messages: Sequence[Message], written: WrittenTurn, new: Sequence[Message]) -> str | None:
+        """The text between the open turn, which follows `messages`, and the next turn, which follows `new`.
+
+        None if the text that is there would have to change.
+        """
+        ...
+
+    def open(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens of a conversation up to the model's turn. Those of the prompt stay as they are if it
+        begins with the prompt."""
+        ...
+
+
+class PlainFormat:
+    """A plain-text prompt, after which messages are written between bars: `|42|`."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, start: SessionStart, opening: list[Message]
+    ) -> None:
+        self._tokenizer, self._start, self._opening = tokenizer, start, opening
+
+    def extend(self, messages: Sequence[Message], written: WrittenTurn, new: Sequence[Message]) -> str | None:
+        return "".join(_between_bars(message) for message in new)
+
+    def open(self, messages: Sequence[Message]) -> list[int]:
+        if begins_with(messages, self._opening):
+            later = self.extend(self._opening, WrittenTurn(), messages[len(self._opening) :])
+            return [*self._start.ids, *tokenise(self._tokenizer, later or "")]
+        first, *rest = messages
+        text = f"{message_text(first)}{self.extend([first], WrittenTurn(), rest)}"
+        first_id = self._start.ids[0]
+        bos = [first_id] if first_id == self._tokenizer.bos_token_id else []
+        return [*bos, *tokenise(self._tokenizer, text)]
+
+
+class Chat:
+    """Messages through the tokenizer's chat template, with the tools' schemas."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, start: SessionStart, opening: list[Message]
+    ) -> None:
+        self._tokenizer, self._start, self._opening = tokenizer, start, opening
+
+    def extend(self, messages: Sequence[Message], written: WrittenTurn, new: Sequence[Message]) -> str | None:
+        if not messages:
+            raise SessionError(
+                "a trajectory that was opened with tokens goes on with tokens, not with messages"
+            )
+        there = self.render(messages) + written.content + written.end
+        longer = self.render([*messages, *written.messages(), *new])
+        return longer[len(there) :] if longer.startswith(there) else None
+
+    def open(self, messages: Sequence[Message]) -> list[int]:
+        text = self.render(messages)
+        if self._start.images is None or not begins_with(messages, self._opening):
+            return tokenise(self._tokenizer, text)
+        # A picture's place in the text is one token, and as many as the picture needs in the prompt.
+        before = self.render(self._opening, ask=False)
+        asking = tokenise(self._tokenizer, self.render(self._opening).removeprefix(before))
+        kept = len(self._start.ids) - len(asking)
+        if not text.startswith(before) or self._start.ids[kept:] != asking:
+            raise EngineError(
+                "the chat template rewrites a prompt with pictures, which can't be opened again"
+            )
+        return [*self._start.ids[:kept], *tokenise(self._tokenizer, text.removeprefix(before))]
+
+    def render(self, messages: Sequence[Message], *, ask: bool = True) -> str:
+        """The conversation as text; unless `ask` is false, up to where the model's turn begins."""
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=[dict(tool) for tool in self._start.tools] or None,
+                add_generation_prompt=ask,
+                tokenize=False,
+            )
+        except Exception as error:
+            # Templates refuse roles they do not know with an error of the template engine.
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise EngineError(f"the chat template refused a conversation ({roles}): {error}") from error
+        return str(text)
+
+
+def user(text: str) -> Message:
+    """A message of the user's."""
+    return {"role": "user", "content": text}
+
+
+def tool_result(name: str, text: str) -> Message:
+    """A message with what a tool said."""
+    return {"role": "tool", "name": name, "content": text}
+
+
+def tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text, nothing put around it."""
+    return [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]] if text else []
+
+
+def read(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, specials: bool) -> str:
+    """The text of tokens as it is; with or without special tokens."""
+    text = tokenizer.decode(list(ids), skip_special_tokens=not specials, clean_up_tokenization_spaces=False)
+    return str(text)
+
+
+def begins_with(messages: Sequence[Message], opening: Sequence[Message]) -> bool:
+    """Whether a conversation begins with these messages."""
+    return list(messages[: len(opening)]) == list(opening)
+
+
+def check_messages(messages: Sequence[Any]) -> list[Message]:
+    """Messages that a session may go on with: role and text; pictures belong to the prompt."""
+    for message in messages:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise SessionError(f"found {message!r} among messages, expected role and content")
+        if not _is_text(message["content"]):
+            raise SessionError(
+                f"a {message['role']} message after the prompt holds something else than text: pictures can "
+                "be part of the prompt only"
+            )
+    return [dict(message) for message in messages]
+
+
+def _is_text(content: object) -> bool:
+    if isinstance(content, list):
+        return all(isinstance(part, Mapping) and part.get("type") == "text" for part in content)
+    return isinstance(content, str)
+
+
+def _between_bars(message: Message) -> str:
+    if message["role"] not in ("user", "tool"):
+        raise SessionError(
+            f"a plain-text prompt goes on with text, user and tool messages, not with a {message['role']} "
+            "message: set the task's chat to true"
+        )
+    return f"|{message_text(message)}|"

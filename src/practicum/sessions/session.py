@@ -1,0 +1,273 @@
+"""A session: one attempt at a prompt, of one or more turns, that leaves one or more trajectories."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any, Literal, cast
+
+from transformers import PreTrainedTokenizerBase
+
+from practicum.engines.protocol import Counter, Sampling
+from practicum.errors import RecipeError, SessionError
+from practicum.recipe.schema.agent import Agent
+from practicum.sessions.chat import (
+    Chat,
+    Format,
+    PlainFormat,
+    SessionStart,
+    WrittenTurn,
+    begins_with,
+    check_messages,
+    read,
+    tokenise,
+    user,
+)
+from practicum.sessions.policies import Policy
+from practicum.sessions.tools.toolbox import Toolbox, ToolOutcome
+from practicum.sessions.trajectory import Trajectory
+from practicum.tasks.messages import Message
+from practicum.tasks.prompts import Prompt
+from practicum.user_code import repr_of
+
+New = str | Sequence[Message] | Sequence[int]
+"""What a conversation goes on with: text, messages, or tokens as they are."""
+
+
+@dataclass(frozen=True)
+class ModelTurn:
+    """What the model wrote. `finish` is "context" if the context was full before the turn was done."""
+
+    tokens: list[int]
+    finish: Literal["stop", "length", "context"]
+    tokenizer: PreTrainedTokenizerBase = field(repr=False, compare=False)
+
+    @cached_property
+    def text(self) -> str:
+        """The tokens for people and checkers, special ones left out; made when it is first asked for."""
+        return read(self.tokenizer, self.tokens, specials=False)
+
+
+class Session:
+    """What an agent loop works with: the prompt, the model, tools, and the trajectories it opens.
+
+    Every turn of every session has its own randomness, so a session's samples do not depend on others. A
+    trajectory with the prompt is open from the start.
+    """
+
+    trajectory: Trajectory
+    """The one that `generate` goes on with."""
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        start: SessionStart,
+        index: int,
+        policy: Policy,
+        sampling: Sampling,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        context: int,
+        agent: Agent,
+        toolbox: Toolbox | None = None,
+        check: Callable[[str], float] | None = None,
+        seed: int = 0,
+        attempt: int = 0,
+    ) -> None:
+        self.prompt, self.start, self.index = prompt, start, index
+        self.tokenizer, self.sampling, self.context = tokenizer, sampling, context
+        self.agent, self.toolbox, self.check = agent, toolbox, check
+        self.opening: list[Message] = start.messages or [user(cast(str, prompt.content))]
+        """The prompt as messages, the system's too."""
+        kind = PlainFormat if start.messages is None else Chat
+        self._format: Format = kind(tokenizer, start, self.opening)
+        self._policy, self._seed, self._attempt = policy, seed, attempt
+        self._branch: tuple[int, ...] = ()
+        self._turn, self._busy = 0, False
+        self._opened: list[Trajectory] = []
+        self._forks: list[Session] = []
+        self._left: tuple[Trajectory, int] | None = None
+        """Of a fork: the trajectory it goes on from, and the turns that this one had then."""
+        self.new_trajectory()
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """All that were opened, this session's and its forks', in an order that does not depend on time.
+
+        A fork's come before the trajectory it left if this one went on since, else after it. So the last
+        one has the session's last turn.
+        """
+        return [t for own in self._opened for t in self._with_forks(own)]
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation of the current trajectory."""
+        return [*self.trajectory.messages, *self._written().messages()]
+
+    @property
+    def room(self) -> int:
+        """Tokens left in the context of the current trajectory."""
+        return self.context - len(self.trajectory)
+
+    def room_after(self, new: New | None) -> int:
+        """Tokens that `generate` would have for a turn after this; below 1, there is no room for it."""
+        trajectory, given, _ = self._go_on(new)
+        return self.context - len(trajectory) - len(given)
+
+    async def generate(
+        self,
+        new: New | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        stop: Collection[int] | None = None,
+    ) -> ModelTurn:
+        """Append what is new, then sample a turn; another length or other stop tokens, if given.
+
+        Text is a user message in a chat, and goes as it is after a plain-text prompt. With no room left,
+        nothing is appended or sampled. The distribution is the recipe's in every turn: it is the one that
+        the learner trains.
+        """
+        if self._busy:
+            raise SessionError("a session takes one turn at a time: fork() it to sample side by side")
+        wanted = self.sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
+        if wanted < 1:
+            raise SessionError(f"max_new_tokens is {wanted}, expected 1 or more")
+        self._busy = True
+        try:
+            return await self._take_turn(new, wanted, self.sampling.stop if stop is None else stop)
+        finally:
+            self._busy = False
+
+    async def tool(self, name: str, arguments: Mapping[str, Any]) -> ToolOutcome:
+        """Call a tool; what went wrong with it is its text, for the model to read."""
+        if self.toolbox is None or not self.toolbox.tools:
+            found = f"none, and agent.loop {self.agent.loop} calls {repr_of(name, 60)}"
+            raise RecipeError("agent.tools", found, "the tools that the loop calls", "add it to agent.tools")
+        trajectory = self.trajectory
+        trajectory.tool_calls += 1
+        ran = await self.toolbox.run(name, arguments)
+        await asyncio.sleep(0)  # some tools never wait: a loop that calls them lets others work all the same
+        trajectory.tool_errors += not ran.ok
+        trajectory.trace = trajectory.trace or ran.trace
+        return ran
+
+    def fork(self) -> Session:
+        """Another session that goes on from here; its trajectories belong to this one's too.
+
+        All tokens so far are the prompt of its first trajectory: they are trained where they were sampled.
+        """
+        fork, now = copy(self), self.trajectory
+        fork._branch, fork._turn, fork._busy = (*self._branch, len(self._forks)), 0, False
+        fork._opened, fork._forks, fork._left = [], [], (now, now.turns)
+        fork._open(Trajectory(now.ids(), now.images, list(now.messages), now.turn_start))
+        self._forks.append(fork)
+        return fork
+
+    def new_trajectory(self, context: New | None = None) -> Trajectory:
+        """Open a context and go on with it: the prompt's, or another one as text, messages or tokens."""
+        if context is None:
+            return self._open(self._of_tokens(self.start.ids))
+        if (ids := _as_ids(context)) is not None:
+            return self._open(self._of_tokens(ids))
+        messages = [user(context)] if isinstance(context, str) else cast(Sequence[Message], context)
+        known = len(self.opening) if begins_with(messages, self.opening) else 0
+        return self._open(self._of_messages([*messages[:known], *check_messages(messages[known:])]))
+
+    def said(self, trajectory: Trajectory | None = None) -> list[str]:
+        """The text of each turn that the model wrote."""
+        turns = (self.trajectory if trajectory is None else trajectory).sampled()
+        return [read(self.tokenizer, ids, specials=False) for ids in turns]
+
+    def text(self, trajectory: Trajectory | None = None) -> str:
+        """All that the model wrote, for people and checkers."""
+        return "".join(self.said(trajectory))
+
+    async def _take_turn(self, new: New | None, wanted: int, stop: Collection[int]) -> ModelTurn:
+        trajectory, given, messages = self._go_on(new)
+        room = self.context - len(trajectory) - len(given)
+        if room < 1:
+            await asyncio.sleep(0)  # a loop that goes on and on lets others work, and its deadline pass
+            self.trajectory.finish = "context"
+            return ModelTurn([], "context", self.tokenizer)
+        if trajectory is not self.trajectory:
+            self._open(trajectory)
+        trajectory.add_given(given)
+        if messages is not None:
+            trajectory.messages, trajectory.turn_start = messages, len(trajectory)
+        counter = Counter(self._seed, self.prompt.uid, self.index, self._next_turn())
+        sampling = replace(self.sampling, max_new_tokens=min(wanted, room), stop=frozenset(stop))
+        generation = await self._policy.next(trajectory, sampling, counter, self)
+        trajectory.add_sampled(generation)
+        cut = generation.finish == "length" and room < wanted
+        finish = "context" if cut else generation.finish
+        trajectory.finish = finish
+        tokens = generation.tokens.tolist()
+        return ModelTurn(tokens, finish, self.tokenizer)
+
+    def _go_on(self, new: New | None) -> tuple[Trajectory, list[int], list[Message] | None]:
+        """Where the next turn goes, which tokens come before it, and the conversation if a turn begins."""
+        now = self.trajectory
+        if new is None:
+            return now, [], None
+        if (ids := _as_ids(new)) is not None:
+            return now, ids, None
+        said = cast(str | Sequence[Message], new)
+        added = [user(said)] if isinstance(said, str) else check_messages(said)
+        written = self._written()
+        messages = [*now.messages, *written.messages(), *added]
+        if isinstance(said, str) and self.start.messages is None:
+            return now, tokenise(self.tokenizer, said), messages
+        text = self._format.extend(now.messages, written, added)
+        if text is not None:
+            return now, tokenise(self.tokenizer, text), messages
+        fresh = self._of_messages(messages)
+        fresh.breaks = len(written.messages())  # none if nothing was written: the prompt just got longer
+        return fresh, [], None
+
+    def _open(self, trajectory: Trajectory) -> Trajectory:
+        self.trajectory = trajectory
+        self._opened.append(trajectory)
+        return trajectory
+
+    def _with_forks(self, own: Trajectory) -> list[Trajectory]:
+        """A trajectory and those of the forks that left it."""
+        forks = [(fork, fork._left[1]) for fork in self._forks if fork._left and fork._left[0] is own]
+        before = [t for fork, turns in forks if own.turns > turns for t in fork.trajectories]
+        after = [t for fork, turns in forks if own.turns == turns for t in fork.trajectories]
+        return [*before, own, *after]
+
+    def _of_messages(self, messages: list[Message]) -> Trajectory:
+        images = self.start.images if begins_with(messages, self.opening) else None
+        ids = self._format.open(messages)
+        return Trajectory(ids, images, messages, len(ids))
+
+    def _of_tokens(self, ids: Sequence[int]) -> Trajectory:
+        known = len(self.start.ids)
+        if list(ids[:known]) != self.start.ids:
+            return Trajectory(list(ids))
+        return Trajectory(list(ids), self.start.images, list(self.opening), known)
+
+    def _written(self) -> WrittenTurn:
+        ids = self.trajectory.ids()[self.trajectory.turn_start :]
+        ended = bool(ids) and ids[-1] in self.sampling.stop
+        content, end = (ids[:-1], ids[-1:]) if ended else (ids, [])
+        return WrittenTurn(*(read(self.tokenizer, part, specials=True) for part in (content, end)))
+
+    def _next_turn(self) -> int:
+        """The turn's number in its `Counter`: it depends on the try and the branch, never on time."""
+        self._turn += 1
+        if not (self._attempt or self._branch):
+            return self._turn - 1
+        name = repr((self._attempt, self._branch, self._turn - 1))
+        return int.from_bytes(blake2b(name.encode(), digest_size=8).digest())
+
+
+def _as_ids(new: New) -> list[int] | None:
+    """What is new as tokens, if it is tokens."""
+    if isinstance(new, str) or not all(isinstance(item, int) for item in new):
+        return None
+    return [int(item) for item in new if isinstance(item, int)]

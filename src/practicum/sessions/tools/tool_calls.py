@@ -1,0 +1,147 @@
+"""Tool calls as models write them, read and written.
+
+`json`: <tool_call>{"name": …, "arguments": {…}}</tool_call>, as Hermes and Qwen templates ask for.
+`plain`: [name: text], or [text] if there is one tool; the text goes to the tool's main parameter. For models
+too small to write JSON. Brackets inside of the text come in pairs. In both styles the last call of a text may
+be unclosed: a model may stop at the token that would close it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn
+
+from practicum.sessions.tools.tool import Tool, ToolError
+from practicum.user_code import shorten
+
+Style = Literal["json", "plain"]
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_TAG = re.compile(r"</?tool_call>")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a model asks a tool."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class BadCall:
+    """Something meant as a call that can't be read; the reason is a sentence for the model."""
+
+    reason: str
+
+
+def read_calls(text: str, style: Style, tools: Sequence[Tool]) -> list[Call | BadCall]:
+    """The calls in what a model wrote, in order; those that can't be read too."""
+    return _read_json(text) if style == "json" else _read_plain(text, tools)
+
+
+def write_call(call: Call, style: Style, tools: Sequence[Tool]) -> str:
+    """The call as a model should write it, in the shortest form that reads back; a ToolError if none does."""
+    forms = [_write_json(call)] if style == "json" else _write_plain(call, tools)
+    for form in forms:
+        if read_calls(form, style, tools) == [call]:
+            return form
+    raise ToolError(f"a call of {call.name} with {call.arguments!r} can't be written in {style} style.")
+
+
+def _no_number(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a JSON number")
+
+
+# Not strict: models write programs with real line breaks inside of JSON strings.
+_JSON = json.JSONDecoder(strict=False, parse_constant=_no_number)
+
+
+def _read_json(text: str) -> list[Call | BadCall]:
+    calls: list[Call | BadCall] = []
+    at = text.find(_OPEN)
+    while at >= 0:
+        call, end = _read_block(text, at + len(_OPEN))
+        calls.append(call)
+        at = text.find(_OPEN, end)
+    return calls
+
+
+def _read_block(text: str, begin: int) -> tuple[Call | BadCall, int]:
+    """The call of the block that begins here, and where to look for the next one."""
+    while begin < len(text) and text[begin].isspace():
+        begin += 1
+    try:
+        # By the decoder, not up to the closing tag: an argument may hold that tag.
+        value, end = _JSON.raw_decode(text, begin)
+    except (ValueError, RecursionError) as error:
+        return BadCall(f"the tool call is not JSON: {getattr(error, 'msg', None) or error}."), begin
+    tag = _TAG.search(text, end)
+    rest = text[end : tag.start() if tag else len(text)].strip()
+    if rest:
+        return BadCall(f"{shorten(repr(rest), 60)} follows the JSON of the tool call."), end
+    return _call_of(value), end
+
+
+def _call_of(value: Any) -> Call | BadCall:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return BadCall('a tool call must be {"name": "...", "arguments": {...}}.')
+    arguments = value.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = _JSON.decode(arguments)
+        except (ValueError, RecursionError):
+            return BadCall("the arguments of the tool call are not JSON.")
+    if not isinstance(arguments, dict):
+        return BadCall("the arguments of the tool call must be a mapping of names to values.")
+    return Call(value["name"], arguments)
+
+
+def _write_json(call: Call) -> str:
+    written = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
+    return f"{_OPEN}\n{written}\n{_CLOSE}"
+
+
+def _read_plain(text: str, tools: Sequence[Tool]) -> list[Call | BadCall]:
+    calls: list[Call | BadCall] = []
+    depth = begin = 0
+    for at, character in enumerate(text):
+        if character == "[":
+            begin = at + 1 if depth == 0 else begin
+            depth += 1
+        elif character == "]" and depth:
+            depth -= 1
+            if depth == 0:
+                calls.append(_plain_call(text[begin:at], tools))
+    if depth:
+        calls.append(_plain_call(text[begin:], tools))
+    return calls
+
+
+def _plain_call(inside: str, tools: Sequence[Tool]) -> Call | BadCall:
+    name, colon, text = inside.partition(":")
+    tool = next((t for t in tools if t.name == name.strip()), None)
+    if tool is not None and not colon:
+        return Call(tool.name)
+    if tool is None:
+        if len(tools) != 1:
+            names = ", ".join(t.name for t in tools) or "none"
+            found = shorten(repr(name.strip()), 60)
+            return BadCall(f"no tool is named {found}: write [tool: text]; the tools are {names}.")
+        tool, text = tools[0], inside
+    text, main = text.strip(), tool.main
+    if main is not None:
+        return Call(tool.name, {main.name: text})
+    return BadCall(f"{tool.name} takes no text.") if text else Call(tool.name)
+
+
+def _write_plain(call: Call, tools: Sequence[Tool]) -> list[str]:
+    """Forms that may read back as the call, shortest first."""
+    if not call.arguments:
+        return [f"[{call.name}]"]
+    text = next(iter(call.arguments.values()))
+    named = f"[{call.name}: {text}]"
+    return [f"[{text}]", named] if len(tools) == 1 else [named]

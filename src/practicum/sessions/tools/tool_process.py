@@ -1,0 +1,138 @@
+"""A process of its own for one call: bounded in time and output, and gone with all its group at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from practicum.errors import EngineError
+
+_PIECE = 1 << 16
+_STDERR_BYTES = 4096
+_GRACE_S = 5.0
+"""How long a killed group may take to be gone; only one that the kernel holds takes longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedProcess:
+    """How a process ended: what it wrote first on stdout and last on stderr, and its return code.
+
+    `cut`: it wrote more than was asked for and was killed. `late`: it was killed at its time limit.
+    """
+
+    stdout: bytes
+    stderr: bytes
+    code: int
+    cut: bool
+    late: bool
+
+
+class RunningProcess:
+    """The processes that one owner has running; closing kills them, and those that start later, at once."""
+
+    def __init__(self) -> None:
+        self.pids: set[int] = set()
+        self.closed = False
+        self._lock = threading.Lock()
+
+    def add(self, pid: int) -> None:
+        """Note a process that has just started."""
+        with self._lock:
+            self.pids.add(pid)
+            if self.closed:
+                kill_group(pid)
+
+    def remove(self, pid: int) -> None:
+        """Forget a process that was killed or is gone: its id may become another's."""
+        with self._lock:
+            self.pids.discard(pid)
+
+    def close(self) -> None:
+        """Kill; from any thread."""
+        with self._lock:
+            self.closed = True
+            for pid in self.pids:
+                kill_group(pid)
+
+
+async def run_process(
+    command: Sequence[str],
+    *,
+    folder: Path,
+    environment: Mapping[str, str],
+    seconds: float,
+    stdout_bytes: int,
+    running: RunningProcess,
+) -> FinishedProcess:
+    """Run a command in its own session, without stdin, for at most these seconds from its start.
+
+    Its process group is killed at the end, whatever the end is: its own, the limits' or a cancellation.
+    `running` knows it meanwhile, for whoever must end it from outside of the event loop.
+    """
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=DEVNULL,
+            stdout=PIPE,
+            stderr=PIPE,
+            cwd=folder,
+            env=environment,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise EngineError(f"can't start {command[0]} for a tool: {error}") from error
+    running.add(process.pid)
+    follower = asyncio.ensure_future(_follow(process, stdout_bytes))
+    try:
+        done, _ = await asyncio.wait({follower}, timeout=seconds)
+    finally:
+        kill_group(process.pid)
+        running.remove(process.pid)
+        gone, _ = await asyncio.wait({follower}, timeout=_GRACE_S)
+    if not gone:
+        follower.cancel()
+        raise EngineError(f"a tool's process {process.pid} was killed and did not end within {_GRACE_S:g} s")
+    stdout, stderr, cut, code = follower.result()
+    # A process that ended by itself while the event loop was busy with others was not late.
+    return FinishedProcess(stdout, stderr, code, cut, late=not done and not cut and code == -signal.SIGKILL)
+
+
+def kill_group(pid: int) -> None:
+    """Kill the process and what it started; nothing happens if all are gone."""
+    with suppress(ProcessLookupError, PermissionError):  # macOS says EPERM of a group of zombies
+        os.killpg(pid, signal.SIGKILL)
+
+
+async def _follow(process: Process, stdout_bytes: int) -> tuple[bytes, bytes, bool, int]:
+    """Read both outputs to their ends, keeping little of them, and reap the process."""
+    (stdout, cut), stderr, code = await asyncio.gather(
+        _read_head(process, stdout_bytes), _read_tail(process), process.wait()
+    )
+    return stdout, stderr, cut, code
+
+
+async def _read_head(process: Process, limit: int) -> tuple[bytes, bool]:
+    assert process.stdout is not None
+    kept = bytearray()
+    while piece := await process.stdout.read(_PIECE):
+        if len(kept) > limit:
+            continue
+        kept += piece
+        if len(kept) > limit:
+            kill_group(process.pid)
+    return bytes(kept[:limit]), len(kept) > limit
+
+
+async def _read_tail(process: Process) -> bytes:
+    assert process.stderr is not None
+    kept = b""
+    while piece := await process.stderr.read(_PIECE):
+        kept = (kept + piece)[-_STDERR_BYTES:]
+    return kept

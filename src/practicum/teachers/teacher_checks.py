@@ -1,0 +1,241 @@
+"""What can be known of teachers from files, tokenizers and configs, without their weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from safetensors import safe_open
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from practicum.errors import RecipeError, RecipeErrors
+from practicum.models.load_model import require_model_folder
+from practicum.models.model_files import read_config, read_tokenizer
+from practicum.recipe.checks.routing import destinations
+from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.teacher_sections import Teacher
+from practicum.sessions.prompt_encoder import make_encoder
+from practicum.tasks.stream import make_stream
+from practicum.teachers.check_images import check_sight
+from practicum.teachers.route import before_text, routed_value
+from practicum.teachers.vocabulary import compare_vocabularies
+
+T = TypeVar("T")
+LOOKED_AT = 2_000
+"""Prompts that are encoded to find a teacher's longest one."""
+
+
+def check_teachers(
+    recipe: Recipe,
+    student: PreTrainedTokenizerBase,
+    *,
+    longest_prompt: int,
+    longest_answer: int,
+    uses_chat: bool,
+    student_vocab: int | None = None,
+    student_context: int | None = None,
+) -> list[str]:
+    """What each teacher is, in sentences; all mistakes come together as RecipeErrors.
+
+    `student_vocab` is the width of the student's output, `student_context` its longest sequence.
+    Routes must be right (`check_routes`).
+    """
+    longest = longest_prompts(recipe, student, longest_prompt)
+    problems = [*_check_top_k(recipe, len(student)), *check_sight(recipe, student)]
+    findings = []
+    for name, teacher in recipe.teachers.items():
+        one = _Check(name, teacher, problems)
+        sentence = f"teacher {name}: {one.describe(student, uses_chat, student_context)}"
+        if recipe.distill is not None and recipe.distill.signal == "full":
+            one.check_width(student_vocab)
+        one.check_memory()
+        extra = 1 if teacher.url is not None else 0
+        problem = check_context(name, one.context, longest[name], longest_answer, extra, teacher.context)
+        problems += [problem] if problem else []
+        findings.append(sentence)
+    if problems:
+        raise RecipeErrors(f"recipe {recipe.name}", problems)
+    return findings
+
+
+def check_context(
+    name: str,
+    context: int | None,
+    longest_prompt: int,
+    longest_answer: int,
+    extra: int = 0,
+    asked: int | None = None,
+) -> RecipeError | None:
+    """A problem if the teacher's context is shorter than prompt + answer + what its engine adds.
+
+    `longest_prompt` counts what only the teacher reads before it; `asked` is teachers.<name>.context.
+    """
+    if context is not None and asked is not None and asked > context:
+        found, expected = f"{asked}", f"at most the model's context of {context}"
+        return RecipeError(f"teachers.{name}.context", found, expected)
+    limit = context if asked is None else asked
+    needed = longest_prompt + longest_answer + extra
+    if limit is None or needed <= limit:
+        return None
+    parts = f"a prompt of {longest_prompt} tokens + {longest_answer} of answer" + (" + 1" if extra else "")
+    return RecipeError(
+        f"teachers.{name}.context",
+        f"{parts} = {needed}",
+        f"at most {limit}",
+        "raise it, use a teacher with a longer context, or shorten prompts, before or rollout.max_new_tokens"
+        if asked is not None
+        else "use a teacher with a longer context, or shorten prompts, before or rollout.max_new_tokens",
+    )
+
+
+def load_teacher_tokenizer(teacher: Teacher, path: str) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a teacher at `path` (for errors), loaded once per process.
+
+    None if there is nothing to load: a copy of the student, or a server whose tokenizer is not told.
+    """
+    if teacher.tokenizer is not None:
+        return _loaded(
+            read_tokenizer, teacher.tokenizer, f"{path}.tokenizer", "a tokenizer in HuggingFace format"
+        )
+    if teacher.url is not None or teacher.model is None:
+        return None
+    require_model_folder(teacher.model, f"{path}.model")
+    return _loaded(read_tokenizer, teacher.model, f"{path}.model", "a model with its tokenizer")
+
+
+def load_teacher_config(teacher: Teacher, path: str) -> PreTrainedConfig | None:
+    """The text model's config of a teacher that is loaded here, once per process; else None."""
+    if teacher.url is not None or teacher.model is None:
+        return None
+    require_model_folder(teacher.model, f"{path}.model")
+    return _loaded(_config, teacher.model, f"{path}.model", "a model in HuggingFace format")
+
+
+class _Check:
+    """What is found about one teacher; problems are added to a list."""
+
+    def __init__(self, name: str, teacher: Teacher, problems: list[RecipeError]) -> None:
+        self.name, self.teacher, self.problems = name, teacher, problems
+        self.path = f"teachers.{name}"
+        self.context: int | None = None
+        self.width: int | None = None
+
+    def describe(self, student: PreTrainedTokenizerBase, chat: bool, student_context: int | None) -> str:
+        """The teacher in words, after comparing its tokens with the student's."""
+        if self.teacher.student is not None:
+            self.context = student_context
+            every = self.teacher.student.every
+            return "a copy of the student, " + (f"renewed every {every} steps" if every else "from its start")
+        parts = []
+        try:
+            if config := load_teacher_config(self.teacher, self.path):
+                self.context = getattr(config, "max_position_embeddings", None)
+                self.width = getattr(config, "vocab_size", None)
+                parts.append(_architecture(config))
+            tokenizer = load_teacher_tokenizer(self.teacher, self.path)
+        except RecipeError as problem:
+            self.problems.append(problem)
+            return "can't be loaded"
+        if self.teacher.url is not None:
+            parts.append(f"{self.teacher.model} at {self.teacher.url}")
+        if (limit := self.teacher.context or self.context) is not None:
+            parts.append(f"context {limit}")
+        parts.append(self._compare(student, tokenizer, chat))
+        return ", ".join(parts)
+
+    def _compare(
+        self, student: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase | None, chat: bool
+    ) -> str:
+        if tokenizer is None:
+            return (
+                "its vocabulary can't be compared with the student's: "
+                f"set {self.path}.tokenizer to the folder or hub name of its tokenizer"
+            )
+        key = "tokenizer" if self.teacher.tokenizer is not None else "model"
+        found = compare_vocabularies(student, tokenizer, self.name, chat=chat, key=key)
+        self.problems += found
+        return "another vocabulary" if found else f"same vocabulary ({len(tokenizer):,} tokens)"
+
+    def check_memory(self) -> None:
+        """The weights must fit what the recipe allows this teacher."""
+        allowed = self.teacher.memory_gb
+        if allowed is None or self.teacher.model is None or self.teacher.url is not None:
+            return
+        needed = weights_gb(self.teacher.model, self.teacher.dtype)
+        if needed is not None and needed > allowed:
+            self.problems.append(
+                RecipeError(
+                    f"{self.path}.memory_gb",
+                    f"{allowed:g} for weights of {needed:.3g} GiB as {self.teacher.dtype}",
+                    f"at least {needed:.3g}",
+                    "raise it, choose a smaller number type (dtype), or put the teacher behind a url",
+                )
+            )
+
+    def check_width(self, student_vocab: int | None) -> None:
+        """Whole distributions are compared output by output, so there must be as many."""
+        if self.width is None or student_vocab is None or self.width == student_vocab:
+            return
+        self.problems.append(
+            RecipeError(
+                f"{self.path}.model",
+                f"{self.width:,} outputs, where the student has {student_vocab:,}",
+                "as many outputs as the student's for distill.signal full",
+                "set distill.signal: top_k, which compares tokens by id",
+            )
+        )
+
+
+def weights_gb(folder: str, dtype: str) -> float | None:
+    """GiB of the weights in a folder as this number type, by the headers of its files; None if unknown."""
+    size = {"float32": 4, "bfloat16": 2, "float64": 8}[dtype]
+    files = sorted(Path(folder).expanduser().glob("*.safetensors"))
+    numbers = 0
+    for file in files:
+        with safe_open(file, "pt") as held:
+            numbers += sum(math.prod(held.get_slice(key).get_shape()) for key in held.keys())  # noqa: SIM118
+    return numbers * size / 2**30 if files else None
+
+
+def _architecture(config: PreTrainedConfig) -> str:
+    named = getattr(config, "architectures", None)
+    return str(named[0]) if named else type(config).__name__
+
+
+def _check_top_k(recipe: Recipe, tokens: int) -> list[RecipeError]:
+    distill = recipe.distill
+    if distill is None or distill.signal != "top_k" or distill.top_k <= tokens:
+        return []
+    found, expected = f"{distill.top_k}", f"at most the {tokens} tokens of the vocabulary"
+    return [RecipeError("distill.top_k", found, expected, "lower it, or set distill.signal: full")]
+
+
+def longest_prompts(recipe: Recipe, student: PreTrainedTokenizerBase, longest: int) -> dict[str, int]:
+    """Tokens of each teacher's longest prompt, with what it reads before; `longest` is of all prompts."""
+    if len(recipe.teachers) == 1 and all(t.before is None for t in recipe.teachers.values()):
+        return dict.fromkeys(recipe.teachers, longest)
+    found = dict.fromkeys(recipe.teachers, 0)
+    stream, encode = make_stream(recipe.tasks, recipe.seed), make_encoder(recipe, student)
+    for prompt in stream.take(LOOKED_AT):
+        length = len(encode(prompt).ids)
+        names = recipe.teachers
+        if len(names) > 1:
+            names = destinations(recipe.route, routed_value(prompt, recipe.route))
+        for name in names:
+            before = before_text(recipe.teachers[name], prompt)
+            more = len(student.encode(before, add_special_tokens=False)) if before else 0
+            found[name] = max(found[name], length + more)
+    return found
+
+
+def _loaded(load: Callable[[str], T], source: str, key: str, expected: str) -> T:
+    try:
+        return load(source)
+    except (OSError, ValueError) as error:
+        raise RecipeError(key, source, expected, str(error).splitlines()[0]) from error
+
+
+def _config(source: str) -> Any:
+    return read_config(source).get_text_config()

@@ -1,0 +1,114 @@
+"""The run folder: resolved recipe, versions, metrics, sampled trajectories, log, checkpoints, export."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from practicum.errors import PracticumError
+from practicum.recipe.schema.recipe import Recipe
+
+PACKAGES = ("practicum", "torch", "transformers", "numpy", "pydantic", "safetensors")
+APPENDED = ("metrics.jsonl", "samples.jsonl")
+OWNED = (*APPENDED, "recipe.yaml", "log.txt", "wandb.id", "checkpoints", "export", "tensorboard", "wandb")
+"""What a run writes besides versions.json, which marks its folder; nothing else is ever removed."""
+
+
+class RunFolder:
+    """Paths and append-only files of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.export = path / "export"
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a run has been here."""
+        marker = self.path / "versions.json"
+        return marker.exists() and "practicum" in json.loads(marker.read_text())
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether files of somebody else's are here that a run would write over."""
+        return not self.is_used and any((self.path / name).exists() for name in OWNED)
+
+    def replace(self, recipe: Recipe) -> None:
+        """Begin a run, in place of one that was here: its recipe as resolved, and what it runs on."""
+        for name in OWNED if self.is_used else ():
+            path = self.path / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        self.write_recipe(recipe)
+        versions = {name: _version(name) for name in PACKAGES}
+        versions |= {"python": platform.python_version(), "machine": platform.platform()}
+        write_atomic(self.path / "versions.json", json.dumps(versions, indent=2))
+
+    def write_recipe(self, recipe: Recipe) -> None:
+        """The recipe as resolved: every value that the run goes by."""
+        resolved = recipe.model_dump(mode="json", exclude={"extends"})
+        write_atomic(self.path / "recipe.yaml", yaml.safe_dump(resolved, sort_keys=False))
+
+    def recipe(self) -> dict[str, Any]:
+        """The resolved recipe of the run that is here."""
+        return yaml.safe_load((self.path / "recipe.yaml").read_text())
+
+    def append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add JSON lines to metrics.jsonl or samples.jsonl."""
+        with (self.path / name).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+    def metrics(self) -> list[dict[str, float]]:
+        """The metrics of every step so far."""
+        path = self.path / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def positions(self) -> dict[str, int]:
+        """Sizes of the appended files now, for a checkpoint."""
+        return {n: p.stat().st_size if (p := self.path / n).exists() else 0 for n in APPENDED}
+
+    def rewind(self, positions: Mapping[str, int]) -> None:
+        """Cut the appended files back to a checkpoint: what came after it will be written again."""
+        for name, size in positions.items():
+            path = self.path / name
+            held = path.stat().st_size if path.exists() else 0
+            if held < size:
+                raise PracticumError(
+                    f"{path} has {held} bytes, the checkpoint was written at {size}: it was cut or "
+                    "replaced since. Restore it, or start anew with --fresh"
+                )
+            if path.exists():
+                os.truncate(path, size)
+
+    def log(self, line: str) -> None:
+        """Add a line with the time to log.txt; before the run has begun there is no log."""
+        if not self.path.is_dir():
+            return
+        with (self.path / "log.txt").open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
