@@ -43,7 +43,7 @@ def test_an_unknown_key_names_the_one_that_was_meant(
 
 def test_an_unknown_key_like_no_other_gets_the_list(write: Write) -> None:
     found = problem(write(), "checkpoint.zzz=1")
-    assert found.expected == "a key of checkpoint: every, keep_last, keep_best"
+    assert found.expected == "a key of checkpoint: every, every_minutes, keep_last, keep_best"
     assert "practicum schema" in found.suggestion
 
 

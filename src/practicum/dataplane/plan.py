@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from practicum.errors import RecipeError
+from practicum.recipe.algorithm_traits import ESTIMATORS, LOSSES
 from practicum.recipe.counts import Counts, count
 from practicum.recipe.derived import (
     corrects_mismatch,
@@ -122,10 +123,10 @@ def resolve(candidates: Sequence[StageSpec], why_unread: Mapping[str, str] | Non
 def candidates(recipe: Recipe, traits: Traits) -> list[StageSpec]:
     """Every stage there is, in order, with this recipe's reads and writes."""
     algorithm = recipe.algorithm
-    gae = algorithm.advantage == "gae"
-    no_critic = "" if gae else f"algorithm.advantage {algorithm.advantage} has no critic"
-    gains = ("advantages", "returns") if gae else ("advantages",)
-    learns = (*_ROWS, "values", "returns") if gae else _ROWS
+    critic = ESTIMATORS[algorithm.advantage].critic
+    no_critic = "" if critic else f"algorithm.advantage {algorithm.advantage} has no critic"
+    gains = ("advantages", "returns") if critic else ("advantages",)
+    learns = (*_ROWS, "values", "returns") if critic else _ROWS
     watched = recipe.reward.watch
     seen = SIGHT if traits.vision else ()
     shown = ("multi_modal_inputs",) if traits.vision else ()
@@ -232,7 +233,7 @@ def _judged(recipe: Recipe) -> tuple[str, ...]:
     reads = ["response_mask"]
     if uses_reward(recipe):
         reads.append("reward_tokens")
-    if has_advantage_estimator(recipe) and algorithm.advantage == "gae":
+    if has_advantage_estimator(recipe) and ESTIMATORS[algorithm.advantage].critic:
         reads.append("values")
     if algorithm.kl.place == "reward":
         reads.append("ref_logprobs")
@@ -279,7 +280,7 @@ def _loss(recipe: Recipe) -> str:
 
 
 def _has_ratio(recipe: Recipe) -> bool:
-    return has_policy_loss(recipe) and recipe.algorithm.loss != "reinforce"
+    return has_policy_loss(recipe) and LOSSES[recipe.algorithm.loss].ratio
 
 
 def _advantages_need_old(recipe: Recipe) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from practicum.recipe.algorithm_traits import ESTIMATORS
 from practicum.recipe.schema.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """`samples` is 1 for demonstrations; `baselines` are remax's greedy sessions of a step."""
+    """`samples` is 1 for demonstrations; `baselines` are the greedy sessions of a step."""
 
     supervised: bool
     steps: int
@@ -66,7 +67,7 @@ def count(recipe: Recipe) -> Counts:
         steps=train.steps,
         prompts=train.prompts,
         samples=1 if supervised else recipe.rollout.samples,
-        baselines=train.prompts if recipe.algorithm.advantage == "remax" else 0,
+        baselines=train.prompts if ESTIMATORS[recipe.algorithm.advantage].greedy_baseline else 0,
         epochs=train.epochs,
         minibatches=train.minibatches,
         minibatch_rows=train.minibatch_rows,

@@ -18,13 +18,14 @@ from practicum.learning.minibatches import (
     spread,
 )
 from practicum.learning.parallel import Parallel
+from practicum.recipe.algorithm_traits import LOSSES
 from practicum.recipe.derived import has_policy_loss
 from practicum.recipe.schema.recipe import Recipe
 
 
 def whole_sessions(recipe: Recipe) -> bool:
-    """Whether a session must not be cut: gspo's ratio is of all its tokens."""
-    return recipe.algorithm.loss == "gspo" and has_policy_loss(recipe)
+    """Whether no session may be cut."""
+    return LOSSES[recipe.algorithm.loss].whole_sessions and has_policy_loss(recipe)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.plan import Plan
 from practicum.engines.protocol import Sampling
 from practicum.errors import PracticumError
+from practicum.recipe.algorithm_traits import ESTIMATORS
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.optimizer_steps import balance_metrics, padding_rows_needed
 from practicum.runtime.roles import Roles
@@ -126,7 +127,7 @@ class StepRunner:
 
     def _with_baseline(self, taken: TakenGroups) -> tuple[BatchRef, dict[str, float]]:
         """ReMax can't learn from a group whose greedy session failed: it is left out and counted."""
-        if self.recipe.algorithm.advantage != "remax":
+        if not ESTIMATORS[self.recipe.algorithm.advantage].greedy_baseline:
             return taken.batch, {}
         batch = taken.batch.where(lambda key, _: key.prompt in taken.baselines)
         lost = {key for key in taken.batch.keys if key.prompt not in taken.baselines}
@@ -139,7 +140,7 @@ class StepRunner:
         attempts = training_attempts(recipe, prompts, self.roles.stop)
         rolled = self._run("rollout", lambda: practice.rollout(attempts, TRAIN, seed=recipe.seed))
         assert rolled is not None
-        baseline = recipe.algorithm.advantage == "remax"
+        baseline = ESTIMATORS[recipe.algorithm.advantage].greedy_baseline
         self.watch("weight_version", invariants.weight_version(rolled, self.roles.version))
         self.watch("groups", invariants.groups(rolled, recipe.rollout.samples + baseline))
         done = rolled.where(lambda _, tags: tags.status == "ready")
@@ -213,7 +214,7 @@ def training_attempts(recipe: Recipe, prompts: list[Prompt], stop: frozenset[int
         min_p=rollout.min_p,
     )
     attempts = [Attempt(p, i, drawn) for p in prompts for i in range(rollout.samples)]
-    if recipe.algorithm.advantage == "remax":
+    if ESTIMATORS[recipe.algorithm.advantage].greedy_baseline:
         greedy = Sampling(max_new_tokens=rollout.max_new_tokens, stop=stop, greedy=True)
         attempts += [Attempt(p, rollout.samples, greedy, is_baseline=True) for p in prompts]
     return attempts

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from practicum.errors import RecipeError
+from practicum.recipe.algorithm_traits import ESTIMATORS
 from practicum.recipe.checks.divergences import why_dead, why_unfit
 from practicum.recipe.checks.rules import unread
 from practicum.recipe.derived import compare_temperature, distils_by_policy
@@ -24,10 +25,11 @@ def check_distill(recipe: Recipe) -> Iterator[RecipeError]:
     if distill.divergence != "jsd":
         why = f"with distill.divergence {distill.divergence}"
         yield from unread(distill, "distill", ("beta",), why, "only distill.divergence jsd reads it")
-    if distill.through == "reward" and recipe.reward.weight == 0 and recipe.algorithm.advantage == "remax":
+    baseline = ESTIMATORS[recipe.algorithm.advantage].greedy_baseline
+    if distill.through == "reward" and recipe.reward.weight == 0 and baseline:
         yield RecipeError(
             "algorithm.advantage",
-            "remax with reward.weight 0 and distill.through reward",
+            f"{recipe.algorithm.advantage} with reward.weight 0 and distill.through reward",
             "another estimator, or a reward",
             "its baseline is the reward of a greedy answer, and nothing is judged here",
         )

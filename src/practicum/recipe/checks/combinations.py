@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from practicum.errors import RecipeError
+from practicum.recipe.algorithm_traits import ESTIMATORS, readers
 from practicum.recipe.checks.check_agent import check_agent, check_minibatches
 from practicum.recipe.checks.check_distill import check_distill
 from practicum.recipe.checks.check_engines import check_engines
@@ -19,22 +20,13 @@ from practicum.recipe.counts import count
 from practicum.recipe.derived import cuts_sampling, has_advantage_estimator, is_supervised
 from practicum.recipe.schema.recipe import Algorithm, Buffer, Eval, Kl, MakeModel, Recipe, Task
 
-GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"})
-"""Estimators that compare the sessions of one prompt with one another."""
-
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
-# Options that only some choices read: (option, the choosing key, choices that read it).
-_READ_BY: tuple[tuple[str, str, frozenset[str]], ...] = (
-    ("gamma", "advantage", frozenset({"gae", "reinforce_pp"})),
-    ("lam", "advantage", frozenset({"gae"})),
-    ("dual_clip", "loss", frozenset({"ppo_clip", "gspo"})),
-    ("log_ratio_clamp", "loss", frozenset({"ppo_clip", "gspo", "cispo"})),
-    ("clip_low", "loss", frozenset({"ppo_clip", "gspo", "cispo"})),
-    ("clip_high", "loss", frozenset({"ppo_clip", "gspo", "cispo"})),
-    ("whiten", "advantage", frozenset({"gae"})),
-    ("entropy", "loss", frozenset({"ppo_clip", "gspo", "cispo", "reinforce"})),
-)
+_CHOSEN_BY = {
+    "advantage": ("gamma", "lam", "whiten"),
+    "loss": ("dual_clip", "log_ratio_clamp", "clip_low", "clip_high", "entropy"),
+}
+"""Options of `algorithm` that only some estimators, or only some losses, read."""
 
 
 def combinations(recipe: Recipe) -> list[RecipeError]:
@@ -127,15 +119,14 @@ def _algorithm(recipe: Recipe) -> Iterator[RecipeError]:
             "a policy loss needs an advantage; only algorithm.loss supervised goes without",
         )
     elsewhere = set(unread_algorithm(recipe))
-    for option, chooser, readers in _READ_BY:
-        value, choice = getattr(algorithm, option), getattr(algorithm, chooser)
+    for option, chooser in ((option, key) for key, options in _CHOSEN_BY.items() for option in options):
+        value, choice, by = getattr(algorithm, option), getattr(algorithm, chooser), readers(option)
         default = default_of(Algorithm, option)
-        if value != default and choice not in readers and not {option, chooser} & elsewhere:
+        if value != default and choice not in by and not {option, chooser} & elsewhere:
             yield RecipeError(
                 f"algorithm.{option}",
                 f"{value} with algorithm.{chooser} {choice}, which does not use it",
-                f"{'null' if default is None else default}, "
-                f"or algorithm.{chooser} {' or '.join(sorted(readers))}",
+                f"{'null' if default is None else default}, or algorithm.{chooser} {' or '.join(by)}",
             )
 
 
@@ -170,17 +161,19 @@ def _kl(recipe: Recipe) -> Iterator[RecipeError]:
 
 
 def _critic(recipe: Recipe) -> Iterator[RecipeError]:
-    gae = recipe.algorithm.advantage == "gae"
+    advantage = recipe.algorithm.advantage
+    needed = ESTIMATORS[advantage].critic
     if not is_supervised(recipe) and not has_advantage_estimator(recipe):
         return
-    if gae and recipe.critic is None:
-        found = "no critic with algorithm.advantage gae"
+    if needed and recipe.critic is None:
+        found = f"no critic with algorithm.advantage {advantage}"
         yield RecipeError("critic", found, "a critic", "add critic: {} for one with the defaults")
     if recipe.critic is None:
         return
-    if not gae:
-        found = f"a critic with algorithm.advantage {recipe.algorithm.advantage}"
-        advice = "only gae asks a critic: set critic to null, or algorithm.advantage to gae"
+    if not needed:
+        found = f"a critic with algorithm.advantage {advantage}"
+        names = " and ".join(name for name, traits in ESTIMATORS.items() if traits.critic)
+        advice = f"only {names} has a critic: set critic to null, or algorithm.advantage to {names}"
         yield RecipeError("critic", found, "null", advice)
     elif 0 < recipe.train.steps <= recipe.critic.warmup_steps:
         found = f"{recipe.critic.warmup_steps} of {recipe.train.steps} steps"
@@ -190,7 +183,8 @@ def _critic(recipe: Recipe) -> Iterator[RecipeError]:
 
 def _groups(recipe: Recipe) -> Iterator[RecipeError]:
     advantage, samples = recipe.algorithm.advantage, recipe.rollout.samples
-    if advantage in GROUP_ESTIMATORS and samples < 2 and has_advantage_estimator(recipe):
+    compares = ESTIMATORS[advantage].compares_groups
+    if compares and samples < 2 and has_advantage_estimator(recipe):
         yield RecipeError(
             "rollout.samples",
             f"{samples} with algorithm.advantage {advantage}",
@@ -201,12 +195,13 @@ def _groups(recipe: Recipe) -> Iterator[RecipeError]:
     if not recipe.buffer.filter_flat_groups and refills != default_of(Buffer, "max_refills"):
         found = f"{refills} with buffer.filter_flat_groups false"
         yield RecipeError("buffer.max_refills", found, "filter_flat_groups: true", "nothing else refills")
-    if recipe.buffer.filter_flat_groups and recipe.reward.weight and advantage not in GROUP_ESTIMATORS:
+    if recipe.buffer.filter_flat_groups and recipe.reward.weight and not compares:
+        names = sorted(name for name, traits in ESTIMATORS.items() if traits.compares_groups)
         yield RecipeError(
             "buffer.filter_flat_groups",
             f"true with algorithm.advantage {advantage}",
             "false, or a group estimator",
-            f"only {', '.join(sorted(GROUP_ESTIMATORS))} get nothing from equal rewards",
+            f"only {', '.join(names)} learn nothing from equal rewards",
         )
 
 
