@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from practicum.errors import RecipeError
 from practicum.recipe.arithmetic import count
+from practicum.recipe.divergences import why_k1_is_dead
 from practicum.recipe.rules import check_device, check_names, default_of
 from practicum.recipe.schema import Algorithm, Buffer, Eval, Kl, MakeModel, Recipe, Task
 from practicum.recipe.validate_agent import check_agent, check_minibatches
@@ -161,6 +162,10 @@ def _kl(recipe: Recipe) -> Iterator[RecipeError]:
         found = "rollout with top_p, top_k or min_p"
         advice = "the engine's logprobs are those of the cut distribution, the learner's are not"
         yield RecipeError("algorithm.old_logprobs", found, "auto or recompute", advice)
+    if kl.place == "loss" and kl.estimator == "k1":
+        expected = "an estimator whose gradient depends on the reference"
+        advice = f"{why_k1_is_dead('reference')}; use k2 or k3, or k1 with algorithm.kl.place reward"
+        yield RecipeError("algorithm.kl.estimator", "k1 with algorithm.kl.place loss", expected, advice)
     for option in ("reference", "coefficient", "estimator", "clamp", "horizon"):
         value = getattr(kl, option)
         if kl.place == "off" and value != default_of(Kl, option):

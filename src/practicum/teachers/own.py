@@ -10,6 +10,7 @@ from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from practicum.errors import TeacherError
+from practicum.models.attention import LogitScalings
 from practicum.recipe.schema import Model
 from practicum.recipe.teaching import Teacher
 from practicum.recipe.ways import own_options
@@ -51,7 +52,7 @@ class OwnTeacher(Processes):
         """A copy of the output head as it is now: to be asked for again after `load_weights`."""
         tensors, scalings = self._wait([self._replicas[0].post("head", (), "giving its output head")[1]])[0]
         held = load(tensors)
-        return OutputHead(held["weight"], held.get("bias"), *scalings)
+        return OutputHead(held["weight"], held.get("bias"), LogitScalings(*scalings))
 
     def take(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Become what these weights are, in every process."""
