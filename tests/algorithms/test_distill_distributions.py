@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from practicum.algorithms.distill import distributions
+from practicum.algorithms import logprobs
 from practicum.algorithms.distill.distributions import full_divergence, topk_divergence, topk_overlap
 from practicum.algorithms.distill.registry import DISTRIBUTIONS
 from practicum.errors import PracticumError
@@ -207,7 +207,7 @@ def test_chunks_and_blocks_change_nothing(kind: str, beta: float, monkeypatch: p
     whole = with_gradient(both(slice(None)), logits)
     chunked = torch.cat([both(slice(i, i + 4)) for i in range(0, TOKENS, 4)])
     assert_same(with_gradient(chunked, logits), whole, rtol=1e-13)
-    monkeypatch.setattr(distributions, "BLOCK_LOGITS", 2 * VOCAB)
+    monkeypatch.setattr(logprobs, "BLOCK_LOGITS", 2 * VOCAB)
     assert_same(with_gradient(both(slice(None)), logits), whole, rtol=1e-13)
 
 
@@ -228,23 +228,65 @@ def test_jsd_is_symmetric_and_bounded() -> None:
     assert (found > 0).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_tail_at_its_floor_has_no_gradient_but_the_tokens_do(kind: str) -> None:
-    # The student puts all mass on the teacher's top-k, the teacher half of it on the tail.
-    logits = torch.tensor([[30.0, 29.0, 0.0, 0.0]], requires_grad=True)
-    ids, best = torch.tensor([[0, 1]]), torch.tensor([[0.3, 0.2]]).log()
-    loss, gradient = with_gradient(topk_divergence(kind, logits, ids, best).loss_N, logits)
+def test_the_gradient_of_a_tail_that_float32_would_round_to_nothing() -> None:
+    logits = torch.tensor([[20.0, 0.0, 0.0, 0.0]], requires_grad=True)
+    loss = topk_divergence("forward_kl", logits, torch.tensor([[0]]), torch.tensor([[0.5]]).log()).loss_N
+    value, gradient = with_gradient(2 * loss, logits)  # the first weight is 0.5
+    assert value.item() / 2 == pytest.approx(8.757528, abs=2e-5)
+    torch.testing.assert_close(gradient, torch.tensor([[0.5, -1 / 6, -1 / 6, -1 / 6]]), rtol=1e-6, atol=0)
+
+
+@given(
+    rows=st.lists(st.lists(st.floats(-4, 4, width=32), min_size=7, max_size=7), min_size=1, max_size=3),
+    ahead=st.floats(0, 80, width=32),
+    best=st.lists(st.floats(0.05, 0.4), min_size=2, max_size=2),
+    setting=st.sampled_from(SETTINGS),
+)
+@law
+def test_a_small_tail_of_the_student_has_the_value_and_gradient_of_float64(
+    rows: list[list[float]], ahead: float, best: list[float], setting: tuple[str, float]
+) -> None:
+    # The student puts more and more on the teacher's tokens, the teacher 0.2 to 0.9 on all others.
+    kind, beta = setting
+    logits = (torch.tensor(rows) + ahead * torch.tensor([1.0, 1, 0, 0, 0, 0, 0])).requires_grad_()
+    ids, said = torch.tensor([[0, 1]] * len(rows)), torch.tensor([best] * len(rows)).log()
+    found = with_gradient(topk_divergence(kind, logits, ids, said, beta=beta).loss_N, logits)
+    wide = logits.detach().double().requires_grad_()
+    rest = wide.scatter(1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+    log_p = torch.cat([wide.gather(1, ids), rest], dim=-1) - wide.logsumexp(-1, keepdim=True)
+    masses = said.double().exp()
+    log_q = torch.cat([masses, 1 - masses.sum(-1, keepdim=True)], dim=-1).log()
+    expected = with_gradient(plain(kind, beta, log_p, log_q), wide)
+    assert_same(found, expected, rtol=2e-5, atol=2e-6)
+
+
+@given(ahead=st.floats(0, 60), kind=st.sampled_from(KINDS))
+@law
+def test_a_tail_of_the_teacher_that_rounding_hides_leaves_the_loss_finite_and_pulls_the_student_off_its_own(
+    ahead: float, kind: str
+) -> None:
+    teacher = torch.tensor([[ahead, 0.0, 0.0, 0.0]])
+    logits = torch.tensor([[1.0, 0.0, 0.5, -0.5]], requires_grad=True)
+    ids, said = torch.tensor([[0]]), teacher.log_softmax(-1)[:, :1]
+    loss, gradient = with_gradient(topk_divergence(kind, logits, ids, said).loss_N, logits)
     assert loss.isfinite().all()
-    assert loss > 0.1
-    assert gradient[0, :2].abs().min() > 1e-3
-    assert gradient[0, 2:].abs().max() < 1e-9
+    assert gradient.isfinite().all()
+    assert (gradient[0, 0] < 0) == (ahead > math.log(3 / (1 / logits.softmax(-1)[0, 0].item() - 1)))
 
 
-def test_the_student_s_tail_counts_as_its_floor() -> None:
-    logits, teacher = torch.tensor([[30.0, 29.0, 0.0, 0.0]]), torch.tensor([0.3, 0.2, 0.5])
-    found = topk_divergence("forward_kl", logits, torch.tensor([[0, 1]]), teacher[:2].log().unsqueeze(0))
-    student = torch.cat([logits[0].softmax(0)[:2], torch.tensor([distributions.TAIL_FLOOR])])
-    assert found.loss_N.item() == pytest.approx((teacher * (teacher / student).log()).sum().item(), rel=1e-5)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("beta", [1e-12, 1e-9, 1e-6, 1 - 1e-6, 1 - 1e-9, 1 - 1e-12])
+def test_jsd_is_finite_and_right_with_beta_next_to_0_or_1(dtype: torch.dtype, beta: float) -> None:
+    limit, kind = (beta, "forward_kl") if beta < 0.5 else (1 - beta, "reverse_kl")
+    logits, teacher = noise(0, dtype=dtype).requires_grad_(), noise(1, dtype=dtype)
+    scaled = full_divergence("jsd", logits, teacher, beta=beta).loss_N / limit
+    expected = with_gradient(full_divergence(kind, logits, teacher).loss_N, logits)
+    assert_same(with_gradient(scaled, logits), expected, rtol=1e-3, atol=1e-4)
+    # Where one has next to nothing of what the other is sure of, log(p / m) is as long as log(beta).
+    far, sure = torch.tensor([[40.0, 0.0]], dtype=dtype), torch.tensor([[0.0, 40.0]], dtype=dtype)
+    found = full_divergence("jsd", far, sure, beta=beta).loss_N
+    entropy = -(beta * math.log(beta) + (1 - beta) * math.log1p(-beta))
+    assert found.item() == pytest.approx(entropy, rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

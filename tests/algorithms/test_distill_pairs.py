@@ -10,6 +10,7 @@ from practicum.algorithms.distill.distributions import full_divergence, topk_div
 from practicum.algorithms.distill.registry import PAIRS
 from practicum.algorithms.distill.sampled import sampled_divergence
 from practicum.algorithms.distill.types import DistillTerms
+from practicum.algorithms.logprobs import log_distribution
 from practicum.recipe.checks.divergences import why_dead
 
 TOKENS, VOCAB, TOP_K = 40, 300, 16
@@ -24,7 +25,7 @@ def noise(seed: int, dtype: torch.dtype = torch.float32, scale: float = 3.0) -> 
 
 def scored(logits: Tensor, ids: Tensor) -> Tensor:
     """Logprobs as a teacher's engine gives them."""
-    return logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True)
+    return log_distribution(logits).gather(-1, ids)
 
 
 def divergence(

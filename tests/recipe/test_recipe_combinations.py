@@ -49,6 +49,7 @@ REFUSED = [
         "algorithm.kl.coefficient",
     ),
     ("algorithm.kl.reference=x", "algorithm.kl.reference"),
+    ("algorithm.kl.place=loss algorithm.kl.estimator=k1", "algorithm.kl.estimator"),
     ("algorithm.mismatch.cap=3", "algorithm.mismatch.cap"),
     ("algorithm.mismatch.outside=mask", "algorithm.mismatch.outside"),
     ("algorithm.mismatch.weights=token algorithm.mismatch.floor=0.5", "algorithm.mismatch.floor"),

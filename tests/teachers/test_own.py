@@ -16,7 +16,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    PreTrainedModel,
+    SiglipVisionConfig,
+)
 
 from practicum.engines.protocol import Scores
 from practicum.errors import TeacherError
@@ -207,6 +213,22 @@ def test_the_head_alone_gives_the_models_logits(scaling: str):
     with torch.no_grad():
         model.get_input_embeddings().weight.zero_()  # pyright: ignore[reportCallIssue]
     assert torch.equal(head.logits(hidden_MH), expected), "the head is a copy"
+
+
+def test_the_head_alone_reads_the_scalings_of_the_text_config():
+    text = Gemma3TextConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, final_logit_softcapping=0.7, initializer_range=0.5,
+    )  # fmt: skip
+    vision = SiglipVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28
+    )
+    model = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision)).eval()
+    hidden_MH = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found = OutputHead.of(model).logits(hidden_MH)
+        assert torch.equal(found, head_logits(model, hidden_MH))
+    assert 0.5 < float(found.abs().max()) <= 0.7, "the cap of the text config holds"
 
 
 def test_a_missing_folder_is_told_by_name_and_leaves_no_process(tmp_path: Path):

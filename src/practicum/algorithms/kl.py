@@ -5,7 +5,7 @@ joschu.net/blog/kl-approx.html):
 
     k1 = d                 unbiased, of either sign
     k2 = d^2 / 2           biased, never negative; its gradient is that of the KL, on policy
-    k3 = exp(-d) - 1 + d   unbiased, never negative
+    k3 = exp(-d) - 1 + d   unbiased, never negative; its gradient is that of KL(reference || student)
 
 Controllers: fixed, or adaptive (Ziegler et al. 2019, "Fine-tuning language models from human
 preferences", arXiv:1909.08593):
@@ -23,6 +23,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from practicum.algorithms.exponentials import finite_expm1
 from practicum.errors import PracticumError
 
 
@@ -37,8 +38,8 @@ def k2(log_ratio_N: Tensor) -> Tensor:
 
 
 def k3(log_ratio_N: Tensor) -> Tensor:
-    """exp(-d) - 1 + d, by expm1 so that a small d keeps its digits."""
-    return torch.expm1(-log_ratio_N) + log_ratio_N
+    """exp(-d) - 1 + d, by expm1 so that a small d keeps its digits; finite wherever d is."""
+    return finite_expm1(-log_ratio_N) + log_ratio_N
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}

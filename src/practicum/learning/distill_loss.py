@@ -11,6 +11,7 @@ from torch import Tensor
 from practicum.algorithms.distill.distributions import full_divergence, topk_divergence, topk_overlap
 from practicum.algorithms.distill.sampled import sampled_divergence
 from practicum.algorithms.distill.types import DistillTerms
+from practicum.algorithms.logprobs import log_distribution, logprobs_at, scaled_logits
 from practicum.dataplane.ragged import Ragged
 from practicum.errors import DataError
 from practicum.learning.logprobs import Reduce, TokenLogprobs
@@ -118,35 +119,30 @@ class DistillSettings:
     ) -> tuple[Tensor, ...]:
         distill = self.distill
         options = {"beta": distill.beta, "clamp": distill.clamp}
-        scaled_CV = self._scaled(logits_CV)
+        scaled_CV = scaled_logits(logits_CV, self.temperature)
         if distill.signal == "top_k":
             ids_CK = columns["teacher_topk_ids"][rows]
             best_CK = columns["teacher_topk_logprobs"][rows]
             terms = topk_divergence(distill.divergence, scaled_CV, ids_CK, best_CK, **options)
         else:
             hidden_CH = columns["teacher_hidden"][rows]
-            teacher_CV = self._scaled(self._teacher_logits(hidden_CH, columns["teacher"][rows]))
+            own_CV = self._teacher_logits(hidden_CH, columns["teacher"][rows])
+            teacher_CV = scaled_logits(own_CV, self.temperature)
             ids_CK = teacher_CV.topk(min(distill.top_k, teacher_CV.shape[1])).indices
             terms = full_divergence(distill.divergence, scaled_CV, teacher_CV.to(scaled_CV.dtype), **options)
         overlap_C = topk_overlap(scaled_CV, ids_CK)
-        with torch.no_grad():
-            compared_C = self._logprobs(logits_CV, target_M[rows])
+        compared_C = logprobs_at(scaled_CV, target_M[rows].unsqueeze(1)).squeeze(1)
         return terms.loss_N, terms.clamped_N, overlap_C, compared_C
 
-    def _scaled(self, logits_CV: Tensor) -> Tensor:
-        return logits_CV if self.temperature == 1.0 else logits_CV / self.temperature
-
     def _logprobs(self, logits_CV: Tensor, target_C: Tensor) -> Tensor:
-        scaled_CV = self._scaled(logits_CV)
-        chosen_C = scaled_CV.gather(1, target_C.unsqueeze(1)).squeeze(1)
-        return chosen_C - scaled_CV.logsumexp(-1)
+        all_CV = log_distribution(scaled_logits(logits_CV, self.temperature))
+        return all_CV.gather(1, target_C.unsqueeze(1)).squeeze(1)
 
     @torch.no_grad()
     def _teacher_logits(self, hidden_CH: Tensor, teacher_C: Tensor) -> Tensor:
         """Each token's logits by the head of its teacher."""
         with torch.autocast(hidden_CH.device.type, enabled=False):  # a teacher's numbers are its own
-            logits_CV = self._by_heads(hidden_CH, teacher_C)
-        return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+            return self._by_heads(hidden_CH, teacher_C)
 
     def _by_heads(self, hidden_CH: Tensor, teacher_C: Tensor) -> Tensor:
         present = teacher_C.unique().tolist()

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from practicum.algorithms.logprobs import log_distribution, scaled_logits
 from practicum.models.attention import head_logits
 
 CHUNK_LOGITS = 2**25
@@ -43,8 +44,7 @@ def map_logits(
     """
 
     def chunk(hidden_C: Tensor, rows: slice) -> tuple[Tensor, ...]:
-        logits_CV = head_logits(model, hidden_C)
-        return reduce(logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)), rows)
+        return reduce(scaled_logits(head_logits(model, hidden_C), 1.0), rows)
 
     tokens = hidden_M.shape[0]
     size = max(1, chunk_logits // model.config.get_text_config().vocab_size)
@@ -84,14 +84,14 @@ def token_logprobs(
     def reduce(logits_CV: Tensor, rows: slice) -> tuple[Tensor, ...]:
         target_C1 = target_M[rows].unsqueeze(1)
         own_CV = logits_CV.detach() if fixed else logits_CV
-        scaled_CV = own_CV if temperature == 1.0 else own_CV / temperature
-        all_CV = scaled_CV.log_softmax(-1)
+        scaled_CV = scaled_logits(own_CV, temperature)
+        all_CV = log_distribution(scaled_CV)
         out = [all_CV.gather(1, target_C1).squeeze(1)]
         if entropy:
             for_entropy_CV = all_CV if entropy_grad else all_CV.detach()
             out.append(-(for_entropy_CV.exp() * for_entropy_CV).sum(-1))
         if plain:
-            plain_CV = all_CV if temperature == 1.0 else logits_CV.detach().log_softmax(-1)
+            plain_CV = all_CV if temperature == 1.0 else log_distribution(logits_CV.detach())
             out.append(plain_CV.detach().gather(1, target_C1).squeeze(1))
         del all_CV, scaled_CV  # what `also` needs comes on top
         return (*out, *(also(logits_CV, rows) if also is not None else ()))

@@ -9,6 +9,7 @@ without a layout gets plain SDPA attention.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import torch
@@ -100,17 +101,34 @@ def packed_forward(
     return out.last_hidden_state.squeeze(0)
 
 
+@dataclass(frozen=True, slots=True)
+class LogitScalings:
+    """What some families do to the logits after the output head."""
+
+    logit_scale: float | None = None
+    logits_scaling: float | None = None
+    final_logit_softcapping: float | None = None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> LogitScalings:
+        """Those of the model's language part, which in a vision model has a config of its own."""
+        config = model.config.get_text_config()
+        return cls(*(getattr(config, field.name, None) for field in fields(cls)))
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """The model's logits, from those that its head gives."""
+        if self.logit_scale is not None:
+            logits = logits * self.logit_scale
+        if self.logits_scaling is not None:
+            logits = logits / self.logits_scaling
+        if (cap := self.final_logit_softcapping) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+
 def head_logits(model: PreTrainedModel, hidden_N: Tensor) -> Tensor:
-    """Logits [N, V] of last hidden states, with the scalings that some families put behind the head."""
+    """Logits [N, V] of last hidden states, with the scalings that some families put after the head."""
     head = model.get_output_embeddings()
     if head is None:
         raise EngineError(f"{type(model).__name__} has no output head; a causal language model is needed")
-    logits = head(hidden_N)
-    config = model.config.get_text_config()
-    if (scale := getattr(config, "logit_scale", None)) is not None:
-        logits = logits * scale
-    if (scale := getattr(config, "logits_scaling", None)) is not None:
-        logits = logits / scale
-    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
-        logits = torch.tanh(logits / cap) * cap
-    return logits
+    return LogitScalings.of(model).apply(head(hidden_N))

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from practicum.errors import EngineError
+from practicum.models.attention import LogitScalings
 
 
 @dataclass(frozen=True, slots=True)
 class OutputHead:
-    """Weights of an output head and the scalings that some families put behind it."""
+    """Weights of an output head and the scalings that some families put after it."""
 
     weight: Tensor
     """[V, H]"""
     bias: Tensor | None = None
     """[V]"""
-    logit_scale: float | None = None
-    logits_scaling: float | None = None
-    final_logit_softcapping: float | None = None
+    scalings: LogitScalings = field(default_factory=LogitScalings)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> OutputHead:
@@ -30,22 +29,13 @@ class OutputHead:
         if head is None:
             raise EngineError(f"{type(model).__name__} has no output head; a causal language model is needed")
         bias = getattr(head, "bias", None)
-        config = model.config
         return cls(
             head.weight.detach().clone(),  # pyright: ignore[reportCallIssue]  (a module's attribute)
             None if bias is None else bias.detach().clone(),
-            getattr(config, "logit_scale", None),
-            getattr(config, "logits_scaling", None),
-            getattr(config, "final_logit_softcapping", None),
+            LogitScalings.of(model),
         )
 
     def logits(self, hidden_MH: Tensor) -> Tensor:
         """Logits [M, V] as the model itself computes them (see `models.attention.head_logits`)."""
-        logits = torch.nn.functional.linear(hidden_MH.to(self.weight.dtype), self.weight, self.bias)
-        if self.logit_scale is not None:
-            logits = logits * self.logit_scale
-        if self.logits_scaling is not None:
-            logits = logits / self.logits_scaling
-        if self.final_logit_softcapping is not None:
-            logits = torch.tanh(logits / self.final_logit_softcapping) * self.final_logit_softcapping
-        return logits
+        hidden_MH = hidden_MH.to(self.weight.dtype)
+        return self.scalings.apply(torch.nn.functional.linear(hidden_MH, self.weight, self.bias))

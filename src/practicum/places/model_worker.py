@@ -7,7 +7,7 @@ Tensors travel as safetensors bytes: torch's own pickling would share memory wit
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -174,5 +174,4 @@ class _Teacher:
 
         head = OutputHead.of(self._model)
         tensors = {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
-        scalings = (head.logit_scale, head.logits_scaling, head.final_logit_softcapping)
-        return save({k: t.cpu().contiguous() for k, t in tensors.items()}), scalings
+        return save({k: t.cpu().contiguous() for k, t in tensors.items()}), astuple(head.scalings)

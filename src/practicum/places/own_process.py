@@ -11,6 +11,7 @@ from torch import Tensor
 
 from practicum.engines.protocol import Scores
 from practicum.errors import TeacherError
+from practicum.models.attention import LogitScalings
 from practicum.models.output_head import OutputHead
 from practicum.places.model_worker import TeacherSetup
 from practicum.places.place import ScoreOptions, ScoreRow, no_scores, too_long
@@ -51,7 +52,7 @@ class OwnTeacher(ReplicaProcesses):
         """A copy of the output head as it is now: to be asked for again after `load_weights`."""
         tensors, scalings = self._wait([self._replicas[0].post("head", (), "giving its output head")[1]])[0]
         held = load(tensors)
-        return OutputHead(held["weight"], held.get("bias"), *scalings)
+        return OutputHead(held["weight"], held.get("bias"), LogitScalings(*scalings))
 
     def take(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Become what these weights are, in every process."""

@@ -4,15 +4,19 @@ Values and gradients are computed together, a few rows at a time, so that beside
 nothing of their size is held but the gradient. With `pull` = p d(divergence)/dp of each bucket:
 
     full   d/dz = pull - p sum(pull)
-    top-k  g_k = pull_k - p_k pull_tail / p_tail at the teacher's tokens, d/dz = scatter(g) - p sum(g)
+    top-k  d/dz = pull_k - p_k sum(pull)                       at the teacher's tokens
+           d/dz = (p / p_tail) (pull_tail - p_tail sum(pull))  at all others
 
 The top-k and one bucket for the rest (the tail) are a coarser view of the same two distributions: the
 divergence is at least 0, 0 only where they agree on all buckets, and never above that of the full vocabulary.
+
+The student's tail is the log-sum-exp of its other logits: value and gradient keep their digits however small
+it is. Of the teacher only the top-k is known. Its tail is 1 minus their mass, known up to rounding: of the
+tails within this margin, the one nearest to the student's is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,18 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from practicum.algorithms.distill.registry import Compare, distribution_divergence
 from practicum.algorithms.distill.types import Buckets, DistillTerms
-
-BLOCK_LOGITS, GPU_BLOCK_LOGITS = 2**18, 2**24
-"""Logits of the rows worked on at once: few, so that temporaries stay in a processor's cache and the heap
-stays small; more on a GPU, where each call has a price.
-"""
-
-TAIL_FLOOR = 1e-6
-"""Least mass of the tail, of student and teacher alike.
-
-It is 1 minus the mass of the top-k: with float32 logprobs it has an error of about 1e-7, and less than the
-floor would be noise. Where the student's tail is at the floor, the tail has no gradient.
-"""
+from practicum.algorithms.logprobs import log_distribution, logprobs_at, row_blocks
 
 
 def full_divergence(
@@ -88,8 +81,8 @@ class _Full(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         loss_C = logits_CV.new_empty(logits_CV.shape[0])
         grad_CV = torch.empty_like(logits_CV) if wanted else None
-        for rows in _row_blocks(logits_CV):
-            log_p, log_q = logits_CV[rows].log_softmax(-1), teacher_logits_CV[rows].log_softmax(-1)
+        for rows in row_blocks(logits_CV):
+            log_p, log_q = (log_distribution(x[rows]) for x in (logits_CV, teacher_logits_CV))
             buckets = Buckets(log_p - log_q, log_p.exp_(), log_q.exp_(), beta)
             terms = compare(buckets)
             loss_C[rows] = terms.value.sum(-1)
@@ -123,20 +116,19 @@ class _TopK(torch.autograd.Function):
         clamp: float | None,
         wanted: bool,
     ) -> tuple[Tensor, Tensor]:
-        logprobs_CK = _logprobs_at(logits_CV, teacher_ids_CK)
-        log_p, floored_C1 = _with_tail(logprobs_CK)
-        log_q, _ = _with_tail(teacher_logprobs_CK)
+        logprobs_CK = logprobs_at(logits_CV, teacher_ids_CK)
+        rest_C1, log_tail_C1 = _student_tail(logits_CV, teacher_ids_CK)
+        log_p, log_q = _with_tails(logprobs_CK, log_tail_C1, teacher_logprobs_CK)
         buckets = Buckets(log_p - log_q, log_p.exp(), log_q.exp(), beta)
         terms = compare(buckets)
         loss_C = terms.value.sum(-1)
         clamped_C = _clamp(loss_C, clamp)
         if wanted:
-            p_CK, tail_C1 = buckets.p[:, :-1], buckets.p[:, -1:]
-            tail_slope_C1 = (terms.pull[:, -1:] / tail_C1).masked_fill(floored_C1, 0.0)
-            slope_CK = terms.pull[:, :-1] - p_CK * tail_slope_C1
-            ctx.save_for_backward(
-                logits_CV, teacher_ids_CK, slope_CK.masked_fill_(clamped_C.unsqueeze(1), 0.0)
-            )
+            # Masses that sum to a little more or less than 1 still give slopes that sum to 0.
+            mass_C1, common_C1 = (x.sum(-1, keepdim=True) for x in (buckets.p, terms.pull))
+            slope = terms.pull * mass_C1 - buckets.p * common_C1
+            slope.masked_fill_(clamped_C.unsqueeze(1), 0.0)
+            ctx.save_for_backward(logits_CV, teacher_ids_CK, rest_C1, slope)
         ctx.mark_non_differentiable(clamped_C)
         return loss_C.to(logits_CV.dtype), clamped_C
 
@@ -145,19 +137,11 @@ class _TopK(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, ...]:
-        logits_CV, ids_CK, slope_CK = ctx.saved_tensors
-        slope_CK = slope_CK * grads[0].unsqueeze(1)
-        common_C1 = slope_CK.sum(-1, keepdim=True).to(logits_CV.dtype)
-        grad_CV = logits_CV.softmax(-1).mul_(-common_C1)
-        grad_CV.scatter_add_(1, ids_CK, slope_CK.to(logits_CV.dtype))
-        return grad_CV, None, None, None, None, None, None
-
-
-def _row_blocks(logits_CV: Tensor) -> Iterator[slice]:
-    rows, vocab = logits_CV.shape
-    logits = BLOCK_LOGITS if logits_CV.device.type == "cpu" else GPU_BLOCK_LOGITS
-    size = max(1, logits // vocab)
-    return (slice(i, i + size) for i in range(0, rows, size))
+        logits_CV, ids_CK, rest_C1, slope = ctx.saved_tensors
+        slope = (slope * grads[0].unsqueeze(1)).to(logits_CV.dtype)
+        # The softmax of the other tokens; what it gives at the teacher's is overwritten.
+        grad_CV = (logits_CV - rest_C1).exp_().mul_(slope[:, -1:])
+        return grad_CV.scatter_(1, ids_CK, slope[:, :-1]), None, None, None, None, None, None
 
 
 def _clamp(loss_C: Tensor, clamp: float | None) -> Tensor:
@@ -169,17 +153,44 @@ def _clamp(loss_C: Tensor, clamp: float | None) -> Tensor:
     return clamped_C
 
 
-def _logprobs_at(logits_CV: Tensor, ids_CK: Tensor) -> Tensor:
-    """Logprobs of the tokens, by the same steps as a teacher's scores: equal models give equal bits."""
-    logprobs_CK = logits_CV.gather(1, ids_CK)
-    for rows in _row_blocks(logits_CV):
-        logprobs_CK[rows] -= logits_CV[rows].logsumexp(-1, keepdim=True)
-    return logprobs_CK
+def _student_tail(logits_CV: Tensor, ids_CK: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp of the logits of all other tokens [C, 1], and the log of their mass (float64).
+
+    Both are minus infinity if there are no others.
+    """
+    rest_C1 = logits_CV.new_empty(len(logits_CV), 1)
+    log_tail_C1 = logits_CV.new_empty(len(logits_CV), 1, dtype=torch.float64)
+    for rows in row_blocks(logits_CV):
+        others = logits_CV[rows].scatter(1, ids_CK[rows], -torch.inf)
+        rest_C1[rows] = others.logsumexp(-1, keepdim=True)
+        best = logits_CV[rows].gather(1, ids_CK[rows]).double().logsumexp(-1, keepdim=True)
+        rest = rest_C1[rows].double()
+        log_tail_C1[rows] = rest - torch.logaddexp(best, rest)
+    return rest_C1, log_tail_C1
 
 
-def _with_tail(logprobs_CK: Tensor) -> tuple[Tensor, Tensor]:
-    """Float64 logprobs [C, K + 1] with the tail's as the last, and where the tail is at its floor [C, 1]."""
-    logprobs_CK = logprobs_CK.double()
-    mass_C1 = -torch.expm1(logprobs_CK.logsumexp(-1, keepdim=True))
-    tail_C1 = mass_C1.clamp_min(TAIL_FLOOR).log_()
-    return torch.cat([logprobs_CK, tail_C1], dim=-1), mass_C1 < TAIL_FLOOR
+def _with_tails(logprobs_CK: Tensor, log_tail_C1: Tensor, teacher_CK: Tensor) -> tuple[Tensor, Tensor]:
+    """Logprobs [C, K + 1] of student and teacher in float64, with the tail's as the last.
+
+    Logprobs of one row have the error of their normaliser in common. The student's is known, as its buckets
+    should sum to 1. It is taken from the teacher's as well, which came to be in the same way, so that equal
+    models have equal tails.
+    """
+    # Without other tokens both have no tail; a finite number stands for it, as log-ratios are finite.
+    log_p = torch.cat([logprobs_CK.double(), log_tail_C1.clamp_min(-1e4)], dim=-1)
+    error_C1 = log_p.logsumexp(-1, keepdim=True)
+    log_p, teacher64_CK = log_p - error_C1, teacher_CK.double() - error_C1
+    log_tail_C1, rest_C1 = log_p[:, -1:], _one_minus(teacher64_CK)
+    tail_C1 = log_tail_C1.exp()
+    off_C1 = (_one_minus(log_p[:, :-1]) - tail_C1).abs()
+    margin_C1 = off_C1.clamp_min(torch.finfo(teacher_CK.dtype).eps)
+    low_C1, high_C1 = rest_C1 - margin_C1, rest_C1.clamp_min(0.0) + margin_C1
+    other_C1 = torch.where(tail_C1 < low_C1, low_C1, high_C1)
+    within_C1 = (tail_C1 >= low_C1) & (tail_C1 <= high_C1)
+    log_rest_C1 = torch.where(within_C1, log_tail_C1, other_C1.log())
+    return log_p, torch.cat([teacher64_CK, log_rest_C1], dim=-1)
+
+
+def _one_minus(logprobs_CK: Tensor) -> Tensor:
+    """The mass [C, 1] that these tokens leave, in float64; below 0 where rounding gave them too much."""
+    return -torch.expm1(logprobs_CK.double().logsumexp(-1, keepdim=True))

@@ -28,4 +28,4 @@ def cispo(inputs: PolicyInputs) -> PolicyTerms:
     logprobs_N = inputs.logprobs_N.masked_fill(~inputs.mask_N, 0.0)
     loss_N = -weight_N.masked_fill(~inputs.mask_N, 0.0) * logprobs_N
     clips = {"clipped_low": log_ratio_N < low, "clipped_high": log_ratio_N > high}
-    return policy_terms(inputs, loss_N, log_ratio_N.exp(), clamped_N, clips)
+    return policy_terms(inputs, loss_N, log_ratio_N, clamped_N, clips)

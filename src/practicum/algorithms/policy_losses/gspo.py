@@ -34,4 +34,4 @@ def gspo(inputs: PolicyInputs) -> PolicyTerms:
         mean_S[session_N] + (logprobs_N - logprobs_N.detach()), inputs.log_ratio_clamp
     )
     loss_N, clips = clipped_surrogate(log_ratio_N, inputs)
-    return policy_terms(inputs, loss_N, log_ratio_N.detach().exp(), clamped_N, clips)
+    return policy_terms(inputs, loss_N, log_ratio_N, clamped_N, clips)

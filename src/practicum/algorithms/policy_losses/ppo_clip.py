@@ -24,4 +24,4 @@ def ppo_clip(inputs: PolicyInputs) -> PolicyTerms:
     """Clipped surrogate of each token by its own ratio."""
     log_ratio_N, clamped_N = clamp_log_ratio(token_log_ratios(inputs), inputs.log_ratio_clamp)
     loss_N, clips = clipped_surrogate(log_ratio_N, inputs)
-    return policy_terms(inputs, loss_N, log_ratio_N.detach().exp(), clamped_N, clips)
+    return policy_terms(inputs, loss_N, log_ratio_N, clamped_N, clips)

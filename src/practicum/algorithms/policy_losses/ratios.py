@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from practicum.algorithms.exponentials import finite_exp, finite_expm1
 from practicum.algorithms.policy_losses.types import PolicyInputs, PolicyTerms
 
 
@@ -40,7 +41,7 @@ def clipped_surrogate(log_ratio_N: Tensor, inputs: PolicyInputs) -> tuple[Tensor
     negative_N, detached_N = advantages_N < 0, log_ratio_N.detach()
     lower_N = torch.full_like(detached_N, -math.inf).masked_fill(negative_N, low)
     upper_N = torch.full_like(detached_N, high).masked_fill(negative_N, dual)
-    loss_N = -advantages_N * log_ratio_N.clamp(lower_N, upper_N).exp()
+    loss_N = -advantages_N * finite_exp(log_ratio_N.clamp(lower_N, upper_N))
     return loss_N, {
         "clipped_low": negative_N & (detached_N < low),
         "clipped_high": (advantages_N > 0) & (detached_N > high),
@@ -51,15 +52,15 @@ def clipped_surrogate(log_ratio_N: Tensor, inputs: PolicyInputs) -> tuple[Tensor
 def policy_terms(
     inputs: PolicyInputs,
     loss_N: Tensor,
-    ratio_N: Tensor,
+    log_ratio_N: Tensor,
     clamped_N: Tensor,
     clips: dict[str, Tensor] | None = None,
 ) -> PolicyTerms:
-    """Puts the loss together with its statistics, and masks them all."""
-    log_ratio_N, _ = clamp_log_ratio(token_log_ratios(inputs).detach(), inputs.log_ratio_clamp)
+    """Puts the loss together with its statistics, and masks them all; the log-ratio is the loss's own."""
+    token_N, _ = clamp_log_ratio(token_log_ratios(inputs).detach(), inputs.log_ratio_clamp)
     stats = {
-        "ratio": ratio_N,
-        "approx_kl": torch.expm1(log_ratio_N) - log_ratio_N,
+        "ratio": finite_exp(log_ratio_N.detach()),
+        "approx_kl": finite_expm1(token_N) - token_N,
         "log_ratio_clamped": clamped_N,
         **(clips or {}),
     }

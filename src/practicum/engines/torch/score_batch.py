@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from practicum.algorithms.logprobs import log_distribution, scaled_logits
 from practicum.engines.protocol import Scores
 from practicum.engines.torch.model_runner import ModelRunner
 from practicum.engines.torch.prefix_layout import PrefixLayout
@@ -80,12 +81,9 @@ def _logprobs(
     logprobs, ids, best = [], [], []
     rows = max(1, LOGITS_AT_ONCE // runner.vocab)
     for hidden, target in zip(hidden_R.split(rows), target_R.split(rows), strict=True):
-        logits = runner.logits(hidden)[:, : job.outputs]
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        logits = logits if job.temperature == 1.0 else logits / job.temperature
-        norm = logits.logsumexp(-1, keepdim=True)
-        logprobs.append(logits.gather(-1, target.unsqueeze(-1)).sub_(norm).squeeze(-1))
-        top = logits.topk(job.top_k, dim=-1)
+        all_RV = log_distribution(scaled_logits(runner.logits(hidden)[:, : job.outputs], job.temperature))
+        logprobs.append(all_RV.gather(-1, target.unsqueeze(-1)).squeeze(-1))
+        top = all_RV.topk(job.top_k, dim=-1)
         ids.append(top.indices)
-        best.append(top.values - norm)
+        best.append(top.values)
     return torch.cat(logprobs).float().cpu(), torch.cat(ids).cpu(), torch.cat(best).float().cpu()

@@ -15,6 +15,7 @@ from practicum.recipe.checks.check_reward import check_reward, unread_algorithm
 from practicum.recipe.checks.check_route import check_route
 from practicum.recipe.checks.check_runtime import check_runtime
 from practicum.recipe.checks.check_teachers import check_teachers
+from practicum.recipe.checks.divergences import why_k1_is_dead
 from practicum.recipe.checks.rules import check_device, check_names, default_of
 from practicum.recipe.counts import count
 from practicum.recipe.derived import cuts_sampling, has_advantage_estimator, is_supervised
@@ -152,6 +153,10 @@ def _kl(recipe: Recipe) -> Iterator[RecipeError]:
         found = "rollout with top_p, top_k or min_p"
         advice = "the engine's logprobs are those of the cut distribution, the learner's are not"
         yield RecipeError("algorithm.old_logprobs", found, "auto or recompute", advice)
+    if kl.place == "loss" and kl.estimator == "k1":
+        expected = "an estimator whose gradient depends on the reference"
+        advice = f"{why_k1_is_dead('reference')}; use k2 or k3, or k1 with algorithm.kl.place reward"
+        yield RecipeError("algorithm.kl.estimator", "k1 with algorithm.kl.place loss", expected, advice)
     for option in ("reference", "coefficient", "estimator", "clamp", "horizon"):
         value = getattr(kl, option)
         if kl.place == "off" and value != default_of(Kl, option):

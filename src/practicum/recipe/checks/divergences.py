@@ -36,9 +36,14 @@ def why_dead(divergence: str, signal: str, through: str) -> str | None:
     """Why the gradient of this combination can't depend on the teacher, with what to use; None if it can."""
     if (divergence, signal, through) != ("k1", "sampled", "loss"):
         return None
+    return f"{why_k1_is_dead('teacher')}; use k1_straight, or k1 with through advantage"
+
+
+def why_k1_is_dead(other: str) -> str:
+    """Why k1 to the teacher or the reference has no place in a loss."""
     return (
-        "the gradient of k1 = log student - log teacher is that of log student alone: the teacher falls out, "
-        "and nothing is learnt from it; use k1_straight, or k1 with through advantage"
+        f"the gradient of k1 = log student - log {other} is that of log student alone: "
+        f"the {other} falls out, and nothing is learnt from it"
     )
 
 
