@@ -10,7 +10,7 @@ from practicum.algorithms.distill.distributions import full_divergence, topk_div
 from practicum.algorithms.distill.registry import PAIRS
 from practicum.algorithms.distill.sampled import sampled_divergence
 from practicum.algorithms.distill.types import DistillTerms
-from practicum.algorithms.logprobs import log_distribution
+from practicum.algorithms.token_logprobs import log_distribution
 from practicum.recipe.checks.divergences import why_dead
 
 TOKENS, VOCAB, TOP_K = 40, 300, 16

@@ -11,7 +11,7 @@ from torch import Tensor
 from practicum.algorithms.distill.distributions import full_divergence, topk_divergence, topk_overlap
 from practicum.algorithms.distill.sampled import sampled_divergence
 from practicum.algorithms.distill.types import DistillTerms
-from practicum.algorithms.logprobs import log_distribution, logprobs_at, scaled_logits
+from practicum.algorithms.token_logprobs import log_distribution, logprobs_at, scaled_logits
 from practicum.dataplane.ragged import Ragged
 from practicum.errors import DataError
 from practicum.learning.logprobs import Reduce, TokenLogprobs

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from practicum.algorithms.logprobs import log_distribution, scaled_logits
+from practicum.algorithms.token_logprobs import log_distribution, scaled_logits
 from practicum.models.attention import head_logits
 
 CHUNK_LOGITS = 2**25

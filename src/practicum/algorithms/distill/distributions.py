@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from practicum.algorithms.distill.registry import Compare, distribution_divergence
 from practicum.algorithms.distill.types import Buckets, DistillTerms
-from practicum.algorithms.logprobs import log_distribution, logprobs_at, row_blocks
+from practicum.algorithms.token_logprobs import log_distribution, logprobs_at, row_blocks
 
 
 def full_divergence(

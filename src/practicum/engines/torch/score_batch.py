@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from practicum.algorithms.logprobs import log_distribution, scaled_logits
+from practicum.algorithms.token_logprobs import log_distribution, scaled_logits
 from practicum.engines.protocol import Scores
 from practicum.engines.torch.model_runner import ModelRunner
 from practicum.engines.torch.prefix_layout import PrefixLayout
