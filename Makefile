@@ -19,7 +19,7 @@ VLLM_INSTALL := $(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-
 # each process of vLLM would compile vLLM and torch anew.
 VLLM_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PRACTICUM_REQUIRE_VLLM=1
 
-.PHONY: demo test test-vllm check quick lint bench clean help
+.PHONY: demo test test-all test-long test-vllm check quick lint bench clean help
 
 help:  ## Show what there is.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 11
@@ -27,12 +27,16 @@ help:  ## Show what there is.
 demo: $(VENV)/.base  ## Train a tiny model from nothing and show that it learnt.
 	$(BIN)/practicum demo
 
-test: lint  ## Lint, types and all tests, those of vLLM last.
-	$(PYTEST) --ignore tests/vllm
-	@$(MAKE) --no-print-directory test-vllm
+test: lint  ## Lint, types and the tests, in minutes.
+	$(PYTEST) -m "not long" --ignore tests/vllm
+
+test-all: test test-long test-vllm  ## All there is: the above, the long campaigns, vLLM's tests.
+
+test-long: $(VENV)/.dev  ## Campaigns of kills, recipes' bands, whole clusters.
+	$(PYTEST) -m long --ignore tests/vllm
 
 ifneq ($(filter $(MACHINE),$(VLLM_MACHINES)),)
-test-vllm: $(VLLM_VENV)/.ready  ## The tests of vLLM, in its own environment.
+test-vllm: $(VLLM_VENV)/.ready  ## The tests of vLLM, in their own environment.
 	$(VLLM_ENV) $(VLLM_BIN)/python $(ON_TWO) tests/vllm
 else
 test-vllm:
@@ -44,7 +48,7 @@ check: $(VENV)/.dev  ## The inner loop: lint, types and the quick tests, side by
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint quick
 
 quick: $(VENV)/.dev
-	$(PYTEST) -q -m "not slow"
+	$(PYTEST) -q -m "not slow and not long"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

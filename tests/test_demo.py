@@ -15,13 +15,13 @@ RISE = 0.12
 """What PPO adds to the base model's score at least."""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_the_student_learns_from_all_specialists_at_once(tmp_path: Path):
     assert shortfalls(run_demo(tmp_path / "runs")) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_ppo_raises_the_score(tmp_path: Path):
     train_loaded(load_recipe(RECIPES / "mopd" / "base.yaml"), tmp_path / "base")

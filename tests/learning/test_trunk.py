@@ -89,7 +89,7 @@ def test_a_forward_that_differs_is_refused_by_name(monkeypatch):
         PackedModel(model, Train())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_forward_gives_the_same_update(monkeypatch):
     # The tracing is what may go wrong here; inductor's code generation takes minutes.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))

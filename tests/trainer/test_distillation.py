@@ -142,7 +142,7 @@ def test_a_run_with_a_copy_of_the_student_resumes_where_it_was(
     _cut_and_resume(tmp_path, monkeypatch, cut, distill={"signal": signal}, **SELF, **LONGER)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_with_an_own_copy_of_the_student_resumes_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -186,9 +186,11 @@ PRACTICE = {
     ("distill", "more"),
     [
         ({"signal": "full"}, {}),
-        ({"signal": "top_k"}, {}),
+        pytest.param({"signal": "top_k"}, {}, marks=pytest.mark.long),
         ({"divergence": "k1_straight", "signal": "sampled"}, {}),
-        ({"divergence": "k1", "signal": "sampled", "through": "advantage"}, {}),
+        pytest.param(
+            {"divergence": "k1", "signal": "sampled", "through": "advantage"}, {}, marks=pytest.mark.long
+        ),
         (
             {"divergence": "k1", "signal": "sampled", "through": "reward"},
             {"algorithm": {"advantage": "reinforce_pp"}},

@@ -74,8 +74,15 @@ def assert_same_run(one: Path, other: Path, tolerance: float) -> None:
         torch.testing.assert_close(weight, there[name], atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("store", ["ray", "transferqueue"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "store"),
+    [
+        (1, "ray"),
+        (2, "transferqueue"),
+        pytest.param(2, "ray", marks=pytest.mark.long),
+        pytest.param(1, "transferqueue", marks=pytest.mark.long),
+    ],
+)
 def test_a_run_on_ray_is_the_local_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, store: str
 ):
@@ -143,6 +150,7 @@ async def loop(session):
 """
 
 
+@pytest.mark.long
 def test_what_lies_in_the_folder_of_a_run_is_found_by_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -176,6 +184,7 @@ def test_what_lies_in_the_folder_of_a_run_is_found_by_workers(
     assert_same_run(tmp_path / "local", tmp_path / "ray", 1e-6)
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_two_ranks_is_resumed_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     train_loaded(tiny(tmp_path, **PPO), tmp_path / "whole")
     with monkeypatch.context() as patch:

@@ -22,7 +22,7 @@ from .recipes import tiny
 from .test_ray import assert_same_run
 from .test_ray_failures import MORTAL, fragile
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 @contextmanager

@@ -159,6 +159,7 @@ def survivor(folder: Path, place: str = "colocated", **sections: Any) -> LoadedR
     return load_recipe(folder / "recipe.yaml")
 
 
+@pytest.mark.long
 def test_a_run_goes_on_after_deaths_as_if_nobody_had_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     save_classifier(tmp_path / "judge")
     train_loaded(survivor(tmp_path), tmp_path / "local")
@@ -209,6 +210,7 @@ def test_the_rank_that_died_is_named_not_the_ones_that_lost_it():
     ray.kill(ranks[0])
 
 
+@pytest.mark.long
 def test_rows_that_a_dead_replica_did_not_tell_of_are_cleared_and_too_many_deaths_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -247,7 +249,9 @@ STOPS: dict[str, tuple[dict[str, Any], Act, str]] = {
 }
 
 
-@pytest.mark.parametrize("who", STOPS)
+@pytest.mark.parametrize(
+    "who", ["learner", *(pytest.param(who, marks=pytest.mark.long) for who in STOPS if who != "learner")]
+)
 def test_a_death_that_ends_the_run_is_named_and_the_run_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Path, who: str
 ):
