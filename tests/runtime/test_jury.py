@@ -275,7 +275,9 @@ def test_chat_prompts_are_shown_as_conversations(tmp_path: Path, seven: str):
 
 
 def test_the_check_describes_reward_models_before_weights_are_loaded(tmp_path: Path, classifier: str):
-    found = check_without_models(recipe_of(tmp_path, {"models": {"rm": {"model": classifier}}}).recipe)
+    found = check_without_models(
+        recipe_of(tmp_path, {"models": {"rm": {"model": classifier}}}).recipe
+    ).findings
     assert "reward model rm: Qwen3ForSequenceClassification, output 0 of 3" in found
 
 

@@ -83,3 +83,9 @@ async def mortal(session: Session) -> None:
     if is_ordered(f"linger at prompt {session.prompt.uid}"):
         order("lingers")
         await asyncio.Event().wait()
+
+
+async def crowded(session: Session) -> None:
+    """Opens a context that the prompt alone fills."""
+    session.new_trajectory("1" * 100)
+    await session.generate()

@@ -4,7 +4,11 @@ from pathlib import Path
 import pytest
 
 from practicum.errors import PracticumError, RecipeError, RecipeErrors
-from practicum.trainer.preflight import preflight
+from practicum.models.load_model import load_tokenizer
+from practicum.sessions.prompt_encoder import make_encoder
+from practicum.tasks.stream import eval_prompts, make_stream
+from practicum.trainer.preflight import check_without_models, preflight
+from practicum.trainer.run import train_loaded
 
 from .recipes import tiny
 
@@ -25,8 +29,55 @@ def test_a_sound_recipe_is_described(tmp_path: Path):
 
 def test_a_prompt_that_does_not_fit_the_context_is_refused(tmp_path: Path):
     tasks = {"long": {"file": rows(tmp_path, "a" * 60)}}
-    with pytest.raises(RecipeErrors, match=r"a prompt of 60 tokens \+ 6 of answer = 66"):
+    with pytest.raises(RecipeErrors, match=r"line 1: a prompt of 60 tokens \+ 6 of answer = 66"):
         preflight(tiny(tmp_path, tasks=tasks))
+
+
+def test_every_row_is_measured_and_the_long_ones_are_named_by_file_and_line(tmp_path: Path):
+    short = ["1+1="] * 2_500
+    tasks = {"long": {"file": rows(tmp_path, *short, "a" * 80, "b" * 70)}}
+    with pytest.raises(RecipeErrors) as raised:
+        preflight(tiny(tmp_path, tasks=tasks))
+    text = str(raised.value)
+    assert "rows.jsonl, line 2501: a prompt of 80 tokens + 6 of answer = 86" in text
+    assert "rows.jsonl, line 2502: a prompt of 70 tokens" in text
+    assert "tasks.long.too_long to skip or cut" in text
+
+
+def test_rows_that_are_too_long_are_skipped_and_counted(tmp_path: Path):
+    file = rows(tmp_path, "1+1=", "a" * 80, "2+2=", "b" * 70)
+    loaded = tiny(tmp_path, tasks={"t": {"file": file, "eval_file": file, "too_long": "skip"}})
+    found = check_without_models(loaded.recipe)
+    assert any(f"too long: 2 rows of {file} are left out" in line for line in found.findings)
+    assert found.left_out == {file: frozenset({1, 3})}
+    tasks, seed = loaded.recipe.tasks, loaded.recipe.seed
+    drawn = make_stream(tasks, seed, left_out=found.left_out).take(40)
+    assert {p.content for p in drawn} == {"1+1=", "2+2="}
+    assert [p.content for p in eval_prompts(tasks, 2, seed, found.left_out)] == ["1+1=", "2+2="]
+    train_loaded(loaded, tmp_path / "run")
+
+
+def test_no_row_is_left_when_all_are_too_long(tmp_path: Path):
+    tasks = {"t": {"file": rows(tmp_path, "a" * 80), "too_long": "skip"}}
+    with pytest.raises(RecipeErrors, match=r"all rows of .* are too long"):
+        preflight(tiny(tmp_path, tasks=tasks))
+
+
+def test_a_prompt_that_is_cut_keeps_its_end(tmp_path: Path):
+    loaded = tiny(tmp_path, tasks={"t": {"file": rows(tmp_path, "a" * 80 + "12="), "too_long": "cut"}})
+    recipe = loaded.recipe
+    assert any("1 prompts lose their beginning" in line for line in preflight(loaded))
+    tokenizer = load_tokenizer(recipe.model)
+    (prompt,) = make_stream(recipe.tasks, recipe.seed).take(1)
+    ids = make_encoder(recipe, tokenizer)(prompt).ids
+    assert len(ids) == 64 - recipe.rollout.max_new_tokens
+    assert str(tokenizer.decode(ids)).endswith("a12=")
+
+
+def test_a_session_without_room_for_an_answer_says_so(tmp_path: Path):
+    loaded = tiny(tmp_path, agent={"loop": "tests.trainer.loops:crowded"})
+    with pytest.raises(PracticumError, match="no room for an answer: prompt of 100 tokens, context 64"):
+        train_loaded(loaded, tmp_path / "run")
 
 
 def test_a_context_beyond_the_models_is_refused(tmp_path: Path):

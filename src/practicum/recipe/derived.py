@@ -76,6 +76,14 @@ def scores_during_rollout(model: Teacher | RewardModel) -> bool:
     return model.url is not None or has_own_process(model.placement)
 
 
+def rollout_context(recipe: Recipe, model_context: int | None) -> int:
+    """Tokens of KV memory for one sequence: the recipe's, else 1,024 of prompt and the answer."""
+    if recipe.rollout.context is not None:
+        return recipe.rollout.context
+    needed = 1024 + recipe.rollout.max_new_tokens
+    return needed if model_context is None else min(needed, model_context)
+
+
 def session_deadline(recipe: Recipe) -> float:
     """Seconds one session may take: a loop that hangs fails before all sessions are late."""
     chosen = recipe.agent.deadline_s

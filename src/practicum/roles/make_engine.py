@@ -15,17 +15,10 @@ from practicum.engines.vllm.vllm_engine import VllmEngine
 from practicum.models.load_model import context_length
 from practicum.places.place import TeacherPlace
 from practicum.places.vllm_teacher import VllmTeacher
+from practicum.recipe.derived import rollout_context
 from practicum.recipe.schema.recipe import Recipe
 
 Weights = Iterable[tuple[str, Tensor]]
-
-
-def rollout_context(recipe: Recipe, model_context: int | None) -> int:
-    """Tokens of KV memory for one sequence: the recipe's, else 1,024 of prompt and the answer."""
-    if recipe.rollout.context is not None:
-        return recipe.rollout.context
-    needed = 1024 + recipe.rollout.max_new_tokens
-    return needed if model_context is None else min(needed, model_context)
 
 
 def describe_engines(*parts: Engine | TeacherPlace) -> list[str]:

@@ -45,13 +45,21 @@ def read_result(result: object, session: Session) -> SessionResult:
         raise SessionError(f"returned {len(reward)} rewards for {len(listed)} trajectories")
     kept = [t for t in listed if t.sampled_tokens]
     if not kept:
-        raise SessionError("left no trajectory with sampled tokens")
+        raise SessionError(_nothing_sampled(session))
     if reward is not None and not isinstance(reward, list):
         return SessionResult(kept, _number(reward))
     if reward is not None:
         for trajectory, value in zip(listed, reward, strict=True):
             trajectory.reward = _number(value)
     return SessionResult(kept, _own_rewards(listed))
+
+
+def _nothing_sampled(session: Session) -> str:
+    """Why the model wrote nothing."""
+    full = next((t for t in session.trajectories if t.finish == "context"), None)
+    if full is not None:
+        return f"had no room for an answer: prompt of {len(full)} tokens, context {session.context}"
+    return "left no trajectory with sampled tokens"
 
 
 def _listed(returned: object, session: Session) -> list[Trajectory]:

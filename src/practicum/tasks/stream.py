@@ -70,15 +70,19 @@ class ShuffledFile:
     name: str
     file: FileSource
     seed: int
+    rows: Sequence[int]
+    """Rows that are used, in the file's order."""
 
     @property
     def identity(self) -> str:
         named = f"{self.file.digest} {self.file.prompt_column} {self.file.answer_column}"
-        return f"{named} {self.file.images_column}" if self.file.has_pictures else named
+        named = f"{named} {self.file.images_column}" if self.file.has_pictures else named
+        return named if len(self.rows) == len(self.file) else f"{named} {mix(*self.rows):016x}"
 
     def draw(self, index: int) -> Drawn:
-        epoch, step = divmod(index, len(self.file))
-        return draw_row(self.file, Permutation(len(self.file), (self.seed, self.name, epoch))[step], epoch)
+        epoch, step = divmod(index, len(self.rows))
+        place = Permutation(len(self.rows), (self.seed, self.name, epoch))[step]
+        return draw_row(self.file, self.rows[place], epoch)
 
 
 def draw_row(file: FileSource, index: int, epoch: int = 0) -> Drawn:
@@ -165,9 +169,11 @@ def make_stream(
     seed: int,
     split: Split = "train",
     needs_answer: Collection[str] = (),
+    left_out: Mapping[str, frozenset[int]] | None = None,
 ) -> PromptStream:
     """The stream of a recipe's tasks; rows of those named in `needs_answer` must have an answer.
 
+    `left_out` are rows of files that are not used, by path.
     The eval split of a file task is its eval_file; file tasks without one are left out.
     """
     used = tasks if split == "train" else {n: t for n, t in tasks.items() if is_evaluated(t)}
@@ -175,7 +181,7 @@ def make_stream(
         raise PracticumError(
             "no task can be evaluated: none is built-in or has an eval_file.\n  → set tasks.<name>.eval_file."
         )
-    sources = [_source(n, t, seed, split, n in needs_answer) for n, t in used.items()]
+    sources = [_source(n, t, seed, split, n in needs_answer, left_out or {}) for n, t in used.items()]
     return PromptStream(used, sources, seed)
 
 
@@ -184,7 +190,9 @@ def is_evaluated(task: Task) -> bool:
     return task.kind is not None or task.eval_file is not None
 
 
-def eval_prompts(tasks: Mapping[str, Task], rows: int, seed: int) -> list[Prompt]:
+def eval_prompts(
+    tasks: Mapping[str, Task], rows: int, seed: int, left_out: Mapping[str, frozenset[int]] | None = None
+) -> list[Prompt]:
     """The fixed evaluation set: up to `rows` distinct prompts of each task, uids counting from 0.
 
     Built-in tasks give prompts that training never sees (fewer, if their options leave fewer); file
@@ -197,7 +205,8 @@ def eval_prompts(tasks: Mapping[str, Task], rows: int, seed: int) -> list[Prompt
             drawn = _distinct(source, rows)
         elif task.eval_file is not None:
             file = open_file(task, task.eval_file)
-            drawn = [draw_row(file, index) for index in range(min(rows, len(file)))]
+            used = used_rows(file, task.eval_file, left_out or {})
+            drawn = [draw_row(file, index) for index in used[:rows]]
         else:
             continue
         prompts.extend(to_prompt(uid, name, task, one) for uid, one in enumerate(drawn, start=len(prompts)))
@@ -216,10 +225,24 @@ def _distinct(source: BuiltinSource, rows: int) -> list[Drawn]:
     return list(found.values())
 
 
-def _source(name: str, task: Task, seed: int, split: Split, needs_answer: bool) -> Source:
+def used_rows(file: FileSource, path: str, left_out: Mapping[str, frozenset[int]]) -> Sequence[int]:
+    """Rows of a file that prompts are made from."""
+    without = left_out.get(path)
+    return [i for i in range(len(file)) if i not in without] if without else range(len(file))
+
+
+def _source(
+    name: str,
+    task: Task,
+    seed: int,
+    split: Split,
+    needs_answer: bool,
+    left_out: Mapping[str, frozenset[int]],
+) -> Source:
     if task.kind is not None:
         return BuiltinSource(bind(name, task.kind, task.options), seed, split)
     path = task.file if split == "train" else task.eval_file
     if path is None:
         raise RecipeError(f"tasks.{name}", "neither kind nor file", "one of them")
-    return ShuffledFile(name, open_file(task, path, needs_answer), seed)
+    file = open_file(task, path, needs_answer)
+    return ShuffledFile(name, file, seed, used_rows(file, path, left_out))

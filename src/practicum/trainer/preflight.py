@@ -3,41 +3,46 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from practicum.errors import MissingExtraError, RecipeError, RecipeErrors
 from practicum.models.load_model import load_model, load_tokenizer, model_facts, stop_ids
 from practicum.models.model_files import read_config
-from practicum.recipe.derived import on_ray
+from practicum.recipe.derived import on_ray, rollout_context
 from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.recipe.model_traits import Traits, model_traits, traits_of
 from practicum.recipe.schema.recipe import Model, Recipe
 from practicum.rewards.check_reward_models import check_rewarders
 from practicum.roles.load_teachers import probe_servers
-from practicum.roles.make_engine import rollout_context
 from practicum.roles.reward_models import probe_reward_servers
 from practicum.runtime.local import load_reference
 from practicum.runtime.ray.check_cluster import check_cluster
 from practicum.sessions.loops import find_loop
-from practicum.sessions.prompt_encoder import make_encoder
-from practicum.tasks.check_tasks import check_tasks, tasks_needing_answer
-from practicum.tasks.prompts import Prompt, demonstration
-from practicum.tasks.stream import eval_prompts, make_stream
+from practicum.tasks.builtin import TASKS
+from practicum.tasks.check_tasks import check_tasks
+from practicum.tasks.stream import open_file
 from practicum.teachers.check_routes import check_routes
 from practicum.teachers.teacher_checks import check_teachers, longest_prompts
+from practicum.trainer.measure_prompts import measure_prompts
 from practicum.trainer.saver import crash_cost
 from practicum.trainer.trial import describe_tools, try_rewards
 
-LOOKED_AT = 2_000
-"""Prompts that are encoded to find the longest one."""
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What was found, in sentences, and the rows of files that the run leaves out."""
+
+    findings: list[str]
+    left_out: Mapping[str, frozenset[int]]
 
 
 def preflight(loaded: LoadedRecipe) -> list[str]:
     """Findings in sentences; mistakes are RecipeErrors."""
     recipe = loaded.recipe
-    findings = check_without_models(recipe)
+    findings = check_without_models(recipe).findings
     findings += [*try_rewards(recipe), *describe_tools(recipe)]
     model = load_model(recipe.model, recipe.seed)
     millions = sum(p.numel() for p in model.parameters()) / 1e6
@@ -59,7 +64,7 @@ def require_engines(recipe: Recipe) -> None:
             raise MissingExtraError(f"{path}.engine: vllm", "vllm")
 
 
-def check_without_models(recipe: Recipe) -> list[str]:
+def check_without_models(recipe: Recipe) -> Preflight:
     """All that files, tokenizers, configs and servers tell, before any weights are loaded."""
     findings = check_tasks(recipe)
     if on_ray(recipe):
@@ -71,12 +76,11 @@ def check_without_models(recipe: Recipe) -> list[str]:
     findings.append(_describe_tokenizer(tokenizer))
     _check_agent_texts(recipe, tokenizer)
     model_context, vocab = model_facts(recipe.model, len(tokenizer))
-    longest = _longest(recipe, tokenizer)
     context = rollout_context(recipe, model_context)
-    _check_context(recipe, longest, context, model_context)
-    findings.append(
-        f"context: longest of {LOOKED_AT:,} prompts {longest[0]} tokens + answer {longest[1]} ≤ {context}"
-    )
+    _check_context(recipe, context, model_context)
+    lengths = measure_prompts(recipe, tokenizer, context)
+    findings += lengths.findings(context)
+    longest = lengths.prompt, lengths.answer
     if recipe.agent.loop != "single_turn":  # later turns may fill the context
         longest = longest[0], max(longest[1], context - longest[0])
     if recipe.teachers:
@@ -96,7 +100,7 @@ def check_without_models(recipe: Recipe) -> list[str]:
     if recipe.reward.models:
         findings += check_rewarders(recipe, tokenizer, sum(longest))
         findings += probe_reward_servers(recipe, chat=_uses_chat(recipe))
-    return findings
+    return Preflight(findings, lengths.left_out)
 
 
 def known_traits(model: Model) -> Traits:
@@ -111,47 +115,17 @@ def known_traits(model: Model) -> Traits:
 
 def _uses_chat(recipe: Recipe) -> bool:
     """Whether some prompt goes through the chat template."""
-    return any(task.chat for task in recipe.tasks.values()) or any(
-        not isinstance(prompt.content, str) for prompt in _prompts(recipe)
-    )
+    tasks = recipe.tasks.values()
+    if any(task.chat or (task.kind in TASKS and TASKS[task.kind].pictures) for task in tasks):
+        return True
+    files = [(task, path) for task in tasks for path in (task.file, task.eval_file) if path is not None]
+    return any(open_file(task, path).has_messages for task, path in files)
 
 
 def _describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     chat = "a chat template" if tokenizer.chat_template else "no chat template"
     end, pad = tokenizer.eos_token, tokenizer.pad_token
     return f"tokenizer: {len(tokenizer):,} tokens, end {end}, padding {pad}, {chat}"
-
-
-def _prompts(recipe: Recipe) -> Iterable[Prompt]:
-    stream = make_stream(recipe.tasks, recipe.seed, needs_answer=tasks_needing_answer(recipe))
-    yield from stream.take(LOOKED_AT)
-    yield from eval_prompts(recipe.tasks, recipe.eval.rows, recipe.seed)
-
-
-def _longest(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
-    """Longest prompt and answer in tokens; a text that the tokenizer can't write is an error."""
-    supervised = recipe.algorithm.loss == "supervised"
-    unknown = tokenizer.unk_token_id
-    prompt_tokens = answer_tokens = 0
-    encode = make_encoder(recipe, tokenizer)
-    for prompt in _prompts(recipe):
-        ids = encode(prompt).ids
-        answer = tokenizer.encode(demonstration(prompt), add_special_tokens=False) if supervised else []
-        if unknown is not None and unknown in (*ids, *answer):
-            raise RecipeErrors(
-                f"recipe {recipe.name}",
-                [
-                    RecipeError(
-                        f"tasks.{prompt.task}",
-                        f"a row with unknown characters: {prompt.content!r}",
-                        "texts that the model's tokenizer can write",
-                        "use a model whose tokenizer covers them",
-                    )
-                ],
-            )
-        prompt_tokens = max(prompt_tokens, len(ids))
-        answer_tokens = max(answer_tokens, len(answer) + 1)
-    return prompt_tokens, max(answer_tokens, recipe.rollout.max_new_tokens)
 
 
 def _check_agent_texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -165,20 +139,7 @@ def _check_agent_texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> No
             raise RecipeError(f"agent.{key}", found, "a text that the model's tokenizer can write")
 
 
-def _check_context(recipe: Recipe, longest: tuple[int, int], context: int, model_context: int | None) -> None:
-    prompt, answer = longest
+def _check_context(recipe: Recipe, context: int, model_context: int | None) -> None:
     if model_context is not None and context > model_context:
         found, expected = f"{context}", f"at most the model's context of {model_context}"
         raise RecipeErrors(f"recipe {recipe.name}", [RecipeError("rollout.context", found, expected)])
-    if prompt + answer > context:
-        raise RecipeErrors(
-            f"recipe {recipe.name}",
-            [
-                RecipeError(
-                    "rollout.max_new_tokens",
-                    f"a prompt of {prompt} tokens + {answer} of answer = {prompt + answer}",
-                    f"at most rollout.context = {context}",
-                    "raise rollout.context (up to the model's), or use shorter prompts or answers",
-                )
-            ],
-        )

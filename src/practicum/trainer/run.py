@@ -74,10 +74,10 @@ class Run:
         self.plan = make_plan(recipe, known_traits(recipe.model))
         require_trackers(recipe)
         self.watch = Watch(recipe.checks, self._report)
-        check_without_models(recipe)
+        left_out = check_without_models(recipe).left_out
         needs_answer = tasks_needing_answer(recipe)
-        stream = make_stream(recipe.tasks, recipe.seed, needs_answer=needs_answer)
-        self.eval_prompts = eval_prompts(recipe.tasks, recipe.eval.rows, seed=recipe.seed)
+        stream = make_stream(recipe.tasks, recipe.seed, needs_answer=needs_answer, left_out=left_out)
+        self.eval_prompts = eval_prompts(recipe.tasks, recipe.eval.rows, recipe.seed, left_out)
         # After all that may fail: whoever it starts is stopped by `close` alone.
         self.roles: Roles = start_roles(recipe, self.plan, self.watch)
         self.runner = StepRunner(recipe, self.plan, self.roles, stream, self.watch)

@@ -92,7 +92,7 @@ def _tasks(recipe: Recipe) -> Iterator[RecipeError]:
             advice = "`practicum tasks` lists the kinds; file is a JSONL or Parquet file"
             yield RecipeError(path, found, "exactly one of kind and file", advice)
             continue
-        for key in ("eval_file", "prompt", "answer") if task.kind else ("options",):
+        for key in ("eval_file", "prompt", "answer", "too_long") if task.kind else ("options",):
             if (value := getattr(task, key)) != default_of(Task, key):
                 other = "file" if task.kind else "kind"
                 found = f"{value!r} in a task without {other}"

@@ -105,6 +105,11 @@ class Task(Section):
     prompt: str = Field(default="prompt", description="Column with the prompt: a string or chat messages.")
     answer: str = Field(default="answer", description="Column with the expected answer, for checkers.")
     images: str = Field(default="images", description="Column with the paths of a row's pictures.")
+    too_long: Literal["error", "skip", "cut"] = Field(
+        default="error",
+        description="Rows of files whose prompt and answer exceed the context: error; skip leaves them out; "
+        "cut drops the beginning of plain prompts.",
+    )
     weight: float = Field(default=1.0, gt=0, description="Share of this task among the prompts.")
     domain: str | None = Field(default=None, description="Label in metrics; the task's name if unset.")
     chat: bool = Field(default=False, description="Wrap string prompts into a user message (chat template).")

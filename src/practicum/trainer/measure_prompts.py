@@ -1,0 +1,139 @@
+"""How long prompts are in tokens, before any work: every row of a file once, and draws of built-in tasks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from practicum.errors import RecipeError, RecipeErrors
+from practicum.recipe.derived import is_supervised
+from practicum.recipe.schema.recipe import Recipe, Task
+from practicum.sessions.prompt_encoder import Encoder, make_encoder
+from practicum.tasks.check_tasks import tasks_needing_answer
+from practicum.tasks.prompts import Prompt, demonstration
+from practicum.tasks.stream import draw_row, eval_prompts, make_stream, open_file, to_prompt
+
+DRAWN = 2_000
+"""Prompts of a built-in task that are measured: there is no end to them."""
+_SHOWN = 5
+
+
+@dataclass(slots=True)
+class PromptLengths:
+    """The longest prompt and answer that a run will see, and the rows that it leaves out."""
+
+    prompt: int = 0
+    answer: int = 0
+    count: int = 0
+    left_out: dict[str, frozenset[int]] = field(default_factory=dict)
+    """Rows of each file that are too long, where the task says `too_long: skip`."""
+    cut: int = 0
+    """Prompts that lose their beginning, where the task says `too_long: cut`."""
+
+    def findings(self, context: int) -> list[str]:
+        """What was measured, in sentences."""
+        fits = f"{self.prompt} tokens + answer {self.answer} ≤ {context}"
+        told = [f"context: longest of {self.count:,} prompts {fits}"]
+        for path, rows in self.left_out.items():
+            told.append(f"too long: {len(rows):,} rows of {path} are left out (too_long: skip)")
+        if self.cut:
+            told.append(f"too long: {self.cut:,} prompts lose their beginning (too_long: cut)")
+        return told
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A prompt to be measured; `path` and `index` if it is a row of a file."""
+
+    prompt: Prompt
+    path: str | None = None
+    index: int = 0
+
+
+def measure_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context: int) -> PromptLengths:
+    """Measure what the recipe's tasks give; rows beyond the context are RecipeErrors."""
+    lengths = PromptLengths(answer=0 if is_supervised(recipe) else recipe.rollout.max_new_tokens)
+    encode, problems = make_encoder(recipe, tokenizer), []
+    for name, task in recipe.tasks.items():
+        problems += _measure_task(recipe, name, task, encode, context, lengths)
+    if problems:
+        raise RecipeErrors(f"recipe {recipe.name}", problems)
+    lengths.answer = max(lengths.answer, recipe.rollout.max_new_tokens)
+    return lengths
+
+
+def _measure_task(
+    recipe: Recipe, name: str, task: Task, encode: Encoder, context: int, lengths: PromptLengths
+) -> list[RecipeError]:
+    too_long: list[tuple[_Row, int, int]] = []
+    skipped: dict[str, set[int]] = {}
+    for row in _rows(recipe, name, task):
+        prompt_tokens, answer_tokens = _measure(recipe, encode, row.prompt)
+        kept_tokens = min(prompt_tokens, encode.room(name) or prompt_tokens)
+        lengths.count += 1
+        lengths.cut += kept_tokens < prompt_tokens
+        if kept_tokens + answer_tokens <= context:
+            lengths.prompt = max(lengths.prompt, kept_tokens)
+            lengths.answer = max(lengths.answer, answer_tokens)
+        elif task.too_long == "skip" and row.path is not None:
+            skipped.setdefault(row.path, set()).add(row.index)
+        else:
+            too_long.append((row, kept_tokens, answer_tokens))
+    lengths.left_out |= {path: frozenset(rows) for path, rows in skipped.items()}
+    if too_long:
+        return [_too_long(name, task, too_long, context)]
+    return [
+        RecipeError(f"tasks.{name}.too_long", f"skip, and all rows of {path} are too long", "rows that fit")
+        for path, rows in skipped.items()
+        if len(rows) == len(open_file(task, path))
+    ]
+
+
+def _rows(recipe: Recipe, name: str, task: Task) -> Iterator[_Row]:
+    """Each row of a task's files that the run may use, or draws of a built-in task."""
+    needs_answer = name in tasks_needing_answer(recipe)
+    if task.file is not None:
+        file = open_file(task, task.file, needs_answer)
+        for index in range(len(file)):
+            yield _Row(to_prompt(index, name, task, draw_row(file, index)), task.file, index)
+    else:
+        for prompt in make_stream({name: task}, recipe.seed).take(DRAWN):
+            yield _Row(prompt)
+    # Where rows are left out, later ones take their place.
+    rows = sys.maxsize if task.too_long == "skip" and task.eval_file is not None else recipe.eval.rows
+    for prompt in eval_prompts({name: task}, rows, recipe.seed):
+        yield _Row(prompt, task.eval_file, prompt.index)
+
+
+def _measure(recipe: Recipe, encode: Encoder, prompt: Prompt) -> tuple[int, int]:
+    """Tokens of a prompt, whole, and of its answer; a text that the tokenizer can't write is an error."""
+    tokenizer = encode.tokenizer
+    ids, answer = encode.whole(prompt).ids, []
+    if is_supervised(recipe):
+        answer = tokenizer.encode(demonstration(prompt), add_special_tokens=False)
+    unknown = tokenizer.unk_token_id
+    if unknown is not None and unknown in (*ids, *answer):
+        found = f"a row with unknown characters: {prompt.content!r}"
+        advice = "use a model whose tokenizer covers them"
+        expected = "texts that the model's tokenizer can write"
+        problem = RecipeError(f"tasks.{prompt.task}", found, expected, advice)
+        raise RecipeErrors(f"recipe {recipe.name}", [problem])
+    return len(ids), len(answer) + 1 if is_supervised(recipe) else recipe.rollout.max_new_tokens
+
+
+def _too_long(name: str, task: Task, rows: list[tuple[_Row, int, int]], context: int) -> RecipeError:
+    """The first rows that do not fit, by file and line."""
+    shown, in_file = [], rows[0][0].path is not None
+    for row, prompt_tokens, answer_tokens in rows[:_SHOWN]:
+        where = str(row.prompt) if row.path is None else open_file(task, row.path).where(row.index)
+        total = prompt_tokens + answer_tokens
+        shown.append(f"{where}: a prompt of {prompt_tokens} tokens + {answer_tokens} of answer = {total}")
+    if len(rows) > _SHOWN:
+        shown.append(f"and {len(rows) - _SHOWN:,} more")
+    advice = "raise rollout.context (up to the model's), or lower rollout.max_new_tokens"
+    if in_file and task.too_long == "error":
+        advice += f", or set tasks.{name}.too_long to skip or cut"
+    return RecipeError(f"tasks.{name}", "; ".join(shown), f"at most rollout.context = {context}", advice)
