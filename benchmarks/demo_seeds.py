@@ -1,0 +1,87 @@
+"""Runs the demo with several seeds and puts their scores into recipes/mopd/README.md.
+
+`python -m benchmarks.demo_seeds [SEED ...]` runs those seeds, or 1 to 5, and writes the table of all that are
+in results/demo_seeds.json and were made by the recipes as they are now.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.harness import HERE, RESULTS
+from benchmarks.tables import table
+from practicum.trainer.demo import BASE, STUDENT, WAY, Rows, run_demo, shortfalls
+
+SEEDS = range(1, 6)
+RECIPES = HERE.parent / "recipes" / "mopd"
+README = RECIPES / "README.md"
+STORED = RESULTS / "demo_seeds.json"
+BEGIN, END = "<!-- seeds: written by `python -m benchmarks.demo_seeds` -->", "<!-- end of seeds -->"
+
+
+def recipes_now() -> dict[str, Any]:
+    """What the recipes of the demo say, without comments and without their expected results."""
+    said = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(RECIPES.glob("*.yaml"))}
+    return {name: {k: v for k, v in recipe.items() if k != "expected"} for name, recipe in said.items()}
+
+
+def stored() -> dict[str, Rows]:
+    """The final table of each seed that the recipes as they are now have given."""
+    if not STORED.is_file():
+        return {}
+    found = json.loads(STORED.read_text())
+    return found["seeds"] if found["recipes"] == recipes_now() else {}
+
+
+def store(seed: int, rows: Rows) -> None:
+    """Keep the final table of a seed, beside those of the same recipes."""
+    tables = {**stored(), str(seed): rows}
+    ordered = {seed: tables[seed] for seed in sorted(tables, key=int)}
+    STORED.write_text(json.dumps({"recipes": recipes_now(), "seeds": ordered}, indent=1) + "\n")
+
+
+def seeds_table(tables: Mapping[str, Rows]) -> str:
+    """A line for each seed: base, specialists on their own domains, student, and how far it came at least."""
+    lines = []
+    for seed, rows in tables.items():
+        domains = [name for name in rows[BASE] if name != "mean"]
+        scores = (
+            [rows[BASE][d] for d in domains],
+            [rows[f"specialist {d}"][d] for d in domains],
+            [rows[STUDENT][d] for d in domains],
+        )
+        cells = [" · ".join(f"{score:.2f}" for score in line) for line in scores]
+        least = min(rows[WAY].values(), default=1.0)
+        lines.append([seed, *cells, f"{least:.2f}", "; ".join(shortfalls(rows)) or "yes"])
+    head = ["seed", "base", "specialists", "student", "least of the way", "as expected"]
+    return table(head, lines)
+
+
+def write(readme: Path = README) -> None:
+    """Put the table between the markers of the README."""
+    text = readme.read_text()
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    if not rest or END not in rest:
+        raise ValueError(f"{readme} has lost its markers: {BEGIN} and {END}")
+    readme.write_text(f"{before}{BEGIN}\n{seeds_table(stored())}\n{END}{after}")
+
+
+def main(seeds: list[int]) -> None:
+    """Run the seeds one after another; what is finished stays if it is stopped."""
+    for seed in seeds:
+        rows = run_demo(Path("runs/mopd-seeds") / str(seed), seed)
+        if not rows:
+            return
+        store(seed, rows)
+        write()
+
+
+if __name__ == "__main__":
+    main([int(word) for word in sys.argv[1:]] or list(SEEDS))
