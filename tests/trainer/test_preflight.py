@@ -52,7 +52,7 @@ def test_rows_that_are_too_long_are_skipped_and_counted(tmp_path: Path):
     assert found.left_out == {file: frozenset({1, 3})}
     tasks, seed = loaded.recipe.tasks, loaded.recipe.seed
     drawn = make_stream(tasks, seed, left_out=found.left_out).take(40)
-    assert {p.content for p in drawn} == {"1+1=", "2+2="}
+    assert {str(p.content) for p in drawn} == {"1+1=", "2+2="}
     assert [p.content for p in eval_prompts(tasks, 2, seed, found.left_out)] == ["1+1=", "2+2="]
     train_loaded(loaded, tmp_path / "run")
 
