@@ -30,7 +30,6 @@ from practicum.errors import StoreError
 
 from .bad_columns import BAD_COLUMNS, ONE, uneven
 from .rows import TOKENS, make_batch, make_column, make_columns, make_value, same
-from .threads import PATIENCE
 
 MakeStore = Callable[[], Store]
 
@@ -232,8 +231,6 @@ class StoreConformance:
     def test_an_unknown_field_is_named_with_the_nearest(self, store: Store) -> None:
         with pytest.raises(StoreError, match=r"'reponse_ids'.*'response_ids'"):
             store.get(make_batch(0), ["reponse_ids"])
-        with pytest.raises(StoreError, match=r"'reponse_ids'.*'response_ids'"):
-            store.wait("train", [Key(0)], ["reponse_ids"], timeout=PATIENCE, owner="a test")
 
     def test_widths_that_differ_between_rows_are_refused_together(self, store: Store) -> None:
         batch = make_batch(5).take([3, 4])

@@ -11,84 +11,19 @@ import torch
 
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.fields import FIELDS
-from practicum.dataplane.keys import Key, Tags
+from practicum.dataplane.keys import Tags
 from practicum.dataplane.ragged import Ragged
 from practicum.dataplane.store import Store
-from practicum.errors import DeadlineError, StoreError
+from practicum.errors import StoreError
 
 from .bad_columns import uneven
 from .conformance import MakeStore
 from .rows import TOKENS, make_batch, make_columns, same
-from .threads import PATIENCE, Worker, fast_switching, pause, start_waiting
+from .threads import Worker, fast_switching
 
 
 class SharedStoreConformance:
-    """Rules of waiting, of threads and of saving. Uses the fixtures of StoreConformance."""
-
-    # Waiting.
-
-    def test_waiting_for_what_is_there_returns_it_with_its_tags(self, store: Store) -> None:
-        batch = make_batch(3)
-        store.put(batch, make_columns(batch))
-        wanted = batch.take([2, 0])
-        got = store.wait("train", wanted.keys, TOKENS, timeout=0, owner="a test")
-        assert got == wanted
-
-    def test_a_failed_row_counts_as_arrived(self, store: Store) -> None:
-        batch = make_batch(2)
-        store.put(batch.take([0]), make_columns(batch.take([0]), ["reward"]))
-        failed = Tags(status="failed", failure="the tool died")
-        store.put(BatchRef("train", batch.keys[1:], (failed,)), {})
-        got = store.wait("train", batch.keys, ["reward"], timeout=0, owner="a test")
-        assert got.tags == (batch.tags[0], failed)
-
-    def test_a_passed_deadline_says_who_waited_for_what(self, store: Store) -> None:
-        batch = make_batch(8)
-        store.put(batch.take([0, 1]), make_columns(batch.take([0, 1]), ["response_ids"]))
-        store.put(batch.take([0]), make_columns(batch.take([0]), ["reward"]))
-        with pytest.raises(DeadlineError) as caught:
-            store.wait("train", batch.keys, ["response_ids", "reward"], timeout=0.01, owner="the learner")
-        message = str(caught.value)
-        for part in ("the learner", "0.01 s", "8 rows", "'train'", "7 did not", "and 4 more"):
-            assert part in message
-        assert f"{batch.keys[1]} lacks reward;" in message
-        assert str(batch.keys[2]) in message
-        assert str(batch.keys[0]) not in message
-
-    def test_waiting_for_a_row_twice_is_an_error(self, store: Store) -> None:
-        with pytest.raises(StoreError, match=r"prompt 1/.*more than once"):
-            store.wait("train", [Key(1), Key(1)], ["reward"], timeout=PATIENCE, owner="a test")
-
-    def test_a_put_of_the_last_field_wakes_who_waits(self, store: Store) -> None:
-        batch = make_batch(3)
-        result = start_waiting(store, batch.keys, ["response_ids", "reward"])
-        store.put(batch, make_columns(batch, ["response_ids"]))
-        store.put(batch.take([1, 2]), make_columns(batch.take([1, 2]), ["reward"]))
-        # The tags of the last put show that the wait did not end before it.
-        last = BatchRef("train", batch.keys[:1], (Tags(reward=1.0),))
-        store.put(last, make_columns(last, ["reward"]))
-        assert result.wait() == BatchRef.concat([last, batch.take([1, 2])])
-
-    def test_tagging_the_last_row_as_failed_wakes_who_waits(self, store: Store) -> None:
-        batch = make_batch(2)
-        result = start_waiting(store, batch.keys, ["reward"])
-        store.put(batch.take([0]), make_columns(batch.take([0]), ["reward"]))
-        store.put(batch.take([1]), {})
-        pause()
-        store.tag("train", {batch.keys[1]: replace(batch.tags[1], status="failed")})
-        assert [tags.status for tags in result.wait().tags] == ["ready", "failed"]
-
-    def test_a_row_cleared_while_others_are_awaited_is_awaited_again(self, store: Store) -> None:
-        batch = make_batch(2)
-        result = start_waiting(store, batch.keys, ["reward"])
-        first, second = batch.take([0]), batch.take([1])
-        store.put(first, make_columns(first, ["reward"]))
-        pause()
-        store.clear("train", first.keys)
-        store.put(second, make_columns(second, ["reward"]))
-        pause()
-        store.put(first, make_columns(first, ["reward"]))
-        assert result.wait() == batch
+    """Rules of threads and of saving. Uses the fixtures of StoreConformance."""
 
     # Threads.
 
@@ -134,10 +69,9 @@ class SharedStoreConformance:
         expected = make_columns(batch, ["response_ids", "reward"])
         with fast_switching():
             writers = [Worker(write, start) for start in range(4)]
-            got = store.wait("train", batch.keys, list(expected), timeout=PATIENCE, owner="a test")
             for writer in writers:
                 writer.wait()
-        assert got == batch
+        assert store.batch("train", batch.keys) == batch
         assert same(store.get(batch, list(expected)), expected)
 
     # Saving.
@@ -196,11 +130,3 @@ class SharedStoreConformance:
         with pytest.raises(StoreError, match=str(tmp_path)):
             store.load(tmp_path)
         assert store.batch("train") == batch
-
-    def test_a_load_wakes_who_waits(self, make_store: MakeStore, tmp_path: Path) -> None:
-        saved, store, batch = make_store(), make_store(), make_batch(2)
-        saved.put(batch, make_columns(batch))
-        saved.save(tmp_path)
-        result = start_waiting(store, batch.keys, ["response_ids"])
-        store.load(tmp_path)
-        assert result.wait() == batch

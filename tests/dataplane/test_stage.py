@@ -22,7 +22,7 @@ from .rows import TOKENS, make_batch, make_columns, same
 BATCH = make_batch(4)
 PLAN = Plan(
     stages=(
-        StageSpec("old_logprobs", ("response_ids", "reward"), ("old_logprobs", "entropy")),
+        StageSpec("old_logprobs", ("response_ids", "reward"), ("old_logprobs", "ref_logprobs")),
         StageSpec("update", ("old_logprobs",), ()),
     )
 )
@@ -46,7 +46,7 @@ class Learner:
             return self.returned
         ids = columns.ragged("response_ids")
         column = Ragged.packed(ids.values.float() * scale, ids.lengths)
-        return {"old_logprobs": column, "entropy": column}
+        return {"old_logprobs": column, "ref_logprobs": column}
 
     @stage("update")
     def update(
@@ -75,13 +75,13 @@ def ids_times(scale: float) -> Column:
 def test_a_stage_reads_and_writes_what_the_plan_says(learner: Learner) -> None:
     assert learner.old_logprobs(BATCH) is None
     assert learner.seen == ["response_ids", "reward"]
-    got = learner.store.get(BATCH, ["old_logprobs", "entropy"])
-    assert same(got, {"old_logprobs": ids_times(2), "entropy": ids_times(2)})
+    got = learner.store.get(BATCH, ["old_logprobs", "ref_logprobs"])
+    assert same(got, {"old_logprobs": ids_times(2), "ref_logprobs": ids_times(2)})
 
 
 def test_arguments_reach_the_method_and_its_value_the_caller(learner: Learner) -> None:
     learner.old_logprobs(BATCH, 3.0)
-    assert same(learner.store.get(BATCH, ["entropy"])["entropy"], ids_times(3))
+    assert same(learner.store.get(BATCH, ["ref_logprobs"])["ref_logprobs"], ids_times(3))
     learner.old_logprobs(BATCH, scale=0.5)
     half = ids_times(0.5)
     assert isinstance(half, Ragged)
@@ -95,7 +95,7 @@ def test_only_the_rows_of_the_batch_are_written(learner: Learner) -> None:
     rows = BATCH.take([1, 3])
     expected = ids_times(2)
     assert isinstance(expected, Ragged)
-    assert same(learner.store.get(rows, ["entropy"])["entropy"], expected.select([1, 3]))
+    assert same(learner.store.get(rows, ["ref_logprobs"])["ref_logprobs"], expected.select([1, 3]))
 
 
 def test_a_stage_leaves_the_tags_that_the_store_has(learner: Learner) -> None:
@@ -112,7 +112,7 @@ def test_an_empty_batch_is_not_computed(learner: Learner) -> None:
 
 
 def test_a_rank_with_padding_alone_takes_part_and_writes_nothing(learner: Learner) -> None:
-    fields = [*TOKENS, "reward", "old_logprobs", "entropy"]
+    fields = [*TOKENS, "reward", "old_logprobs", "ref_logprobs"]
     filler, columns = padding_batch("train", 2, fields, end_id=7, widths={})
     learner.store.put(filler, columns)
     learner.seen = ["untouched"]
@@ -124,16 +124,16 @@ def test_a_rank_with_padding_alone_takes_part_and_writes_nothing(learner: Learne
     assert learner.update(filler) == 0.0, "a row was computed, with the fields that padding has"
     assert learner.old_logprobs(filler.take([])) is None
     learner.old_logprobs(BatchRef.concat([BATCH, filler]))
-    assert same(learner.store.get(BATCH, ["entropy"])["entropy"], ids_times(2)), "real rows as ever"
+    assert same(learner.store.get(BATCH, ["ref_logprobs"])["ref_logprobs"], ids_times(2)), "real rows as ever"
 
 
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["entropy"], "did not write old_logprobs\n"),
-        (["entropy", "old_logprobs", "values"], "wrote values besides\n"),
-        (["entropy", "values"], "did not write old_logprobs and wrote values besides\n"),
-        ([], "did not write entropy, old_logprobs\n"),
+        (["ref_logprobs"], "did not write old_logprobs\n"),
+        (["ref_logprobs", "old_logprobs", "values"], "wrote values besides\n"),
+        (["ref_logprobs", "values"], "did not write old_logprobs and wrote values besides\n"),
+        ([], "did not write old_logprobs, ref_logprobs\n"),
     ],
 )
 def test_writing_other_columns_than_declared_is_an_error(
@@ -142,8 +142,8 @@ def test_writing_other_columns_than_declared_is_an_error(
     learner.returned = make_columns(BATCH, names)
     with pytest.raises(StoreError, match="stage 'old_logprobs' .*" + message):
         learner.old_logprobs(BATCH)
-    with pytest.raises(StoreError, match="entropy"):
-        learner.store.get(BATCH, ["entropy"])
+    with pytest.raises(StoreError, match="ref_logprobs"):
+        learner.store.get(BATCH, ["ref_logprobs"])
 
 
 def test_asking_for_a_column_that_is_not_declared_names_stage_and_field(learner: Learner) -> None:
@@ -156,7 +156,7 @@ def test_columns_can_be_asked_what_they_are() -> None:
     columns = Columns("update", {"reward": torch.zeros(2)})
     assert "reward" in columns
     assert "values" not in columns
-    assert dict(columns) == {"reward": columns.scalars("reward")}
+    assert dict(columns) == {"reward": columns["reward"]}
     with pytest.raises(StoreError, match="'update' asked for 'values'"):
         columns.get("values")
     with pytest.raises(AssertionError, match="reward is not a ragged field"):
@@ -170,7 +170,7 @@ def test_errors_say_in_which_stage_they_happened(learner: Learner) -> None:
 
 
 def test_a_row_cleared_under_a_stage_is_not_made_again(learner: Learner) -> None:
-    learner.returned = make_columns(BATCH, ["old_logprobs", "entropy"])
+    learner.returned = make_columns(BATCH, ["old_logprobs", "ref_logprobs"])
     absent = make_batch(1, start=9)
     with pytest.raises(StoreError, match="prompt 9/"):
         learner.old_logprobs(absent)

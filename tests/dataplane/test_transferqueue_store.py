@@ -25,9 +25,9 @@ from practicum.dataplane.ragged import Column, Ragged
 from practicum.dataplane.ray_store.column_packing import OpenPack, pack_columns
 from practicum.dataplane.ray_store.index_actor import start_index
 from practicum.dataplane.store import Store
-from practicum.dataplane.transferqueue import servers
-from practicum.dataplane.transferqueue.chunks import CHUNK_BYTES, Chunk, ship, unpack
-from practicum.dataplane.transferqueue.link import Gone, close_link, link_to
+from practicum.dataplane.transferqueue import tq_servers
+from practicum.dataplane.transferqueue.chunks import CHUNK_BYTES, Chunk, cut_into_chunks, read_chunk
+from practicum.dataplane.transferqueue.tq_client import ChunkMissing, client_of, close_client
 from practicum.dataplane.transferqueue.transferqueue_store import TransferQueueHandle, start_transferqueue
 from practicum.errors import RecipeError, StoreError
 
@@ -96,13 +96,13 @@ def long_columns(rows: int) -> dict[str, Column]:
 
 def chunks_held(handle: TransferQueueHandle) -> int:
     """How many chunks the storage units have, by their own count."""
-    manager: Any = link_to(handle.servers, 30.0)._client.storage_manager
+    manager: Any = client_of(handle.servers, 30.0)._client.storage_manager
 
     async def count() -> int:
         units = list(manager.storage_unit_infos)
         return sum([(await manager._probe_storage_unit(target_storage_unit=u))["active_keys"] for u in units])
 
-    return link_to(handle.servers, 30.0).call(count(), "count", 30.0)
+    return client_of(handle.servers, 30.0).call(count(), "count", 30.0)
 
 
 def kill(actor: Any) -> None:
@@ -115,8 +115,8 @@ def kill(actor: Any) -> None:
 def test_chunks_have_the_rows_that_were_packed(rows: int, size: int, names: set[str]) -> None:
     batch = make_batch(rows)
     columns = make_columns(batch, sorted(names))
-    shipment, laid = ship(pack_columns(columns, check_columns(batch, columns)), rows, size)
-    packs = [unpack(chunk, data) for chunk, data in zip(shipment.chunks(), laid.rows, strict=True)]
+    shipment, laid = cut_into_chunks(pack_columns(columns, check_columns(batch, columns)), rows, size)
+    packs = [read_chunk(chunk, data) for chunk, data in zip(shipment.chunks(), laid.rows, strict=True)]
     for row in range(rows):
         chunk, at = shipment.place(row)
         for name in names:
@@ -127,15 +127,15 @@ def test_chunks_have_the_rows_that_were_packed(rows: int, size: int, names: set[
 def test_bytes_of_another_chunk_and_damaged_ones_are_told_apart() -> None:
     batch = make_batch(2)
     columns = make_columns(batch)
-    shipment, laid = ship(pack_columns(columns, check_columns(batch, columns)), 2)
+    shipment, laid = cut_into_chunks(pack_columns(columns, check_columns(batch, columns)), 2)
     (chunk,) = shipment.chunks()
-    with pytest.raises(Gone):
-        unpack(Chunk(chunk.uid, 1), laid.rows[0])
+    with pytest.raises(ChunkMissing):
+        read_chunk(Chunk(chunk.uid, 1), laid.rows[0])
     with pytest.raises(StoreError, match="damaged"):
-        unpack(chunk, laid.rows[0][:-64])
+        read_chunk(chunk, laid.rows[0][:-64])
     laid.rows[0][60] ^= 1
     with pytest.raises(StoreError, match="damaged"):
-        unpack(chunk, laid.rows[0])
+        read_chunk(chunk, laid.rows[0])
 
 
 def test_rows_of_many_chunks_come_in_any_order(store: Store, handle: TransferQueueHandle) -> None:
@@ -169,7 +169,7 @@ def test_a_chunk_that_transferqueue_lost_is_an_error(store: Store, handle: Trans
     store.put(batch, make_columns(batch))
     partition: Any = ray.get(handle.servers.controller.get_partition_snapshot.remote("practicum"))
     (name,) = partition.keys_mapping
-    link_to(handle.servers, 30.0).clear([name], 30.0)
+    client_of(handle.servers, 30.0).clear([name], 30.0)
     with pytest.raises(StoreError, match=f"lost chunk {name}"):
         store.get(batch, ["prompt_ids"])
 
@@ -188,7 +188,7 @@ def test_what_another_process_put_is_there_when_that_ended(store: Store, handle:
 def test_a_cluster_without_room_is_refused(
     handle: TransferQueueHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servers, "_ROOM_S", 0.2)
+    monkeypatch.setattr(tq_servers, "_ROOM_S", 0.2)
     for units in (5, 8):
         want = f"found {units},.*want {units + 1} free CPUs.* free 5 CPUs and .* of 8 CPUs"
         with pytest.raises(RecipeError, match=rf"runtime\.store\.units: {want}"):
@@ -237,7 +237,7 @@ def test_what_died_is_named_and_a_closed_store_leaves_the_others(store: Store) -
             broken.get(batch, ["prompt_ids"])
     with pytest.raises(StoreError, match="storage unit 0 died"):
         broken.size()
-    close_link(dying.servers)
+    close_client(dying.servers)
     broken = dying.connect(20.0)
     kill(dying.actors()["TransferQueue's controller"])
     with pytest.raises(StoreError, match="controller died"):

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-
-from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.keys import Key
-from practicum.dataplane.store import Store
 
 PATIENCE = 60.0
 """Seconds after which a thread counts as stuck; nothing takes as long when all is well."""
@@ -38,22 +33,6 @@ class Worker:
         if self._error is not None:
             raise self._error
         return self._result
-
-
-def start_waiting(store: Store, keys: Sequence[Key], fields: Sequence[str]) -> Worker:
-    """A thread that waits for rows of partition train, far longer than the test has patience."""
-
-    def work() -> BatchRef:
-        return store.wait("train", keys, fields, timeout=10 * PATIENCE, owner="a test")
-
-    worker = Worker(work)
-    pause()
-    return worker
-
-
-def pause() -> None:
-    """Let other threads get to where they wait. Tests hold without it, but would show less."""
-    time.sleep(0.02)
 
 
 @contextmanager

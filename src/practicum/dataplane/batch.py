@@ -57,13 +57,6 @@ class BatchRef:
     def has_padding(self) -> bool:
         return any(tags.is_padding for tags in self.tags)
 
-    def chunk(self, parts: int) -> list[BatchRef]:
-        """Cut into `parts` equal consecutive batches; uneven is an error (pad first)."""
-        if parts < 1 or len(self) % parts:
-            raise StoreError(f"{len(self)} rows can't be cut into {parts} equal parts")
-        size = len(self) // parts
-        return [self.take(range(i * size, (i + 1) * size)) for i in range(parts)]
-
     @staticmethod
     def concat(batches: Sequence[BatchRef]) -> BatchRef:
         """Join batches of one partition; a row that is in two of them is an error."""

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.fields import FIELDS, Field
-from practicum.dataplane.keys import Key
+from practicum.dataplane.keys import Key, name_keys
 from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.rowspans import name_keys
 from practicum.errors import StoreError
 
 Spans = dict[str, list[int]]
@@ -33,10 +32,20 @@ def field_of(name: str) -> Field:
     return field
 
 
+def empty_column(field: Field) -> Column:
+    """The field's column for a batch without rows."""
+    if field.extent == "object":
+        return []
+    dtype = DTYPES[field.dtype]
+    if field.extent == "scalar":
+        return torch.empty(0, dtype=dtype)
+    return Ragged.packed(torch.empty((0,) * (1 + len(field.trailing)), dtype=dtype), [])
+
+
 def check_columns(batch: BatchRef, columns: Mapping[str, Column]) -> Spans:
     """Each column against its field, and the columns against each other; their lengths per row."""
     spans: Spans = {}
-    measured: dict[str, str] = {}
+    first_names: dict[str, str] = {}
     for name, column in columns.items():
         field = field_of(name)
         if field.extent == "object":
@@ -45,7 +54,7 @@ def check_columns(batch: BatchRef, columns: Mapping[str, Column]) -> Spans:
             _check_scalars(field, batch, column)
         else:
             lengths = _check_ragged(field, batch, column)
-            first = measured.setdefault(field.extent, name)
+            first = first_names.setdefault(field.extent, name)
             if spans.setdefault(field.extent, lengths) != lengths:
                 _raise_uneven(batch.keys, name, lengths, first, spans[field.extent])
     return spans
@@ -54,9 +63,11 @@ def check_columns(batch: BatchRef, columns: Mapping[str, Column]) -> Spans:
 def _raise_uneven(
     keys: Sequence[Key], name: str, lengths: list[int], other: str, expected: list[int]
 ) -> None:
-    for key, found, wanted in zip(keys, lengths, expected, strict=True):
-        if found != wanted:
-            raise StoreError(f"{name} of {key} has {found} tokens, but {other} of the same put has {wanted}")
+    for key, length, other_length in zip(keys, lengths, expected, strict=True):
+        if length != other_length:
+            raise StoreError(
+                f"{name} of {key} has {length} tokens, but {other} of the same put has {other_length}"
+            )
 
 
 def _check_rows(field: Field, batch: BatchRef, rows: int) -> None:

@@ -8,10 +8,11 @@ D position axes, H hidden size of the widest teacher.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from practicum.dataplane.keys import Key
 from practicum.errors import StoreError
 
 Extent = Literal["scalar", "prompt", "response", "sequence", "object"]
@@ -21,7 +22,7 @@ Padding = Literal["end_token", "zero", "positions", "empty"]
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One column. `extent` says what its first axis counts; `trailing` names the axes behind it.
+    """One column. `extent` says what its first axis counts; `trailing` names the axes after it.
 
     `padding` is the rule by which padding rows are built; a field without one can't be padded.
     """
@@ -54,7 +55,6 @@ _FIELDS = (
     Field("teacher_hidden", "float32", "response", "teachers", "last hidden states", "zero", ("H",)),
     Field("old_logprobs", "float32", "response", "old_logprobs", "the student before the update", "zero"),
     Field("ref_logprobs", "float32", "response", "ref_logprobs", "the reference policy", "zero"),
-    Field("entropy", "float32", "response", "old_logprobs", "of the student at each position", "zero"),
     Field("values", "float32", "response", "values", "the critic before each token", "zero"),
     Field("advantages", "float32", "response", "advantages", "what each token is worth", "zero"),
     Field("returns", "float32", "response", "advantages", "what the critic should have said", "zero"),
@@ -63,10 +63,41 @@ FIELDS: dict[str, Field] = {field.name: field for field in _FIELDS}
 
 
 def check_padding_rules(names: Iterable[str]) -> None:
-    """A StoreError naming those fields that padding rows could not be given; for the start of a run."""
-    lacking = [name for name in names if FIELDS[name].padding is None]
-    if lacking:
+    """Raise a StoreError if a field has no rule for padding rows; called at the start of a run."""
+    missing = [name for name in names if FIELDS[name].padding is None]
+    if missing:
         raise StoreError(
-            f"there is no padding rule for {', '.join(lacking)}: give each Field in dataplane/fields.py a "
+            f"there is no padding rule for {', '.join(missing)}: give each Field in dataplane/fields.py a "
             f"padding= of {', '.join(get_args(Padding))}"
         )
+
+
+def merged_lengths(
+    key: Key,
+    lengths: Mapping[str, int],
+    fields: Iterable[str],
+    new_lengths: Mapping[str, int],
+    new_fields: set[str],
+) -> dict[str, int]:
+    """Tokens of a row, by extent, after `new_fields` are put beside its `fields`; uneven is a StoreError.
+
+    A length may change only if every column of that extent changes with it.
+    """
+    for extent, tokens in new_lengths.items():
+        if lengths.get(extent, tokens) == tokens:
+            continue
+        for name in fields:
+            if name not in new_fields and FIELDS[name].extent == extent:
+                wrong = next(other for other in new_fields if FIELDS[other].extent == extent)
+                raise StoreError(
+                    f"{wrong} of {key} has {tokens} tokens, but its {name}, which is held already, "
+                    f"has {lengths[extent]}"
+                )
+    merged = {**lengths, **new_lengths}
+    if len(merged) == 3 and merged["prompt"] + merged["response"] != merged["sequence"]:
+        sequence = next(name for name in (*new_fields, *fields) if FIELDS[name].extent == "sequence")
+        raise StoreError(
+            f"{sequence} of {key} has {merged['sequence']} tokens, but the row has "
+            f"{merged['prompt']} prompt + {merged['response']} response tokens"
+        )
+    return merged

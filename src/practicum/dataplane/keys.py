@@ -1,11 +1,14 @@
-"""Who a row is (Key) and what the controller knows of it (Tags)."""
+"""A row's identity (Key) and what the controller knows of it (Tags)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Status = Literal["ready", "failed"]
+_NAMED = 3
+"""Rows that an error names."""
 
 
 class Key(NamedTuple):
@@ -17,6 +20,12 @@ class Key(NamedTuple):
 
     def __str__(self) -> str:
         return f"prompt {self.prompt}/session {self.session}/trajectory {self.trajectory}"
+
+
+def name_keys(keys: Sequence[Key]) -> str:
+    """The first few keys, and how many more there are."""
+    more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
+    return ", ".join(str(key) for key in keys[:_NAMED]) + more
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +51,11 @@ class Tags:
     breaks: int = 0
     retries: int = 0
     given_reward: float | None = None
-    """What the loop itself said that this trajectory is worth; rewards judge those without."""
+    """The reward that the agent loop gave this trajectory; trajectories without one are scored."""
     reward: float | None = None
-    """What the whole session is worth."""
+    """The reward of the whole session."""
     is_baseline: bool = False
     is_padding: bool = False
     failure: str | None = None
     trace: str | None = None
-    """The traceback of a user's code that raised in this session: its reward, its loop or a tool."""
+    """The traceback of user code that raised in this session: reward, loop or tool."""

@@ -1,24 +1,26 @@
-"""The embedded store: rows in this process, handed out without copying."""
+"""The store in this process: rows are handed out without copying."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from practicum.dataplane.batch import BatchRef, check_distinct
-from practicum.dataplane.cells import Cell, cells_of, gather, value_of
-from practicum.dataplane.check_columns import check_columns, field_of
-from practicum.dataplane.fields import Field
-from practicum.dataplane.keys import Key, Tags
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.check_columns import check_columns, empty_column, field_of
+from practicum.dataplane.fields import Field, merged_lengths
+from practicum.dataplane.keys import Key, Tags, name_keys
 from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.rowspans import describe_lacking, merged_spans, name_keys
 from practicum.dataplane.store_files import SavedRow, read_rows, write_rows
-from practicum.errors import DeadlineError, StoreError
+from practicum.errors import StoreError
+
+Cell = tuple[Any, int | None]
+"""A packed column and the row in it, of which a view is made when it is read; or (value, None)."""
 
 
 @dataclass(slots=True)
@@ -32,49 +34,48 @@ class MemoryStore:
     """A Store in this process. What is got shares memory with what was put: change neither."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
         self._partitions: dict[str, dict[Key, _Row]] = {}
 
     def put(self, batch: BatchRef, columns: Mapping[str, Column], *, keep_tags: bool = False) -> None:
         """Write columns by reference; nothing is written if anything is wrong."""
         spans = check_columns(batch, columns)
         # One tuple of cells for each row, in the order of the columns.
-        cells = [cells_of(column) for column in columns.values()]
+        cells = [_split(column) for column in columns.values()]
         cells = list(zip(*cells, strict=True)) if cells else [()] * len(batch)
-        with self._changed:
-            held = self._partitions.get(batch.partition, {})
+        with self._lock:
+            by_key = self._partitions.get(batch.partition, {})
             if keep_tags:
                 self._rows(batch.partition, batch.keys)
             merged, new = [], set(columns)
             for i, key in enumerate(batch.keys):
                 put = {extent: lengths[i] for extent, lengths in spans.items()}
-                row = held.get(key)
+                row = by_key.get(key)
                 before, fields = (row.spans, row.cells) if row is not None else ({}, {})
-                merged.append(merged_spans(key, before, fields, put, new))
+                merged.append(merged_lengths(key, before, fields, put, new))
             # Nothing raises from here on.
             if batch.keys:
-                self._partitions[batch.partition] = held
+                self._partitions[batch.partition] = by_key
             for (key, tags), values, tokens in zip(batch, cells, merged, strict=True):
-                row = held.get(key)
+                row = by_key.get(key)
                 if row is None:
-                    row = held[key] = _Row(tags)
+                    row = by_key[key] = _Row(tags)
                 elif not keep_tags:
                     row.tags = tags
                 row.spans = tokens
                 row.cells.update(zip(columns, values, strict=True))
-            self._changed.notify_all()
 
     def get(self, batch: BatchRef, fields: Sequence[str]) -> dict[str, Column]:
         """Just these fields of these rows, as views of what was put."""
-        wanted = [field_of(name) for name in fields]
-        with self._changed:
+        specs = [field_of(name) for name in fields]
+        with self._lock:
             rows = self._rows(batch.partition, batch.keys)
-            cells = {f.name: _held(f, batch, rows) for f in wanted}
-        return {f.name: gather(f, cells[f.name]) for f in wanted}
+            cells = {f.name: _cells(f, batch, rows) for f in specs}
+        return {f.name: _gather(f, cells[f.name]) for f in specs}
 
     def batch(self, partition: str, keys: Sequence[Key] | None = None) -> BatchRef:
         """Keys and current tags; a partition that holds nothing is an empty batch."""
-        with self._changed:
+        with self._lock:
             if keys is None:
                 keys = tuple(self._partitions.get(partition, ()))
             rows = self._rows(partition, keys)
@@ -82,62 +83,34 @@ class MemoryStore:
 
     def tag(self, partition: str, tags: Mapping[Key, Tags]) -> None:
         """Replace the tags of rows that exist."""
-        with self._changed:
+        with self._lock:
             for row, new in zip(self._rows(partition, tuple(tags)), tags.values(), strict=True):
                 row.tags = new
-            self._changed.notify_all()
-
-    def wait(
-        self,
-        partition: str,
-        keys: Sequence[Key],
-        fields: Sequence[str],
-        *,
-        timeout: float,
-        owner: str,
-    ) -> BatchRef:
-        """Until every row has every field or has failed; rows may come while waiting."""
-        names = [field_of(name).name for name in fields]
-        check_distinct(keys, f"what {owner} waits for")
-        deadline = time.monotonic() + timeout
-        with self._changed:
-            lacking = self._lacking(partition, keys, names)
-            while lacking:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise DeadlineError(_overdue(owner, timeout, partition, len(keys), lacking))
-                self._changed.wait(left)
-                # Only what lacked is looked at again; all of it once more at the end, because a
-                # row that had come may have been cleared meanwhile.
-                lacking = self._lacking(partition, list(lacking), names) or self._lacking(
-                    partition, keys, names
-                )
-            return self.batch(partition, keys)
 
     def clear(self, partition: str, keys: Sequence[Key] | None = None) -> None:
         """Forget these rows, all of which must exist, or the whole partition."""
-        with self._changed:
+        with self._lock:
             if keys is None:
                 self._partitions.pop(partition, None)
                 return
             self._rows(partition, keys)
-            held = self._partitions.get(partition, {})
+            by_key = self._partitions.get(partition, {})
             for key in dict.fromkeys(keys):
-                del held[key]
-            if not held:
+                del by_key[key]
+            if not by_key:
                 self._partitions.pop(partition, None)
 
     def size(self, partition: str | None = None) -> int:
-        """How many rows are held, in one partition or in all."""
-        with self._changed:
+        """How many rows there are, in one partition or in all."""
+        with self._lock:
             if partition is not None:
                 return len(self._partitions.get(partition, ()))
             return sum(len(rows) for rows in self._partitions.values())
 
     def save(self, path: Path) -> None:
         """Write everything to a folder; a save that is cut short leaves the earlier one whole."""
-        with self._changed:
-            held = [
+        with self._lock:
+            saved = [
                 (partition, key, row.tags, dict(row.cells))
                 for partition, rows in self._partitions.items()
                 for key, row in rows.items()
@@ -145,8 +118,8 @@ class MemoryStore:
         write_rows(
             path,
             [
-                SavedRow(partition, key, tags, {name: value_of(c) for name, c in cells.items()})
-                for partition, key, tags, cells in held
+                SavedRow(partition, key, tags, {name: _value(c) for name, c in cells.items()})
+                for partition, key, tags, cells in saved
             ],
         )
 
@@ -156,38 +129,21 @@ class MemoryStore:
         for saved in read_rows(path):
             columns = {name: _column_of_one(name, value) for name, value in saved.values.items()}
             loaded.put(BatchRef(saved.partition, (saved.key,), (saved.tags,)), columns)
-        with self._changed:
+        with self._lock:
             self._partitions = loaded._partitions
-            self._changed.notify_all()
 
     def _rows(self, partition: str, keys: Sequence[Key]) -> list[_Row]:
-        held = self._partitions.get(partition, {})
+        by_key = self._partitions.get(partition, {})
         try:
-            return [held[key] for key in keys]
+            return [by_key[key] for key in keys]
         except KeyError:
-            missing = [key for key in keys if key not in held]
+            missing = [key for key in keys if key not in by_key]
             raise StoreError(
-                f"partition {partition!r} ({len(held)} rows) does not hold {name_keys(missing)}"
+                f"partition {partition!r} ({len(by_key)} rows) does not hold {name_keys(missing)}"
             ) from None
 
-    def _lacking(
-        self, partition: str, keys: Sequence[Key], names: Sequence[str]
-    ) -> dict[Key, list[str] | None]:
-        """Rows that have not arrived, with the fields that each lacks; None if it was never put."""
-        held = self._partitions.get(partition, {})
-        lacking: dict[Key, list[str] | None] = {}
-        for key in keys:
-            row = held.get(key)
-            if row is None:
-                lacking[key] = None
-            elif row.tags.status != "failed":
-                absent = [name for name in names if name not in row.cells]
-                if absent:
-                    lacking[key] = absent
-        return lacking
 
-
-def _held(field: Field, batch: BatchRef, rows: list[_Row]) -> list[Cell]:
+def _cells(field: Field, batch: BatchRef, rows: list[_Row]) -> list[Cell]:
     name = field.name
     try:
         return [row.cells[name] for row in rows]
@@ -200,18 +156,50 @@ def _held(field: Field, batch: BatchRef, rows: list[_Row]) -> list[Cell]:
         ) from None
 
 
+def _split(column: Column) -> list[Cell]:
+    """A cell for each row. Rows that lie apart are kept one by one, so that each can be freed."""
+    if isinstance(column, list):
+        return [(value, None) for value in column]
+    if isinstance(column, Ragged) and not column.is_packed:
+        return [(row, None) for row in column.rows]
+    return [(column, i) for i in range(len(column))]
+
+
+def _value(cell: Cell) -> Any:
+    """The row's own value: a tensor, or the object of an object field."""
+    source, i = cell
+    return source if i is None else source[i]
+
+
+def _gather(field: Field, cells: list[Cell]) -> Column:
+    """The column of these cells: a view if they lie in one packed column."""
+    if field.extent == "object":
+        return [value for value, _ in cells]
+    if not cells:
+        return empty_column(field)
+    source, first = cells[0]
+    if first is not None and len({id(source) for source, _ in cells}) == 1:
+        indices = [i for _, i in cells if i is not None]
+        return source.select(indices) if isinstance(source, Ragged) else _scalars(source, indices)
+    values = [_value(cell) for cell in cells]
+    if field.extent == "scalar":
+        return torch.stack(values)
+    try:
+        return Ragged.from_rows(values)
+    except ValueError as error:
+        raise StoreError(f"{field.name} was put in several widths: {error}") from None
+
+
+def _scalars(column_B: Tensor, indices: list[int]) -> Tensor:
+    first = indices[0]
+    if indices == list(range(first, first + len(indices))):
+        return column_B[first : first + len(indices)]
+    return column_B[torch.tensor(indices)]
+
+
 def _column_of_one(name: str, value: object) -> Column:
     extent = field_of(name).extent
     if extent == "object":
         return [value]
     assert isinstance(value, Tensor)
     return value[None] if extent == "scalar" else Ragged.from_rows([value])
-
-
-def _overdue(
-    owner: str, timeout: float, partition: str, wanted: int, lacking: Mapping[Key, list[str] | None]
-) -> str:
-    return (
-        f"{owner} waited {timeout:g} s for {wanted} rows of partition {partition!r}, and "
-        f"{len(lacking)} did not come: {describe_lacking(lacking)}"
-    )

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
-from torch import Tensor
-
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.ragged import Column, Ragged
 from practicum.dataplane.store import Store
@@ -55,12 +53,6 @@ class Columns(Mapping[str, Column]):
         """A column of tokens."""
         column = self[name]
         assert isinstance(column, Ragged), f"{name} is not a ragged field"
-        return column
-
-    def scalars(self, name: str) -> Tensor:
-        """A column of one number for each row [B]."""
-        column = self[name]
-        assert isinstance(column, Tensor), f"{name} is not a scalar field"
         return column
 
     def objects(self, name: str) -> list[Any]:

@@ -20,8 +20,6 @@ class Store(Protocol):
     - a put that does not fit the fields table, or leaves a row whose columns disagree in length, is
       a StoreError naming field and key; a call that raises changes nothing;
     - a put is seen whole or not at all; further fields are added, the same field is replaced;
-    - waiting is event-driven with a deadline; the DeadlineError says what was awaited and what is
-      missing.
     """
 
     def put(self, batch: BatchRef, columns: Mapping[str, Column], *, keep_tags: bool = False) -> None:
@@ -45,21 +43,6 @@ class Store(Protocol):
 
     def tag(self, partition: str, tags: Mapping[Key, Tags]) -> None:
         """Replace the tags of rows that exist."""
-        ...
-
-    def wait(
-        self,
-        partition: str,
-        keys: Sequence[Key],
-        fields: Sequence[str],
-        *,
-        timeout: float,
-        owner: str,
-    ) -> BatchRef:
-        """Until every row has every field or has failed; rows may come while waiting.
-
-        A DeadlineError names `owner`, what was awaited and what lacks.
-        """
         ...
 
     def clear(self, partition: str, keys: Sequence[Key] | None = None) -> None:

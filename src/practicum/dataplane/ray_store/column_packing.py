@@ -14,12 +14,11 @@ from torch import Tensor
 from practicum.dataplane.check_columns import DTYPES
 from practicum.dataplane.fields import FIELDS, Field
 from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.ray_store.packed_columns import Pack, PackedColumn, PackedTensor
-from practicum.dataplane.ray_store.row_locations import Located
+from practicum.dataplane.ray_store.row_locations import ColumnLocations, Pack, PackedColumn, PackedTensor
 from practicum.errors import StoreError
 
 Run = tuple[int, int, int]
-"""Number of a put, its first row that is wanted, and the one behind the last of them."""
+"""Consecutive rows of one put: its number, the first row, and the one after the last."""
 
 
 def pack_columns(columns: Mapping[str, Column], spans: Mapping[str, list[int]]) -> Pack:
@@ -45,11 +44,11 @@ def inline(pack: Pack) -> Pack:
     return Pack(pack.lengths, {name: _inline(column) for name, column in pack.columns.items()})
 
 
-def read_columns(located: Located, packs: Sequence[Pack]) -> dict[str, Column]:
+def read_columns(locations: ColumnLocations, packs: Sequence[Pack]) -> dict[str, Column]:
     """The columns that were located, in their rows' order; views if they lie in one piece."""
     opened = [OpenPack(pack) for pack in packs]
     columns: dict[str, Column] = {}
-    for names, puts, at in located.groups:
+    for names, puts, at in locations.groups:
         runs = _runs(puts, at)
         lengths: dict[str, list[int]] = {}
         for field in map(FIELDS.__getitem__, names):
@@ -150,7 +149,7 @@ def _pieces(field: Field, opened: Sequence[OpenPack], runs: Sequence[Run]) -> li
 
 
 def _join(field: Field, pieces: Sequence[PackedPiece], count: int) -> Tensor:
-    """Pieces with so many values, one after the other: one is a view, several are copied once."""
+    """Pieces with `count` values in all, joined: a single one is a view, several are copied once."""
     if len(pieces) == 1:
         return _tensor(pieces[0].data, DTYPES[field.dtype], (count, *pieces[0].trailing))
     widths = {piece.trailing for piece in pieces}

@@ -1,209 +1,251 @@
-"""The index: one small actor that holds keys, tags and readiness, and wakes who waits.
+"""The index of a store: one small actor that knows each row's key, tags and where its columns are.
 
-Each call is carried out whole before the next begins, so what one call does is seen whole or not at
-all. It holds no tensors but those of puts so small that an object of their own would cost more.
+It carries out one call after the other, so readers see the whole of a put or nothing of it. It holds no
+tensors except those of puts that are too small for an object of their own.
+
+Arguments and results travel as pickled bytes, with object references beside them: Ray is about twenty times
+slower than pickle on nested tuples, but must see references itself, because it counts them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from dataclasses import dataclass
+import pickle
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 import ray
+from ray import ObjectRef
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from practicum.dataplane.ray_store.keeper_actor import start_keeper
-from practicum.dataplane.ray_store.object_refs import Parcel, on_wire
 from practicum.dataplane.ray_store.row_locations import (
-    Located,
+    ColumnLocations,
     PlainKey,
     PlainTags,
     Put,
     RowLocations,
     Snapshot,
 )
-from practicum.dataplane.rowspans import describe_lacking
-from practicum.errors import DeadlineError, StoreError
+from practicum.errors import StoreError
 
-_AT_ONCE = 10_000
-"""Calls that may be under way at the same time: nearly all of them wait for rows."""
+_CONCURRENT_CALLS = 10_000
+"""Calls that may be under way at the same time, such as puts that are being copied."""
+
+Answer = bytes | tuple[bytes, list[Any]]
+"""A pickled result, with the object references of its locators if it has any."""
 
 
-class _Keeper(NamedTuple):
+class SharedPack(NamedTuple):
+    """The locator of a pack that a worker put into Ray's object store.
+
+    `node` is where the worker runs, if the pack is to outlive it.
+    """
+
+    ref: Any
+    node: str | None
+
+
+class _RefNumber(NamedTuple):
+    """Stands for a reference: its position among those that travel beside the bytes."""
+
+    number: int
+
+
+def encode_call(args: Sequence[Any]) -> tuple[bytes, list[Any]]:
+    """Arguments of a call. Puts among them, or in a list, may have SharedPacks as locators."""
+    refs: list[Any] = []
+
+    def take_out(put: Put) -> Put:
+        if not isinstance(put.locator, SharedPack):
+            return put
+        refs.append(put.locator.ref)
+        return put._replace(locator=put.locator._replace(ref=_RefNumber(len(refs) - 1)))
+
+    plain = [_map_puts(arg, take_out) for arg in args]
+    return pickle.dumps(plain, protocol=5), refs
+
+
+def decode_answer(answer: Answer) -> Any:
+    """What a call returned."""
+    if isinstance(answer, bytes):
+        return pickle.loads(answer)
+    result, refs = pickle.loads(answer[0]), answer[1]
+    locators = [refs[at.number] if isinstance(at, _RefNumber) else at for at in result.locators]
+    return result._replace(locators=locators)
+
+
+def _remote(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Answer]]:
+    """The method with encoded arguments and an encoded result."""
+
+    async def call(self: Any, args: bytes, refs: list[Any]) -> Answer:
+        def put_back(put: Put) -> Put:
+            if not isinstance(put.locator, SharedPack):
+                return put
+            return put._replace(locator=put.locator._replace(ref=refs[put.locator.ref.number]))
+
+        result = await method(self, *(_map_puts(arg, put_back) for arg in pickle.loads(args)))
+        if isinstance(result, ColumnLocations | Snapshot):
+            return _encode_locations(result)
+        return pickle.dumps(result, protocol=5)
+
+    call.__name__, call.__doc__ = method.__name__, method.__doc__
+    return call
+
+
+def _encode_locations(result: ColumnLocations | Snapshot) -> Answer:
+    refs, locators = [], []
+    for locator in result.locators:
+        if isinstance(locator, ObjectRef):
+            refs.append(locator)
+            locator = _RefNumber(len(refs) - 1)
+        locators.append(locator)
+    return pickle.dumps(result._replace(locators=locators), protocol=5), refs
+
+
+def _map_puts(arg: Any, change: Callable[[Put], Put]) -> Any:
+    if isinstance(arg, Put):
+        return change(arg)
+    if isinstance(arg, list) and arg and isinstance(arg[0], Put):
+        return [change(put) for put in arg]
+    return arg
+
+
+class PackCopier:
+    """Copies packs on one node. Stateless, so it may be restarted at any time.
+
+    An object in Ray's store dies with the process that put it, but the result of a call belongs to the
+    caller: the index calls a copier, and the copy lives as long as the index does.
+    """
+
+    def copy(self, pack: Any) -> tuple[Any, bool]:
+        """The pack, as an object that belongs to the caller; and a sign that it is there."""
+        return pack, True
+
+
+class _Copier(NamedTuple):
     actor: Any
-    turn: asyncio.Lock
+    lock: asyncio.Lock
 
 
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    keys: list[PlainKey]
-    fields: tuple[str, ...]
-    lacking: dict[PlainKey, list[str] | None]
-    arrived: asyncio.Future[list[PlainTags]]
-
-
-class Index:
+class StoreIndex:
     """The actor, called through an IndexClient.
 
     `report_freed`: commits and clears return the locators that nothing refers to any more.
     """
 
     def __init__(self, report_freed: bool = False) -> None:
-        self._held = RowLocations()
-        self._waiters: dict[str, list[_Waiter]] = {}
-        self._keepers: dict[str, _Keeper] = {}
-        self._coming: dict[str, set[asyncio.Future[None]]] = {}
-        """By partition, ends of the puts that are being copied."""
+        self._rows = RowLocations()
+        self._copiers: dict[str, _Copier] = {}
+        self._pending: dict[str, set[asyncio.Future[None]]] = {}
+        """By partition, the ends of puts that are being copied."""
         self._report_freed = report_freed
 
-    @on_wire
+    @_remote
     async def commit(self, put: Put) -> list[Any]:
-        """Take a put; what was replaced by it and is in no other row is freed."""
+        """Take a put; what it replaces is freed once no other row refers to it."""
         done = asyncio.get_running_loop().create_future()
-        coming = self._coming.setdefault(put.partition, set())
-        coming.add(done)
+        pending = self._pending.setdefault(put.partition, set())
+        pending.add(done)
         try:
-            freed = self._held.commit(await self._own(put))
+            freed = self._rows.commit(await self._copied(put))
         finally:
-            coming.remove(done)
+            pending.remove(done)
             done.set_result(None)
-        self._wake(put.partition, put.keys)
-        return self._freed(freed)
+        return self._reported(freed)
 
-    @on_wire
-    async def locate(self, partition: str, keys: list[PlainKey], fields: tuple[str, ...]) -> Located:
+    @_remote
+    async def locate(self, partition: str, keys: list[PlainKey], fields: tuple[str, ...]) -> ColumnLocations:
         """Where these fields of these rows are."""
-        return self._held.locate(partition, keys, fields)
+        return self._rows.locate(partition, keys, fields)
 
-    @on_wire
+    @_remote
     async def batch(self, partition: str) -> tuple[list[PlainKey], list[PlainTags]]:
-        """Keys and tags of a whole partition, and of what was being put when this was asked."""
-        await self._arrived(partition)
-        keys = self._held.keys(partition)
-        return keys, self._held.tags(partition, keys)
+        """Keys and tags of a whole partition, including puts that are under way when this is called."""
+        await self._settled(partition)
+        keys = self._rows.keys(partition)
+        return keys, self._rows.tags(partition, keys)
 
-    @on_wire
+    @_remote
     async def tags(self, partition: str, keys: list[PlainKey]) -> list[PlainTags]:
         """Tags of these rows."""
-        return self._held.tags(partition, keys)
+        return self._rows.tags(partition, keys)
 
-    @on_wire
+    @_remote
     async def tag(self, partition: str, keys: list[PlainKey], tags: list[PlainTags]) -> None:
         """Replace tags."""
-        self._held.tag(partition, keys, tags)
-        self._wake(partition, keys)
+        self._rows.tag(partition, keys, tags)
 
-    @on_wire
-    async def wait(
-        self, partition: str, keys: list[PlainKey], fields: tuple[str, ...], timeout: float, owner: str
-    ) -> list[PlainTags]:
-        """The tags of these rows as soon as each has every field or has failed."""
-        lacking = self._held.lacking(partition, keys, fields)
-        if not lacking:
-            return self._held.tags(partition, keys)
-        waiter = _Waiter(keys, fields, lacking, asyncio.get_running_loop().create_future())
-        waiters = self._waiters.setdefault(partition, [])
-        waiters.append(waiter)
-        try:
-            return await asyncio.wait_for(waiter.arrived, max(timeout, 0.0))
-        except TimeoutError:
-            lacking = self._held.lacking(partition, keys, fields)
-            raise DeadlineError(
-                f"{owner} waited {timeout:g} s for {len(keys)} rows of partition {partition!r}, and "
-                f"{len(lacking)} did not come: {describe_lacking(lacking)}"
-            ) from None
-        finally:
-            waiters.remove(waiter)
-            if not waiters and self._waiters.get(partition) is waiters:
-                del self._waiters[partition]
-
-    @on_wire
+    @_remote
     async def clear(self, partition: str, keys: list[PlainKey] | None) -> list[Any]:
-        """Forget rows, also those being put; puts of which no cell is left are freed."""
-        await self._arrived(partition)
-        return self._freed(self._held.clear(partition, keys))
+        """Forget rows, including those of puts that are under way; puts without rows are freed."""
+        await self._settled(partition)
+        return self._reported(self._rows.clear(partition, keys))
 
-    @on_wire
+    @_remote
     async def size(self, partition: str | None) -> int:
-        """How many rows are held."""
-        return self._held.size(partition)
+        """How many rows there are."""
+        return self._rows.size(partition)
 
-    @on_wire
+    @_remote
     async def snapshot(self) -> Snapshot:
-        """Everything that is held now."""
-        return self._held.snapshot()
+        """Everything, at this moment."""
+        return self._rows.snapshot()
 
-    @on_wire
+    @_remote
     async def expect(self, node: str) -> None:
-        """Objects will be put on that node: have a keeper there before the first one is."""
-        self._keeper(node)
+        """Start a copier on that node, before the first pack is put there."""
+        self._copier(node)
 
-    @on_wire
+    @_remote
     async def replace(self, puts: list[Put]) -> list[Any]:
-        """Hold what these puts make, and nothing else."""
-        new = RowLocations()
-        for put in await asyncio.gather(*map(self._own, puts)):
-            new.commit(put)
-        freed = [locator for name in self._held.partitions() for locator in self._held.clear(name, None)]
-        self._held = new
-        for partition in new.partitions():
-            self._wake(partition, new.keys(partition))
-        return self._freed(freed)
+        """Forget everything, then take these puts."""
+        rows = RowLocations()
+        for put in await asyncio.gather(*map(self._copied, puts)):
+            rows.commit(put)
+        freed = [locator for name in self._rows.partitions() for locator in self._rows.clear(name, None)]
+        self._rows = rows
+        return self._reported(freed)
 
-    def _keeper(self, node: str) -> _Keeper:
-        keeper = self._keepers.get(node)
-        if keeper is None:
-            keeper = self._keepers[node] = _Keeper(start_keeper(node), asyncio.Lock())
-        return keeper
+    def _copier(self, node: str) -> _Copier:
+        copier = self._copiers.get(node)
+        if copier is None:
+            actor = ray.remote(PackCopier).options(
+                num_cpus=0,
+                max_restarts=-1,
+                max_task_retries=3,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            )
+            copier = self._copiers[node] = _Copier(actor.remote(), asyncio.Lock())
+        return copier
 
-    async def _own(self, put: Put) -> Put:
-        """The put, with an object of this process in place of one that dies with who put it."""
-        if not isinstance(put.locator, Parcel):
+    async def _copied(self, put: Put) -> Put:
+        """The put, with an object of this process in place of one that dies with the writer."""
+        if not isinstance(put.locator, SharedPack):
             return put
         ref, node = put.locator
         return put._replace(locator=ref if node is None else await self._copy(ref, node))
 
     async def _copy(self, ref: Any, node: str) -> Any:
-        keeper = self._keeper(node)
-        async with keeper.turn:
-            copy, done = keeper.actor.copy.options(num_returns=2).remote(ref)
+        copier = self._copier(node)
+        async with copier.lock:
+            copy, done = copier.actor.copy.options(num_returns=2).remote(ref)
             try:
                 await done
             except RayError as error:
-                raise StoreError(
-                    f"a put could not be copied, so that it outlasts who made it: {error}"
-                ) from None
+                raise StoreError(f"a put could not be copied out of its writer's process: {error}") from None
             return copy
 
-    async def _arrived(self, partition: str) -> None:
-        """Until what is now being put there is held, or lost with the process that put it."""
-        if coming := self._coming.get(partition):
-            await asyncio.wait(coming)
+    async def _settled(self, partition: str) -> None:
+        """Wait until the puts that are under way there have ended, or died with their writers."""
+        if pending := self._pending.get(partition):
+            await asyncio.wait(pending)
 
-    def _freed(self, freed: list[Any]) -> list[Any]:
+    def _reported(self, freed: list[Any]) -> list[Any]:
         return freed if self._report_freed else []
-
-    def _wake(self, partition: str, changed: Iterable[PlainKey]) -> None:
-        """End the waits of those for whom the last row came."""
-        for waiter in self._waiters.get(partition, ()):
-            came = [key for key in changed if key in waiter.lacking]
-            if not came or waiter.arrived.done():
-                continue
-            still = self._held.lacking(partition, came, waiter.fields)
-            for key in came:
-                if key not in still:
-                    del waiter.lacking[key]
-            if waiter.lacking:
-                continue
-            # A row that had come may have been cleared meanwhile: all of them once more.
-            waiter.lacking = self._held.lacking(partition, waiter.keys, waiter.fields)
-            if not waiter.lacking:
-                waiter.arrived.set_result(self._held.tags(partition, waiter.keys))
 
 
 def start_index(report_freed: bool = False) -> Any:
-    """The index as an actor; it takes no CPU from the cluster's count and ends with who starts it."""
-    actor = ray.remote(Index).options(num_cpus=0, max_concurrency=_AT_ONCE, max_restarts=0)
+    """The index as an actor; it counts as no CPU of the cluster, and ends with the process that starts it."""
+    actor = ray.remote(StoreIndex).options(num_cpus=0, max_concurrency=_CONCURRENT_CALLS, max_restarts=0)
     return actor.remote(report_freed)

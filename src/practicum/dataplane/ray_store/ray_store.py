@@ -1,7 +1,7 @@
 """The `ray` store: packed columns in Ray's object store, found through the index.
 
-Bytes go from the process that puts to Ray's shared memory, and from there to who gets, on the same
-node without a copy. Ray moves them between nodes and spills them to disk when memory is short.
+A writer's bytes go to Ray's shared memory, where readers on the same node see them without a copy. Ray moves
+them between nodes and spills them to disk when memory is short.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, ObjectStoreFullErro
 from torch import Tensor
 
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.cells import gather
-from practicum.dataplane.check_columns import check_columns, field_of
+from practicum.dataplane.check_columns import check_columns, empty_column, field_of
 from practicum.dataplane.fields import FIELDS
-from practicum.dataplane.keys import Key, Tags
+from practicum.dataplane.keys import Key, Tags, name_keys
 from practicum.dataplane.ragged import Column, Ragged
 from practicum.dataplane.ray_store.column_packing import (
     OpenPack,
@@ -31,17 +30,14 @@ from practicum.dataplane.ray_store.column_packing import (
     pack_columns,
     read_columns,
 )
-from practicum.dataplane.ray_store.index_actor import start_index
+from practicum.dataplane.ray_store.index_actor import SharedPack, start_index
 from practicum.dataplane.ray_store.index_client import IndexClient, plain_put
-from practicum.dataplane.ray_store.object_refs import Parcel
-from practicum.dataplane.ray_store.packed_columns import Pack
-from practicum.dataplane.ray_store.row_locations import Located, Put, RowGroup, Snapshot
-from practicum.dataplane.rowspans import name_keys
+from practicum.dataplane.ray_store.row_locations import ColumnLocations, Pack, Put, RowGroup, Snapshot
 from practicum.dataplane.store_files import SavedRow, read_rows, write_rows
 from practicum.errors import DeadlineError, StoreError
 
 INLINE_BYTES = 128 * 2**10
-"""Puts of fewer bytes are held by the index: an object of their own would take longer."""
+"""Puts of fewer bytes are held by the index itself, which is faster than an object for each."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +48,21 @@ class RayStoreHandle:
     inline_bytes: int = INLINE_BYTES
 
     def connect(self, timeout_s: float = 60.0, *, lasting: bool = True) -> RayStore:
-        """The store, for this process; each call of it has so many seconds.
+        """The store, for this process, with a deadline for each call.
 
-        `lasting`: what this process puts is still there when it dies. Without that a put of many bytes costs
-        one copy less; it is for processes whose death ends the run.
+        `lasting`: what this process puts outlives it. Without it a large put costs one copy less; that is for
+        processes whose death ends the run.
         """
         if lasting:
             IndexClient(self.index, timeout_s).expect(ray.get_runtime_context().get_node_id())
         return RayStore(self.index, timeout_s, self.inline_bytes, lasting)
 
     def actors(self) -> dict[str, Any]:
-        """The actors without which the store is lost, by their names for people."""
+        """The actors without which the store is lost, by the names that errors use."""
         return {"the store's index": self.index}
 
     def close(self) -> None:
-        """End the store and free all that it holds. Closing it again does nothing."""
+        """End the store and free its memory. Closing it again does nothing."""
         if ray.is_initialized():
             ray.kill(self.index)
 
@@ -88,20 +84,20 @@ class RayStore:
         self._timeout_s, self._inline_bytes, self._lasting = timeout_s, inline_bytes, lasting
 
     def put(self, batch: BatchRef, columns: Mapping[str, Column], *, keep_tags: bool = False) -> None:
-        """Write columns; if they are to outlast this process, nobody sees them before they do."""
+        """Write columns. A lasting put becomes visible once it no longer depends on this process."""
         put = self._packed(batch, columns)
         if put.keys:
             self._index.commit(put._replace(tags=None) if keep_tags else put)
 
     def get(self, batch: BatchRef, fields: Sequence[str]) -> dict[str, Column]:
         """Just these fields of these rows, as views where they were put together in this order."""
-        wanted = [field_of(name) for name in fields]
+        specs = [field_of(name) for name in fields]
         if not batch.keys:
-            return {field.name: gather(field, []) for field in wanted}
-        located = self._index.locate(batch, fields)
-        packs = self._fetch(located, lambda number: _rows_of_put(batch, located.groups, number))
-        columns = read_columns(located, packs)
-        return {field.name: columns[field.name] for field in wanted}
+            return {field.name: empty_column(field) for field in specs}
+        locations = self._index.locate(batch, fields)
+        packs = self._fetch(locations, lambda number: _rows_of_put(batch, locations.groups, number))
+        columns = read_columns(locations, packs)
+        return {field.name: columns[field.name] for field in specs}
 
     def batch(self, partition: str, keys: Sequence[Key] | None = None) -> BatchRef:
         """Keys and current tags; a partition that holds nothing is an empty batch."""
@@ -111,24 +107,12 @@ class RayStore:
         """Replace the tags of rows that exist."""
         self._index.tag(partition, tags)
 
-    def wait(
-        self,
-        partition: str,
-        keys: Sequence[Key],
-        fields: Sequence[str],
-        *,
-        timeout: float,
-        owner: str,
-    ) -> BatchRef:
-        """Until every row has every field or has failed; rows may come while waiting."""
-        return self._index.wait(partition, keys, fields, timeout=timeout, owner=owner)
-
     def clear(self, partition: str, keys: Sequence[Key] | None = None) -> None:
         """Forget rows; the memory of a put is freed with the last of its values."""
         self._index.clear(partition, keys)
 
     def size(self, partition: str | None = None) -> int:
-        """How many rows are held, in one partition or in all."""
+        """How many rows there are, in one partition or in all."""
         return self._index.size(partition)
 
     def save(self, path: Path) -> None:
@@ -153,7 +137,7 @@ class RayStore:
         self._index.replace([self._packed(*_joined(list(rows))) for _, rows in alike])
 
     def _packed(self, batch: BatchRef, columns: Mapping[str, Column]) -> Put:
-        """Check columns, and lay their bytes where others can read them."""
+        """Check columns, and put their bytes where others can read them."""
         spans = check_columns(batch, columns)
         if not (batch.keys and columns):
             return plain_put(batch, spans, tuple(columns), None)
@@ -162,7 +146,7 @@ class RayStore:
         locator: Any = inline(pack) if size < self._inline_bytes else self._share(pack, size)
         return plain_put(batch, spans, tuple(columns), locator)
 
-    def _share(self, pack: Pack, size: int) -> Parcel:
+    def _share(self, pack: Pack, size: int) -> SharedPack:
         try:
             ref = ray.put(pack)
         except ObjectStoreFullError as error:
@@ -170,17 +154,17 @@ class RayStore:
                 f"Ray's object store on this node has no room for a put of {size / 2**20:.0f} MiB: give it "
                 "more (runtime.object_store_gb, or --object-store-memory of ray start), or cut the batch"
             ) from error
-        return Parcel(ref, ray.get_runtime_context().get_node_id() if self._lasting else None)
+        return SharedPack(ref, ray.get_runtime_context().get_node_id() if self._lasting else None)
 
-    def _fetch(self, found: Located | Snapshot, rows_of: Callable[[int], str]) -> list[Pack]:
-        """The packs that were located; what is read stays in memory as long as it is used."""
+    def _fetch(self, locations: ColumnLocations | Snapshot, rows_of: Callable[[int], str]) -> list[Pack]:
+        """The packs at these locations; what is read stays in memory as long as it is used."""
         try:
-            return self._read(found.locators, rows_of)
+            return self._read(locations.locators, rows_of)
         finally:
-            self._index.release(found)
+            self._index.release(locations)
 
     def _read(self, locators: Sequence[Any], rows_of: Callable[[int], str]) -> list[Pack]:
-        """Packs of the index as they came, the others from Ray's object store."""
+        """Packs that came with the locations as they are, the others from Ray's object store."""
         where = [i for i, locator in enumerate(locators) if isinstance(locator, ObjectRef)]
         packs = list(locators)
         try:
@@ -188,12 +172,12 @@ class RayStore:
         except ObjectLostError as error:
             number = next(i for i in where if locators[i].hex() == error.object_ref_hex)
             raise StoreError(
-                f"{rows_of(number)} are lost: what held them in Ray's object store died "
+                f"{rows_of(number)} are lost: the process that held them in Ray's object store died "
                 f"({type(error).__name__}); resume the run from its last checkpoint"
             ) from error
         except GetTimeoutError:
             raise DeadlineError(
-                f"{rows_of(where[0])}, or others of the same get, did not come within {self._timeout_s:g} s: "
+                f"{rows_of(where[0])}, or others of the same get, took over {self._timeout_s:g} s: "
                 "their node may be overloaded or cut off; runtime.store_s is the time that a call may take"
             ) from None
         for i, pack in zip(where, read, strict=True):
@@ -205,9 +189,9 @@ def _rows_of_put(batch: BatchRef, groups: Sequence[RowGroup], number: int) -> st
     """The fields and rows that lie in the put of that number."""
     names, rows = [], set[int]()
     for group in groups:
-        here = [i for i, put in enumerate(group.puts) if put == number]
-        names += group.fields if here else []
-        rows.update(here)
+        in_put = [i for i, put in enumerate(group.puts) if put == number]
+        names += group.fields if in_put else []
+        rows.update(in_put)
     keys = [batch.keys[i] for i in sorted(rows)]
     return f"{', '.join(names)} of {name_keys(keys)} in partition {batch.partition!r}"
 

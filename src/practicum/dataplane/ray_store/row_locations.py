@@ -1,6 +1,7 @@
 """What an index knows of the rows: keys in order of first put, tags, lengths, and where each field is.
 
-Keys and tags are plain tuples here, because those travel between processes fastest.
+Keys and tags are plain tuples here, because those travel between processes fastest. Imports no torch, so that
+the index actor starts quickly.
 """
 
 from __future__ import annotations
@@ -9,22 +10,55 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from practicum.dataplane.fields import FIELDS
-from practicum.dataplane.keys import Key
-from practicum.dataplane.ray_store.packed_columns import Pack
-from practicum.dataplane.rowspans import merged_spans, name_keys
+import numpy as np
+
+from practicum.dataplane.fields import FIELDS, merged_lengths
+from practicum.dataplane.keys import Key, name_keys
 from practicum.errors import StoreError
 
 PlainKey = tuple[int, int, int]
 PlainTags = tuple[Any, ...]
-"""The values of a Tags in the order of its fields; the status is the first."""
+"""The values of a Tags in the order of its fields."""
+Bytes = np.ndarray | bytes
+"""Raw bytes: an array [n] of uint8 in shared memory, or bytes that travel with a call."""
+
+
+class PackedTensor(NamedTuple):
+    """A tensor in a value of an object field."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: Bytes
+
+
+class PackedColumn(NamedTuple):
+    """A column of a tensor field: all rows, one after the other."""
+
+    trailing: tuple[int, ...]
+    data: Bytes
+
+
+class Pack(NamedTuple):
+    """The columns of one put, and the rows' lengths for each ragged extent among them.
+
+    The column of an object field is a list of values in which PackedTensors stand for tensors.
+    """
+
+    lengths: dict[str, list[int]]
+    columns: dict[str, PackedColumn | list[Any]]
+
+    def only(self, names: set[str]) -> Pack:
+        """The pack with these columns only."""
+        if len(names) == len(self.columns):
+            return self
+        return Pack(self.lengths, {name: self.columns[name] for name in self.columns if name in names})
 
 
 class Put(NamedTuple):
     """One put: its rows, the tokens of each by extent, and where its columns are.
 
-    Without `tags` the rows must exist and keep theirs. `locator` is what the store needs to find the
-    columns again, opaque to the index unless it is a Pack, which then is held by the index itself.
+    Without `tags` the rows must exist and keep theirs. `locator` is where the store finds the columns, opaque
+    to the index; or the Pack itself, if it is small.
     """
 
     partition: str
@@ -36,14 +70,14 @@ class Put(NamedTuple):
 
 
 class RowGroup(NamedTuple):
-    """Fields whose cells lie side by side: row i is row `at[i]` of put number `puts[i]`."""
+    """Fields that were put together: their row i is row `at[i]` of put number `puts[i]`."""
 
     fields: list[str]
     puts: list[int]
     at: list[int]
 
 
-class Located(NamedTuple):
+class ColumnLocations(NamedTuple):
     """Where columns are: the locators of the puts, and which rows of them."""
 
     locators: list[Any]
@@ -69,7 +103,7 @@ class SavedPartition(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """Everything that is held at one moment."""
+    """Everything, at one moment."""
 
     locators: list[Any]
     partitions: list[SavedPartition]
@@ -104,20 +138,20 @@ class RowLocations:
 
     def commit(self, put: Put) -> list[Any]:
         """Take the rows of a put."""
-        held = self._partitions.get(put.partition, {})
+        by_key = self._partitions.get(put.partition, {})
         if put.tags is None:
             self._rows(put.partition, put.keys)
-        rows = [held.get(key) for key in put.keys]
+        rows = [by_key.get(key) for key in put.keys]
         merged = _merged(put, rows)
         # Nothing raises from here on.
         if put.keys:
-            self._partitions[put.partition] = held
+            self._partitions[put.partition] = by_key
         source = _Source(put.locator, len(put.keys) * len(put.fields))
         freed: list[Any] = []
         for i, (key, row) in enumerate(zip(put.keys, rows, strict=True)):
             if row is None:
                 assert put.tags is not None
-                row = held[key] = _Row(put.tags[i])
+                row = by_key[key] = _Row(put.tags[i])
             else:
                 if put.tags is not None:
                     row.tags = put.tags[i]
@@ -126,7 +160,7 @@ class RowLocations:
             row.cells.update(dict.fromkeys(put.fields, (source, i)))
         return freed
 
-    def locate(self, partition: str, keys: Sequence[PlainKey], names: Sequence[str]) -> Located:
+    def locate(self, partition: str, keys: Sequence[PlainKey], names: Sequence[str]) -> ColumnLocations:
         """Where these fields of these rows are; a row or a field that is missing is an error."""
         rows = self._rows(partition, keys)
         numbers = _Numbers()
@@ -139,8 +173,8 @@ class RowLocations:
                     break
             else:
                 groups.append(([name], cells))
-        found = [RowGroup(fields, *numbers.of(fields, cells)) for fields, cells in groups]
-        return Located(numbers.locators(), found)
+        row_groups = [RowGroup(fields, *numbers.of(fields, cells)) for fields, cells in groups]
+        return ColumnLocations(numbers.locators(), row_groups)
 
     def keys(self, partition: str) -> list[PlainKey]:
         """All keys of a partition in order of first put."""
@@ -155,66 +189,50 @@ class RowLocations:
         for row, new in zip(self._rows(partition, keys), tags, strict=True):
             row.tags = new
 
-    def lacking(
-        self, partition: str, keys: Iterable[PlainKey], names: Sequence[str]
-    ) -> dict[PlainKey, list[str] | None]:
-        """Rows that have not arrived, with the fields that each lacks; None if it was never put."""
-        held = self._partitions.get(partition, {})
-        lacking: dict[PlainKey, list[str] | None] = {}
-        for key in keys:
-            row = held.get(key)
-            if row is None:
-                lacking[key] = None
-            elif row.tags[0] != "failed":
-                absent = [name for name in names if name not in row.cells]
-                if absent:
-                    lacking[key] = absent
-        return lacking
-
     def clear(self, partition: str, keys: Sequence[PlainKey] | None) -> list[Any]:
         """Forget these rows, all of which must exist, or the whole partition."""
         freed: list[Any] = []
-        held = self._partitions.get(partition, {})
+        by_key = self._partitions.get(partition, {})
         if keys is not None:
             self._rows(partition, keys)
-        gone = list(held) if keys is None else list(dict.fromkeys(keys))
+        gone = list(by_key) if keys is None else list(dict.fromkeys(keys))
         for key in gone:
-            _drop(held.pop(key).cells.values(), freed)
-        if not held:
+            _drop(by_key.pop(key).cells.values(), freed)
+        if not by_key:
             self._partitions.pop(partition, None)
         return freed
 
     def size(self, partition: str | None) -> int:
-        """How many rows are held, in one partition or in all."""
+        """How many rows there are, in one partition or in all."""
         if partition is not None:
             return len(self._partitions.get(partition, ()))
         return sum(len(rows) for rows in self._partitions.values())
 
     def partitions(self) -> list[str]:
-        """Those that hold a row."""
+        """Partitions that have rows."""
         return list(self._partitions)
 
     def snapshot(self) -> Snapshot:
         """Everything, for a save."""
         numbers, partitions = _Numbers(), []
-        for partition, held in self._partitions.items():
-            rows = list(held.values())
+        for partition, by_key in self._partitions.items():
+            rows = list(by_key.values())
             fields = []
             for name in dict.fromkeys(name for row in rows for name in row.cells):
                 which = [i for i, row in enumerate(rows) if name in row.cells]
                 cells = [rows[i].cells[name] for i in which]
                 fields.append(SavedField(name, which, *numbers.of([name], cells)))
-            partitions.append(SavedPartition(partition, list(held), [row.tags for row in rows], fields))
+            partitions.append(SavedPartition(partition, list(by_key), [row.tags for row in rows], fields))
         return Snapshot(numbers.locators(), partitions)
 
     def _rows(self, partition: str, keys: Sequence[PlainKey]) -> list[_Row]:
-        held = self._partitions.get(partition, {})
+        by_key = self._partitions.get(partition, {})
         try:
-            return [held[key] for key in keys]
+            return [by_key[key] for key in keys]
         except KeyError:
-            missing = [Key(*key) for key in keys if key not in held]
+            missing = [Key(*key) for key in keys if key not in by_key]
             raise StoreError(
-                f"partition {partition!r} ({len(held)} rows) does not hold {name_keys(missing)}"
+                f"partition {partition!r} ({len(by_key)} rows) does not hold {name_keys(missing)}"
             ) from None
 
 
@@ -236,7 +254,7 @@ class _Numbers:
         return [number[source] for source, _ in cells], [at for _, at in cells]
 
     def locators(self) -> list[Any]:
-        """By number; of packs that the index holds itself, just the columns asked for."""
+        """By number; of packs that the index holds itself, only the columns asked for."""
         return [
             source.locator.only(names) if isinstance(source.locator, Pack) else source.locator
             for source, names in zip(self._number, self._fields, strict=True)
@@ -252,7 +270,7 @@ def _merged(put: Put, rows: Sequence[_Row | None]) -> list[dict[str, int]]:
     for key, row, tokens in zip(put.keys, rows, spans, strict=True):
         before, fields = (row.spans, row.cells) if row is not None else ({}, {})
         merged.append(
-            merged_spans(Key._make(key), before, fields, dict(zip(extents, tokens, strict=True)), new)
+            merged_lengths(Key._make(key), before, fields, dict(zip(extents, tokens, strict=True)), new)
         )
     return merged
 
@@ -269,7 +287,7 @@ def _cells(name: str, partition: str, keys: Sequence[PlainKey], rows: Sequence[_
 
 
 def _drop(cells: Iterable[_Cell], freed: list[Any]) -> None:
-    """Count off cells that nothing refers to any more."""
+    """Let go of cells; puts of which none is left are added to `freed`."""
     for source, _ in cells:
         source.cells -= 1
         if not source.cells:

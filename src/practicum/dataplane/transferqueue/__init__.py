@@ -1,5 +1,5 @@
-"""The `transferqueue` store: packed columns in TransferQueue, whose cost is per row and field.
+"""The `transferqueue` store: an adapter for clusters that run TransferQueue.
 
-`store` is where to begin; `link` is the only place that calls TransferQueue for bytes, `servers` the
-only one that starts and ends its processes. Nothing of TransferQueue is seen outside this package.
+Begin with `transferqueue_store`. Only `tq_client` moves bytes to and from TransferQueue, and only
+`tq_servers` starts and ends its processes. Nothing outside this package knows of TransferQueue.
 """

@@ -1,8 +1,8 @@
-"""Packs as chunks of bytes, each of which says what it is, and chunks as packs again.
+"""Packs as chunks of bytes, and chunks as packs again.
 
-A chunk holds all columns of some consecutive rows of a put, because TransferQueue's cost is counted
-in rows × fields and not in bytes. Its begin says whose it is, so that bytes of another put, which
-TransferQueue gives when a place was cleared and taken again meanwhile, are told apart.
+A chunk holds all columns of some consecutive rows of a put, because TransferQueue's cost grows with rows ×
+fields, not with bytes. Its first bytes say which chunk it is: TransferQueue can return the bytes of another
+put if a slot was cleared and reused during a read.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from practicum.dataplane.check_columns import DTYPES
 from practicum.dataplane.fields import FIELDS
 from practicum.dataplane.ragged import Ragged
 from practicum.dataplane.ray_store.column_packing import OpenPack, pack_bytes
-from practicum.dataplane.ray_store.packed_columns import Pack, PackedColumn
-from practicum.dataplane.transferqueue.link import Gone
+from practicum.dataplane.ray_store.row_locations import Pack, PackedColumn
+from practicum.dataplane.transferqueue.tq_client import ChunkMissing
 from practicum.errors import StoreError
 
 CHUNK_BYTES = 512 * 2**10
-"""Rows of a put share a chunk up to so many bytes: fewer cost time for each, more are read in vain."""
+"""Bytes that a chunk may have: smaller chunks cost time for each, larger ones are read in vain."""
 
 _ALIGN = 64
-# Whose it is (the put, the number of the chunk), its bytes, those of its header, their checksum.
+# The put's id and the chunk's number, the size of chunk and header in bytes, the header's checksum.
 _BEGIN = struct.Struct("<16sIQQI")
 
 
-class Shipment(NamedTuple):
-    """Where a put is: an id of its own, and the first row of each of its chunks."""
+class ChunkedPut(NamedTuple):
+    """Where a put is: its id, and the first row of each of its chunks."""
 
     uid: bytes
     starts: tuple[int, ...]
@@ -59,12 +59,12 @@ class Chunk(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its key in TransferQueue, never used for another."""
+        """Its key in TransferQueue, never used for another chunk."""
         return f"{self.uid.hex()}-{self.number}"
 
 
-def ship(pack: Pack, rows: int, chunk_bytes: int = CHUNK_BYTES) -> tuple[Shipment, Ragged]:
-    """Cut a put of so many rows into chunks: where they will be, and their bytes."""
+def cut_into_chunks(pack: Pack, rows: int, chunk_bytes: int = CHUNK_BYTES) -> tuple[ChunkedPut, Ragged]:
+    """Cut a put of `rows` rows into chunks: where they will be, and their bytes."""
     sizes = _row_bytes(pack, rows)
     starts, filled = [0], 0
     for row, size in enumerate(sizes):
@@ -72,20 +72,20 @@ def ship(pack: Pack, rows: int, chunk_bytes: int = CHUNK_BYTES) -> tuple[Shipmen
             starts.append(row)
             filled = 0
         filled += size
-    shipment = Shipment(uuid4().bytes, tuple(starts))
+    put = ChunkedPut(uuid4().bytes, tuple(starts))
     opened = OpenPack(pack)
     bounds = zip(starts, [*starts[1:], rows], strict=True)
-    return shipment, _lay_out(shipment.uid, [_rows_of(opened, i, j) for i, j in bounds])
+    return put, _lay_out(put.uid, [_rows_of(opened, i, j) for i, j in bounds])
 
 
-def unpack(chunk: Chunk, data: Tensor) -> Pack:
-    """The pack in a chunk, as views; `Gone` if the bytes are those of another one."""
+def read_chunk(chunk: Chunk, data: Tensor) -> Pack:
+    """The pack in a chunk, as views; `ChunkMissing` if the bytes are those of another one."""
     view = data.numpy().data
     if len(view) < _BEGIN.size:
-        raise StoreError(f"TransferQueue gave {len(view)} bytes for a chunk, which has more")
+        raise StoreError(f"TransferQueue gave {len(view)} bytes for a chunk, which is too few")
     uid, number, size, head, checksum = _BEGIN.unpack_from(view)
     if (uid, number) != chunk:
-        raise Gone([chunk.name])
+        raise ChunkMissing([chunk.name])
     header = view[_BEGIN.size : _BEGIN.size + head]
     if size != len(view) or zlib.crc32(header) != checksum:
         raise StoreError(f"TransferQueue gave {len(view)} bytes for chunk {chunk.name}, and they are damaged")

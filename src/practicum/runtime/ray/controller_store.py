@@ -30,11 +30,6 @@ class ControllerStore:
     def tag(self, partition: str, tags: Mapping[Key, Tags]) -> None:
         self._store.tag(partition, tags)
 
-    def wait(
-        self, partition: str, keys: Sequence[Key], fields: Sequence[str], *, timeout: float, owner: str
-    ) -> BatchRef:
-        return self._store.wait(partition, keys, fields, timeout=timeout, owner=owner)
-
     def clear(self, partition: str, keys: Sequence[Key] | None = None) -> None:
         self._store.clear(partition, keys)
 

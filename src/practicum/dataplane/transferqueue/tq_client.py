@@ -1,4 +1,4 @@
-"""The way to TransferQueue from one process: bytes in, bytes out, with a deadline on every call."""
+"""A process's client of TransferQueue: chunks of bytes in and out, with a deadline on every call."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from practicum.dataplane.ragged import Ragged
-from practicum.dataplane.transferqueue.servers import Servers, prepare_import
+from practicum.dataplane.transferqueue.tq_servers import Servers, prepare_import
 from practicum.errors import DeadlineError, StoreError
 
 _FIELD = "bytes"
 _PARTITION = "practicum"
-_LOOK_S = 2.0
+_CHECK_S = 2.0
 
 
-class Gone(Exception):
-    """Of the chunks of these names, asked for together, one is not held (any more)."""
+class ChunkMissing(Exception):
+    """One of these chunks, which were read together, is not in TransferQueue (any more)."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = list(names)
@@ -31,11 +31,11 @@ class Gone(Exception):
         super().__init__(f"chunk {names[0]}{more}")
 
 
-class Link:
-    """A client of TransferQueue. Chunks of bytes are put under names that are never used twice.
+class TransferQueueClient:
+    """Puts and gets chunks of bytes. A chunk's name is never used twice.
 
-    All chunks are in one of its partitions: a partition that is cleared chunk by chunk is never
-    given back by it, and one that is cleared as a whole takes puts with it that are under way.
+    All chunks are in one partition of TransferQueue: it never frees a partition that is cleared chunk by
+    chunk, and clearing a whole partition would also drop puts that are under way.
     """
 
     def __init__(self, servers: Servers, timeout_s: float) -> None:
@@ -56,47 +56,47 @@ class Link:
             raise
 
     def call(self, work: Coroutine[Any, Any, Any], what: str, timeout_s: float) -> Any:
-        """The result of `work`. If it is late or fails, what died is named; then no call is tried again."""
+        """The result of `work`. If a process of TransferQueue died, this call and all later ones say so."""
         if self._broken:
             work.close()
             raise StoreError(self._broken)
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
-            futures.wait([future], min(left, _LOOK_S))
+            futures.wait([future], min(left, _CHECK_S))
             if future.done():
                 break
             self._raise_if_dead(future)
         else:
             future.cancel()
             raise DeadlineError(
-                f"the store waited {timeout_s:g} s for TransferQueue to {what}, and its processes live: "
+                f"the store waited {timeout_s:g} s for TransferQueue to {what}, and its processes are alive: "
                 "the cluster is overloaded, or runtime.store_s is too short"
             )
         try:
             return future.result()
-        except (Gone, StoreError):
+        except (ChunkMissing, StoreError):
             raise
         except Exception as error:
             self._raise_if_dead(future)
             raise StoreError(f"TransferQueue could not {what}: {error}") from error
 
     def put(self, names: Sequence[str], chunks: Ragged, timeout_s: float) -> None:
-        """Hold these chunks, bytes one after the other; all or none."""
+        """Store these chunks; all or none."""
         try:
             self.call(self._put(list(names), chunks), f"take {chunks.values.nbytes} bytes", timeout_s)
         except StoreError:
-            # Not after a put that is late: it may arrive yet, where another chunk lies by then.
+            # Not after a late put: it may still arrive, where another chunk is stored by then.
             if not self._broken:
                 self.clear(names, timeout_s)
             raise
 
     def get(self, names: Sequence[str], timeout_s: float) -> list[Tensor]:
-        """The chunks of these names; `Gone` if one is not held."""
+        """The chunks of these names; `ChunkMissing` if one is not there."""
         return self.call(self._get(list(names)), f"give {len(names)} chunks", timeout_s)
 
     def clear(self, names: Sequence[str], timeout_s: float) -> None:
-        """Forget these chunks; those that are not held are passed over."""
+        """Forget these chunks; those that are not there are skipped."""
         if names:
             self.call(self._clear(list(names)), f"forget {len(names)} chunks", timeout_s)
 
@@ -106,12 +106,12 @@ class Link:
             raise StoreError(self._broken)
 
     def close(self) -> None:
-        """Give up sockets and threads; safe to call twice."""
+        """Close sockets and threads; safe to call twice."""
         if self._thread.is_alive():
             self._broken = self._broken or "the store is closed"
-            futures.wait([asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)], _LOOK_S)
+            futures.wait([asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)], _CHECK_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_LOOK_S)
+            self._thread.join(_CHECK_S)
             self._client.close()
 
     def _raise_if_dead(self, future: futures.Future[Any]) -> None:
@@ -133,8 +133,8 @@ class Link:
         if meta.size != len(names):
             raise StoreError(f"TransferQueue made room for {meta.size} of {len(names)} chunks")
         data = TensorDict({_FIELD: chunks.to_nested()}, batch_size=len(names))
-        # Past the client's own put and get, which set the number of threads of torch in the whole
-        # process and, after a put, ask the controller once more for nothing.
+        # Not the client's own put and get: they change torch's number of threads for the whole process,
+        # and a put makes one more call to the controller that has no effect.
         await self._client.storage_manager.put_data(data, meta)
 
     async def _get(self, names: list[str]) -> list[Tensor]:
@@ -142,11 +142,11 @@ class Link:
 
         meta = await self._client.async_kv_retrieve_meta(names, _PARTITION)
         if meta.size != len(names) or _FIELD not in meta.field_names or not meta.is_ready:
-            raise Gone(names)
+            raise ChunkMissing(names)
         try:
             data = await self._client.storage_manager.get_data(meta)
         except StorageKeyNotFoundError:
-            raise Gone(names) from None
+            raise ChunkMissing(names) from None
         chunks = Ragged.from_nested(data[_FIELD])
         if len(chunks) != len(names) or chunks.dtype is not torch.uint8:
             raise StoreError(f"TransferQueue gave {chunks} for {len(names)} chunks of bytes")
@@ -159,29 +159,29 @@ class Link:
 
 
 async def _cancel_all() -> None:
-    """End what else runs on this loop; a task that is dropped instead leaves its socket as it is."""
+    """Cancel all other tasks of this loop; a task that is merely dropped leaves its socket open."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-_LINKS: dict[str, Link] = {}
+_CLIENTS: dict[str, TransferQueueClient] = {}
 _LOCK = threading.Lock()
 
 
-def link_to(servers: Servers, timeout_s: float) -> Link:
-    """This process's link to these servers, made when first asked for and shared by all stores on it."""
+def client_of(servers: Servers, timeout_s: float) -> TransferQueueClient:
+    """This process's client of these servers, made at the first call and shared by all its stores."""
     with _LOCK:
-        found = _LINKS.get(servers.uid)
-        if found is None:
-            found = _LINKS[servers.uid] = Link(servers, timeout_s)
-        return found
+        client = _CLIENTS.get(servers.uid)
+        if client is None:
+            client = _CLIENTS[servers.uid] = TransferQueueClient(servers, timeout_s)
+        return client
 
 
-def close_link(servers: Servers) -> None:
-    """Give up this process's link to these servers, if there is one."""
+def close_client(servers: Servers) -> None:
+    """Close this process's client of these servers, if there is one."""
     with _LOCK:
-        found = _LINKS.pop(servers.uid, None)
-    if found is not None:
-        found.close()
+        client = _CLIENTS.pop(servers.uid, None)
+    if client is not None:
+        client.close()

@@ -1,7 +1,7 @@
-"""TransferQueue's processes: its controller and storage units, started, watched and ended by us.
+"""TransferQueue's processes: its controller and storage units, started, watched and ended here.
 
-They are started one by one instead of by `tq.init()`, which hangs on a cluster without room, gives
-fixed names so that a second run would join the first, and can't be told to stop waiting.
+They are started one by one, not by `tq.init()`: it hangs on a cluster that is too small, uses fixed names, so
+that a second run would join the first, and has no deadline.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _MODULES = {"MooncakeStore": ("mooncake", "mooncake-transfer-engine"), "Yuanrong
 # One thread for torch in the servers: more than there are cores is a warning on every call.
 _ENV = {"env_vars": {"TQ_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}}
 _ROOM_S = 5.0
-"""CPUs of what has just ended may be free again within so many seconds."""
-_LOOK_S = 5.0
+"""CPUs of what has just ended may be free again within this many seconds."""
+_CHECK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """TransferQueue's processes; travels to other actors without an import of TransferQueue there."""
+    """TransferQueue's processes; can be pickled to actors that have not imported TransferQueue."""
 
     uid: str
     controller: Any
@@ -47,21 +47,21 @@ class Servers:
         return pickle.loads(self.address)
 
     def actors(self) -> dict[str, Any]:
-        """By the name that errors call them."""
+        """By the names that errors use."""
         units = {f"storage unit {i}": unit for i, unit in enumerate(self.units)}
         return {"controller": self.controller, **units}
 
     def death(self) -> str | None:
-        """What died, with what that means, or None if all live as far as Ray knows."""
-        asked = {name: actor.get_zmq_server_info.remote() for name, actor in self.actors().items()}
-        answered, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=_LOOK_S)
-        for name, ref in asked.items():
+        """Which process died, and what that means; None if all are alive as far as Ray knows."""
+        calls = {name: actor.get_zmq_server_info.remote() for name, actor in self.actors().items()}
+        answered, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=_CHECK_S)
+        for name, ref in calls.items():
             if ref not in answered:
                 continue
             try:
                 ray.get(ref)
             except RayActorError:
-                lost = "its rows are lost" if name != "controller" else "what it knew of can't be found"
+                lost = "its rows are lost" if name != "controller" else "rows can't be located any more"
                 return f"TransferQueue's {name} died; {lost}: resume the run from its last checkpoint"
         return None
 
@@ -85,8 +85,8 @@ def start_servers(
 
     started: list[Any] = []
     try:
-        # With polling_mode a request that finds nothing is answered at once; without, the
-        # controller sleeps and all its clients with it.
+        # With polling_mode a request that finds nothing is answered at once; without it, the controller
+        # sleeps, and all its clients wait.
         started.append(_actor(TransferQueueController, room, 0).remote(polling_mode=True))
         config = {**chosen, "num_data_storage_units": units}
         for place in range(1, room.bundle_count):
@@ -106,8 +106,8 @@ def start_servers(
 def prepare_import(timeout_s: float) -> None:
     """Set what TransferQueue reads from the environment when it is imported, unless it is set.
 
-    A request to a storage unit is tried three times inside our deadline; the controller's word that
-    it knows of a put is awaited as long as we wait, because TransferQueue goes on without it.
+    A request to a storage unit is tried three times within our deadline. TransferQueue ignores it when the
+    controller does not confirm a put in time, so the time for that is longer than our own deadline.
     """
     os.environ.setdefault("TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT", str(max(1, int(timeout_s / 3))))
     os.environ.setdefault("TQ_DATA_UPDATE_RESPONSE_TIMEOUT", str(int(10 * timeout_s) + 1))
@@ -117,15 +117,15 @@ def _reserve(units: int, actors: int, unit_gb: float) -> PlacementGroup:
     """Room for the controller and the units' actors, a CPU each; refused if there is none."""
     if units < 1:
         raise RecipeError("runtime.store.units", f"{units}", "1 or more")
-    total, held = ray.cluster_resources(), unit_gb * 2**30
-    if total.get("CPU", 0.0) >= 1 + actors and total.get("memory", 0.0) >= held * actors:
-        unit = {"CPU": 1.0} | ({"memory": held} if held else {})
+    total, unit_bytes = ray.cluster_resources(), unit_gb * 2**30
+    if total.get("CPU", 0.0) >= 1 + actors and total.get("memory", 0.0) >= unit_bytes * actors:
+        unit = {"CPU": 1.0} | ({"memory": unit_bytes} if unit_bytes else {})
         room = placement_group([{"CPU": 1.0}, *[unit] * actors], strategy="SPREAD")
         if room.wait(_ROOM_S):
             return room
         remove_placement_group(room)
     free = ray.available_resources()
-    cpus, memory = (f"{found.get('CPU', 0.0):g} CPUs and {_gib(found)}" for found in (free, total))
+    cpus, memory = (f"{amounts.get('CPU', 0.0):g} CPUs and {_gib(amounts)}" for amounts in (free, total))
     raise RecipeError(
         "runtime.store.units",
         f"{units}, which with TransferQueue's controller want {1 + actors} free CPUs and "
@@ -171,7 +171,7 @@ def _backend_options(backend: str, options: Mapping[str, Any] | None) -> dict[st
     for name in options or {}:
         if name not in plain:
             raise RecipeError(
-                f"runtime.store.options.{name}", "no option of it", " or ".join(map(repr, plain))
+                f"runtime.store.options.{name}", "an unknown option", " or ".join(map(repr, plain))
             )
     return plain | dict(options or {})
 
