@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from benchmarks import harness
 from benchmarks.harness import Channel, Contender, Measured, Stopwatch
 from practicum.algorithms.distill.distributions import full_divergence, topk_divergence
-from practicum.learning.logprobs import CHUNK_LOGITS, map_logits
+from practicum.learning.logprobs import map_logits
 from practicum.models.attention import head_logits
+from practicum.recipe.counts import CHUNK_LOGITS
 
 TOKENS, VOCAB, HIDDEN, TOP_K = 8192, 151_936, 64, 32
 GOAL = 0.25

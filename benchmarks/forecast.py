@@ -16,13 +16,12 @@ from benchmarks.model import DIGITS, model_folder, random_folder
 from benchmarks.stepping import Steps, make_recipe
 from practicum.forecast.cluster_spec import this_machine
 from practicum.forecast.forecast import forecast
-from practicum.forecast.measured_run import WARM_UP, summarise
-from practicum.forecast.prompt_lengths import mean_prompt_tokens
+from practicum.forecast.workload import WARM_UP, mean_prompt_tokens, summarise
 from practicum.recipe.schema.recipe import Recipe
 
 ROUNDS = 4
 GOAL = 0.3
-"""Most that a forecast of a step may be off, in parts of what was measured."""
+"""Most that a forecast of a step may be off, as a fraction of what was measured."""
 BASE, LARGER, RANKS = "base", "batch ×4", "2 ranks on Ray"
 SHAPES: dict[str, dict[str, Any]] = {
     "GRPO, 4M parameters": {"prompts": 16, "samples": 8, "critic": False},

@@ -180,8 +180,7 @@ def plan(
     from practicum.forecast.cluster_spec import load_spec, this_machine
     from practicum.forecast.forecast import forecast
     from practicum.forecast.forecast_report import report
-    from practicum.forecast.measured_run import read_run
-    from practicum.forecast.prompt_lengths import mean_prompt_tokens
+    from practicum.forecast.workload import mean_prompt_tokens, read_run
 
     on_ray = [] if cluster is None else ["runtime.kind=ray"]
     loaded = load_recipe(recipe, [*(overrides or []), *on_ray])

@@ -11,9 +11,10 @@ from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCau
 
 from practicum.errors import EngineError
 from practicum.learning.logprob_scorer import LogprobScorer
-from practicum.learning.packed_model import CPU_MICROBATCH_TOKENS, PackedModel
+from practicum.learning.packed_model import PackedModel
 from practicum.learning.packing import RowSpans
 from practicum.models.load_model import ready
+from practicum.recipe.counts import CPU_MICROBATCH_TOKENS
 from practicum.recipe.schema.recipe import Algorithm, Train
 
 from .reference import FAMILIES, VOCAB, random_batch, tiny

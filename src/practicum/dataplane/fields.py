@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Literal, get_args
 
 from practicum.dataplane.keys import Key
@@ -59,6 +60,7 @@ _FIELDS = (
     Field("advantages", "float32", "response", "advantages", "what each token is worth", "zero"),
     Field("returns", "float32", "response", "advantages", "what the critic should have said", "zero"),
 )
+_BYTES = {"int64": 8, "float32": 4, "bool": 1, "object": 0}
 FIELDS: dict[str, Field] = {field.name: field for field in _FIELDS}
 
 
@@ -70,6 +72,20 @@ def check_padding_rules(names: Iterable[str]) -> None:
             f"there is no padding rule for {', '.join(missing)}: give each Field in dataplane/fields.py a "
             f"padding= of {', '.join(get_args(Padding))}"
         )
+
+
+def field_bytes(names: Iterable[str], tokens: Mapping[str, float], widths: Mapping[str, int]) -> float:
+    """Bytes of these fields in a row with these `tokens` by extent and `widths` of the other axes.
+
+    Extents and axes that are not given count as 0, and so do objects, whose size differs from row to row.
+    """
+    fields = (FIELDS[name] for name in names)
+    return sum(
+        tokens.get(field.extent, 0.0)
+        * prod(widths.get(axis, 0) for axis in field.trailing)
+        * _BYTES[field.dtype]
+        for field in fields
+    )
 
 
 def merged_lengths(

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from practicum.errors import RecipeError, RecipeErrors
 from practicum.recipe.schema.section import Section
 from practicum.recipe.text import yamlfile
 from practicum.recipe.text.problems import dotted, shorten
-from practicum.recipe.text.type_text import expected_type, nearest, section_of
+from practicum.recipe.text.type_text import nearest
 
 GIB = 2**30
 
@@ -68,7 +67,7 @@ class ClusterSpec(Section):
 
 
 def load_spec(path: Path) -> ClusterSpec:
-    """Read a cluster's file; all mistakes come together."""
+    """Read a cluster's file; the error lists all mistakes."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -90,36 +89,23 @@ def this_machine() -> ClusterSpec:
 
 
 def machines(spec: ClusterSpec) -> Iterator[tuple[str, Machine]]:
-    """Every single machine with a name of its own."""
+    """Every single machine, with its own name."""
     for kind in spec.nodes:
         for number in range(kind.count):
             yield (kind.name if kind.count == 1 else f"{kind.name}-{number}"), kind
 
 
 def _problems(error: ValidationError) -> Iterator[RecipeError]:
+    keys = [key for section in (ClusterSpec, Machine, Device) for key in section.model_fields]
     for details in error.errors(include_url=False):
-        *parent, last = details["loc"] or ("",)
-        path, here = dotted(details["loc"]), section_of(_kind_at(parent)) or ClusterSpec
-        info = here.model_fields.get(str(last))
+        location = details["loc"] or ("",)
+        path, key = dotted(location).replace("the recipe", "the file"), str(location[-1])
         if details["type"] == "extra_forbidden":
-            close = nearest(str(last), here.model_fields)
+            close = nearest(key, keys)
             advice = f"did you mean {close}?" if close else ""
-            yield RecipeError(path, "an unknown key", f"one of {', '.join(here.model_fields)}", advice)
-        elif details["type"] == "missing" and info is not None:
-            wanted = expected_type(info.annotation, info.metadata)
-            sentence = (info.description or "").rstrip(".")
-            yield RecipeError(path, "nothing", f"{wanted} ({sentence})", f"add the key {last}")
+            yield RecipeError(path, "an unknown key", f"one of {', '.join(keys)}", advice)
+        elif details["type"] == "missing":
+            yield RecipeError(path, "nothing", "a value", f"add the key {key}")
         else:
-            kind: Any = info.annotation if info is not None else here
-            wanted = expected_type(kind, info.metadata if info is not None else ())
-            yield RecipeError(path.replace("the recipe", "the file"), shorten(details["input"]), wanted)
-
-
-def _kind_at(location: list[str | int]) -> Any:
-    """The type that a pydantic location leads to; items of a list have the list's."""
-    kind: Any = ClusterSpec
-    for step in location:
-        section: type[BaseModel] | None = section_of(kind)
-        info = section.model_fields.get(str(step)) if section is not None else None
-        kind = info.annotation if info is not None else kind
-    return kind
+            expected = details["msg"].removeprefix("Input should be ")
+            yield RecipeError(path, shorten(details["input"]), expected)

@@ -1,91 +1,154 @@
-"""Bytes on each device and machine: who holds what, and what there is."""
+"""Memory of the cluster's devices, or of its machines where their cores are the devices."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from practicum.dataplane.plan import Plan
+from practicum.forecast.cluster_spec import GIB, Machine
 from practicum.forecast.model_sizes import BYTES, Sizes
+from practicum.forecast.step_setup import StepSetup
+from practicum.recipe.counts import CHUNK_LOGITS, CPU_MICROBATCH_TOKENS
+from practicum.recipe.derived import own_models, own_options, rollout_context, scores_during_rollout
 from practicum.recipe.schema.recipe import Recipe
+from practicum.runtime.ray.needs import ROLLOUT, TRAIN
+from practicum.runtime.ray.placement import ActorPlacement
 
-CHUNK_LOGITS = 2**25
-"""Logits that the learner holds at once, as in learning/logprobs.py."""
-CPU_MICROBATCH = 2048
-"""Most tokens of a micro-batch on a CPU, as in learning/packed_model.py."""
-CONTEXT_BESIDE_ANSWER = 1024
-"""Tokens of prompt that rollout.context has room for if it is unset, as in runtime/local.py."""
 TIGHT = 0.9
-"""Share of a device above which a forecast warns: allocators and libraries need some too."""
+"""Fraction of a device above which a forecast warns: allocators and libraries need some memory too."""
+Parts = Mapping[str, float]
+"""Bytes by what they hold."""
+_ADVICE = {
+    "KV memory": "lower rollout.slots or rollout.context, or give engines their own devices (pools.rollout)",
+    "activations": "lower train.microbatch_tokens, or set train.gradient_checkpointing",
+    "teachers": "give teachers their own devices (placement: own)",
+    "engine's weights": "give engines their own devices (pools.rollout)",
+}
 
 
 @dataclass(frozen=True)
-class MemoryUse:
-    """What one actor holds on its device, by part in words."""
+class DeviceMemory:
+    """What a device or machine holds, in bytes, and how much it has."""
 
-    parts: Mapping[str, float] = field(default_factory=dict)
+    title: str
+    parts: Parts
+    limit: float
 
     @property
     def total(self) -> float:
         return sum(self.parts.values())
 
+    @property
+    def share(self) -> float:
+        return self.total / self.limit
 
-def engine_use(recipe: Recipe, sizes: Sizes, *, shares_weights: bool) -> MemoryUse:
+    def refusal(self) -> str:
+        """That it is too small, and what to do."""
+        name, size = max(self.parts.items(), key=lambda part: part[1])
+        return (
+            f"{self.title} has {self.limit / GIB:.1f} GiB and would need {self.total / GIB:.1f}: most of "
+            f"it is {name} ({size / GIB:.1f} GiB)\n"
+            f"  → {_ADVICE.get(name, 'raise pools.train.devices, or take model.dtype bfloat16')}"
+        )
+
+
+def device_memory(
+    setup: StepSetup, machines: Sequence[Machine], layout: ActorPlacement | None
+) -> tuple[DeviceMemory, ...]:
+    """Each device or machine that differs from the others; without a layout only the first machine's."""
+    uses = _uses(setup)
+    if layout is None:
+        own = None if setup.on_cpu else machines[0].device.memory_gb
+        title = "a device of train" if setup.on_ray else "this process"
+        limit = GIB * (own or machines[0].memory_gb)
+        return (DeviceMemory(title, _joined([uses[TRAIN], uses[ROLLOUT]]), limit),)
+    found: dict[str, DeviceMemory] = {}
+    for number, bundle in enumerate(layout.needs.bundles):
+        roles = [a.role for a in layout.needs.actors if a.bundle == number and a.role in uses]
+        if not roles:
+            continue
+        parts, place = _joined([uses[role] for role in roles]), layout.places[number]
+        if setup.on_cpu:
+            node = layout.nodes[place]
+            before = found[node.name].parts if node.name in found else {}
+            found[node.name] = DeviceMemory(node.name, _joined([before, parts]), node.memory)
+            continue
+        title = f"a device of {bundle.pool} ({', '.join(dict.fromkeys(roles))})"
+        limit = GIB * (machines[place].device.memory_gb or machines[place].memory_gb)
+        device = DeviceMemory(title, parts, limit)
+        if title not in found or device.share > found[title].share:
+            found[title] = device
+    return tuple(found.values())
+
+
+def engine_memory(recipe: Recipe, sizes: Sizes, *, shares_weights: bool) -> Parts:
     """An engine of the student: its weights (unless they are the learner's own) and the KV memory."""
-    number = BYTES[recipe.model.dtype]
-    slots, context = recipe.rollout.slots, _context(recipe, sizes)
-    kept = recipe.rollout.keep_tokens
-    tokens = slots * context
+    number, slots = BYTES[recipe.model.dtype], recipe.rollout.slots
+    tokens = slots * rollout_context(recipe, sizes.context)
     if recipe.agent.loop != "single_turn":
-        tokens += slots * context if kept is None else kept
-    parts = {} if shares_weights else {"engine's weights": float(sizes.parameters * number)}
-    return MemoryUse(parts | {"KV memory": float(tokens * sizes.token_kv() * number)})
+        tokens += tokens if recipe.rollout.keep_tokens is None else recipe.rollout.keep_tokens
+    weights = {} if shares_weights else {"engine's weights": float(sizes.parameters * number)}
+    return weights | {"KV memory": float(tokens * sizes.token_kv() * number)}
 
 
-def learner_use(
-    recipe: Recipe,
-    plan: Plan,
-    sizes: Sizes,
-    reference: Sizes,
-    teachers: Mapping[str, tuple[Sizes, str]],
-    *,
-    ranks: int,
-    on_cpu: bool,
-) -> MemoryUse:
-    """A rank of the learner. `teachers` are the colocated ones, with their dtypes; one is awake at a time."""
-    number, train = BYTES[recipe.model.dtype], recipe.train
+def _learner_memory(setup: StepSetup) -> Parts:
+    """A rank of the learner, with the colocated teachers, one of which is awake at a time."""
+    recipe, train, sizes, ranks = setup.recipe, setup.recipe.train, setup.models.student, setup.ranks
+    number = BYTES[recipe.model.dtype]
     weights = sizes.parameters * number / ranks
-    trained = {"weights": weights, "gradients": weights, "Adam's moments": 2 * weights}
-    if "update_critic" in plan:
-        trained["critic (all of it)"] = 4 * weights
-    if "ref_logprobs" in plan:
-        trained["reference"] = reference.parameters * number / ranks
+    parts = {"weights": weights, "gradients": weights, "Adam's moments": 2 * weights}
+    if "update_critic" in setup.plan:
+        parts["critic (all of it)"] = 4 * weights
+    if "ref_logprobs" in setup.plan:
+        parts["reference"] = setup.models.reference.parameters * number / ranks
     if ranks > 1:
         # Layers are gathered one after the other, the next while one computes.
         layer = (sizes.parameters - sizes.vocabulary * sizes.hidden) / sizes.layers
-        trained["gathered layers"] = number * (2 * layer + sizes.vocabulary * sizes.hidden)
-    tokens = min(train.microbatch_tokens, CPU_MICROBATCH) if on_cpu else train.microbatch_tokens
-    kept = 3.0 if train.autocast == "bfloat16" else number
-    trained["activations"] = tokens * kept * sizes.token_activations(train.gradient_checkpointing)
-    trained["logits"] = 2.0 * BYTES["float32"] * min(CHUNK_LOGITS, tokens * sizes.vocabulary)
+        parts["gathered layers"] = number * (2 * layer + sizes.vocabulary * sizes.hidden)
+    tokens = train.microbatch_tokens
+    tokens = min(tokens, CPU_MICROBATCH_TOKENS) if setup.on_cpu else tokens
+    activation = 3.0 if train.autocast == "bfloat16" else number
+    parts["activations"] = tokens * activation * sizes.token_activations(train.gradient_checkpointing)
+    parts["logits"] = _logits(tokens, sizes)
+    teachers = [
+        teacher.parameters * BYTES[recipe.teachers[name].dtype]
+        for name, teacher in setup.teachers.items()
+        if not scores_during_rollout(recipe.teachers[name])
+    ]
     if teachers:
-        held = [one.parameters * BYTES[dtype] for one, dtype in teachers.values()]
-        stay = recipe.runtime.teachers_gb
-        asleep = sum(held) - max(held) if on_cpu and stay is None else (stay or 0.0) * 2**30
-        trained["teachers"] = max(held) + min(asleep, sum(held) - max(held))
-    return MemoryUse(trained)
+        asleep, limit = sum(teachers) - max(teachers), recipe.runtime.teachers_gb
+        if not setup.on_cpu or limit is not None:
+            asleep = min(asleep, (limit or 0.0) * GIB)
+        parts["teachers"] = max(teachers) + asleep
+    return parts
 
 
-def teacher_use(sizes: Sizes, dtype: str, batch_tokens: int, devices: int) -> MemoryUse:
-    """A replica of a teacher with a device of its own, for each of its devices."""
+def _teacher_memory(sizes: Sizes, dtype: str, batch_tokens: int, devices: int) -> Parts:
+    """One device of a teacher's own process."""
     weights = sizes.parameters * BYTES[dtype] / devices
-    scored = batch_tokens * (6 * sizes.hidden + 2 * sizes.inner) * BYTES[dtype]
-    logits = 2.0 * BYTES["float32"] * min(CHUNK_LOGITS, batch_tokens * sizes.vocabulary)
-    return MemoryUse({"weights": float(weights), "activations": float(scored), "logits": logits})
+    activations = batch_tokens * (6 * sizes.hidden + 2 * sizes.inner) * BYTES[dtype]
+    return {"weights": weights, "activations": float(activations), "logits": _logits(batch_tokens, sizes)}
 
 
-def _context(recipe: Recipe, sizes: Sizes) -> int:
-    if recipe.rollout.context is not None:
-        return recipe.rollout.context
-    wanted = CONTEXT_BESIDE_ANSWER + recipe.rollout.max_new_tokens
-    return wanted if sizes.context is None else min(wanted, sizes.context)
+def _logits(tokens: int, sizes: Sizes) -> float:
+    return 2.0 * BYTES["float32"] * min(CHUNK_LOGITS, tokens * sizes.vocabulary)
+
+
+def _uses(setup: StepSetup) -> dict[str, Parts]:
+    """What each role's actor holds. Reward models are not counted: their sizes are not known."""
+    uses: dict[str, Parts] = {TRAIN: _learner_memory(setup)}
+    uses[ROLLOUT] = engine_memory(setup.recipe, setup.models.student, shares_weights=not setup.on_ray)
+    for path, model in own_models(setup.recipe).items():
+        sizes = setup.models.teachers.get(path.removeprefix("teachers."))
+        if sizes is not None:
+            devices = own_options(model).devices
+            uses[path] = _teacher_memory(sizes, model.dtype, model.batch_tokens, devices)
+    return uses
+
+
+def _joined(uses: Sequence[Parts]) -> Parts:
+    parts = Counter[str]()
+    for use in uses:
+        parts.update(use)  # pyright: ignore[reportArgumentType]  (adds floats as well as integers)
+    return parts

@@ -1,59 +1,59 @@
-"""A forecast in words."""
+"""A forecast as text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from practicum.forecast.cluster_spec import GIB
 from practicum.forecast.forecast import Forecast
-from practicum.forecast.seconds import Cost
-from practicum.forecast.traffic import row_bytes
+from practicum.forecast.traffic import metadata_bytes
 from practicum.runtime.ray.placement import ActorPlacement
 
 _CAUSES = {
     "arithmetic": "computing",
     "links": "moving weights and gradients between ranks",
-    "calls": "calls of actors and of the store",
-    "plane": "moving bytes",
+    "transport": "calls and bytes between processes",
 }
 _LEARNER = "more of pools.train (devices), or fewer train.epochs"
-_WAYS = {
+_ADVICE = {
     "rollout": "more engines (rollout.replicas, pools.rollout), or shorter answers (rollout.max_new_tokens)",
     "reward": "more of runtime.reward_workers",
-    "teachers": "teachers with a placement of their own, or more replicas of them",
+    "teachers": "teachers in their own processes (placement: own), or more replicas of them",
     "sync": "engines on the learner's machines, or model.dtype bfloat16",
     **dict.fromkeys(("old_logprobs", "ref_logprobs", "values", "update_critic", "update_student"), _LEARNER),
 }
+_SHOWN = 0.0005
+"""Stages that take a smaller fraction of the step are left out."""
 
 
-def report(found: Forecast) -> str:
-    """All of it, as text."""
-    parts = [_title(found), _placement(found), _memory(found), _traffic(found), _seconds(found)]
-    if found.notes:
-        parts.append(["notes:", *(f"  {note}" for note in found.notes)])
+def report(result: Forecast) -> str:
+    """The text that `practicum plan` prints."""
+    parts = [_title(result), _placement(result), _memory(result), _traffic(result), _seconds(result)]
+    if result.notes:
+        parts.append(["notes:", *(f"  {note}" for note in result.notes)])
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
-def _title(found: Forecast) -> list[str]:
-    setup, work = found.setup, found.setup.work
-    model = f"{_count(setup.sizes.parameters)} parameters in {setup.recipe.model.dtype}"
+def _title(result: Forecast) -> list[str]:
+    setup, work = result.setup, result.setup.work
+    parameters = _scaled(setup.models.student.parameters, {"B": 1e9, "M": 1e6, "k": 1e3}, ".3g")
     return [
-        f"A step of {setup.recipe.name}: {model}, {_plural(setup.ranks, 'learner rank')}, "
-        f"{_plural(setup.replicas, 'engine')}",
+        f"A step of {setup.recipe.name}: {parameters} parameters in {setup.recipe.model.dtype}, "
+        f"{_plural(setup.ranks, 'learner rank')}, {_plural(setup.replicas, 'engine')}",
         f"  {work.prompts:,} prompts of {work.prompt_tokens:,.0f} tokens, {work.rows:,} answers of "
-        f"{work.response_tokens:,.0f} ({work.told})",
+        f"{work.response_tokens:,.0f} ({work.source})",
     ]
 
 
-def _placement(found: Forecast) -> list[str]:
-    if found.layout is not None:
-        wanted = [f"  {line}" for line in found.layout.needs.lines()]
-        return ["placement:", *wanted, *_machines(found.layout)]
-    return ["placement:", "  none found" if found.setup.on_ray else "  all roles in one process"]
+def _placement(result: Forecast) -> list[str]:
+    if result.layout is not None:
+        wanted = [f"  {line}" for line in result.layout.needs.lines()]
+        return ["placement:", *wanted, *_machines(result.layout)]
+    return ["placement:", "  none found" if result.setup.on_ray else "  all roles in one process"]
 
 
 def _machines(layout: ActorPlacement) -> Iterator[str]:
-    """Each machine with the actors on it; machines without any together."""
+    """Each machine with its actors; machines without any on one line."""
     empty = []
     for place, node in enumerate(layout.nodes):
         roles: dict[str, list[int]] = {}
@@ -61,8 +61,7 @@ def _machines(layout: ActorPlacement) -> Iterator[str]:
             if actor.bundle is not None and layout.places[actor.bundle] == place:
                 roles.setdefault(actor.role, []).append(actor.index)
         if roles:
-            told = ", ".join(f"{role} {_ranges(numbers)}" for role, numbers in roles.items())
-            yield f"  on {node.name}: {told}"
+            yield f"  on {node.name}: " + ", ".join(f"{role} {_ranges(n)}" for role, n in roles.items())
         else:
             empty.append(node.name)
     if empty:
@@ -70,7 +69,7 @@ def _machines(layout: ActorPlacement) -> Iterator[str]:
         yield f"  on {names}: nothing"
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def _ranges(numbers: list[int]) -> str:
     """Numbers in order, neighbours joined: 0–3, 6."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
@@ -81,55 +80,52 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(f"{first}" if first == last else f"{first}–{last}" for first, last in runs)
 
 
-def _memory(found: Forecast) -> list[str]:
+def _memory(result: Forecast) -> list[str]:
     lines = ["memory:"]
-    for one in found.held:
-        verdict = "does not fit" if one.share > 1 else f"{one.share:.0%}"
-        lines.append(f"  {one.title}: {_size(one.use.total)} of {_size(one.limit)}, {verdict}")
-        parts = sorted(one.use.parts.items(), key=lambda part: -part[1])
+    for device in result.memory:
+        verdict = "does not fit" if device.share > 1 else f"{device.share:.0%}"
+        lines.append(f"  {device.title}: {_size(device.total)} of {_size(device.limit)}, {verdict}")
+        parts = sorted(device.parts.items(), key=lambda part: -part[1])
         lines.append("    " + ", ".join(f"{name} {_size(size)}" for name, size in parts))
     return lines
 
 
-def _traffic(found: Forecast) -> list[str]:
-    setup, moved = found.setup, found.setup.moved
+def _traffic(result: Forecast) -> list[str]:
+    setup, traffic = result.setup, result.setup.traffic
     if not setup.on_ray:
-        rows = f"in one process nothing is sent; {_size(moved.plane_bytes)} pass through the store"
+        rows = f"in one process nothing is sent; {_size(traffic.plane_bytes)} pass through the store"
         return ["bytes of a step:", f"  {rows}"]
-    stages = sorted(moved.plane.items(), key=lambda item: -item[1].both)
-    told = ", ".join(f"{name} {_size(one.read)} in {_size(one.written)} out" for name, one in stages[:4])
+    stages = sorted(traffic.plane.items(), key=lambda item: -sum(item[1]))[:4]
+    largest = ", ".join(f"{name} {_size(read)} in {_size(written)} out" for name, (read, written) in stages)
+    metadata = f"keys and tags only, {metadata_bytes():.0f} bytes a row"
     return [
         "bytes of a step:",
-        f"  controller   {_size(moved.controller):>10}   keys and tags only, {row_bytes():.0f} bytes a row",
-        f"  data plane   {_size(moved.plane_bytes):>10}   {told}",
-        f"  weight sync  {_size(moved.sync):>10}   to {_plural(setup.replicas, 'engine')}",
+        f"  controller   {_size(traffic.controller):>10}   {metadata}",
+        f"  data plane   {_size(traffic.plane_bytes):>10}   {largest}",
+        f"  weight sync  {_size(traffic.sync):>10}   to {_plural(setup.replicas, 'engine')}",
     ]
 
 
-def _seconds(found: Forecast) -> list[str]:
-    whole = found.seconds
-    lines = [f"seconds: {_time(whole)} a step", f"  {'stage':<15}{'seconds':>9}{'share':>7}"]
-    for name, cost in found.stages.items():
-        if cost.seconds >= 0.0005 * whole:
-            lines.append(
-                f"  {name:<15}{_time(cost.seconds):>9}{cost.seconds / whole:>7.0%}  {_why(cost)}".rstrip()
-            )
-    if found.between >= 0.0005 * whole:
-        lines.append(f"  {'between them':<15}{_time(found.between):>9}{found.between / whole:>7.0%}")
-    name = found.bottleneck
-    cost = found.stages[name]
-    way = f"; shorter with {_WAYS[name]}" if name in _WAYS else ""
-    lines.append(
-        f"  bottleneck: {name}, {cost.seconds / whole:.0%} of the step, by {_CAUSES[cost.cause]}{way}"
-    )
-    return lines
+def _seconds(result: Forecast) -> list[str]:
+    total = result.seconds
+    lines = [f"seconds: {_time(total)} a step", f"  {'stage':<15}{'seconds':>9}{'share':>7}"]
+    for name, cost in result.stages.items():
+        if cost.seconds >= _SHOWN * total:
+            causes = {"links": cost.links, "transport": cost.transport}
+            large = {cause: part for cause, part in causes.items() if part and part >= 0.1 * cost.seconds}
+            why = ", ".join(f"{_CAUSES[cause]} {_time(part)}" for cause, part in large.items())
+            lines.append(f"{_stage(name, cost.seconds, total)}  {why}".rstrip())
+    if result.between >= _SHOWN * total:
+        lines.append(_stage("between them", result.between, total))
+    name = result.bottleneck
+    cost = result.stages[name]
+    advice = f"; shorter with {_ADVICE[name]}" if name in _ADVICE else ""
+    cause = f"{cost.seconds / total:.0%} of the step, by {_CAUSES[cost.cause]}"
+    return [*lines, f"  bottleneck: {name}, {cause}{advice}"]
 
 
-def _why(cost: Cost) -> str:
-    """What the stage does besides computing, if it is a tenth of it or more."""
-    parts: Iterator[tuple[str, float]] = ((name, getattr(cost, name)) for name in ("links", "calls", "plane"))
-    told = [f"{_CAUSES[name]} {_time(seconds)}" for name, seconds in parts if seconds >= 0.1 * cost.seconds]
-    return ", ".join(told)
+def _stage(name: str, seconds: float, total: float) -> str:
+    return f"  {name:<15}{_time(seconds):>9}{seconds / total:>7.0%}"
 
 
 def _time(seconds: float) -> str:
@@ -137,17 +133,12 @@ def _time(seconds: float) -> str:
 
 
 def _size(number: float) -> str:
-    for unit, size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= size:
-            return f"{number / size:,.1f} {unit}"
-    return f"{number:.0f} B"
+    return _scaled(number, {" GiB": GIB, " MiB": 2**20, " KiB": 2**10}, ",.1f", " B")
 
 
-def _count(number: float) -> str:
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.0f}"
+def _scaled(number: float, units: dict[str, float], form: str, smallest: str = "") -> str:
+    unit, size = next(((u, s) for u, s in units.items() if number >= s), (smallest, 1.0))
+    return f"{number / size:{form if size > 1 else '.0f'}}{unit}"
 
 
 def _plural(number: int, word: str) -> str:

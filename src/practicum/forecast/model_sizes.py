@@ -10,24 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from practicum.errors import RecipeError
-from practicum.recipe.schema.recipe import MakeModel
+from practicum.recipe.schema.recipe import MakeModel, Recipe
 
-BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "int64": 8,
-    "bool": 1,
-}
-MADE_VOCABULARY = {"qwen2_5_vl": 67}
-MADE_CHARACTERS = 63
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of one number."""
+MADE_VOCABULARY = 63
+MADE_VISION_VOCABULARY = 67
 """Tokens of the made models' tokenizers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Numbers of a decoder. `active` are the parameters that one token is multiplied with."""
+    """Sizes of a decoder. `active` are the parameters that one token is multiplied with.
+
+    `query` and `key` are heads times their width.
+    """
 
     parameters: int
     active: int
@@ -35,16 +32,14 @@ class Sizes:
     hidden: int
     inner: int
     query: int
-    """Heads times their width."""
     key: int
-    """Heads of keys times their width; values are as wide."""
     vocabulary: int
     context: int | None = None
     experts_per_token: int = 0
 
-    def flops(self, tokens: float, seen: float) -> float:
-        """Operations of a forward pass over tokens, each of which attends to `seen` others."""
-        return tokens * (2.0 * self.active + 4.0 * self.layers * self.query * seen)
+    def flops(self, tokens: float, attended: float) -> float:
+        """Operations of a forward pass over tokens, each of which attends to `attended` others."""
+        return tokens * (2.0 * self.active + 4.0 * self.layers * self.query * attended)
 
     def token_kv(self) -> int:
         """Numbers that one token leaves in the KV memory."""
@@ -54,6 +49,37 @@ class Sizes:
         """Numbers that one token leaves for the backward pass (fitted to what torch keeps, within 10 %)."""
         layer = 5 * self.hidden + 4 * self.inner + 4 * (self.query + self.key)
         return self.layers * self.hidden + layer if checkpointing else self.layers * layer
+
+
+@dataclass(frozen=True)
+class Models:
+    """Sizes of a recipe's models. `guessed` teachers are not here: they count like the student."""
+
+    student: Sizes
+    reference: Sizes
+    teachers: Mapping[str, Sizes]
+    guessed: tuple[str, ...] = ()
+
+    @property
+    def teacher_width(self) -> int:
+        """Hidden size of the widest teacher."""
+        return max((sizes.hidden for sizes in self.teachers.values()), default=0)
+
+
+def models_of(recipe: Recipe) -> Models:
+    """By configs and weight files, without loading any; a student without a config is a RecipeError."""
+    student = model_sizes(recipe.model.path, recipe.model.make)
+    path = recipe.algorithm.kl.reference
+    reference = student if path is None else model_sizes(path, None, "algorithm.kl.reference")
+    teachers, guessed = dict.fromkeys(recipe.teachers, student), []
+    for name, teacher in recipe.teachers.items():
+        if teacher.url is not None or teacher.student is not None:
+            continue
+        if teacher.model is not None and Path(teacher.model).expanduser().is_dir():
+            teachers[name] = model_sizes(teacher.model, None, f"teachers.{name}.model")
+        else:
+            guessed.append(name)
+    return Models(student, reference, teachers, tuple(guessed))
 
 
 def model_sizes(source: str | None, make: MakeModel | None, key: str = "model.path") -> Sizes:
@@ -70,7 +96,7 @@ def model_sizes(source: str | None, make: MakeModel | None, key: str = "model.pa
 
 
 def sizes_of(config: Mapping[str, Any], parameters: int | None = None) -> Sizes:
-    """By a config.json; `parameters` if they are known better."""
+    """By a config.json; `parameters` is their exact number, if it is known."""
     text: Mapping[str, Any] = config.get("text_config") or config
     hidden = _first(text, "hidden_size", "n_embd")
     layers = _first(text, "num_hidden_layers", "n_layer")
@@ -87,16 +113,16 @@ def sizes_of(config: Mapping[str, Any], parameters: int | None = None) -> Sizes:
     attention = hidden * 2 * (query + key)
     mlp = (3 if gated else 2) * hidden * inner
     embedding = vocabulary * hidden
-    # The table of embeddings is looked up, not multiplied with; the head is, be it the same matrix or not.
+    # The embedding is looked up, not multiplied with; the head is, whether or not it is the same matrix.
     active = layers * (attention + mlp + hidden * experts) + embedding
-    held = layers * (attention + mlp * (experts / taken if experts else 1) + hidden * experts) + embedding
+    total = layers * (attention + mlp * (experts / taken if experts else 1) + hidden * experts) + embedding
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", not gated))
-    held += 0 if tied else embedding
+    total += 0 if tied else embedding
     context = text.get("max_position_embeddings") or text.get("n_positions")
-    held += (context or 0) * hidden if not gated else 0
-    held += _tower(config.get("vision_config") or {})
+    total += (context or 0) * hidden if not gated else 0
+    total += _tower(config.get("vision_config") or {})
     return Sizes(
-        parameters or int(held), int(active), layers, hidden, inner, query, key, vocabulary, context, taken
+        parameters or int(total), int(active), layers, hidden, inner, query, key, vocabulary, context, taken
     )
 
 
@@ -113,7 +139,7 @@ def saved_parameters(folder: Path) -> int | None:
 def _made(make: MakeModel) -> dict[str, Any]:
     """The config of a made model, as far as its size goes."""
     common: dict[str, Any] = {
-        "vocab_size": MADE_VOCABULARY.get(make.family, MADE_CHARACTERS),
+        "vocab_size": MADE_VISION_VOCABULARY if make.family == "qwen2_5_vl" else MADE_VOCABULARY,
         "tie_word_embeddings": True,
         "max_position_embeddings": make.context,
     }
@@ -149,10 +175,10 @@ def _tower(vision: Mapping[str, Any]) -> int:
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int:
-    found = next((config[name] for name in names if config.get(name)), None)
-    if found is None:
+    value = next((config[name] for name in names if config.get(name)), None)
+    if value is None:
         raise RecipeError("model", f"a config without {names[0]}", "a decoder's config.json")
-    return int(found)
+    return int(value)
 
 
 def _hub_config(source: str, key: str) -> Mapping[str, Any]:

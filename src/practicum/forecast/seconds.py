@@ -1,133 +1,76 @@
 """Seconds of each stage, by a simple model: arithmetic, bytes and fixed costs add up, nothing overlaps.
 
 A device does `tflops`, reads `bandwidth_gbs`, and pays `layer_us` for each layer of each call. Ranks and
-engines share tokens evenly; on a CPU they can't have more than its cores. What streams beside the rollout
-costs what outlasts it. A measured run corrects the arithmetic of each stage by one factor: what it took over
+engines share tokens evenly; on a CPU they share its cores. Teachers that score during the rollout cost only
+what is left after it. A measured run corrects the arithmetic of each stage by one factor: what it took, over
 what this model says of that run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from math import ceil
+from typing import NamedTuple
 
-from practicum.dataplane.plan import Plan
-from practicum.forecast.cluster_spec import Device
-from practicum.forecast.device_memory import CPU_MICROBATCH
-from practicum.forecast.measured_run import MeasuredRun
 from practicum.forecast.model_sizes import BYTES, Sizes
-from practicum.forecast.traffic import Traffic
-from practicum.forecast.workload import Workload, decode_steps
+from practicum.forecast.step_setup import StepSetup
+from practicum.forecast.workload import MeasuredRun
+from practicum.recipe.counts import CPU_MICROBATCH_TOKENS
 from practicum.recipe.derived import own_options, scores_during_rollout
-from practicum.recipe.schema.recipe import Recipe
 
+# Fitted to runs on a CPU.
 TOKEN_S = 75e-6
-"""Of the engine, for each token: sampling and the bookkeeping of its row (measured on a CPU)."""
+"""An engine's sampling and bookkeeping for each token."""
 ROW_S = {"reward": 80e-6, "advantages": 12e-6, "clear": 4e-6, "demonstrate": 300e-6}
-"""For each row, of the stages that are Python (measured on a CPU)."""
+"""Stages that are plain Python, for each row."""
 CALL_S = 1.5e-3
-"""A call of a Ray actor, there and back."""
-SESSION_S = 1.2e-3
-"""Of an engine on Ray, for each session: its rows go into the store by themselves."""
-HOST_S = 1.5e-3
-"""Of the controller, the store's index and the reward worker, for each row, while engines sample."""
+"""A call of a Ray actor."""
 STORE_S = 4e-3
-"""A put or a get of a distributed store, beside its bytes."""
+"""A put or get of a store on Ray, besides its bytes."""
+RAY_ROW_S = 1.3e-3
+"""A row of a rollout on Ray: once for its engine's put, once for controller, index and reward worker."""
 PLANE_BYTES_S = 1.5e9
 """Bytes a second of a put and a get through shared memory, packing included."""
 ADAM_NUMBERS = 7
 """Numbers that Adam reads and writes for each parameter."""
 SHARDED_LAYERS = 30
-"""What an optimizer step on shards costs besides, for each layer, in times `layer_us`."""
-ALIKE = {
-    **dict.fromkeys(
-        ("old_logprobs", "ref_logprobs", "values", "update_critic", "teachers"), "update_student"
-    ),
-    "update_student": "update_critic",
-}
-"""Whose factor a stage gets that the run did not have."""
+"""Extra cost of a sharded optimizer step per layer, as a multiple of `layer_us`."""
+LEARNER = ("update_student", "update_critic", "old_logprobs", "ref_logprobs", "values", "teachers")
+"""Stages of the same kind: one that the run did not have gets the factor of the first that it had."""
 
 
-@dataclass(frozen=True)
-class StageSetup:
-    """A step and what it runs on. `threads` are cores of one CPU device (1 for a GPU). Of the machine with
-    the fewest `cores` for its actors, `sampling` and `learning` are the threads of engines and of ranks; a
-    GPU's cores are never too few. `network_gbs` is None if weights stay on one machine."""
+class Cost(NamedTuple):
+    """Seconds of a stage by their cause: `links` between ranks, `transport` by calls and bytes on Ray.
 
-    recipe: Recipe
-    plan: Plan
-    sizes: Sizes
-    reference: Sizes
-    teachers: Mapping[str, Sizes]
-    work: Workload
-    moved: Traffic
-    device: Device
-    on_cpu: bool
-    on_ray: bool
-    ranks: int
-    replicas: int
-    threads: int = 1
-    link_gbs: float = 1.0
-    network_gbs: float | None = None
-    cores: float = float("inf")
-    sampling: int = 1
-    learning: int = 1
-
-    @property
-    def flops(self) -> float:
-        return self.device.tflops * 1e12 * self.threads
-
-    @property
-    def bandwidth(self) -> float:
-        return self.device.bandwidth_gbs * 1e9 * self.threads
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Seconds of a stage by their cause; `arithmetic` is what a run corrects."""
+    A measured run corrects `arithmetic`.
+    """
 
     arithmetic: float = 0.0
     links: float = 0.0
-    """Between learner ranks, and what shards cost besides."""
-    calls: float = 0.0
-    plane: float = 0.0
+    transport: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return self.arithmetic + self.links + self.calls + self.plane
+        return sum(self)
 
     @property
     def cause(self) -> str:
         """The largest part."""
-        parts = ("arithmetic", "links", "calls", "plane")
-        return max(parts, key=lambda name: getattr(self, name))
+        return max(zip(self, self._fields, strict=True))[1]
 
 
-def costs(setup: StageSetup, factors: Mapping[str, float] | None = None) -> dict[str, Cost]:
-    """The cost of each stage of the plan, its arithmetic times the run's factor."""
+def costs(setup: StepSetup, factors: Mapping[str, float] | None = None) -> dict[str, Cost]:
+    """The cost of each stage of the plan; its arithmetic times the factor of a measured run."""
     factors = factors or {}
-    models: dict[str, Callable[[StageSetup], tuple[float, float]]] = {
-        "rollout": lambda s: (_rollout(s), 0.0),
-        "teachers": lambda s: (_teachers(s, factors), 0.0),
-        "old_logprobs": lambda s: _learner(s, s.sizes, 1.0, 1),
-        "ref_logprobs": lambda s: _learner(s, s.reference, 1.0, 1),
-        "values": lambda s: _learner(s, s.sizes, 1.0, 1),
-        "update_critic": lambda s: _update(s, 0.0),
-        "update_student": lambda s: _update(s, s.work.idle),
+    return {
+        stage.name: Cost(
+            *_computing(setup, stage.name, factors), _transport(setup, stage.name) if setup.on_ray else 0.0
+        )
+        for stage in setup.plan
     }
-    found = {}
-    for stage in setup.plan:
-        name = stage.name
-        arithmetic, links = models[name](setup) if name in models else (_rows(setup, name), 0.0)
-        if name != "teachers":
-            arithmetic = _crowded(setup, name, arithmetic * factor_of(factors, name))
-        calls, plane = _transport(setup, name) if setup.on_ray else (0.0, 0.0)
-        found[name] = Cost(arithmetic, links, calls, plane)
-    return found
 
 
-def calibrate(setup: StageSetup, run: MeasuredRun) -> dict[str, float]:
+def calibrate(setup: StepSetup, run: MeasuredRun) -> dict[str, float]:
     """For each stage of the run, the seconds of its arithmetic over what the model says of it."""
     factors: dict[str, float] = {}
     for name, cost in costs(setup).items():
@@ -137,51 +80,65 @@ def calibrate(setup: StageSetup, run: MeasuredRun) -> dict[str, float]:
     return factors
 
 
-def factor_of(factors: Mapping[str, float], name: str) -> float:
-    """The factor of a stage, else that of one like it, else 1."""
-    return factors.get(name, factors.get(ALIKE.get(name, name), 1.0))
+def _factor(factors: Mapping[str, float], name: str) -> float:
+    names = (name, *LEARNER) if name in LEARNER else (name,)
+    return next((factors[like] for like in names if like in factors), 1.0)
 
 
-def _crowded(setup: StageSetup, name: str, seconds: float) -> float:
-    """What takes each actor so long by itself takes longer if their machine has too few cores."""
-    if name in ROW_S:
-        return seconds
-    if name != "rollout":
-        return max(seconds, setup.learning * seconds / setup.cores)
-    beside = HOST_S * setup.work.rows if setup.on_ray else 0.0
-    return max(seconds, (setup.sampling * seconds + beside) / setup.cores)
+def _computing(setup: StepSetup, name: str, factors: Mapping[str, float]) -> tuple[float, float]:
+    """Seconds of arithmetic, and between ranks."""
+    factor = _factor(factors, name)
+    if name == "teachers":
+        return _teachers(setup, factor, _factor(factors, "rollout")), 0.0
+    if name == "rollout":
+        return _rollout(setup, factor), 0.0
+    if name in LEARNER:
+        sizes = setup.models.reference if name == "ref_logprobs" else setup.models.student
+        update = name.startswith("update_")
+        idle = setup.work.idle if name == "update_student" else 0.0
+        done, links = _update(setup, idle) if update else _forward(setup, sizes, 1.0, 1)
+        return _on_cores(setup, done * factor), links
+    workers = setup.recipe.runtime.reward_workers if name == "reward" and setup.on_ray else 1
+    return factor * setup.work.rows * ROW_S.get(name, 0.0) / workers, 0.0
 
 
-def _rollout(setup: StageSetup) -> float:
-    """Decoding: a fixed cost of each forward call, and a cost of each token; prompts once."""
-    work, sizes = setup.work, setup.sizes
+def _on_cores(setup: StepSetup, seconds: float) -> float:
+    """Seconds of learner ranks that may have to share their machine's cores."""
+    return max(seconds, setup.learning * seconds / setup.cores)
+
+
+def _rollout(setup: StepSetup, factor: float) -> float:
+    """Decoding: a fixed cost of each forward call and a cost of each token; prompts are computed once."""
+    work, sizes = setup.work, setup.models.student
     tokens = work.sampled / setup.replicas
-    calls = decode_steps(work, setup.replicas, setup.recipe.rollout.slots)
+    calls = work.decode_steps(setup.replicas, setup.recipe.rollout.slots)
     number = BYTES[setup.recipe.model.dtype]
     each = sizes.layers * setup.device.layer_us * 1e-6 + number * sizes.active / setup.bandwidth
-    read = tokens * work.seen * sizes.token_kv() * number / setup.bandwidth
+    read = tokens * work.attended * sizes.token_kv() * number / setup.bandwidth
     prompts = work.prompts * work.prompt_tokens / setup.replicas
-    done = sizes.flops(tokens, work.seen) + sizes.flops(prompts, work.prompt_tokens / 2)
-    return calls * each + read + done / setup.flops + tokens * TOKEN_S
+    done = sizes.flops(tokens, work.attended) + sizes.flops(prompts, work.prompt_tokens / 2)
+    seconds = factor * (calls * each + read + done / setup.flops + tokens * TOKEN_S)
+    others = RAY_ROW_S * work.rows if setup.on_ray else 0.0
+    return max(seconds, (setup.sampling * seconds + others) / setup.cores)
 
 
-def _learner(setup: StageSetup, sizes: Sizes, passes: float, gathers: int) -> tuple[float, float]:
-    """Forward passes of the learner over the batch, and the gathering of its shards for them."""
+def _forward(setup: StepSetup, sizes: Sizes, passes: float, gathers: int) -> tuple[float, float]:
+    """Forward passes of the learner over the batch, and gathering the shards for them."""
     train, work = setup.recipe.train, setup.work
-    tokens = work.learnt / setup.ranks
-    budget = min(train.microbatch_tokens, CPU_MICROBATCH) if setup.on_cpu else train.microbatch_tokens
+    tokens = work.trained / setup.ranks
+    budget = min(train.microbatch_tokens, CPU_MICROBATCH_TOKENS) if setup.on_cpu else train.microbatch_tokens
     calls = max(1, ceil(tokens / budget))
-    done = passes * sizes.flops(tokens, work.seen) / setup.flops
+    done = passes * sizes.flops(tokens, work.attended) / setup.flops
     fixed = passes * calls * sizes.layers * setup.device.layer_us * 1e-6
     shards = sizes.parameters * BYTES[setup.recipe.model.dtype] * (1 - 1 / setup.ranks)
     return done + fixed, gathers * calls * shards / (setup.link_gbs * 1e9)
 
 
-def _update(setup: StageSetup, idle: float) -> tuple[float, float]:
-    """Forward and backward of every epoch, and the optimizer's steps."""
-    train, sizes = setup.recipe.train, setup.sizes
+def _update(setup: StepSetup, idle: float) -> tuple[float, float]:
+    """Forward and backward passes of every epoch, and the optimizer's steps."""
+    train, sizes = setup.recipe.train, setup.models.student
     backward = 3.0 if train.gradient_checkpointing else 2.0
-    done, links = _learner(setup, sizes, 1.0 + backward * (1 - idle), 3)
+    done, links = _forward(setup, sizes, 1.0 + backward * (1 - idle), 3)
     number = BYTES[setup.recipe.model.dtype]
     adam = ADAM_NUMBERS * number * sizes.parameters / setup.ranks / setup.bandwidth
     rows = train.minibatch_rows
@@ -190,50 +147,38 @@ def _update(setup: StageSetup, idle: float) -> tuple[float, float]:
     return train.epochs * (done + steps * adam), train.epochs * (links + steps * sharded)
 
 
-def _teachers(setup: StageSetup, factors: Mapping[str, float]) -> float:
-    """Colocated teachers one after the other; streamed ones as far as they outlast the rollout."""
-    recipe, work = setup.recipe, setup.work
-    if not setup.teachers:
-        return 0.0
-    share = 1 / len(setup.teachers)
-    colocated, longest = 0.0, 0.0
+def _teachers(setup: StepSetup, factor: float, rollout_factor: float) -> float:
+    """Colocated teachers one after the other; of those that score during the rollout, what outlasts it."""
+    work, colocated, longest = setup.work, 0.0, 0.0
     for name, sizes in setup.teachers.items():
-        teacher = recipe.teachers[name]
-        done = share * sizes.flops(work.scored, work.seen)
-        calls = max(1, ceil(share * work.scored / teacher.batch_tokens))
-        fixed = calls * sizes.layers * setup.device.layer_us * 1e-6
+        teacher, tokens = setup.recipe.teachers[name], work.scored / len(setup.teachers)
         if teacher.url is not None:
             continue
+        done = sizes.flops(tokens, work.attended)
+        fixed = max(1, ceil(tokens / teacher.batch_tokens)) * sizes.layers * setup.device.layer_us * 1e-6
         if scores_during_rollout(teacher):
             own = own_options(teacher)
             speed = setup.device.tflops * 1e12 * (own.threads if setup.on_cpu else 1)
             longest = max(longest, (done / speed + fixed) / own.replicas)
         else:
             colocated += (done / setup.flops + fixed) / setup.ranks
-    factor = factor_of(factors, "teachers")
-    rolled = _crowded(setup, "rollout", _rollout(setup) * factor_of(factors, "rollout"))
-    return _crowded(setup, "teachers", colocated * factor) + max(0.0, longest * factor - rolled)
+    late = max(0.0, longest * factor - _rollout(setup, rollout_factor))
+    return _on_cores(setup, colocated * factor) + late
 
 
-def _rows(setup: StageSetup, name: str) -> float:
-    """Stages of plain Python. Reward workers share them on Ray; all else is one process's."""
-    workers = setup.recipe.runtime.reward_workers if name == "reward" and setup.on_ray else 1
-    return setup.work.rows * ROW_S.get(name, 0.0) / workers
-
-
-def _transport(setup: StageSetup, name: str) -> tuple[float, float]:
+def _transport(setup: StepSetup, name: str) -> float:
     """Seconds of calls and of bytes on Ray."""
     if name == "sync":
-        weights = setup.moved.sync / setup.replicas
+        weights = setup.traffic.sync / setup.replicas
         sent = weights / (setup.network_gbs * 1e9) if setup.network_gbs is not None else 0.0
         gathered = weights * (1 - 1 / setup.ranks) / (setup.link_gbs * 1e9)
-        return 2 * CALL_S, 2 * weights / PLANE_BYTES_S + gathered + sent
-    moved = setup.moved.plane.get(name)
+        return 2 * CALL_S + 2 * weights / PLANE_BYTES_S + gathered + sent
+    moved = setup.traffic.plane.get(name)
     if moved is None:
-        return CALL_S, 0.0
-    sharing = setup.replicas if name == "rollout" else setup.ranks
+        return CALL_S
+    workers = setup.replicas if name == "rollout" else setup.ranks
     if name in ("reward", "advantages", "demonstrate"):
-        sharing = 1
-    touches = (moved.read > 0) + (moved.written > 0)
-    sessions = setup.work.rows / setup.replicas * SESSION_S if name == "rollout" else 0.0
-    return CALL_S + sessions + touches * STORE_S, moved.both / sharing / PLANE_BYTES_S
+        workers = 1
+    accesses = (moved.read > 0) + (moved.written > 0)
+    rows = setup.work.rows / setup.replicas * RAY_ROW_S if name == "rollout" else 0.0
+    return CALL_S + rows + accesses * STORE_S + sum(moved) / workers / PLANE_BYTES_S

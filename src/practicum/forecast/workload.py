@@ -1,24 +1,90 @@
-"""How much there is to do in a step: rows and tokens."""
+"""How much work a step is: rows and tokens, by the recipe and by what a finished run measured."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
 
-from practicum.forecast.measured_run import MeasuredRun
+from pydantic import ValidationError
+
+from practicum.errors import PracticumError, RecipeErrors
 from practicum.recipe.counts import count
 from practicum.recipe.derived import is_supervised
 from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.text import yamlfile
+from practicum.recipe.text.problems import explain
 
+WARM_UP = 2
+"""First steps of a run that are left out: caches are cold, shapes are new."""
 ANSWER_SHARE = 0.5
-"""Mean length of an answer in parts of rollout.max_new_tokens, where nothing was measured."""
+"""Mean length of an answer as a fraction of rollout.max_new_tokens, where nothing was measured."""
+SAMPLED_PROMPTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    """Medians over the steps of a run. `seconds` has its stages, and `step` for the whole step.
+
+    `idle` is the fraction of trained tokens that needed no backward pass: their advantages were all 0.
+    """
+
+    recipe: Recipe
+    seconds: Mapping[str, float]
+    response_tokens: float | None
+    truncated: float
+    idle: float
+    steps: int
+
+
+def read_run(folder: Path) -> MeasuredRun:
+    """The run in a folder; a PracticumError if there is none, or if it has too few steps."""
+    try:
+        written = yamlfile.parse((folder / "recipe.yaml").read_text(), str(folder / "recipe.yaml")).data
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    except OSError as error:
+        raise PracticumError(
+            f"--from {folder}: {error.strerror}: {error.filename}; expected the folder of a finished run"
+        ) from None
+    try:
+        recipe = Recipe.model_validate(written)
+    except ValidationError as error:
+        raise RecipeErrors(str(folder / "recipe.yaml"), explain(error, {})) from None
+    return summarise(recipe, rows, str(folder))
+
+
+def summarise(recipe: Recipe, rows: Sequence[Mapping[str, float]], source: str = "the run") -> MeasuredRun:
+    """A run by its recipe and its metrics, one mapping for each step."""
+    steps = [row for row in rows if "time/step" in row]
+    used = steps[WARM_UP:]
+    if not used:
+        raise PracticumError(
+            f"{source} has {len(steps)} steps: a forecast needs more than {WARM_UP}, the first are left out"
+        )
+
+    def middle(name: str) -> float:
+        return float(median(row.get(name, 0.0) for row in used))
+
+    timed = {name for row in used for name in row if name.startswith("time/") and name != "time/eval"}
+    samples = any("rollout/response_tokens" in row for row in used)
+    return MeasuredRun(
+        recipe,
+        {name.removeprefix("time/"): middle(name) for name in timed},
+        middle("rollout/response_tokens") if samples else None,
+        middle("rollout/truncated"),
+        middle("train/idle_tokens"),
+        len(used),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """A step's prompts, its sessions (one row each), and mean tokens of a prompt and an answer.
 
-    `longest` is the length at which the last answers end. `idle`: see `MeasuredRun`. `told` says where
-    the lengths come from. `greedy` are sessions that are rolled out and judged, but not trained on.
+    `greedy` sessions are rolled out and scored, but not trained on. `longest` is where the last answers end.
+    `idle`: see `MeasuredRun`. `source` says where the lengths come from.
     """
 
     prompts: int
@@ -28,7 +94,7 @@ class Workload:
     response_tokens: float
     longest: float
     idle: float
-    told: str
+    source: str
 
     @property
     def rows(self) -> int:
@@ -40,7 +106,7 @@ class Workload:
         return self.rows * self.response_tokens
 
     @property
-    def learnt(self) -> float:
+    def trained(self) -> float:
         """Tokens of one pass of the learner: a prompt is computed once for all of its answers."""
         return self.prompts * self.prompt_tokens + self.sessions * self.response_tokens
 
@@ -50,36 +116,38 @@ class Workload:
         return self.sessions * (self.prompt_tokens + self.response_tokens)
 
     @property
-    def seen(self) -> float:
-        """Tokens that a token attends to, in the mean."""
+    def attended(self) -> float:
+        """Mean number of tokens that a token attends to."""
         return self.prompt_tokens + self.response_tokens / 2
+
+    def decode_steps(self, replicas: int, slots: int) -> float:
+        """Forward calls of one engine: all sessions at once, or in waves if they outnumber its slots."""
+        return self.longest + max(0.0, self.rows / replicas / slots - 1) * self.response_tokens
 
 
 def workload(recipe: Recipe, prompt_tokens: float, run: MeasuredRun | None) -> Workload:
-    """The work of a recipe's step; lengths of answers as in the run, else by `ANSWER_SHARE`."""
+    """The work of a recipe's step; answers are as long as in the run, else by `ANSWER_SHARE`."""
     counts, most = count(recipe), recipe.rollout.max_new_tokens
     if run is None or run.response_tokens is None:
         mean, longest, idle = ANSWER_SHARE * most, float(most), 0.0
-        told = f"half of rollout.max_new_tokens = {most}, a guess: --from RUN knows better"
+        better = "" if is_supervised(recipe) else ": --from RUN knows better"
+        source = f"half of rollout.max_new_tokens = {most}, a guess{better}"
     else:
-        mean, idle = run.response_tokens, run.idle
+        mean, idle = run.response_tokens, 0.0 if is_supervised(recipe) else run.idle
         longest = float(most) if run.truncated else min(float(most), 2 * mean)
-        told = f"as in the run, {run.steps} steps of it"
-    if is_supervised(recipe):
-        told, idle = told.replace("a guess: --from RUN knows better", "a guess"), 0.0
+        source = f"as in the run, {run.steps} steps of it"
     return Workload(
-        prompts=counts.prompts,
-        sessions=counts.sessions,
-        greedy=counts.baselines,
-        prompt_tokens=prompt_tokens,
-        response_tokens=mean,
-        longest=longest,
-        idle=idle,
-        told=told,
+        counts.prompts, counts.sessions, counts.baselines, prompt_tokens, mean, longest, idle, source
     )
 
 
-def decode_steps(work: Workload, replicas: int, slots: int) -> float:
-    """Forward calls of one engine: all sessions at once, or in waves where they outnumber its slots."""
-    sessions = work.rows / replicas
-    return work.longest + max(0.0, sessions / slots - 1) * work.response_tokens
+def mean_prompt_tokens(recipe: Recipe) -> float:
+    """Mean tokens of the training stream's first prompts. Imports torch, as no other part of a forecast."""
+    from practicum.models.load_model import load_tokenizer
+    from practicum.sessions.prompt_encoder import make_encoder
+    from practicum.tasks.check_tasks import tasks_needing_answer
+    from practicum.tasks.stream import make_stream
+
+    encode = make_encoder(recipe, load_tokenizer(recipe.model))
+    stream = make_stream(recipe.tasks, recipe.seed, needs_answer=tasks_needing_answer(recipe))
+    return fmean(len(encode(prompt).ids) for prompt in stream.take(SAMPLED_PROMPTS))

@@ -13,9 +13,7 @@ from transformers import PreTrainedModel
 
 from practicum.algorithms.token_logprobs import log_distribution, scaled_logits
 from practicum.models.attention import head_logits
-
-CHUNK_LOGITS = 2**25
-"""Logits held at once; small enough for memory, large enough to use a large head's matrix well."""
+from practicum.recipe.counts import CHUNK_LOGITS
 
 Reduce = Callable[[Tensor, slice], tuple[Tensor, ...]]
 """From a chunk's logits [C, V] and the slice of tokens it covers, to tensors [C, ...]."""

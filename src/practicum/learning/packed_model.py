@@ -23,10 +23,9 @@ from practicum.models.attention import IMPLEMENTATION, packed_forward
 from practicum.models.experts import Routes, routes_of
 from practicum.models.fingerprint import fingerprint_ids
 from practicum.models.vision import is_vision, picture_tokens
+from practicum.recipe.counts import CPU_MICROBATCH_TOKENS
 from practicum.recipe.schema.recipe import Train
 
-CPU_MICROBATCH_TOKENS = 2048
-"""On a CPU, larger micro-batches are slower: activations leave the caches (measured, 250 to 4,000 tokens)."""
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Largest difference of the self-test's hidden states, in parts of their largest value."""
 

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from practicum.recipe.algorithm_traits import ESTIMATORS
 from practicum.recipe.schema.recipe import Recipe
 
+CHUNK_LOGITS = 2**25
+"""Logits that the learner holds at once: small enough for memory, large enough to use a large head well."""
+CPU_MICROBATCH_TOKENS = 2048
+"""On a CPU, larger micro-batches are slower: activations leave the caches (measured, 250 to 4,000 tokens)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Counts:

@@ -27,13 +27,13 @@ from practicum.learning.parallel import Parallel
 from practicum.learning.value_learner import ValueLearner
 from practicum.models.load_model import context_length, load_model, load_tokenizer, stop_ids
 from practicum.places.model_cache import ModelCache
-from practicum.recipe.derived import evaluates
+from practicum.recipe.derived import evaluates, rollout_context
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.advantages import AdvantageRole
 from practicum.roles.checkpoint import export_student, load_roles, save_roles, updates_begun
 from practicum.roles.critic import CriticRole
 from practicum.roles.load_teachers import load_teachers, make_model_cache, teacher_losses
-from practicum.roles.make_engine import describe_engines, make_engine, rollout_context
+from practicum.roles.make_engine import describe_engines, make_engine
 from practicum.roles.padding import check_fields, field_widths, put_padding, row_texts
 from practicum.roles.reward_models import RewardModelRole, RewardModels, load_reward_models
 from practicum.roles.rollout import RolloutRole

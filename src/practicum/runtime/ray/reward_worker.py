@@ -9,9 +9,8 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
 from practicum.dataplane.plan import Plan, evaluation_plan
 from practicum.models.load_model import load_tokenizer
-from practicum.recipe.derived import evaluates
+from practicum.recipe.derived import evaluates, rollout_context
 from practicum.roles.load_teachers import make_model_cache
-from practicum.roles.make_engine import rollout_context
 from practicum.roles.reward import RewardRole
 from practicum.roles.reward_models import RewardModelRole, RewardModels, load_reward_models
 from practicum.runtime.ray.reward_model_worker import RayRewardModel

@@ -16,7 +16,8 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.plan import Plan, evaluation_plan
 from practicum.errors import EngineError
 from practicum.models.load_model import context_length, load_model, load_tokenizer
-from practicum.roles.make_engine import Weights, describe_engines, make_engine, rollout_context
+from practicum.recipe.derived import rollout_context
+from practicum.roles.make_engine import Weights, describe_engines, make_engine
 from practicum.roles.session_runner import SessionRow, SessionRunner
 from practicum.runtime.ray.weight_transport import Manifest, receive
 from practicum.runtime.ray.worker import Worker
