@@ -55,7 +55,7 @@ STAGES = {
     "rollout": Stage((), ("response_ids", "response_mask", "rollout_logprobs"), "rollout", sees=True),
     "reward": Stage(("response_ids",), ("reward",), "reward"),
     "teachers": Stage(("response_ids",), ("teacher_logprobs",), "teacher", sees=True),
-    "old_logprobs": Stage(("response_ids",), ("old_logprobs", "entropy"), "ranks", sees=True),
+    "old_logprobs": Stage(("response_ids",), ("old_logprobs", "values"), "ranks", sees=True),
     "advantages": Stage(
         ("reward", "response_mask", "old_logprobs", "teacher_logprobs"), ("advantages",), "first rank"
     ),
@@ -173,7 +173,7 @@ class StageWorker:
             return {"teacher_logprobs": Ragged.packed(logprobs, ids.lengths)}
         return {
             "old_logprobs": Ragged.packed(logprobs, ids.lengths),
-            "entropy": Ragged.packed(entropy, ids.lengths),
+            "values": Ragged.packed(entropy, ids.lengths),
         }
 
     @torch.no_grad()
@@ -243,7 +243,8 @@ class Pipeline:
 
     def _by_store(self, name: str, batch: BatchRef) -> float:
         workers = self._workers[STAGES[name].role]
-        parts = batch.chunk(len(workers))
+        size = len(batch) // len(workers)
+        parts = [batch.take(range(i * size, (i + 1) * size)) for i in range(len(workers))]
         calls = zip(workers, parts, strict=True)
         return max(ray.get([w.by_store.remote(name, part, self._load) for w, part in calls]))
 
