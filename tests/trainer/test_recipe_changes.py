@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from practicum.cli import app
 from practicum.errors import PracticumError
