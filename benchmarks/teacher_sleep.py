@@ -33,8 +33,8 @@ def cycle(channel: Channel, prompts: int, width: int, layers: int, budget: float
     """A rollout, a cycle, the same rollout again."""
     from practicum.engines.torch.torch_engine import TorchEngine
     from practicum.models.load_model import load_model, load_tokenizer
-    from practicum.places.colocated_teacher import ColocatedTeacher, load_teacher
     from practicum.places.model_cache import ModelCache
+    from practicum.places.torch_teacher import ColocatedTeacher, load_teacher
     from practicum.recipe.schema.recipe import Model
     from practicum.recipe.schema.teacher_sections import Teacher
 

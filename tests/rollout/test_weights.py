@@ -136,7 +136,7 @@ def test_sleep_frees_what_it_says_and_wake_restores_every_bit(aside: Literal["di
         assert held.kv == 2 * 2 * 16 * 2 * 96 * 12 * 4
         freed = engine.sleep()
         if aside is not None:
-            freed = Memory(engine.put_aside(aside).weights, freed.kv)
+            freed = Memory(engine.offload(aside).weights, freed.kv)
         left = engine.memory()
         assert (left.weights + freed.weights, left.kv + freed.kv) == (held.weights, held.kv)
         assert freed.kv == held.kv
@@ -160,10 +160,10 @@ def test_weights_put_aside_can_not_be_used_or_loaded():
     weights = copy.deepcopy(model.state_dict())
     with engine_of(model, owns_weights=True) as engine:
         with pytest.raises(EngineError, match="only a sleeping engine"):
-            engine.put_aside("disk")
+            engine.offload("disk")
         engine.sleep()
-        engine.put_aside("host")
-        engine.put_aside("disk")
+        engine.offload("host")
+        engine.offload("disk")
         for use in (engine.fingerprint, lambda: engine.load_weights(weights.items(), 1)):
             with pytest.raises(EngineError, match="wake it"):
                 use()
@@ -212,6 +212,6 @@ def test_weights_that_find_no_room_on_disk_stay_where_they_are(monkeypatch: pyte
         with monkeypatch.context() as patch:
             patch.setattr("practicum.models.offloaded_weights._bytes", full_disk)
             with pytest.raises(EngineError, match="No space left on device; set TMPDIR"):
-                engine.put_aside("disk")
+                engine.offload("disk")
         engine.wake()
         assert torch.equal(engine.fingerprint(), expected)

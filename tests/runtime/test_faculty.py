@@ -25,8 +25,8 @@ from practicum.dataplane.ragged import Ragged
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import DeadlineError, EngineError, TeacherError
 from practicum.models.load_model import load_model
-from practicum.places.colocated_teacher import ColocatedTeacher
 from practicum.places.place import ScoreOptions, ScoreRow
+from practicum.places.torch_teacher import ColocatedTeacher
 from practicum.recipe.schema.recipe import Model, Recipe
 from practicum.roles.teachers import TeacherRole, Teachers
 from practicum.runtime.local import LocalRoles, start_local

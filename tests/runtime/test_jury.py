@@ -22,9 +22,8 @@ from practicum.dataplane.plan import evaluation_plan, make_plan
 from practicum.dataplane.ragged import Ragged
 from practicum.errors import DeadlineError, RecipeErrors, RewardError, TeacherError
 from practicum.recipe.load_recipe import LoadedRecipe
-from practicum.rewards.case import JudgeInput
-from practicum.rewards.colocated_reward_model import ColocatedRewardModel
-from practicum.rewards.own_reward_model import OwnRewardModel
+from practicum.rewards.loaded_reward_model import ColocatedRewardModel, OwnRewardModel
+from practicum.rewards.reward_place import JudgeInput
 from practicum.roles.reward_models import RewardModelRole
 from practicum.runtime.local import LocalRoles, start_local
 from practicum.tasks.prompts import Prompt

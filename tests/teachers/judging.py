@@ -17,8 +17,8 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig, PreTra
 from practicum.engines.protocol import Counter
 from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.schema.teacher_sections import RewardModel
-from practicum.rewards.case import CannotScore, JudgeInput
-from practicum.rewards.colocated_reward_model import LoadedRewardModel, load_reward_model
+from practicum.rewards.loaded_reward_model import LoadedRewardModel, load_reward_model
+from practicum.rewards.reward_place import CannotScore, JudgeInput
 from tests.rollout.engines import tiny
 from tests.serving.servers import MODEL
 from tests.teachers import scoring_server

@@ -12,9 +12,9 @@ import torch
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import EngineError, TeacherError
 from practicum.models.offloaded_weights import OffloadTarget
-from practicum.places.colocated_teacher import ColocatedTeacher, copied
 from practicum.places.model_cache import ModelCache
 from practicum.places.place import ScoreOptions, ScoreRow, score_rows
+from practicum.places.torch_teacher import ColocatedTeacher, copied
 from practicum.recipe.schema.teacher_sections import Teacher
 from tests.rollout.engines import tiny
 from tests.teachers.models import assert_same, in_process, rows
@@ -41,7 +41,7 @@ class Fake:
         self._do("sleep")
         self.awake = False
 
-    def put_aside(self, where: OffloadTarget) -> None:
+    def offload(self, where: OffloadTarget) -> None:
         assert not self.awake, "only a sleeping model is moved"
         self._do(where)
 
@@ -193,7 +193,7 @@ def test_scores_are_the_same_bits_after_a_rest(teacher: ColocatedTeacher, where:
     expected = in_process(tiny(), some, wanted)
     assert_same(score(teacher, some, wanted), expected)
     teacher.sleep()
-    teacher.put_aside(where)
+    teacher.offload(where)
     teacher.wake()
     assert_same(score(teacher, some, wanted), expected)
 
@@ -224,7 +224,7 @@ def test_it_takes_weights_while_awake_and_keeps_them_through_a_rest_on_disk(teac
     other, some = tiny(seed=5), rows(4)
     teacher.take({name: p.detach() for name, p in other.named_parameters()}, 7)
     teacher.sleep()
-    teacher.put_aside("disk")
+    teacher.offload("disk")
     teacher.wake()
     got = score(teacher, some, ScoreOptions(top_k=2))
     assert_same(got, in_process(other, some, ScoreOptions(top_k=2)))

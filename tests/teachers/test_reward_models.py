@@ -19,14 +19,13 @@ from practicum.errors import RecipeError, RecipeErrors, TeacherError
 from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import Own, OwnPlacement, RewardModel
-from practicum.rewards.case import CannotScore, JudgeInput, score_all
 from practicum.rewards.check_reward_models import check_rewarders
 from practicum.rewards.classifier import encode_case, fitting
-from practicum.rewards.colocated_reward_model import ColocatedRewardModel, load_reward_model
-from practicum.rewards.own_reward_model import OwnRewardModel
+from practicum.rewards.loaded_reward_model import ColocatedRewardModel, OwnRewardModel, load_reward_model
 from practicum.rewards.probe_reward_model import probe_reward_model
 from practicum.rewards.prompted_judge import question, read_score
 from practicum.rewards.remote_reward_model import RemoteRewardModel
+from practicum.rewards.reward_place import CannotScore, JudgeInput, score_all
 from tests.serving.servers import MODEL
 from tests.teachers.judging import (
     cases,
@@ -221,7 +220,7 @@ def test_a_model_that_slept_gives_the_same_scores(classifier: Path, judge: Path,
         place = ColocatedRewardModel("rm", model)
         before = run(score_all(place, some))
         model.sleep()
-        model.put_aside(where)
+        model.offload(where)
         with pytest.raises(TeacherError, match=r"reward model rm failed in prompt 0/session 0: .* sleeps"):
             run(place.judge(some[0]))
         model.wake()
@@ -239,7 +238,7 @@ def test_a_process_that_hangs_is_named_at_the_deadline_and_killed(classifier: Pa
         )
         with pytest.raises(TeacherError, match=expected):
             run(score_all(place, cases(1)))
-        with pytest.raises(TeacherError, match="reward model rm can't go on with prompt 0"):
+        with pytest.raises(TeacherError, match="reward model rm can't continue with prompt 0"):
             run(score_all(place, cases(1)))
     finally:
         place.close()

@@ -321,7 +321,7 @@ def test_a_recipe_that_can_not_teach_is_refused_before_weights_are_loaded(
     for module in (
         "practicum.trainer.preflight",
         "practicum.runtime.local",
-        "practicum.places.colocated_teacher",
+        "practicum.places.torch_teacher",
     ):
         monkeypatch.setattr(f"{module}.load_model", load)
     sections, message = BAD[case]

@@ -129,7 +129,7 @@ def routes_of(model: nn.Module) -> Routes | None:
 
 def _is_router(module: nn.Module) -> bool:
     """A layer that scores `num_experts` experts and picks `top_k` of them."""
-    if hasattr(module, _SEAT):  # its weights may be put aside just now
+    if hasattr(module, _SEAT):  # its weights may be offloaded just now
         return True
     weight, count = getattr(module, "weight", None), getattr(module, "num_experts", None)
     return (

@@ -1,4 +1,4 @@
-"""Weights of an engine: taken from a learner by name, or put aside while the engine sleeps."""
+"""Weights of an engine: taken from a learner by name, or offloaded while the engine sleeps."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ def _check_tied(given: dict[str, Tensor], own: dict[str, Tensor]) -> None:
 
 
 OffloadTarget = Literal["host", "disk"]
-"""Where a sleeping model's weights may lie: in the host's memory, or in a file of TMPDIR."""
+"""Where a sleeping model's weights may be: in the host's memory, or in a file of TMPDIR."""
 
 
 class OffloadedWeights:
-    """A model's parameters, put aside."""
+    """A model's parameters, offloaded."""
 
     def __init__(self, model: PreTrainedModel, where: OffloadTarget) -> None:
         self._parameters = list(model.parameters())
@@ -115,7 +115,7 @@ class OffloadedWeights:
         except OSError as error:
             file.close()
             raise EngineError(
-                f"weights can't be put aside in {tempfile.gettempdir()}: {error}; set TMPDIR to a folder "
+                f"weights can't be offloaded to {tempfile.gettempdir()}: {error}; set TMPDIR to a folder "
                 "with room, or raise runtime.teachers_gb or runtime.teachers_host_gb"
             ) from error
         return file
@@ -136,7 +136,7 @@ class OffloadedWeights:
         self.drop()
 
     def drop(self) -> None:
-        """Forget what was put aside."""
+        """Forget what was offloaded."""
         if self._file is not None:
             self._file.close()
 

@@ -1,4 +1,4 @@
-"""Where colocated models lie while they sleep: on their device, in the host's memory, or on disk.
+"""Colocated models, and where they are while they sleep: on their device, in the host's memory, or on disk.
 
 The one that was used last stays nearest. On a CPU the device's memory is the host's, so what does not fit
 there goes to disk.
@@ -7,18 +7,24 @@ there goes to disk.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
-from practicum.errors import EngineError, PracticumError
-from practicum.models.offloaded_weights import OffloadTarget
+from transformers import PreTrainedModel
+
+from practicum.errors import EngineError, PracticumError, TeacherError
+from practicum.models.offloaded_weights import OffloadTarget, distinct_tensors
 
 Level = Literal["device", "host", "disk"]
 
 
 class Sleepable(Protocol):
-    """A model that sleeps and wakes; `nbytes` are its weights'. `on_cpu`: its memory is the host's."""
+    """A model that sleeps and wakes; `nbytes` is the size of its weights. `on_cpu`: its memory is the host's.
+
+    Names are unique among all models of a cache.
+    """
 
     name: str
     nbytes: int
@@ -28,7 +34,63 @@ class Sleepable(Protocol):
 
     def sleep(self) -> None: ...
 
-    def put_aside(self, where: OffloadTarget) -> None: ...
+    def offload(self, where: OffloadTarget) -> None: ...
+
+
+class SleepableEngine(Protocol):
+    """What computes a colocated model; it is awake at first."""
+
+    def wake(self) -> None:
+        """Be ready, with the weights on the device."""
+        ...
+
+    def sleep(self) -> Any:
+        """Take no more work until `wake`; the weights stay where they are."""
+        ...
+
+    def offload(self, where: OffloadTarget) -> Any:
+        """Move a sleeping model's weights to the host's memory or to disk."""
+        ...
+
+    def close(self) -> None:
+        """Stop; work under way fails."""
+        ...
+
+
+class ColocatedModel:
+    """A frozen model in this process, which works between `wake` and `sleep`. `who` begins its errors."""
+
+    def __init__(self, name: str, who: str, model: PreTrainedModel, engine: SleepableEngine) -> None:
+        self.name, self.who, self.model, self._engine = name, who, model, engine
+        self.nbytes = sum(tensor.nbytes for tensor in distinct_tensors(model))
+        self.on_cpu = model.device.type == "cpu"
+        self.busy_s, self._woken = 0.0, time.perf_counter()
+
+    def wake(self) -> None:
+        """Bring the weights back to the device."""
+        self._woken = time.perf_counter()
+        self._engine.wake()
+
+    def sleep(self) -> None:
+        """Stop working; the weights stay where they are until `offload`."""
+        self._engine.sleep()
+        self.busy_s += time.perf_counter() - self._woken
+
+    def offload(self, where: OffloadTarget) -> None:
+        """Move a sleeping model's weights to the host's memory or to disk."""
+        self._engine.offload(where)
+
+    def close(self) -> None:
+        """Stop."""
+        self._engine.close()
+
+    @contextmanager
+    def named_errors(self, about: str) -> Iterator[None]:
+        """Errors of the engine as TeacherErrors that name the model and what it worked on."""
+        try:
+            yield
+        except EngineError as error:
+            raise TeacherError(f"{self.who} failed in {about}: {error}") from error
 
 
 class ModelCache:
@@ -37,15 +99,15 @@ class ModelCache:
     Without a device budget all stay where they are on a CPU, and none on another device.
     """
 
-    def __init__(self, sleepers: Sequence[Sleepable], device: float | None, host: float | None) -> None:
-        self._sleepers = {sleeper.name: sleeper for sleeper in sleepers}
+    def __init__(self, models: Sequence[Sleepable], device: float | None, host: float | None) -> None:
+        self._models = {model.name: model for model in models}
         self._device, self._host = device, math.inf if host is None else host
         self._order: list[str] = []
         """Names, the one used last at the end."""
         self._level: dict[str, Level] = {}
-        self.wakes: dict[str, int] = dict.fromkeys(self._sleepers, 0)
-        for sleeper in sleepers:
-            self._rest(sleeper)
+        self.wakes: dict[str, int] = dict.fromkeys(self._models, 0)
+        for model in models:
+            self._put_to_sleep(model)
 
     def level(self, name: str) -> Level:
         """Where a sleeping model's weights are."""
@@ -53,65 +115,64 @@ class ModelCache:
 
     @contextmanager
     def awake(self, name: str) -> Iterator[None]:
-        """The model is awake inside and asleep after, whatever happens.
+        """The model is awake in the block and asleep after it, even after an error.
 
-        What goes wrong inside is what surfaces, even if the model then can't be put to sleep.
+        An error in the block is the one that surfaces, even if the model can't be put to sleep after it.
         """
-        sleeper = self._sleepers[name]
+        model = self._models[name]
         self.wakes[name] += 1
-        self._make_room(sleeper)
+        self._make_room(model)
         try:
-            sleeper.wake()
+            model.wake()
         except (PracticumError, OSError, RuntimeError) as error:
             raise EngineError(f"{name} can't be woken: {error}") from error
         try:
             yield
         except BaseException as error:
             try:
-                self._rest(sleeper)
+                self._put_to_sleep(model)
             except PracticumError as also:
                 error.add_note(f"{name} could not be put to sleep either: {also}")
             raise
-        self._rest(sleeper)
+        self._put_to_sleep(model)
 
-    def _rest(self, sleeper: Sleepable) -> None:
+    def _put_to_sleep(self, model: Sleepable) -> None:
         """Put it to sleep, then move the least recently used ones until all budgets hold."""
-        sleeper.sleep()
-        name = sleeper.name
+        model.sleep()
+        name = model.name
         self._order = [*(other for other in self._order if other != name), name]
         self._level[name] = "device"
         self._make_room()
 
-    def _make_room(self, awake: Sleepable | None = None) -> None:
+    def _make_room(self, waking: Sleepable | None = None) -> None:
         """Move models until the budgets hold, with the one that is about to wake on the device too."""
-        for name in self._beyond("device", awake):
-            on_cpu = self._sleepers[name].on_cpu
-            self._move(name, "disk" if on_cpu else "host")
+        for name in self._beyond("device", waking):
+            self._move(name, "disk" if self._models[name].on_cpu else "host")
         for name in self._beyond("host"):
             self._move(name, "disk")
 
-    def _beyond(self, level: Level, awake: Sleepable | None = None) -> list[str]:
+    def _beyond(self, level: Level, waking: Sleepable | None = None) -> list[str]:
         """Models of a level that do not fit its budget, counted from the one used last.
 
-        One that is too large for what is left takes no room from those used before it; `awake` comes first.
+        One that is too large for what is left takes no room from those used before it; `waking` comes first.
         """
-        beyond, used = [], 0 if awake is None else awake.nbytes
+        beyond, used = [], 0 if waking is None else waking.nbytes
         for name in reversed(self._order):
-            if self._level[name] == level and (awake is None or name != awake.name):
-                sleeper = self._sleepers[name]
-                if used + sleeper.nbytes > self._budget(level, sleeper):
+            if self._level[name] == level and (waking is None or name != waking.name):
+                model = self._models[name]
+                if used + model.nbytes > self._budget(level, model):
                     beyond.append(name)
                 else:
-                    used += sleeper.nbytes
+                    used += model.nbytes
         return beyond[::-1]
 
-    def _budget(self, level: Level, sleeper: Sleepable) -> float:
+    def _budget(self, level: Level, model: Sleepable) -> float:
         if level == "host":
             return self._host
         if self._device is None:
-            return math.inf if sleeper.on_cpu else 0
+            return math.inf if model.on_cpu else 0
         return self._device
 
     def _move(self, name: str, where: OffloadTarget) -> None:
-        self._sleepers[name].put_aside(where)
+        self._models[name].offload(where)
         self._level[name] = where

@@ -18,7 +18,7 @@ from practicum.errors import EngineError, TeacherError
 from practicum.models.model_files import read_config
 from practicum.models.offloaded_weights import OffloadTarget
 from practicum.models.output_head import OutputHead
-from practicum.places.place import UNDECLARED, ScoreOptions, ScoreRow, no_scores, too_long
+from practicum.places.place import UNDECLARED, ScoreOptions, ScoreRow, too_long
 from practicum.recipe.derived import has_own_process, own_options
 from practicum.recipe.schema.teacher_sections import Teacher
 
@@ -73,8 +73,6 @@ class VllmTeacher:
         """What it says of a row; it must be awake."""
         if len(row.ids) > self.context:
             raise TeacherError(too_long(self.name, row, self.context))
-        if row.start == len(row.ids):
-            return no_scores(wanted, 0, self._version)
         number = self._waiting.index(min(self._waiting))
         self._waiting[number] += len(row.ids)
         try:
@@ -113,7 +111,7 @@ class VllmTeacher:
         for engine in self.engines:
             engine.sleep()
 
-    def put_aside(self, where: OffloadTarget) -> None:
+    def offload(self, where: OffloadTarget) -> None:
         """Asleep it holds nothing that could be moved."""
 
     def take(self, weights: Mapping[str, Tensor], version: int) -> None:

@@ -13,6 +13,7 @@ import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
@@ -80,7 +81,7 @@ class ChildProcess:
         self._process = context.Process(
             target=self._main, args=(theirs, self._setup), name=self._who, daemon=True
         )
-        with _environment(self._env), _without_interrupts():
+        with child_environment(self._env), _without_interrupts():
             self._process.start()
         theirs.close()  # only the child may hold it, so that its death closes the pipe
         for run in (self._read, self._write):
@@ -139,9 +140,9 @@ class ChildProcess:
             self._process.join(_EXIT_S)
             return self._process.exitcode is not None
 
-    def end(self, how: signal.Signals) -> None:
-        """Send the process a signal to end: SIGTERM or SIGKILL."""
-        if how == signal.SIGKILL:
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send SIGTERM or SIGKILL to the process."""
+        if number == signal.SIGKILL:
             self._process.kill()
         else:
             self._process.terminate()
@@ -193,18 +194,41 @@ class ChildProcess:
             self._over = self._over or why
             waiting, self._waiting = list(self._waiting.values()), {}
             self._arriving.clear()
-            errors = [self._error(one.about) for one in waiting]
-        for one, error in zip(waiting, errors, strict=True):
+            errors = [self._error(request.about) for request in waiting]
+        for request, error in zip(waiting, errors, strict=True):
             with suppress(InvalidStateError):
-                one.future.set_exception(error)
+                request.future.set_exception(error)
 
     def _error(self, about: str) -> PracticumError:
-        return self._raise(f"{self._who} can't go on with {about}: {self._over}")
+        return self._raise(f"{self._who} can't continue with {about}: {self._over}")
+
+
+def end_processes(
+    children: Sequence[ChildProcess], seconds: tuple[float, float, float] = (2.0, 1.0, 1.0)
+) -> None:
+    """End processes: ask them, then SIGTERM, then SIGKILL, with this many seconds for each step."""
+    for child in children:
+        child.ask_to_stop("it was closed")
+    left = _still_running(children, seconds[0])
+    for number, grace in zip((signal.SIGTERM, signal.SIGKILL), seconds[1:], strict=True):
+        for child in left:
+            child.send_signal(number)
+        left = _still_running(left, grace)
+    for child in children:
+        child.release()
+
+
+def _still_running(children: Sequence[ChildProcess], seconds: float) -> list[ChildProcess]:
+    until = time.monotonic() + seconds
+    return [child for child in children if not child.gone(max(0.0, until - time.monotonic()))]
 
 
 @contextmanager
-def _environment(more: Mapping[str, str]) -> Iterator[None]:
-    """What a process that is started in the block finds in its environment from its first import on."""
+def child_environment(more: Mapping[str, str]) -> Iterator[None]:
+    """Adds variables to this process's environment for processes that are started in the block.
+
+    They see them from their first import on. One thread at a time: others wait.
+    """
     with _STARTING:
         before = {name: os.environ.get(name) for name in more}
         os.environ.update(more)
@@ -213,7 +237,7 @@ def _environment(more: Mapping[str, str]) -> Iterator[None]:
         finally:
             for name, value in before.items():
                 if value is None:
-                    del os.environ[name]
+                    os.environ.pop(name, None)
                 else:
                     os.environ[name] = value
 

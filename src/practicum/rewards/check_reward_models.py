@@ -12,7 +12,7 @@ from practicum.models.model_files import read_config
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import RewardModel
 from practicum.recipe.text.templates import fill
-from practicum.rewards.colocated_reward_model import check_label, load_tokenizer
+from practicum.rewards.loaded_reward_model import check_label, load_tokenizer
 
 _CLASSIFIER = "ForSequenceClassification"
 

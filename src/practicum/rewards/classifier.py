@@ -15,7 +15,7 @@ from practicum.errors import EngineError
 from practicum.models.load_model import context_length
 from practicum.models.offloaded_weights import OffloadedWeights, OffloadTarget, return_memory
 from practicum.recipe.schema.teacher_sections import RewardModel
-from practicum.rewards.case import CannotScore, JudgeInput
+from practicum.rewards.reward_place import CannotScore, JudgeInput
 
 
 @dataclass(eq=False, slots=True)
@@ -107,7 +107,7 @@ class Classifier:
             self._awake = False
             return_memory(self.model.device)
 
-    def put_aside(self, where: OffloadTarget) -> None:
+    def offload(self, where: OffloadTarget) -> None:
         """Move the weights away while it sleeps."""
         assert not self._awake
         if self._shelf is None:

@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 from practicum.errors import RecipeError
 from practicum.places.http_client import Refused, Unreachable
-from practicum.rewards.case import JudgeInput
-from practicum.rewards.colocated_reward_model import check_label
+from practicum.rewards.loaded_reward_model import check_label
 from practicum.rewards.prompted_judge import question
 from practicum.rewards.remote_reward_model import RemoteRewardModel, Unreadable
+from practicum.rewards.reward_place import JudgeInput
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.models.offloaded_weights import OffloadTarget
 from practicum.recipe.schema.teacher_sections import RewardModel
 from practicum.recipe.text.templates import fields_of, fill
-from practicum.rewards.case import CannotScore, JudgeInput
+from practicum.rewards.reward_place import CannotScore, JudgeInput
 
 SLOTS = 16
 """Questions that a judge answers at once."""
@@ -84,9 +84,9 @@ class PromptedJudge:
         """Free the KV memory; not while cases are under way."""
         self._engine.sleep()
 
-    def put_aside(self, where: OffloadTarget) -> None:
+    def offload(self, where: OffloadTarget) -> None:
         """Move the weights away while it sleeps."""
-        self._engine.put_aside(where)
+        self._engine.offload(where)
 
     def close(self) -> None:
         """Stop; cases under way fail."""

@@ -11,8 +11,8 @@ from typing import Any
 from practicum.errors import TeacherError
 from practicum.places.http_client import Access, Client, Refused
 from practicum.recipe.schema.teacher_sections import RewardModel
-from practicum.rewards.case import CannotScore, JudgeInput
 from practicum.rewards.prompted_judge import question, read_score, require_finite
+from practicum.rewards.reward_place import CannotScore, JudgeInput
 
 _ABOUT_THE_CASE = (400, 413, 422)
 """Statuses of a server that does not want what it was sent, such as a text beyond its context."""

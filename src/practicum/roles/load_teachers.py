@@ -14,12 +14,11 @@ from practicum.errors import RecipeError
 from practicum.learning.distill_loss import DistillSettings, Head
 from practicum.models.model_files import read_config
 from practicum.models.output_head import OutputHead
-from practicum.places.colocated_teacher import ColocatedTeacher, load_teacher
 from practicum.places.model_cache import ModelCache, Sleepable
-from practicum.places.own_process import OwnTeacher
 from practicum.places.place import ScoreOptions, TeacherPlace
 from practicum.places.probe_teacher import probe
 from practicum.places.remote_teacher import RemoteTeacher
+from practicum.places.torch_teacher import ColocatedTeacher, OwnTeacher, load_teacher
 from practicum.places.vllm_teacher import VllmTeacher
 from practicum.recipe.derived import (
     compare_temperature,

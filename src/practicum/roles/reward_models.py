@@ -18,11 +18,10 @@ from practicum.errors import DataError, RewardError
 from practicum.places.model_cache import ModelCache, Sleepable
 from practicum.recipe.derived import has_own_process, own_options, scores_during_rollout
 from practicum.recipe.schema.recipe import Recipe
-from practicum.rewards.case import CannotScore, JudgeInput, RewardPlace, score_all
-from practicum.rewards.colocated_reward_model import ColocatedRewardModel, load_reward_model
-from practicum.rewards.own_reward_model import OwnRewardModel
+from practicum.rewards.loaded_reward_model import ColocatedRewardModel, OwnRewardModel, load_reward_model
 from practicum.rewards.probe_reward_model import probe_reward_model
 from practicum.rewards.remote_reward_model import RemoteRewardModel
+from practicum.rewards.reward_place import CannotScore, JudgeInput, RewardPlace, score_all
 from practicum.tasks.messages import message_text
 from practicum.tasks.prompts import Prompt, answer_text, prompt_text
 from practicum.tasks.rewards import RewardResult
@@ -39,7 +38,7 @@ class RewardModels:
 
     def sleepers(self) -> list[Sleepable]:
         """Colocated ones, for the residency that wakes them."""
-        return [place.resident for place in self.places.values() if isinstance(place, ColocatedRewardModel)]
+        return [place for place in self.places.values() if isinstance(place, ColocatedRewardModel)]
 
     def close(self) -> None:
         """Stop all of them, even if one can't be."""
@@ -158,7 +157,7 @@ class RewardModelRole:
     def _woken(self, name: str, cases: Sequence[JudgeInput]) -> list[Score]:
         place, deadline = self.panel.places[name], self.models[name].deadline_s
         assert isinstance(place, ColocatedRewardModel)
-        with self.residency.awake(place.resident.name):
+        with self.residency.awake(place.name):
             owner = f"reward model {name} ({len(cases)} answers)"
             return run_async(score_all(place, cases), timeout=deadline, owner=owner)
 

@@ -28,10 +28,9 @@ from practicum.dataplane.store import Store
 from practicum.engines.protocol import Rests, Scores
 from practicum.errors import DeadlineError, TeacherError
 from practicum.models.output_head import OutputHead
-from practicum.places.colocated_teacher import ColocatedTeacher
 from practicum.places.model_cache import ModelCache
-from practicum.places.own_process import OwnTeacher
 from practicum.places.place import ScoreOptions, ScoreRow, TeacherPlace, score_rows
+from practicum.places.torch_teacher import ColocatedTeacher, OwnTeacher
 from practicum.places.vllm_teacher import VllmTeacher
 from practicum.recipe.derived import compare_temperature
 from practicum.recipe.schema.recipe import Recipe

@@ -41,7 +41,7 @@ class TorchEngine:
     `slots` sequences are decoded at once, each of up to `context` tokens with its prompt. One forward call
     takes up to `prefill_tokens` tokens of prompts, or `score_tokens` to score (a longer sequence goes alone).
     Answers that are to be kept take up to `keep_tokens` tokens with their prompts; unset: slots x context.
-    With `owns_weights`, a sleeping engine may put them aside: nobody else may use the model then.
+    With `owns_weights`, a sleeping engine may offload them: nobody else may use the model then.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class TorchEngine:
         An EngineError, with nothing changed, if they do not fit or while requests are under way.
         """
         if self._shelf is not None:
-            raise EngineError("the engine sleeps and its weights are put aside: wake it to load weights")
+            raise EngineError("the engine sleeps and its weights are offloaded: wake it to load weights")
         self._check_idle("load weights")
         with self._desk.turn:
             take_weights(self._model, weights)
@@ -161,7 +161,7 @@ class TorchEngine:
             self.version = self._scheduler.version = version
 
     def sleep(self) -> Memory:
-        """Free the KV memory; says what was freed. `put_aside` then frees the weights too."""
+        """Free the KV memory; says what was freed. `offload` then frees the weights too."""
         self._check_awake()
         self._check_idle("sleep")
         with self._desk.take_turn("go to sleep"):
@@ -171,13 +171,13 @@ class TorchEngine:
                 return_memory(self._runner.device)
         return Memory(0, before.kv)
 
-    def put_aside(self, where: OffloadTarget) -> Memory:
+    def offload(self, where: OffloadTarget) -> Memory:
         """Move a sleeping engine's weights to the host's memory or to disk; says what its device gained.
 
         On a CPU, its memory is the host's: only disk frees it.
         """
         if self._scheduler.memory is not None or not self._owns_weights:
-            raise EngineError("only a sleeping engine that owns its weights can put them aside")
+            raise EngineError("only a sleeping engine that owns its weights can offload them")
         before = self.memory()
         if self._shelf is None:
             self._shelf = OffloadedWeights(self._model, where)
@@ -204,13 +204,13 @@ class TorchEngine:
     def fingerprint(self) -> Tensor:
         """Logprobs [15] of a fixed token sequence, to compare with the learner's."""
         if self._shelf is not None:
-            raise EngineError("the engine sleeps and its weights are put aside: wake it for a fingerprint")
+            raise EngineError("the engine sleeps and its weights are offloaded: wake it for a fingerprint")
         job = ScoreJob(fingerprint_ids(self._runner.vocab), 1)
         with self._desk.turn:
             return score_batch(self._runner, [job], self.version)[0].logprobs
 
     def close(self) -> None:
-        """Stop; requests under way fail with an EngineError. Weights put aside by `sleep` are lost."""
+        """Stop; requests under way fail with an EngineError. Offloaded weights are lost."""
         self._desk.close()
         self._scheduler.free()
         if self._shelf is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from tempfile import TemporaryDirectory
@@ -28,7 +27,7 @@ from practicum.engines.vllm.weight_blocks import SharedBlock
 from practicum.errors import EngineError
 from practicum.models.fingerprint import LENGTH, fingerprint_ids
 from practicum.models.images import Images
-from practicum.processes.child_process import ChildProcess
+from practicum.processes.child_process import ChildProcess, end_processes
 
 Weights = Iterable[tuple[str, Tensor]]
 _LOAD_S = 300.0
@@ -224,13 +223,7 @@ class VllmEngine:
         child, self._child = self._child, None
         if child is None:
             return
-        child.ask_to_stop("it was closed")
-        for how in (None, signal.SIGTERM, signal.SIGKILL):
-            if how is not None:
-                child.end(how)
-            if child.gone(_GRACE_S):
-                break
-        child.release()
+        end_processes([child], (_GRACE_S, _GRACE_S, _GRACE_S))
 
     def _alive(self) -> ChildProcess:
         if self._child is None:

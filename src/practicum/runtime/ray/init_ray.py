@@ -8,12 +8,12 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from practicum.errors import ClusterError, MissingExtraError
+from practicum.processes.child_process import child_environment
 from practicum.recipe.schema.runtime_section import Runtime
 from practicum.runtime.ray.placement import GIB, Node
 
@@ -45,7 +45,7 @@ def connect(runtime: Runtime, env: Mapping[str, str]) -> Callable[[], None]:
     ray = import_ray()
     options = _join(runtime) if runtime.address is not None else _start(runtime)
     try:
-        with _environment(env if runtime.address is None else {}):
+        with child_environment(env if runtime.address is None else {}):
             ray.init(**options, **_QUIET)
     except BaseException as error:  # also Ctrl-C: what was started by then must not stay
         ray.shutdown()
@@ -181,21 +181,6 @@ def _require_health(address: str, timeout: float) -> None:
     if done.returncode:
         said = done.stderr.strip().rpartition("\n")[2]
         raise ClusterError(f"Ray at {address} is not well, or is no Ray: {said or 'its check failed'}")
-
-
-@contextmanager
-def _environment(more: Mapping[str, str]) -> Iterator[None]:
-    """This process's environment with more in it, for processes that are started meanwhile."""
-    before = {name: os.environ.get(name) for name in more}
-    os.environ.update(more)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def _cores() -> int:

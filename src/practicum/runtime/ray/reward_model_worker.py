@@ -9,8 +9,8 @@ from typing import Any
 from practicum.concurrency.event_loop import run_async
 from practicum.recipe.derived import own_options, rollout_context
 from practicum.recipe.schema.recipe import Recipe
-from practicum.rewards.case import CannotScore, JudgeInput, score_all
-from practicum.rewards.colocated_reward_model import ColocatedRewardModel, load_reward_model
+from practicum.rewards.loaded_reward_model import ColocatedRewardModel, load_reward_model
+from practicum.rewards.reward_place import CannotScore, JudgeInput, score_all
 from practicum.runtime.local import set_threads
 from practicum.runtime.ray.actor_calls import ask_async
 from practicum.runtime.ray.init_ray import enter_folder

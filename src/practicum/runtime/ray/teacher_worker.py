@@ -16,9 +16,9 @@ from practicum.dataplane.plan import Plan
 from practicum.errors import TeacherError
 from practicum.models.load_model import load_model, load_tokenizer, model_facts
 from practicum.models.output_head import OutputHead
-from practicum.places.colocated_teacher import ColocatedTeacher, load_teacher
 from practicum.places.model_cache import ModelCache
 from practicum.places.remote_teacher import RemoteTeacher
+from practicum.places.torch_teacher import ColocatedTeacher, load_teacher
 from practicum.places.vllm_teacher import VllmTeacher
 from practicum.recipe.derived import own_options
 from practicum.recipe.schema.recipe import Recipe

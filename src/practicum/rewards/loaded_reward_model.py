@@ -1,9 +1,9 @@
-"""Reward models in this process: loaded by kind, and asleep until the rollout is done where colocated."""
+"""Reward models that are loaded: in this process, or in their own processes."""
 
 from __future__ import annotations
 
-import time
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, ClassVar, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -13,7 +13,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from practicum.errors import EngineError, RecipeError, TeacherError
+from practicum.errors import RecipeError
 from practicum.models.load_model import (
     context_length,
     load_model,
@@ -22,28 +22,80 @@ from practicum.models.load_model import (
     stop_ids,
 )
 from practicum.models.model_files import read_tokenizer
-from practicum.models.offloaded_weights import OffloadTarget, distinct_tensors
+from practicum.places.model_cache import ColocatedModel, SleepableEngine
+from practicum.places.model_processes import LoadedModel, ModelProcesses
+from practicum.processes.child_main import ChildRequest
+from practicum.recipe.derived import own_options
 from practicum.recipe.schema.recipe import Model
 from practicum.recipe.schema.teacher_sections import RewardModel
-from practicum.rewards.case import JudgeInput
 from practicum.rewards.classifier import Classifier
 from practicum.rewards.prompted_judge import PromptedJudge
+from practicum.rewards.reward_place import CannotScore, JudgeInput
 
 
-class LoadedRewardModel(Protocol):
+class LoadedRewardModel(SleepableEngine, Protocol):
     """A reward model in this process, awake at first."""
 
     model: PreTrainedModel
 
-    async def judge(self, case: JudgeInput) -> float: ...
+    async def judge(self, case: JudgeInput) -> float:
+        """The model's score of an answer."""
+        ...
 
-    def wake(self) -> None: ...
 
-    def sleep(self) -> None: ...
+class ColocatedRewardModel(ColocatedModel):
+    """A reward model that works between `wake` and `sleep`; `ModelCache` says when.
 
-    def put_aside(self, where: OffloadTarget) -> None: ...
+    Its name is its key in the recipe, which no teacher can have.
+    """
 
-    def close(self) -> None: ...
+    def __init__(self, name: str, engine: LoadedRewardModel) -> None:
+        super().__init__(f"reward.models.{name}", f"reward model {name}", engine.model, engine)
+        self.engine = engine
+
+    async def judge(self, case: JudgeInput) -> float:
+        """The model's score; it must be awake."""
+        with self.named_errors(case.name):
+            return await self.engine.judge(case)
+
+
+class OwnRewardModel(ModelProcesses):
+    """A reward model in `placement.own.replicas` processes: it scores an answer as soon as it is finished."""
+
+    def __init__(self, name: str, spec: RewardModel, room: int) -> None:
+        load = partial(_load_served, name, spec, room)
+        path = f"reward.models.{name}"
+        super().__init__(f"reward model {name}", path, load, own_options(spec), deadline_s=spec.deadline_s)
+
+    async def judge(self, case: JudgeInput) -> float:
+        """The score of a case; a process without an answer at the deadline is killed."""
+        # Characters stand for tokens: which process is busiest does not depend on the tokenizer.
+        size = len(case.prompt) + len(case.response)
+        score, failure = await self.ask("judge", (case,), case.name, size)
+        if failure is not None:
+            raise CannotScore(failure)
+        return score
+
+
+class _ServedRewardModel:
+    """The child's side of OwnRewardModel: a case's score, or why it has none."""
+
+    WORK: ClassVar[frozenset[str]] = frozenset({"judge"})
+
+    def __init__(self, engine: LoadedRewardModel) -> None:
+        self._engine, self.close = engine, engine.close
+
+    async def answer(self, request: ChildRequest) -> Any:
+        """The score and None, or None and why there is no score."""
+        try:
+            return await self._engine.judge(*request.args), None
+        except CannotScore as failure:
+            return None, str(failure)
+
+
+def _load_served(name: str, spec: RewardModel, room: int) -> LoadedModel:
+    engine = load_reward_model(name, spec, room)
+    return LoadedModel(_ServedRewardModel(engine), context_length(engine.model))
 
 
 def load_reward_model(name: str, spec: RewardModel, room: int) -> LoadedRewardModel:
@@ -100,44 +152,3 @@ def require_trained(path: str, source: str, info: Any) -> None:
             "a trained sequence-classification model",
             "a language model has no such output: use a reward model, or ask it with kind: judge",
         )
-
-
-class ColocatedRewardModel:
-    """A reward model that judges between `wake` and `sleep`; `Residency` says when, by `resident.name`."""
-
-    def __init__(self, name: str, local: LoadedRewardModel) -> None:
-        self.name, self.local, self.busy_s = name, local, 0.0
-        self.resident = _Resident(self)
-
-    async def judge(self, case: JudgeInput) -> float:
-        """The model's score; it must be awake."""
-        try:
-            return await self.local.judge(case)
-        except EngineError as error:
-            raise TeacherError(f"reward model {self.name} failed in {case.name}: {error}") from error
-
-    def close(self) -> None:
-        """Stop."""
-        self.local.close()
-
-
-class _Resident:
-    """A colocated reward model as `Residency` sees it, under a name that no teacher can have."""
-
-    def __init__(self, rewarder: ColocatedRewardModel) -> None:
-        model = rewarder.local.model
-        self.name = f"reward.models.{rewarder.name}"
-        self.nbytes = sum(tensor.nbytes for tensor in distinct_tensors(model))
-        self.on_cpu = model.device.type == "cpu"
-        self._rewarder, self._woken = rewarder, time.perf_counter()
-
-    def wake(self) -> None:
-        self._woken = time.perf_counter()
-        self._rewarder.local.wake()
-
-    def sleep(self) -> None:
-        self._rewarder.local.sleep()
-        self._rewarder.busy_s += time.perf_counter() - self._woken
-
-    def put_aside(self, where: OffloadTarget) -> None:
-        self._rewarder.local.put_aside(where)

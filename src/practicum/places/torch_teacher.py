@@ -1,0 +1,195 @@
+"""Teachers that the torch engine computes: colocated with the student, or in their own processes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
+
+from safetensors.torch import load, load_file, save, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from practicum.engines.protocol import Scores
+from practicum.engines.torch.torch_engine import TorchEngine
+from practicum.errors import TeacherError
+from practicum.models.images import Images
+from practicum.models.load_model import context_length, load_model
+from practicum.models.output_head import OutputHead
+from practicum.places.model_cache import ColocatedModel
+from practicum.places.model_processes import LoadedModel, ModelProcesses
+from practicum.places.place import UNDECLARED, ScoreOptions, ScoreRow, too_long
+from practicum.processes.child_main import ChildRequest
+from practicum.recipe.derived import own_options
+from practicum.recipe.schema.recipe import Model
+from practicum.recipe.schema.teacher_sections import Teacher
+
+
+class ColocatedTeacher(ColocatedModel):
+    """A teacher in this process, which scores between `wake` and `sleep`; `ModelCache` says when."""
+
+    sleeps = True
+
+    def __init__(self, name: str, teacher: Teacher, model: PreTrainedModel) -> None:
+        self.engine = _scoring_engine(teacher, model)
+        super().__init__(name, f"teacher {name}", model, self.engine)
+        self.context = _context(teacher, model)
+
+    def head(self) -> OutputHead:
+        """Its output head, which stays when it sleeps."""
+        return OutputHead.of(self.model)
+
+    async def score(self, row: ScoreRow, wanted: ScoreOptions) -> Scores:
+        """Scores of one row; it must be awake."""
+        if self.context is not None and len(row.ids) > self.context:
+            raise TeacherError(too_long(self.name, row, self.context))
+        with self.named_errors(row.name):
+            return await self.engine.score(
+                row.ids,
+                row.start,
+                wanted.top_k,
+                temperature=wanted.temperature,
+                hidden=wanted.hidden,
+                vocab=wanted.vocab,
+                images=row.images,
+            )
+
+    def take(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Replace its weights by these; it must be awake."""
+        self.engine.load_weights(weights.items(), version)
+
+
+class OwnTeacher(ModelProcesses):
+    """A teacher in `placement.own.replicas` processes: it scores a row while others still roll out.
+
+    `model` and `seed` say where each process loads its model from; by default from the teacher's folder.
+    """
+
+    def __init__(self, name: str, teacher: Teacher, *, model: Model | None = None, seed: int = 0) -> None:
+        path = f"teachers.{name}"
+        source = model or Model(path=teacher.model, dtype=teacher.dtype, device=teacher.device)
+        super().__init__(
+            f"teacher {name}",
+            path,
+            partial(_load_served, teacher, source, seed, f"{path}.model"),
+            own_options(teacher),
+            deadline_s=teacher.deadline_s,
+        )
+        self.name = name
+
+    def head(self) -> OutputHead:
+        """A copy of the output head as it is now: to be asked for again after `load_weights`."""
+        data, scalings = self.ask_first("head", "giving its output head")
+        tensors = load(data)
+        return OutputHead(tensors["weight"], tensors.get("bias"), scalings)
+
+    def take(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Replace the weights by these in every process."""
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "weights.safetensors"
+            save_file({key: x.contiguous() for key, x in weights.items()}, path)
+            self.load_weights(path, version)
+
+    def load_weights(self, path: Path, version: int) -> None:
+        """Take the weights of a safetensors file in every process; not while rows are under way.
+
+        If one process can't, all are ended: rows must not be scored by different weights.
+        """
+        self.ask_all("load", (str(path), version), f"loading weights from {path}")
+
+    async def score(self, row: ScoreRow, wanted: ScoreOptions) -> Scores:
+        """Scores of one row, the same bits as from an engine in this process."""
+        context = self.facts().context
+        if context is not None and len(row.ids) > context:
+            raise TeacherError(too_long(self.name, row, context))
+        pictures = None if row.images is None else save(row.images.as_inputs())
+        data, version = await self.ask(
+            "score", (list(row.ids), row.start, wanted, pictures), row.name, len(row.ids)
+        )
+        tensors = load(data)
+        top = tensors.get("topk_ids"), tensors.get("topk_logprobs")
+        return Scores(tensors["logprobs"], *top, version, tensors.get("hidden"))
+
+
+class _ServedTeacher:
+    """The child's side of OwnTeacher: scores, its output head, other weights.
+
+    Tensors travel as safetensors bytes: pickled ones would bring all of the memory that they are views of.
+    """
+
+    WORK: ClassVar[frozenset[str]] = frozenset({"score"})
+
+    def __init__(self, engine: TorchEngine, model: PreTrainedModel) -> None:
+        self._engine, self._model, self.close = engine, model, engine.close
+
+    async def answer(self, request: ChildRequest) -> Any:
+        """The answer to one of the requests that OwnTeacher sends."""
+        if request.what == "score":
+            return await self._score(*request.args)
+        if request.what == "load":
+            path, version = request.args
+            return self._engine.load_weights(load_file(path).items(), version)
+        head = OutputHead.of(self._model)
+        scalings = (head.logit_scale, head.logits_scaling, head.final_logit_softcapping)
+        return _packed(
+            weight=head.weight.cpu(), bias=None if head.bias is None else head.bias.cpu()
+        ), scalings
+
+    async def _score(
+        self, ids: list[int], start: int, wanted: ScoreOptions, pictures: bytes | None
+    ) -> tuple[bytes, int]:
+        scores = await self._engine.score(
+            ids,
+            start,
+            wanted.top_k,
+            temperature=wanted.temperature,
+            hidden=wanted.hidden,
+            vocab=wanted.vocab,
+            images=None if pictures is None else Images.from_inputs(load(pictures)),
+        )
+        tensors = {
+            name: getattr(scores, name) for name in ("logprobs", "topk_ids", "topk_logprobs", "hidden")
+        }
+        return _packed(**tensors), scores.version
+
+
+def _load_served(teacher: Teacher, source: Model, seed: int, key: str) -> LoadedModel:
+    model = load_model(source, seed, key=key)
+    engine = _scoring_engine(teacher, model)
+    return LoadedModel(_ServedTeacher(engine, model), _context(teacher, model))
+
+
+def _packed(**tensors: Tensor | None) -> bytes:
+    return save({name: x.cpu().contiguous() for name, x in tensors.items() if x is not None})
+
+
+def _scoring_engine(teacher: Teacher, model: PreTrainedModel) -> TorchEngine:
+    """Scoring needs no KV memory: one slot of two tokens is the least that an engine takes.
+
+    If the model does not declare its longest sequence, the engine's context is the limit.
+    """
+    context = 2 if context_length(model) is not None else teacher.context or UNDECLARED
+    return TorchEngine(model, slots=1, context=context, score_tokens=teacher.batch_tokens, owns_weights=True)
+
+
+def _context(teacher: Teacher, model: PreTrainedModel) -> int | None:
+    """Its longest sequence: the recipe's or the model's, whichever is shorter."""
+    return min((n for n in (teacher.context, context_length(model)) if n is not None), default=None)
+
+
+def load_teacher(name: str, teacher: Teacher, student: PreTrainedModel | None) -> PreTrainedModel:
+    """The teacher's model: from its folder, or a copy of the student, which is needed for that only."""
+    if teacher.student is not None:
+        assert student is not None
+        return copied(student)
+    assert teacher.model is not None
+    spec = Model(path=teacher.model, dtype=teacher.dtype, device=teacher.device)
+    return load_model(spec, 0, key=f"teachers.{name}.model")
+
+
+def copied(student: PreTrainedModel) -> PreTrainedModel:
+    """A frozen copy of the student, with its own tensors."""
+    return copy.deepcopy(student).requires_grad_(False).eval()
