@@ -133,10 +133,7 @@ class _ServedTeacher:
             path, version = request.args
             return self._engine.load_weights(load_file(path).items(), version)
         head = OutputHead.of(self._model)
-        scalings = (head.logit_scale, head.logits_scaling, head.final_logit_softcapping)
-        return _packed(
-            weight=head.weight.cpu(), bias=None if head.bias is None else head.bias.cpu()
-        ), scalings
+        return _packed(weight=head.weight, bias=head.bias), head.scalings
 
     async def _score(
         self, ids: list[int], start: int, wanted: ScoreOptions, pictures: bytes | None
