@@ -10,7 +10,7 @@ import torch
 from practicum.algorithms.distill.distributions import TAIL_FLOOR
 from practicum.dataplane.fields import FIELDS
 from practicum.observe.tables import ledger_table
-from practicum.places.probe_teacher import TOLERANCE
+from practicum.places.remote_teacher import TOLERANCE
 from practicum.recipe.checks.divergences import why_unfit
 from practicum.recipe.schema.teacher_sections import Distill, Divergence, Route
 from practicum.teachers.ledger import starved

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from practicum.engines.protocol import Counter, Sampling, Scores
 from practicum.errors import RecipeError, TeacherError
 from practicum.places.place import ScoreOptions, ScoreRow, score_rows
-from practicum.places.probe_teacher import probe
-from practicum.places.remote_teacher import RemoteTeacher
+from practicum.places.remote_teacher import RemoteTeacher, probe_teacher
 from practicum.recipe.schema.teacher_sections import Teacher
 from tests.rollout.engines import engine_of, tiny
 from tests.serving.servers import MODEL, Served, served
@@ -54,7 +53,7 @@ def run_probe(url: str, *, top_k: int = 5, context: int = 100, **options: Any) -
         given: dict[str, Any] = {"url": url, "model": MODEL} | options
         teacher = RemoteTeacher("chat", Teacher(**given))
         try:
-            await probe(teacher, ScoreOptions(top_k=top_k), VOCAB, context)
+            await probe_teacher(teacher, ScoreOptions(top_k=top_k), VOCAB, context)
         finally:
             await teacher.aclose()
 

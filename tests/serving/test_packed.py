@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from practicum.engines.protocol import Scores
-from practicum.places.packed_scores import KEY, pack
-from practicum.places.prompt_logprobs import Unusable, read_scores
+from practicum.places.http_client import Unusable
+from practicum.places.prompt_logprobs import KEY, pack, read_scores
 from tests.teachers.models import assert_same
 
 

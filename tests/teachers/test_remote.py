@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from practicum.engines.protocol import Scores
 from practicum.errors import RecipeError, TeacherError
+from practicum.places.http_client import Unusable, message_of
 from practicum.places.place import ScoreOptions, ScoreRow, score_rows
-from practicum.places.probe_teacher import probe
-from practicum.places.prompt_logprobs import Misaligned, Unusable, limit_in, message_of, read_scores
-from practicum.places.remote_teacher import RemoteTeacher
+from practicum.places.prompt_logprobs import Misaligned, limit_in, read_scores
+from practicum.places.remote_teacher import RemoteTeacher, probe_teacher
 from practicum.recipe.schema.teacher_sections import Teacher
 from tests.rollout.engines import tiny
 from tests.serving.servers import MODEL
@@ -52,7 +52,7 @@ def score(url: str, some: list[ScoreRow], wanted: ScoreOptions | None = None, **
 
 
 def run_probe(url: str, *, top_k: int = 5, context: int = 100, **options: Any) -> None:
-    use(url, lambda teacher: probe(teacher, ScoreOptions(top_k=top_k), VOCAB, context), **options)
+    use(url, lambda teacher: probe_teacher(teacher, ScoreOptions(top_k=top_k), VOCAB, context), **options)
 
 
 def as_the_server(model: PreTrainedModel, some: list[ScoreRow], wanted: ScoreOptions) -> list[Scores]:

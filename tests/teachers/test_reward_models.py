@@ -22,9 +22,8 @@ from practicum.recipe.schema.teacher_sections import Own, OwnPlacement, RewardMo
 from practicum.rewards.check_reward_models import check_rewarders
 from practicum.rewards.classifier import encode_case, fitting
 from practicum.rewards.loaded_reward_model import ColocatedRewardModel, OwnRewardModel, load_reward_model
-from practicum.rewards.probe_reward_model import probe_reward_model
 from practicum.rewards.prompted_judge import question, read_score
-from practicum.rewards.remote_reward_model import RemoteRewardModel
+from practicum.rewards.remote_reward_model import RemoteRewardModel, probe_reward_model
 from practicum.rewards.reward_place import CannotScore, JudgeInput, score_all
 from tests.serving.servers import MODEL
 from tests.teachers.judging import (

@@ -23,8 +23,7 @@ from transformers import PreTrainedModel
 
 from practicum.errors import RecipeError, TeacherError
 from practicum.places.place import ScoreOptions, ScoreRow, score_rows
-from practicum.places.probe_teacher import probe
-from practicum.places.remote_teacher import RemoteTeacher
+from practicum.places.remote_teacher import RemoteTeacher, probe_teacher
 from practicum.recipe.schema.teacher_sections import Teacher
 from tests.teachers.models import in_process, rows
 from tests.vllm.models import await_true, descendants, save_model, still_there
@@ -72,8 +71,8 @@ class VllmServer:
 
         return asyncio.run(run())
 
-    def probe(self, *, top_k: int = 5, context: int = CONTEXT - 1, **options: Any) -> None:
-        self.use(lambda teacher: probe(teacher, ScoreOptions(top_k=top_k), VOCAB, context), **options)
+    def probe_teacher(self, *, top_k: int = 5, context: int = CONTEXT - 1, **options: Any) -> None:
+        self.use(lambda teacher: probe_teacher(teacher, ScoreOptions(top_k=top_k), VOCAB, context), **options)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +107,7 @@ def test_the_probe_passes_up_to_the_limits_and_names_what_is_wrong(
     server: VllmServer, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("WRONG_KEY", "other")
-    server.probe(top_k=VOCAB)
+    server.probe_teacher(top_k=VOCAB)
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"api_key_env": "WRONG_KEY"}, r"teachers\.far\.api_key_env: .*401"),
         ({"api_key_env": None}, r"teachers\.far\.api_key_env: .*401"),
@@ -118,7 +117,7 @@ def test_the_probe_passes_up_to_the_limits_and_names_what_is_wrong(
     )
     for options, words in cases:
         with pytest.raises(RecipeError, match=words):
-            server.probe(**options)
+            server.probe_teacher(**options)
 
 
 def test_trouble_with_a_row_is_told_with_its_name(server: VllmServer):

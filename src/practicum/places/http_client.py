@@ -1,4 +1,4 @@
-"""Requests to an OpenAI-compatible server: bounded in number and time, tried again where that may help."""
+"""A model behind a URL: requests that are bounded in number and time, and checks before the first step."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import asyncio
 import json
 import os
 import zlib
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx2
 
 from practicum.concurrency.open_time import OpenTime
 from practicum.errors import RecipeError, TeacherError
-from practicum.places.prompt_logprobs import message_of
+from practicum.recipe.schema.teacher_sections import RewardModel, Teacher
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0
 _CLOSE_S = 2.0
 
 
 class Refused(TeacherError):
-    """The server said no, with a status that another try does not change."""
+    """The server refused, with a status that another try does not change."""
 
     def __init__(self, what: str, status: int, message: str) -> None:
         self.status, self.message = status, message
@@ -31,36 +32,36 @@ class Unreachable(TeacherError):
     """No answer: no connection, a broken one, or a server that is down or overloaded."""
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
-    """How a server is asked. `path` is the recipe's key of who lives there, for errors."""
-
-    path: str
-    url: str
-    model: str
-    deadline_s: float
-    concurrency: int
-    retries: int
-    api_key_env: str | None
+class Unusable(ValueError):
+    """An answer without what was asked for: says what is missing."""
 
 
 class Client:
     """A model behind a URL; at most `concurrency` requests are open at once.
 
-    A request's deadline begins when it gets its turn and covers all tries. The connections belong to the
-    event loop of the first request. `who` begins the error messages.
+    A request's deadline begins when it is sent and covers all tries. The connections belong to the event loop
+    of the first request. `who` begins the error messages, `path` is the model's key in the recipe.
     """
 
-    def __init__(self, who: str, access: Access) -> None:
-        self.who, self.path, self.model = who, access.path, access.model
-        self.url = access.url.rstrip("/")
-        self.deadline_s = access.deadline_s
-        self._retries, self._concurrency = access.retries, access.concurrency
-        self._headers = _headers(access)
+    serve_commands = "vllm serve"
+    name_options = "vllm serve … --served-model-name"
+    """How such a server is started, and how it names its model: for advice."""
+    expected = "an OpenAI-compatible server with /models and /completions below this URL"
+    advice = ""
+    """What an error about another server says was expected, and what to do."""
+
+    def __init__(self, who: str, path: str, spec: Teacher | RewardModel) -> None:
+        assert spec.url is not None
+        assert spec.model is not None
+        self.who, self.path, self.model = who, path, spec.model
+        self.url = spec.url.rstrip("/")
+        self.deadline_s = spec.deadline_s
+        self._retries, self._concurrency = spec.retries, spec.concurrency
+        self._headers = _headers(path, spec.api_key_env)
         self._busy = OpenTime()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client: httpx2.AsyncClient | None = None
-        self._turns: asyncio.Semaphore | None = None
+        self._slots: asyncio.Semaphore | None = None
         self._closed = False
 
     @property
@@ -71,22 +72,63 @@ class Client:
     async def ask(self, method: str, path: str, body: Any, about: str, *, base: str | None = None) -> Any:
         """The JSON that the server answers, tried again where that may help; else Refused or Unreachable.
 
-        `path` is below the URL, or below `base`. A body that is a function is made when its turn comes.
+        `path` is below the URL, or below `base`. A body that is a function is called when a slot is free.
         """
-        client, turns = self._open()
+        client, slots = self._open()
         url = (self.url if base is None else base) + path
-        async with turns:
+        async with slots:
             with self._busy.work():
                 try:
                     async with asyncio.timeout(self.deadline_s):
-                        made = body() if callable(body) else body
-                        return await self._tries(client, method, url, made, about)
+                        sent = body() if callable(body) else body
+                        return await self._tries(client, method, url, sent, about)
                 except TimeoutError:
                     why = (
                         f"no answer within {self.deadline_s:g} s; if the server is only slow, raise "
                         f"{self.path}.deadline_s or lower {self.path}.concurrency"
                     )
                     raise Unreachable(self.problem(about, why)) from None
+
+    async def check_model(self) -> dict[str, Any]:
+        """What the server says of the model; a RecipeError if it does not have it."""
+        with self.recipe_errors("its list of models"):
+            answer = await self.ask("GET", "/models", None, "its models")
+        try:
+            models = {str(entry["id"]): entry for entry in answer["data"]}
+        except (KeyError, TypeError) as error:
+            found = f"{self.url}/models without a list of models"
+            raise RecipeError(f"{self.path}.url", found, self.expected) from error
+        if self.model not in models:
+            raise RecipeError(
+                f"{self.path}.model",
+                self.model,
+                f"a model of {self.url}: {', '.join(sorted(models)) or 'it has none'}",
+                f"take one of these names, or serve the model under this one ({self.name_options})",
+            )
+        return models[self.model]
+
+    @contextmanager
+    def recipe_errors(self, what: str) -> Iterator[None]:
+        """Turns a server's refusal of `what`, no answer or a useless one into a RecipeError."""
+        advice = self.advice if self.url.endswith("/v1") else "the URL of such servers ends in /v1"
+        try:
+            yield
+        except Refused as refusal:
+            found = f"a server that refuses {what} with status {refusal.status} ({refusal.message})"
+            if refusal.status in (401, 403):
+                name = "name the environment variable that holds the server's key"
+                key = f"{self.path}.api_key_env"
+                raise RecipeError(key, found, "a key that it accepts", name) from refusal
+            raise RecipeError(f"{self.path}.url", found, self.expected, advice) from refusal
+        except Unusable as error:
+            raise RecipeError(f"{self.path}.url", str(error), self.expected, advice) from error
+        except Unreachable as error:
+            raise RecipeError(
+                f"{self.path}.url",
+                f"{self.url}, which can't be reached ({error})",
+                "a server that answers",
+                f"start it ({self.serve_commands} {self.model} --port …), or correct the URL",
+            ) from error
 
     def problem(self, about: str, why: str) -> str:
         """A sentence for an error that names the model, its server and what was asked."""
@@ -107,20 +149,20 @@ class Client:
     def _open(self) -> tuple[httpx2.AsyncClient, asyncio.Semaphore]:
         if self._closed:
             raise TeacherError(f"{self.who} was closed")
-        if self._client is None or self._turns is None:
+        if self._client is None or self._slots is None:
             self._loop = asyncio.get_running_loop()
-            # `_turns` bounds the connections too; each is kept for the next request.
+            # `_slots` bounds the connections too; each is kept for the next request.
             limits = httpx2.Limits(max_connections=None, max_keepalive_connections=self._concurrency)
             # No timeout of its own: the deadline of `ask` covers connecting, waiting and reading.
             self._client = httpx2.AsyncClient(headers=self._headers, limits=limits, timeout=None)
-            self._turns = asyncio.Semaphore(self._concurrency)
+            self._slots = asyncio.Semaphore(self._concurrency)
         assert self._loop is asyncio.get_running_loop(), "a client belongs to one event loop"
-        return self._client, self._turns
+        return self._client, self._slots
 
     async def _tries(self, client: httpx2.AsyncClient, method: str, url: str, body: Any, about: str) -> Any:
         until = asyncio.get_running_loop().time() + self.deadline_s
         for attempt in range(self._retries + 1):
-            asked_pause = None
+            retry_after = None
             try:
                 response = await client.request(method, url, json=body)
             except httpx2.TransportError as error:
@@ -132,8 +174,8 @@ class Client:
                 why = f"status {response.status_code}: {message}"
                 if response.status_code != 429 and response.status_code < 500:
                     raise Refused(self.problem(about, why), response.status_code, message)
-                asked_pause = _retry_after(response)
-            pause = asked_pause if asked_pause is not None else _pause(self.who, about, attempt)
+                retry_after = _retry_after(response)
+            pause = retry_after if retry_after is not None else _pause(self.who, about, attempt)
             if attempt == self._retries or asyncio.get_running_loop().time() + pause >= until:
                 tries = "1 try" if attempt == 0 else f"{attempt + 1} tries"
                 raise Unreachable(self.problem(about, f"no answer after {tries}: {why}"))
@@ -144,17 +186,28 @@ class Client:
         try:
             return json.loads(response.content)
         except ValueError as error:
-            why = "the answer is no JSON"
+            why = "the answer is not JSON"
             raise Refused(self.problem(about, why), response.status_code, why) from error
 
 
-def _headers(access: Access) -> dict[str, str]:
-    variable = access.api_key_env
+def message_of(text: str) -> str:
+    """The message in the body of a server's refusal, without its wrapping."""
+    try:
+        content = json.loads(text)
+    except ValueError:
+        content = text
+    for key in ("error", "message", "detail"):
+        if isinstance(content, dict) and key in content:
+            content = content[key]
+    return " ".join(str(content).split())[:500] or "(no message)"
+
+
+def _headers(path: str, variable: str | None) -> dict[str, str]:
     if variable is None:
         return {}
     if not (key := os.environ.get(variable)):
         raise RecipeError(
-            f"{access.path}.api_key_env",
+            f"{path}.api_key_env",
             f"{variable}, which is not set",
             "an environment variable with the server's key",
             f"export {variable}=… before the run, or leave the option out if the server needs no key",
@@ -163,7 +216,7 @@ def _headers(access: Access) -> dict[str, str]:
 
 
 def _pause(who: str, about: str, attempt: int) -> float:
-    """Seconds until the next try: doubling, and spread by a hash so that rows do not come back at once."""
+    """Seconds until the next try: doubling, and spread by a hash so that rows are not all sent at once."""
     spread = zlib.crc32(f"{who}/{about}/{attempt}".encode()) / 2**32
     return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempt) * (0.5 + spread)
 

@@ -1,12 +1,10 @@
-"""What every place of a teacher offers: whole token sequences in, scores of the response tokens out."""
+"""What a teacher offers wherever it lives: token sequences in, scores of the response tokens out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
-
-import torch
 
 from practicum.concurrency.gather import gather_all
 from practicum.engines.protocol import Scores
@@ -53,7 +51,7 @@ class TeacherPlace(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of what it holds; rows under way fail."""
+        """Release what it holds; rows under way fail."""
         ...
 
 
@@ -72,11 +70,3 @@ def too_long(teacher: str, row: ScoreRow, context: int) -> str:
 async def score_rows(place: TeacherPlace, rows: Sequence[ScoreRow], wanted: ScoreOptions) -> list[Scores]:
     """Scores of all rows, asked for at once. A row that fails cancels the others and its error surfaces."""
     return await gather_all(place.score(row, wanted) for row in rows)
-
-
-def no_scores(wanted: ScoreOptions, hidden_size: int, version: int = 0) -> Scores:
-    """Scores of a row without response tokens."""
-    k = wanted.top_k
-    top = (torch.empty(0, k, dtype=torch.int64), torch.empty(0, k)) if k else (None, None)
-    hidden = torch.empty(0, hidden_size) if wanted.hidden else None
-    return Scores(torch.empty(0), *top, version, hidden)

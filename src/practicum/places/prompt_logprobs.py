@@ -1,27 +1,35 @@
-"""The words a completions server is asked in for the logprobs of a prompt, and what it answers.
+"""How a completions server is asked for the logprobs of a prompt, and how its answer is read.
 
 The form is vLLM's: `prompt` is a list of token ids, `prompt_logprobs` the number of most likely tokens; the
 answer has for each position but the first {token id: {logprob, rank}} of these and of the prompt's own token.
-`practicum serve` has a smaller form beside it: see `packed`.
+
+`practicum serve` also has a smaller form: three arrays in base64. A server offers it by `packed_scores: true`
+in an answer; only such a server is asked for it. The prompt's positions are not sent back, rows with one
+prompt share its work, and nothing is generated.
 """
 
 from __future__ import annotations
 
-import json
+import base64
+import binascii
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from practicum.engines.protocol import Scores
-from practicum.places.packed_scores import KEY, unpack
+from practicum.places.http_client import Unusable
 
+KEY = "packed_scores"
+_TYPES: dict[str, tuple[Any, torch.dtype]] = {
+    "logprobs": ("<f4", torch.float32),
+    "topk_ids": ("<i4", torch.int64),
+    "topk_logprobs": ("<f4", torch.float32),
+}
 _LIMIT = re.compile(r"(?:max|most|limit|up to|exceed)\D{0,40}(\d+)", re.IGNORECASE)
-
-
-class Unusable(ValueError):
-    """An answer without the scores that were asked for: says what is missing."""
 
 
 class Misaligned(Unusable):
@@ -63,6 +71,11 @@ def read_scores(answer: Any, ids: Sequence[int], start: int, top_k: int) -> Scor
     return scores
 
 
+def no_scores(top_k: int) -> Scores:
+    """Scores of a row without response tokens."""
+    return _read_plain([], [], 0, top_k)
+
+
 def _read_plain(positions: Sequence[Any], ids: Sequence[int], start: int, top_k: int) -> Scores:
     logprobs_R: list[float] = []
     topk_ids_RK: list[list[int]] = []
@@ -102,7 +115,7 @@ def _read_position(
     if entry is None:
         raise Unusable(f"it gave no logprobs for position {at}")
     if (own := entry.get(str(token))) is None:
-        raise Misaligned(f"the logprobs of position {at} lack the token {token} that was sent there")
+        raise Misaligned(f"the logprobs of position {at} do not have the token {token} that was sent there")
     top: list[tuple[int, float]] = []
     if top_k:
         ranked = [(e["rank"], int(i) == token, int(i), e["logprob"]) for i, e in entry.items()]
@@ -115,19 +128,44 @@ def _read_position(
 
 def limit_in(message: str) -> int | None:
     """The limit that a server's refusal names, if it names one."""
-    found = _LIMIT.findall(message)
-    return int(found[-1]) if found else None
+    limits = _LIMIT.findall(message)
+    return int(limits[-1]) if limits else None
 
 
-def message_of(text: str) -> str:
-    """What a server says in the body of a refusal, without its wrapping."""
+def offers_packed(answer: Any) -> bool:
+    """Whether the server that gave this answer can be asked for packed scores."""
+    return isinstance(answer, dict) and answer.get(KEY) is True
+
+
+def packed_request(model: str, ids: Sequence[int], start: int, top_k: int, vocab: int | None) -> Any:
+    """A request for the packed scores of ids[start:]; outputs beyond `vocab` do not count."""
+    wanted = {"start": start, "top_k": top_k, "vocab": vocab}
+    return {"model": model, "prompt": list(ids), "max_tokens": 0, KEY: wanted}
+
+
+def pack(scores: Scores) -> dict[str, str]:
+    """The arrays of some scores."""
+    arrays = {name: getattr(scores, name) for name in _TYPES}
+    return {name: _encode(array, _TYPES[name][0]) for name, array in arrays.items() if array is not None}
+
+
+def unpack(packed: Mapping[str, Any], count: int, top_k: int) -> Scores:
+    """Scores of `count` tokens; ValueError, KeyError or TypeError if the arrays are of something else."""
+    logprobs = _decode(packed, "logprobs", (count,))
+    if not top_k:
+        return Scores(logprobs, None, None, version=0)
+    ids = _decode(packed, "topk_ids", (count, top_k))
+    return Scores(logprobs, ids, _decode(packed, "topk_logprobs", (count, top_k)), version=0)
+
+
+def _encode(array: Tensor, kind: str) -> str:
+    return base64.b64encode(array.numpy().astype(kind).tobytes()).decode()
+
+
+def _decode(packed: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Tensor:
+    kind, dtype = _TYPES[name]
     try:
-        said = json.loads(text)
-    except ValueError:
-        said = text
-    for key in ("error", "message", "detail"):
-        if isinstance(said, dict) and key in said:
-            said = said[key]
-    words = said if isinstance(said, str) else str(said)
-    words = " ".join(words.split())
-    return words[:500] or "(no message)"
+        array = np.frombuffer(base64.b64decode(packed[name], validate=True), kind)
+        return torch.from_numpy(array.reshape(shape).copy()).to(dtype)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"{name} of shape {list(shape)}: {error}") from error

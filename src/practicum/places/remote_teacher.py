@@ -1,6 +1,6 @@
 """A teacher behind a URL: an OpenAI-compatible completions server that returns prompt logprobs.
 
-`probe` of `teachers.probe` finds out before the first step whether a server can do that.
+`probe_teacher` checks before the first step that the server can do that.
 """
 
 from __future__ import annotations
@@ -8,15 +8,23 @@ from __future__ import annotations
 from typing import Any
 
 from practicum.engines.protocol import Scores
-from practicum.errors import TeacherError
-from practicum.places.http_client import Access, Client
-from practicum.places.http_client import Refused as Refused
-from practicum.places.http_client import Unreachable as Unreachable
-from practicum.places.packed_scores import offers_packed, packed_request
-from practicum.places.place import ScoreOptions, ScoreRow, no_scores
-from practicum.places.prompt_logprobs import Unusable, read_scores, request_body
+from practicum.errors import RecipeError, TeacherError
+from practicum.models.fingerprint import fingerprint_ids
+from practicum.places.http_client import Client, Refused, Unusable
+from practicum.places.place import ScoreOptions, ScoreRow
+from practicum.places.prompt_logprobs import (
+    Misaligned,
+    limit_in,
+    no_scores,
+    offers_packed,
+    packed_request,
+    read_scores,
+    request_body,
+)
 from practicum.recipe.schema.teacher_sections import Teacher
 
+TOLERANCE = 1e-3
+"""Nats by which two answers about one sequence may differ."""
 _NO_ROOM = "max_tokens must be at least 1"
 """What vLLM says of a sequence that just fills its context."""
 
@@ -24,24 +32,16 @@ _NO_ROOM = "max_tokens must be at least 1"
 class RemoteTeacher(Client):
     """A place behind a URL; at most `teacher.concurrency` requests are open at once."""
 
+    serve_commands = "practicum serve or vllm serve"
+    name_options = "practicum serve … --name, vllm serve … --served-model-name"
+
     def __init__(self, name: str, teacher: Teacher) -> None:
-        assert teacher.url is not None
-        assert teacher.model is not None
-        access = Access(
-            path=f"teachers.{name}",
-            url=teacher.url,
-            model=teacher.model,
-            deadline_s=teacher.deadline_s,
-            concurrency=teacher.concurrency,
-            retries=teacher.retries,
-            api_key_env=teacher.api_key_env,
-        )
-        super().__init__(f"teacher {name}", access)
+        super().__init__(f"teacher {name}", f"teachers.{name}", teacher)
         self.name = name
         self._packs = False
 
     async def score(self, row: ScoreRow, wanted: ScoreOptions) -> Scores:
-        """Scores of one row, at temperature 1; all that servers give."""
+        """Scores of one row at temperature 1, which is all that servers give."""
         if wanted.hidden or wanted.temperature != 1:
             what = "hidden states" if wanted.hidden else f"logprobs at temperature {wanted.temperature:g}"
             raise TeacherError(
@@ -54,9 +54,10 @@ class RemoteTeacher(Client):
                 f"teachers.{self.name}.url"
             )
         if row.start == len(row.ids):
-            return no_scores(wanted, 0)
+            return no_scores(wanted.top_k)
         try:
             answer = await self.ask_scores(row, wanted.top_k, wanted.vocab)
+            return read_scores(answer, row.ids, row.start, wanted.top_k)
         except Refused as refusal:
             if _NO_ROOM not in refusal.message:
                 raise
@@ -65,22 +66,11 @@ class RemoteTeacher(Client):
                 f"({refusal.message}): serve it with a longer one, or shorten prompts or answers"
             )
             raise TeacherError(self.problem(row.name, why)) from refusal
-        try:
-            return read_scores(answer, row.ids, row.start, wanted.top_k)
         except Unusable as error:
             raise TeacherError(self.problem(row.name, str(error))) from error
 
-    async def models(self) -> dict[str, dict[str, Any]]:
-        """What the server says of each of its models, by name; Refused if it has no such list."""
-        answer = await self.ask("GET", "/models", None, "its models")
-        try:
-            return {entry["id"]: entry for entry in answer["data"]}
-        except (KeyError, TypeError) as error:
-            why = f"{self.url}/models without a list of models"
-            raise Refused(self.problem("its models", why), 200, why) from error
-
     async def ask_scores(self, row: ScoreRow, top_k: int, vocab: int | None = None) -> Any:
-        """The server's answer about a row, as it came: packed where the server has offered that before."""
+        """The server's answer about a row, as it came: packed if the server has offered that before."""
 
         def body() -> Any:
             if self._packs:
@@ -90,3 +80,77 @@ class RemoteTeacher(Client):
         answer = await self.ask("POST", "/completions", body, row.name)
         self._packs = self._packs or offers_packed(answer)
         return answer
+
+
+async def probe_teacher(
+    teacher: RemoteTeacher, wanted: ScoreOptions, vocab_size: int, context_needed: int
+) -> None:
+    """Ask a server for its models and, twice, for the scores of a known sequence; else a RecipeError.
+
+    `context_needed` is the longest prompt and response together.
+    """
+    longest = (await teacher.check_model()).get("max_model_len")
+    if longest is not None and longest < context_needed + 1:
+        raise RecipeError(
+            f"{teacher.path}.url",
+            f"a server for sequences of {longest} tokens (its max_model_len)",
+            f"{context_needed + 1} or more: the longest prompt and response, and one token that it generates",
+            f"serve it with --max-model-len {context_needed + 1} (practicum serve: --context), or shorten "
+            "prompts or answers",
+        )
+    row = ScoreRow(fingerprint_ids(vocab_size), 1, "the probe")
+    first = await _probe_scores(teacher, row, wanted.top_k)
+    second = await _probe_scores(teacher, row, wanted.top_k)
+    gap = (first.logprobs - second.logprobs).abs().max().item()
+    if gap > TOLERANCE:
+        raise RecipeError(
+            f"{teacher.path}.url",
+            f"a server that is not deterministic: one sequence scored twice differs by {gap:.2g} nats",
+            f"the same logprobs within {TOLERANCE:g} nats",
+            "serve one copy of one model behind this URL, if need be with --dtype float32",
+        )
+
+
+async def _probe_scores(teacher: RemoteTeacher, row: ScoreRow, top_k: int) -> Scores:
+    with teacher.recipe_errors("the scores of a known sequence"):
+        try:
+            answer = await teacher.ask_scores(row, top_k)
+        except Refused as refusal:
+            await _blame_top_k(teacher, row, top_k, refusal)
+            raise
+    try:
+        return read_scores(answer, row.ids, row.start, top_k)
+    except Misaligned as error:
+        raise RecipeError(
+            f"{teacher.path}.url",
+            f"token ids that are not aligned: {error}",
+            "logprobs of exactly the token ids that are sent",
+            "the server must take `prompt` as token ids and neither add nor cut any; older vLLM servers "
+            "need --no-enable-prefix-caching",
+        ) from error
+    except Unusable as error:
+        raise RecipeError(
+            f"{teacher.path}.url",
+            f"a server that can't score prompts: {error}",
+            "logprobs of the prompt's tokens",
+            "use a server that knows `prompt_logprobs`, such as practicum serve or vllm serve, or load "
+            "the model without url",
+        ) from error
+
+
+async def _blame_top_k(teacher: RemoteTeacher, row: ScoreRow, top_k: int, refusal: Refused) -> None:
+    """Raise the error about top_k if the server does score with a smaller one."""
+    if top_k <= 1:
+        return
+    try:
+        await teacher.ask_scores(row, 1)
+    except Refused:
+        return
+    limit = limit_in(refusal.message)
+    known = f"at most {limit}" if limit is not None else "less"
+    raise RecipeError(
+        f"{teacher.path}.url",
+        f"a server that refuses top_k {top_k} ({refusal.message})",
+        f"{known}, which is its limit, or a server with a higher one",
+        f"serve it with `vllm serve {teacher.model} --max-logprobs {top_k}`, or set distill.top_k to {known}",
+    ) from refusal

@@ -16,8 +16,7 @@ from practicum.models.model_files import read_config
 from practicum.models.output_head import OutputHead
 from practicum.places.model_cache import ModelCache, Sleepable
 from practicum.places.place import ScoreOptions, TeacherPlace
-from practicum.places.probe_teacher import probe
-from practicum.places.remote_teacher import RemoteTeacher
+from practicum.places.remote_teacher import RemoteTeacher, probe_teacher
 from practicum.places.torch_teacher import ColocatedTeacher, OwnTeacher, load_teacher
 from practicum.places.vllm_teacher import VllmTeacher
 from practicum.recipe.derived import (
@@ -43,7 +42,7 @@ def probe_servers(recipe: Recipe, vocab: int, longest: Mapping[str, int]) -> lis
         if teacher.url is None:
             continue
         with closing(RemoteTeacher(name, teacher)) as place:
-            asked = probe(place, wanted, vocab, longest[name])
+            asked = probe_teacher(place, wanted, vocab, longest[name])
             run_async(
                 asked, timeout=teacher.deadline_s, owner=f"the probe of teacher {name} at {teacher.url}"
             )

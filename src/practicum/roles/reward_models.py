@@ -19,8 +19,7 @@ from practicum.places.model_cache import ModelCache, Sleepable
 from practicum.recipe.derived import has_own_process, own_options, scores_during_rollout
 from practicum.recipe.schema.recipe import Recipe
 from practicum.rewards.loaded_reward_model import ColocatedRewardModel, OwnRewardModel, load_reward_model
-from practicum.rewards.probe_reward_model import probe_reward_model
-from practicum.rewards.remote_reward_model import RemoteRewardModel
+from practicum.rewards.remote_reward_model import RemoteRewardModel, probe_reward_model
 from practicum.rewards.reward_place import CannotScore, JudgeInput, RewardPlace, score_all
 from practicum.tasks.messages import message_text
 from practicum.tasks.prompts import Prompt, answer_text, prompt_text

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from practicum.engines.protocol import Scores
-from practicum.places.packed_scores import KEY
+from practicum.places.prompt_logprobs import KEY
 
 TokenId = Annotated[int, Field(ge=0, strict=True)]
 

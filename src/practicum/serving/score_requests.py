@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from practicum.engines.protocol import Engine
-from practicum.places.packed_scores import pack
+from practicum.places.prompt_logprobs import pack
 from practicum.serving.completion_format import (
     Completion,
     PackedRequest,

@@ -12,7 +12,8 @@ import httpx2
 
 from practicum.errors import ServeError
 from practicum.models.fingerprint import fingerprint_ids
-from practicum.places.prompt_logprobs import message_of, request_body
+from practicum.places.http_client import message_of
+from practicum.places.prompt_logprobs import request_body
 from practicum.serving.address import base_url
 from practicum.serving.options import Resolved
 from practicum.serving.server_child import ServerChild
