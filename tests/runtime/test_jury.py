@@ -243,7 +243,7 @@ def test_teachers_and_reward_models_share_one_budget(tmp_path: Path, classifier:
     with roles_of(loaded) as roles:
         assert roles.faculty is not None
         residency = roles.faculty.staff.residency
-        sizes = [sleeper.nbytes for sleeper in residency._sleepers.values()]
+        sizes = [sleeper.nbytes for sleeper in residency._models.values()]
         assert len(sizes) == 2
         assert max(sizes) <= 1.2e-4 * 2**30 < sum(sizes), "a budget for one of them"
         batch, _ = rewards(loaded, roles)
