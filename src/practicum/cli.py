@@ -326,7 +326,7 @@ def serve(
     for option, (value, known) in given.items():
         if value not in known:
             raise typer.BadParameter(f"{option} is {value}, expected one of {', '.join(known)}")
-    from practicum.serving.options import ServeOptions
+    from practicum.serving.serve import ServeOptions
     from practicum.serving.serve import serve as run
 
     options: Any = {"model": model, "host": host, "port": port, "engine": engine, "name": name}

@@ -11,9 +11,9 @@ import uvicorn
 from transformers import PreTrainedModel
 
 from practicum.engines.torch.torch_engine import TorchEngine
-from practicum.serving.address import listen
-from practicum.serving.app import make_app
-from practicum.serving.score_requests import RequestScorer
+from practicum.serving.completions import RequestScorer
+from practicum.serving.serve import listen
+from practicum.serving.torch_server import make_app
 
 MODEL = "tiny"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from practicum.serving.server_child import ServerChild
+from practicum.processes.guarded_command import GuardedCommand
 
 # A server like vLLM's: a process of its own beside it, and both stubborn if asked to be.
 FAMILY = """
@@ -25,9 +25,9 @@ time.sleep(600)
 # The process that starts it, as `practicum serve` does.
 STARTER = """
 import sys
-from practicum.serving import server_child as child
-child._GRACE_S = child._REST_S = 0.5
-with child.ChildProcess([sys.executable, "-c", sys.argv[1], *sys.argv[2:]], {}, verbose=True) as started:
+from practicum.processes import guarded_command as child
+child._GRACE_S = child._GROUP_S = 0.5
+with child.GuardedCommand([sys.executable, "-c", sys.argv[1], *sys.argv[2:]], {}, verbose=True) as started:
     started.wait()
 """
 
@@ -79,7 +79,7 @@ def test_what_the_command_leaves_behind_can_tidy_up(tmp_path: Path):
         "other = subprocess.Popen([sys.executable, '-c', *sys.argv[1:]], stdout=subprocess.PIPE)\n"
         "other.stdout.readline()"
     )
-    with ServerChild([sys.executable, "-c", code, tidy, str(tmp_path / "tidied")], {}) as child:
+    with GuardedCommand([sys.executable, "-c", code, tidy, str(tmp_path / "tidied")], {}) as child:
         assert child.wait(30) == 0
     assert (tmp_path / "tidied").exists()
 
@@ -95,12 +95,12 @@ def test_a_command_that_dies_takes_its_own_processes_with_it():
 
 def test_the_exit_code_and_the_end_of_the_log_are_known():
     code = "import sys; [print('line', i) for i in range(1000)]; sys.exit(7)"
-    with ServerChild([sys.executable, "-c", code], {}) as child:
+    with GuardedCommand([sys.executable, "-c", code], {}) as child:
         assert child.wait(30) == 7
         assert child.log().splitlines()[-1] == "line 999"
 
 
 def test_waiting_has_a_deadline_and_the_end_of_the_context_ends_the_command():
-    with ServerChild([sys.executable, "-c", "import time; time.sleep(600)"], {}) as child:
+    with GuardedCommand([sys.executable, "-c", "import time; time.sleep(600)"], {}) as child:
         assert child.wait(0.05) is None
     assert child.wait(0) == 128 + signal.SIGTERM

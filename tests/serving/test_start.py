@@ -13,11 +13,10 @@ import yaml
 from typer.testing import CliRunner
 
 from practicum.cli import app
+from practicum.engines.vllm.vllm_errors import cause_in_log, last_lines
 from practicum.errors import MissingExtraError, RecipeError, ServeError
 from practicum.recipe.schema.teacher_sections import Teacher
-from practicum.serving.address import announcement, listen
-from practicum.serving.options import KV_TOKENS, ServeOptions, resolve
-from practicum.serving.vllm_diagnosis import cause_of, last_lines
+from practicum.serving.serve import KV_TOKENS, ServeOptions, announcement, listen, resolve
 from practicum.serving.vllm_entry import known_as_vllm
 from practicum.serving.vllm_server import command, environment
 from tests.teachers.models import save_tiny
@@ -163,7 +162,7 @@ def test_vllm_is_found_under_the_name_of_its_cpu_package():
         ("ValueError: No available memory for the cache blocks. Try increasing", "raise --kv-gb"),
         ("ValueError: (0.9 GiB KV cache is needed, which is larger than the available", "raise --kv-gb"),
         ("OSError: [Errno 98] Address already in use", "another --port"),
-        ("vllm_entry.py: error: unrecognized arguments: --foo", "options behind --"),
+        ("vllm_entry.py: error: unrecognized arguments: --foo", "options after --"),
         ("torch.OutOfMemoryError: CUDA out of memory.", "a smaller one"),
         ("RuntimeError: something else", "--verbose"),
     ],
@@ -171,7 +170,7 @@ def test_vllm_is_found_under_the_name_of_its_cpu_package():
 def test_what_vllm_says_at_its_end_becomes_a_sentence_with_the_fix(line: str, words: str):
     harmless = "(APIServer pid=1) INFO 11-16 13:03:52 [a.py:15] KV cache: head_dim 32, address already in use"
     log = f"{harmless}\n(EngineCore pid=2) ERROR 11-16 13:03:52 [core.py:1510] {line}\n{harmless}"
-    assert words in cause_of(log)
+    assert words in cause_in_log(log)
     assert last_lines(log) == f"  | {line}"
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from practicum.engines.protocol import Scores
 from practicum.engines.torch.torch_engine import TorchEngine
-from practicum.serving.completion_format import prompt_logprobs
+from practicum.serving.completions import prompt_logprobs
 from tests.serving.servers import MODEL
 
 

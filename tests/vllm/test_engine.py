@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from practicum.engines.protocol import Counter, Engine, Generation, Memory, Scores
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.engines.vllm.vllm_engine import VllmEngine
-from practicum.engines.vllm.weight_blocks import SharedBlock
+from practicum.engines.vllm.weight_delivery import SharedBlock
 from practicum.errors import EngineError
 from practicum.learning.logprob_scorer import LogprobScorer
 from practicum.learning.packed_model import PackedModel

@@ -1,4 +1,4 @@
 """Serving: a model behind a URL, for recipes whose teacher is on another machine or shared by runs.
 
-`app` is the scoring server over the torch engine, `vllm` starts vLLM's own. May be imported by cli only.
+`torch_server` scores with the torch engine, `vllm_server` starts vLLM's own. May be imported by cli only.
 """

@@ -2,17 +2,70 @@
 
 from __future__ import annotations
 
+import errno
+import importlib.util
+import json
+import math
+import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from types import FrameType
+from typing import Any, Literal
 
-from practicum.serving.address import announcement, listen
-from practicum.serving.options import ServeOptions, resolve
+import torch
+
+from practicum.engines.vllm.make_vllm import kv_token_bytes
+from practicum.errors import MissingExtraError, RecipeError, ServeError
+from practicum.models.load_model import require_model_folder
+from practicum.models.model_files import read_config
+from practicum.recipe.schema.teacher_sections import Dtype
+
+EngineName = Literal["auto", "torch", "vllm"]
+KEY_ENV = "PRACTICUM_API_KEY"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+KV_TOKENS = 32_768
+"""Tokens of KV memory that vLLM gets on a CPU, if the context is no longer than that."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What a user asks of `practicum serve`; None is chosen by `resolve`."""
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    engine: EngineName = "auto"
+    name: str | None = None
+    context: int | None = None
+    dtype: Dtype | None = None
+    threads: int | None = None
+    kv_gb: float | None = None
+    api_key: str | None = None
+    verbose: bool = False
+    more: tuple[str, ...] = ()
+    """Further options of `vllm serve`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The options with everything chosen."""
+
+    options: ServeOptions
+    engine: Literal["torch", "vllm"]
+    name: str
+    context: int
+    dtype: Dtype
+    device: str
+    kv_bytes: int
+    """KV memory of vLLM on a CPU."""
+    vocab: int
 
 
 def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
-    """Serve a model until SIGINT or SIGTERM, which end it cleanly; what can't be is an error with the fix."""
+    """Serve a model until SIGINT or SIGTERM, which end it cleanly; mistakes are errors with the fix."""
     try:
         with _sigterm_interrupts():
             _serve(options, say)
@@ -21,27 +74,27 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
 
 
 def _serve(options: ServeOptions, say: Callable[[str], None]) -> None:
-    what = resolve(options)
+    resolved = resolve(options)
     # Before the model is loaded: a port that is taken should not cost minutes.
     with listen(options.host, options.port) as bound:
         port = int(bound.getsockname()[1])
 
         def ready() -> None:
-            say(announcement(what, port))
+            say(announcement(resolved, port))
 
-        if what.engine == "torch":
+        if resolved.engine == "torch":
             from practicum.serving.torch_server import serve_torch
 
-            serve_torch(what, bound, ready)
+            serve_torch(resolved, bound, ready)
             return
     from practicum.serving.vllm_server import serve_vllm
 
-    serve_vllm(what, port, ready)
+    serve_vllm(resolved, port, ready)
 
 
 @contextmanager
 def _sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM does what Ctrl-C does."""
+    """SIGTERM raises KeyboardInterrupt, as Ctrl-C does."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -51,3 +104,109 @@ def _sigterm_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def resolve(options: ServeOptions) -> Resolved:
+    """Choose what was left open; mistakes are errors here, before any weights are loaded."""
+    engine = _engine(options)
+    if options.api_key == "":
+        raise ServeError(f"the API key is empty: give --api-key or {KEY_ENV} a value, or leave both out")
+    require_model_folder(options.model, "MODEL")
+    try:
+        config = read_config(options.model).get_text_config()
+    except (OSError, ValueError) as error:
+        expected = "a causal language model in HuggingFace format"
+        raise RecipeError("MODEL", options.model, expected, str(error).splitlines()[0]) from error
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
+    context = _context(options, getattr(config, "max_position_embeddings", None))
+    kv_bytes = _kv_bytes(options, config, context, dtype) if engine == "vllm" and device == "cpu" else 0
+    # A folder is known to vLLM and to recipes by one name, wherever it was typed.
+    options = replace(options, model=os.path.expanduser(options.model))
+    vocab = int(config.vocab_size)
+    return Resolved(options, engine, options.name or options.model, context, dtype, device, kv_bytes, vocab)
+
+
+def _engine(options: ServeOptions) -> Literal["torch", "vllm"]:
+    installed = importlib.util.find_spec("vllm") is not None
+    if options.engine == "vllm" and not installed:
+        raise MissingExtraError("--engine vllm", "vllm")
+    engine = "vllm" if options.engine == "vllm" or (options.engine == "auto" and installed) else "torch"
+    if engine == "torch" and options.more:
+        raise ServeError(f"{' '.join(options.more)}: further options are vLLM's; the torch engine has none")
+    return engine
+
+
+def _context(options: ServeOptions, longest: int | None) -> int:
+    asked = options.context
+    if asked is not None and longest is not None and asked > longest:
+        raise ServeError(
+            f"--context {asked} is more than the {longest} tokens that {options.model} was made for: "
+            f"set --context {longest} or less"
+        )
+    if (context := asked or longest) is None:
+        raise ServeError(f"the config of {options.model} names no longest sequence: set --context")
+    return context
+
+
+def _kv_bytes(options: ServeOptions, config: Any, context: int, dtype: str) -> int:
+    """KV memory on a CPU: as asked, else for KV_TOKENS tokens or one sequence of the whole context."""
+    per_token = kv_token_bytes(config, getattr(torch, dtype))
+    needed = per_token * 128 * math.ceil(context / 128)  # vLLM's memory is in blocks of 128 tokens
+    if options.kv_gb is not None:
+        given = int(options.kv_gb * 2**30)
+        if given < needed:
+            raise ServeError(
+                f"--kv-gb {options.kv_gb:g} is too little for one sequence of {context} tokens, which takes "
+                f"{needed / 2**30:.3g} GiB of KV memory: raise it, or lower --context"
+            )
+        return given
+    return max(needed, per_token * KV_TOKENS)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket bound to this address, port 0 being any free one; a ServeError if it is not available."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ServeError(f"--host {host}: {error.strerror or error}") from error
+    try:
+        # Connections of a server that has just ended must not block the port.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        # Before it listens, another socket could be bound to the port too.
+        bound.listen(128)
+    except OSError as error:
+        bound.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ServeError(
+                f"port {port} of {host} is in use by another process: end it, or choose another --port "
+                "(0: any free one)"
+            ) from None
+        raise ServeError(f"can't listen at {host}, port {port}: {error.strerror}") from error
+    return bound
+
+
+def base_url(host: str, port: int) -> str:
+    """The server's address for this machine and, where it listens to others, for them."""
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def announcement(server: Resolved, port: int) -> str:
+    """What a user reads when the server is ready, with the line that a recipe needs."""
+    options, url = server.options, base_url(server.options.host, port)
+    entry = {"url": f"{url}/v1", "model": server.name, "tokenizer": options.model}
+    if options.api_key is not None:
+        entry["api_key_env"] = KEY_ENV
+    pairs = ", ".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in entry.items())
+    lines = [
+        f"serving {options.model} at {url} by the {server.engine} engine: {server.dtype} on {server.device}, "
+        f"sequences of up to {server.context:,} tokens; Ctrl-C ends it. In a recipe:",
+        f"teachers: {{teacher: {{{pairs}}}}}",
+    ]
+    if options.host not in LOOPBACK and options.api_key is None:
+        lines.append(f"warning: whoever reaches {options.host} can use it: set --api-key or {KEY_ENV}")
+    return "\n".join(lines)

@@ -23,7 +23,7 @@ from practicum.engines.vllm.vllm_messages import (
     VllmFacts,
     VllmSetup,
 )
-from practicum.engines.vllm.weight_blocks import SharedBlock
+from practicum.engines.vllm.weight_delivery import SharedBlock
 from practicum.errors import EngineError
 from practicum.models.fingerprint import LENGTH, fingerprint_ids
 from practicum.models.images import Images

@@ -1,4 +1,4 @@
-"""What the process of a vLLM engine is told, and what it tells of itself."""
+"""Messages between a vLLM engine and its process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from practicum.engines.protocol import Sampling
+
+CPU_ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines would all take the first core
+    "TORCHDYNAMO_DISABLE": "1",  # it would stall for a compiler at the first logprobs
+    "GOMP_SPINCOUNT": "0",  # threads that wait must not take the cores of others
+}
+"""What vLLM on a CPU reads from its environment when it is imported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +40,12 @@ class VllmSetup:
         return {
             "OMP_NUM_THREADS": str(self.threads),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # this process is the one that is set apart
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines would all take the first core
             "VLLM_LOGGING_LEVEL": "CRITICAL",
             "VLLM_NO_USAGE_STATS": "1",
-            "TORCHDYNAMO_DISABLE": "1",  # it would stall for a compiler at the first logprobs
             "MALLOC_ARENA_MAX": "1",  # of others, the C library does not give all back when it sleeps
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             "PYTHONWARNINGS": "ignore",  # of the libraries that vLLM imports
-            "GOMP_SPINCOUNT": "0",  # threads that wait must not take the cores of others
+            **CPU_ENVIRONMENT,
         } | ({} if self.loads else {"HF_HUB_OFFLINE": "1"})
 
     def arguments(self) -> dict[str, Any]:
@@ -64,7 +69,7 @@ class VllmSetup:
 
 
 class VllmFacts(NamedTuple):
-    """What a vLLM engine tells when it is ready."""
+    """What a vLLM engine reports when it is ready."""
 
     weights: int
     kv: int
@@ -76,7 +81,7 @@ class VllmFacts(NamedTuple):
 
     @classmethod
     def unknown(cls) -> VllmFacts:
-        """Of an engine that has not said anything yet."""
+        """Of an engine that is not ready yet."""
         return cls(0, 0, 0, 0, 0, "")
 
 

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
 from practicum.engines.protocol import Sampling
-from practicum.engines.vllm.startup_errors import explain
+from practicum.engines.vllm.vllm_errors import explain
 from practicum.engines.vllm.vllm_messages import (
     GenerateReply,
     GenerateRequest,
