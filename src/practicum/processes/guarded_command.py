@@ -4,9 +4,9 @@
 
 runs a command as its guard. The command has its own process group, so that Ctrl-C in a terminal does not
 reach it. It gets SIGTERM when standard input ends, which also happens when the process at its other end is
-killed, and SIGKILL after GRACE_S. Then what is left of its group gets SIGTERM, so that it can clean up (shared
-memory), and SIGKILL after GROUP_S. This file needs only the standard library: a guard must start at once and
-hold little memory.
+killed, and SIGKILL after GRACE_S. Then what is left of its group gets SIGTERM, so that it can clean up
+(shared memory), and SIGKILL after GROUP_S. This file needs only the standard library: a guard must start at
+once and hold little memory.
 """
 
 from __future__ import annotations
