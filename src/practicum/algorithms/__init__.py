@@ -1,7 +1,7 @@
-"""The mathematics of training, one small file per algorithm: advantages, weights against the mismatch
-of engine and learner, policy losses, value loss, KL and aggregation. Pure functions of packed
-tensors; only `kl.AdaptiveKl` has state. Imports torch and `practicum.errors`, nothing else of
-practicum; `models`, `learning` and everything above may import it.
+"""The mathematics of training, one small file per algorithm: advantages, policy losses, value loss, KL,
+aggregation, weights against the mismatch of engine and learner. Pure functions of packed tensors; only
+`kl.AdaptiveKl` has state. Imports torch and `practicum.errors`, nothing else of practicum.
+May be imported by checks, models and the layers above.
 
 Tensors are packed: `_N` is one entry per response token of the batch, and `session_N` says to which
 session (0..S-1) a token belongs. The tokens of a session are in time order but need not be

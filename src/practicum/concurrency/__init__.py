@@ -1,4 +1,4 @@
 """The process's one event loop, and small tools for asynchronous work.
 
-Imports only `errors`; everything may import it.
+May be imported by dataplane, algorithms, processes and the layers above.
 """

@@ -1,4 +1,4 @@
 """Engines sample and score: tokens in, tokens out. `torch/` is built in, `vllm/` runs vLLM.
 
-May be imported by sessions and everything above.
+May be imported by sessions, learning, places and the layers above.
 """

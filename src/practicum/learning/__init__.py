@@ -1,5 +1,5 @@
-"""The learner: packing, attention over shared prompts, logprobs, optimizer, student, critic, scorers.
+"""The learner: packing, attention over shared prompts, logprobs, optimizer, student, critic, scorers, and
+the data-parallel ranks that share them. Tensors come in and go out on the CPU as packed columns.
 
-One process, one device; tensors come in and go out on the CPU as packed columns.
-May be imported by runtime, checks, observe, trainer and cli.
+May be imported by rewards, teachers and the layers above.
 """

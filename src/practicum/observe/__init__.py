@@ -1,4 +1,4 @@
-"""What people see of a run: progress, trackers, tables, the demo.
+"""What people see of a run: progress, trackers, tables.
 
-May be imported by trainer and cli.
+May be imported by trainer and the layers above.
 """

@@ -1,4 +1,4 @@
-"""Processes of our own: a model or an engine apart from this process, asked through a pipe.
+"""Child processes: a model or an engine in its own process, asked through a pipe.
 
-May be imported by rollout, teachers, runtime and what is above them.
+May be imported by checks, models and the layers above.
 """

@@ -1,1 +1,4 @@
-"""Reward models: a classifier or a prompted judge, placed like a teacher. May be imported as teachers may."""
+"""Reward models: a classifier or a prompted judge, placed like a teacher.
+
+May be imported by serving, roles and the layers above.
+"""

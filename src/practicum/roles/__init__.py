@@ -1,4 +1,4 @@
 """What each stage of a step does, one file per stage; the local and the Ray runtime share these classes.
 
-May be imported by runtime, trainer and cli.
+May be imported by runtime and the layers above.
 """

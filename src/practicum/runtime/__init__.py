@@ -1,4 +1,4 @@
-"""Where the roles of a run live, and how work reaches them: dispatch, deadlines, the event loop.
+"""Where the roles of a run live, and how work reaches them: in this process, or as actors of Ray.
 
-May be imported by checks, observe, trainer and cli.
+May be imported by forecast, observe and the layers above.
 """

@@ -1,4 +1,4 @@
-"""Practice: engines that sample and score (tokens in, tokens out), sessions, agent loops.
+"""Sessions: attempts at prompts, their turns and trajectories, agent loops, tools, demonstrations.
 
-May be imported by runtime, checks, observe, trainer and cli.
+May be imported by rewards, teachers and the layers above.
 """

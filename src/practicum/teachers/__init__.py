@@ -1,5 +1,4 @@
-"""Teachers: which one corrects which prompt, where it lives, and how it scores a student's tokens.
+"""Teachers: which one corrects which prompt, whether its vocabulary fits, and the ledger of shares.
 
-A `place` scores rows: processes of a teacher's own, or a server behind a URL. May be imported by runtime,
-checks, observe, trainer and cli.
+Where they live is in `places`. May be imported by serving, roles and the layers above.
 """

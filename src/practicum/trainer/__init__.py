@@ -1,4 +1,4 @@
 """The run: the step, the replay buffer, evaluation, checkpoints, metrics. Start with `step.py`.
 
-May be imported by cli only.
+May be imported by cli.
 """
