@@ -1,7 +1,7 @@
 """The pages of the docs, cut into fenced blocks.
 
-A block with `title="path"` is a file: the tests write it before they run the page's commands. A block marked
-`text output` is what the last command of the block before it prints.
+A block with `title="path"` shows a file of the repository, word for word. A yaml block with `on="recipe"`
+shows keys that may be added to a recipe. A block marked `text output` is what the command before it prints.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ PAGES = [
     *sorted((ROOT / "recipes").rglob("README.md")),
 ]
 _FENCE = re.compile(r"^```(\w*)[ \t]*([^\n]*)\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
-_COMMAND = re.compile(r"(PYTHONPATH=\. )?practicum ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +34,17 @@ class Block:
 
     @property
     def title(self) -> str | None:
-        """The file that the block is."""
-        found = re.search(r'title="([^"]+)"', self.info)
-        return found[1] if found else None
+        """The file of the repository that the block shows."""
+        return self._option("title")
+
+    @property
+    def base(self) -> str | None:
+        """The recipe whose keys the block adds to."""
+        return self._option("on")
+
+    def _option(self, name: str) -> str | None:
+        match = re.search(rf'{name}="([^"]+)"', self.info)
+        return match[1] if match else None
 
     def __str__(self) -> str:
         return f"{os.path.relpath(self.page, ROOT)}:{self.line}"
@@ -45,45 +52,39 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A line of a shell block that calls practicum."""
+    """A line that calls practicum, and where it is written."""
 
-    block: Block
+    place: str
     line: str
-    output: str | None
+    output: str | None = None
 
     @property
     def words(self) -> list[str]:
         """The arguments, without `practicum` in front."""
-        words = shlex.split(self.line, comments=True)
-        return words[words.index("practicum") + 1 :]
+        return shlex.split(self.line, comments=True)[1:]
 
     @property
     def exit_code(self) -> int:
-        """0, or what the comment behind the command says."""
-        found = re.search(r"# exit code (\d+)", self.line)
-        return int(found[1]) if found else 0
-
-    @property
-    def finds_modules_here(self) -> bool:
-        """Whether modules of the working directory can be imported."""
-        return self.line.startswith("PYTHONPATH=. ")
+        """0, or what the comment after the command says."""
+        match = re.search(r"# exit code (\d+)", self.line)
+        return int(match[1]) if match else 0
 
     def __str__(self) -> str:
-        return f"{self.block}: {self.line}"
+        return f"{self.place}: {self.line}"
 
 
 def blocks_of(page: Path, language: str | None = None) -> list[Block]:
-    """The fenced blocks of a page, those of one language if asked."""
+    """The fenced blocks of a page, or those of one language."""
     text = page.read_text()
-    found = []
+    blocks = []
     for match in _FENCE.finditer(text):
         line = text.count("\n", 0, match.start()) + 1
-        found.append(Block(page, line, match[1], match[2].strip(), match[3]))
-    return [block for block in found if language in (None, block.language)]
+        blocks.append(Block(page, line, match[1], match[2].strip(), match[3]))
+    return [block for block in blocks if language in (None, block.language)]
 
 
-def all_blocks(language: str) -> list[Block]:
-    """The blocks of one language on all pages."""
+def all_blocks(language: str | None = None) -> list[Block]:
+    """The blocks of one language, or all, on all pages."""
     return [block for page in PAGES for block in blocks_of(page, language)]
 
 
@@ -94,20 +95,13 @@ def commands_of(page: Path) -> list[Command]:
     for i, block in enumerate(blocks):
         if block.language != "sh":
             continue
-        lines = [line for line in block.text.replace("\\\n", " ").splitlines() if _COMMAND.match(line)]
+        lines = [
+            line for line in block.text.replace("\\\n", " ").splitlines() if line.startswith("practicum ")
+        ]
         after = blocks[i + 1] if i + 1 < len(blocks) else None
         output = after.text if after is not None and after.info == "output" else None
         commands += [
-            Command(block, line, output if number == len(lines) else None)
+            Command(str(block), line, output if number == len(lines) else None)
             for number, line in enumerate(lines, start=1)
         ]
     return commands
-
-
-def write_files(page: Path, folder: Path) -> None:
-    """Write the page's titled blocks into a folder."""
-    for block in blocks_of(page):
-        if block.title is not None:
-            path = folder / block.title
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(block.text)

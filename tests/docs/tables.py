@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,18 @@ from benchmarks.padding_table import padding_table
 from benchmarks import report_engines
 from practicum.dataplane.fields import FIELDS, Field
 from practicum.dataplane.padding_rows import padding_batch
+from practicum.dataplane.plan import make_plan
 from practicum.dataplane.ragged import Ragged
+from practicum.engines.protocol import Engine
 from practicum.learning.update_metrics import METRICS as UPDATE_METRICS
+from practicum.recipe.model_traits import Traits
+from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.text.schema_reference import markdown
 from practicum.tasks.builtin import describe_tasks
 from practicum.tasks.scorers import RewardSample
 from practicum.trainer.step_metrics import METRICS
+
+from .pages import PAGES, ROOT, blocks_of
 
 _LETTERS = {"prompt": "P", "response": "R", "sequence": "P+R"}
 _SHOWN = 32
@@ -93,7 +101,117 @@ def _of_engines(part: Callable[[Mapping[str, Any]], str]) -> Callable[[], str]:
     return lambda: part(report_engines.measured())
 
 
+def engine_table() -> str:
+    """The methods that every engine has, with the first paragraph of what each says."""
+    methods = [(name, method) for name, method in vars(Engine).items() if inspect.isfunction(method)]
+    rows = []
+    for name, method in methods:
+        if name.startswith("_"):
+            continue
+        parameters = ", ".join(list(inspect.signature(method).parameters)[1:])
+        called = f"await {name}" if inspect.iscoroutinefunction(method) else name
+        about = (inspect.getdoc(method) or "").split("\n\n")[0].replace("\n", " ")
+        rows.append((f"`{called}({parameters})`", about))
+    return table(("method", "what it does"), rows)
+
+
+_VARIANTS: tuple[dict[str, Any], ...] = (
+    {"teachers": {"t": {"model": "t"}}, "distill": {"signal": "top_k"}},
+    {"teachers": {"t": {"model": "t"}}, "distill": {"signal": "full"}},
+    {
+        "algorithm": {"advantage": "gae", "kl": {"place": "reward"}, "mismatch": {"weights": "token"}},
+        "critic": {},
+        "train": {"epochs": 2, "minibatches": 2},
+    },
+    {"algorithm": {"kl": {"place": "loss"}}, "train": {"minibatches": 2}},
+    {
+        "teachers": {"t": {"model": "t"}},
+        "distill": {"divergence": "k1", "signal": "sampled", "through": "advantage"},
+        "algorithm": {"old_logprobs": "rollout"},
+        "train": {"minibatches": 2},
+    },
+    {"algorithm": {"loss": "supervised", "advantage": "none"}},
+)
+"""Recipes that together read and write all that a stage may."""
+_UNDECORATED = {
+    "demonstrate": "roles/rollout.py",
+    "rollout": "roles/rollout.py",
+    "pad": "roles/padding.py",
+    "sync": "roles/sync.py",
+    "clear": "trainer/step.py",
+}
+"""Stages that compute no columns of rows from columns of the same rows."""
+_ON_RAY = {
+    "demonstrate": "rollout replicas",
+    "rollout": "rollout replicas",
+    "reward": "reward workers, processes and clients of reward models",
+    "teachers": "learner ranks (colocated), their own processes, clients of URLs",
+    "pad": "the first learner rank",
+    "old_logprobs": "all learner ranks",
+    "ref_logprobs": "all learner ranks",
+    "values": "all learner ranks",
+    "advantages": "the first learner rank",
+    "update_critic": "all learner ranks",
+    "update_student": "all learner ranks",
+    "sync": "all learner ranks, then all rollout replicas",
+    "clear": "the controller",
+}
+
+
+def stages_table() -> str:
+    """Every stage of a step: its file, what it may read and write, and where it runs on Ray."""
+    reads: dict[str, set[str]] = {}
+    writes: dict[str, set[str]] = {}
+    for recipe in _variants():
+        plan = make_plan(recipe, Traits(vision=True, moe=True))
+        specs = {spec.name: spec for spec in (*plan.stages, *(spec for spec, _ in plan.skipped))}
+        for name, spec in specs.items():
+            reads.setdefault(name, set()).update(spec.reads)
+            writes.setdefault(name, set()).update(spec.writes)
+    assert reads.keys() == _ON_RAY.keys(), "say where each stage runs on Ray"
+    rows = (
+        (f"`{name}`", f"`{_role_file(name)}`", _in_order(reads[name]), _in_order(writes[name]), on_ray)
+        for name, on_ray in _ON_RAY.items()
+    )
+    return table(("stage", "file", "may read", "may write", "on Ray, runs in"), rows)
+
+
+def _variants() -> list[Recipe]:
+    plain = {"name": "any", "model": {"make": {}}, "tasks": {"sort": {"kind": "sort"}}}
+    return [Recipe.model_validate({**plain, **variant}) for variant in _VARIANTS]
+
+
+def _in_order(names: set[str]) -> str:
+    return ", ".join(f"`{name}`" for name in FIELDS if name in names) or "–"
+
+
+def _role_file(stage: str) -> str:
+    """The file with the method that is decorated as this stage."""
+    package = ROOT / "src/practicum"
+    decorated = [
+        str(file.relative_to(package))
+        for file in sorted((package / "roles").glob("*.py"))
+        if any(_is_stage(node, stage) for node in ast.walk(ast.parse(file.read_text())))
+    ]
+    if stage not in _UNDECORATED:
+        (file,) = decorated
+        return file
+    assert not decorated, f"{stage} is decorated in {decorated}: it need not be in _UNDECORATED"
+    assert (package / _UNDECORATED[stage]).is_file()
+    return _UNDECORATED[stage]
+
+
+def _is_stage(node: ast.AST, stage: str) -> bool:
+    """Whether a function has a decorator with the stage's name as its first argument."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    first = [call.args[0] for call in node.decorator_list if isinstance(call, ast.Call) and call.args]
+    return any(isinstance(argument, ast.Constant) and argument.value == stage for argument in first)
+
+
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
+    "stages": ("architecture.md", stages_table),
+    "engine protocol": ("rollout.md", engine_table),
     "fields": ("dataplane.md", fields_table),
     "padding rules": ("padding.md", padding_rules_table),
     "padding": ("padding.md", padding_table),
@@ -114,11 +232,23 @@ def update_page(text: str, name: str) -> str:
     begin = f"<!-- table: {name} -->\n"
     before, _, rest = text.partition(begin)
     _, closed, after = rest.partition("\n<!-- end -->")
-    assert closed, f"the page lacks the comments around the table {name!r}"
+    assert closed, f"the page has no comments around the table {name!r}"
     return before + begin + TABLES[name][1]() + closed + after
 
 
-if __name__ == "__main__":  # writes the tables into docs/, from the root of the repository
+def update_blocks(page: Path) -> str:
+    """The page with the files that its titled blocks show written anew."""
+    text = page.read_text()
+    for block in blocks_of(page):
+        if block.title:
+            file = (ROOT / block.title).read_text()
+            text = text.replace(f"{block.info}\n{block.text}```", f"{block.info}\n{file}```")
+    return text
+
+
+if __name__ == "__main__":  # writes tables and files into docs/, from the root of the repository
     for name, (page, _) in TABLES.items():
         path = Path("docs") / page
         path.write_text(update_page(path.read_text(), name))
+    for path in PAGES:
+        path.write_text(update_blocks(path))

@@ -1,40 +1,41 @@
-"""Recipes in the docs load, code runs, data can be read, links lead somewhere."""
+"""Recipes in the docs load, code runs, data can be read."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib
-import inspect
-import re
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 
 from practicum.recipe.load_recipe import load_recipe
-from practicum.recipe.schema.recipe import Reward, Task
+from practicum.recipe.schema.recipe import Recipe
 from practicum.sessions.loops import find_loop
 from practicum.tasks.files import FileSource
 from practicum.tasks.rewards import RewardFunctions
 from practicum.tasks.scorers import RewardSample
 
-from .pages import PAGES, ROOT, Block, all_blocks, write_files
+from .pages import ROOT, Block, all_blocks
 
 
-@pytest.fixture
-def folder(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory whose modules can be imported."""
-    monkeypatch.syspath_prepend(str(empty_folder))
-    return empty_folder
+def load_block(block: Block, folder: Path) -> Recipe:
+    """A block as a recipe: a file of the repository, keys added to one of its recipes, or a whole one."""
+    if block.title:
+        return load_recipe(ROOT / block.title).recipe
+    path = folder / "recipe.yaml"
+    base = ""
+    if block.base:
+        shutil.copytree(ROOT / "recipes", folder / "recipes")
+        path = (folder / block.base).with_name("block.yaml")
+        base = f"extends: {Path(block.base).name}\n"
+    path.write_text(base + block.text)
+    return load_recipe(path).recipe
 
 
 @pytest.mark.parametrize("block", all_blocks("yaml"), ids=str)
-def test_recipes_load(block: Block, folder: Path):
-    write_files(block.page, folder)
-    path = folder / (block.title or "recipe.yaml")
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(block.text)
-    assert load_recipe(path).recipe.name
+def test_recipes_load(block: Block, empty_folder: Path):
+    assert load_block(block, empty_folder).name
 
 
 @pytest.mark.parametrize("block", all_blocks("yml"), ids=str)
@@ -44,41 +45,27 @@ def test_manifests_are_yaml(block: Block):
 
 
 @pytest.mark.parametrize("block", all_blocks("python"), ids=str)
-def test_code_runs(block: Block, folder: Path):
+def test_code_runs(block: Block, empty_folder: Path):
     exec(compile(block.text, str(block), "exec"), {"__name__": "block"})
 
 
 @pytest.mark.parametrize("block", all_blocks("jsonl"), ids=str)
-def test_rows_are_good(block: Block, folder: Path):
-    (folder / "rows.jsonl").write_text(block.text)
+def test_rows_are_good(block: Block, empty_folder: Path):
+    (empty_folder / "rows.jsonl").write_text(block.text)
     assert len(FileSource("rows.jsonl", needs_answer=True)) == len(block.text.splitlines())
 
 
-def test_the_rewards_of_the_docs_judge(folder: Path):
-    write_files(ROOT / "docs/tasks.md", folder)
-    reward: Reward = load_recipe("recipes/letters.yaml").recipe.reward
-    task = Task(file="data/train.jsonl")
+def test_the_rewards_of_the_docs_judge(empty_folder: Path):
+    (block,) = [block for block in all_blocks("yaml") if block.base == "recipes/own_data/grpo.yaml"]
+    recipe = load_block(block, empty_folder)
     sample = RewardSample("cab=", "abc", "abc", {}, "letters", "short", "stop", "prompt 0", 4)
     longer = RewardSample("cab=", "abcd", "abc", {}, "letters", "short", "length", "prompt 1", 5)
-    judged = asyncio.run(RewardFunctions({"letters": task}, reward).score([sample, longer]))
-    assert [j.failure for j in judged] == [None, None]
-    assert judged[0].parts == {"checker": 1.0, "brief": 0.2, "asked": 1.0, "ranked": 1.0}
-    assert judged[1].parts == {"checker": 0.0, "brief": 1 / 6, "asked": 0.0, "ranked": 0.0}
-    defined = inspect.getmembers(importlib.import_module("my_rewards"), inspect.isfunction)
-    assert {f"my_rewards:{name}" for name, _ in defined} < {function.use for function in reward.functions}
+    results = asyncio.run(RewardFunctions(recipe.tasks, recipe.reward).score([sample, longer]))
+    assert [result.failure for result in results] == [None, None]
+    assert results[0].parts == {"checker": 1.0, "in_place": 1.0, "ended": 1.0, "shortest": 1.0}
+    assert results[1].parts == {"checker": 0.0, "in_place": 0.75, "ended": 0.0, "shortest": 0.0}
 
 
-def test_the_loop_of_the_docs_is_found(folder: Path):
-    write_files(ROOT / "docs/sessions.md", folder)
-    loop = load_recipe("recipes/second-thoughts.yaml").recipe.agent.loop
+def test_the_loop_of_the_docs_is_found(empty_folder: Path):
+    loop = load_recipe(ROOT / "recipes/sort/second_thoughts.yaml").recipe.agent.loop
     assert find_loop(loop).__name__ == "second_thoughts"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_and_paths_of_the_repository_exist(page: Path):
-    text = page.read_text()
-    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if not link.startswith("http")]
-    paths = re.findall(r"`((?:src|tests|docs|examples)/[\w./-]+)`", text)
-    missing = [link for link in links if not (page.parent / link).exists()]
-    missing += [path for path in paths if not (ROOT / path).exists()]
-    assert not missing

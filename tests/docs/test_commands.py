@@ -1,8 +1,7 @@
-"""Every `practicum` line in the docs runs, in a copy of the repository's recipes, with few steps and rows."""
+"""Every `practicum` line in the docs and in `--help` runs, after `practicum init`, with few steps."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -12,30 +11,33 @@ import pytest
 from typer.testing import CliRunner
 
 from practicum.cli import app
-from practicum.models.load_model import load_model, load_tokenizer
 from practicum.recipe.load_recipe import load_recipe
-from practicum.recipe.schema.recipe import MakeModel, Model
+from practicum.recipe.shipped import copy_recipe, list_recipes
 
-from .pages import PAGES, ROOT, Command, commands_of, write_files
+from .pages import PAGES, ROOT, Command, commands_of
+from .test_names import help_commands
 
-TRAINING = ("train", "eval", "demo")
-SERVING = ("serve",)
+TRAINING = ("train", "eval")
+NEEDS_A_RUN = (*TRAINING, "serve")
 FEW = {
     "train": "train.steps=2 train.warmup_steps=0 train.prompts=4 rollout.samples=2 rollout.max_new_tokens=6 "
     "eval.rows=4 runtime.threads=1",
     "eval": "eval.rows=4 runtime.threads=1",
 }
 """What makes a run short; the learning is not what these tests are about."""
+SOURCES: dict[str, list[Command]] = {
+    "help": help_commands(),
+    **{str(page.relative_to(ROOT)): commands_of(page) for page in PAGES},
+}
+"""Commands of each page in their order. `practicum demo` has its own tests: it takes no --set."""
 
 
-def is_static(command: Command) -> bool:
-    return command.words[0] not in TRAINING + SERVING
-
-
-def run(command: Command) -> str:
-    """Run it in this process; its output, after the exit code was as the page says."""
+def run(command: Command) -> None:
+    """Run it in this process; its exit code and its output are what the page says."""
     words = command.words
     target: str | None = None
+    if words[0] == "serve":
+        return serve(command)
     if ">" in words:
         words, target = words[: words.index(">")], words[words.index(">") + 1]
     result = CliRunner().invoke(app, [*words, *few(words)])
@@ -44,7 +46,24 @@ def run(command: Command) -> str:
     assert result.exit_code == command.exit_code, f"{command}\n{result.output}"
     if target is not None:
         Path(target).write_text(result.output)
-    return result.output
+    if command.output is not None:
+        assert result.output == command.output, f"{command} prints something else"
+    return None
+
+
+def serve(command: Command) -> None:
+    """Start the server on any free port, until it says that it serves."""
+    words = [*command.words, "--port", "0", "--threads", "1"]  # the last one counts
+    server = subprocess.Popen(
+        [sys.executable, "-m", "practicum.cli", *words], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline().startswith("serving "), command
+    finally:
+        server.terminate()
+        server.communicate(timeout=60)
+    assert server.returncode == 0, command
 
 
 def few(words: list[str]) -> list[str]:
@@ -58,72 +77,39 @@ def few(words: list[str]) -> list[str]:
 
 @pytest.fixture
 def workplace(empty_folder: Path) -> Path:
-    """A folder with the repository's recipes and examples, and a tiny model as the demo's base model."""
-    for name in ("recipes", "examples"):
-        shutil.copytree(ROOT / name, empty_folder / name)
-    put_base_model(empty_folder / "runs/mopd/base/export")
+    """A folder with the recipes as `practicum init` copies them, and with the examples."""
+    for folder in list_recipes():
+        copy_recipe(folder, Path("recipes") / folder)
+    shutil.copytree(ROOT / "examples", empty_folder / "examples")
     return empty_folder
 
 
-def put_base_model(folder: Path) -> None:
-    make = MakeModel(hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, context=128)
-    spec = Model(make=make, device="cpu")
-    load_model(spec, seed=0).save_pretrained(folder)
-    load_tokenizer(spec).save_pretrained(folder)
+def sources(trains: bool) -> list[str]:
+    """The pages that have commands, those that train or those that only look."""
+    return [
+        source
+        for source, commands in SOURCES.items()
+        if commands and trains == any(command.words[0] in NEEDS_A_RUN for command in commands)
+    ]
 
 
-def run_page(page: Path, folder: Path, commands: list[Command], monkeypatch: pytest.MonkeyPatch) -> None:
-    write_files(page, folder)
-    for command in commands:
-        with monkeypatch.context() as patch:
-            if command.finds_modules_here:
-                patch.syspath_prepend(os.fspath(folder))
-            output = run(command)
-        if command.output is not None:
-            assert output == command.output, f"{command} prints something else"
-
-
-def pages_with(static: bool) -> list[Path]:
-    kind = (lambda c: is_static(c)) if static else (lambda c: c.words[0] in TRAINING)
-    return [page for page in PAGES if any(map(kind, commands_of(page)))]
-
-
-@pytest.mark.parametrize("page", pages_with(static=True), ids=lambda page: page.stem)
-def test_commands_that_only_look_run(page: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch):
-    run_page(page, workplace, [c for c in commands_of(page) if is_static(c)], monkeypatch)
+@pytest.mark.parametrize("source", sources(trains=False))
+def test_commands_of_pages_that_train_nothing_run(source: str, workplace: Path):
+    for command in SOURCES[source]:
+        run(command)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", pages_with(static=False), ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_that_train_run(page: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch):
-    # The demo has tests of its own: it takes no --set.
-    commands = [c for c in commands_of(page) if c.words[0] in TRAINING and c.words[0] != "demo"]
-    if any("recipes/mopd/base.yaml" in c.words for c in commands):
-        shutil.rmtree(workplace / "runs")  # the page trains the base model itself
-    run_page(page, workplace, commands, monkeypatch)
-
-
-@pytest.mark.slow
-def test_commands_that_serve_run(workplace: Path):
-    commands = [c for page in PAGES for c in commands_of(page) if c.words[0] in SERVING]
-    assert commands
-    for command in commands:
-        words = [*command.words, "--port", "0", "--threads", "1"]  # the last one counts: any free port
-        server = subprocess.Popen(
-            [sys.executable, "-m", "practicum.cli", *words], cwd=workplace, stdout=subprocess.PIPE, text=True
-        )
-        try:
-            assert server.stdout is not None
-            assert server.stdout.readline().startswith("serving "), command
-        finally:
-            server.terminate()
-            server.communicate(timeout=60)
-        assert server.returncode == 0, command
+@pytest.mark.parametrize("source", sources(trains=True))
+def test_commands_of_pages_that_train_run(source: str, workplace: Path):
+    for command in SOURCES[source]:
+        if command.words[0] != "demo":
+            run(command)
 
 
 def test_commands_are_found():
-    assert {page.stem for page in pages_with(static=True)} >= {"recipes", "dataplane", "tasks", "algorithms"}
-    assert {page.stem for page in pages_with(static=False)} >= {"runs", "sessions"}
+    assert {*sources(trains=False)} >= {"README.md", "docs/recipes.md", "docs/dataplane.md", "docs/tasks.md"}
+    assert {*sources(trains=True)} >= {"help", "docs/runs.md", "docs/sessions.md", "recipes/sort/README.md"}
 
 
 def test_a_command_that_does_not_do_what_the_page_says_is_noticed(workplace: Path):
@@ -132,3 +118,8 @@ def test_a_command_that_does_not_do_what_the_page_says_is_noticed(workplace: Pat
     (command,) = commands_of(page)
     with pytest.raises(AssertionError, match="no such file"):
         run(command)
+
+
+def test_recipes_of_a_checkout_are_those_that_init_copies(workplace: Path):
+    shipped = [path.relative_to(ROOT) for path in (ROOT / "recipes").rglob("*.*") if path.is_file()]
+    assert not [path for path in shipped if "__pycache__" not in path.parts and not path.is_file()]

@@ -7,7 +7,6 @@ from typing import get_args
 
 import torch
 
-from practicum.algorithms.distill.distributions import TAIL_FLOOR
 from practicum.dataplane.fields import FIELDS
 from practicum.observe.tables import ledger_table
 from practicum.places.remote_teacher import TOLERANCE
@@ -85,5 +84,6 @@ def test_sizes_of_signals_are_those_of_the_fields():
 
 def test_limits_in_numbers_are_those_of_the_code():
     text = PAGE.read_text()
-    assert f"A tail below {TAIL_FLOOR:.0e} counts".replace("e-06", "e-6") in text
+    rounding = f"{torch.finfo(torch.float32).eps:.1e}".replace("e-07", "e-7")
+    assert f"known up to rounding alone ({rounding} in float32)" in text
     assert f"(within {TOLERANCE:.0e})".replace("e-03", "e-3") in text

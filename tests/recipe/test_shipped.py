@@ -42,7 +42,9 @@ def test_a_copied_folder_loads_to_the_same_recipes_where_it_lies(folder: str):
     assert run("check", "--static", *copies).count("ok (static part only)") == len(copies)
     for copy in copies:
         own, shipped = load_recipe(copy), load_recipe(shipped_recipes() / folder / Path(copy).name)
-        assert own.recipe.model_dump(exclude={"extends"}) == shipped.recipe.model_dump(exclude={"extends"})
+        there = shipped.recipe.model_dump_json(exclude={"extends"})
+        there = there.replace(str(shipped_recipes() / folder), str(Path("here").absolute()))
+        assert own.recipe.model_dump_json(exclude={"extends"}) == there
         assert all(str(place.taken).startswith(str(Path.cwd())) for place in own.places if place.taken)
 
 
