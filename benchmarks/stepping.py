@@ -38,7 +38,7 @@ class Steps:
         folder = RunFolder(CACHE / "runs" / f"{recipe.name}-{os.getpid()}")
         console = Console(file=open(os.devnull, "w"))  # noqa: SIM115 - lives as long as the run
         self.run = Run(recipe, folder, ProgressView(recipe.name, recipe.train.steps, console=console))
-        self.run.begin(resume=False)
+        self.run.begin()
         if not stops:
             self.run.roles.stop = frozenset()
         self._number = 0

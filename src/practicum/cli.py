@@ -92,6 +92,12 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Replace the run that the folder holds already.")
     ] = False,
+    change: Annotated[
+        bool,
+        typer.Option(
+            "--change", help="With --resume: continue with other values than the run had, and record them."
+        ),
+    ] = False,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Run folder, in place of runs/NAME.")
     ] = None,
@@ -102,10 +108,12 @@ def train(
     """
     if resume and fresh:
         raise typer.BadParameter("--resume continues a run, --fresh replaces it: give one of them")
+    if change and not resume:
+        raise typer.BadParameter("--change is for a run that continues: give --resume as well")
     _say_loading()
     from practicum.trainer.run import train_recipes
 
-    outcomes = train_recipes(recipes, overrides or [], resume=resume, fresh=fresh, out=out)
+    outcomes = train_recipes(recipes, overrides or [], resume=resume, fresh=fresh, change=change, out=out)
     if (stopped := outcomes[-1].signal) is not None:
         raise typer.Exit(128 + stopped)
 

@@ -15,7 +15,7 @@ from practicum.errors import DataError
 from practicum.recipe.schema.recipe import Checks
 from practicum.tasks.files import FileSource
 from practicum.tasks.scorers import SCORERS
-from practicum.trainer.checkpoints import MAY_CHANGE
+from practicum.trainer.recipe_changes import MAY_CHANGE
 
 from .pages import ROOT
 from .sentences import check_sentences

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from practicum.errors import PracticumError
-from practicum.trainer.checkpoints import Checkpoints, Progress, changed_keys, require_same_run
+from practicum.trainer.checkpoints import Checkpoints, Progress
 
 
 def save(checkpoints: Checkpoints, step: int, best: int | None = None) -> Path:
@@ -41,19 +41,3 @@ def test_a_write_that_fails_leaves_the_older_checkpoint_and_no_half_one(tmp_path
 def test_resuming_without_a_checkpoint_says_so(tmp_path: Path):
     with pytest.raises(PracticumError, match="no checkpoint to resume from"):
         Checkpoints(tmp_path, 1).latest()
-
-
-def recipe(schedule: str = "constant", steps: int = 10, lr: float = 0.1) -> dict:
-    return {"train": {"schedule": schedule, "steps": steps, "lr": lr}, "eval": {"rows": 1}}
-
-
-def test_changed_keys_are_found_by_path():
-    assert changed_keys({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}, "d": 0}) == ["a.c", "d"]
-
-
-def test_a_resumed_run_may_be_longer_but_not_another_run():
-    require_same_run(recipe(), recipe(steps=20))
-    with pytest.raises(PracticumError, match=r"train\.lr"):
-        require_same_run(recipe(), recipe(lr=0.2))
-    with pytest.raises(PracticumError, match=r"train\.steps"):
-        require_same_run(recipe("cosine"), recipe("cosine", steps=20))

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from practicum.errors import PracticumError
-from practicum.recipe.places import absolute_files
 
 ASIDE = ".writing-"
 
@@ -95,42 +94,3 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """Dotted paths at which two resolved recipes differ."""
-    found = []
-    for key in sorted(old.keys() | new.keys()):
-        path, a, b = f"{prefix}{key}", old.get(key), new.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            found += changed_keys(a, b, f"{path}.")
-        elif a != b:
-            found.append(path)
-    return found
-
-
-MAY_CHANGE = (
-    "train.steps",
-    "eval.",
-    "checkpoint.",
-    "track.",
-    "checks.",
-    "runtime.",
-    "pools.",
-    "rollout.replicas",
-    "expected",
-    "out",
-    "rollout.deadline_s",
-)
-"""What a resumed run may set differently, because no step depends on it (steps: in no decay)."""
-
-
-def require_same_run(old: dict[str, Any], new: dict[str, Any]) -> None:
-    """A resumed run must be the run that was stopped."""
-    allowed = MAY_CHANGE if new["train"]["schedule"] == "constant" else MAY_CHANGE[1:]
-    changed = [k for k in changed_keys(absolute_files(old), absolute_files(new)) if not k.startswith(allowed)]
-    if changed:
-        raise PracticumError(
-            f"the run to resume was started with other values of {', '.join(changed)}. "
-            "Resume with the recipe it had, or start anew with --fresh"
-        )

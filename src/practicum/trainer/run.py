@@ -30,11 +30,12 @@ from practicum.runtime.start_roles import start_roles
 from practicum.tasks.check_tasks import tasks_needing_answer
 from practicum.tasks.stream import eval_prompts, make_stream
 from practicum.teachers.ledger import totals
-from practicum.trainer.checkpoints import Checkpoints, Progress, require_same_run
+from practicum.trainer.checkpoints import Checkpoints, Progress
 from practicum.trainer.evaluate import evaluate
 from practicum.trainer.failures import Failures
 from practicum.trainer.interrupt import Interrupt
 from practicum.trainer.preflight import check_without_models, known_traits
+from practicum.trainer.recipe_changes import Change, allowed_changes
 from practicum.trainer.run_folder import RunFolder
 from practicum.trainer.samples import sample_rows
 from practicum.trainer.saver import Saver
@@ -69,7 +70,9 @@ class RunResult:
 class Run:
     """One recipe, from its start or its last checkpoint to its end."""
 
-    def __init__(self, recipe: Recipe, folder: RunFolder, view: ProgressView) -> None:
+    def __init__(
+        self, recipe: Recipe, folder: RunFolder, view: ProgressView, *, resume: bool = False
+    ) -> None:
         self.recipe, self.folder, self.view = recipe, folder, view
         self.plan = make_plan(recipe, known_traits(recipe.model))
         require_trackers(recipe)
@@ -78,29 +81,51 @@ class Run:
         needs_answer = tasks_needing_answer(recipe)
         stream = make_stream(recipe.tasks, recipe.seed, needs_answer=needs_answer, left_out=left_out)
         self.eval_prompts = eval_prompts(recipe.tasks, recipe.eval.rows, recipe.seed, left_out)
+        self.checkpoint: Path | None = None
+        self.progress = Progress()
+        if resume:
+            self.checkpoint, self.progress = Checkpoints(folder.checkpoints, 1).latest()
+            stream.load_state_dict(self.progress.stream)
         # After all that may fail: whoever it starts is stopped by `close` alone.
         self.roles: Roles = start_roles(recipe, self.plan, self.watch)
         self.runner = StepRunner(recipe, self.plan, self.roles, stream, self.watch)
         self.runner.on_stage, self.runner.on_batch = view.stage, self._keep_samples
         self.saver = Saver(recipe, folder, self.roles, self.runner)
         self.trackers: list[Tracker] = []
-        self.progress = Progress()
         self.failures = Failures(view.say, folder.log)
         self._samples: list[dict[str, Any]] = []
         self._began = time.monotonic()
 
-    def begin(self, *, resume: bool) -> None:
-        """Take the folder into use: all that can be wrong with the recipe is known by now."""
-        if resume:
-            self.folder.write_recipe(self.recipe)
-        else:
+    def begin(self, changes: Sequence[Change] = ()) -> None:
+        """Take the folder into use: all that can be wrong with the recipe is known by now.
+
+        A resumed run continues from its checkpoint; `changes` are what its recipe sets differently.
+        """
+        if self.checkpoint is None:
             self.folder.replace(self.recipe)
             seed_generators(self.recipe.seed)
+        else:
+            self._load(self.checkpoint)
+            self._record_changes(changes)
         self.trackers = make_trackers(self.recipe, self.folder.path)
         for sentence in self.roles.describe():
             self._report(sentence)
-        if resume:
-            self.resume()
+
+    def _load(self, path: Path) -> None:
+        roles = self.roles
+        roles.load(path, self.progress.kl)
+        self.runner.buffer.restore(roles.store.batch(TRAIN))
+        set_random_state(torch.load(path / "random.pt", weights_only=True))
+        self.folder.rewind(self.progress.positions)
+        self.view.recall(self.folder.metrics())
+        self.folder.log(f"resumed from {path.name}")
+
+    def _record_changes(self, changes: Sequence[Change]) -> None:
+        first = self.progress.step + 1
+        for change in changes:
+            self.folder.append("changes.jsonl", [change.row(first)])
+            self._report(f"changed from step {first} on: {change}")
+        self.folder.write_recipe(self.recipe)
 
     def train(self, interrupt: Interrupt) -> RunResult:
         """All steps that are left, then the export."""
@@ -225,18 +250,6 @@ class Run:
     def _mark(self) -> None:
         self.saver.mark(self.progress, self._elapsed())
 
-    def resume(self) -> None:
-        """Continue from the newest checkpoint."""
-        path, self.progress = self.saver.checkpoints.latest()
-        roles = self.roles
-        roles.load(path, self.progress.kl)
-        self.runner.buffer.restore(roles.store.batch(TRAIN))
-        self.runner.stream.load_state_dict(self.progress.stream)
-        set_random_state(torch.load(path / "random.pt", weights_only=True))
-        self.folder.rewind(self.progress.positions)
-        self.view.recall(self.folder.metrics())
-        self.folder.log(f"resumed from {path.name}")
-
     def close(self) -> None:
         """Stop what runs in the background."""
         for tracker in self.trackers:
@@ -249,14 +262,12 @@ def choose_folder(recipe: Recipe, out: Path | None, *, resume: bool, fresh: bool
     folder = RunFolder(out or Path(recipe.out or Path("runs") / recipe.name))
     if resume and not folder.is_used:
         raise PracticumError(f"{folder.path} has no run to resume: leave out --resume")
-    if resume:
-        require_same_run(folder.recipe(), recipe.model_dump(mode="json", exclude={"extends"}))
-    elif folder.is_foreign:
+    if not resume and folder.is_foreign:
         raise PracticumError(
             f"{folder.path} has files that a run would write over and that are not a run's: "
             "choose another folder with --out DIR"
         )
-    elif folder.is_used and not fresh:
+    if folder.is_used and not (resume or fresh):
         raise PracticumError(
             f"{folder.path} holds a run already: --resume continues it, --fresh replaces it, "
             "--out DIR writes elsewhere"
@@ -265,16 +276,26 @@ def choose_folder(recipe: Recipe, out: Path | None, *, resume: bool, fresh: bool
 
 
 def train_loaded(
-    loaded: LoadedRecipe, out: Path | None = None, *, resume: bool = False, fresh: bool = False
+    loaded: LoadedRecipe,
+    out: Path | None = None,
+    *,
+    resume: bool = False,
+    fresh: bool = False,
+    change: bool = False,
 ) -> RunResult:
-    """Train one recipe; used by the command line, the demo and tests."""
+    """Train one recipe; used by the command line, the demo and tests.
+
+    With `change` a resumed run may have a recipe with other values than the run had.
+    """
     recipe = loaded.recipe
     folder = choose_folder(recipe, out, resume=resume, fresh=fresh)
+    resolved = recipe.model_dump(mode="json", exclude={"extends"})
+    changes = allowed_changes(folder.recipe(), resolved, change=change) if resume else []
     steps = Checkpoints(folder.checkpoints, 1).steps() if resume else []
     view = ProgressView(recipe.name, recipe.train.steps, done=steps[-1] if steps else 0)
-    with view, Interrupt(view.say) as interrupt, closing(Run(recipe, folder, view)) as run:
+    with view, Interrupt(view.say) as interrupt, closing(Run(recipe, folder, view, resume=resume)) as run:
         try:
-            run.begin(resume=resume)
+            run.begin(changes)
             return run.train(interrupt)
         except BaseException as error:
             folder.log(f"stopped by {type(error).__name__}: {text_of(error)}")
@@ -291,6 +312,7 @@ def train_recipes(
     *,
     resume: bool = False,
     fresh: bool = False,
+    change: bool = False,
     out: Path | None = None,
 ) -> list[RunResult]:
     """Train recipes one after the other; all are loaded and validated before the first starts."""
@@ -298,7 +320,7 @@ def train_recipes(
         raise PracticumError("--out is for one recipe; several write to their own folders")
     outcomes = []
     for loaded in [load_recipe(path, overrides) for path in paths]:
-        outcome = train_loaded(loaded, out, resume=resume, fresh=fresh)
+        outcome = train_loaded(loaded, out, resume=resume, fresh=fresh, change=change)
         outcomes.append(outcome)
         text = summary(outcome, loaded.recipe.expected)
         Console().print(text, highlight=False, soft_wrap=True, markup=False)

@@ -19,7 +19,17 @@ from practicum.recipe.schema.recipe import Recipe
 
 PACKAGES = ("practicum", "torch", "transformers", "numpy", "pydantic", "safetensors")
 APPENDED = ("metrics.jsonl", "samples.jsonl")
-OWNED = (*APPENDED, "recipe.yaml", "log.txt", "wandb.id", "checkpoints", "export", "tensorboard", "wandb")
+OWNED = (
+    *APPENDED,
+    "changes.jsonl",
+    "recipe.yaml",
+    "log.txt",
+    "wandb.id",
+    "checkpoints",
+    "export",
+    "tensorboard",
+    "wandb",
+)
 """What a run writes besides versions.json, which marks its folder; nothing else is ever removed."""
 
 
@@ -66,7 +76,7 @@ class RunFolder:
         return yaml.safe_load((self.path / "recipe.yaml").read_text())
 
     def append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add JSON lines to metrics.jsonl or samples.jsonl."""
+        """Add JSON lines to metrics.jsonl, samples.jsonl or changes.jsonl."""
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 

@@ -1,0 +1,104 @@
+"""A resumed run and its recipe: what may differ freely, what with --change, and what can't differ."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from practicum.errors import PracticumError
+from practicum.recipe.places import absolute_files
+
+MAY_CHANGE = (
+    "train.steps",
+    "eval.",
+    "checkpoint.",
+    "track.",
+    "checks.",
+    "runtime.",
+    "pools.",
+    "rollout.replicas",
+    "expected",
+    "out",
+    "rollout.deadline_s",
+)
+"""What a resumed run may set differently, because no step depends on it (steps: in no decay)."""
+
+_FIXED = {
+    "model.make": "the checkpoint holds the weights of another model",
+    "model.path": "the weights are the checkpoint's",
+    "model.tokenizer": "the model was trained with the tokens of the other one",
+    "model.dtype": "weights and optimizer state in the checkpoint have the other number type",
+}
+"""Keys that can't change, and why."""
+_SWITCHES = {
+    "critic": "a critic's weights and optimizer state are part of every checkpoint",
+    "algorithm.kl.target": "an adapted weight is part of every checkpoint, a fixed one is not",
+    "student": "a teacher's copy of the student is part of the checkpoint",
+}
+"""Keys that can't be set if they were null, or the other way round, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A value of the recipe that differs from the run's so far."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def row(self, step: int) -> dict[str, Any]:
+        """A line of changes.jsonl; `step` is the first one with the new value."""
+        return {"step": step, **asdict(self), "time": time.strftime("%Y-%m-%d %H:%M:%S")}
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.old} → {self.new}"
+
+
+def allowed_changes(old: dict[str, Any], new: dict[str, Any], *, change: bool = False) -> list[Change]:
+    """What differs between two resolved recipes, if a run of the old one may continue with the new one.
+
+    Without `change`, only what no step depends on.
+    """
+    changes = changes_of(absolute_files(old), absolute_files(new))
+    if impossible := [f"  {c}\n    {why}" for c in changes if (why := _why_not(c, new))]:
+        raise PracticumError(
+            "\n".join(["the run can't continue with a recipe in which these differ:", *impossible])
+            + "\n  → resume with the recipe that it had, or start a new run with model.path set to this run"
+        )
+    free = MAY_CHANGE if new["train"]["schedule"] == "constant" else MAY_CHANGE[1:]
+    other = [c for c in changes if not c.key.startswith(free)]
+    if other and not change:
+        raise PracticumError(
+            "the run to resume was started with other values:\n"
+            + "\n".join(f"  {c}" for c in other)
+            + "\n  → --change continues with the new values and records them in changes.jsonl;\n"
+            "    or resume with the recipe that it had, or start again with --fresh"
+        )
+    return changes
+
+
+def changes_of(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[Change]:
+    """The values in which two resolved recipes differ."""
+    found = []
+    for key in sorted(old.keys() | new.keys()):
+        path, a, b = f"{prefix}{key}", old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += changes_of(a, b, f"{path}.")
+        elif a != b:
+            found.append(Change(path, a, b))
+    return found
+
+
+def _why_not(change: Change, new: dict[str, Any]) -> str | None:
+    """Why a run can't continue with this change; None if it can."""
+    key, is_switched = change.key, (change.old is None) != (change.new is None)
+    for fixed, why in _FIXED.items():
+        if key == fixed or key.startswith(f"{fixed}."):
+            return why
+    name = "student" if key.startswith("teachers.") and key.endswith(".student") else key
+    if is_switched and name in _SWITCHES:
+        return _SWITCHES[name]
+    if key == "algorithm.kl.coefficient" and new["algorithm"]["kl"]["target"] is not None:
+        return "it is where the adaptation began; the checkpoint holds the weight of now: change kl.target"
+    return None
