@@ -24,8 +24,8 @@ from practicum.engines.protocol import Sampling
 from practicum.engines.torch.scheduler import Scheduler
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.models.load_model import load_model, load_tokenizer
-from practicum.recipe.schema.agent import Agent
 from practicum.recipe.schema.recipe import Model
+from practicum.recipe.schema.rollout_sections import Agent
 from practicum.sessions.attempts import run_attempt
 from practicum.sessions.policies import EnginePolicy
 from practicum.sessions.session import Session, SessionStart

@@ -32,7 +32,8 @@ from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.learning.learner import Learner
 from practicum.learning.update_batch import UpdateBatch
 from practicum.models.load_model import load_model, load_tokenizer, stop_ids
-from practicum.recipe.schema.recipe import Algorithm, MakeModel, Model, Task, Train
+from practicum.recipe.schema.algorithm_sections import Algorithm
+from practicum.recipe.schema.recipe import MakeModel, Model, Task, Train
 from practicum.tasks.builtin import TASKS
 from practicum.tasks.prompts import Prompt, demonstration, encode_prompt
 from practicum.tasks.stream import make_stream

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from practicum.cli import app
 from practicum.concurrency.event_loop import run_async
 from practicum.errors import RecipeError, RewardError
-from practicum.recipe.schema.agent import ToolSection
 from practicum.recipe.schema.recipe import Reward, RewardFunction, Task
+from practicum.recipe.schema.rollout_sections import ToolSection
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.rewards import RewardFunctions, RewardSample
 from practicum.trainer.run import summary, train_loaded

@@ -14,8 +14,7 @@ from practicum.dataplane.plan import chain, draw, make_plan
 from practicum.errors import ClusterError, PracticumError
 from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
 from practicum.recipe.shipped import copy_recipe, list_recipes
-from practicum.recipe.text import schema_reference as reference
-from practicum.recipe.text.show_recipe import show_recipe
+from practicum.recipe.text.show_recipe import json_schema, markdown, show_recipe
 
 
 class _Commands(TyperGroup):
@@ -210,7 +209,7 @@ def schema(
 
     practicum schema --json > recipe.schema.json
     """
-    typer.echo(reference.json_schema() if as_json else reference.markdown(), nl=as_json)
+    typer.echo(json_schema() if as_json else markdown(), nl=as_json)
 
 
 @app.command()

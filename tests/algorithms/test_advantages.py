@@ -14,7 +14,7 @@ from practicum.algorithms.advantages.groups import group_scores
 from practicum.algorithms.advantages.registry import ADVANTAGES
 from practicum.algorithms.advantages.types import AdvantageInputs
 from practicum.algorithms.advantages.whitening import whiten
-from practicum.recipe.schema.recipe import Algorithm
+from practicum.recipe.schema.algorithm_sections import Algorithm
 
 from . import reference
 from .batches import Batch, batches, law, with_more_masked_tokens, with_sessions_permuted

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from practicum.algorithms.aggregation import AGGREGATIONS, session_count, token_weights
 from practicum.algorithms.segments import segment_count
 from practicum.errors import PracticumError
-from practicum.recipe.schema.recipe import Algorithm
+from practicum.recipe.schema.algorithm_sections import Algorithm
 
 from . import reference
 from .batches import Batch, batches, law

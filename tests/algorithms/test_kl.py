@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from practicum.algorithms.kl import KL_ESTIMATORS, AdaptiveKl, FixedKl, KlController, token_kl
 from practicum.errors import PracticumError
-from practicum.recipe.schema.recipe import Kl
+from practicum.recipe.schema.algorithm_sections import Kl
 
 from .batches import Batch, batches, law
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from practicum.algorithms.mismatch import MismatchRules, MismatchWeights, mismatch_weights
 from practicum.algorithms.policy_losses.registry import POLICY_LOSSES
-from practicum.recipe.schema.mismatch_section import Mismatch
+from practicum.recipe.schema.algorithm_sections import Mismatch
 
 from .batches import Batch, batches, law, with_more_masked_tokens, with_sessions_permuted
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from practicum.algorithms.aggregation import token_weights
 from practicum.algorithms.policy_losses.registry import POLICY_LOSSES
 from practicum.algorithms.policy_losses.types import PolicyInputs
-from practicum.recipe.schema.recipe import Algorithm
+from practicum.recipe.schema.algorithm_sections import Algorithm
 
 from . import reference
 from .batches import Batch, batches, law, with_more_masked_tokens, with_sessions_permuted

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from practicum.dataplane.fields import FIELDS
 from practicum.dataplane.plan import Plan, StageSpec, chain, draw, make_plan, old_source, resolve
 from practicum.errors import RecipeError
-from practicum.recipe.model_traits import Traits
+from practicum.recipe.derived import Traits
 from practicum.recipe.schema.recipe import Recipe
 
 ROWS = ("prompt_ids", "response_ids", "response_mask")

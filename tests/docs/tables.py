@@ -18,9 +18,9 @@ from practicum.dataplane.plan import make_plan
 from practicum.dataplane.ragged import Ragged
 from practicum.engines.protocol import Engine
 from practicum.learning.update_metrics import METRICS as UPDATE_METRICS
-from practicum.recipe.model_traits import Traits
+from practicum.recipe.derived import Traits
 from practicum.recipe.schema.recipe import Recipe
-from practicum.recipe.text.schema_reference import markdown
+from practicum.recipe.text.show_recipe import markdown
 from practicum.tasks.builtin import describe_tasks
 from practicum.tasks.scorers import RewardSample
 from practicum.trainer.step_metrics import METRICS

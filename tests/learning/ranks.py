@@ -20,8 +20,9 @@ from practicum.learning.parallel import Parallel, free_port, whole
 from practicum.learning.update_batch import BatchFacts, CriticBatch, UpdateBatch
 from practicum.learning.value_learner import ValueLearner
 from practicum.models.tokenizer import make_tokenizer
-from practicum.recipe.schema.recipe import Algorithm, Kl, Train
-from practicum.recipe.schema.recipe import CriticSection as CriticRecipe
+from practicum.recipe.schema.algorithm_sections import Algorithm, Kl
+from practicum.recipe.schema.algorithm_sections import CriticSection as CriticRecipe
+from practicum.recipe.schema.recipe import Train
 
 from .reference import random_batch, take, tiny
 from .taught import take_taught, taught, teaching

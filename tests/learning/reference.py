@@ -26,7 +26,8 @@ from practicum.dataplane.ragged import Ragged
 from practicum.learning.norms import fuse_norms
 from practicum.learning.update_batch import UpdateBatch
 from practicum.models.load_model import ready
-from practicum.recipe.schema.recipe import Algorithm, Train
+from practicum.recipe.schema.algorithm_sections import Algorithm
+from practicum.recipe.schema.recipe import Train
 
 FAMILIES = ("qwen3", "llama", "gpt2")
 VOCAB = 19

@@ -14,8 +14,9 @@ from practicum.learning.learner import Learner
 from practicum.learning.update_batch import CriticBatch
 from practicum.learning.value_learner import ValueLearner
 from practicum.models.tokenizer import make_tokenizer
-from practicum.recipe.schema.recipe import Algorithm, Train
-from practicum.recipe.schema.recipe import CriticSection as CriticRecipe
+from practicum.recipe.schema.algorithm_sections import Algorithm
+from practicum.recipe.schema.algorithm_sections import CriticSection as CriticRecipe
+from practicum.recipe.schema.recipe import Train
 
 from .reference import FAMILIES, random_batch, tiny
 

@@ -16,7 +16,7 @@ from practicum.errors import CheckError
 from practicum.learning.update_batch import CriticBatch
 from practicum.learning.update_metrics import METRICS
 from practicum.learning.value_learner import ValueLearner
-from practicum.recipe.schema.recipe import CriticSection as CriticRecipe
+from practicum.recipe.schema.algorithm_sections import CriticSection as CriticRecipe
 from practicum.recipe.schema.recipe import Train
 
 from .reference import FAMILIES, random_batch, tiny

@@ -22,7 +22,8 @@ from practicum.learning.minibatches import (
     student_cut,
 )
 from practicum.learning.sharing import exact_fit
-from practicum.recipe.schema.recipe import CriticSection, Recipe, Train
+from practicum.recipe.schema.algorithm_sections import CriticSection
+from practicum.recipe.schema.recipe import Recipe, Train
 
 Row = tuple[int, int]
 """Prompt and session of a real row."""

@@ -20,8 +20,9 @@ from practicum.learning.update_batch import UpdateBatch
 from practicum.learning.update_metrics import METRICS, RouterLoad
 from practicum.learning.value_learner import ValueLearner
 from practicum.models.experts import routes_of
-from practicum.recipe.schema.recipe import Algorithm, Train
-from practicum.recipe.schema.recipe import CriticSection as CriticRecipe
+from practicum.recipe.schema.algorithm_sections import Algorithm
+from practicum.recipe.schema.algorithm_sections import CriticSection as CriticRecipe
+from practicum.recipe.schema.recipe import Train
 from tests.rollout.engines import engine_of, generate, sampling
 
 from .reference import random_batch, reference_update, take, tiny

@@ -15,8 +15,9 @@ from practicum.learning.distill_loss import DistillSettings
 from practicum.learning.row_extras import RowExtras
 from practicum.learning.update_batch import CriticBatch, UpdateBatch
 from practicum.learning.value_learner import ValueLearner
-from practicum.recipe.schema.recipe import Algorithm, Kl, Train
-from practicum.recipe.schema.recipe import CriticSection as CriticRecipe
+from practicum.recipe.schema.algorithm_sections import Algorithm, Kl
+from practicum.recipe.schema.algorithm_sections import CriticSection as CriticRecipe
+from practicum.recipe.schema.recipe import Train
 from practicum.recipe.schema.teacher_sections import Distill
 
 from .reference import random_batch, tiny, with_padding

@@ -13,8 +13,9 @@ from practicum.learning.learner import Learner
 from practicum.learning.packed_model import PackedModel
 from practicum.learning.parallel import Parallel, free_port
 from practicum.learning.value_learner import ValueLearner
-from practicum.recipe.schema.recipe import Algorithm, Train
-from practicum.recipe.schema.recipe import CriticSection as CriticRecipe
+from practicum.recipe.schema.algorithm_sections import Algorithm
+from practicum.recipe.schema.algorithm_sections import CriticSection as CriticRecipe
+from practicum.recipe.schema.recipe import Train
 
 from . import roles_on_ranks
 from .ranks import CASES, SINGLE, TRAIN, WORLD, Found, on_ranks

@@ -15,7 +15,8 @@ from practicum.dataplane.ragged import Ragged
 from practicum.errors import DataError
 from practicum.learning.learner import Learner
 from practicum.learning.update_batch import UpdateBatch
-from practicum.recipe.schema.recipe import Algorithm, Kl, Train
+from practicum.recipe.schema.algorithm_sections import Algorithm, Kl
+from practicum.recipe.schema.recipe import Train
 
 from .reference import VOCAB, random_batch, take, tiny
 from .updates import assert_same, learn

@@ -23,7 +23,8 @@ from practicum.learning.logprobs import token_logprobs
 from practicum.learning.update_batch import UpdateBatch
 from practicum.learning.update_metrics import METRICS
 from practicum.recipe.checks.divergences import why_dead
-from practicum.recipe.schema.recipe import Algorithm, Train
+from practicum.recipe.schema.algorithm_sections import Algorithm
+from practicum.recipe.schema.recipe import Train
 
 from .reference import VOCAB, Updated, random_batch
 from .taught import OTHERS, STUDENT, plain_gradient, take_taught, taught, teaching

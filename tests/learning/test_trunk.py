@@ -15,7 +15,8 @@ from practicum.learning.packed_model import PackedModel
 from practicum.learning.packing import RowSpans
 from practicum.models.load_model import ready
 from practicum.recipe.counts import CPU_MICROBATCH_TOKENS
-from practicum.recipe.schema.recipe import Algorithm, Train
+from practicum.recipe.schema.algorithm_sections import Algorithm
+from practicum.recipe.schema.recipe import Train
 
 from .reference import FAMILIES, VOCAB, random_batch, tiny
 from .updates import assert_same, learn

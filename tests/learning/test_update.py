@@ -16,7 +16,8 @@ from practicum.errors import CheckError, DataError
 from practicum.learning.learner import Learner
 from practicum.learning.objective import Objective
 from practicum.learning.update_metrics import METRICS
-from practicum.recipe.schema.recipe import Algorithm, Kl, Train
+from practicum.recipe.schema.algorithm_sections import Algorithm, Kl
+from practicum.recipe.schema.recipe import Train
 
 from .reference import FAMILIES, random_batch, reference_update, take, tiny
 from .updates import assert_same, learn

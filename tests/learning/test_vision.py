@@ -29,8 +29,9 @@ from practicum.models.load_model import ready
 from practicum.models.processor import make_vision_tokenizer
 from practicum.models.tiny_models import made_config
 from practicum.models.vision import image_token_id, sequence_positions
-from practicum.recipe.schema.recipe import Algorithm, MakeModel, Train
-from practicum.recipe.schema.recipe import CriticSection as CriticRecipe
+from practicum.recipe.schema.algorithm_sections import Algorithm
+from practicum.recipe.schema.algorithm_sections import CriticSection as CriticRecipe
+from practicum.recipe.schema.recipe import MakeModel, Train
 from tests.rollout.engines import engine_of, sampling
 
 from .reference import random_batch, take, tiny, with_padding

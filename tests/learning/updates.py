@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from practicum.learning.learner import Learner
 from practicum.learning.optimizer import Metrics
 from practicum.learning.update_batch import UpdateBatch
-from practicum.recipe.schema.recipe import Algorithm, Train
+from practicum.recipe.schema.algorithm_sections import Algorithm
+from practicum.recipe.schema.recipe import Train
 
 from .reference import Updated
 

@@ -10,12 +10,12 @@ import practicum
 from practicum.algorithms.advantages.registry import ADVANTAGES
 from practicum.algorithms.policy_losses.registry import POLICY_LOSSES
 from practicum.recipe.algorithm_traits import ESTIMATORS, LOSSES, readers
-from practicum.recipe.schema.recipe import Algorithm
+from practicum.recipe.schema.algorithm_sections import Algorithm
 
 ROOT = Path(practicum.__file__).parent
 NAMED_IN = {
     "recipe/algorithm_traits.py",
-    "recipe/schema/recipe.py",
+    "recipe/schema/algorithm_sections.py",
     "algorithms/advantages/registry.py",
     "algorithms/policy_losses/registry.py",
 }

@@ -26,7 +26,12 @@ def load(folder: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "path", "found", "fix"),
     [
-        ("rollout: {vllm: {threads: 1}}", "rollout.vllm", "with rollout.engine torch", "engine: vllm"),
+        (
+            "rollout: {vllm: {threads: 1}}",
+            "rollout.vllm.threads",
+            "with rollout.engine torch",
+            "engine to vllm",
+        ),
         ("rollout: {engine: vllm, keep_tokens: 5}", "rollout.keep_tokens", "5 with", "keeps the blocks"),
         (VLLM + "model: {make: {}, dtype: float64}", "model.dtype", "float64 with", "rollout.engine: torch"),
         (VLLM + "model: {make: {family: qwen3_moe}}", "train.replay_experts", "true with", "set it to false"),
@@ -49,13 +54,13 @@ def load(folder: Path, text: str) -> None:
             TEACHER % ", placement: {own: {threads: 2}}" + DISTILL,
             "teachers.t.placement.own.threads",
             "2 with engine vllm",
-            "teachers.t.vllm.threads",
+            "vLLM has its own",
         ),
         (
             "teachers: {t: {model: a, vllm: {kv_gb: 1}}}\n" + DISTILL,
-            "teachers.t.vllm",
-            "with engine torch",
-            "teachers.t.engine: vllm",
+            "teachers.t.vllm.kv_gb",
+            "1.0 with engine torch",
+            "set engine to vllm",
         ),
         (
             "teachers: {t: {model: a, url: 'http://127.0.0.1:8000/v1', engine: vllm}}\n" + DISTILL,

@@ -11,7 +11,7 @@ import pytest
 from practicum.errors import RecipeErrors
 from practicum.recipe.derived import data_parallel, engine_replicas, on_ray, own_models
 from practicum.recipe.load_recipe import load_recipe
-from practicum.recipe.text.schema_reference import json_schema
+from practicum.recipe.text.show_recipe import json_schema
 
 Write = Callable[..., Path]
 OWN = "teachers.t.model=a distill={} teachers.t.placement.own"
@@ -90,10 +90,12 @@ def test_own_models_are_those_with_processes_here(write: Write) -> None:
 @pytest.mark.parametrize(
     ("overrides", "path", "says"),
     [
-        ("runtime.address=auto runtime.cpus=4", "runtime.cpus", "with an address"),
+        ("runtime.address=auto runtime.cpus=4", "runtime.cpus", "with runtime.address"),
         ("runtime.address=auto runtime.object_store_gb=1", "runtime.object_store_gb", "the address"),
         ("runtime.store.units=2", "runtime.store.units", "transferqueue"),
         ("runtime.store.backend=Mooncake", "runtime.store.backend", "transferqueue"),
+        ("runtime.store.unit_gb=1", "runtime.store.unit_gb", "transferqueue"),
+        ("runtime.store.options.a=1", "runtime.store.options", "transferqueue"),
         ("model.device=cuda:1", "model.device", "Ray chooses"),
         (f"{OWN}={{}} teachers.t.device=cuda:0", "teachers.t.device", "Ray chooses"),
         ("pools.rollout.devices=4 rollout.replicas=3", "rollout.replicas", "idle"),

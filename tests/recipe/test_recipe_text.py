@@ -11,8 +11,7 @@ import pytest
 from practicum.recipe.counts import count
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.text import yamlfile
-from practicum.recipe.text.schema_reference import json_schema, markdown
-from practicum.recipe.text.show_recipe import resolved_yaml, show_recipe
+from practicum.recipe.text.show_recipe import json_schema, markdown, resolved_yaml, show_recipe
 from practicum.recipe.text.type_text import all_keys, section_of
 
 Write = Callable[..., Path]

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from practicum.errors import EngineError
 from practicum.models.processor import make_processor, make_vision_tokenizer
-from practicum.recipe.schema.agent import Agent
+from practicum.recipe.schema.rollout_sections import Agent
 from practicum.sessions.chat import tool_result, user
 from practicum.sessions.session import Session, SessionStart
 from practicum.tasks.messages import Message, picture_message

@@ -11,7 +11,7 @@ import pytest
 
 from practicum.errors import EngineError, RecipeError
 from practicum.models.tokenizer import make_tokenizer
-from practicum.recipe.schema.agent import ToolSection
+from practicum.recipe.schema.rollout_sections import ToolSection
 from practicum.sessions.chat import tool_result
 from practicum.sessions.loops import LOOPS, find_loop
 from practicum.sessions.policies import DemonstratorPolicy, EnginePolicy

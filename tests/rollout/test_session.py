@@ -16,7 +16,7 @@ from practicum.engines.protocol import Counter
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import EngineError
 from practicum.models.tokenizer import make_tokenizer
-from practicum.recipe.schema.agent import ToolSection
+from practicum.recipe.schema.rollout_sections import ToolSection
 from practicum.sessions.chat import tool_result, user
 from practicum.sessions.policies import DemonstratorPolicy, EnginePolicy
 from practicum.sessions.session import Session

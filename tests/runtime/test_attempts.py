@@ -12,7 +12,7 @@ from tests.rollout.sessions import Scripted, session_of
 from practicum.concurrency.event_loop import run_async
 from practicum.errors import EngineError
 from practicum.models.tokenizer import make_tokenizer
-from practicum.recipe.schema.agent import Agent, ToolSection
+from practicum.recipe.schema.rollout_sections import Agent, ToolSection
 from practicum.sessions.attempts import AttemptResult, run_attempt
 from practicum.sessions.session import Session
 from practicum.sessions.session_result import Loop

@@ -1,5 +1,5 @@
-from practicum.recipe.schema.agent import Agent
 from practicum.recipe.schema.recipe import Task
+from practicum.recipe.schema.rollout_sections import Agent
 from practicum.sessions.demonstrator import make_demonstrator
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.prompts import Prompt

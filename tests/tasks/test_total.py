@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from practicum.engines.protocol import Sampling
 from practicum.models.tokenizer import CHARACTERS, make_tokenizer
-from practicum.recipe.schema.agent import Agent
 from practicum.recipe.schema.recipe import Task
+from practicum.recipe.schema.rollout_sections import Agent
 from practicum.sessions.chat import SessionStart
 from practicum.sessions.loops import find_loop
 from practicum.sessions.policies import DemonstratorPolicy

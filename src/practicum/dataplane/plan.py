@@ -10,15 +10,16 @@ from practicum.errors import RecipeError
 from practicum.recipe.algorithm_traits import ESTIMATORS, LOSSES
 from practicum.recipe.counts import Counts, count
 from practicum.recipe.derived import (
+    Traits,
     corrects_mismatch,
     data_parallel,
     distils_by_loss,
     distils_by_policy,
     has_advantage_estimator,
     has_policy_loss,
+    model_traits,
     uses_reward,
 )
-from practicum.recipe.model_traits import Traits, model_traits
 from practicum.recipe.schema.recipe import Recipe
 
 OldSource = Literal["own", "old_logprobs", "rollout_logprobs"]

@@ -34,7 +34,8 @@ from practicum.learning.update_batch import (
 from practicum.learning.update_metrics import RouterLoad, TokenMeans
 from practicum.models.fingerprint import LENGTH
 from practicum.recipe.algorithm_traits import LOSSES
-from practicum.recipe.schema.recipe import Algorithm, Train
+from practicum.recipe.schema.algorithm_sections import Algorithm
+from practicum.recipe.schema.recipe import Train
 
 
 class Learner:

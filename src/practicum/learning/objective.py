@@ -18,7 +18,7 @@ from practicum.learning.distill_loss import DistillSettings
 from practicum.learning.logprobs import TokenLogprobs
 from practicum.learning.update_batch import UpdateBatch, need_column, token_column
 from practicum.learning.update_metrics import TokenMeans
-from practicum.recipe.schema.recipe import Algorithm
+from practicum.recipe.schema.algorithm_sections import Algorithm
 
 Columns = Mapping[str, Tensor]
 

@@ -22,7 +22,7 @@ from practicum.learning.parallel import Parallel, is_sharded
 from practicum.learning.row_extras import RowExtras
 from practicum.learning.update_batch import CriticBatch, need_column
 from practicum.learning.update_metrics import Moments, TokenMeans
-from practicum.recipe.schema.recipe import CriticSection as CriticRecipe
+from practicum.recipe.schema.algorithm_sections import CriticSection as CriticRecipe
 from practicum.recipe.schema.recipe import Train
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from practicum.errors import EngineError
 from practicum.models.images import Images
-from practicum.recipe.model_traits import VISION_FAMILIES
+from practicum.recipe.derived import VISION_FAMILIES
 
 AXES = 3
 

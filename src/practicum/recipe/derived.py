@@ -1,10 +1,19 @@
-"""What a recipe's settings come to: the ways in which a step learns."""
+"""What follows from a recipe's settings: how a step learns, where models run, what the model needs."""
 
 from __future__ import annotations
 
-from practicum.recipe.schema.recipe import Recipe
-from practicum.recipe.schema.runtime_section import Pool
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from practicum.recipe.algorithm_traits import LOSSES
 from practicum.recipe.schema.teacher_sections import Own, OwnPlacement, Placement, RewardModel, Teacher
+
+if TYPE_CHECKING:  # these sections ask this module when their keys are read
+    from practicum.recipe.schema.recipe import Model, Recipe
+    from practicum.recipe.schema.runtime_section import Pool
 
 
 def is_supervised(recipe: Recipe) -> bool:
@@ -47,6 +56,14 @@ def corrects_mismatch(recipe: Recipe) -> bool:
     """Whether the policy loss is weighed by the ratio of the learner to the engine."""
     mismatch = recipe.algorithm.mismatch
     return mismatch.weights != "off" or mismatch.reject is not None
+
+
+def uses_old_logprobs(recipe: Recipe) -> bool:
+    """Whether something is compared with the policy before the update."""
+    if not has_policy_loss(recipe):
+        return False
+    in_reward = recipe.algorithm.kl.place == "reward" or distils_by_policy(recipe)
+    return LOSSES[recipe.algorithm.loss].ratio or in_reward or corrects_mismatch(recipe)
 
 
 def cuts_sampling(recipe: Recipe) -> bool:
@@ -126,3 +143,36 @@ def own_models(recipe: Recipe) -> dict[str, Teacher | RewardModel]:
 
 def _devices(pool: Pool) -> int:
     return pool.nodes * pool.devices
+
+
+VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+"""Models whose pictures practicum knows how to show; others of their kind are text models here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """`moe`: tokens take experts, which are recorded. `vision`: rows may have pictures and positions of
+    several axes."""
+
+    moe: bool = False
+    vision: bool = False
+
+
+def traits_of(config: Mapping[str, Any]) -> Traits:
+    """The traits of a model by its config.json."""
+    text = config.get("text_config") or config
+    experts = text.get("num_experts") or text.get("num_local_experts") or 0
+    return Traits(moe=experts > 1, vision=config.get("model_type") in VISION_FAMILIES)
+
+
+def model_traits(model: Model) -> Traits:
+    """The traits of the student: made ones by their family, a folder's by its config; plain if unknown."""
+    if model.make is not None:
+        family = model.make.family
+        return Traits(moe=family == "qwen3_moe", vision=family in VISION_FAMILIES)
+    path = Path(model.path or "").expanduser() / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError):  # a hub name, or a folder that does not exist yet: checks speak of it
+        return Traits()
+    return traits_of(config) if isinstance(config, dict) else Traits()

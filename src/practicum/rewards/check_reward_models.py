@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerBase
 from practicum.errors import RecipeError, RecipeErrors
 from practicum.models.load_model import require_model_folder
 from practicum.models.model_files import read_config
+from practicum.recipe.checks.value_forms import fill
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import RewardModel
-from practicum.recipe.text.templates import fill
 from practicum.rewards.loaded_reward_model import check_label, load_tokenizer
 
 _CLASSIFIER = "ForSequenceClassification"

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from practicum.engines.protocol import Counter, Sampling
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.models.offloaded_weights import OffloadTarget
+from practicum.recipe.checks.value_forms import fields_of, fill
 from practicum.recipe.schema.teacher_sections import RewardModel
-from practicum.recipe.text.templates import fields_of, fill
 from practicum.rewards.reward_place import CannotScore, JudgeInput
 
 SLOTS = 16

@@ -9,7 +9,7 @@ from typing import Any
 
 from practicum.engines.protocol import Sampling
 from practicum.errors import PracticumError, SessionError
-from practicum.recipe.schema.agent import Agent, Retry
+from practicum.recipe.schema.rollout_sections import Agent, Retry
 from practicum.sessions.session import Session
 from practicum.sessions.session_result import Loop, SessionResult, read_result
 from practicum.sessions.tools.tool import ToolError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from practicum.recipe.schema.agent import Agent
+from practicum.recipe.schema.rollout_sections import Agent
 from practicum.sessions.tools.calculator import CALCULATOR
 from practicum.sessions.tools.tool_calls import Call, read_calls, write_call
 from practicum.sessions.tools.toolbox import Toolbox

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from practicum.engines.protocol import Counter, Sampling
 from practicum.errors import RecipeError, SessionError
-from practicum.recipe.schema.agent import Agent
+from practicum.recipe.schema.rollout_sections import Agent
 from practicum.sessions.chat import (
     Chat,
     Format,

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from practicum.errors import DataError, RecipeError, RecipeErrors
 from practicum.recipe.checks.routing import destinations, value_of_task
+from practicum.recipe.checks.value_forms import fields_of
 from practicum.recipe.schema.recipe import Recipe
-from practicum.recipe.text.templates import fields_of
 from practicum.recipe.text.type_text import nearest
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import draw_row, make_stream, open_file, to_prompt

@@ -7,8 +7,8 @@ from typing import Any
 
 from practicum.errors import DataError
 from practicum.recipe.checks.routing import destinations
+from practicum.recipe.checks.value_forms import fields_of, fill
 from practicum.recipe.schema.teacher_sections import Route, Teacher
-from practicum.recipe.text.templates import fields_of, fill
 from practicum.tasks.draws import mix
 from practicum.tasks.prompts import Prompt, answer_text
 

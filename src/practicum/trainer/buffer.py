@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
-from practicum.recipe.schema.agent import OnFailure
 from practicum.recipe.schema.recipe import Buffer
+from practicum.recipe.schema.rollout_sections import OnFailure
 
 
 @dataclass(frozen=True, slots=True)

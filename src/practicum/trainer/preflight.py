@@ -11,9 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from practicum.errors import MissingExtraError, RecipeError, RecipeErrors
 from practicum.models.load_model import load_model, load_tokenizer, model_facts, stop_ids
 from practicum.models.model_files import read_config
-from practicum.recipe.derived import on_ray, rollout_context
+from practicum.recipe.derived import Traits, model_traits, on_ray, rollout_context, traits_of
 from practicum.recipe.load_recipe import LoadedRecipe
-from practicum.recipe.model_traits import Traits, model_traits, traits_of
 from practicum.recipe.schema.recipe import Model, Recipe
 from practicum.rewards.check_reward_models import check_rewarders
 from practicum.roles.load_teachers import probe_servers

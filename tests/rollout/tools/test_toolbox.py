@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from practicum.errors import RecipeError
-from practicum.recipe.schema.agent import ToolSection as ToolSpec
+from practicum.recipe.schema.rollout_sections import ToolSection as ToolSpec
 from practicum.sessions.tools.toolbox import Toolbox, ToolOutcome
 
 from . import own_tools

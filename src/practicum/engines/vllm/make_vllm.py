@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from practicum.engines.vllm.vllm_engine import VllmEngine, Weights
 from practicum.engines.vllm.vllm_messages import VllmSetup
 from practicum.models.model_files import read_config
-from practicum.recipe.schema.vllm import Vllm
+from practicum.recipe.schema.rollout_sections import Vllm
 
 GIB = 2**30
 _BLOCK = 32

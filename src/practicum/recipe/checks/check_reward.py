@@ -1,87 +1,25 @@
-"""Rewards that nothing learns from, options that nothing reads then, and reward models that can't judge."""
+"""Rewards that judge nothing, and reward models that can't judge."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from practicum.errors import RecipeError
-from practicum.recipe.checks.rules import check_device, check_names, check_url, unread
-from practicum.recipe.derived import (
-    computes_reward,
-    evaluates,
-    has_advantage_estimator,
-    has_policy_loss,
-    is_supervised,
-    uses_reward,
-)
+from practicum.recipe.checks.value_forms import check_device, check_names, check_url, fields_of
+from practicum.recipe.derived import computes_reward, evaluates
 from practicum.recipe.schema.recipe import Recipe, RewardFunction
 from practicum.recipe.schema.teacher_sections import RewardModel
-from practicum.recipe.text.templates import fields_of
 
-_ESTIMATOR = ("advantage", "gamma", "lam", "whiten")
-_POLICY = ("loss", "clip_low", "clip_high", "dual_clip", "log_ratio_clamp", "old_logprobs")
-_HERE = ("placement", "dtype", "device", "batch_tokens")
-_SERVER = ("concurrency", "retries", "api_key_env")
-_JUDGE = ("prompt", "scale", "max_new_tokens")
 _FIELDS = ("prompt", "response", "answer")
 
 
 def check_reward(recipe: Recipe) -> Iterator[RecipeError]:
-    """Every problem of rewards: their weight, what it leaves unread, functions and models."""
-    yield from _weight(recipe)
-    yield from _without_reward(recipe)
+    """Every problem of reward functions and reward models."""
     yield from _functions(recipe)
     yield from check_names("reward.models", "reward model", recipe.reward.models)
-    yield from _of_use(recipe)
+    yield from _namesakes(recipe)
     for name, model in recipe.reward.models.items():
         yield from _model(f"reward.models.{name}", model)
-
-
-def unread_algorithm(recipe: Recipe) -> tuple[str, ...]:
-    """Options of the algorithm that nothing reads because nothing is learnt from rewards."""
-    if is_supervised(recipe) or recipe.distill is None or uses_reward(recipe):
-        return ()
-    estimator = () if has_advantage_estimator(recipe) else _ESTIMATOR
-    return estimator if has_policy_loss(recipe) else (*estimator, *_POLICY)
-
-
-def _weight(recipe: Recipe) -> Iterator[RecipeError]:
-    reward = recipe.reward
-    if is_supervised(recipe):
-        advice = "demonstrations are not judged: remove it"
-        why = "with algorithm.loss supervised"
-        yield from unread(reward, "reward", ("weight", "watch"), why, advice)
-    elif reward.weight == 0 and recipe.distill is None:
-        advice = "nothing is left to learn from: raise it, or add teachers and distill"
-        yield RecipeError("reward.weight", "0 without distill", "greater than 0", advice)
-    elif reward.weight and reward.watch:
-        found = f"true with reward.weight {reward.weight:g}"
-        advice = "rewards that are learnt from are in the metrics anyway: remove it"
-        yield RecipeError("reward.watch", found, "false, or reward.weight 0", advice)
-
-
-def _without_reward(recipe: Recipe) -> Iterator[RecipeError]:
-    distill = recipe.distill
-    if is_supervised(recipe) or distill is None or uses_reward(recipe):
-        return
-    why = f"with reward.weight 0 and distill.through {distill.through}"
-    learnt = "no policy loss is" if not has_policy_loss(recipe) else "the teachers' advantage alone is"
-    advice = f"{learnt} learnt from then: remove it, or set reward.weight"
-    yield from unread(recipe.algorithm, "algorithm", unread_algorithm(recipe), why, advice)
-    if not has_advantage_estimator(recipe):
-        if recipe.critic is not None:
-            yield RecipeError(
-                "critic", f"a critic {why}", "null", "no advantage is estimated from values then"
-            )
-        if recipe.algorithm.kl.place == "reward":
-            expected = "loss or off"
-            yield RecipeError(
-                "algorithm.kl.place", f"reward {why}", expected, "no reward is learnt from then"
-            )
-    if recipe.buffer.filter_flat_groups:
-        found = "true with reward.weight 0"
-        advice = "groups are flat in rewards, and none is learnt from"
-        yield RecipeError("buffer.filter_flat_groups", found, "false", advice)
 
 
 def _functions(recipe: Recipe) -> Iterator[RecipeError]:
@@ -97,11 +35,8 @@ def _functions(recipe: Recipe) -> Iterator[RecipeError]:
             yield RecipeError(path, found, "at least one reward with a weight that is not 0")
 
 
-def _of_use(recipe: Recipe) -> Iterator[RecipeError]:
-    """Models that nobody asks, or that share the metric reward/part/<name> with a function."""
-    if recipe.reward.models and not computes_reward(recipe) and not evaluates(recipe):
-        found, advice = "reward models, and no answer is judged", "remove them, or set reward.watch: true"
-        yield RecipeError("reward.models", found, "none", advice)
+def _namesakes(recipe: Recipe) -> Iterator[RecipeError]:
+    """Models that share the metric reward/part/<name> with a function."""
     lists = [recipe.reward.functions, *(task.rewards or [] for task in recipe.tasks.values())]
     functions = {function.use.rpartition(":")[2] for some in lists for function in some}
     for name in recipe.reward.models:
@@ -120,17 +55,8 @@ def _model(path: str, model: RewardModel) -> Iterator[RecipeError]:
         yield RecipeError(
             f"{path}.weight", "0", "a weight that is not 0", "remove a model that counts nothing"
         )
-    if model.url is not None:
-        yield from unread(model, path, _HERE, "with url", "the server decides that")
-    else:
-        yield from unread(model, path, _SERVER, "without url", "only requests to a server use it")
     if model.kind == "judge":
-        yield from unread(model, path, ("label",), "with kind judge", "only a classifier has labels")
         yield from _question(f"{path}.prompt", model.prompt)
-    else:
-        yield from unread(
-            model, path, _JUDGE, "with kind classifier", "only a judge is asked: set kind: judge"
-        )
 
 
 def _question(path: str, text: str) -> Iterator[RecipeError]:

@@ -1,4 +1,4 @@
-"""Pools that can't be, and options of a cluster that nothing would read there.
+"""Devices and pools that a cluster can't give.
 
 A recipe that runs in one process is not asked: what it says of a cluster is for the runs that have one.
 """
@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 from practicum.errors import RecipeError
 from practicum.recipe.checks.bin_packing import fit
-from practicum.recipe.checks.rules import unread
 from practicum.recipe.derived import engine_replicas, on_ray, own_models, own_options
 from practicum.recipe.schema.recipe import Recipe
 
@@ -18,14 +17,6 @@ def check_runtime(recipe: Recipe) -> Iterator[RecipeError]:
     """Every problem of a recipe that runs on a cluster."""
     if not on_ray(recipe):
         return
-    runtime = recipe.runtime
-    if runtime.address is not None:
-        advice = "only a cluster that the run starts itself has a size to choose: remove it, or the address"
-        yield from unread(runtime, "runtime", ("cpus", "object_store_gb"), "with an address", advice)
-    if runtime.store.kind != "transferqueue":
-        advice = "remove it, or set runtime.store.kind to transferqueue"
-        why = f"with runtime.store.kind {runtime.store.kind}"
-        yield from unread(runtime.store, "runtime.store", ("units", "backend"), why, advice)
     yield from _devices(recipe)
     yield from _rollout(recipe)
     yield from _teachers(recipe)

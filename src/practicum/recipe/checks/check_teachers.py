@@ -1,20 +1,16 @@
-"""Teachers that can't teach: not one way to reach them, options that nothing reads, duplicates."""
+"""Teachers that can't teach: not reached in one way, duplicates, and what their engines can't do."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from practicum.errors import RecipeError
-from practicum.recipe.checks.rules import check_device, check_names, check_url, unread
-from practicum.recipe.derived import is_supervised
+from practicum.recipe.checks.value_forms import check_device, check_names, check_url, fields_of
+from practicum.recipe.derived import is_supervised, model_traits
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
-from practicum.recipe.text.templates import fields_of
 
-_WAYS = (["model"], ["model", "url"], ["student"])
-_HERE = ("placement", "engine", "vllm", "dtype", "device", "memory_gb", "batch_tokens")
-_SERVER = ("concurrency", "retries", "api_key_env")
-_LOADED = ("dtype", "device", "tokenizer")
+_REACHED_BY = (["model"], ["model", "url"], ["student"])
 _IDENTITY = ("model", "url", "student", "before", "tokenizer", "dtype")
 
 
@@ -25,7 +21,7 @@ def check_teachers(recipe: Recipe) -> Iterator[RecipeError]:
     for name, teacher in recipe.teachers.items():
         yield from _teacher(f"teachers.{name}", teacher)
     yield from _duplicates(recipe.teachers)
-    yield from _memory(recipe)
+    yield from _engines(recipe)
 
 
 def _pairing(recipe: Recipe) -> Iterator[RecipeError]:
@@ -48,24 +44,17 @@ def _pairing(recipe: Recipe) -> Iterator[RecipeError]:
 
 
 def _teacher(path: str, teacher: Teacher) -> Iterator[RecipeError]:
-    given = [key for key in ("model", "url", "student") if getattr(teacher, key) is not None]
-    if given not in _WAYS:
-        found = " and ".join(given) or "neither model, url nor student"
+    keys = [key for key in ("model", "url", "student") if getattr(teacher, key) is not None]
+    if keys not in _REACHED_BY:
+        found = " and ".join(keys) or "neither model, url nor student"
         expected = "model, or url and model, or student"
-        if given == ["url"]:
+        if keys == ["url"]:
             yield RecipeError(path, "url without model", expected, "set model to its name on that server")
         else:
             yield RecipeError(path, found, expected, "a teacher is reached in one way")
         return
     yield from check_url(path, teacher.url)
     yield from check_device(path, teacher.device)
-    if teacher.url is not None:
-        yield from unread(teacher, path, _HERE, "with url", "the server decides that")
-    else:
-        yield from unread(teacher, path, _SERVER, "without url", "only requests to a server use it")
-    if teacher.student is not None:
-        advice = "a copy of the student is held as the student is: see model"
-        yield from unread(teacher, path, _LOADED, "with student", advice)
     try:
         fields_of(teacher.before or "")
     except ValueError as error:
@@ -93,12 +82,19 @@ def _plain(value: object) -> object:
     return value.rstrip("/") if isinstance(value, str) else value
 
 
-def _memory(recipe: Recipe) -> Iterator[RecipeError]:
-    models = [*recipe.teachers.values(), *recipe.reward.models.values()]
-    runtime = recipe.runtime
-    if not any(model.url is None and model.placement == "colocated" for model in models):
-        why, advice = "without a colocated teacher or reward model", "only models that sleep are moved"
-        yield from unread(runtime, "runtime", ("teachers_gb", "teachers_host_gb"), why, advice)
-    elif runtime.teachers_gb is None:
-        advice = "without a budget of the device no model leaves it: set runtime.teachers_gb too"
-        yield from unread(runtime, "runtime", ("teachers_host_gb",), "without teachers_gb", advice)
+def _engines(recipe: Recipe) -> Iterator[RecipeError]:
+    by_vllm = [
+        n for n, teacher in recipe.teachers.items() if teacher.url is None and teacher.engine == "vllm"
+    ]
+    for name in by_vllm:
+        if recipe.teachers[name].dtype == "float64":
+            found = "float64 with engine vllm"
+            yield RecipeError(f"teachers.{name}.dtype", found, "float32 or bfloat16")
+    if by_vllm and recipe.distill is not None and recipe.distill.signal == "full":
+        advice = "vLLM gives no hidden states: set distill.signal to top_k or sampled, or its engine to torch"
+        found = f"full with teachers.{by_vllm[0]}.engine vllm"
+        yield RecipeError("distill.signal", found, "top_k or sampled", advice)
+    if by_vllm and model_traits(recipe.model).vision:
+        advice = "pictures are seen by the torch engine only"
+        found = "vllm with a student that sees pictures"
+        yield RecipeError(f"teachers.{by_vllm[0]}.engine", found, "torch", advice)

@@ -1,4 +1,4 @@
-"""Combinations of options that can't work together, or that would be ignored in silence."""
+"""Every check of a recipe whose types are right, and those of its model, tasks, steps and evaluations."""
 
 from __future__ import annotations
 
@@ -6,36 +6,26 @@ import re
 from collections.abc import Iterator
 
 from practicum.errors import RecipeError
-from practicum.recipe.algorithm_traits import ESTIMATORS, readers
-from practicum.recipe.checks.check_agent import check_agent, check_minibatches
-from practicum.recipe.checks.check_distill import check_distill
-from practicum.recipe.checks.check_engines import check_engines
-from practicum.recipe.checks.check_mismatch import check_mismatch
-from practicum.recipe.checks.check_reward import check_reward, unread_algorithm
-from practicum.recipe.checks.check_route import check_route
+from practicum.recipe.checks.check_algorithm import check_algorithm
+from practicum.recipe.checks.check_reward import check_reward
 from practicum.recipe.checks.check_runtime import check_runtime
 from practicum.recipe.checks.check_teachers import check_teachers
-from practicum.recipe.checks.divergences import why_k1_is_dead
-from practicum.recipe.checks.rules import check_device, check_names, default_of
+from practicum.recipe.checks.divergences import check_distill
+from practicum.recipe.checks.routing import check_route
+from practicum.recipe.checks.unread_keys import check_unread
+from practicum.recipe.checks.value_forms import check_device, check_names
 from practicum.recipe.counts import count
-from practicum.recipe.derived import cuts_sampling, has_advantage_estimator, is_supervised
-from practicum.recipe.schema.recipe import Algorithm, Buffer, Eval, Kl, MakeModel, Recipe, Task
+from practicum.recipe.derived import evaluates, model_traits
+from practicum.recipe.schema.recipe import MakeModel, Recipe
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
-_CHOSEN_BY = {
-    "advantage": ("gamma", "lam", "whiten"),
-    "loss": ("dual_clip", "log_ratio_clamp", "clip_low", "clip_high", "entropy"),
-}
-"""Options of `algorithm` that only some estimators, or only some losses, read."""
-
 
 def combinations(recipe: Recipe) -> list[RecipeError]:
-    """Every impossible combination of a recipe whose types are right."""
+    """Every key that nothing reads and every impossible combination of a recipe."""
     checks = (
-        *(_names, _model, _tasks, check_reward, _algorithm, _kl, _critic, _groups, _train, _eval),
-        *(check_teachers, check_route, check_distill, check_agent, check_minibatches, check_runtime),
-        *(check_mismatch, check_engines),
+        *(check_unread, _names, _model, _engine, _tasks, _agent, _minibatches, _train, _eval),
+        *(check_algorithm, check_reward, check_teachers, check_route, check_distill, check_runtime),
     )
     return [problem for check in checks for problem in check(recipe)]
 
@@ -67,7 +57,7 @@ def _model(recipe: Recipe) -> Iterator[RecipeError]:
 
 
 def _heads(make: MakeModel) -> Iterator[RecipeError]:
-    """Attention heads that the family can have."""
+    """Attention heads and experts that the family can have."""
     if make.family in ("gpt2", "qwen2_5_vl") and make.hidden % make.heads:
         found = f"{make.hidden} with {make.heads} heads"
         yield RecipeError("model.make.hidden", found, "a multiple of model.make.heads")
@@ -82,132 +72,56 @@ def _heads(make: MakeModel) -> Iterator[RecipeError]:
     if make.family not in ("gpt2", "qwen2_5_vl") and make.head_dim % 2:
         expected = "an even number (rotary positions turn pairs)"
         yield RecipeError("model.make.head_dim", str(make.head_dim), expected)
+    if make.family == "qwen3_moe" and make.experts_per_token > make.experts:
+        found = f"{make.experts_per_token} of {make.experts} experts"
+        yield RecipeError("model.make.experts_per_token", found, "at most model.make.experts")
+
+
+def _engine(recipe: Recipe) -> Iterator[RecipeError]:
+    if recipe.rollout.engine != "vllm":
+        return
+    traits = model_traits(recipe.model)
+    if recipe.model.dtype == "float64":
+        found = "float64 with rollout.engine vllm"
+        yield RecipeError("model.dtype", found, "float32 or bfloat16, or rollout.engine: torch")
+    if traits.vision:
+        found, advice = "vllm with a model that sees pictures", "pictures are seen by the torch engine only"
+        yield RecipeError("rollout.engine", found, "torch", advice)
+    if traits.moe and recipe.train.replay_experts:
+        advice = "vLLM does not tell which experts a token took: set it to false, or rollout.engine: torch"
+        yield RecipeError("train.replay_experts", "true with rollout.engine vllm", "false", advice)
 
 
 def _tasks(recipe: Recipe) -> Iterator[RecipeError]:
     for name, task in recipe.tasks.items():
-        path = f"tasks.{name}"
         if (task.kind is None) == (task.file is None):
             found = "neither kind nor file" if task.kind is None else "both kind and file"
             advice = "`practicum tasks` lists the kinds; file is a JSONL or Parquet file"
-            yield RecipeError(path, found, "exactly one of kind and file", advice)
-            continue
-        for key in ("eval_file", "prompt", "answer", "too_long") if task.kind else ("options",):
-            if (value := getattr(task, key)) != default_of(Task, key):
-                other = "file" if task.kind else "kind"
-                found = f"{value!r} in a task without {other}"
-                yield RecipeError(f"{path}.{key}", found, f"a task with {other}", f"remove {key}")
-        if task.kind and task.system is not None and not task.chat:
-            found = f"{task.system[:40]!r} without chat: true"
-            yield RecipeError(f"{path}.system", found, "chat: true, or no system message")
+            yield RecipeError(f"tasks.{name}", found, "exactly one of kind and file", advice)
 
 
-def _algorithm(recipe: Recipe) -> Iterator[RecipeError]:
-    algorithm = recipe.algorithm
-    advantage, loss = algorithm.advantage, algorithm.loss
-    if loss == "supervised" and advantage != "none":
-        yield RecipeError(
-            "algorithm.advantage",
-            f"{advantage} with algorithm.loss supervised",
-            "none",
-            "demonstrations have no advantage: set algorithm.advantage to none, or another loss",
-        )
-    elif advantage == "none" and has_advantage_estimator(recipe):
-        yield RecipeError(
-            "algorithm.advantage",
-            f"none with algorithm.loss {loss}",
-            "an estimator such as grpo",
-            "a policy loss needs an advantage; only algorithm.loss supervised goes without",
-        )
-    elsewhere = set(unread_algorithm(recipe))
-    for option, chooser in ((option, key) for key, options in _CHOSEN_BY.items() for option in options):
-        value, choice, by = getattr(algorithm, option), getattr(algorithm, chooser), readers(option)
-        default = default_of(Algorithm, option)
-        if value != default and choice not in by and not {option, chooser} & elsewhere:
-            yield RecipeError(
-                f"algorithm.{option}",
-                f"{value} with algorithm.{chooser} {choice}, which does not use it",
-                f"{'null' if default is None else default}, or algorithm.{chooser} {' or '.join(by)}",
-            )
+def _agent(recipe: Recipe) -> Iterator[RecipeError]:
+    agent = recipe.agent
+    if agent.loop == "tool_use" and not agent.tools:
+        expected = "at least one tool, such as [calculator]"
+        yield RecipeError("agent.tools", "none with agent.loop tool_use", expected)
+    if agent.deadline_s is not None and agent.deadline_s > recipe.rollout.deadline_s:
+        found = f"{agent.deadline_s:g} with rollout.deadline_s {recipe.rollout.deadline_s:g}"
+        advice = "all sessions of a step must be done in rollout.deadline_s: lower one, or raise the other"
+        yield RecipeError("agent.deadline_s", found, "at most rollout.deadline_s", advice)
 
 
-def _kl(recipe: Recipe) -> Iterator[RecipeError]:
-    kl = recipe.algorithm.kl
-    if recipe.algorithm.loss == "supervised" and kl.place != "off":
-        found = f"{kl.place} with algorithm.loss supervised"
-        yield RecipeError("algorithm.kl.place", found, "off", "supervised training has no KL term")
-    if kl.target is not None and kl.place != "reward":
-        found = f"{kl.target} with algorithm.kl.place {kl.place}"
-        advice = "set algorithm.kl.place to reward, or remove the target"
-        yield RecipeError("algorithm.kl.target", found, "no target, or place: reward", advice)
-    elif kl.target is not None and kl.coefficient == 0:
-        found = "0 with a target"
-        expected = "a start greater than 0 (adaptation multiplies it)"
-        yield RecipeError("algorithm.kl.coefficient", found, expected)
-    if kl.target is not None and 0.2 * count(recipe).sessions >= kl.horizon:
-        found = f"{kl.horizon} with {count(recipe).sessions} sessions per step"
-        advice = "one step could take the weight to zero or below"
-        expected = f"more than {0.2 * count(recipe).sessions:g}, a fifth of a step's sessions"
-        yield RecipeError("algorithm.kl.horizon", found, expected, advice)
-    if recipe.algorithm.old_logprobs == "rollout" and cuts_sampling(recipe):
-        found = "rollout with top_p, top_k or min_p"
-        advice = "the engine's logprobs are those of the cut distribution, the learner's are not"
-        yield RecipeError("algorithm.old_logprobs", found, "auto or recompute", advice)
-    if kl.place == "loss" and kl.estimator == "k1":
-        expected = "an estimator whose gradient depends on the reference"
-        advice = f"{why_k1_is_dead('reference')}; use k2 or k3, or k1 with algorithm.kl.place reward"
-        yield RecipeError("algorithm.kl.estimator", "k1 with algorithm.kl.place loss", expected, advice)
-    for option in ("reference", "coefficient", "estimator", "clamp", "horizon"):
-        value = getattr(kl, option)
-        if kl.place == "off" and value != default_of(Kl, option):
-            found = f"{value!r} with algorithm.kl.place off"
-            advice = "nothing would read it: set algorithm.kl.place to reward or loss"
-            yield RecipeError(f"algorithm.kl.{option}", found, "a place for the penalty", advice)
-
-
-def _critic(recipe: Recipe) -> Iterator[RecipeError]:
-    advantage = recipe.algorithm.advantage
-    needed = ESTIMATORS[advantage].critic
-    if not is_supervised(recipe) and not has_advantage_estimator(recipe):
-        return
-    if needed and recipe.critic is None:
-        found = f"no critic with algorithm.advantage {advantage}"
-        yield RecipeError("critic", found, "a critic", "add critic: {} for one with the defaults")
-    if recipe.critic is None:
-        return
-    if not needed:
-        found = f"a critic with algorithm.advantage {advantage}"
-        names = " and ".join(name for name, traits in ESTIMATORS.items() if traits.critic)
-        advice = f"only {names} has a critic: set critic to null, or algorithm.advantage to {names}"
-        yield RecipeError("critic", found, "null", advice)
-    elif 0 < recipe.train.steps <= recipe.critic.warmup_steps:
-        found = f"{recipe.critic.warmup_steps} of {recipe.train.steps} steps"
-        advice = "the student would never learn"
-        yield RecipeError("critic.warmup_steps", found, "less than train.steps", advice)
-
-
-def _groups(recipe: Recipe) -> Iterator[RecipeError]:
-    advantage, samples = recipe.algorithm.advantage, recipe.rollout.samples
-    compares = ESTIMATORS[advantage].compares_groups
-    if compares and samples < 2 and has_advantage_estimator(recipe):
-        yield RecipeError(
-            "rollout.samples",
-            f"{samples} with algorithm.advantage {advantage}",
-            "at least 2",
-            "it compares the sessions of a prompt: a group of one has no relative signal",
-        )
-    refills = recipe.buffer.max_refills
-    if not recipe.buffer.filter_flat_groups and refills != default_of(Buffer, "max_refills"):
-        found = f"{refills} with buffer.filter_flat_groups false"
-        yield RecipeError("buffer.max_refills", found, "filter_flat_groups: true", "nothing else refills")
-    if recipe.buffer.filter_flat_groups and recipe.reward.weight and not compares:
-        names = sorted(name for name, traits in ESTIMATORS.items() if traits.compares_groups)
-        yield RecipeError(
-            "buffer.filter_flat_groups",
-            f"true with algorithm.advantage {advantage}",
-            "false, or a group estimator",
-            f"only {', '.join(names)} learn nothing from equal rewards",
-        )
+def _minibatches(recipe: Recipe) -> Iterator[RecipeError]:
+    """Mini-batches are asked for in one way, and each has something to learn from."""
+    train, sessions = recipe.train, count(recipe).sessions
+    if train.minibatch_rows is not None and train.minibatches != 1:
+        found = f"{train.minibatch_rows} with train.minibatches {train.minibatches}"
+        advice = "say how many optimizer steps there are, or how many rows each takes"
+        yield RecipeError("train.minibatch_rows", found, "one of the two", advice)
+    elif train.minibatches > sessions:
+        found = f"{train.minibatches} with {sessions} sessions per step"
+        advice = "raise train.prompts or rollout.samples, or lower it"
+        yield RecipeError("train.minibatches", found, f"at most {sessions}", advice)
 
 
 def _train(recipe: Recipe) -> Iterator[RecipeError]:
@@ -218,22 +132,14 @@ def _train(recipe: Recipe) -> Iterator[RecipeError]:
     if train.final_lr > train.lr:
         found = f"{train.final_lr} with train.lr {train.lr}"
         yield RecipeError("train.final_lr", found, "at most train.lr")
-    if train.final_lr and train.schedule == "constant":
-        found = f"{train.final_lr} with train.schedule constant"
-        yield RecipeError("train.final_lr", found, "0, or train.schedule linear or cosine")
 
 
 def _eval(recipe: Recipe) -> Iterator[RecipeError]:
-    measured, best = recipe.eval.greedy or recipe.eval.samples, recipe.checkpoint.keep_best
+    measured, best = evaluates(recipe), recipe.checkpoint.keep_best
     if recipe.eval.every and not measured:
         found = f"{recipe.eval.every} with eval.greedy false and eval.samples 0"
         advice = "set eval.greedy to true or eval.samples to at least 1"
         yield RecipeError("eval.every", found, "an evaluation that measures something", advice)
-    for option in ("temperature", "pass_threshold"):
-        value = getattr(recipe.eval, option)
-        if not recipe.eval.samples and value != default_of(Eval, option):
-            found = f"{value} with eval.samples 0"
-            yield RecipeError(f"eval.{option}", found, "eval.samples of at least 1", "only samples use it")
     if recipe.eval.stop_at is not None and not (recipe.eval.greedy and recipe.eval.every):
         found = f"{recipe.eval.stop_at} without greedy evaluations during training"
         advice = "set eval.every to the steps between them, and eval.greedy to true"

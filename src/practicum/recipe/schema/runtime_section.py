@@ -4,29 +4,42 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict
 
-from practicum.recipe.schema.section import Section
+from practicum.recipe.schema.rollout_sections import ON_RAY
+from practicum.recipe.schema.section import Section, key, read_if, read_with, read_without
 
 RuntimeKind = Literal["local", "ray"]
+
+_IN_QUEUE = read_with("runtime.store.kind", "transferqueue")
+_OWN_CLUSTER = read_without(
+    "runtime.address",
+    "only a cluster that the run starts itself has a size to choose: remove it, or the address",
+)
+_ASLEEP = read_if(
+    lambda recipe: any(
+        model.url is None and model.placement == "colocated"
+        for model in (*recipe.teachers.values(), *recipe.reward.models.values())
+    ),
+    "without a colocated teacher or reward model",
+    "only models that sleep are moved",
+)
 
 
 class StoreChoice(Section):
     """The data plane between processes (kind: ray)."""
 
-    kind: Literal["ray", "transferqueue"] = Field(
-        default="ray", description="ray: packed columns in Ray's object store; transferqueue: TransferQueue."
+    kind: Literal["ray", "transferqueue"] = key(
+        "ray", "ray: packed columns in Ray's object store; transferqueue: TransferQueue."
     )
-    units: int = Field(default=1, ge=1, description="Storage units of TransferQueue, one CPU each.")
-    backend: str = Field(
-        default="SimpleStorage", description="Backend of TransferQueue: SimpleStorage, or one installed."
+    units: int = key(1, "Storage units of TransferQueue, one CPU each.", _IN_QUEUE, ge=1)
+    backend: str = key(
+        "SimpleStorage", "Backend of TransferQueue: SimpleStorage, or one installed.", _IN_QUEUE
     )
-    unit_gb: float = Field(
-        default=0.0, ge=0, description="GiB of memory that each storage unit reserves on its machine."
+    unit_gb: float = key(
+        0.0, "GiB of memory that each storage unit reserves on its machine.", _IN_QUEUE, ge=0
     )
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="The backend's own options, as TransferQueue names them."
-    )
+    options: dict[str, Any] = key({}, "The backend's own options, as TransferQueue names them.", _IN_QUEUE)
 
 
 def _or_its_kind(schema: dict[str, Any]) -> None:
@@ -41,70 +54,69 @@ class Runtime(Section):
 
     model_config = ConfigDict(json_schema_extra=_or_its_kind)
 
-    kind: RuntimeKind = Field(
-        default="local", description="local: all roles in this process; ray: actors of a Ray cluster."
+    kind: RuntimeKind = key("local", "local: all roles in this process; ray: actors of a Ray cluster.")
+    threads: int | None = key(
+        None, "torch threads of a process; unset: one per core, on ray shared among pools.train.", ge=1
     )
-    threads: int | None = Field(
-        default=None,
-        ge=1,
-        description="torch threads of a process; unset: one per core, on ray shared among pools.train.",
-    )
-    teachers_gb: float | None = Field(
-        default=None,
+    teachers_gb: float | None = key(
+        None,
+        "Device memory in which sleeping colocated models may stay; unset: all stay on a CPU, none on "
+        "another device.",
+        _ASLEEP,
         gt=0,
-        description="Device memory in which sleeping colocated models may stay; unset: all stay on a CPU, "
-        "none on another device.",
     )
-    teachers_host_gb: float | None = Field(
-        default=None,
+    teachers_host_gb: float | None = key(
+        None,
+        "Host memory for those that had to leave the device; the rest goes to disk.",
+        _ASLEEP,
+        read_with(
+            ".teachers_gb",
+            advice="without a budget of the device no model leaves it: set runtime.teachers_gb too",
+        ),
         gt=0,
-        description="Host memory for those that had to leave the device; the rest goes to disk.",
     )
-    address: str | None = Field(
-        default=None,
-        description="Cluster to join: auto, host:port or ray://host:10001; unset: one is started on this "
-        "machine and stopped with the run. This and the keys below are read with kind ray only.",
+    address: str | None = key(
+        None,
+        "Cluster to join: auto, host:port or ray://host:10001; unset: one is started on this machine and "
+        "stopped with the run. This and the keys below are read with kind ray only.",
+        ON_RAY,
     )
-    cpus: int | None = Field(
-        default=None,
+    cpus: int | None = key(
+        None,
+        "Logical CPUs of a cluster that is started here; unset: the machine's.",
+        ON_RAY,
+        _OWN_CLUSTER,
         ge=1,
-        description="Logical CPUs of a cluster that is started here; unset: the machine's.",
     )
-    object_store_gb: float | None = Field(
-        default=None,
+    object_store_gb: float | None = key(
+        None,
+        "GiB of shared memory of a cluster that is started here; unset: Ray's own choice.",
+        ON_RAY,
+        _OWN_CLUSTER,
         ge=0.1,
-        description="GiB of shared memory of a cluster that is started here; unset: Ray's own choice.",
     )
-    store: StoreChoice = Field(default_factory=StoreChoice, description="The data plane between processes.")
-    reward_workers: int = Field(default=1, ge=1, description="Processes that judge answers, one CPU each.")
-    max_deaths: int = Field(
-        default=3,
-        ge=0,
-        description="Deaths of workers of one role (rollout, reward, a teacher) that a run survives.",
+    store: StoreChoice = key(StoreChoice(), "The data plane between processes.", ON_RAY)
+    reward_workers: int = key(1, "Processes that judge answers, one CPU each.", ON_RAY, ge=1)
+    max_deaths: int = key(
+        3, "Deaths of workers of one role (rollout, reward, a teacher) that a run survives.", ON_RAY, ge=0
     )
-    start_s: float = Field(default=180.0, gt=0, description="Seconds in which all actors must be ready.")
-    stage_s: float = Field(default=1800.0, gt=0, description="Seconds one call of a learner may take.")
-    store_s: float = Field(default=60.0, gt=0, description="Seconds one call of the store may take.")
+    start_s: float = key(180.0, "Seconds in which all actors must be ready.", ON_RAY, gt=0)
+    stage_s: float = key(1800.0, "Seconds one call of a learner may take.", ON_RAY, gt=0)
+    store_s: float = key(60.0, "Seconds one call of the store may take.", ON_RAY, gt=0)
 
 
 class Pool(Section):
     """Devices of a cluster: a GPU each where there are GPUs for the model, else runtime.threads CPUs."""
 
-    nodes: int = Field(default=1, ge=1, description="Groups of devices, each on one machine if possible.")
-    devices: int = Field(default=1, ge=1, description="Devices of each of them.")
+    nodes: int = key(1, "Groups of devices, each on one machine if possible.", ge=1)
+    devices: int = key(1, "Devices of each of them.", ge=1)
 
 
 class Pools(Section):
     """Who gets how much of the cluster; read with runtime.kind ray only."""
 
-    train: Pool = Field(
-        default_factory=Pool,
-        description="The learner, one data-parallel rank on each device, and colocated models.",
-    )
-    rollout: Pool | None = Field(
-        default=None, description="The student's engines; unset: they share the devices of train."
-    )
-    teachers: Pool | None = Field(
-        default=None,
-        description="Teachers and reward models of placement own; unset: as many devices as they need.",
+    train: Pool = key(Pool(), "The learner, one data-parallel rank on each device, and colocated models.")
+    rollout: Pool | None = key(None, "The student's engines; unset: they share the devices of train.")
+    teachers: Pool | None = key(
+        None, "Teachers and reward models of placement own; unset: as many devices as they need."
     )

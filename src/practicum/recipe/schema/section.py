@@ -1,8 +1,12 @@
-"""What every part of the recipe is."""
+"""What every part of the recipe is, and how a key says when it is read."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
@@ -12,3 +16,77 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, strict=True, allow_inf_nan=False
     )
+
+
+Chain = Sequence[Any]
+"""The sections that a key is in: the recipe first, the key's own section last."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadWhen:
+    """When a key is read, declared with the key; `checks/unread_keys.py` asks it for every key.
+
+    `obstacle` says why nothing reads the key, as in "with url", or gives None. A key that is set all the same
+    is refused, or else `practicum check` notes it: one recipe may serve several kinds of runs.
+    """
+
+    obstacle: Callable[[Chain], str | None]
+    advice: str = ""
+    refused: bool = True
+
+
+def key(default: Any, about: str, *rules: ReadWhen, **bounds: Any) -> Any:
+    """A key of a section: its default (... if it is required), a sentence, when it is read, and bounds."""
+    info = Field(default, description=about, **bounds)
+    info.metadata.extend(rules)
+    return info
+
+
+def read_with(key: str, *values: Any, advice: str = "", refused: bool = True) -> ReadWhen:
+    """Read if another key has one of these values; without values, if it is set, true or not 0.
+
+    A key is a path from the recipe, or begins with dots: .url is in the same section, ..x in the one around.
+    """
+
+    def obstacle(chain: Chain) -> str | None:
+        value, name = _look_up(chain, key), key.lstrip(".")
+        if value in values if values else value:
+            return None
+        text = {True: "true", False: "false"}[value] if isinstance(value, bool) else value
+        return f"without {name}" if value in (None, "", [], {}) else f"with {name} {text}"
+
+    choice = f" to {' or '.join(map(str, values))}" if values else ""
+    return ReadWhen(obstacle, advice or f"remove it, or set {key.lstrip('.')}{choice}", refused)
+
+
+def read_without(key: str, advice: str = "") -> ReadWhen:
+    """Read if another key (as of `read_with`) is not set."""
+    name = key.lstrip(".")
+    advice = advice or f"remove it, or {name}"
+    return ReadWhen(lambda chain: None if _look_up(chain, key) is None else f"with {name}", advice)
+
+
+def read_if(
+    condition: Callable[[Any], object],
+    why: str,
+    advice: str = "remove it",
+    *,
+    of_section: bool = False,
+    refused: bool = True,
+) -> ReadWhen:
+    """Read if a condition of the recipe, or of the key's section, holds; `why` may have {0.key} of it."""
+
+    def obstacle(chain: Chain) -> str | None:
+        subject = chain[-1] if of_section else chain[0]
+        return None if condition(subject) else why.format(subject)
+
+    return ReadWhen(obstacle, advice, refused)
+
+
+def _look_up(chain: Chain, key: str) -> Any:
+    name = key.lstrip(".")
+    dots = len(key) - len(name)
+    value = chain[-dots] if dots else chain[0]
+    for step in name.split("."):
+        value = getattr(value, step)
+    return value

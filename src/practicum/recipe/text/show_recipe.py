@@ -1,14 +1,21 @@
-"""The resolved recipe as text: with origins for people, without for the run folder."""
+"""The recipe as text: resolved, with the origin of each value, and the reference of all its keys."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from practicum.recipe.checks.unread_keys import unread_notes
 from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.text import yamlfile
-from practicum.recipe.text.origins import DEFAULT, Origin
+from practicum.recipe.text.origins import DEFAULT
+from practicum.recipe.text.type_text import expected, section_of, step_name
 
 
 def resolved_yaml(recipe: Recipe) -> str:
@@ -17,15 +24,21 @@ def resolved_yaml(recipe: Recipe) -> str:
 
 
 def show_recipe(loaded: LoadedRecipe) -> str:
-    """Every value with a comment that says where it came from; valid YAML itself."""
-    lines = list(_lines(loaded.recipe.model_dump(mode="json"), "", "", loaded.origins))
+    """Every value with a comment that says where it came from, and why it is not read; valid YAML itself."""
+    notes = unread_notes(loaded.recipe)
+    comments = {path: str(origin) for path, origin in loaded.origins.items()}
+    for path, why in notes.items():
+        for leaf in comments:
+            if leaf == path or leaf.startswith(f"{path}."):
+                comments[leaf] += f", {why}"
+    lines = list(_lines(loaded.recipe.model_dump(mode="json"), "", "", comments))
     width = min(60, max(len(text) for text, _ in lines))
-    return "\n".join(text if origin is None else f"{text:<{width}}  # {origin}" for text, origin in lines)
+    return "\n".join(text if comment is None else f"{text:<{width}}  # {comment}" for text, comment in lines)
 
 
 def _lines(
-    data: Mapping[str, Any], path: str, indent: str, origins: Mapping[str, Origin]
-) -> Iterator[tuple[str, Origin | None]]:
+    data: Mapping[str, Any], path: str, indent: str, comments: Mapping[str, str]
+) -> Iterator[tuple[str, str | None]]:
     for key, value in data.items():
         here = f"{path}.{key}" if path else key
         if here == "extends" and value is None:
@@ -33,7 +46,45 @@ def _lines(
         name = yamlfile.dump(key, flow=True)
         if isinstance(value, dict) and value:
             yield f"{indent}{name}:", None
-            yield from _lines(value, here, indent + "  ", origins)
+            yield from _lines(value, here, indent + "  ", comments)
         else:
-            text = f"{indent}{name}: {yamlfile.dump(value, flow=True)}"
-            yield text, origins.get(here, DEFAULT)
+            yield f"{indent}{name}: {yamlfile.dump(value, flow=True)}", comments.get(here, str(DEFAULT))
+
+
+def markdown() -> str:
+    """One table per section: key, what it takes, default, sentence."""
+    return "\n".join(["# The recipe", "", *_section(Recipe, "")]).rstrip("\n") + "\n"
+
+
+def json_schema() -> str:
+    """JSON schema of a recipe, for editors."""
+    return json.dumps(Recipe.model_json_schema(), indent=2)
+
+
+def _section(section: type[BaseModel], path: str) -> Iterator[str]:
+    if path:
+        yield from (f"## {path}", "")
+    yield from ((section.__doc__ or "").strip(), "", "| key | takes | default | about |")
+    yield "|---|---|---|---|"
+    prefix = f"{path}." if path else ""
+    inner = []
+    for name, info in section.model_fields.items():
+        child = section_of(info.annotation)
+        cells = [f"`{prefix}{name}`", expected(info), _default(info), info.description or ""]
+        yield "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+        if child is not None:
+            inner.append((child, prefix + step_name(info.annotation, name)))
+    yield ""
+    for child, child_path in inner:
+        yield from _section(child, child_path)
+
+
+def _default(info: FieldInfo) -> str:
+    value: Any = info.get_default(call_default_factory=True, validated_data={})
+    if value is PydanticUndefined:
+        return "**required**"
+    if isinstance(value, BaseModel):
+        return "see below"
+    if isinstance(value, list | tuple):
+        value = [v.model_dump(mode="json") if isinstance(v, BaseModel) else v for v in value]
+    return f"`{yamlfile.dump(value, flow=True)}`"

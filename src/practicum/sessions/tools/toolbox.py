@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from practicum.errors import RecipeError
-from practicum.recipe.schema.agent import ToolSection as ToolSpec
+from practicum.recipe.schema.rollout_sections import ToolSection as ToolSpec
 from practicum.recipe.user_functions import import_function, meant
 from practicum.sessions.tools.calculator import CALCULATOR
 from practicum.sessions.tools.python_tool import python_tool

@@ -1,0 +1,88 @@
+"""Keys that are set although nothing reads them, as the schema's `ReadWhen` declares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+
+from practicum.errors import RecipeError
+from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.section import Chain, ReadWhen, Section
+from practicum.recipe.text import yamlfile
+from practicum.recipe.text.problems import shorten
+
+
+class UnreadKey(NamedTuple):
+    """A key that nothing reads in this recipe, and why: "with url"."""
+
+    path: str
+    value: Any
+    default: Any
+    why: str
+    rule: ReadWhen
+
+    @property
+    def is_set(self) -> bool:
+        """Whether it has another value than its default."""
+        return self.value != self.default
+
+
+def unread_keys(recipe: Recipe) -> Iterator[UnreadKey]:
+    """Every key of the recipe that nothing reads, set or not."""
+    yield from _unread((recipe,), "", ())
+
+
+def check_unread(recipe: Recipe) -> Iterator[RecipeError]:
+    """A problem for each key that is set, not read, and not one that other runs of the recipe may read."""
+    for key in unread_keys(recipe):
+        if key.is_set and key.rule.refused:
+            expected = f"{_show(key.default)} (nothing would read another value)"
+            yield RecipeError(key.path, f"{_show(key.value)} {key.why}", expected, key.rule.advice)
+
+
+def unread_notes(recipe: Recipe) -> dict[str, str]:
+    """Keys that are set for other runs than this one, each with the reason why it is not read here."""
+    return {key.path: f"not read {key.why}" for key in unread_keys(recipe) if key.is_set}
+
+
+def _unread(chain: Chain, path: str, outer: Sequence[tuple[str, ReadWhen]]) -> Iterator[UnreadKey]:
+    """The keys of a section; `outer` is why the section itself is not read, if it is not."""
+    section = chain[-1]
+    for name, info in type(section).model_fields.items():
+        here, value = f"{path}{name}", getattr(section, name)
+        default = info.get_default(call_default_factory=True, validated_data={})
+        rules = [rule for rule in info.metadata if isinstance(rule, ReadWhen)]
+        obstacles = [*outer, *((why, rule) for rule in rules if (why := rule.obstacle(chain)))]
+        if obstacles and not (isinstance(value, Section) and isinstance(default, Section)):
+            yield UnreadKey(here, value, default, *obstacles[0])
+            continue
+        for inner_path, inner in _sections(here, value):
+            yield from _unread((*chain, inner), f"{inner_path}.", obstacles[:1])
+
+
+def _sections(path: str, value: Any) -> Iterator[tuple[str, Section]]:
+    """The sections that a key holds: itself, or the items of a list or mapping."""
+    items = {path: value}
+    if isinstance(value, dict):
+        items = {f"{path}.{name}": item for name, item in value.items()}
+    elif isinstance(value, list):
+        items = {f"{path}[{number}]": item for number, item in enumerate(value)}
+    yield from ((key, item) for key, item in items.items() if isinstance(item, Section))
+
+
+def _show(value: Any) -> str:
+    """A value as a recipe writes it, cut to fit on a line; of sections, what is set."""
+    plain = _plain(value)
+    return shorten(value) if plain is value else yamlfile.dump(plain, flow=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(exclude_defaults=True)
+    if isinstance(value, dict) and any(isinstance(item, BaseModel) for item in value.values()):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list) and any(isinstance(item, BaseModel) for item in value):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,145 @@
+"""How the student practises: the engine that samples, what happens in a session, and sessions that fail."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from practicum.recipe.schema.section import ReadWhen, Section, key, read_if, read_with
+
+EngineKind = Literal["torch", "vllm"]
+
+ON_RAY = read_with("runtime.kind", "ray", refused=False)
+"""What a recipe says of a cluster may stay in runs without one."""
+_ROLLOUTS = read_if(
+    lambda recipe: recipe.algorithm.loss != "supervised", "with algorithm.loss supervised", refused=False
+)
+"""Of rollouts for training; an SFT recipe may share a base with others."""
+
+
+class Vllm(Section):
+    """Settings of a vLLM engine, which runs in its own process."""
+
+    threads: int | None = key(None, "Threads of its process on a CPU; unset: as torch's here.", ge=1)
+    kv_gb: float | None = key(None, "GiB of KV memory; unset: what slots × context tokens take.", gt=0)
+    start_s: float = key(300.0, "Seconds in which it must be ready.", gt=0)
+    options: dict[str, Any] = key(
+        {},
+        "Engine arguments of vLLM by its own names, such as block_size or quantization; they win over "
+        "those that are set here. It is one process: no tensor_parallel_size.",
+    )
+
+
+class Rollout(Section):
+    """How the student practises."""
+
+    engine: EngineKind = key("torch", "Engine that samples: torch, embedded; vllm, in its own process.")
+    vllm: Vllm = key(Vllm(), "Settings of engine vllm.", read_with("rollout.engine", "vllm"))
+    samples: int = key(8, "Sessions for each prompt.", _ROLLOUTS, ge=1)
+    max_new_tokens: int = key(64, "Longest turn in tokens.", ge=1)
+    temperature: float = key(1.0, "Sampling temperature of training rollouts.", _ROLLOUTS, gt=0)
+    top_p: float = key(1.0, "Nucleus: smallest set with this mass; 1 = off.", _ROLLOUTS, gt=0, le=1)
+    top_k: int = key(0, "Keep this many most likely tokens; 0 = all.", _ROLLOUTS, ge=0)
+    min_p: float = key(0.0, "Drop tokens below this share of the best one.", _ROLLOUTS, ge=0, lt=1)
+    stop: list[str] = key([], "Further stop tokens (each one token of the tokenizer).")
+    slots: int = key(256, "Sequences decoded at once; KV memory is slots × context.", ge=1)
+    context: int | None = key(
+        None, "Longest prompt + answer in tokens; unset: 1,024 + max_new_tokens, at most the model's.", ge=2
+    )
+    keep_tokens: int | None = key(
+        None,
+        "Tokens whose keys and values are kept for agents' next turns, which then compute only what is "
+        "new; unset: slots × context; 0 = none.",
+        read_with("rollout.engine", "torch", advice="vLLM keeps the blocks of prompts that it has room for"),
+        ge=0,
+    )
+    deadline_s: float = key(600.0, "Seconds one step's rollout may take.", gt=0)
+    replicas: int | None = key(
+        None, "Engines, with runtime.kind ray; unset: one for each device of their pool.", ON_RAY, ge=1
+    )
+
+
+_LIMITED = read_if(
+    lambda tool: tool.use != "calculator",
+    "with use {0.use}",
+    "the calculator has no limits to set: remove it",
+    of_section=True,
+)
+
+
+class ToolSection(Section):
+    """A tool that the model may call; `calculator` is short for {use: calculator}."""
+
+    use: str = key(..., "calculator, python, or package.module:function.")
+    timeout_s: float = key(5.0, "Seconds a call may take (not for calculator).", _LIMITED, gt=0)
+    memory_mb: int = key(256, "Memory of the program in MiB (python).", read_with(".use", "python"), ge=32)
+    output_chars: int = key(
+        2000, "Characters of its result that are kept (not for calculator).", _LIMITED, ge=16
+    )
+
+
+class Retry(Section):
+    """Run a failed session again."""
+
+    retry: int = key(..., "Further tries; a session that fails in all of them is left out.", ge=1)
+
+
+OnFailure = Literal["drop_group", "keep_rest"] | Retry
+
+
+def _tool(value: Any) -> Any:
+    return {"use": value} if isinstance(value, str) else value
+
+
+BUILTIN_LOOPS = ("single_turn", "tool_use", "retry", "compress")
+
+
+def _read_by(*loops: str) -> ReadWhen:
+    """Read by these of the built-in loops, and by all loops of the user's."""
+    advice = f"remove it, or set agent.loop to one that reads it: {', '.join(loops)}"
+    others = {*BUILTIN_LOOPS} - {*loops}
+    return read_if(lambda recipe: recipe.agent.loop not in others, "with agent.loop {0.agent.loop}", advice)
+
+
+_BY_MOST, _BY_TOOL_LOOPS = _read_by("tool_use", "retry", "compress"), _read_by("tool_use", "compress")
+_BY_COMPRESS = _read_by("compress")
+
+
+class Agent(Section):
+    """What happens in a session: the loop, its turns and its tools."""
+
+    loop: str = key("single_turn", "single_turn, tool_use, retry, compress, or package.module:function.")
+    turns: int = key(8, "Most turns that a built-in loop takes.", _BY_MOST, ge=1)
+    tools: list[Annotated[ToolSection, BeforeValidator(_tool)]] = key(
+        [], "Tools that the model may call, such as [calculator, python].", _BY_TOOL_LOOPS
+    )
+    calls: Literal["json", "plain"] = key(
+        "json",
+        'How a tool call is written: json: <tool_call>{"name": …, "arguments": …}</tool_call>; plain: '
+        "[calculator: 2+3], or [2+3] if there is one tool.",
+        _BY_TOOL_LOOPS,
+    )
+    compress_at: int | None = key(
+        None,
+        "Tokens of a context from which compress asks for a summary; unset: when little is left.",
+        _BY_COMPRESS,
+        ge=8,
+    )
+    ask_summary: str = key(
+        "Summarise what matters for going on.", "How compress asks for a summary.", _BY_COMPRESS
+    )
+    feedback: str = key(
+        "That is not right. Try again.", "What retry tells the model after a miss.", _read_by("retry")
+    )
+    deadline_s: float | None = key(
+        None,
+        "Seconds one session may take, waiting for the engine included; unset: nine tenths "
+        "of rollout.deadline_s.",
+        gt=0,
+    )
+    on_failure: OnFailure = key(
+        "keep_rest",
+        "Of a group with a failed session: train on the rest (keep_rest), leave all of it out "
+        "(drop_group), or run the session again ({retry: 2}) before keeping the rest.",
+    )

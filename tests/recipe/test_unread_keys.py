@@ -1,0 +1,209 @@
+"""No key is ignored in silence: what a run does not read is declared, and refused or noted if it is set."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from practicum.errors import RecipeErrors
+from practicum.recipe.checks.unread_keys import unread_keys
+from practicum.recipe.load_recipe import load_recipe
+from practicum.recipe.schema.recipe import Checks, Recipe
+from practicum.recipe.schema.section import ReadWhen, Section
+from practicum.recipe.text.show_recipe import show_recipe
+from practicum.recipe.text.type_text import section_of
+from practicum.trainer.run import train_loaded
+
+BASE: dict[str, Any] = {
+    "name": "run",
+    "model": {"make": {"hidden": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "context": 64}},
+    "tasks": {"sort": {"kind": "sort", "options": {"length": [2, 3]}}},
+    "rollout": {"samples": 2, "max_new_tokens": 4, "slots": 4},
+    "train": {"steps": 1, "prompts": 2},
+    "eval": {"rows": 2},
+    "runtime": {"threads": 1},
+}
+RUNS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "supervised": {"algorithm": {"loss": "supervised", "advantage": "none"}},
+    "ppo": {"algorithm": {"advantage": "gae", "kl": {"place": "reward", "target": 0.1}}, "critic": {}},
+    "corrected": {
+        "algorithm": {
+            "loss": "reinforce",
+            "advantage": "remax",
+            "kl": {"place": "loss"},
+            "mismatch": {"weights": "token", "outside": "mask"},
+        }
+    },
+    "distilled": {
+        "teachers": {"a": {"student": {}}, "b": {"student": {}, "before": "1"}},
+        "route": {"to": {"sort": {"a": 1.0, "b": 1.0}}, "measure_every": 1},
+        "distill": {},
+        "reward": {"weight": 0.0},
+        "train": {"steps": 1, "prompts": 2, "schedule": "cosine"},
+    },
+    "one teacher": {
+        "teachers": {"a": {"student": {}}},
+        "distill": {"divergence": "k1", "signal": "sampled", "through": "advantage"},
+        "reward": {"weight": 0.0, "watch": True},
+        "eval": {"greedy": False},
+    },
+}
+UNSEEN = {
+    "extends": "read while files are merged",
+    "expected": "for people: the summary shows it",
+    "teachers.a.model": "not allowed with student",
+    "teachers.b.model": "not allowed with student",
+    "train.replay_experts": "asked of models with experts, which only their config tells",
+}
+"""Keys that no run of these reads; levels of checks are read when a check finds something."""
+
+
+def write(folder: Path, sections: dict[str, Any]) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(BASE | sections))
+    return path
+
+
+def leaves(section: Section, path: str = "") -> Iterator[tuple[str, tuple[str, str]]]:
+    """Path, and class and name, of every key of a recipe; sections with defaults are not keys themselves."""
+    for name, info in type(section).model_fields.items():
+        value, here = section.__dict__[name], f"{path}{name}"
+        items = {here: value}
+        if isinstance(value, dict):
+            items = {f"{here}.{key}": item for key, item in value.items()}
+        elif isinstance(value, list):
+            items = {f"{here}[{number}]": item for number, item in enumerate(value)}
+        for key, item in items.items():
+            if isinstance(item, Section):
+                yield from leaves(item, f"{key}.")
+        if not isinstance(info.default, Section):
+            yield here, (type(section).__name__, name)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_reads_every_key_that_is_not_declared_unread(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    loaded = load_recipe(write(tmp_path, RUNS[name]))
+    declared = {key.path for key in unread_keys(loaded.recipe)}
+    paths = dict(leaves(loaded.recipe))
+    read: set[tuple[str, str]] = set()
+    get = Section.__getattribute__
+
+    def reading(section: Section, key: str) -> Any:
+        read.add((type(section).__name__, key))
+        return get(section, key)
+
+    monkeypatch.setattr(Section, "__getattribute__", reading)
+    train_loaded(loaded)
+    monkeypatch.undo()
+    levels = {f"checks.{key}" for key in Checks.model_fields if not key.endswith("_max")}
+    ignored = {path for path, key in paths.items() if key not in read} - declared - levels - {*UNSEEN}
+    assert not ignored
+
+
+URL = {"url": "http://127.0.0.1:1/v1", "model": "m"}
+TEACHERS: list[dict[str, Any]] = [
+    URL,
+    {"model": "m"},
+    {"model": "m", "engine": "vllm", "placement": {"own": {}}},
+    {"model": "m", "placement": {"own": {}}},
+]
+MORE: list[dict[str, Any]] = [
+    *({"teachers": {"t": teacher}, "distill": {}} for teacher in TEACHERS),
+    {"teachers": {"t": TEACHERS[1]}, "distill": {"divergence": "jsd"}, "runtime": {"teachers_gb": 1.0}},
+    {"model": {"make": {"family": "gpt2"}}},
+    {"model": {"make": {"family": "qwen3_moe"}}},
+    {"tasks": {"rows": {"file": "rows.jsonl", "rewards": [{"use": "my:reward"}]}}},
+    {"tasks": {"sort": {"kind": "sort", "chat": True}}},
+    {"agent": {"loop": "compress", "tools": ["calculator", "python"]}},
+    {"agent": {"loop": "retry"}, "eval": {"samples": 2}, "buffer": {"filter_flat_groups": True}},
+    {
+        "algorithm": {"loss": "gspo", "advantage": "reinforce_pp"},
+        "rollout": {"engine": "vllm", "max_new_tokens": 4},
+    },
+    {"checks": {"fingerprint": "off", "logprob_gap": "off"}},
+    {"runtime": {"kind": "ray", "store": {"kind": "transferqueue"}}},
+    {"runtime": {"kind": "ray", "address": "auto"}, "teachers": {"t": TEACHERS[3]}, "distill": {}},
+    {"reward": {"models": {"c": {"model": "m"}, "j": {"kind": "judge", **URL}}}},
+    {"algorithm": RUNS["supervised"]["algorithm"], "eval": {"greedy": False}},
+]
+
+
+def declared_keys(section: type[Section], rules: tuple[ReadWhen, ...] = ()) -> Iterator[tuple[str, str]]:
+    """Class and name of every key that says when it is read, itself or by its section."""
+    for name, info in section.model_fields.items():
+        own = (*rules, *(rule for rule in info.metadata if isinstance(rule, ReadWhen)))
+        inner = section_of(info.annotation)
+        if own and not (inner and isinstance(info.default, Section)):
+            yield section.__name__, name
+        if inner:
+            yield from declared_keys(inner, own if isinstance(info.default, Section) else ())  # type: ignore
+
+
+def test_every_declaration_lets_its_key_be_read_and_tells_when_it_is_not(tmp_path: Path) -> None:
+    read, unread = set(), set()
+    for sections in (*RUNS.values(), *MORE):
+        recipe = load_recipe(write(tmp_path, sections)).recipe
+        without_reader = {key.path for key in unread_keys(recipe)}
+        for path, key in leaves(recipe):
+            (unread if path in without_reader else read).add(key)
+    declared = set(declared_keys(Recipe))
+    assert len(declared) > 80
+    assert declared - unread == set(), "never unread"
+    assert declared - read == set(), "never read"
+
+
+@pytest.mark.parametrize(
+    ("sections", "path", "why"),
+    [
+        ({"tasks": {"sort": {"kind": "sort", "images": "pictures"}}}, "tasks.sort.images", "without file"),
+        ({"reward": {"functions": [{"timeout_s": 1.0}]}}, "reward.functions[0].timeout_s", "reward checker"),
+        (
+            {"agent": {"loop": "tool_use", "tools": [{"use": "calculator", "memory_mb": 64}]}},
+            "agent.tools[0].memory_mb",
+            "with use calculator",
+        ),
+        (RUNS["one teacher"] | {"route": {"measure_every": 1}}, "route.measure_every", "with one teacher"),
+        ({"algorithm": {"kl": {"place": "reward", "horizon": 5000}}}, "algorithm.kl.horizon", "without"),
+        (
+            {"algorithm": {"loss": "reinforce", "old_logprobs": "recompute"}},
+            "algorithm.old_logprobs",
+            "with algorithm.loss reinforce",
+        ),
+    ],
+)
+def test_a_key_that_nothing_reads_is_refused(
+    tmp_path: Path, sections: dict[str, Any], path: str, why: str
+) -> None:
+    with pytest.raises(RecipeErrors) as caught:
+        load_recipe(write(tmp_path, sections))
+    assert [error.path for error in caught.value.errors] == [path]
+    assert why in caught.value.errors[0].found
+
+
+def test_keys_for_other_runs_of_a_recipe_are_noted(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        {
+            "model": {"make": {"family": "gpt2", "hidden": 128, "kv_heads": 1}},
+            "algorithm": RUNS["supervised"]["algorithm"],
+            "pools": {"train": {"devices": 2}},
+        },
+    )
+    text = show_recipe(load_recipe(path))
+    for line in (
+        r"kv_heads: 1 +# file:\d+, not read with family gpt2",
+        r"samples: 2 +# file:\d+, not read with algorithm.loss supervised",
+        r"devices: 2 +# file:\d+, not read with runtime.kind local",
+        r"max_new_tokens: 4 +# file:\d+",
+        r"top_p: 1.0 +# default",
+    ):
+        assert re.search(rf"^ +{line}$", text, re.MULTILINE), line
