@@ -75,11 +75,19 @@ def few(words: list[str]) -> list[str]:
     return [word for pair in small for word in ("--set", pair)]
 
 
-@pytest.fixture
-def workplace(empty_folder: Path) -> Path:
-    """A folder with the recipes as `practicum init` copies them, and with the examples."""
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recipes as `practicum init` copies them."""
+    recipes = tmp_path_factory.mktemp("init") / "recipes"
     for folder in list_recipes():
-        copy_recipe(folder, Path("recipes") / folder)
+        copy_recipe(folder, recipes / folder)
+    return recipes
+
+
+@pytest.fixture
+def workplace(recipes: Path, empty_folder: Path) -> Path:
+    """A folder with these recipes and with the examples."""
+    shutil.copytree(recipes, empty_folder / "recipes")
     shutil.copytree(ROOT / "examples", empty_folder / "examples")
     return empty_folder
 
