@@ -12,7 +12,7 @@ from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.ragged import Ragged
 from practicum.learning.optimizer import OptimizerStepper
 from practicum.recipe.schema.recipe import Train
-from practicum.teachers.ledger import starved
+from practicum.teachers.ledger import Ledger
 
 Sentence = tuple[str, str | None]
 
@@ -23,7 +23,7 @@ def check_sentences() -> list[Sentence]:
     batch = BatchRef("train", (Key(40, 2),), (tags,))
     ids, mask = torch.zeros(9, dtype=torch.int64), torch.tensor([True] * 5 + [False])
     columns = (Ragged.from_rows([ids]), Ragged.from_rows([ids[:6]]), Ragged.from_rows([mask]))
-    shares = {"teacher/chat/gradient_share": 0.009, "teacher/chat/prompts_share": 0.2}
+    ledger = Ledger({"chat": {"gradient_share": 0.009, "prompts_share": 0.2}}, {})
     gap = {"gap_mean": 0.21, "gap_max": 3.4}
     return [
         ("weight_version", invariants.weight_version(batch, 7)),
@@ -33,7 +33,7 @@ def check_sentences() -> list[Sentence]:
         ("masks", invariants.denominator(4096.0, 4100)),
         ("logprob_gap", invariants.logprob_gap(gap, 0.05)),
         ("finite", _nonfinite()),
-        ("teacher_shares", starved(shares, None)),
+        ("teacher_shares", ledger.starved(None)),
         ("store_empty", invariants.store_empty(held=8, waiting=0)),
     ]
 

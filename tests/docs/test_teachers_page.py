@@ -12,7 +12,7 @@ from practicum.observe.tables import ledger_table
 from practicum.places.remote_teacher import TOLERANCE
 from practicum.recipe.checks.divergences import why_unfit
 from practicum.recipe.schema.teacher_sections import Distill, Divergence, Route
-from practicum.teachers.ledger import starved
+from practicum.teachers.ledger import Ledger
 from practicum.trainer.step_metrics import METRICS
 
 from .pages import ROOT
@@ -61,8 +61,8 @@ def test_every_column_and_metric_of_the_ledger_is_in_the_table():
 
 
 def test_the_warning_is_what_the_page_shows():
-    metrics = {"teacher/counter/gradient_share": 0.009, "teacher/counter/prompts_share": 0.2}
-    assert f"`{starved(metrics, None)}`" in PAGE.read_text()
+    ledger = Ledger({"counter": {"gradient_share": 0.009, "prompts_share": 0.2}}, {})
+    assert f"`{ledger.starved(None)}`" in PAGE.read_text()
     assert Route().measure_every > 0
 
 

@@ -149,13 +149,13 @@ def test_more_tokens_than_the_students_are_a_difference() -> None:
 
 def test_another_end_token_is_told() -> None:
     (found,) = compare_vocabularies(tokenizer_of("ab"), tokenizer_of("ab", eos="<end>"), "t")
-    assert "the end token '<end>', where the student has '<eos>'" in found.found
+    assert "the EOS token '<end>', where the student has '<eos>'" in found.found
     assert "model.tokenizer" in found.suggestion
 
 
 def test_another_begin_token_is_told() -> None:
     (found,) = compare_vocabularies(tokenizer_of("ab"), tokenizer_of("ab", bos_token="<end>"), "t")
-    assert "the begin token '<end>', where the student has none" in found.found
+    assert "the BOS token '<end>', where the student has none" in found.found
 
 
 def test_other_special_tokens_are_told() -> None:

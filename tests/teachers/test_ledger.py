@@ -10,7 +10,7 @@ import torch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
 from practicum.learning.teacher_sums import TeacherSums
-from practicum.teachers.ledger import TeacherMeasures, ledger, pair_of, starved, totals
+from practicum.teachers.ledger import Ledger, TeacherMeasures, make_ledger, pair_of, totals
 
 
 def tags(teacher: str, domain: str, tokens: int, reward: float | None = None) -> Tags:
@@ -43,9 +43,13 @@ def sums() -> TeacherSums:
     return made
 
 
-def table(norms: dict[str, float] | None = None, domain_norms: dict[str, float] | None = None) -> Any:
+def made(norms: dict[str, float] | None = None, domain_norms: dict[str, float] | None = None) -> Ledger:
     measured = TeacherMeasures(PAIRS, sums(), norms or {}, domain_norms or {})
-    return ledger(BATCH, measured, {"math": 1.5, "code": 0.5}, {"math": 1})
+    return make_ledger(BATCH, measured, {"math": 1.5, "code": 0.5}, {"math": 1})
+
+
+def table(norms: dict[str, float] | None = None, domain_norms: dict[str, float] | None = None) -> Any:
+    return made(norms, domain_norms).metrics()
 
 
 def test_the_table_of_a_step():
@@ -106,7 +110,7 @@ def test_rows_without_sampled_tokens_are_counted_as_prompts_and_have_no_loss():
     batch = BatchRef("train", (Key(0), Key(1)), (tags("math", "sums", 0), tags("code", "logic", 4)))
     made = TeacherSums()
     made.add(torch.tensor([1, 1, 1, 1]), weight=torch.full((4,), 0.25), loss=torch.ones(4))
-    got = ledger(batch, TeacherMeasures([pair_of(t) for t in batch.tags], made), {}, {})
+    got = make_ledger(batch, TeacherMeasures([pair_of(t) for t in batch.tags], made), {}, {}).metrics()
     assert got["teacher/math/prompts"] == 1
     assert got["teacher/math/tokens"] == got["teacher/math/tokens_share"] == 0
     assert "teacher/math/loss" not in got
@@ -114,8 +118,8 @@ def test_rows_without_sampled_tokens_are_counted_as_prompts_and_have_no_loss():
 
 
 def test_a_starved_teacher_is_named_with_its_target():
-    metrics = table({"math": 97.0, "code": 3.0})
-    sentence = starved(metrics, None)
+    ledger = made({"math": 97.0, "code": 3.0})
+    sentence = ledger.starved(None)
     assert sentence is not None
     assert "code has 3.0% of the gradient and a target of 33.3%" in sentence
     assert "math" not in sentence
@@ -123,20 +127,20 @@ def test_a_starved_teacher_is_named_with_its_target():
 
 
 def test_a_target_of_the_recipe_goes_before_the_share_of_prompts():
-    metrics = table({"math": 97.0, "code": 3.0})
-    assert starved(metrics, {"math": 0.8, "code": 0.2}) is None
-    sentence = starved(metrics, {"math": 0.5, "code": 0.5})
+    ledger = made({"math": 97.0, "code": 3.0})
+    assert ledger.starved({"math": 0.8, "code": 0.2}) is None
+    sentence = ledger.starved({"math": 0.5, "code": 0.5})
     assert sentence is not None
     assert "code has 3.0% of the gradient and a target of 50.0%" in sentence
 
 
 def test_a_tenth_of_the_target_is_enough():
-    assert starved(table({"math": 95.0, "code": 5.0}), {"math": 0.5, "code": 0.5}) is None
+    assert made({"math": 95.0, "code": 5.0}).starved({"math": 0.5, "code": 0.5}) is None
 
 
 def test_nobody_starves_where_nothing_was_measured():
-    assert starved(table(), {"math": 0.5, "code": 0.5}) is None
-    assert starved({"step": 3, "reward/mean": 1.0, "loss": 2.0}, None) is None
+    assert made().starved({"math": 0.5, "code": 0.5}) is None
+    assert made().starved(None) is None
 
 
 def test_a_run_adds_counts_and_takes_means_of_the_rest():
@@ -211,8 +215,9 @@ def test_domains_may_have_a_slash_in_their_name():
     made = TeacherSums()
     made.add(torch.zeros(4, dtype=torch.int64), weight=torch.full((4,), 0.25), loss=torch.ones(4))
     measured = TeacherMeasures([("math", "sums/hard")], made, {"math": 1.0}, {"sums/hard": 1.0})
-    got = ledger(batch, measured, {}, {})
+    ledger = make_ledger(batch, measured, {}, {})
+    got = ledger.metrics()
     assert got["domain/sums/hard/tokens"] == 4
     assert got["domain/sums/hard/gradient_share"] == 1.0
-    assert starved(got, None) is None
+    assert ledger.starved(None) is None
     assert totals([got, got])["domain sums/hard"]["tokens"] == 8

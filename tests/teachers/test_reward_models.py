@@ -19,7 +19,7 @@ from practicum.errors import RecipeError, RecipeErrors, TeacherError
 from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import Own, OwnPlacement, RewardModel
-from practicum.rewards.check_reward_models import check_rewarders
+from practicum.rewards.check_reward_models import check_reward_models
 from practicum.rewards.classifier import encode_case, fitting
 from practicum.rewards.loaded_reward_model import ColocatedRewardModel, OwnRewardModel, load_reward_model
 from practicum.rewards.prompted_judge import question, read_score
@@ -350,7 +350,7 @@ def check(longest: int = 20, **models: RewardModel) -> list[str]:
             "reward": {"models": {name: model.model_dump() for name, model in models.items()}},
         }
     )
-    return check_rewarders(recipe, make_tokenizer(), longest)
+    return check_reward_models(recipe, make_tokenizer(), longest)
 
 
 def test_sound_models_are_described(classifier: Path, judge: Path):

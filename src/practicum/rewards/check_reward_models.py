@@ -17,7 +17,7 @@ from practicum.rewards.loaded_reward_model import check_label, load_tokenizer
 _CLASSIFIER = "ForSequenceClassification"
 
 
-def check_rewarders(recipe: Recipe, student: PreTrainedTokenizerBase, longest: int) -> list[str]:
+def check_reward_models(recipe: Recipe, student: PreTrainedTokenizerBase, longest: int) -> list[str]:
     """What each reward model that is loaded here is, in sentences; all mistakes come together.
 
     `longest` is the longest prompt and answer together, in the student's tokens.

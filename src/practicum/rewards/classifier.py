@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,9 +53,9 @@ class Classifier:
         pad: Any = text_config.pad_token_id
         self._pad: int | None = pad
         self._waiting: list[_Job] = []
-        self._shelf: OffloadedWeights | None = None
+        self._offloaded: OffloadedWeights | None = None
         self._awake = True
-        self._desk = EngineThread(self._step, self._waiting.clear, "classifier")
+        self._thread = EngineThread(self._step, self._waiting.clear, "classifier")
 
     async def judge(self, case: JudgeInput) -> float:
         """The output for the recipe's label, before any softmax or sigmoid."""
@@ -65,7 +66,7 @@ class Classifier:
             raise CannotScore("sees no tokens in prompt and answer")
         if self._context is not None and len(ids) > self._context:
             raise CannotScore(f"has a context of {self._context} tokens; prompt and answer take {len(ids)}")
-        return await self._desk.submit(_Job(ids))
+        return await self._thread.submit(_Job(ids))
 
     @torch.no_grad()
     def _step(self, arrived: list[Job]) -> tuple[list[Outcome], bool]:
@@ -73,16 +74,16 @@ class Classifier:
         if not self._awake:
             raise EngineError("the classifier sleeps: call wake() first")
         self._waiting += [job for job in arrived if isinstance(job, _Job)]
-        # Rows of like lengths go together, so that little is padding.
+        # Rows of similar lengths go together, so that there is little padding.
         self._waiting[:] = sorted((j for j in self._waiting if not j.abandoned), key=lambda j: len(j.ids))
         count = fitting([len(job.ids) for job in self._waiting], self.spec.batch_tokens)
-        # Without a padding token the model could not tell where a row of a batch ends.
+        # Without a padding token the model can't tell where a row of a batch ends.
         count = min(count, 1) if self._pad is None else count
         jobs, self._waiting[:] = self._waiting[:count], self._waiting[count:]
         if not jobs:
             return [], False
         scores_B = self._scores([job.ids for job in jobs])
-        return list(zip(jobs, map(_result, scores_B.tolist()), strict=True)), bool(self._waiting)
+        return list(zip(jobs, map(_finite_score, scores_B.tolist()), strict=True)), bool(self._waiting)
 
     def _scores(self, rows: Sequence[list[int]]) -> Tensor:
         width = max(map(len, rows))
@@ -95,32 +96,32 @@ class Classifier:
 
     def wake(self) -> None:
         """Be ready, with the weights on the device."""
-        with self._desk.take_turn("wake"):
-            if self._shelf is not None:
-                self._shelf.restore()
-                self._shelf = None
+        with self._thread.take_turn("wake"):
+            if self._offloaded is not None:
+                self._offloaded.restore()
+                self._offloaded = None
             self._awake = True
 
     def sleep(self) -> None:
         """Judge no more until `wake`; a batch under way is waited for."""
-        with self._desk.take_turn("go to sleep"):
+        with self._thread.take_turn("go to sleep"):
             self._awake = False
             return_memory(self.model.device)
 
     def offload(self, where: OffloadTarget) -> None:
         """Move the weights away while it sleeps."""
         assert not self._awake
-        if self._shelf is None:
-            self._shelf = OffloadedWeights(self.model, where)
+        if self._offloaded is None:
+            self._offloaded = OffloadedWeights(self.model, where)
         else:
-            self._shelf.move(where)
+            self._offloaded.move(where)
         return_memory(self.model.device)
 
     def close(self) -> None:
         """Stop; cases under way fail."""
-        self._desk.close()
-        if self._shelf is not None:
-            self._shelf.drop()
+        self._thread.close()
+        if self._offloaded is not None:
+            self._offloaded.drop()
 
 
 def fitting(lengths: Sequence[int], budget: int) -> int:
@@ -133,6 +134,5 @@ def fitting(lengths: Sequence[int], budget: int) -> int:
     return count
 
 
-def _result(score: float) -> float | CannotScore:
-    finite = abs(score) < float("inf")
-    return score if finite else CannotScore(f"gave the score {score}, expected a finite number")
+def _finite_score(score: float) -> float | CannotScore:
+    return score if math.isfinite(score) else CannotScore(f"gave the score {score}, expected a finite number")

@@ -13,6 +13,7 @@ from practicum.models.offloaded_weights import OffloadTarget
 from practicum.recipe.checks.value_forms import fields_of, fill
 from practicum.recipe.schema.teacher_sections import RewardModel
 from practicum.rewards.reward_place import CannotScore, JudgeInput
+from practicum.user_code import shorten
 
 SLOTS = 16
 """Questions that a judge answers at once."""
@@ -30,11 +31,10 @@ def question(model: RewardModel, case: JudgeInput) -> str:
 
 def read_score(model: RewardModel, reply: str) -> float:
     """The first number of a reply, times the recipe's scale."""
-    found = _NUMBER.search(reply)
-    if found is None:
-        shown = reply if len(reply) <= _SHOWN else f"{reply[: _SHOWN - 1]}…"
-        raise CannotScore(f"replied {shown!r}, which has no number")
-    return require_finite(model.scale * float(found[0]))
+    number = _NUMBER.search(reply)
+    if number is None:
+        raise CannotScore(f"replied {shorten(reply, _SHOWN)!r}, which has no number")
+    return require_finite(model.scale * float(number[0]))
 
 
 def require_finite(score: float) -> float:
@@ -45,7 +45,7 @@ def require_finite(score: float) -> float:
 
 
 class PromptedJudge:
-    """A causal language model in this process, asked greedily through a torch engine of its own.
+    """A causal language model in this process, asked greedily through its own torch engine.
 
     Question and reply have room for `context` tokens. It is awake at first.
     """
@@ -66,7 +66,7 @@ class PromptedJudge:
         )
 
     async def judge(self, case: JudgeInput) -> float:
-        """The number that the model says of an answer."""
+        """The number in the model's reply about an answer."""
         ids = self._tokenizer.encode(question(self.spec, case))
         if len(ids) + self.spec.max_new_tokens > self._context:
             raise CannotScore(

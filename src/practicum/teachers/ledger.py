@@ -1,7 +1,7 @@
-"""The ledger: what each teacher and each domain had of a step, in prompts, tokens, loss and gradient.
+"""The ledger: the share of each teacher and each domain in a step's prompts, tokens, loss and gradient.
 
 A domain with short answers may have many prompts and next to none of the gradient; the ledger shows it, and
-`route.shares` mends it.
+`route.shares` corrects it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from practicum.dataplane.keys import Key, Tags
 from practicum.learning.teacher_sums import TeacherSums
 
 STARVED = 0.1
-"""A teacher below this part of its target share is warned about."""
+"""A teacher below this fraction of its target share is warned about."""
 
 SUMMED = frozenset({"prompts", "tokens", "seconds", "wakes"})
-"""Numbers that add up over steps; of the others a run has the mean."""
+"""Measures that are summed over the steps of a run; of the others it has the mean."""
 
 DIVIDED = frozenset({"loss_share", "gradient_share"})
-"""Shares of one whole per step: a name that a step does not have has none of it."""
+"""Shares that add up to one in each step: a name that is missing in a step has 0 of it."""
 
 Pair = tuple[str, str]
 """A teacher and a domain."""
@@ -29,7 +29,7 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class TeacherMeasures:
-    """What an update measured of its rows: sums by (teacher, domain), and gradient norms where taken."""
+    """What an update measured: sums by (teacher, domain), and gradient norms if they were measured."""
 
     pairs: Sequence[Pair]
     sums: TeacherSums
@@ -38,58 +38,67 @@ class TeacherMeasures:
 
 
 def pair_of(tags: Tags) -> Pair:
-    """Whose row it is."""
+    """The teacher and the domain of a row."""
     return tags.teacher or "", tags.domain
 
 
-def ledger(
+Lines = dict[str, dict[str, float]]
+"""Measures of each teacher, or of each domain, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """The ledger of one step; what was not measured is absent."""
+
+    teachers: Lines
+    domains: Lines
+
+    def metrics(self) -> dict[str, float]:
+        """As teacher/<name>/… and domain/<domain>/…."""
+        return {
+            f"{kind}/{name}/{what}": value
+            for kind, lines in (("teacher", self.teachers), ("domain", self.domains))
+            for name, line in lines.items()
+            for what, value in line.items()
+        }
+
+    def starved(self, shares: Mapping[str, float] | None) -> str | None:
+        """A sentence naming the teachers whose gradient is far below their target, else None.
+
+        The target is the recipe's, or the teacher's share of the prompts.
+        """
+        parts = []
+        for name, line in self.teachers.items():
+            share = line.get("gradient_share")
+            target = (shares or {}).get(name, line["prompts_share"])
+            if share is not None and share < STARVED * target:
+                parts.append(f"{name} has {share:.1%} of the gradient and a target of {target:.1%}")
+        if not parts:
+            return None
+        advice = "set route.shares to give each teacher its part of the loss"
+        if shares is not None:
+            advice = "its part of the loss is as set: the student agrees with it, or it needs a larger one"
+        return f"{'; '.join(parts)}: {advice}"
+
+
+def make_ledger(
     batch: BatchRef,
     measured: TeacherMeasures,
     seconds: Mapping[str, float],
     wakes: Mapping[str, int],
-) -> dict[str, float]:
-    """Metrics teacher/<name>/… and domain/<domain>/… of a step; what was not measured is absent."""
-    out: dict[str, float] = {}
-    for part, which, norms in (
-        ("teacher", 0, measured.teacher_norms),
-        ("domain", 1, measured.domain_norms),
-    ):
-        lines = _lines(batch, measured, which)
-        whole = sum(norms.values())
-        for name, line in lines.items():
-            if whole > 0 and name in norms:  # measured on one mini-batch, which may lack a name
-                line["gradient_share"] = norms[name] / whole
-            if part == "teacher":
-                line["seconds"] = seconds.get(name, 0.0)
-                if name in wakes:
-                    line["wakes"] = wakes[name]
-            out |= {f"{part}/{name}/{what}": value for what, value in line.items()}
-    return out
+) -> Ledger:
+    """The ledger of a step; `seconds` and `wakes` are the teachers'."""
+    teachers = _lines(batch, measured, 0, measured.teacher_norms)
+    domains = _lines(batch, measured, 1, measured.domain_norms)
+    for name, line in teachers.items():
+        line["seconds"] = seconds.get(name, 0.0)
+        if name in wakes:
+            line["wakes"] = wakes[name]
+    return Ledger(teachers, domains)
 
 
-def starved(metrics: Mapping[str, float], shares: Mapping[str, float] | None) -> str | None:
-    """A sentence naming the teachers whose gradient is far below their target, else None.
-
-    The target is the recipe's, or the teacher's share of the prompts.
-    """
-    found = []
-    for metric, share in metrics.items():
-        kind, name, what = (*metric.split("/"), "", "")[:3]
-        if kind != "teacher" or what != "gradient_share":
-            continue
-        target = (shares or {}).get(name, metrics[f"teacher/{name}/prompts_share"])
-        if share < STARVED * target:
-            found.append(f"{name} has {share:.1%} of the gradient and a target of {target:.1%}")
-    if not found:
-        return None
-    advice = "set route.shares to give each teacher its part of the loss"
-    if shares is not None:
-        advice = "its part of the loss is as set: the student agrees with it, or it needs a larger one"
-    return f"{'; '.join(found)}: {advice}"
-
-
-def totals(rows: Iterable[Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """The ledger of a whole run from its steps' metrics: sums of counts, means of the rest, shares anew.
+def totals(rows: Iterable[Mapping[str, float]]) -> Lines:
+    """The ledger of a run from its steps' metrics: sums of counts, means of other measures, new shares.
 
     The shares of all teachers, and of all domains, add up to one.
     Keys are "teacher <name>" and "domain <domain>".
@@ -125,28 +134,30 @@ def totals(rows: Iterable[Mapping[str, float]]) -> dict[str, dict[str, float]]:
     return lines
 
 
-def _lines(batch: BatchRef, measured: TeacherMeasures, which: int) -> dict[str, dict[str, float]]:
+def _lines(batch: BatchRef, measured: TeacherMeasures, which: int, norms: Mapping[str, float]) -> Lines:
     """One line per teacher (which = 0) or domain (1)."""
     rows: dict[str, list[tuple[Key, Tags]]] = {}
     for key, tags in batch:
         rows.setdefault(pair_of(tags)[which], []).append((key, tags))
-    prompts = {name: len({key.prompt for key, _ in mine}) for name, mine in rows.items()}
-    tokens = {name: sum(tags.sampled_tokens for _, tags in mine) for name, mine in rows.items()}
+    prompts = {name: len({key.prompt for key, _ in own}) for name, own in rows.items()}
+    tokens = {name: sum(tags.sampled_tokens for _, tags in own) for name, own in rows.items()}
     summed = _summed(measured, which)
     weight = sum(sums.get("weight", 0.0) for _, sums in summed.values())
     lines = {}
-    for name, mine in sorted(rows.items()):
+    for name, own in sorted(rows.items()):
         line = {
             "prompts": prompts[name],
             "prompts_share": prompts[name] / sum(prompts.values()),
             "tokens": tokens[name],
             "tokens_share": tokens[name] / max(1, sum(tokens.values())),
         }
-        rewards = {key[:2]: tags.reward for key, tags in mine if tags.reward is not None}
+        rewards = {key[:2]: tags.reward for key, tags in own if tags.reward is not None}
         if rewards:
             line["reward"] = fmean(rewards.values())
         if name in summed:
             line |= _means(*summed[name], weight)
+        if sum(norms.values()) > 0 and name in norms:  # measured on one mini-batch, which may not have all
+            line["gradient_share"] = norms[name] / sum(norms.values())
         lines[name] = line
     return lines
 
@@ -156,8 +167,8 @@ def _summed(measured: TeacherMeasures, which: int) -> dict[str, tuple[int, dict[
     out: dict[str, tuple[int, dict[str, float]]] = {}
     for group, sums in measured.sums.sums.items():
         name = measured.pairs[group][which]
-        tokens, mine = out.get(name, (0, {}))
-        merged = {what: mine.get(what, 0.0) + value for what, value in sums.items()}
+        tokens, before = out.get(name, (0, {}))
+        merged = {what: before.get(what, 0.0) + value for what, value in sums.items()}
         out[name] = (tokens + measured.sums.tokens[group], merged)
     return out
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,19 +12,22 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from practicum.errors import RecipeError, RecipeErrors
 from practicum.models.load_model import require_model_folder
-from practicum.models.model_files import read_config, read_tokenizer
+from practicum.models.model_files import read_config, read_image_processor, read_tokenizer
+from practicum.models.processor import load_processor
+from practicum.models.vision import is_vision
 from practicum.recipe.checks.routing import destinations
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
 from practicum.sessions.prompt_encoder import make_encoder
 from practicum.tasks.stream import make_stream
-from practicum.teachers.check_images import check_sight
 from practicum.teachers.route import before_text, routed_value
 from practicum.teachers.vocabulary import compare_vocabularies
 
 T = TypeVar("T")
 LOOKED_AT = 2_000
 """Prompts that are encoded to find a teacher's longest one."""
+_IMAGE_KEYS = ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std", "size")
+"""Settings of an image processor that decide how a picture becomes patches."""
 
 
 def check_teachers(
@@ -43,16 +46,16 @@ def check_teachers(
     Routes must be right (`check_routes`).
     """
     longest = longest_prompts(recipe, student, longest_prompt)
-    problems = [*_check_top_k(recipe, len(student)), *check_sight(recipe, student)]
+    problems = [*_check_top_k(recipe, len(student)), *check_images(recipe, student)]
     findings = []
     for name, teacher in recipe.teachers.items():
-        one = _Check(name, teacher, problems)
-        sentence = f"teacher {name}: {one.describe(student, uses_chat, student_context)}"
+        check = _Check(name, teacher, problems)
+        sentence = f"teacher {name}: {check.describe(student, uses_chat, student_context)}"
         if recipe.distill is not None and recipe.distill.signal == "full":
-            one.check_width(student_vocab)
-        one.check_memory()
+            check.check_width(student_vocab)
+        check.check_memory()
         extra = 1 if teacher.url is not None else 0
-        problem = check_context(name, one.context, longest[name], longest_answer, extra, teacher.context)
+        problem = check_context(name, check.context, longest[name], longest_answer, extra, teacher.context)
         problems += [problem] if problem else []
         findings.append(sentence)
     if problems:
@@ -93,7 +96,7 @@ def check_context(
 def load_teacher_tokenizer(teacher: Teacher, path: str) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a teacher at `path` (for errors), loaded once per process.
 
-    None if there is nothing to load: a copy of the student, or a server whose tokenizer is not told.
+    None if there is nothing to load: a copy of the student, or a server whose tokenizer is not given.
     """
     if teacher.tokenizer is not None:
         return _loaded(
@@ -114,7 +117,7 @@ def load_teacher_config(teacher: Teacher, path: str) -> PreTrainedConfig | None:
 
 
 class _Check:
-    """What is found about one teacher; problems are added to a list."""
+    """The checks of one teacher; problems are added to a list."""
 
     def __init__(self, name: str, teacher: Teacher, problems: list[RecipeError]) -> None:
         self.name, self.teacher, self.problems = name, teacher, problems
@@ -123,7 +126,7 @@ class _Check:
         self.width: int | None = None
 
     def describe(self, student: PreTrainedTokenizerBase, chat: bool, student_context: int | None) -> str:
-        """The teacher in words, after comparing its tokens with the student's."""
+        """A description of the teacher, after comparing its tokens with the student's."""
         if self.teacher.student is not None:
             self.context = student_context
             every = self.teacher.student.every
@@ -154,9 +157,9 @@ class _Check:
                 f"set {self.path}.tokenizer to the folder or hub name of its tokenizer"
             )
         key = "tokenizer" if self.teacher.tokenizer is not None else "model"
-        found = compare_vocabularies(student, tokenizer, self.name, chat=chat, key=key)
-        self.problems += found
-        return "another vocabulary" if found else f"same vocabulary ({len(tokenizer):,} tokens)"
+        problems = compare_vocabularies(student, tokenizer, self.name, chat=chat, key=key)
+        self.problems += problems
+        return "another vocabulary" if problems else f"same vocabulary ({len(tokenizer):,} tokens)"
 
     def check_memory(self) -> None:
         """The weights must fit what the recipe allows this teacher."""
@@ -216,7 +219,7 @@ def longest_prompts(recipe: Recipe, student: PreTrainedTokenizerBase, longest: i
     """Tokens of each teacher's longest prompt, with what it reads before; `longest` is of all prompts."""
     if len(recipe.teachers) == 1 and all(t.before is None for t in recipe.teachers.values()):
         return dict.fromkeys(recipe.teachers, longest)
-    found = dict.fromkeys(recipe.teachers, 0)
+    lengths = dict.fromkeys(recipe.teachers, 0)
     stream, encode = make_stream(recipe.tasks, recipe.seed), make_encoder(recipe, student)
     for prompt in stream.take(LOOKED_AT):
         length = len(encode(prompt).ids)
@@ -226,8 +229,8 @@ def longest_prompts(recipe: Recipe, student: PreTrainedTokenizerBase, longest: i
         for name in names:
             before = before_text(recipe.teachers[name], prompt)
             more = len(student.encode(before, add_special_tokens=False)) if before else 0
-            found[name] = max(found[name], length + more)
-    return found
+            lengths[name] = max(lengths[name], length + more)
+    return lengths
 
 
 def _loaded(load: Callable[[str], T], source: str, key: str, expected: str) -> T:
@@ -239,3 +242,44 @@ def _loaded(load: Callable[[str], T], source: str, key: str, expected: str) -> T
 
 def _config(source: str) -> Any:
     return read_config(source).get_text_config()
+
+
+def check_images(recipe: Recipe, student: PreTrainedTokenizerBase) -> Iterator[RecipeError]:
+    """Teachers are shown the student's patches: each must be a vision model with the same image settings."""
+    processor = load_processor(recipe.model, student)
+    if processor is None:
+        return
+    own = _image_settings(processor.image_processor)
+    for name, teacher in recipe.teachers.items():
+        if teacher.student is None:
+            yield from _check_image_settings(f"teachers.{name}", teacher, own)
+
+
+def _check_image_settings(path: str, teacher: Teacher, own: dict[str, str]) -> Iterator[RecipeError]:
+    if teacher.url is not None:
+        expected = "a model here, for a student that sees pictures"
+        yield RecipeError(f"{path}.url", teacher.url, expected, f"load it with {path}.model alone")
+        return
+    assert teacher.model is not None
+    try:
+        config, images = read_config(teacher.model), None
+        if is_vision(config):
+            images = read_image_processor(teacher.model)
+    except (OSError, ValueError) as error:
+        yield RecipeError(f"{path}.model", teacher.model, "a vision model", str(error).splitlines()[0])
+        return
+    if images is None:
+        yield RecipeError(
+            f"{path}.model", f"{teacher.model}, a {config.model_type}", "a vision model, as the student is"
+        )
+        return
+    theirs = _image_settings(images)
+    differ = [key for key in _IMAGE_KEYS if own[key] != theirs[key]]
+    if differ:
+        found = ", ".join(f"{key} {theirs[key]}" for key in differ)
+        expected = "the student's " + ", ".join(f"{key} {own[key]}" for key in differ)
+        yield RecipeError(f"{path}.model", f"an image processor with {found}", expected)
+
+
+def _image_settings(processor: object) -> dict[str, str]:
+    return {key: str(getattr(processor, key, None)) for key in _IMAGE_KEYS}

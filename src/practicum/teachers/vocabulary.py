@@ -20,7 +20,7 @@ def compare_vocabularies(
     chat: bool = True,
     key: str = "model",
 ) -> list[RecipeError]:
-    """Every difference by which scores of token ids would be of something else than the student said.
+    """Every difference that would make scores of token ids be about other text than the student's.
 
     `chat`: prompts go through the chat template, which must then be the same. `key` is the key of
     teachers.<name> that the tokenizer comes from.
@@ -33,16 +33,21 @@ def compare_vocabularies(
             path,
             f"the {what} token {_shown(theirs)}, where the student has {_shown(ours)}",
             f"the student's {what} token",
-            f"{why}: set model.tokenizer to the teacher's, or teachers.{name}.tokenizer to one with the "
+            f"the teacher was trained with a different {what} token: set model.tokenizer to the teacher's, or teachers.{name}.tokenizer to one with the "
             "student's tokens if the teacher knows them",
         )
-        for what, ours, theirs, why in (
-            ("end", student.eos_token, teacher.eos_token, "the teacher ends its answers with another token"),
+        for what, ours, theirs in (
             (
-                "begin",
+                "EOS",
+                student.eos_token,
+                teacher.eos_token,
+                "the teacher was trained with a different EOS token",
+            ),
+            (
+                "BOS",
                 student.bos_token,
                 teacher.bos_token,
-                "the teacher is used to another begin of its texts",
+                "the teacher was trained with a different BOS token",
             ),
         )
         if ours != theirs
@@ -57,10 +62,10 @@ def _compare_tokens(ours: dict[str, int], theirs: dict[str, int], path: str) -> 
     missing = sorted(ours.keys() - theirs.keys(), key=ours.__getitem__)
     more = sorted(theirs.keys() - ours.keys(), key=theirs.__getitem__)
     moved = sorted((t for t in ours if theirs.get(t, ours[t]) != ours[t]), key=ours.__getitem__)
-    moved_words = [f"{token!r} is {ours[token]} here, {theirs[token]} there" for token in moved[:_SHOWN]]
+    moved_text = [f"{token!r} is {ours[token]} here, {theirs[token]} there" for token in moved[:_SHOWN]]
     parts = [f"{len(missing):,} of the student's tokens are missing ({_first(missing)})"] if missing else []
     parts += [f"{len(more):,} are not the student's ({_first(more)})"] if more else []
-    parts += [f"{len(moved):,} have other ids ({', '.join(moved_words)})"] if moved else []
+    parts += [f"{len(moved):,} have other ids ({', '.join(moved_text)})"] if moved else []
     if not parts:
         return None
     return RecipeError(
@@ -76,14 +81,14 @@ def _compare_tokens(ours: dict[str, int], theirs: dict[str, int], path: str) -> 
 def _compare_specials(
     student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, path: str
 ) -> list[RecipeError]:
-    """Tokens that only one side treats as special, aside from begin, end, and padding (nobody scores it)."""
-    apart = _named_specials(student) | _named_specials(teacher)
-    ours, theirs = set(student.all_special_tokens) - apart, set(teacher.all_special_tokens) - apart
+    """Tokens that only one side treats as special, except BOS, EOS and padding (which is never scored)."""
+    ignored = _named_specials(student) | _named_specials(teacher)
+    ours, theirs = set(student.all_special_tokens) - ignored, set(teacher.all_special_tokens) - ignored
     if ours == theirs:
         return []
     parts = [f"{_first(sorted(theirs - ours))} only of the teacher"] if theirs - ours else []
     parts += [f"{_first(sorted(ours - theirs))} only of the student"] if ours - theirs else []
-    advice = "text is cut into other tokens around them: set model.tokenizer to the teacher's"
+    advice = "text around them is split into other tokens: set model.tokenizer to the teacher's"
     return [RecipeError(path, f"special tokens {' and '.join(parts)}", "the same special tokens", advice)]
 
 
@@ -95,9 +100,12 @@ def _other_template(
     student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, path: str
 ) -> RecipeError:
     sides = (("the teacher", teacher), ("the student", student))
-    lacking = [who for who, tokenizer in sides if not _template(tokenizer)]
-    found = f"no chat template of {lacking[0]}" if lacking else "a chat template that is not the student's"
-    advice = "the teacher would read prompts in a form it does not know: set model.tokenizer to the teacher's"
+    missing = [who for who, tokenizer in sides if not _template(tokenizer)]
+    found = f"no chat template of {missing[0]}" if missing else "a chat template that is not the student's"
+    advice = (
+        "the teacher would read prompts in a format that it was not trained on: set model.tokenizer to the "
+        "teacher's"
+    )
     return RecipeError(path, found, "the student's chat template", advice)
 
 

@@ -14,7 +14,7 @@ from practicum.models.model_files import read_config
 from practicum.recipe.derived import Traits, model_traits, on_ray, rollout_context, traits_of
 from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.recipe.schema.recipe import Model, Recipe
-from practicum.rewards.check_reward_models import check_rewarders
+from practicum.rewards.check_reward_models import check_reward_models
 from practicum.roles.load_teachers import probe_servers
 from practicum.roles.reward_models import probe_reward_servers
 from practicum.runtime.local import load_reference
@@ -97,7 +97,7 @@ def check_without_models(recipe: Recipe) -> Preflight:
         needed = {name: tokens + longest[1] for name, tokens in prompts.items()}
         findings += probe_servers(recipe, vocab or len(tokenizer), needed)
     if recipe.reward.models:
-        findings += check_rewarders(recipe, tokenizer, sum(longest))
+        findings += check_reward_models(recipe, tokenizer, sum(longest))
         findings += probe_reward_servers(recipe, chat=_uses_chat(recipe))
     return Preflight(findings, lengths.left_out)
 

@@ -24,7 +24,7 @@ from practicum.runtime.roles import Roles
 from practicum.sessions.attempts import Attempt
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import PromptStream
-from practicum.teachers.ledger import TeacherMeasures, ledger, starved
+from practicum.teachers.ledger import TeacherMeasures, make_ledger
 from practicum.trainer.buffer import Group, ReplayBuffer, TakenGroups, groups_of
 from practicum.trainer.step_metrics import prefixed, rollout_metrics, session_tags, trajectories
 
@@ -172,9 +172,9 @@ class StepRunner:
     def _ledger(self, batch: BatchRef, measured: TeacherMeasures | None) -> dict[str, float]:
         if "teachers" not in self.plan or measured is None:
             return {}
-        metrics = ledger(batch.real(), measured, *self.roles.teachers_spent())
-        self.watch("teacher_shares", starved(metrics, self.recipe.route.shares))
-        return metrics
+        ledger = make_ledger(batch.real(), measured, *self.roles.teachers_spent())
+        self.watch("teacher_shares", ledger.starved(self.recipe.route.shares))
+        return ledger.metrics()
 
     def _critic_warms_up(self, number: int) -> bool:
         critic = self.recipe.critic

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from practicum.errors import EngineError
-from practicum.sessions.tools.tool_process import FinishedProcess, RunningProcess, kill_group, run_process
+from practicum.processes.bounded_command import FinishedProcess, RunningProcess, kill_group, run_process
 
 from .processes import group, needs_proc, wait_until
 

@@ -20,8 +20,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from practicum.errors import EngineError
+from practicum.processes.bounded_command import FinishedProcess, RunningProcess, run_process
 from practicum.sessions.tools.tool import Parameter, Tool, ToolError, cut
-from practicum.sessions.tools.tool_process import FinishedProcess, RunningProcess, run_process
 
 _SANDBOX = Path(__file__).with_name("sandbox.py")
 _PROGRAM = "program.py"

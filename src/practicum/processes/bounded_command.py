@@ -1,4 +1,4 @@
-"""A process of its own for one call: bounded in time and output, and gone with all its group at the end."""
+"""A command in its own process: bounded in time and output; its whole process group is killed at the end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _GRACE_S = 5.0
 class FinishedProcess:
     """How a process ended: what it wrote first on stdout and last on stderr, and its return code.
 
-    `cut`: it wrote more than was asked for and was killed. `late`: it was killed at its time limit.
+    `cut`: it wrote more than it may and was killed. `late`: it was killed at its time limit.
     """
 
     stdout: bytes
