@@ -33,22 +33,12 @@ def compare_vocabularies(
             path,
             f"the {what} token {_shown(theirs)}, where the student has {_shown(ours)}",
             f"the student's {what} token",
-            f"the teacher was trained with a different {what} token: set model.tokenizer to the teacher's, or teachers.{name}.tokenizer to one with the "
-            "student's tokens if the teacher knows them",
+            f"the teacher was trained with a different {what} token: set model.tokenizer to the teacher's, or "
+            f"teachers.{name}.tokenizer to one with the student's tokens if the teacher knows them",
         )
         for what, ours, theirs in (
-            (
-                "EOS",
-                student.eos_token,
-                teacher.eos_token,
-                "the teacher was trained with a different EOS token",
-            ),
-            (
-                "BOS",
-                student.bos_token,
-                teacher.bos_token,
-                "the teacher was trained with a different BOS token",
-            ),
+            ("EOS", student.eos_token, teacher.eos_token),
+            ("BOS", student.bos_token, teacher.bos_token),
         )
         if ours != theirs
     ]
