@@ -33,8 +33,8 @@ def compare_vocabularies(
             path,
             f"the {what} token {_shown(theirs)}, where the student has {_shown(ours)}",
             f"the student's {what} token",
-            f"the teacher was trained with a different {what} token: set model.tokenizer to the teacher's, or "
-            f"teachers.{name}.tokenizer to one with the student's tokens if the teacher knows them",
+            f"the teacher was trained with a different {what} token: set model.tokenizer to the teacher's, "
+            f"or teachers.{name}.tokenizer to one with the student's tokens if the teacher knows them",
         )
         for what, ours, theirs in (
             ("EOS", student.eos_token, teacher.eos_token),
