@@ -1,4 +1,4 @@
-"""Teachers that vLLM computes: in processes of their own, colocated (asleep by turns) or always awake."""
+"""Teachers that vLLM computes, in their own processes: colocated (asleep until needed) or always awake."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class VllmTeacher:
         return [engine.describe() for engine in self.engines]
 
     async def score(self, row: ScoreRow, wanted: ScoreOptions) -> Scores:
-        """What it says of a row; it must be awake."""
+        """Scores of one row; it must be awake."""
         if len(row.ids) > self.context:
             raise TeacherError(too_long(self.name, row, self.context))
         number = self._waiting.index(min(self._waiting))
@@ -98,7 +98,7 @@ class VllmTeacher:
             self._waiting[number] -= len(row.ids)
 
     def head(self) -> OutputHead:
-        """vLLM keeps it to itself."""
+        """vLLM does not give it."""
         raise TeacherError(f"teacher {self.name}: vLLM gives no output head; use engine: torch")
 
     def wake(self) -> None:
@@ -112,10 +112,10 @@ class VllmTeacher:
             engine.sleep()
 
     def offload(self, where: OffloadTarget) -> None:
-        """Asleep it holds nothing that could be moved."""
+        """Nothing to move: asleep it holds no memory."""
 
     def take(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Become what these weights are; it must be awake."""
+        """Replace its weights by these; it must be awake."""
         self._weights, self._version = dict(weights), version
         for engine in self.engines:
             engine.load_weights(*self._held())

@@ -1,4 +1,4 @@
-"""Child processes: a model or an engine in its own process, asked through a pipe.
+"""Child processes: a model or engine asked through a pipe, a guarded server, a command with limits.
 
 May be imported by checks, models and the layers above.
 """

@@ -23,14 +23,14 @@ from practicum.concurrency.open_time import OpenTime
 from practicum.errors import PracticumError
 
 HELLO = 0
-"""The number of the reply that nobody asked for: all is loaded, or why it is not."""
+"""The number of the first reply, without a request: the model is loaded, or why it is not."""
 CANCEL, STOP = "cancel", "stop"
 _ORPHAN_S = 5.0
 """How long a process without a parent may take to end by itself."""
 
 
 class ChildRequest(NamedTuple):
-    """Something to do, by the name that the served knows it under."""
+    """Something to do, by its name, with its arguments."""
 
     number: int
     what: str
@@ -38,7 +38,7 @@ class ChildRequest(NamedTuple):
 
 
 class ChildReply(NamedTuple):
-    """What came of a request: a result, or the words of an error; and the seconds of work so far."""
+    """The answer to a request: a result, or an error's message; and the seconds of work so far."""
 
     number: int
     result: Any
@@ -47,7 +47,7 @@ class ChildReply(NamedTuple):
 
 
 class Served(Protocol):
-    """What a process has loaded, and answers with; seconds are counted of requests that are WORK."""
+    """What a process has loaded and answers with; the seconds of requests in WORK are counted."""
 
     WORK: ClassVar[frozenset[str]]
 
@@ -74,7 +74,7 @@ def serve(pipe: Connection, load: Callable[[], tuple[Served, Any]]) -> NoReturn:
     try:
         served, facts = load()
     except Exception as error:
-        _send_if_heard(pipe, ChildReply(HELLO, None, words_of(error), 0.0))
+        _send_if_heard(pipe, ChildReply(HELLO, None, message_of_error(error), 0.0))
         _leave(1)
     if _send_if_heard(pipe, ChildReply(HELLO, facts, None, 0.0)):
         loop = asyncio.new_event_loop()
@@ -84,8 +84,8 @@ def serve(pipe: Connection, load: Callable[[], tuple[Served, Any]]) -> NoReturn:
     _leave(0)
 
 
-def words_of(error: BaseException) -> str:
-    """An error as the parent tells it."""
+def message_of_error(error: BaseException) -> str:
+    """An error as the parent will show it."""
     return str(error) if isinstance(error, PracticumError) else f"{type(error).__name__}: {error}"
 
 
@@ -148,13 +148,13 @@ class _Server:
                 task.add_done_callback(lambda _, number=request.number: self._tasks.pop(number))
 
     async def _answer(self, request: ChildRequest) -> None:
-        result, words = None, None
+        result, message = None, None
         try:
             with self._busy.work() if request.what in self._served.WORK else nullcontext():
                 result = await self._served.answer(request)
         except Exception as error:
-            words = words_of(error)
-        if not _send_if_heard(self._pipe, ChildReply(request.number, result, words, self._busy.seconds)):
+            message = message_of_error(error)
+        if not _send_if_heard(self._pipe, ChildReply(request.number, result, message, self._busy.seconds)):
             self._ended.set()
 
 

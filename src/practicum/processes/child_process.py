@@ -50,7 +50,7 @@ class ChildProcess:
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.hello: Future[Any] = Future()
-        """What the process tells of itself when all is loaded, or its own words of why it is not."""
+        """What the process reports when it is loaded, or its own message why it is not."""
         self.busy_s = 0.0
         """Seconds of work, as of the last reply."""
         self._who, self._main, self._setup, self._raise = who, main, setup, error
@@ -123,7 +123,7 @@ class ChildProcess:
         self.flush()
 
     def kill(self, why: str) -> None:
-        """End the process at once; those who wait for it fail with the reason."""
+        """End the process at once; requests under way fail with the reason."""
         self._fail(f"its process {self.pid} was killed: {why}")
         self._process.kill()
 
@@ -148,7 +148,7 @@ class ChildProcess:
             self._process.terminate()
 
     def release(self) -> None:
-        """Let go of threads and pipe, after the process is gone."""
+        """Release threads and pipe, after the process has ended."""
         self._outbox.put(None)
         for thread in self._threads:
             thread.join(_EXIT_S)
@@ -156,7 +156,7 @@ class ChildProcess:
             self._pipe.close()
 
     def _write(self) -> None:
-        # A pipe that broke is the reader's business: it sees the end of the process too.
+        # A broken pipe is handled by the reader, which sees the end of the process too.
         with suppress(OSError):
             while requests := self._outbox.get():
                 send(self._pipe, requests)

@@ -1,4 +1,4 @@
-"""Whether every prompt has a teacher and every teacher a prompt, found by reading the tasks' rows."""
+"""Whether every prompt has a teacher and every teacher a prompt, by reading the tasks' rows."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_routes(recipe: Recipe) -> list[str]:
         raise RecipeErrors(f"recipe {recipe.name}", problems)
     if len(recipe.teachers) == 1:
         return [f"route: every prompt goes to {next(iter(recipe.teachers))}"]
-    return [f"route: {recipe.route.by} {value!r} → {_taken_by(recipe, value)}" for value in values]
+    return [f"route: {recipe.route.by} {value!r} → {_teachers_of(recipe, value)}" for value in values]
 
 
 def _read(recipe: Recipe) -> tuple[dict[str, _Rows], dict[str, _Rows]]:
@@ -142,7 +142,7 @@ def _unused(recipe: Recipe, values: dict[str, _Rows]) -> list[RecipeError]:
     ]
 
 
-def _taken_by(recipe: Recipe, value: str) -> str:
+def _teachers_of(recipe: Recipe, value: str) -> str:
     weights = destinations(recipe.route, value)
     total = sum(weights.values())
     if len(weights) == 1:

@@ -1,1 +1,1 @@
-"""vLLM as an engine: in a process of its own, tokens in and tokens out."""
+"""vLLM as an engine: in its own process, tokens in and tokens out."""

@@ -1,4 +1,4 @@
-"""vLLM engines as recipes describe them: of a model that is here, or of a folder that vLLM reads."""
+"""vLLM engines as recipes describe them: from a model in this process, or from a folder that vLLM reads."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def engine_of_model(
     """An engine for a model of this shape, with what `weights` gives; `key` is its section of the recipe."""
     folder = TemporaryDirectory(prefix="practicum-vllm-")
     config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]  # a model that was made here has none
+    config.architectures = [type(model).__name__]  # a model that was not loaded from a folder has none
     config.save_pretrained(folder.name)
     setup = _setup(key, folder.name, model.dtype, config, chosen, room, threads=threads)
     return VllmEngine(setup, start_s=chosen.start_s, weights=weights, folder=folder, wait=wait)
@@ -98,7 +98,7 @@ def _setup(
 
 
 def kv_bytes(config: Any, dtype: torch.dtype, room: EngineSize) -> int:
-    """KV memory of so many tokens, in blocks: each sequence has one that is not full."""
+    """KV memory for `room.kv_tokens` tokens, in blocks: each sequence has one that is not full."""
     return kv_token_bytes(config, dtype) * _BLOCK * (-(-room.kv_tokens // _BLOCK) + room.slots + 1)
 
 

@@ -1,7 +1,8 @@
-"""New weights for a vLLM model that runs: all of them, or an error that names what is wrong.
+"""Weights of a vLLM model that runs: replaced by new ones, or freed while it sleeps.
 
-vLLM itself only warns of weights that did not come, and goes on from the middle after a load that failed. In
-the engine's process only: importing this imports vLLM.
+A load takes all of the weights or fails with an error that names what is wrong: vLLM itself only warns of
+missing weights, and continues a failed load in the middle. In the engine's process only: importing this
+imports vLLM.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: igno
 from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
 from practicum.errors import EngineError
+from practicum.models.offloaded_weights import return_memory
 
 _NAMED = 3
 
 
 def reload(runner: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Load weights by the names that they have in transformers; whole ones must follow an error."""
+    """Load weights by their names in transformers; after an error, all of them must be loaded again."""
     model, config = runner.get_model(), runner.model_config
-    seen = _Seen(weights)
+    seen = _LastWeight(weights)
     _pack_experts_again(model)
     initialize_layerwise_reload(model)
     try:
@@ -44,7 +46,7 @@ def reload(runner: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
         _put_back(model)
         if isinstance(error, EngineError) or seen.last is None:
             raise
-        raise EngineError(f"weights do not fit vLLM's model at {seen.last}: {_words(error)}") from error
+        raise EngineError(f"weights do not fit vLLM's model at {seen.last}: {_describe(error)}") from error
     finalize_layerwise_reload(model, config)
     _repack_head(model)
 
@@ -66,8 +68,54 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(held.values()) + sum(packed)
 
 
-class _Seen:
-    """Passes weights on, and knows which came last."""
+class VllmSleep:
+    """Frees the weights and the KV memory of an engine, and makes room for them again.
+
+    Where vLLM has its own sleep (GPUs), that is used. On a CPU it frees nothing, so tensors lose their
+    storage and packed copies are dropped; loading weights after that fills them again.
+    """
+
+    def __init__(self, engine: Any, runner: Any) -> None:
+        self._engine, self._runner = engine, runner
+        self._own = bool(engine.model_config.enable_sleep_mode)
+        self._freed: list[tuple[Any, int]] = []
+
+    def begin(self) -> None:
+        """Give memory back; the weights are lost."""
+        if self._own:
+            self._engine.sleep(level=2)
+            return
+        for module in self._runner.get_model().modules():
+            if "cpu_linear" in vars(module):
+                module.cpu_linear = None  # holds a packed copy of the weights
+        for storage in self._storages():
+            self._freed.append((storage, storage.nbytes()))
+            storage.resize_(0)
+        return_memory(self._runner.device)
+
+    def end(self) -> None:
+        """Have room again, for weights that must be loaded now."""
+        if self._own:
+            self._engine.wake_up()
+            return
+        for storage, size in self._freed:
+            storage.resize_(size)
+            storage.fill_(0)  # old bytes may be NaN, and attention reads whole blocks
+        self._freed.clear()
+
+    def _storages(self) -> Iterator[Any]:
+        """Of weights and KV memory, each once; buffers are small and no weights, they stay."""
+        tensors = [*self._runner.get_model().parameters(), *self._runner.kv_caches]
+        seen: set[int] = set()
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                yield storage
+
+
+class _LastWeight:
+    """Passes weights on, and remembers the last one for errors."""
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._weights = weights
@@ -77,7 +125,7 @@ class _Seen:
         for name, tensor in self._weights:
             self.last = f"{name} {list(tensor.shape)}"
             yield name, tensor
-        self.last = None  # what fails from here on is no weight's fault
+        self.last = None  # an error after this is not about one weight
 
 
 def _missing(model: nn.Module) -> Iterator[str]:
@@ -100,7 +148,7 @@ def _missing(model: nn.Module) -> Iterator[str]:
 
 
 def _put_back(model: nn.Module) -> None:
-    """Undo what `initialize_layerwise_reload` did: the next load must not go on from this one's half."""
+    """Undo what `initialize_layerwise_reload` did: the next load must not continue this one."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if info.can_load() and info.kernel_tensors is not None:
@@ -126,5 +174,5 @@ def _repack_head(model: Any) -> None:
         method.process_weights_after_loading(head)
 
 
-def _words(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else f"{type(error).__name__} in vLLM's loader"

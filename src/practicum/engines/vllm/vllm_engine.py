@@ -1,4 +1,4 @@
-"""The vLLM engine as callers use it; vLLM itself runs in a process of its own, see `host`."""
+"""The vLLM engine as callers use it; vLLM itself runs in its own process, see `vllm_process`."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ _ACTS = {"sleep": "_sleep", "wake": "_wake"}
 def main(pipe: Connection, setup: VllmSetup) -> None:
     """Run the process from its start to its end.
 
-    It answers `generate`: (Wish,); `score`: (Question,); `load`: (version,), while `bucket`: (Bucket,) brings
-    the weights and (None,) ends them; `sleep`: (); `wake`: ().
+    It answers `generate`: (GenerateRequest,); `score`: (ScoreRequest,); `load`: (version,), while `bucket`:
+    (MemoryBucket,) brings the weights and (None,) ends them; `sleep`: (); `wake`: ().
     """
     serve(pipe, lambda: _start(setup))
 
@@ -44,8 +44,8 @@ def _start(setup: VllmSetup) -> tuple[VllmProcess, VllmFacts]:
 
         torch.set_num_threads(setup.threads)
         logging.getLogger("vllm").setLevel(logging.CRITICAL)  # what matters comes as an error
-        host = VllmProcess(setup)
-        return host, host.facts()
+        process = VllmProcess(setup)
+        return process, process.facts()
 
 
 @dataclass(slots=True, eq=False)
@@ -67,19 +67,19 @@ class VllmProcess:
         from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore[reportMissingImports]
 
         from practicum.engines.vllm.plain_logprobs import PlainLogprobSampler
-        from practicum.engines.vllm.vllm_sleep import VllmSleep
+        from practicum.engines.vllm.reload_weights import VllmSleep
 
         self._setup = setup
         self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**_here(setup) | setup.arguments()))
         self._runner: Any = self._engine.model_executor.driver_worker.worker.model_runner
         self._vocab: int = self._engine.model_config.get_vocab_size()
         self._sampler = PlainLogprobSampler.take_over(self._runner.sampler, self._vocab)
-        self._rest = VllmSleep(self._engine, self._runner)
+        self._memory = VllmSleep(self._engine, self._runner)
         self.version = 0
         self._broken: str | None = None if setup.loads else "no weights were loaded yet"
         self._open: dict[str, _Open] = {}
         self._later: list[_Open] = []
-        """Questions with other settings than those under way."""
+        """Score requests with other settings than those under way."""
         self._numbers = iter(range(2**62))
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._delivery: WeightDelivery | None = None
@@ -141,13 +141,13 @@ class VllmProcess:
             delivery.close("nobody waits for these weights any more")
 
     def _try_once(self) -> None:
-        """Some models can be made but not computed: find out now, and compile what is compiled late."""
-        wish = GenerateRequest([0], Sampling(1, frozenset(), greedy=True), 0)
-        self._engine.add_request("try", {"prompt_token_ids": wish.ids}, _params(wish))
+        """Some models can be made but not run: find out now. Some code is compiled at the first step."""
+        request = GenerateRequest([0], Sampling(1, frozenset(), greedy=True), 0)
+        self._engine.add_request("try", {"prompt_token_ids": request.ids}, _params(request))
         while self._engine.has_unfinished_requests():
             self._engine.step()
 
-    # What follows runs in the engine's thread.
+    # The following methods run in the engine's thread.
 
     def _run(self) -> None:
         while True:
@@ -164,7 +164,7 @@ class VllmProcess:
     def _step(self) -> None:
         try:
             outputs = self._engine.step()
-        except Exception as error:  # nothing is known of any request now: all fail, and the engine with them
+        except Exception as error:  # the state of all requests is unknown: all fail, and the engine too
             self._broken = f"vLLM failed in a step: {type(error).__name__}: {error}"
             opened, self._open, self._later = [*self._open.values(), *self._later], {}, []
             for one in opened:
@@ -230,20 +230,20 @@ class VllmProcess:
         self._idle("sleep")
         self._broken = "it sleeps"
         self._forget()
-        self._rest.begin()
+        self._memory.begin()
 
     def _wake(self) -> None:
         """Have memory again, and the weights if they are those of the model's folder."""
         from practicum.engines.vllm.reload_weights import reload_folder
 
-        self._rest.end()
+        self._memory.end()
         self._broken = "no weights were loaded since it woke"
         if self._setup.loads and self.version == 0:
             reload_folder(self._runner)
             self._broken = None
 
     def _load(self, version: int, delivery: WeightDelivery) -> None:
-        """Take new weights; if that fails midway, the engine refuses to work until it gets whole ones."""
+        """Take new weights; if that fails midway, the engine refuses to work until it gets all of them."""
         from practicum.engines.vllm.reload_weights import reload
         from practicum.models.offloaded_weights import return_memory
 
@@ -264,7 +264,7 @@ class VllmProcess:
 
 
 def _here(setup: VllmSetup) -> dict[str, Any]:
-    """Arguments that the device asks for; those of the setup win."""
+    """Arguments for this device; those of the setup take precedence."""
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
     if not current_platform.is_cpu():
@@ -303,7 +303,7 @@ def _settle(loop: asyncio.AbstractEventLoop, answered: asyncio.Future[Any], make
     except Exception as raised:
         result, error = None, raised
 
-    def tell() -> None:
+    def set_answer() -> None:
         if answered.done():
             return
         if error is None:
@@ -311,7 +311,7 @@ def _settle(loop: asyncio.AbstractEventLoop, answered: asyncio.Future[Any], make
         else:
             answered.set_exception(error)
 
-    loop.call_soon_threadsafe(tell)
+    loop.call_soon_threadsafe(set_answer)
 
 
 def _fail(one: _Open, error: Exception) -> None:
