@@ -17,8 +17,8 @@ from practicum.dataplane.plan import make_plan
 from practicum.errors import ClusterError, MissingExtraError
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.schema.recipe import Recipe
-from practicum.runtime.ray import connect
-from practicum.runtime.ray.connect import Cluster
+from practicum.runtime.ray import cluster as cluster_module
+from practicum.runtime.ray.cluster import Cluster
 from practicum.runtime.ray.init_ray import workers_environment
 
 os.environ.update(ENV)
@@ -188,7 +188,7 @@ def test_a_cluster_that_is_there_is_joined_used_by_the_layout_and_left(
 
     ray.init(address=machines.address, log_to_driver=False)
     with closing(Cluster.open(aligned)):
-        monkeypatch.setattr(connect, "PATIENCE_S", 1.0)
+        monkeypatch.setattr(cluster_module, "PATIENCE_S", 1.0)
         text = refused(recipe(tmp_path, at))  # the first one holds all five CPUs
     assert "gave no room in 1 s" in text
     assert "CPUs                   2           0   ← too little" in text

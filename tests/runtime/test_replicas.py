@@ -6,6 +6,7 @@ import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import pytest
@@ -42,9 +43,16 @@ async def desk(replica: int, generation: int) -> Any:
 
 
 @contextmanager
-def desks(count: int, max_deaths: int = 3, make: Any = desk) -> Iterator[tuple[ReplicaPool, list[str]]]:
-    said: list[str] = []
-    pool = ReplicaPool("desk", make, count, max_deaths, said.append)
+def desks(
+    replicas: int, max_deaths: int = 3, make: Callable[[int], Awaitable[Any]] | None = None
+) -> Iterator[tuple[ReplicaPool, list[str]]]:
+    starts, said = Counter[int](), list[str]()
+
+    async def next_generation(replica: int) -> Any:
+        starts[replica] += 1
+        return await desk(replica, starts[replica] - 1)
+
+    pool = ReplicaPool("desk", make or next_generation, replicas, max_deaths, said.append)
     run(pool.start(60))
     try:
         yield pool, said
@@ -70,7 +78,7 @@ async def kill(actor: Any) -> None:
 # Routing, with handles that nobody calls.
 
 
-async def number_of(replica: int, generation: int) -> int:
+async def number_of(replica: int) -> int:
     return replica + 1
 
 
@@ -218,15 +226,18 @@ def test_an_error_is_not_a_death(cluster: None):
 
 
 def test_a_replica_that_can_not_come_back_ends_the_works_with_the_reason(cluster: None):
-    async def once(replica: int, generation: int) -> Any:
-        if generation == 1:
+    starts = count()
+
+    async def once(replica: int) -> Any:
+        start = next(starts)
+        if start == 1:
             raise WorkerDied("a desk", "its node is full")
-        if generation == 2:
+        if start == 2:
             raise StoreError("the store is gone")
-        return await desk(replica, generation)
+        return await desk(replica, start)
 
     with desks(1, make=once) as (pool, said):
-        with pytest.raises(ClusterError, match="desk 0 could not be started again: the store is gone"):
+        with pytest.raises(ClusterError, match="desk 0 could not be restarted: the store is gone"):
             run(pool.run(dying, load=1.0))
         assert pool.deaths == 2
         assert said[1].endswith("its node is full")
@@ -235,7 +246,7 @@ def test_a_replica_that_can_not_come_back_ends_the_works_with_the_reason(cluster
 def test_a_late_start_passes_its_deadline_and_leaves_nothing():
     stopped: list[int] = []
 
-    async def late(replica: int, generation: int) -> Any:
+    async def late(replica: int) -> Any:
         try:
             await asyncio.sleep(600)
         finally:

@@ -152,5 +152,5 @@ def test_a_bucket_that_does_not_come_passes_the_deadline(learner):
     bucket = published(learner, 1).buckets[0]
     never = start(Caller)
     awaited = dataclasses.replace(bucket, ref=never.waits.remote())
-    with pytest.raises(DeadlineError, match=r"version 4 were not here after 0\.2 s: bucket 1 of 2"):
+    with pytest.raises(DeadlineError, match=r"version 4 did not arrive within 0\.2 s: bucket 1 of 2"):
         list(receive(Manifest(4, (bucket, awaited)), timeout=0.2))

@@ -18,7 +18,7 @@ from practicum.rewards.check_reward_models import check_reward_models
 from practicum.roles.load_teachers import probe_servers
 from practicum.roles.reward_models import probe_reward_servers
 from practicum.runtime.local import load_reference
-from practicum.runtime.ray.check_cluster import check_cluster
+from practicum.runtime.ray.cluster import check_cluster
 from practicum.sessions.loops import find_loop
 from practicum.tasks.builtin import TASKS
 from practicum.tasks.check_tasks import check_tasks

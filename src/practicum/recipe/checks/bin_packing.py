@@ -12,54 +12,39 @@ TRIES = 20_000
 
 
 def fit(things: Sequence[Amounts], bins: Sequence[Amounts]) -> list[int] | None:
-    """The bin of each thing, so that no bin holds more than it has; None if there is no such way.
+    """The bin of each thing, so that no bin holds more than it has; None if there is no way.
 
-    Largest first, each into the fullest bin that takes it, and back if that fails later: exact within
-    `TRIES`.
+    Largest first, each into the fullest bin that has room, and back if that fails: exact within `TRIES`.
     """
     order = sorted(range(len(things)), key=lambda number: things[number], reverse=True)
-    left, where, tries = list(bins), [-1] * len(things), 0
-    failed: set[tuple[int, tuple[Amounts, ...]]] = set()  # which bin of equals it was does not matter
+    free, where, tries = list(bins), [-1] * len(things), 0
 
     def place(at: int) -> bool:
         nonlocal tries
         if at == len(order):
             return True
-        state = at, tuple(sorted(left))
-        if state in failed:
-            return False
-        thing, tried = things[order[at]], set()
-        for room, number in sorted((room, number) for number, room in enumerate(left) if holds(room, thing)):
+        thing = things[order[at]]
+        for room in sorted({room for room in free if _holds(room, thing)}):  # equal bins are tried once
             tries += 1
-            if room in tried:
-                continue
             if tries > TRIES:
                 return False
-            tried.add(room)
-            left[number], where[order[at]] = _minus(room, thing), number
-            if _may_hold(left, [things[other] for other in order[at + 1 :]]) and place(at + 1):
+            number = free.index(room)
+            where[order[at]] = number
+            free[number] = tuple(has - takes for has, takes in zip(room, thing, strict=True))
+            if place(at + 1):
                 return True
-            left[number] = room
-        failed.add(state)
+            free[number] = room
         return False
 
-    return where if _may_hold(left, things) and place(0) else None
-
-
-def holds(room: Amounts, thing: Amounts) -> bool:
-    """Whether there is enough of each resource; sums of fractions may be off by their rounding."""
-    return all(has + 1e-6 >= wants for has, wants in zip(room, thing, strict=True))
+    enough = not things or (bool(bins) and _holds(total(bins), total(things)))
+    return where if enough and place(0) else None
 
 
 def total(amounts: Sequence[Amounts]) -> Amounts:
-    """The sum over each resource."""
+    """The sum of each resource."""
     return tuple(map(sum, zip(*amounts, strict=True)))
 
 
-def _may_hold(rooms: Sequence[Amounts], things: Sequence[Amounts]) -> bool:
-    """Whether the sums alone do not rule it out."""
-    return not things or (bool(rooms) and holds(total(rooms), total(things)))
-
-
-def _minus(room: Amounts, thing: Amounts) -> Amounts:
-    return tuple(has - wants for has, wants in zip(room, thing, strict=True))
+def _holds(room: Amounts, thing: Amounts) -> bool:
+    """Whether there is enough of each resource; sums of fractions may be off by their rounding."""
+    return all(has + 1e-6 >= takes for has, takes in zip(room, thing, strict=True))

@@ -24,11 +24,11 @@ from practicum.errors import DeadlineError, PracticumError
 
 _DEATHS = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_LOGS = "its log is in the folder of Ray's session (logs/worker-*.err); dmesg tells if memory ran out"
+_LOGS = "its log is in the folder of Ray's session (logs/worker-*.err); dmesg shows if memory ran out"
 
 
 class WorkerDied(PracticumError):
-    """A worker's process is gone. `actor` is Ray's id of it, which tells two of one name apart."""
+    """A worker's process died. `actor` is its id in Ray, which differs between two workers of one name."""
 
     def __init__(self, name: str, reason: str, actor: str = "") -> None:
         self.name, self.reason, self.actor = name, reason, actor
@@ -59,7 +59,7 @@ def ask(refs: Sequence[ObjectRef[Any]], *, timeout: float, owner: str, who: Sequ
 
 
 def first_death(refs: Sequence[ObjectRef[Any]], who: Sequence[str], *, timeout: float) -> WorkerDied | None:
-    """The first of these calls that ended by its worker's death, as far as Ray tells of it in time."""
+    """The first of these calls that ended with its worker's death, if Ray reports one within the timeout."""
     ended, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout)
     for ref, name in zip(refs, who, strict=True):
         if ref not in ended:
@@ -67,13 +67,13 @@ def first_death(refs: Sequence[ObjectRef[Any]], who: Sequence[str], *, timeout: 
         try:
             ray.get(ref, timeout=timeout)
         except RayError as error:
-            if isinstance(found := _named(error, name, ref), WorkerDied):
-                return found
+            if isinstance(death := _named(error, name, ref), WorkerDied):
+                return death
     return None
 
 
 async def ask_async(ref: ObjectRef[Any], *, timeout: float, owner: str, who: str) -> Any:
-    """The result of one call, on an event loop; when this is cancelled or late, so is the call."""
+    """The result of one call, on an event loop; cancelled or late, it cancels the call."""
     try:
         async with asyncio.timeout(timeout):
             return await ref
@@ -88,9 +88,9 @@ async def ask_async(ref: ObjectRef[Any], *, timeout: float, owner: str, who: str
 
 
 async def each_report(reports: Any, *, who: str) -> AsyncIterator[Any]:
-    """What a streaming call (its ObjectRefGenerator) yields, as it comes; cancelled with this.
+    """Yields results of a streaming call as they arrive; closing the iterator cancels the call.
 
-    The deadline is that of whoever iterates: how long a report may take, only the call knows.
+    `reports` is the call's ObjectRefGenerator. Set the deadline at the call site.
     """
     try:
         async for ref in reports:
@@ -103,13 +103,13 @@ async def each_report(reports: Any, *, who: str) -> AsyncIterator[Any]:
         raise
 
 
-def _late(owner: str, timeout: float, lacking: Sequence[str]) -> DeadlineError:
-    return DeadlineError(f"{owner} waited {timeout:g} s for {', '.join(lacking)}: no answer")
+def _late(owner: str, timeout: float, pending: Sequence[str]) -> DeadlineError:
+    return DeadlineError(f"{owner} waited {timeout:g} s for {', '.join(pending)}: no answer")
 
 
 def _named(error: RayError, who: str, ref: ObjectRef[Any]) -> BaseException:
-    """What the worker raised, with a note whose it is; what Ray says of a death as WorkerDied."""
-    if isinstance(error, RayTaskError):  # first: of a worker that saw another die, it is a death too
+    """What the worker raised, with a note that names it; a death as WorkerDied."""
+    if isinstance(error, RayTaskError):  # first: if a worker saw another die, its error is a death too
         cause = error
         while isinstance(cause, RayTaskError):
             cause = cause.cause
@@ -118,7 +118,7 @@ def _named(error: RayError, who: str, ref: ObjectRef[Any]) -> BaseException:
         if isinstance(cause, PracticumError):
             cause.add_note(f"raised in {who}")
             return cause
-        # An error that can't be pickled is in Ray's own words, which name it.
+        # An error that can't be pickled comes as Ray's own error, which names it.
         raised = error if isinstance(cause, RayError) else cause
         raised.add_note(f"raised in {who}:\n{_COLOUR.sub('', str(error))}")
         return raised
@@ -129,6 +129,6 @@ def _named(error: RayError, who: str, ref: ObjectRef[Any]) -> BaseException:
 
 
 def _reason(error: BaseException) -> str:
-    """The one line of Ray's message that says why: the last, without its list of guesses."""
+    """The line of Ray's message that says why: the last one, without its list of common causes."""
     lines = _COLOUR.sub("", str(error)).strip().splitlines() or [type(error).__name__]
     return lines[-1].split(" Some common causes")[0]

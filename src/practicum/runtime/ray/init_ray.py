@@ -1,4 +1,4 @@
-"""This process and a Ray cluster: start one here, join one that is there, and leave it as it was."""
+"""Connect this process to a Ray cluster: start one here or join one, and disconnect again."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from practicum.recipe.schema.runtime_section import Runtime
 from practicum.runtime.ray.placement import GIB, Node
 
 REACH_S = 5.0
-"""Seconds in which a machine must take a connection."""
+"""Seconds in which a machine must accept a connection."""
 HEALTH_S = 20.0
-"""Seconds in which Ray must say that it is well; most of them go into starting its command."""
+"""Seconds in which Ray's health check must answer; most of them go into starting its command."""
 _ENV = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 _HERE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
-"""Keeps a cluster that is started here, and what runs in it, on 127.0.0.1; and its workers at the priority
-of this process. Ray's default gives way to everything else that runs on the machine."""
+"""For a cluster that is started here: it stays on 127.0.0.1, and workers have this process's priority. By
+default Ray gives them a lower one."""
 
 _LIBRARIES = ("bin", "lib", "lib64")
-"""Folders of a Python of which every machine has its own."""
+"""Folders of a Python installation, which every machine has itself."""
 _FOLDER = "PRACTICUM_FOLDER"
-"""Names the folder that the run was started in, for workers."""
+"""Tells workers the folder that the run was started in."""
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
 def connect(runtime: Runtime, env: Mapping[str, str]) -> Callable[[], None]:
-    """Connect this process to the cluster that the recipe names; returns what undoes that.
+    """Connect this process to the recipe's cluster; returns a function that disconnects.
 
-    A Ray that this process is connected to already is used and left alone. Processes of one that is started
-    here have `env`.
+    If this process is connected already, nothing is done. Processes of a cluster that is started here have
+    `env`.
     """
     if is_connected(runtime):
         return lambda: None
@@ -47,7 +47,7 @@ def connect(runtime: Runtime, env: Mapping[str, str]) -> Callable[[], None]:
     try:
         with child_environment(env if runtime.address is None else {}):
             ray.init(**options, **_QUIET)
-    except BaseException as error:  # also Ctrl-C: what was started by then must not stay
+    except BaseException as error:  # also Ctrl-C: nothing that was started may stay
         ray.shutdown()
         if not isinstance(error, Exception):
             raise
@@ -57,7 +57,7 @@ def connect(runtime: Runtime, env: Mapping[str, str]) -> Callable[[], None]:
 
 
 def set_environment(runtime: Runtime) -> None:
-    """What Ray reads from the environment, some of it when it is imported: call this before."""
+    """Set what Ray reads from the environment; call this before Ray is imported."""
     for name, value in (_ENV | ({} if runtime.address else _HERE)).items():
         os.environ.setdefault(name, value)
 
@@ -69,16 +69,19 @@ def is_connected(runtime: Runtime) -> bool:
 
 
 def workers_environment(threads: int) -> dict[str, str]:
-    """What workers know of this process: threads, where it finds the user's modules, its folder."""
+    """For workers: their threads, this process's import paths for user modules, and its folder."""
     libraries = [Path(prefix) / name for prefix in (sys.prefix, sys.base_prefix) for name in _LIBRARIES]
-    found = [Path(path).absolute() for path in sys.path]
-    mine = [str(path) for path in found if not any(path.is_relative_to(inside) for inside in libraries)]
-    paths = os.pathsep.join(dict.fromkeys(mine))
-    return {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": paths, _FOLDER: os.getcwd()}
+    paths = [Path(path).absolute() for path in sys.path]
+    user_paths = [str(path) for path in paths if not any(path.is_relative_to(lib) for lib in libraries)]
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(user_paths)),
+        _FOLDER: os.getcwd(),
+    }
 
 
 def enter_folder() -> None:
-    """In a worker: relative paths mean what they mean to the run, if this machine has its folder."""
+    """In a worker: enter the run's folder, if this machine has it, so that relative paths mean the same."""
     folder = os.environ.get(_FOLDER)
     if folder is not None and Path(folder).is_dir():
         os.chdir(folder)
@@ -94,13 +97,13 @@ def import_ray() -> Any:
 
 
 def this_machine(runtime: Runtime) -> Node:
-    """What a cluster that is started here would have, as far as it is known before."""
+    """What a cluster that is started here would have."""
     store = float("inf") if runtime.object_store_gb is None else runtime.object_store_gb * GIB
     return Node("this machine", float(runtime.cpus or _cores()), float(_gpus()), object_store=store)
 
 
 def read_nodes() -> tuple[list[Node], list[Node]]:
-    """The machines of the cluster: with what is free on them now, and with all they have."""
+    """The cluster's machines twice: with what is free on them, and with all they have."""
     ray = import_ray()
     if ray.util.client.ray.is_connected():  # only a process in the cluster can ask
         task = ray.remote(_read_nodes).options(num_cpus=0)
@@ -131,7 +134,7 @@ def _start(runtime: Runtime) -> dict[str, Any]:
 
 
 def _join(runtime: Runtime) -> dict[str, Any]:
-    """Options for a cluster that answers; Ray itself would wait for minutes for one that does not."""
+    """Options of ray.init, after a check that the cluster answers: Ray itself would wait for minutes."""
     address = _resolve(runtime.address or "")
     scheme, _, place = address.rpartition("://")
     host, colon, port = place.rpartition(":")
@@ -156,7 +159,7 @@ def _join(runtime: Runtime) -> dict[str, Any]:
 
 
 def _resolve(address: str) -> str:
-    """The address behind auto."""
+    """The address that `auto` means."""
     if address != "auto":
         return address
     import_ray()
@@ -172,15 +175,15 @@ def _resolve(address: str) -> str:
 
 
 def _require_health(address: str, timeout: float) -> None:
-    """What listens there is Ray; asked in a process of its own, which can be late without harm."""
+    """Raise unless Ray listens there; checked in its own process, which may hang without harm."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
         raise ClusterError(f"what listens at {address} does not answer as Ray in {timeout:g} s") from None
     if done.returncode:
-        said = done.stderr.strip().rpartition("\n")[2]
-        raise ClusterError(f"Ray at {address} is not well, or is no Ray: {said or 'its check failed'}")
+        reason = done.stderr.strip().rpartition("\n")[2] or "its health check failed"
+        raise ClusterError(f"what listens at {address} is not a healthy Ray: {reason}")
 
 
 def _cores() -> int:

@@ -1,13 +1,17 @@
-"""What a recipe wants of a cluster: every actor, with its role and its share of a bundle of devices."""
+"""What a recipe needs of a cluster: its actors, and the bundles of devices that they share."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import floor
+from pathlib import Path
 
+from practicum.dataplane.fields import field_bytes
 from practicum.dataplane.plan import Plan
+from practicum.recipe.counts import count
 from practicum.recipe.derived import (
     computes_reward,
     engine_replicas,
@@ -18,18 +22,17 @@ from practicum.recipe.derived import (
 )
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.runtime_section import Pool
-from practicum.runtime.ray.actor_sizes import folder_bytes, step_bytes
 
 TRAIN, ROLLOUT, REWARD, STORE = "train", "rollout", "reward", "store"
 """Roles; those of teachers and reward models are their paths in the recipe, such as teachers.math."""
 TEACHERS, SERVICES = "teachers", "services"
-"""Pools besides train and rollout: of models of their own, and of actors that need no device."""
+"""Other pools: of models in their own processes, and of actors that need no device."""
 PROCESS_BYTES = 300 * 2**20
 """Host memory of a process that has imported torch and transformers, before any weights."""
 URL_CPUS = 0.1
-"""CPUs of an actor that asks a server."""
-_TRAINED = 4
-"""Weights, gradients and the two moments of Adam, each as large as the weights."""
+"""CPUs of an actor that is the client of a server."""
+_TRAINED_COPIES = 4
+"""Weights, gradients and the two moments of Adam."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """One process: the number of its bundle in `Needs.bundles` (none: it needs no room) and its share."""
+    """One process, and its share of a bundle: an index of `Needs.bundles`, or None if it takes no resources."""
 
     role: str
     index: int
@@ -57,7 +60,7 @@ class Actor:
 
 @dataclass(frozen=True)
 class Needs:
-    """All that a recipe wants; `object_store` is the bytes of one step's rows at their longest."""
+    """All that a recipe needs; `object_store` is the bytes of one step's rows at their longest."""
 
     actors: tuple[Actor, ...]
     bundles: tuple[Bundle, ...]
@@ -97,7 +100,7 @@ def amounts(cpus: float, gpus: float) -> str:
 
 
 def needs(recipe: Recipe, plan: Plan | None = None, *, gpus: bool) -> Needs:
-    """What the recipe wants, of its teachers only what the plan asks; `gpus`: whether the cluster has any.
+    """What the recipe needs, teachers only if the plan has them; `gpus`: whether the cluster has any.
 
     A device is a GPU for models whose device is not cpu, with the CPUs that feed it, else CPUs alone.
     """
@@ -111,20 +114,21 @@ def needs(recipe: Recipe, plan: Plan | None = None, *, gpus: bool) -> Needs:
         cpus, devices = (_share(amount, len(shares)) for amount in (bundle.cpus, bundle.gpus))
         actors.extend(Actor(role, index, number, cpus, devices, threads) for role, index, threads in shares)
 
-    taught = plan is None or "teachers" in plan
+    has_teachers = plan is None or "teachers" in plan
     for bundle, shares in (*_student(recipe, gpus), *_own(recipe, gpus), *_services(recipe)):
-        if taught or not any(role.startswith("teachers.") for role, _, _ in shares):
+        if has_teachers or not any(role.startswith("teachers.") for role, _, _ in shares):
             add(bundle, *shares)
     actors.append(Actor(STORE, 0, None, 0.0))
     actors.sort(key=lambda actor: (actor.role, actor.index))
     return Needs(tuple(actors), tuple(bundles), 0 if plan is None else step_bytes(recipe, plan))
 
 
-Placed = tuple[Bundle, list[tuple[str, int, int]]]
+Shared = tuple[Bundle, list[tuple[str, int, int]]]
+"""A bundle, and the actors that share it: role, number, threads."""
 
 
-def _student(recipe: Recipe, gpus: bool) -> Iterator[Placed]:
-    """Learner ranks and engines: together on the devices of train, or in pools of their own."""
+def _student(recipe: Recipe, gpus: bool) -> Iterator[Shared]:
+    """Learner ranks and engines: together on the devices of train, or in separate pools."""
     pools, threads = recipe.pools, recipe.runtime.threads or 1
     weights = folder_bytes(recipe.model.path) or 0
     on_gpu = uses_gpu(recipe.model.device, gpus)
@@ -132,21 +136,23 @@ def _student(recipe: Recipe, gpus: bool) -> Iterator[Placed]:
     learners = _spread(ranks, pools.train)
     engines = _spread(engine_replicas(recipe), pools.rollout or pools.train)
     shared = {TRAIN: learners} | ({} if pools.rollout else {ROLLOUT: engines})
-    if _judges_here(recipe):
+    if _has_colocated_reward_models(recipe):
         shared[REWARD] = _spread(recipe.runtime.reward_workers, pools.train)
-    both = [(TRAIN, pools.train, shared)]
+    placed = [(TRAIN, pools.train, shared)]
     if pools.rollout is not None:
-        both.append((ROLLOUT, pools.rollout, {ROLLOUT: engines}))
-    for name, pool, roles in both:
+        placed.append((ROLLOUT, pools.rollout, {ROLLOUT: engines}))
+    for name, pool, roles in placed:
         for device in range(pool.nodes * pool.devices):
-            shares = [(role, index, threads) for role, on in roles.items() for index in on[device]]
-            held = sum(_TRAINED * weights // ranks if role == TRAIN else weights for role, _, _ in shares)
-            memory = PROCESS_BYTES * len(shares) + (0 if on_gpu else held)
+            shares = [(role, index, threads) for role, numbers in roles.items() for index in numbers[device]]
+            models = sum(
+                _TRAINED_COPIES * weights // ranks if role == TRAIN else weights for role, *_ in shares
+            )
+            memory = PROCESS_BYTES * len(shares) + (0 if on_gpu else models)
             yield Bundle(name, device // pool.devices, float(threads), float(on_gpu), memory), shares
 
 
-def _own(recipe: Recipe, gpus: bool) -> Iterator[Placed]:
-    """Replicas of teachers and reward models, each whole on one machine."""
+def _own(recipe: Recipe, gpus: bool) -> Iterator[Shared]:
+    """Replicas of teachers and reward models, each on one machine."""
     number = 0
     for path, model in own_models(recipe).items():
         own = own_options(model)
@@ -159,10 +165,10 @@ def _own(recipe: Recipe, gpus: bool) -> Iterator[Placed]:
             number += 1
 
 
-def _services(recipe: Recipe) -> Iterator[Placed]:
+def _services(recipe: Recipe) -> Iterator[Shared]:
     """What needs no device: reward workers, clients of servers, TransferQueue."""
     runtime = recipe.runtime
-    if (computes_reward(recipe) or evaluates(recipe)) and not _judges_here(recipe):
+    if (computes_reward(recipe) or evaluates(recipe)) and not _has_colocated_reward_models(recipe):
         for index in range(runtime.reward_workers):
             yield Bundle(SERVICES, index, 1.0, memory=PROCESS_BYTES), [(REWARD, index, 1)]
     for name, teacher in recipe.teachers.items():
@@ -170,11 +176,11 @@ def _services(recipe: Recipe) -> Iterator[Placed]:
             yield Bundle(SERVICES, 0, URL_CPUS, memory=PROCESS_BYTES), [(f"teachers.{name}", 0, 1)]
     if runtime.store.kind == "transferqueue":
         for index in range(runtime.store.units + 1):  # the first is their controller
-            held = round(runtime.store.unit_gb * 2**30) if index else 0
-            yield Bundle(STORE, index, 1.0, memory=PROCESS_BYTES + held), [(STORE, index + 1, 1)]
+            unit = round(runtime.store.unit_gb * 2**30) if index else 0
+            yield Bundle(STORE, index, 1.0, memory=PROCESS_BYTES + unit), [(STORE, index + 1, 1)]
 
 
-def _judges_here(recipe: Recipe) -> bool:
+def _has_colocated_reward_models(recipe: Recipe) -> bool:
     """Whether reward workers hold colocated models, and so share the devices of train."""
     models = recipe.reward.models.values()
     return (computes_reward(recipe) or evaluates(recipe)) and any(
@@ -196,3 +202,30 @@ def _spread(count: int, pool: Pool) -> Mapping[int, list[int]]:
 def _share(amount: float, parts: int) -> float:
     """An even share, rounded down to what Ray counts in."""
     return floor(amount * 10_000 / parts) / 10_000
+
+
+def folder_bytes(path: str | None) -> int | None:
+    """Size of the weights in a model's folder; None if it is no folder, such as a hub name."""
+    folder = Path(path or "").expanduser()
+    if path is None or not folder.is_dir():
+        return None
+    weights = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
+    return sum(file.stat().st_size for file in weights)
+
+
+def step_bytes(recipe: Recipe, plan: Plan) -> int:
+    """Least bytes of one step's rows in the store: answers as long as a turn may be, without prompts."""
+    widths = {"D": 3, "K": recipe.distill.top_k if recipe.distill is not None else 0}
+    if (make := recipe.model.make) is not None:
+        widths |= {"H": make.hidden, "L": make.layers, "E": make.experts_per_token}
+    else:
+        try:
+            config = json.loads((Path(recipe.model.path or "").expanduser() / "config.json").read_text())
+        except (OSError, ValueError):  # a hub name, or a folder that is missing: other checks say so
+            config = {}
+        text = config.get("text_config") or config
+        names = {"H": "hidden_size", "L": "num_hidden_layers", "E": "num_experts_per_tok"}
+        widths |= {axis: text.get(name) or 0 for axis, name in names.items()}
+    tokens = dict.fromkeys(("response", "sequence"), recipe.rollout.max_new_tokens)
+    written = {name for stage in plan for name in stage.writes}
+    return count(recipe).sessions * int(field_bytes(written, tokens, widths))

@@ -1,4 +1,4 @@
-"""Which bundle goes on which machine, or why they do not fit. Pure: a cluster is a list of nodes here."""
+"""Which bundle goes on which machine, or why they do not fit. Needs no Ray: a cluster is a list of nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine: what is free on it. `name` is for people, `id` is the cluster's."""
+    """A machine and what is free on it. `name` is for people, `id` is Ray's."""
 
     name: str
     cpus: float
@@ -32,7 +32,7 @@ class Node:
 
 @dataclass(frozen=True)
 class ActorPlacement:
-    """The node of each bundle of `needs`, as places in `nodes`. `aligned`: no pool's group is spread."""
+    """For each bundle of `needs` the index of its node. `aligned`: each group of a pool is on one machine."""
 
     needs: Needs
     nodes: tuple[Node, ...]
@@ -43,75 +43,66 @@ class ActorPlacement:
         """The machine of a bundle."""
         return self.nodes[self.places[bundle]]
 
-    def lines(self) -> list[str]:
-        """Each machine with the actors on it."""
-        found = []
-        for number, node in enumerate(self.nodes):
-            here = {bundle for bundle, place in enumerate(self.places) if place == number}
-            actors = [f"{a.role} {a.index}" for a in self.needs.actors if a.bundle in here]
-            found.append(f"{node.name}: {', '.join(actors) or 'nothing'}")
-        return found
-
 
 def lay_out(needs: Needs, nodes: Sequence[Node], *, started_here: bool = False) -> ActorPlacement:
-    """A place for each bundle: groups of a pool together if there is a way, else each bundle by itself.
+    """A node for each bundle: groups of a pool together if that is possible, else each bundle by itself.
 
-    If there is none: a ClusterError with what is wanted, what there is, and what to do about it, which
-    differs for a cluster that the run starts itself.
+    If they do not fit, a ClusterError says what is wanted, what there is, and what to do; `started_here` is
+    for a cluster that the run starts itself.
     """
     bins = [(node.gpus, node.cpus, float(node.memory)) for node in nodes]
     if needs.object_store <= sum(node.object_store for node in nodes):
         for groups in (_groups(needs.bundles), [[number] for number in range(len(needs.bundles))]):
-            found = fit([total([_amounts(needs.bundles[b]) for b in group]) for group in groups], bins)
-            if found is not None:
-                places = {b: place for group, place in zip(groups, found, strict=True) for b in group}
+            nodes_of = fit([total([_amounts(needs.bundles[b]) for b in group]) for group in groups], bins)
+            if nodes_of is not None:
+                places = {b: place for group, place in zip(groups, nodes_of, strict=True) for b in group}
                 ordered = tuple(places[b] for b in range(len(needs.bundles)))
                 return ActorPlacement(needs, tuple(nodes), ordered, _is_aligned(needs.bundles, ordered))
     raise ClusterError(refusal(needs, nodes, started_here=started_here))
 
 
 def refusal(needs: Needs, nodes: Sequence[Node], *, started_here: bool = False) -> str:
-    """Wanted and available, by resource and by node, who wants it, and what to do."""
+    """What is wanted and available, by resource and by node, and what to do."""
     wants = {"CPUs": needs.cpus, "GPUs": needs.gpus, "memory": needs.memory}
     wants |= {"object store": needs.object_store}
     keys = ("cpus", "gpus", "memory", "object_store")
     has = {what: sum(getattr(n, key) for n in nodes) for what, key in zip(wants, keys, strict=True)}
-    lacking = [what for what in wants if wants[what] > has[what]]
+    short = [what for what in wants if wants[what] > has[what]]
     rows = [
         f"  {what:<14}{_number(what, wants[what]):>10}{_number(what, has[what]):>12}"
-        + ("   ← too little" if what in lacking else "")
+        + ("   ← too little" if what in short else "")
         for what in wants
         if wants[what] and has[what] != float("inf")
     ]
-    whole = "" if lacking else ": what must be on one machine finds none with room for it"
+    reason = "" if short else ": what must be on one machine finds none with room for it"
     return "\n".join(
         [
-            f"the cluster is too small for this recipe{whole}",
+            f"the cluster is too small for this recipe{reason}",
             f"  {'':<14}{'wanted':>10}{'available':>12}",
             *rows,
             "available by node:",
             *(f"  {node}" for node in nodes),
             "wanted:",
             *(f"  {line}" for line in needs.lines()),
-            *(f"  → {line}" for line in _advice(needs, lacking, started_here)),
+            *(f"  → {line}" for line in _advice(needs, short, started_here)),
         ]
     )
 
 
-def _advice(needs: Needs, lacking: Sequence[str], started_here: bool) -> Iterator[str]:
+def _advice(needs: Needs, short: Sequence[str], started_here: bool) -> Iterator[str]:
     """Keys that decide how much is wanted, and what makes the cluster larger."""
-    if lacking != ["object store"]:
+    if short != ["object store"]:
         pools = dict.fromkeys(bundle.pool for bundle in needs.bundles)
         yield f"lower {', '.join(_KEYS[pool] for pool in pools)}"
-    if "GPUs" in lacking:
+    if "GPUs" in short:
         yield "without GPUs: set device to cpu or auto where the recipe says cuda"
-    if "object store" in lacking:
+    if "object store" in short:
         yield "lower train.prompts, rollout.samples or rollout.max_new_tokens"
     if not started_here:
-        yield "or add machines to the cluster, or end what else runs there"
-    if started_here and "CPUs" in lacking:
+        yield "or add machines to the cluster, or stop what else runs there"
+    if started_here and "CPUs" in short:
         yield f"or set runtime.cpus to {ceil(needs.cpus)}: it may be more than the cores, to share them"
-    if started_here and "object store" in lacking:
+    if started_here and "object store" in short:
         yield f"or set runtime.object_store_gb to {needs.object_store / GIB:.2f}"
 
 
@@ -129,7 +120,7 @@ def _amounts(bundle: Bundle) -> Amounts:
 
 
 def _groups(bundles: Sequence[Bundle]) -> list[list[int]]:
-    """Bundles that should be together, as numbers."""
+    """Bundles that should be on one machine, as indices."""
     groups: dict[tuple[str, int], list[int]] = {}
     for number, bundle in enumerate(bundles):
         groups.setdefault((bundle.pool, bundle.group), []).append(number)

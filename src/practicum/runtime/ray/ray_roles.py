@@ -20,7 +20,7 @@ from practicum.roles.student import UpdateReport
 from practicum.roles.sync import SyncProbe
 from practicum.roles.teachers import takes_new_weights
 from practicum.runtime.ray.actor_calls import ask_async
-from practicum.runtime.ray.connect import Cluster
+from practicum.runtime.ray.cluster import Cluster
 from practicum.runtime.ray.controller_store import ControllerStore
 from practicum.runtime.ray.ray_rollout import RayRolloutRole, ReplicaPools, output_head
 from practicum.runtime.ray.replica_pool import ReplicaPool

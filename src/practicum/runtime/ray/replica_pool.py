@@ -1,4 +1,4 @@
-"""Replicas of one role: the next work goes to the least loaded, and a dead one is started again."""
+"""Replicas of one role: the next work goes to the least loaded one, and dead ones are restarted."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ _REMEMBERED = 16_384
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """Where a replica lives: the actor there now (none while it is started again) and its work."""
+    """One replica: its current actor (None while it restarts) and its work."""
 
     number: int
     actor: Any = None
-    generation: int = 0
     works: int = 0
     load: float = 0.0
-    given: float = 0.0
+    total_load: float = 0.0
     """All load it ever got: of two that are equally busy, the one with less is next."""
     restart: asyncio.Task[None] | None = None
 
@@ -37,15 +36,15 @@ class _Place:
 class ReplicaPool:
     """Workers of one role, for the coroutines of one event loop.
 
-    `make(replica, generation)` starts a worker, waits until it can take work (with current weights) and
-    gives its handle; if it fails it leaves no actor behind. A death is a WorkerDied whose `actor` is the
+    `make(replica)` starts a worker, waits until it can take work (with current weights) and returns its
+    handle; if it fails it leaves no actor running. A death is a WorkerDied whose `actor` is the
     replica's own; after more than max_deaths of them every work ends with a ClusterError.
     """
 
     def __init__(
         self,
         role: str,
-        make: Callable[[int, int], Awaitable[Any]],
+        make: Callable[[int], Awaitable[Any]],
         count: int,
         max_deaths: int,
         on_death: Callable[[str], None] | None = None,
@@ -80,8 +79,8 @@ class ReplicaPool:
     ) -> T:
         """Do a work on the least loaded replica, or where works of the same `sticky` key went before.
 
-        If the replica dies under it, `again` is awaited (to clean up half-done work) and the work is run
-        once more on a live one. An error that the work raises otherwise is raised as it is.
+        If the replica dies meanwhile, `again` is awaited (to clean up half-done work) and the work runs once
+        more on a live one. Other errors of the work are raised as they are.
         """
         while True:
             place = await self._free_place(sticky)
@@ -98,7 +97,7 @@ class ReplicaPool:
     async def each(self, work: Callable[[Any], Awaitable[T]]) -> list[T]:
         """Do a work that may be repeated, such as loading weights, on every replica at once.
 
-        It waits for those that are being started, and is done again on those that die under it.
+        It waits for replicas that are starting, and is repeated on those that die meanwhile.
         """
         return await gather_all(self._on_place(place, work) for place in self._places)
 
@@ -107,7 +106,7 @@ class ReplicaPool:
         return [place.load for place in self._places]
 
     def replicas(self) -> list[Any]:
-        """Handles of those that live, as far as is known."""
+        """Handles of those that are alive, as far as is known."""
         return [place.actor for place in self._places if place.actor is not None]
 
     async def close(self) -> None:
@@ -137,7 +136,7 @@ class ReplicaPool:
         before = self._sticky.get(sticky) if sticky is not None else None
         place = next((p for p in live if p.actor is before), None)
         if place is None:
-            place = min(live, key=lambda p: (p.load, p.given, p.number))
+            place = min(live, key=lambda p: (p.load, p.total_load, p.number))
         if sticky is not None:
             self._sticky[sticky] = place.actor
             self._sticky.move_to_end(sticky)
@@ -146,7 +145,7 @@ class ReplicaPool:
         return place
 
     async def _until(self, ready: Callable[[], bool]) -> None:
-        """Wait for a live replica; the pool's end and the deadline are errors."""
+        """Wait until `ready`; the pool's end and the deadline are errors."""
         try:
             async with asyncio.timeout(self._start_s):
                 while self._stopped is None and not ready():
@@ -159,12 +158,12 @@ class ReplicaPool:
             raise self._stopped
 
     def _note_death(self, place: _Place, actor: Any, died: WorkerDied) -> None:
-        """Begin the restart, for the first work that notices; raise what is not this replica's death."""
+        """Restart the replica, if this work is the first to notice; raise other deaths."""
         if died.actor != actor._actor_id.hex():
             raise died
         if self._stopped is None and place.actor is actor:
             place.actor = None
-            ray.kill(actor)  # it may only be out of reach, and must not go on beside the next one
+            ray.kill(actor)  # it may only be out of reach, and must not run beside the next one
             self._count(place, died)
             if self._stopped is None:
                 place.restart = asyncio.ensure_future(self._restart(place))
@@ -188,13 +187,12 @@ class ReplicaPool:
 
     async def _restart(self, place: _Place) -> None:
         while self._stopped is None:
-            place.generation += 1
             try:
                 return await self._started(place)
             except WorkerDied as died:
                 self._count(place, died)
-            except Exception as error:  # nobody awaits this task: works find it as the pool's end
-                end = ClusterError(f"{self.role} {place.number} could not be started again: {error}")
+            except Exception as error:  # nobody awaits this task: works see it as the pool's end
+                end = ClusterError(f"{self.role} {place.number} could not be restarted: {error}")
                 end.__cause__ = error
                 return self._stop(end)
 
@@ -202,7 +200,7 @@ class ReplicaPool:
         limit = asyncio.timeout(self._start_s)
         try:
             async with limit:
-                place.actor = await self._make(place.number, place.generation)
+                place.actor = await self._make(place.number)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -221,9 +219,9 @@ class ReplicaPool:
 
 @contextmanager
 def _busy(place: _Place, load: float) -> Iterator[None]:
-    place.works, place.load, place.given = place.works + 1, place.load + load, place.given + load
+    place.works, place.load, place.total_load = place.works + 1, place.load + load, place.total_load + load
     try:
         yield
     finally:
         place.works -= 1
-        place.load = place.load - load if place.works else 0.0  # sums of fractions do not end at zero
+        place.load = place.load - load if place.works else 0.0  # sums of fractions may not return to zero

@@ -32,7 +32,7 @@ except ModuleNotFoundError as error:  # pragma: no cover
     raise MissingExtraError("runtime.kind: ray", "ray") from error
 
 from practicum.runtime.ray.actor_calls import ask_async
-from practicum.runtime.ray.connect import Cluster
+from practicum.runtime.ray.cluster import Cluster
 from practicum.runtime.ray.ray_roles import RayRoles
 from practicum.runtime.ray.ray_rollout import ReplicaPools, output_head
 from practicum.runtime.ray.replica_pool import ReplicaPool
@@ -128,18 +128,18 @@ class _Starter:
     def _learner(self, rank: int) -> Any:
         return self._actor(TrainWorker, "train", rank, self.recipe, self.handle, self.plan, rank)
 
-    async def _rollout(self, number: int, generation: int) -> Any:
+    async def _rollout(self, number: int) -> Any:
         actor = self._actor(RolloutWorker, "rollout", number, self.recipe, self.handle)
         return await self._begun(actor, f"rollout {number}", self.latest.get("student"))
 
-    async def _reward(self, rewarders: dict[str, list[Any]], number: int, generation: int) -> Any:
+    async def _reward(self, rewarders: dict[str, list[Any]], number: int) -> Any:
         # Colocated models are woken one at a time, by one call at a time.
         waits = any(not scores_during_rollout(model) for model in self.recipe.reward.models.values())
         options = {"max_concurrency": 1} if waits else {}
         actor = self._actor(RewardWorker, "reward", number, self.recipe, self.handle, **options)
         return await self._begun(actor, f"reward {number}", rewarders)
 
-    async def _teacher(self, name: str, number: int, generation: int) -> Any:
+    async def _teacher(self, name: str, number: int) -> Any:
         role = f"teachers.{name}"
         actor = self._actor(TeacherWorker, role, number, self.recipe, self.handle, name)
         return await self._begun(actor, f"{role} {number}", self.latest.get(name))

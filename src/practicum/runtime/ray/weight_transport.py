@@ -1,7 +1,7 @@
-"""Weights from the learner to engines, in buckets through Ray's object store; the controller sees refs only.
+"""Weights from the learner to engines, in buckets through Ray's object store; the controller sees only references.
 
-An engine on the learner's node reads them where they were written, in shared memory; to another node
-Ray copies them once, however many engines live there.
+An engine on the learner's node reads them in the shared memory where they were written; Ray copies them to
+another node once, however many engines are there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from practicum.errors import DeadlineError, EngineError
 
 _SAMPLE = 512
-"""Bytes at either end of a tensor that its checksum covers: all of them would cost more than moving them."""
+"""Bytes at either end of a tensor that its checksum covers: a checksum of all of them would cost more than moving them."""
 _FIX = "publish them again, or resume the run from its last checkpoint"
 _Bytes = NDArray[np.uint8]
 
@@ -40,7 +40,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tensors that travel together: one object of Ray's, their bytes as a list in the entries' order."""
+    """Tensors that travel together as one Ray object: a list of their bytes, in the entries' order."""
 
     ref: ObjectRef[Any]
     entries: tuple[Entry, ...]
@@ -50,7 +50,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What was published: small, may pass through the controller. The bytes live as long as a copy of it."""
+    """What was published; small enough for the controller. The bytes live as long as a copy of it."""
 
     version: int
     buckets: tuple[Bucket, ...]
@@ -63,22 +63,22 @@ class Manifest:
 def publish(
     weights: Iterable[tuple[str, Tensor]], version: int, *, bucket_bytes: int = 64 * 2**20
 ) -> Manifest:
-    """Copy weights of any device into Ray's object store; what happens to them later is not seen.
+    """Copy weights from any device into Ray's object store; later changes to them do not matter.
 
     The process that calls this owns the bytes: they die with it. A tensor above bucket_bytes goes alone.
     """
     buckets: list[Bucket] = []
     entries: list[Entry] = []
     arrays: list[_Bytes] = []
-    held = 0
+    filled = 0
     for name, tensor in weights:
         size = tensor.numel() * tensor.element_size()
-        if entries and held + size > bucket_bytes:
+        if entries and filled + size > bucket_bytes:
             buckets.append(_put(entries, arrays))
-            entries, arrays, held = [], [], 0
+            entries, arrays, filled = [], [], 0
         entries.append(Entry(name, tensor.dtype, tuple(tensor.shape)))
         arrays.append(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        held += size
+        filled += size
     if entries:
         buckets.append(_put(entries, arrays))
     return Manifest(version, tuple(buckets))
@@ -87,7 +87,7 @@ def publish(
 def receive(manifest: Manifest, *, timeout: float) -> Iterator[tuple[str, Tensor]]:
     """The weights of a manifest, as views on shared memory: to copy from, never to write to.
 
-    An EngineError if they are lost or not what was published; all must be here inside the timeout.
+    An EngineError if they are lost or not what was published, a DeadlineError after the timeout.
     """
     deadline = time.monotonic() + timeout
     what = f"weights of version {manifest.version}"
@@ -96,8 +96,8 @@ def receive(manifest: Manifest, *, timeout: float) -> Iterator[tuple[str, Tensor
             arrays = ray.get(bucket.ref, timeout=max(0.0, deadline - time.monotonic()))
         except GetTimeoutError:
             raise DeadlineError(
-                f"{what} were not here after {timeout:g} s: bucket {number} of {len(manifest.buckets)} "
-                f"({bucket.nbytes} bytes) lacks"
+                f"{what} did not arrive within {timeout:g} s: bucket {number} of {len(manifest.buckets)} "
+                f"({bucket.nbytes / 2**20:.1f} MiB) is missing"
             ) from None
         except OwnerDiedError:
             raise EngineError(f"{what} are lost: the learner that published them is gone; {_FIX}") from None
@@ -109,16 +109,16 @@ def receive(manifest: Manifest, *, timeout: float) -> Iterator[tuple[str, Tensor
 
 
 def _put(entries: Sequence[Entry], arrays: list[_Bytes]) -> Bucket:
-    # Ray copies the arrays of a list one behind the other, aligned: packing them here would be a second copy.
+    # Ray copies the arrays of a list one after the other, aligned: packing them here would be a second copy.
     nbytes = sum(array.nbytes for array in arrays)
     return Bucket(ray.put(arrays), tuple(entries), nbytes, _checksum(arrays))
 
 
 def _check(what: str, bucket: Bucket, arrays: Sequence[_Bytes]) -> None:
-    found = sum(array.nbytes for array in arrays)
-    if (len(arrays), found) != (len(bucket.entries), bucket.nbytes):
+    nbytes = sum(array.nbytes for array in arrays)
+    if (len(arrays), nbytes) != (len(bucket.entries), bucket.nbytes):
         raise EngineError(
-            f"{what}: found {len(arrays)} tensors of {found} bytes, "
+            f"{what}: found {len(arrays)} tensors of {nbytes} bytes, "
             f"expected {len(bucket.entries)} of {bucket.nbytes}; publish them again"
         )
     if _checksum(arrays) != bucket.checksum:

@@ -1,4 +1,4 @@
-"""A cluster that this run has room on: its placement groups, the options of its actors, and their end."""
+"""The resources that a run has on a cluster: placement groups, options of its actors, and their end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from contextlib import ExitStack
 from typing import Any
 
 from practicum.dataplane.plan import Plan
-from practicum.errors import ClusterError
+from practicum.errors import ClusterError, RecipeError
+from practicum.learning.minibatches import critic_cut, student_cut
+from practicum.recipe.derived import data_parallel, engine_replicas, own_models, own_options
 from practicum.recipe.schema.recipe import Recipe
 from practicum.runtime.ray.init_ray import (
     connect,
@@ -18,16 +20,16 @@ from practicum.runtime.ray.init_ray import (
     this_machine,
     workers_environment,
 )
-from practicum.runtime.ray.needs import STORE, Actor, Bundle, needs
+from practicum.runtime.ray.needs import STORE, Actor, Bundle, amounts, needs
 from practicum.runtime.ray.placement import ActorPlacement, lay_out, refusal
 
 PATIENCE_S = 20.0
-"""Seconds in which room must be given that should be free, or that a run before this one gives back."""
+"""Seconds to wait for resources that should be free, or that an ending run is about to give back."""
 _NODE = "ray.io/node-id"
 
 
 class Cluster:
-    """Made by `open`. Actors are made with `options` and told to `register`; `close` ends them all."""
+    """Made by `open`. Actors are started with `options` and passed to `register`; `close` ends them all."""
 
     def __init__(
         self, layout: ActorPlacement, groups: Mapping[str, Any], env: Mapping[str, str], undo: ExitStack
@@ -38,10 +40,10 @@ class Cluster:
 
     @classmethod
     def open(cls, recipe: Recipe, plan: Plan | None = None) -> Cluster:
-        """Start or join the cluster and take the room that the recipe needs there.
+        """Start or join the cluster, and reserve what the recipe needs there.
 
-        A cluster that is too small is a ClusterError with wanted and available; if it would be this
-        machine, before anything is started. Nothing stays behind an error.
+        A cluster that is too small is a ClusterError with what is wanted and available; if it would be this
+        machine, before anything is started. An error leaves nothing running.
         """
         runtime = recipe.runtime
         starts = not is_connected(runtime) and runtime.address is None
@@ -51,8 +53,8 @@ class Cluster:
         env = workers_environment(runtime.threads or 1)
         with ExitStack() as undo:
             undo.callback(connect(runtime, env))
-            layout = _find_room(recipe, plan, starts)
-            groups = _take_room(layout, starts, undo)
+            layout = _lay_out(recipe, plan, starts)
+            groups = _reserve(layout, starts, undo)
             return cls(layout, groups, env if starts else {}, undo.pop_all())
 
     def options(self, role: str, index: int = 0, *, concurrency: int | None = None) -> dict[str, Any]:
@@ -63,11 +65,11 @@ class Cluster:
         options: dict[str, Any] = {
             "num_cpus": actor.cpus,
             "num_gpus": actor.gpus,
-            "max_restarts": 0,  # who starts it again must give it weights and rows again
+            "max_restarts": 0,  # whoever restarts it must give it weights and rows again
         }
-        lacking = {k: v for k, v in self._wanted(actor).items() if self._env.get(k) != v}
-        if lacking:  # it costs seconds
-            options["runtime_env"] = {"env_vars": lacking}
+        changed = {k: v for k, v in self._environment(actor).items() if self._env.get(k) != v}
+        if changed:  # it costs seconds
+            options["runtime_env"] = {"env_vars": changed}
         if concurrency is not None:
             options["max_concurrency"] = concurrency
         if actor.bundle is not None and (pool := self.needs.bundles[actor.bundle].pool) in self._groups:
@@ -77,39 +79,39 @@ class Cluster:
             )
         return options
 
-    def _wanted(self, actor: Actor) -> dict[str, str]:
-        """The environment of an actor; GPUs are seen only by those that take some."""
+    def _environment(self, actor: Actor) -> dict[str, str]:
+        """The environment of an actor; only those that take GPUs see any."""
         hidden = not actor.gpus and any(node.gpus for node in self.layout.nodes)
         return workers_environment(actor.threads) | ({"CUDA_VISIBLE_DEVICES": ""} if hidden else {})
 
     def register(self, actor: Any, name: str) -> None:
-        """`close` will end this actor, if it still runs; the newest of each name is in `actors`."""
+        """Have `close` end this actor, if it still runs; `actors` has the newest of each name."""
         self.actors[name] = actor
         self._undo.callback(import_ray().kill, actor, no_restart=True)
 
     def close(self) -> None:
-        """End the actors, give the room back, and stop the cluster if this run started it."""
+        """End the actors, give their resources back, and stop the cluster if this run started it."""
         self._undo.close()
 
 
-def _find_room(recipe: Recipe, plan: Plan | None, starts: bool) -> ActorPlacement:
-    """A layout on what is free; or on all there is, because a run before this one may just be ending."""
-    free, whole = read_nodes()
-    wanted = needs(recipe, plan, gpus=any(node.gpus for node in whole))
+def _lay_out(recipe: Recipe, plan: Plan | None, starts: bool) -> ActorPlacement:
+    """On what is free; or on everything, because another run may just be ending."""
+    free, everything = read_nodes()
+    wanted = needs(recipe, plan, gpus=any(node.gpus for node in everything))
     try:
         return lay_out(wanted, free, started_here=starts)
     except ClusterError:
-        return lay_out(wanted, whole, started_here=starts)
+        return lay_out(wanted, everything, started_here=starts)
 
 
-def _take_room(layout: ActorPlacement, starts: bool, undo: ExitStack) -> dict[str, Any]:
-    """One placement group for each pool, with each bundle on the node that the layout found."""
+def _reserve(layout: ActorPlacement, starts: bool, undo: ExitStack) -> dict[str, Any]:
+    """One placement group for each pool, with each bundle on its node in the layout."""
     from ray.util import placement_group, remove_placement_group
 
     bundles, groups = layout.needs.bundles, {}
     for pool in dict.fromkeys(bundle.pool for bundle in bundles):
         if pool == STORE:
-            continue  # TransferQueue places its actors itself, in what is left free for them
+            continue  # TransferQueue's actors are placed when it starts, in what is left for them
         numbers = _numbers(layout, pool)
         pinned = [{_NODE: layout.node_of(number).id} for number in numbers]
         wanted = [_resources(bundles[number]) for number in numbers]
@@ -131,3 +133,24 @@ def _numbers(layout: ActorPlacement, pool: str) -> list[int]:
 
 def _resources(bundle: Bundle) -> dict[str, float]:
     return {"CPU": bundle.cpus} | ({"GPU": bundle.gpus} if bundle.gpus else {})
+
+
+def check_cluster(recipe: Recipe) -> list[str]:
+    """What `practicum check` says of a recipe on a cluster; a RecipeError if ranks can't share its batch."""
+    ranks, engines = data_parallel(recipe), engine_replicas(recipe)
+    for path, model in own_models(recipe).items():
+        if (devices := own_options(model).devices) > 1:
+            key, advice = f"{path}.placement.own.devices", "the torch engine runs a model on one device"
+            raise RecipeError(key, str(devices), "1", advice)
+    for cut in (student_cut(recipe), critic_cut(recipe)):
+        cut.multiple(ranks)
+    plain, with_gpus = (needs(recipe, gpus=gpus) for gpus in (False, True))
+    wants = amounts(plain.cpus, plain.gpus)
+    if with_gpus.gpus != plain.gpus:
+        wants += f", or {amounts(with_gpus.cpus, with_gpus.gpus)} where there are GPUs"
+    *pools, actors = plain.lines()
+    learner = f"{ranks} data-parallel rank{'s' * (ranks > 1)}"
+    return [
+        f"ray: {learner}, {engines} engine{'s' * (engines > 1)}; {actors}",
+        f"ray: wants {wants} ({'; '.join(pools)})",
+    ]
