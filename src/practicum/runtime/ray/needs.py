@@ -48,7 +48,7 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """One process, and its share of a bundle: an index of `Needs.bundles`, or None if it takes no resources."""
+    """One process and its share of a bundle, an index of `Needs.bundles`; None if it takes no resources."""
 
     role: str
     index: int
@@ -226,6 +226,7 @@ def step_bytes(recipe: Recipe, plan: Plan) -> int:
         text = config.get("text_config") or config
         names = {"H": "hidden_size", "L": "num_hidden_layers", "E": "num_experts_per_tok"}
         widths |= {axis: text.get(name) or 0 for axis, name in names.items()}
-    tokens = dict.fromkeys(("response", "sequence"), recipe.rollout.max_new_tokens)
+    longest = recipe.rollout.max_new_tokens
+    tokens = {"response": longest, "sequence": longest}
     written = {name for stage in plan for name in stage.writes}
     return count(recipe).sessions * int(field_bytes(written, tokens, widths))

@@ -1,4 +1,4 @@
-"""Weights from the learner to engines, in buckets through Ray's object store; the controller sees only references.
+"""Weights from the learner to engines, in buckets through Ray's object store; the controller sees references.
 
 An engine on the learner's node reads them in the shared memory where they were written; Ray copies them to
 another node once, however many engines are there.
@@ -24,7 +24,7 @@ from torch import Tensor
 from practicum.errors import DeadlineError, EngineError
 
 _SAMPLE = 512
-"""Bytes at either end of a tensor that its checksum covers: a checksum of all of them would cost more than moving them."""
+"""Bytes at either end of a tensor that its checksum covers: all of them would take longer than the transfer."""
 _FIX = "publish them again, or resume the run from its last checkpoint"
 _Bytes = NDArray[np.uint8]
 
