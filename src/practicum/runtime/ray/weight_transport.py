@@ -24,7 +24,7 @@ from torch import Tensor
 from practicum.errors import DeadlineError, EngineError
 
 _SAMPLE = 512
-"""Bytes at either end of a tensor that its checksum covers: all of them would take longer than the transfer."""
+"""Bytes at either end of a tensor that its checksum covers: all of them would take too long."""
 _FIX = "publish them again, or resume the run from its last checkpoint"
 _Bytes = NDArray[np.uint8]
 
