@@ -11,8 +11,9 @@ import pytest
 from practicum.recipe.counts import count
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.text import yamlfile
-from practicum.recipe.text.show_recipe import json_schema, markdown, resolved_yaml, show_recipe
+from practicum.recipe.text.show_recipe import json_schema, markdown, show_recipe
 from practicum.recipe.text.type_text import all_keys, section_of
+from practicum.trainer.run_folder import RunFolder
 
 Write = Callable[..., Path]
 RICH = """
@@ -32,15 +33,15 @@ tasks: {more: {kind: add, options: {digits: [1, 2]}, system: "be: brief", chat: 
 """
 
 
-def test_the_resolved_recipe_loads_to_the_same_recipe(write: Write, tmp_path: Path) -> None:
+def test_the_recipe_in_a_run_folder_loads_to_the_same_recipe(write: Write, tmp_path: Path) -> None:
     write("seed: 3", "base.yaml", minimal=False)
     text = RICH.replace("tasks: {", "tasks: {sort: {kind: sort}, ")
     path = write("name: run\nmodel: {make: {}}\n" + text, minimal=False)
     recipe = load_recipe(path, ["train.steps=7"]).recipe
-    elsewhere = tmp_path / "other" / "folder" / "resolved.yaml"
-    elsewhere.parent.mkdir(parents=True)
-    elsewhere.write_text(resolved_yaml(recipe), encoding="utf-8")
-    again = load_recipe(elsewhere).recipe
+    folder = tmp_path / "other" / "folder"
+    folder.mkdir(parents=True)
+    RunFolder(folder).write_recipe(recipe)
+    again = load_recipe(folder / "recipe.yaml").recipe
     assert again == recipe.model_copy(update={"extends": None})
     assert recipe.seed == again.seed == 3
 

@@ -155,8 +155,8 @@ def _walk(data: Any, steps: Sequence[str], path: str) -> Iterator[tuple[Any, Any
 
 
 def _matches(path: str, pattern: str) -> bool:
-    given, wanted = path.split("."), pattern.split(".")
-    return len(given) == len(wanted) and all(w in ("*", g) for g, w in zip(given, wanted, strict=True))
+    steps, wanted = path.split("."), pattern.split(".")
+    return len(steps) == len(wanted) and all(w in ("*", s) for s, w in zip(steps, wanted, strict=True))
 
 
 def _short(path: Path) -> str:

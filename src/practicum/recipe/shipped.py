@@ -22,7 +22,7 @@ def shipped_recipes() -> Path:
     for folder in (package / "_recipes", package.parents[1] / "recipes"):
         if folder.is_dir():
             return folder
-    raise PracticumError("the recipes that come with practicum are not there: reinstall it")
+    raise PracticumError("the recipes that come with practicum are missing: reinstall it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def list_recipes() -> dict[str, list[Shipped]]:
 def copy_recipe(name: str, folder: Path | None = None) -> list[str]:
     """Copy a folder of recipes, or one recipe with what it needs; the sentences to say about it.
 
-    Nothing that is there already is written over. Bases in other folders come along, into folders inside.
+    No file is overwritten. Bases in other folders are copied too, into folders inside.
     """
     source, recipes = _find(name)
     target = folder or Path(name)
@@ -75,7 +75,7 @@ def _find(name: str) -> tuple[Path, list[Path]]:
         chosen = [file for file in _recipes(root / folder) if recipe in ("", file.stem)]
         if chosen:
             return root / folder, chosen
-    known = [one.name for group in list_recipes().values() for one in group]
+    known = [shipped.name for group in list_recipes().values() for shipped in group]
     near = get_close_matches(name, [*(f.name for f in _folders(root)), *known], n=1)
     meant = f"did you mean {near[0]}? " if near else ""
     raise PracticumError(f"no recipe is named {name}: {meant}`practicum recipes` lists them all")
@@ -87,7 +87,7 @@ def _require_free(target: Path, copies: Iterable[Path]) -> None:
     there = sorted(str(copy) for copy in copies if os.path.lexists(copy))
     if there:
         shown = ", ".join(there[:3]) + (f" and {len(there) - 3} more" if len(there) > 3 else "")
-        raise PracticumError(f"{shown}: there already, and nothing is written over. Choose another DIR")
+        raise PracticumError(f"{shown}: already there, and no file is overwritten. Choose another DIR")
 
 
 def _with_bases_inside(file: Path, copy: Path, files: dict[Path, Path]) -> str:

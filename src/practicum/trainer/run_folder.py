@@ -16,6 +16,7 @@ import yaml
 
 from practicum.errors import PracticumError
 from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.text.show_recipe import resolved_yaml
 
 PACKAGES = ("practicum", "torch", "transformers", "numpy", "pydantic", "safetensors")
 APPENDED = ("metrics.jsonl", "samples.jsonl")
@@ -68,8 +69,7 @@ class RunFolder:
 
     def write_recipe(self, recipe: Recipe) -> None:
         """The recipe as resolved: every value that the run goes by."""
-        resolved = recipe.model_dump(mode="json", exclude={"extends"})
-        write_atomic(self.path / "recipe.yaml", yaml.safe_dump(resolved, sort_keys=False))
+        write_atomic(self.path / "recipe.yaml", resolved_yaml(recipe))
 
     def recipe(self) -> dict[str, Any]:
         """The resolved recipe of the run that is here."""

@@ -39,7 +39,7 @@ def _pair(recipe: Recipe) -> Iterator[RecipeError]:
             "algorithm.advantage",
             f"none with algorithm.loss {loss}",
             "an estimator such as grpo",
-            "a policy loss needs an advantage; only algorithm.loss supervised goes without",
+            "a policy loss needs an advantage; only algorithm.loss supervised needs none",
         )
 
 

@@ -67,6 +67,6 @@ def _question(path: str, text: str) -> Iterator[RecipeError]:
         yield RecipeError(path, str(error), expected)
         return
     if unknown := [field for field in fields if field not in _FIELDS]:
-        yield RecipeError(path, f"the field {{{unknown[0]}}}", expected, "nothing else is known of an answer")
+        yield RecipeError(path, f"the field {{{unknown[0]}}}", expected, "no other field is filled in")
     elif "response" not in fields:
         yield RecipeError(path, "no {response}", expected, "the judge would not see the answer")

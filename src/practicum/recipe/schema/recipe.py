@@ -18,12 +18,13 @@ from practicum.recipe.schema.runtime_section import Pools, Runtime
 from practicum.recipe.schema.section import Section, key, read_if, read_with
 from practicum.recipe.schema.teacher_sections import Distill, RewardModel, Route, Teacher
 
-_ROTARY = ("qwen3", "llama", "qwen3_moe")
+_KV_HEADS = read_with(".family", "qwen3", "llama", "qwen3_moe", "qwen2_5_vl", refused=False)
+_HEAD_DIM = read_with(".family", "qwen3", "llama", "qwen3_moe", refused=False)
+_MOE = read_with(".family", "qwen3_moe")
+_SAMPLED = read_with("eval.samples")
 _CRITICS = [name for name, traits in ESTIMATORS.items() if traits.critic]
 _ON_POLICY = read_if(
-    lambda recipe: not is_supervised(recipe),
-    "with algorithm.loss supervised",
-    "demonstrations are not judged: remove it",
+    lambda r: not is_supervised(r), "with algorithm.loss supervised", "demonstrations are not judged"
 )
 _BESIDE = read_if(
     lambda recipe: recipe.reward.weight == 0,
@@ -31,14 +32,10 @@ _BESIDE = read_if(
     "rewards that are learnt from are in the metrics anyway: remove it",
 )
 _JUDGED = read_if(
-    lambda recipe: computes_reward(recipe) or evaluates(recipe),
-    "while no answer is judged",
-    "remove them, or set reward.watch: true",
+    lambda r: computes_reward(r) or evaluates(r), "while no answer is judged", "set reward.watch: true"
 )
 _FOR_SOME_TASK = read_if(
-    lambda recipe: any(task.rewards is None for task in recipe.tasks.values()),
-    "while every task has its own rewards",
-    refused=False,
+    lambda r: any(task.rewards is None for task in r.tasks.values()), "as tasks have theirs", refused=False
 )
 _LIMITED = read_if(
     lambda function: function.use not in ("checker", "exact", "contains"),
@@ -47,22 +44,13 @@ _LIMITED = read_if(
     of_section=True,
 )
 _IN_CHAT = read_if(
-    lambda task: task.chat or task.kind is None,
-    "without chat: true",
-    "set chat: true, or remove it",
-    of_section=True,
+    lambda task: task.chat or task.kind is None, "without chat: true", "set chat: true", of_section=True
 )
-_TAUGHT = read_if(
-    lambda recipe: recipe.teachers or recipe.distill, "without teachers", "add teachers, or remove it"
-)
+_TAUGHT = read_if(lambda r: r.teachers or r.distill, "without teachers", "add teachers, or remove it")
 _SHARED = read_if(
-    lambda recipe: len(recipe.teachers) != 1,
-    "with one teacher",
-    "one teacher takes every prompt and has all of the loss: remove it",
+    lambda r: len(r.teachers) != 1, "with one teacher", "it takes every prompt and has all of the loss"
 )
 _EVALUATED = read_if(evaluates, "with eval.greedy false and eval.samples 0", refused=False)
-
-
 _FILE = read_with(".file")
 
 
@@ -75,23 +63,11 @@ class MakeModel(Section):
     hidden: int = key(128, "Width of the residual stream.", ge=8)
     layers: int = key(4, "Number of transformer layers.", ge=1)
     heads: int = key(4, "Attention heads.", ge=1)
-    kv_heads: int = key(
-        2,
-        "Key/value heads, a divisor of heads (not for gpt2).",
-        read_with(".family", *_ROTARY, "qwen2_5_vl", refused=False),
-        ge=1,
-    )
-    head_dim: int = key(
-        32,
-        "Width of one head (gpt2, qwen2_5_vl: hidden / heads).",
-        read_with(".family", *_ROTARY, refused=False),
-        ge=4,
-    )
+    kv_heads: int = key(2, "Key/value heads, a divisor of heads (not for gpt2).", _KV_HEADS, ge=1)
+    head_dim: int = key(32, "Width of one head (gpt2, qwen2_5_vl: hidden / heads).", _HEAD_DIM, ge=4)
     context: int = key(512, "Longest sequence in tokens.", ge=16)
-    experts: int = key(8, "Experts of each layer (qwen3_moe).", read_with(".family", "qwen3_moe"), ge=2)
-    experts_per_token: int = key(
-        2, "Experts that a token takes (qwen3_moe).", read_with(".family", "qwen3_moe"), ge=1
-    )
+    experts: int = key(8, "Experts of each layer (qwen3_moe).", _MOE, ge=2)
+    experts_per_token: int = key(2, "Experts that a token takes (qwen3_moe).", _MOE, ge=1)
 
 
 class Model(Section):
@@ -209,10 +185,8 @@ class Eval(Section):
     greedy: bool = key(True, "Report the greedy answer's score.")
     stop_at: float | None = key(None, "End the run as soon as an evaluation's eval/greedy is at least this.")
     samples: int = key(0, "Samples per prompt for mean@k and pass@k; 0 = none.", ge=0)
-    temperature: float = key(1.0, "Temperature of those samples.", read_with("eval.samples"), gt=0)
-    pass_threshold: float = key(
-        1.0, "Reward from which a sample counts as a pass.", read_with("eval.samples")
-    )
+    temperature: float = key(1.0, "Temperature of those samples.", _SAMPLED, gt=0)
+    pass_threshold: float = key(1.0, "Reward from which a sample counts as a pass.", _SAMPLED)
 
 
 class Checkpoint(Section):
@@ -281,7 +255,7 @@ class Recipe(Section):
     teachers: dict[str, Teacher] = key({}, "Who corrects the student, by name; one takes every prompt.")
     route: Route = key(Route(), "Which teacher corrects which prompt.", _TAUGHT, _SHARED)
     distill: Distill | None = key(None, "What is learnt from the teachers.")
-    rollout: Rollout = key(Rollout(), "How the student practises.")
+    rollout: Rollout = key(Rollout(), "How the student's answers are sampled.")
     agent: Agent = key(Agent(), "What happens in a session.")
     algorithm: Algorithm = key(Algorithm(), "What is learnt.")
     train: Train = key(Train(), "Optimizer and size of a step.")

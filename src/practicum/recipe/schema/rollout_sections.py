@@ -1,4 +1,4 @@
-"""How the student practises: the engine that samples, what happens in a session, and sessions that fail."""
+"""How answers are made: the engine that samples, what happens in a session, and sessions that fail."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Vllm(Section):
 
 
 class Rollout(Section):
-    """How the student practises."""
+    """How the student's answers are sampled."""
 
     engine: EngineKind = key("torch", "Engine that samples: torch, embedded; vllm, in its own process.")
     vllm: Vllm = key(Vllm(), "Settings of engine vllm.", read_with("rollout.engine", "vllm"))

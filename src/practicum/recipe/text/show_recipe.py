@@ -19,7 +19,7 @@ from practicum.recipe.text.type_text import expected, section_of, step_name
 
 
 def resolved_yaml(recipe: Recipe) -> str:
-    """Every value as YAML that stands on its own: loads to the same recipe, from any folder."""
+    """Every value as YAML for the run folder: loads to the same recipe, from any folder."""
     return yamlfile.dump(recipe.model_dump(mode="json", exclude={"extends"}))
 
 

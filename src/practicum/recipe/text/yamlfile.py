@@ -100,7 +100,7 @@ def _plain(node: yaml.Node, path: tuple[str, ...], lines: dict[str, int], name: 
     if isinstance(node, yaml.ScalarNode):
         return _scalar(node, name)
     if id(node) in active:
-        raise RecipeError(_place(node, name), "an alias inside of itself", "data that ends")
+        raise RecipeError(_place(node, name), "an alias inside itself", "data without a cycle")
     active.add(id(node))
     try:
         if isinstance(node, yaml.SequenceNode):
@@ -142,11 +142,15 @@ def _scalar(node: yaml.ScalarNode, name: str) -> Any:
 def _key(node: yaml.Node, name: str) -> str:
     key = _scalar(node, name) if isinstance(node, yaml.ScalarNode) else None
     if not isinstance(key, str):
-        found = f"the key {node.value}" if isinstance(node, yaml.ScalarNode) else "a key of parts"
+        found = (
+            f"the key {node.value}"
+            if isinstance(node, yaml.ScalarNode)
+            else "a key that is a list or a mapping"
+        )
         raise RecipeError(_place(node, name), found, "text as a key", "put it in quotes")
     if "." in key:
         outer, inner = key.rsplit(".", 1)
-        advice = f"nest it: {inner} inside of {outer}"
+        advice = f"nest it: {inner} inside {outer}"
         raise RecipeError(_place(node, name), f"the key {key!r}", "a key without dots", advice)
     return key
 
