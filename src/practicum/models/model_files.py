@@ -3,14 +3,28 @@ version of the files."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase
+
+from practicum.errors import RecipeError
 
 KEPT = 64
 """How many of each are remembered."""
+
+
+@contextmanager
+def must_read(source: str, key: str, expected: str) -> Iterator[None]:
+    """A RecipeError about `key` if the block can't read `source`."""
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        raise RecipeError(key, source, expected, str(error).splitlines()[0]) from error
 
 
 def read_tokenizer(source: str) -> PreTrainedTokenizerBase:

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from practicum.errors import RecipeError, RecipeErrors
 from practicum.models.load_model import require_model_folder
-from practicum.models.model_files import read_config
+from practicum.models.model_files import must_read, read_config
 from practicum.recipe.checks.value_forms import fill
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import RewardModel
@@ -75,8 +75,5 @@ def _bare(prompt: str) -> str:
 
 def _config(path: str, spec: RewardModel) -> Any:
     require_model_folder(spec.model, f"{path}.model")
-    try:
+    with must_read(spec.model, f"{path}.model", "a model in HuggingFace format"):
         return read_config(spec.model)
-    except (OSError, ValueError) as error:
-        expected = "a model in HuggingFace format"
-        raise RecipeError(f"{path}.model", spec.model, expected, str(error).splitlines()[0]) from error

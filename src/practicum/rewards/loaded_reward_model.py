@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedModel,
@@ -21,7 +20,7 @@ from practicum.models.load_model import (
     require_model_folder,
     stop_ids,
 )
-from practicum.models.model_files import read_tokenizer
+from practicum.models.model_files import must_read, read_tokenizer
 from practicum.places.model_cache import ColocatedModel, SleepableEngine
 from practicum.places.model_processes import LoadedModel, ModelProcesses
 from practicum.processes.child_main import ChildRequest
@@ -116,11 +115,8 @@ def load_reward_model(name: str, spec: RewardModel, room: int) -> LoadedRewardMo
 def load_tokenizer(source: str, path: str) -> PreTrainedTokenizerBase:
     """The tokenizer in the reward model's own folder; `path` is the model's key in the recipe."""
     require_model_folder(source, f"{path}.model")
-    try:
+    with must_read(source, f"{path}.model", "a model with its tokenizer"):
         return read_tokenizer(source)
-    except (OSError, ValueError) as error:
-        expected = "a model with its tokenizer"
-        raise RecipeError(f"{path}.model", source, expected, str(error).splitlines()[0]) from error
 
 
 def check_label(path: str, label: int, count: int) -> None:
@@ -132,13 +128,11 @@ def check_label(path: str, label: int, count: int) -> None:
 
 def _load_classifier(spec: RewardModel, path: str) -> PreTrainedModel:
     require_model_folder(spec.model, f"{path}.model")
-    try:
+    expected = "a sequence-classification model in HuggingFace format"
+    with must_read(spec.model, f"{path}.model", expected):
         model, info = AutoModelForSequenceClassification.from_pretrained(
             spec.model, dtype=getattr(torch, spec.dtype), output_loading_info=True
         )
-    except (OSError, ValueError, SafetensorError) as error:
-        expected = "a sequence-classification model in HuggingFace format"
-        raise RecipeError(f"{path}.model", spec.model, expected, str(error).splitlines()[0]) from error
     require_trained(path, spec.model, info)
     return model.to(pick_device(spec.device)).eval()
 

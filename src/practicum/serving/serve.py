@@ -18,9 +18,9 @@ from typing import Any, Literal
 import torch
 
 from practicum.engines.vllm.make_vllm import kv_token_bytes
-from practicum.errors import MissingExtraError, RecipeError, ServeError
+from practicum.errors import MissingExtraError, ServeError
 from practicum.models.load_model import require_model_folder
-from practicum.models.model_files import read_config
+from practicum.models.model_files import must_read, read_config
 from practicum.recipe.schema.teacher_sections import Dtype
 
 EngineName = Literal["auto", "torch", "vllm"]
@@ -112,11 +112,8 @@ def resolve(options: ServeOptions) -> Resolved:
     if options.api_key == "":
         raise ServeError(f"the API key is empty: give --api-key or {KEY_ENV} a value, or leave both out")
     require_model_folder(options.model, "MODEL")
-    try:
+    with must_read(options.model, "MODEL", "a causal language model in HuggingFace format"):
         config = read_config(options.model).get_text_config()
-    except (OSError, ValueError) as error:
-        expected = "a causal language model in HuggingFace format"
-        raise RecipeError("MODEL", options.model, expected, str(error).splitlines()[0]) from error
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
     context = _context(options, getattr(config, "max_position_embeddings", None))

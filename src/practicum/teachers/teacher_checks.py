@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
 
 from safetensors import safe_open
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from practicum.errors import RecipeError, RecipeErrors
 from practicum.models.load_model import require_model_folder
-from practicum.models.model_files import read_config, read_image_processor, read_tokenizer
+from practicum.models.model_files import must_read, read_config, read_image_processor, read_tokenizer
 from practicum.models.processor import load_processor
 from practicum.models.vision import is_vision
 from practicum.recipe.checks.routing import destinations
@@ -23,7 +22,6 @@ from practicum.tasks.stream import make_stream
 from practicum.teachers.route import before_text, routed_value
 from practicum.teachers.vocabulary import compare_vocabularies
 
-T = TypeVar("T")
 LOOKED_AT = 2_000
 """Prompts that are encoded to find a teacher's longest one."""
 _IMAGE_KEYS = ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std", "size")
@@ -99,13 +97,13 @@ def load_teacher_tokenizer(teacher: Teacher, path: str) -> PreTrainedTokenizerBa
     None if there is nothing to load: a copy of the student, or a server whose tokenizer is not given.
     """
     if teacher.tokenizer is not None:
-        return _loaded(
-            read_tokenizer, teacher.tokenizer, f"{path}.tokenizer", "a tokenizer in HuggingFace format"
-        )
+        with must_read(teacher.tokenizer, f"{path}.tokenizer", "a tokenizer in HuggingFace format"):
+            return read_tokenizer(teacher.tokenizer)
     if teacher.url is not None or teacher.model is None:
         return None
     require_model_folder(teacher.model, f"{path}.model")
-    return _loaded(read_tokenizer, teacher.model, f"{path}.model", "a model with its tokenizer")
+    with must_read(teacher.model, f"{path}.model", "a model with its tokenizer"):
+        return read_tokenizer(teacher.model)
 
 
 def load_teacher_config(teacher: Teacher, path: str) -> PreTrainedConfig | None:
@@ -113,7 +111,8 @@ def load_teacher_config(teacher: Teacher, path: str) -> PreTrainedConfig | None:
     if teacher.url is not None or teacher.model is None:
         return None
     require_model_folder(teacher.model, f"{path}.model")
-    return _loaded(_config, teacher.model, f"{path}.model", "a model in HuggingFace format")
+    with must_read(teacher.model, f"{path}.model", "a model in HuggingFace format"):
+        return read_config(teacher.model).get_text_config()
 
 
 class _Check:
@@ -233,17 +232,6 @@ def longest_prompts(recipe: Recipe, student: PreTrainedTokenizerBase, longest: i
     return lengths
 
 
-def _loaded(load: Callable[[str], T], source: str, key: str, expected: str) -> T:
-    try:
-        return load(source)
-    except (OSError, ValueError) as error:
-        raise RecipeError(key, source, expected, str(error).splitlines()[0]) from error
-
-
-def _config(source: str) -> Any:
-    return read_config(source).get_text_config()
-
-
 def check_images(recipe: Recipe, student: PreTrainedTokenizerBase) -> Iterator[RecipeError]:
     """Teachers are shown the student's patches: each must be a vision model with the same image settings."""
     processor = load_processor(recipe.model, student)
@@ -262,11 +250,11 @@ def _check_image_settings(path: str, teacher: Teacher, own: dict[str, str]) -> I
         return
     assert teacher.model is not None
     try:
-        config, images = read_config(teacher.model), None
-        if is_vision(config):
-            images = read_image_processor(teacher.model)
-    except (OSError, ValueError) as error:
-        yield RecipeError(f"{path}.model", teacher.model, "a vision model", str(error).splitlines()[0])
+        with must_read(teacher.model, f"{path}.model", "a vision model"):
+            config = read_config(teacher.model)
+            images = read_image_processor(teacher.model) if is_vision(config) else None
+    except RecipeError as problem:
+        yield problem
         return
     if images is None:
         yield RecipeError(
