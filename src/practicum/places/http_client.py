@@ -153,7 +153,7 @@ class Client:
             self._loop = asyncio.get_running_loop()
             # `_slots` bounds the connections too; each is kept for the next request.
             limits = httpx2.Limits(max_connections=None, max_keepalive_connections=self._concurrency)
-            # No timeout of its own: the deadline of `ask` covers connecting, waiting and reading.
+            # No timeout here: the deadline of `ask` covers connecting, waiting and reading.
             self._client = httpx2.AsyncClient(headers=self._headers, limits=limits, timeout=None)
             self._slots = asyncio.Semaphore(self._concurrency)
         assert self._loop is asyncio.get_running_loop(), "a client belongs to one event loop"

@@ -78,7 +78,7 @@ def serve(pipe: Connection, load: Callable[[], tuple[Served, Any]]) -> NoReturn:
         _leave(1)
     if _send_if_heard(pipe, ChildReply(HELLO, facts, None, 0.0)):
         loop = asyncio.new_event_loop()
-        loop.run_until_complete(_Server(pipe, served).run())
+        loop.run_until_complete(_RequestServer(pipe, served).run())
         loop.close()
     served.close()
     _leave(0)
@@ -107,7 +107,7 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-class _Server:
+class _RequestServer:
     """Answers requests side by side; those that came in one message are begun together."""
 
     def __init__(self, pipe: Connection, served: Served) -> None:

@@ -31,7 +31,7 @@ _STARTING = threading.Lock()
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _PendingRequest:
     future: Future[Any]
     about: str
     tokens: int
@@ -57,7 +57,7 @@ class ChildProcess:
         self._env = dict(env or {})
         self._lock, self._reaping = threading.Lock(), threading.Lock()
         self._numbers = itertools.count(HELLO + 1)
-        self._waiting: dict[int, _Waiting] = {HELLO: _Waiting(self.hello, "starting", 0)}
+        self._waiting: dict[int, _PendingRequest] = {HELLO: _PendingRequest(self.hello, "starting", 0)}
         self._arriving: list[ChildRequest] = []
         self._outbox: queue.SimpleQueue[list[ChildRequest] | None] = queue.SimpleQueue()
         self._over: str | None = None
@@ -97,7 +97,7 @@ class ChildProcess:
             if self._over is not None:
                 raise self._error(about)
             number = next(self._numbers)
-            self._waiting[number] = _Waiting(future, about, tokens)
+            self._waiting[number] = _PendingRequest(future, about, tokens)
             self._arriving.append(ChildRequest(number, what, tuple(args)))
         return number, future
 

@@ -21,7 +21,7 @@ from practicum.rewards.reward_place import CannotScore, JudgeInput
 
 @dataclass(eq=False, slots=True)
 class _Job(Job):
-    """One answer to judge, as the classifier's tokens."""
+    """One answer to score, as the classifier's tokens."""
 
     ids: list[int]
 

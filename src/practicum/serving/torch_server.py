@@ -48,10 +48,10 @@ def serve_torch(server: Resolved, bound: socket.socket, ready: Callable[[], None
         access_log=options.verbose,
         timeout_graceful_shutdown=_GRACE_S,
     )
-    _Server(config, ready).run(sockets=[bound])
+    _AnnouncingServer(config, ready).run(sockets=[bound])
 
 
-class _Server(uvicorn.Server):
+class _AnnouncingServer(uvicorn.Server):
     """Calls `ready` when it accepts connections."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
