@@ -147,12 +147,12 @@ def _checked_batch(steps: Steps) -> UpdateBatch:
     """The rows as a mini-batch, scored by the run's own teacher."""
     roles = steps.run.roles
     assert isinstance(roles, LocalRoles)
-    assert roles.faculty is not None
+    assert roles.teachers is not None
     rows = checked_rows(roles.tokenizer)
-    staff = roles.faculty.staff
+    teachers = roles.teachers.loaded
     whole = [ScoreRow([*p, *r], len(p), f"row {i}") for i, (p, r) in enumerate(rows)]
-    with staff.residency.awake(TEACHER):
-        work = score_rows(staff.places[TEACHER], whole, roles.faculty.wanted)
+    with teachers.awake(TEACHER):
+        work = score_rows(teachers.places[TEACHER], whole, roles.teachers.options)
         scores = run_async(work, timeout=120.0, owner="the check")
     hidden = [s.hidden for s in scores if s.hidden is not None]
     return UpdateBatch(

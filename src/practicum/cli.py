@@ -10,11 +10,12 @@ import typer
 from typer.core import TyperGroup
 
 from practicum import __version__
-from practicum.dataplane.plan import chain, draw, make_plan
+from practicum.dataplane.plan import chain, draw
 from practicum.errors import ClusterError, PracticumError
 from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
 from practicum.recipe.shipped import copy_recipe, list_recipes
 from practicum.recipe.text.show_recipe import json_schema, markdown, show_recipe
+from practicum.roles.stage_table import make_plan
 
 
 class _Commands(TyperGroup):

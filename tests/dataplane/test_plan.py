@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from practicum.dataplane.fields import FIELDS
-from practicum.dataplane.plan import Plan, StageSpec, chain, draw, make_plan, old_source, resolve
+from practicum.dataplane.plan import Plan, StageSpec, chain, draw, resolve
 from practicum.errors import RecipeError
 from practicum.recipe.derived import Traits
 from practicum.recipe.schema.recipe import Recipe
+from practicum.roles.stage_table import make_plan, old_source
 
 ROWS = ("prompt_ids", "response_ids", "response_mask")
 SAMPLED = (*ROWS, "rollout_logprobs", "plain_logprobs")

@@ -14,7 +14,7 @@ from practicum.dataplane.memory_store import MemoryStore
 from practicum.dataplane.padding_rows import padding_batch
 from practicum.dataplane.plan import Plan, StageSpec
 from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.stage import Columns, stage
+from practicum.dataplane.stage import Columns, StepInfo, stage, stage_method
 from practicum.errors import StoreError
 
 from .rows import TOKENS, make_batch, make_columns, same
@@ -36,28 +36,27 @@ class Learner:
         self.parallel: object | None = None
         self.seen: list[str] = []
         self.returned: Mapping[str, Column] | None = None
+        self.scale, self.ask = 2.0, "old_logprobs"
         self.store.put(BATCH, make_columns(BATCH) | {"reward": torch.zeros(4)})
 
     @stage("old_logprobs")
-    def old_logprobs(self, batch: BatchRef, columns: Columns, scale: float = 2.0) -> Any:
+    def old_logprobs(self, batch: BatchRef, columns: Columns, step: StepInfo) -> Any:
         """Ids times scale."""
         self.seen = list(columns)
         if self.returned is not None:
             return self.returned
         ids = columns.ragged("response_ids")
-        column = Ragged.packed(ids.values.float() * scale, ids.lengths)
+        column = Ragged.packed(ids.values.float() * self.scale, ids.lengths)
         return {"old_logprobs": column, "ref_logprobs": column}
 
     @stage("update")
-    def update(
-        self, batch: BatchRef, columns: Columns, *, ask: str = "old_logprobs"
-    ) -> tuple[dict[str, Column], float]:
-        values = columns[ask]
+    def update(self, batch: BatchRef, columns: Columns, step: StepInfo) -> tuple[dict[str, Column], float]:
+        values = columns[self.ask]
         assert isinstance(values, Ragged)
         return {}, values.values.sum().item()
 
     @stage("retired")
-    def retired(self, batch: BatchRef, columns: Columns) -> dict[str, Column]:
+    def retired(self, batch: BatchRef, columns: Columns, step: StepInfo) -> dict[str, Column]:
         return {}
 
 
@@ -73,23 +72,47 @@ def ids_times(scale: float) -> Column:
 
 
 def test_a_stage_reads_and_writes_what_the_plan_says(learner: Learner) -> None:
-    assert learner.old_logprobs(BATCH) is None
+    assert learner.old_logprobs(StepInfo(BATCH)) is None
     assert learner.seen == ["response_ids", "reward"]
     got = learner.store.get(BATCH, ["old_logprobs", "ref_logprobs"])
     assert same(got, {"old_logprobs": ids_times(2), "ref_logprobs": ids_times(2)})
 
 
-def test_arguments_reach_the_method_and_its_value_the_caller(learner: Learner) -> None:
-    learner.old_logprobs(BATCH, 3.0)
-    assert same(learner.store.get(BATCH, ["ref_logprobs"])["ref_logprobs"], ids_times(3))
-    learner.old_logprobs(BATCH, scale=0.5)
+def test_the_report_reaches_the_caller(learner: Learner) -> None:
+    learner.scale = 0.5
+    learner.old_logprobs(StepInfo(BATCH))
     half = ids_times(0.5)
     assert isinstance(half, Ragged)
-    assert learner.update(BATCH) == half.values.sum().item()
+    assert learner.update(StepInfo(BATCH)) == half.values.sum().item()
+
+
+def test_a_rank_takes_its_own_rows_and_sees_the_whole_batch() -> None:
+    class Rank(Learner):
+        """Takes the rows after the step's number."""
+
+        @stage("old_logprobs", rows=lambda self, step: step.batch.take(range(step.number, len(step.batch))))
+        def logprobs(self, batch: BatchRef, columns: Columns, step: StepInfo) -> Any:
+            self.whole = len(step.batch)
+            ids = columns.ragged("response_ids")
+            column = Ragged.packed(ids.values.float(), ids.lengths)
+            return {"old_logprobs": column, "ref_logprobs": column}
+
+    rank = Rank()
+    rank.logprobs(StepInfo(BATCH, number=3))
+    assert rank.whole == 4
+    assert len(rank.store.get(BATCH.take([3]), ["ref_logprobs"])["ref_logprobs"]) == 1
+    with pytest.raises(StoreError, match=r"3 of 4"):
+        rank.store.get(BATCH, ["ref_logprobs"])
+
+
+def test_the_method_of_a_stage_is_found_by_its_name(learner: Learner) -> None:
+    assert stage_method(learner, "update") == learner.update
+    with pytest.raises(TypeError, match=r"Learner has no method that is decorated with @stage\('pad'\)"):
+        stage_method(learner, "pad")
 
 
 def test_only_the_rows_of_the_batch_are_written(learner: Learner) -> None:
-    learner.old_logprobs(BATCH.take([3, 1]))
+    learner.old_logprobs(StepInfo(BATCH.take([3, 1])))
     with pytest.raises(StoreError, match=r"old_logprobs .*2 of 4 .*prompt 0/.*prompt 2/"):
         learner.store.get(BATCH, ["old_logprobs"])
     rows = BATCH.take([1, 3])
@@ -100,14 +123,14 @@ def test_only_the_rows_of_the_batch_are_written(learner: Learner) -> None:
 
 def test_a_stage_leaves_the_tags_that_the_store_has(learner: Learner) -> None:
     learner.store.tag("train", {BATCH.keys[0]: Tags(reward=1.0)})
-    learner.old_logprobs(BATCH)
+    learner.old_logprobs(StepInfo(BATCH))
     assert learner.store.batch("train").tags == (Tags(reward=1.0), *BATCH.tags[1:])
 
 
 def test_an_empty_batch_is_not_computed(learner: Learner) -> None:
     learner.seen = ["untouched"]
-    assert learner.old_logprobs(BATCH.take([])) is None
-    assert learner.update(BATCH.take([])) is None
+    assert learner.old_logprobs(StepInfo(BATCH.take([]))) is None
+    assert learner.update(StepInfo(BATCH.take([]))) is None
     assert learner.seen == ["untouched"]
 
 
@@ -116,14 +139,14 @@ def test_a_rank_with_padding_alone_takes_part_and_writes_nothing(learner: Learne
     filler, columns = padding_batch("train", 2, fields, end_id=7, widths={})
     learner.store.put(filler, columns)
     learner.seen = ["untouched"]
-    learner.old_logprobs(filler)
+    learner.old_logprobs(StepInfo(filler))
     assert learner.seen == ["untouched"], "one process has nothing to do"
     learner.parallel = object()
-    learner.old_logprobs(filler)
+    learner.old_logprobs(StepInfo(filler))
     assert learner.seen == ["response_ids", "reward"]
-    assert learner.update(filler) == 0.0, "a row was computed, with the fields that padding has"
-    assert learner.old_logprobs(filler.take([])) is None
-    learner.old_logprobs(BatchRef.concat([BATCH, filler]))
+    assert learner.update(StepInfo(filler)) == 0.0, "a row was computed, with the fields that padding has"
+    assert learner.old_logprobs(StepInfo(filler.take([]))) is None
+    learner.old_logprobs(StepInfo(BatchRef.concat([BATCH, filler])))
     assert same(learner.store.get(BATCH, ["ref_logprobs"])["ref_logprobs"], ids_times(2)), "real rows as ever"
 
 
@@ -141,15 +164,16 @@ def test_writing_other_columns_than_declared_is_an_error(
 ) -> None:
     learner.returned = make_columns(BATCH, names)
     with pytest.raises(StoreError, match="stage 'old_logprobs' .*" + message):
-        learner.old_logprobs(BATCH)
+        learner.old_logprobs(StepInfo(BATCH))
     with pytest.raises(StoreError, match="ref_logprobs"):
         learner.store.get(BATCH, ["ref_logprobs"])
 
 
 def test_asking_for_a_column_that_is_not_declared_names_stage_and_field(learner: Learner) -> None:
-    learner.old_logprobs(BATCH)
+    learner.old_logprobs(StepInfo(BATCH))
+    learner.ask = "reward"
     with pytest.raises(StoreError, match=r"stage 'update' asked for 'reward'.*: old_logprobs"):
-        learner.update(BATCH, ask="reward")
+        learner.update(StepInfo(BATCH))
 
 
 def test_columns_can_be_asked_what_they_are() -> None:
@@ -165,7 +189,7 @@ def test_columns_can_be_asked_what_they_are() -> None:
 
 def test_errors_say_in_which_stage_they_happened(learner: Learner) -> None:
     with pytest.raises(StoreError, match=r"old_logprobs .*is missing") as caught:
-        learner.update(BATCH)
+        learner.update(StepInfo(BATCH))
     assert caught.value.__notes__ == ["in stage 'update' on 4 rows of partition 'train'"]
 
 
@@ -173,13 +197,13 @@ def test_a_row_cleared_under_a_stage_is_not_made_again(learner: Learner) -> None
     learner.returned = make_columns(BATCH, ["old_logprobs", "ref_logprobs"])
     absent = make_batch(1, start=9)
     with pytest.raises(StoreError, match="prompt 9/"):
-        learner.old_logprobs(absent)
+        learner.old_logprobs(StepInfo(absent))
     assert learner.store.size() == 4
 
 
 def test_a_stage_that_the_plan_left_out_is_an_error(learner: Learner) -> None:
     with pytest.raises(KeyError, match="retired"):
-        learner.retired(BATCH)
+        learner.retired(StepInfo(BATCH))
 
 
 def test_a_stage_keeps_its_name_and_doc() -> None:

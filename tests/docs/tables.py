@@ -14,13 +14,13 @@ from benchmarks.padding_table import padding_table
 from benchmarks import report_engines
 from practicum.dataplane.fields import FIELDS, Field
 from practicum.dataplane.padding_rows import padding_batch
-from practicum.dataplane.plan import make_plan
 from practicum.dataplane.ragged import Ragged
 from practicum.engines.protocol import Engine
 from practicum.learning.update_metrics import METRICS as UPDATE_METRICS
 from practicum.recipe.derived import Traits
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.text.show_recipe import markdown
+from practicum.roles.stage_table import make_plan
 from practicum.tasks.builtin import describe_tasks
 from practicum.tasks.scorers import RewardSample
 from practicum.trainer.step_metrics import METRICS

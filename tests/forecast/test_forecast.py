@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from practicum.cli import app
-from practicum.dataplane.plan import make_plan
 from practicum.dataplane.ragged import Ragged
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import PracticumError, RecipeError, RecipeErrors
@@ -31,6 +30,7 @@ from practicum.learning.packed_model import PackedModel
 from practicum.learning.packing import RowSpans
 from practicum.models.load_model import load_model
 from practicum.recipe.schema.recipe import MakeModel, Model, Recipe, Train
+from practicum.roles.stage_table import make_plan
 from practicum.trainer.step_metrics import METRICS
 
 ROOT = Path(__file__).parents[2]

@@ -14,8 +14,8 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.memory_store import MemoryStore
 from practicum.dataplane.padding_rows import padding_batch
-from practicum.dataplane.plan import make_plan
 from practicum.dataplane.ragged import Column, Ragged
+from practicum.dataplane.stage import StepInfo
 from practicum.learning.learner import Learner
 from practicum.learning.logprob_scorer import LogprobScorer
 from practicum.learning.packed_model import PackedModel
@@ -24,7 +24,8 @@ from practicum.learning.value_learner import ValueLearner
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.advantages import AdvantageRole
 from practicum.roles.critic import CriticRole
-from practicum.roles.optimizer_steps import padding_rows_needed
+from practicum.roles.padding import padding_rows_needed
+from practicum.roles.stage_table import make_plan
 from practicum.roles.student import StudentRole
 
 from .ranks import Found, case
@@ -138,20 +139,20 @@ def run_roles(
             recipe, make_rows(rows, 0)[1], step, 1 if parallel is None else parallel.world
         )
         store, batch = make_rows(rows, lacking)
-        plan = make_plan(recipe)
+        plan, info = make_plan(recipe), StepInfo(batch, step)
         student = StudentRole(recipe, plan, store, learner, reference, watch)
-        valuation = CriticRole(recipe, plan, store, critic)
+        critic_role = CriticRole(recipe, plan, store, critic)
         if "old_logprobs" in plan:
-            student.old_logprobs(batch)
-        student.ref_logprobs(batch)
-        valuation.values(batch)
+            student.old_logprobs(info)
+        student.ref_logprobs(info)
+        critic_role.values(info)
         found.columns[f"read {step}"] = {key: torch.tensor(0) for key in store.read if key.prompt >= 0}
         for name, written in store.written.items():
             found.columns[f"{name} {step}"] = dict(written)
         _exchange(parallel, store, batch)
         if mismatch is not None:
-            found.metrics.append(AdvantageRole(recipe, plan, store).advantages(batch, baselines={}) or {})
-        learnt, valued = student.update(batch, step=step), valuation.update(batch, step=step)
+            found.metrics.append(AdvantageRole(recipe, plan, store).advantages(info) or {})
+        learnt, valued = student.update(info), critic_role.update(info)
         assert learnt is not None
         assert valued is not None
         found.metrics += [learnt.metrics, valued]

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from practicum.checks.watch import Watch
-from practicum.dataplane.plan import make_plan
 from practicum.engines.protocol import Counter, Generation
 from practicum.engines.torch import cached_sequences as kept_module
 from practicum.engines.torch.torch_engine import TorchEngine
@@ -22,6 +21,7 @@ from practicum.models.experts import routes_of
 from practicum.models.images import Images
 from practicum.models.vision import image_token_id
 from practicum.recipe.schema.recipe import Recipe
+from practicum.roles.stage_table import make_plan
 from practicum.runtime.local import start_local
 from practicum.sessions.attempts import Attempt
 from practicum.sessions.policies import EnginePolicy
@@ -346,7 +346,7 @@ def test_a_recipes_agents_keep_their_turns_unless_they_take_just_one(
         drawn = sampling(6, stop=roles.stop)
         attempts = [Attempt(p, 0, drawn) for p in make_stream(recipe.tasks, recipe.seed).take(4)]
         empty = roles.engine.memory().kv
-        roles.practice.rollout(attempts, "train", seed=0)
+        roles.rollout.rollout(attempts, "train", seed=0)
         assert isinstance(roles.engine, TorchEngine)
         assert (roles.engine.stats.reused_tokens > 0) == kept
         assert (roles.engine.memory().kv > empty) == kept

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from tests.cluster import ENV, descendants, still_running
 
-from practicum.dataplane.plan import make_plan
 from practicum.errors import ClusterError, MissingExtraError
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.schema.recipe import Recipe
+from practicum.roles.stage_table import make_plan
 from practicum.runtime.ray import cluster as cluster_module
 from practicum.runtime.ray.cluster import Cluster
 from practicum.runtime.ray.init_ray import workers_environment

@@ -6,11 +6,12 @@ import torch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.memory_store import MemoryStore
-from practicum.dataplane.plan import make_plan
 from practicum.dataplane.ragged import Ragged
+from practicum.dataplane.stage import StepInfo
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.advantages import AdvantageRole
 from practicum.roles.reward import at_last_sampled, sampled_runs
+from practicum.roles.stage_table import make_plan
 
 
 def recipe(**algorithm: object) -> Recipe:
@@ -64,7 +65,7 @@ def test_turns_are_runs_of_sampled_tokens():
 def test_grpo_advantages_are_group_relative_and_constant_over_a_response():
     store, r = MemoryStore(), recipe()
     batch = filled(store, [1.0, 0.0, 1.0, 1.0], [2, 1, 1, 2])
-    stats = AdvantageRole(r, make_plan(r), store).advantages(batch, baselines={})
+    stats = AdvantageRole(r, make_plan(r), store).advantages(StepInfo(batch, baselines={}))
     got = store.get(batch, ["advantages"])["advantages"]
     assert isinstance(got, Ragged)
     half = 0.5 / (0.5**0.5 + 1e-6)
@@ -76,7 +77,7 @@ def test_grpo_advantages_are_group_relative_and_constant_over_a_response():
 def test_remax_subtracts_the_greedy_reward_of_the_prompt():
     store, r = MemoryStore(), recipe(advantage="remax")
     batch = filled(store, [1.0, 0.0], [1, 1])
-    AdvantageRole(r, make_plan(r), store).advantages(batch, baselines={0: 0.25})
+    AdvantageRole(r, make_plan(r), store).advantages(StepInfo(batch, baselines={0: 0.25}))
     got = store.get(batch, ["advantages"])["advantages"]
     assert isinstance(got, Ragged)
     assert got.values.tolist() == [0.75, -0.25]
@@ -89,7 +90,7 @@ def test_kl_in_the_reward_is_weighted_and_adapts():
     ref = Ragged.packed(torch.tensor([-1.5, -1.0, -2.0]), [2, 1])
     batch = filled(store, [1.0, 0.0], [2, 1], old_logprobs=old, ref_logprobs=ref)
     credit = AdvantageRole(r, make_plan(r), store)
-    stats = credit.advantages(batch, baselines={0: 0.0})
+    stats = credit.advantages(StepInfo(batch, baselines={0: 0.0}))
     got = store.get(batch, ["advantages"])["advantages"]
     assert isinstance(got, Ragged)
     # returns from each token on: 1 - 0.5·(0.5 + 0), 1 - 0.5·0, and 0 - 0.5·1
@@ -120,7 +121,7 @@ def advantages_of(r: Recipe, baselines: dict[int, float] | None = None) -> list[
         "ref_logprobs": Ragged.packed(torch.tensor([-1.0, -5.0]), one),
     }
     batch = filled(store, [1.0, 0.0], one, **columns)
-    AdvantageRole(r, make_plan(r), store).advantages(batch, baselines=baselines or {})
+    AdvantageRole(r, make_plan(r), store).advantages(StepInfo(batch, baselines=baselines or {}))
     got = store.get(batch, ["advantages"])["advantages"]
     assert isinstance(got, Ragged)
     return got.values.tolist()
@@ -161,7 +162,7 @@ def weighed(mismatch: dict[str, object], log_ratios: list[float]) -> tuple[list[
         "old_logprobs": rollout + torch.tensor(log_ratios),
     }
     store.put(batch, {name: Ragged.packed(column, lengths) for name, column in columns.items()})
-    stats = AdvantageRole(r, make_plan(r), store).advantages(batch, baselines={})
+    stats = AdvantageRole(r, make_plan(r), store).advantages(StepInfo(batch, baselines={}))
     got = store.get(batch, ["advantages"])["advantages"]
     assert isinstance(got, Ragged)
     assert stats is not None
@@ -206,7 +207,7 @@ def test_teachers_advantages_are_weighed_and_returns_are_not():
     }.items():
         store = MemoryStore()
         batch = filled(store, [1.0, 0.0], [1, 1], **columns)
-        AdvantageRole(r, make_plan(r), store).advantages(batch, baselines={})
+        AdvantageRole(r, make_plan(r), store).advantages(StepInfo(batch, baselines={}))
         written = store.get(batch, ["advantages", *(["returns"] if name == "critic" else [])])
         found |= {
             f"{name} {field}": c.values.tolist() for field, c in written.items() if isinstance(c, Ragged)

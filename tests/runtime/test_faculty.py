@@ -20,15 +20,16 @@ from tests.trainer.loops import two_trajectories
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
-from practicum.dataplane.plan import make_plan
 from practicum.dataplane.ragged import Ragged
+from practicum.dataplane.stage import StepInfo
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import DeadlineError, EngineError, TeacherError
 from practicum.models.load_model import load_model
 from practicum.places.place import ScoreOptions, ScoreRow
 from practicum.places.torch_teacher import ColocatedTeacher
 from practicum.recipe.schema.recipe import Model, Recipe
-from practicum.roles.teachers import TeacherRole, Teachers
+from practicum.roles.stage_table import make_plan
+from practicum.roles.teachers import TeacherRole, Teachers, waiting_rows
 from practicum.runtime.local import LocalRoles, start_local
 from practicum.sessions.session import Session
 from practicum.tasks.stream import make_stream
@@ -55,9 +56,9 @@ def recipe_of(folders: dict[str, str], *, each: dict[str, Any] | None = None, **
 @contextmanager
 def started(recipe: Recipe) -> Iterator[tuple[LocalRoles, TeacherRole]]:
     roles = start_local(recipe, make_plan(recipe), Watch(recipe.checks, print))
-    assert roles.faculty is not None
+    assert roles.teachers is not None
     try:
-        yield roles, roles.faculty
+        yield roles, roles.teachers
     finally:
         roles.close()
 
@@ -65,11 +66,12 @@ def started(recipe: Recipe) -> Iterator[tuple[LocalRoles, TeacherRole]]:
 def roll_out(recipe: Recipe, roles: LocalRoles, prompts: int = 6) -> BatchRef:
     drawn = make_stream(recipe.tasks, recipe.seed).take(prompts)
     attempts = training_attempts(recipe, drawn, roles.stop)
-    return roles.practice.rollout(attempts, TRAIN, seed=recipe.seed)
+    return roles.rollout.rollout(attempts, TRAIN, seed=recipe.seed)
 
 
 def teach(faculty: TeacherRole, roles: LocalRoles, batch: BatchRef) -> None:
-    faculty.score(faculty.waiting(batch), prompts=roles.practice.prompts)
+    with roles.rollout.workers.engines_asleep():
+        faculty.score(StepInfo(batch, prompts=roles.rollout.prompts))
 
 
 def ragged(roles: LocalRoles, batch: BatchRef, *names: str) -> list[Ragged]:
@@ -89,7 +91,7 @@ def is_awake(place: ColocatedTeacher) -> bool:
 
 def assert_at_rest(roles: LocalRoles, faculty: TeacherRole) -> None:
     """Teachers sleep, the student's engine does not, and it works."""
-    assert not [name for name, place in here(faculty.staff).items() if is_awake(place)]
+    assert not [name for name, place in here(faculty.loaded).items() if is_awake(place)]
     assert roles.engine.memory().kv > 0
     assert isinstance(roles.engine, TorchEngine)
     assert roles.engine._desk.open_jobs == 0
@@ -133,12 +135,12 @@ def test_each_teacher_with_rows_is_woken_once_and_no_other(folders: dict[str, st
     with started(recipe) as (roles, faculty):
         batch = roll_out(recipe, roles)
         teach(faculty, roles, batch)
-        assert faculty.staff.residency.wakes == {"small": 1, "wide": 1}
+        assert faculty.loaded.wakes == {"small": 1, "wide": 1}
         seconds, wakes = faculty.spent()
         assert wakes == {"small": 1, "wide": 1}
         assert all(s > 0 for s in seconds.values())
         teach(faculty, roles, batch.where(lambda _, tags: tags.teacher == "wide"))
-        assert faculty.staff.residency.wakes == {"small": 1, "wide": 2}
+        assert faculty.loaded.wakes == {"small": 1, "wide": 2}
         seconds, wakes = faculty.spent()
         assert wakes == {"small": 0, "wide": 1}
         assert seconds["small"] == 0
@@ -149,7 +151,7 @@ def test_a_step_without_rows_wakes_nobody(folders: dict[str, str]):
     with started(recipe) as (roles, faculty):
         batch = roll_out(recipe, roles)
         teach(faculty, roles, batch.take([]))
-        assert faculty.staff.residency.wakes == {"small": 0, "wide": 0}
+        assert faculty.loaded.wakes == {"small": 0, "wide": 0}
         assert_at_rest(roles, faculty)
 
 
@@ -183,11 +185,12 @@ def test_a_teacher_that_fails_is_named_and_nobody_stays_awake(folders: dict[str,
     recipe = recipe_of(folders, runtime={"threads": 1, "teachers_gb": 1e-6})
     with started(recipe) as (roles, faculty):
         batch = roll_out(recipe, roles)
-        here(faculty.staff)["wide"].engine.score = fails  # pyright: ignore
+        here(faculty.loaded)["wide"].engine.score = fails  # pyright: ignore
         with pytest.raises(TeacherError, match=r"teacher wide failed in prompt \d+.*: out of memory"):
             teach(faculty, roles, batch)
         assert_at_rest(roles, faculty)
-        assert {faculty.staff.residency.level(name) for name in folders} == {"disk"}
+        assert faculty.loaded.residency is not None
+        assert {faculty.loaded.residency.level(name) for name in folders} == {"disk"}
         assert len(roll_out(recipe, roles)) == len(batch), "the student can go on"
 
 
@@ -198,7 +201,7 @@ def test_a_step_of_an_engine_that_raises_is_the_teachers_error(folders: dict[str
     recipe = recipe_of(folders)
     with started(recipe) as (roles, faculty):
         batch = roll_out(recipe, roles)
-        here(faculty.staff)["small"].engine._desk._step = fails  # pyright: ignore
+        here(faculty.loaded)["small"].engine._desk._step = fails  # pyright: ignore
         with pytest.raises(TeacherError, match=r"teacher small failed in .*a bad kernel"):
             teach(faculty, roles, batch)
         assert_at_rest(roles, faculty)
@@ -211,7 +214,7 @@ def test_a_teacher_that_hangs_is_named_at_its_deadline_and_nobody_stays_awake(fo
     recipe = recipe_of(folders, each={"deadline_s": 0.3})
     with started(recipe) as (roles, faculty):
         batch = roll_out(recipe, roles)
-        here(faculty.staff)["wide"].engine.score = hangs  # pyright: ignore
+        here(faculty.loaded)["wide"].engine.score = hangs  # pyright: ignore
         with pytest.raises(DeadlineError, match=r"teacher wide \(\d+ rows\) was not done after 0\.3 s"):
             teach(faculty, roles, batch)
         assert_at_rest(roles, faculty)
@@ -224,7 +227,7 @@ def test_a_forward_call_that_ends_after_the_deadline_does_not_keep_the_teacher_a
     recipe = recipe_of(folders, each={"deadline_s": 0.2})
     with started(recipe) as (roles, faculty):
         batch = roll_out(recipe, roles)
-        desk = here(faculty.staff)["small"].engine._desk
+        desk = here(faculty.loaded)["small"].engine._desk
         step = desk._step
 
         def late(jobs: list) -> Any:
@@ -242,7 +245,7 @@ def test_weights_on_disk_that_can_not_be_read_are_the_teachers_error(folders: di
     recipe = recipe_of(folders, runtime={"threads": 1, "teachers_gb": 1e-6})
     with started(recipe) as (roles, faculty):
         batch = roll_out(recipe, roles)
-        shelf = here(faculty.staff)["wide"].engine._shelf
+        shelf = here(faculty.loaded)["wide"].engine._shelf
         assert shelf is not None
         assert shelf._file is not None
         shelf._file.truncate(10)
@@ -258,7 +261,7 @@ def test_what_only_the_teacher_reads_comes_before_the_prompt(folders: dict[str, 
         batch = roll_out(recipe, roles, prompts=2)
         teach(faculty, roles, batch)
         prompts, responses, logprobs = ragged(roles, batch, "prompt_ids", "response_ids", "teacher_logprobs")
-        answers = [str(roles.practice.prompts[key].answer) for key in batch.keys]
+        answers = [str(roles.rollout.prompts[key].answer) for key in batch.keys]
         before = [roles.tokenizer.encode(f"it is {answer}:", add_special_tokens=False) for answer in answers]
     model = load_model(Model(path=folders["small"], device="cpu"), 0)
     for i, key in enumerate(batch.keys):
@@ -276,10 +279,10 @@ def test_every_trajectory_of_a_session_is_scored(folders: dict[str, str], stream
             school(teachers={"small": one}, distill={"divergence": "k2", "signal": "sampled"})
         )
         with started(recipe) as (roles, faculty):
-            roles.practice.sessions.loop = two_trajectories
+            roles.rollout.workers.sessions.loop = two_trajectories
             batch = roll_out(recipe, roles, prompts=3)
             assert len(batch) == 3 * 2 * 2
-            assert len(faculty.waiting(batch)) == (0 if streamed else len(batch))
+            assert len(waiting_rows(recipe, batch)) == (0 if streamed else len(batch))
             teach(faculty, roles, batch)
             prompts, responses, logprobs = ragged(
                 roles, batch, "prompt_ids", "response_ids", "teacher_logprobs"
@@ -311,7 +314,7 @@ def test_a_streamed_teacher_that_fails_cancels_the_rollout_and_its_error_surface
             school(teachers=teachers, distill={"divergence": "k2", "signal": "sampled"})
         )
         with started(recipe) as (roles, faculty):
-            roles.practice.sessions.loop = loop
+            roles.rollout.workers.sessions.loop = loop
             with pytest.raises(TeacherError, match=r"teacher small at http.*prompt 0/session 0.*status 400"):
                 roll_out(recipe, roles, prompts=3)
             assert len(cancelled) == 5
@@ -321,8 +324,8 @@ def test_a_streamed_teacher_that_fails_cancels_the_rollout_and_its_error_surface
 def test_closing_stops_every_teacher_even_if_one_can_not_be(folders: dict[str, str]):
     recipe = recipe_of(folders)
     roles = start_local(recipe, make_plan(recipe), Watch(recipe.checks, print))
-    assert roles.faculty is not None
-    places = here(roles.faculty.staff)
+    assert roles.teachers is not None
+    places = here(roles.teachers.loaded)
 
     def breaks() -> None:
         raise EngineError("no end")
@@ -341,7 +344,7 @@ def test_copies_of_the_student_take_its_weights_when_due_and_are_saved(tmp_path:
     )
     due = []
     with started(recipe) as (roles, faculty):
-        place, learner = here(faculty.staff)["self"], roles.student.learner
+        place, learner = here(faculty.loaded)["self"], roles.student.learner
         start = {name: p.detach().clone() for name, p in place.model.named_parameters()}
         for step in range(1, 7):
             with torch.no_grad():
@@ -352,14 +355,14 @@ def test_copies_of_the_student_take_its_weights_when_due_and_are_saved(tmp_path:
                 due.append(step)
         weights = {name: p.detach().clone() for name, p in place.model.named_parameters()}
         faculty.save(tmp_path / "teachers")
-        head = faculty.staff.heads["self"].weight.clone()
+        head = faculty.loaded.heads["self"].weight.clone()
     assert due == [3, 5]
     with started(recipe) as (roles, faculty):
-        place = here(faculty.staff)["self"]
+        place = here(faculty.loaded)["self"]
         assert all(torch.equal(p, start[name]) for name, p in place.model.named_parameters())
         faculty.load(tmp_path / "teachers")
         assert all(torch.equal(p, weights[name]) for name, p in place.model.named_parameters())
-        assert torch.equal(faculty.staff.heads["self"].weight, head)
+        assert torch.equal(faculty.loaded.heads["self"].weight, head)
         assert place.engine.version == 5
         assert_at_rest(roles, faculty)
         assert faculty.spent()[1] == {"self": 0}, "taking up a checkpoint is no step's work"

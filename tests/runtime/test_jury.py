@@ -18,14 +18,16 @@ from tests.trainer.recipes import tiny
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
-from practicum.dataplane.plan import evaluation_plan, make_plan
 from practicum.dataplane.ragged import Ragged
+from practicum.dataplane.stage import StepInfo
 from practicum.errors import DeadlineError, RecipeErrors, RewardError, TeacherError
 from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.rewards.loaded_reward_model import ColocatedRewardModel, OwnRewardModel
 from practicum.rewards.reward_place import JudgeInput
 from practicum.roles.reward_models import RewardModelRole
-from practicum.runtime.local import LocalRoles, start_local
+from practicum.roles.rollout import RolloutRole
+from practicum.roles.stage_table import evaluation_plan, make_plan
+from practicum.runtime.local import LocalRoles, LocalWorkers, start_local
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import eval_prompts, make_stream
 from practicum.trainer.evaluate import evaluate
@@ -83,12 +85,12 @@ def roll_out(loaded: LoadedRecipe, roles: LocalRoles) -> BatchRef:
     recipe = loaded.recipe
     prompts = make_stream(recipe.tasks, recipe.seed).take(recipe.train.prompts)
     attempts = training_attempts(recipe, prompts, roles.stop)
-    return roles.practice.rollout(attempts, "train", seed=recipe.seed)
+    return roles.rollout.rollout(attempts, "train", seed=recipe.seed)
 
 
 def rewards(loaded: LoadedRecipe, roles: LocalRoles) -> tuple[BatchRef, dict[str, list[float]]]:
     batch = roll_out(loaded, roles)
-    parts = roles.practice.judging.reward(batch) or {}
+    parts = roles.rollout.reward(batch)
     return roles.store.batch("train", batch.keys), parts
 
 
@@ -98,8 +100,13 @@ def answers(roles: LocalRoles, batch: BatchRef) -> list[str]:
     return [str(roles.tokenizer.decode(ids, skip_special_tokens=True)) for ids in column.rows]
 
 
+def models_of(role: RolloutRole) -> RewardModelRole | None:
+    assert isinstance(role.workers, LocalWorkers)
+    return role.workers.rewards.models
+
+
 def rm_of(roles: LocalRoles, name: str = "rm") -> ColocatedRewardModel:
-    place = roles.hired.panel.places[name]
+    place = roles.frozen.reward_models.places[name]
     assert isinstance(place, ColocatedRewardModel)
     return place
 
@@ -108,14 +115,16 @@ def assert_mixed(loaded: LoadedRecipe, roles: LocalRoles, *, model_weight: float
     """The rewards of a rollout are those of the function and of the classifier, added by weight."""
     batch, parts = rewards(loaded, roles)
     spec = loaded.recipe.reward.models["rm"]
+    scores, even = [], []
     with local(spec) as model:
         for i, answer in enumerate(answers(roles, batch)):
-            prompt = roles.practice.prompts[batch.keys[i]]
-            score = run(model.judge(JudgeInput("", str(prompt.content), answer, None)))
-            assert parts["rm"][i] == pytest.approx(score, rel=0, abs=1e-5)
-            assert parts["even_length"][i] == float(len(answer) % 2 == 0)
-            expected = 2.0 * parts["even_length"][i] + model_weight * score
+            prompt = roles.rollout.prompts[batch.keys[i]]
+            scores.append(run(model.judge(JudgeInput("", str(prompt.content), answer, None))))
+            even.append(float(len(answer) % 2 == 0))
+            expected = 2.0 * even[i] + model_weight * scores[i]
             assert batch.tags[i].reward == pytest.approx(expected, rel=0, abs=1e-5)
+    assert sorted(parts["rm"]) == pytest.approx(sorted(scores), rel=0, abs=1e-5)
+    assert sorted(parts["even_length"]) == sorted(even)
     assert len({tags.reward for tags in batch.tags}) > 2
 
 
@@ -137,16 +146,15 @@ def test_a_model_of_its_own_judges_during_the_rollout_and_a_hung_one_is_named(
     model = {"model": classifier, "label": 2, "placement": "own", "deadline_s": 5.0}
     loaded = recipe_of(tmp_path, {"functions": FUNCTIONS, "models": {"rm": model}})
     with roles_of(loaded) as roles:
-        jury, place = roles.practice.judging.jury, roles.hired.panel.places["rm"]
-        assert jury is not None
+        place = roles.frozen.reward_models.places["rm"]
         assert isinstance(place, OwnRewardModel)
         batch = roll_out(loaded, roles)
-        assert sorted(jury._said) == sorted(str(key) for key in batch.keys)
-        assert roles.practice.take_hidden_share() is not None
-        roles.practice.forget(batch.keys)
-        assert not jury._said
+        assert all(tags.reward is not None for tags in batch.tags), "scored during the rollout"
+        assert roles.rollout.hidden.take() is not None
+        roles.rollout.forget(batch.keys)
+        roles.store.clear("train")
         assert_mixed(loaded, roles, model_weight=1.0)
-        assert not jury._said
+        roles.store.clear("train")
         os.kill(place.pids[0], signal.SIGSTOP)
         with pytest.raises(
             TeacherError, match=r"reward model rm did not answer for prompt \d+/.* within 5 s"
@@ -190,8 +198,8 @@ def test_an_evaluation_of_supervised_training_asks_the_models_too(tmp_path: Path
         algorithm={"loss": "supervised", "advantage": "none"},
     )
     with roles_of(loaded) as roles:
-        assert roles.practice.judging.jury is None
-        assert roles.examiner.judging.jury is not None
+        assert models_of(roles.rollout) is None
+        assert models_of(roles.eval_rollout) is not None
 
 
 def test_a_judge_without_a_number_stops_the_run_with_its_name_and_the_sample(tmp_path: Path, speechless: str):
@@ -241,14 +249,15 @@ def test_teachers_and_reward_models_share_one_budget(tmp_path: Path, classifier:
         tmp_path, {"models": models}, runtime={"threads": 1, "teachers_gb": 1.2e-4}, **sections
     )
     with roles_of(loaded) as roles:
-        assert roles.faculty is not None
-        residency = roles.faculty.staff.residency
+        assert roles.teachers is not None
+        residency = roles.teachers.loaded.residency
+        assert residency is not None
         sizes = [sleeper.nbytes for sleeper in residency._models.values()]
         assert len(sizes) == 2
         assert max(sizes) <= 1.2e-4 * 2**30 < sum(sizes), "a budget for one of them"
         batch, _ = rewards(loaded, roles)
         assert (residency.level("t"), residency.level("reward.models.t")) == ("disk", "device")
-        roles.faculty.score(batch, prompts=roles.practice.prompts)
+        roles.run("teachers", StepInfo(batch, prompts=roles.rollout.prompts))
         assert (residency.level("t"), residency.level("reward.models.t")) == ("device", "disk")
         assert residency.wakes == {"t": 1, "reward.models.t": 1}
 
@@ -257,8 +266,8 @@ def test_chat_prompts_are_shown_as_conversations(tmp_path: Path, seven: str):
     tasks = {"copy": {"kind": "copy", "chat": True, "system": "be brief"}, "sort": {"kind": "sort"}}
     loaded = recipe_of(tmp_path, {"functions": [], "models": {"asked": asked(seven)}}, tasks=tasks)
     with roles_of(loaded) as roles:
-        jury = roles.examiner.judging.jury
-        assert isinstance(jury, RewardModelRole)
+        models = models_of(roles.eval_rollout)
+        assert models is not None
         talk = [{"role": "user", "content": "hi"}]
         for content, task, roles_told in (
             ("hi", "copy", ["system", "user", "assistant"]),
@@ -266,7 +275,7 @@ def test_chat_prompts_are_shown_as_conversations(tmp_path: Path, seven: str):
             ("hi", "sort", None),
         ):
             prompt = Prompt(0, task, task, content, 5, {}, 0, 0)
-            case = jury.case(Key(0), prompt, "yo")
+            case = models.model_input(Key(0), prompt, "yo")
             told = None if case.messages is None else [message["role"] for message in case.messages]
             assert told == roles_told
             assert case.answer == "5"
@@ -294,7 +303,7 @@ def test_the_check_describes_reward_models_before_weights_are_loaded(tmp_path: P
                 "algorithm": {"loss": "supervised", "advantage": "none"},
                 "eval": {"greedy": False, "samples": 0},
             },
-            r"reward\.models: found reward models, and no answer is judged",
+            r"reward\.models: found .* while no answer is judged",
         ),
     ],
     ids=["checker", "function", "unasked"],

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from practicum.checks.watch import Watch
-from practicum.dataplane.plan import make_plan
 from practicum.dataplane.ragged import Ragged
+from practicum.dataplane.stage import StepInfo
 from practicum.engines.protocol import Sampling
 from practicum.recipe.schema.recipe import Recipe
-from practicum.roles.rollout import Attempt
+from practicum.roles.stage_table import make_plan
 from practicum.runtime.local import start_local
+from practicum.sessions.attempts import Attempt
 from practicum.tasks.stream import make_stream
 
 TOLERANCE = {"float32": 2e-5, "float64": 1e-6}
@@ -38,8 +39,8 @@ def test_old_logprobs_equal_the_engines(family: str, dtype: str, temperature: fl
         prompts = make_stream(recipe.tasks, recipe.seed).take(4)
         drawn = Sampling(max_new_tokens=12, stop=roles.stop, temperature=temperature)
         attempts = [Attempt(p, i, drawn) for p in prompts for i in range(4)]
-        batch = roles.practice.rollout(attempts, "train", seed=0)
-        roles.student.old_logprobs(batch)
+        batch = roles.rollout.rollout(attempts, "train", seed=0)
+        roles.student.old_logprobs(StepInfo(batch))
         columns = roles.store.get(batch, ["old_logprobs", "rollout_logprobs", "plain_logprobs"])
     finally:
         roles.close()

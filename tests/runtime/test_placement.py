@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from practicum.dataplane.plan import evaluation_plan, make_plan
 from practicum.errors import ClusterError
 from practicum.recipe.checks.bin_packing import fit
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.schema.recipe import Recipe
+from practicum.roles.stage_table import evaluation_plan, make_plan
 from practicum.runtime.ray.needs import Bundle, Needs, needs
 from practicum.runtime.ray.placement import ActorPlacement, Node, lay_out
 

@@ -14,11 +14,12 @@ from practicum.algorithms.advantages.registry import ADVANTAGES
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.memory_store import MemoryStore
-from practicum.dataplane.plan import make_plan
 from practicum.dataplane.ragged import Column, Ragged
+from practicum.dataplane.stage import StepInfo
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.advantages import AdvantageRole
 from practicum.roles.reward import at_last_sampled
+from practicum.roles.stage_table import make_plan
 
 KINDS = [(name, place) for name in ADVANTAGES for place in ("off", "reward")]
 
@@ -97,7 +98,7 @@ def advantages(asked: Recipe, played: list[Played], numbers: Tensor, *, split: b
     store.put(batch, columns)
     baselines = {session.prompt: 0.25 for session in played} if asked.algorithm.advantage == "remax" else {}
     plan = make_plan(asked)
-    AdvantageRole(asked, plan, store).advantages(batch, baselines=baselines)
+    AdvantageRole(asked, plan, store).advantages(StepInfo(batch, baselines=baselines))
     got = store.get(batch, plan["advantages"].writes)
     return {name: column.values[sampled] for name, column in got.items() if isinstance(column, Ragged)}
 

@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 from practicum.cli import app
 from practicum.errors import PracticumError
 from practicum.learning.learner import Learner
+from practicum.roles.advantages import AdvantageRole
+from practicum.roles.student import StudentRole
 from practicum.runtime.local import LocalRoles
 from practicum.trainer import run as run_module
 from practicum.trainer.checkpoints import Checkpoints
@@ -64,7 +66,7 @@ def test_a_reward_that_raises_costs_one_step(tmp_path: Path, monkeypatch: pytest
         ({"train": MINIBATCHES | {"steps": 3}}, Learner, "update", 2),  # before the first optimizer step
         (SUPERVISED, LocalRoles, "sync_weights", 3),  # after the update: the step counts
         ({"eval": {"rows": 4, "every": 3}}, run_module.Run, "evaluate", 3),
-        (PPO, LocalRoles, "advantages", 2),
+        (PPO, AdvantageRole, "_estimate", 2),
     ],
     ids=["update", "sync", "evaluation", "advantages"],
 )
@@ -72,7 +74,7 @@ def test_a_crash_anywhere_in_a_step_resumes_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict, owner: type, name: str, kept: int
 ):
     train_loaded(tiny(tmp_path, **sections), tmp_path / "whole")
-    at = {"update": 9, "sync_weights": 3, "evaluate": 2, "advantages": 3}[name]
+    at = {"update": 9, "sync_weights": 3, "evaluate": 2, "_estimate": 3}[name]
     with monkeypatch.context() as patch:
         raises(patch, owner, name, at=at)
         with pytest.raises(RuntimeError) as raised:
@@ -100,7 +102,7 @@ def test_half_an_update_is_never_kept(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_an_error_that_can_not_be_followed_by_a_checkpoint_is_still_the_one_that_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    raises(monkeypatch, LocalRoles, "old_logprobs", at=2)
+    raises(monkeypatch, StudentRole, "_logprobs", at=2)
     raises(monkeypatch, LocalRoles, "save", at=1)
     with pytest.raises(RuntimeError) as raised:
         train_loaded(tiny(tmp_path, train=MINIBATCHES), tmp_path / "run")
@@ -141,7 +143,7 @@ def test_users_mistakes_exit_with_2_and_ours_with_1(tmp_path: Path, monkeypatch:
     command = ["train", str(tmp_path / "recipe.yaml"), "--out"]
     assert CliRunner().invoke(app, [*command, str(tmp_path / "a"), "--set", "train.lr=x"]).exit_code == 2
     assert CliRunner().invoke(app, [*command, str(tmp_path / "a")]).exit_code == 2
-    raises(monkeypatch, LocalRoles, "advantages", at=2)
+    raises(monkeypatch, AdvantageRole, "_estimate", at=2)
     result = CliRunner().invoke(app, [*command, str(tmp_path / "b")])
     assert result.exit_code == 1
     assert isinstance(result.exception, RuntimeError)

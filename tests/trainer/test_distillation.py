@@ -15,15 +15,15 @@ import yaml
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.plan import make_plan
 from practicum.dataplane.ragged import Ragged
+from practicum.dataplane.stage import StepInfo
 from practicum.errors import PracticumError, TeacherError
 from practicum.models.load_model import load_model
 from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
 from practicum.recipe.schema.recipe import Model
 from practicum.roles.load_teachers import OwnTeacher
+from practicum.roles.stage_table import make_plan
 from practicum.trainer import preflight as preflight_module
 from practicum.trainer.run import train_loaded
 from practicum.trainer.step import StepRunner
@@ -69,9 +69,9 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
     steps: list[dict[str, Tensor]] = []
     teach = StepRunner._teach
 
-    def keep(self: StepRunner, batch: BatchRef) -> dict[str, float]:
-        metrics = teach(self, batch)
-        columns = self.roles.store.get(batch, self.plan["teachers"].writes)
+    def keep(self: StepRunner, step: StepInfo) -> dict[str, float]:
+        metrics = teach(self, step)
+        columns = self.roles.store.get(step.batch, self.plan["teachers"].writes)
         steps.append({name: c.values.clone() for name, c in columns.items() if isinstance(c, Ragged)})
         return metrics
 

@@ -11,7 +11,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from practicum.trainer import step as step_module
+from practicum.roles import padding
+from practicum.runtime.local import LocalRoles
 from practicum.trainer.run import train_loaded
 from practicum.trainer.step import StepRunner
 
@@ -85,7 +86,7 @@ def ran(folder: Path, extra: int, monkeypatch: pytest.MonkeyPatch, **sections: A
     """A run with so many padding rows in each step."""
     folder.mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(step_module, "rows_lacking", lambda *args: extra)
+        patch.setattr(padding, "padding_rows_needed", lambda *args: extra)
         train_loaded(tiny(folder, **(UNEVEN | sections)), folder / "run")
     return folder / "run"
 
@@ -167,7 +168,8 @@ def test_with_several_ranks_the_imbalance_is_told_before_and_after(
     begin = StepRunner.step
 
     def on_four_ranks(self: StepRunner, number: int) -> dict[str, float]:
-        self.roles.ranks = 4
+        assert isinstance(self.roles, LocalRoles)
+        self.roles.ranks = self.roles.padding.ranks = 4
         return begin(self, number)
 
     monkeypatch.setattr(StepRunner, "step", on_four_ranks)

@@ -124,7 +124,7 @@ def at_the_update(act: Act) -> Act:
         each = roles.group.each
 
         def calling(method: str, args: Any, timeout_s: float | None = None) -> list[Any]:
-            if method == "update_student":
+            if method == "run" and args[0][0] == "update_student":
                 act(roles)
             return each(method, args, timeout_s)
 
@@ -167,7 +167,7 @@ def test_a_run_goes_on_after_deaths_as_if_nobody_had_died(tmp_path: Path, monkey
         1: lambda _: orders.order("rollout"),
         2: lambda _: orders.order("reward"),
         3: lambda roles: freeze_and_kill(roles.cluster.actors["reward.models.judge 0"]),
-        4: lambda roles: freeze_and_kill(roles.crew.teachers["self"].replicas()[0]),
+        4: lambda roles: freeze_and_kill(roles.pools.teachers["self"].replicas()[0]),
     }
     before_steps(monkeypatch, kills)
     # Every put is an object of its own, as large ones are.

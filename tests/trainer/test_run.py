@@ -274,17 +274,17 @@ def test_stale_weights_in_the_engine_stop_the_run(tmp_path: Path, monkeypatch: p
 
 
 def test_a_corrupt_engine_is_caught_by_the_logprob_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    practise = run_module.StepRunner._practise
+    roll_out = run_module.StepRunner._roll_out_and_reward
 
     def tampered(self: StepRunner) -> Any:
-        batch, baselines, metrics = practise(self)
+        batch, baselines, metrics = roll_out(self)
         store = self.roles.store
         columns = store.get(batch, ["plain_logprobs"])
         column: Any = columns["plain_logprobs"]
         store.put(batch, {"plain_logprobs": type(column).packed(column.values - 1.0, column.lengths)})
         return batch, baselines, metrics
 
-    monkeypatch.setattr(StepRunner, "_practise", tampered)
+    monkeypatch.setattr(StepRunner, "_roll_out_and_reward", tampered)
     with pytest.raises(CheckError, match="check logprob_gap: rollout and learner logprobs differ by 1 nats"):
         train_loaded(tiny(tmp_path), tmp_path / "run")
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from practicum.checks.watch import Watch
-from practicum.dataplane.plan import make_plan
 from practicum.engines.vllm import vllm_process as host
 from practicum.engines.vllm.vllm_engine import VllmEngine
 from practicum.errors import CheckError
 from practicum.learning.learner import Learner
 from practicum.recipe.schema.recipe import Checks, Recipe
+from practicum.roles.stage_table import make_plan
 from practicum.runtime.local import LocalRoles, start_local
 from tests.vllm import broken
 

@@ -13,13 +13,14 @@ import torch
 from practicum.checks.watch import Watch
 from practicum.concurrency.event_loop import run_async
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.plan import make_plan
 from practicum.dataplane.ragged import Ragged
+from practicum.dataplane.stage import StepInfo
 from practicum.engines.vllm.vllm_engine import VllmEngine
 from practicum.errors import TeacherError
 from practicum.places.place import ScoreRow
 from practicum.places.vllm_teacher import VllmTeacher
 from practicum.recipe.schema.recipe import Recipe
+from practicum.roles.stage_table import make_plan
 from practicum.runtime.local import LocalRoles, start_local
 from practicum.tasks.stream import make_stream
 from practicum.trainer.step import TRAIN, training_attempts
@@ -69,7 +70,12 @@ def roles(folder: str) -> Iterator[LocalRoles]:
 
 def roll_out(recipe: Recipe, roles: LocalRoles) -> BatchRef:
     drawn = make_stream(recipe.tasks, recipe.seed).take(9)
-    return roles.practice.rollout(training_attempts(recipe, drawn, roles.stop), TRAIN, seed=recipe.seed)
+    return roles.rollout.rollout(training_attempts(recipe, drawn, roles.stop), TRAIN, seed=recipe.seed)
+
+
+def teach(roles: LocalRoles, batch: BatchRef) -> None:
+    with roles.rollout.workers.engines_asleep():
+        roles.run("teachers", StepInfo(batch, prompts=roles.rollout.prompts))
 
 
 def columns(roles: LocalRoles, batch: BatchRef) -> list[Ragged]:
@@ -79,8 +85,8 @@ def columns(roles: LocalRoles, batch: BatchRef) -> list[Ragged]:
 
 
 def places(roles: LocalRoles) -> dict[str, VllmTeacher]:
-    assert roles.faculty is not None
-    return {name: p for name, p in roles.faculty.staff.places.items() if isinstance(p, VllmTeacher)}
+    assert roles.teachers is not None
+    return {name: p for name, p in roles.teachers.loaded.places.items() if isinstance(p, VllmTeacher)}
 
 
 def resident(engine: VllmEngine) -> int:
@@ -95,19 +101,19 @@ def test_teachers_of_both_engines_say_the_same(roles: LocalRoles, folder: str):
     batch = roll_out(recipe, roles)
     assert {tags.teacher for tags in batch.tags} == {"folder", "away", "self"}
     roles.refresh_copies(1)
-    roles.teach(batch)
+    teach(roles, batch)
     other = recipe_of(folder, "torch", "torch")
     peers = start_local(other, make_plan(other), Watch(other.checks, print))
     try:
         fields = ("prompt_ids", "response_ids", "response_mask")
         peers.store.put(batch, dict(roles.store.get(batch, fields)))
-        faculty = peers.faculty
+        faculty = peers.teachers
         assert faculty is not None
         for name in ("folder", "away", "self"):
             mine = batch.where(lambda _, tags, name=name: tags.teacher == name)
-            prompts = {key: roles.practice.prompts[key] for key in mine.keys}
-            with faculty.staff.residency.awake(name) if name != "away" else nullcontext():
-                run_async(faculty.correct(name, mine, prompts), timeout=60, owner="the test")
+            prompts = {key: roles.rollout.prompts[key] for key in mine.keys}
+            with faculty.loaded.awake(name) if name != "away" else nullcontext():
+                run_async(faculty.score_session(name, mine, prompts), timeout=60, owner="the test")
         for found, expected in zip(columns(roles, batch), columns(peers, batch), strict=True):
             torch.testing.assert_close(found.values, expected.values, rtol=0, atol=TOLERANCE)
     finally:
@@ -131,7 +137,7 @@ def test_student_and_colocated_teachers_take_turns(roles: LocalRoles, monkeypatc
 
         monkeypatch.setattr(place, "score", score)
     before = resident(student)
-    roles.teach(batch)
+    teach(roles, batch)
     assert {name for name, *_ in held} == set(here)
     for name, awake, asleep in held:
         assert awake == {other: other == name for other in (*here, "student")}
@@ -141,7 +147,7 @@ def test_student_and_colocated_teachers_take_turns(roles: LocalRoles, monkeypatc
 
 
 def test_a_copy_takes_the_students_weights_and_keeps_them_asleep(roles: LocalRoles):
-    assert roles.faculty is not None
+    assert roles.teachers is not None
     place, learner = places(roles)["self"], roles.student.learner
     with torch.no_grad():
         for parameter in learner.model.parameters():
@@ -149,15 +155,15 @@ def test_a_copy_takes_the_students_weights_and_keeps_them_asleep(roles: LocalRol
     learner.version += 1
     roles.sync_weights()
     roles.refresh_copies(2)
-    with roles.faculty.staff.residency.awake("self"):
+    with roles.teachers.loaded.awake("self"):
         found = place.engines[0].fingerprint()
     torch.testing.assert_close(found, learner.fingerprint(len(found) + 1), rtol=0, atol=TOLERANCE)
     assert place.engines[0].version == learner.version
 
 
 def test_a_row_that_is_too_long_is_named(roles: LocalRoles):
-    assert roles.faculty is not None
-    wanted = roles.faculty.wanted
+    assert roles.teachers is not None
+    wanted = roles.teachers.options
     place = places(roles)["away"]
     run_async(place.score(ScoreRow([5] * 100, 90, "row 1"), wanted), timeout=60, owner="the test")
     with pytest.raises(TeacherError, match=r"row 2: 101 tokens, its context is 100.*teachers\.away\.context"):

@@ -64,6 +64,12 @@ _BYTES = {"int64": 8, "float32": 4, "bool": 1, "object": 0}
 FIELDS: dict[str, Field] = {field.name: field for field in _FIELDS}
 
 
+def register_field(field: Field) -> None:
+    """Add a field from outside, in every process that reads, writes or pads it; twice is fine."""
+    if FIELDS.setdefault(field.name, field) != field:
+        raise StoreError(f"field {field.name} is there already: {FIELDS[field.name]}")
+
+
 def check_padding_rules(names: Iterable[str]) -> None:
     """Raise a StoreError if a field has no rule for padding rows; called at the start of a run."""
     missing = [name for name in names if FIELDS[name].padding is None]

@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from typing import Any
 
 from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.keys import Key
 from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.store import Store
 from practicum.errors import StoreError
-
-if TYPE_CHECKING:
-    from practicum.dataplane.plan import Plan
-
-
-class Staged(Protocol):
-    """What an object with stages has: where columns live, and who reads and writes which."""
-
-    @property
-    def store(self) -> Store: ...
-
-    @property
-    def plan(self) -> Plan: ...
 
 
 class Columns(Mapping[str, Column]):
@@ -62,62 +50,75 @@ class Columns(Mapping[str, Column]):
         return column
 
 
-P = ParamSpec("P")
-S = TypeVar("S", bound=Staged)
-T = TypeVar("T")
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """What every stage is called with: the batch, and what the step knows beside it."""
+
+    batch: BatchRef
+    """The whole batch, padding included; each stage takes its own rows of it."""
+    number: int = 0
+    """Number of the step, from 1 on; 0 outside of training."""
+    baselines: Mapping[int, float] = field(default_factory=dict)
+    """Rewards of greedy sessions by their prompt's uid, if the advantage estimator needs them."""
+    prompts: Mapping[Key, Any] = field(default_factory=dict)
+    """The `Prompt` of each row, for stages that read more than tokens."""
 
 
-class _Decorator(Protocol):
-    @overload
-    def __call__(
-        self, method: Callable[Concatenate[S, BatchRef, Columns, P], tuple[Mapping[str, Any], T]], /
-    ) -> Callable[Concatenate[S, BatchRef, P], T | None]: ...
-
-    @overload
-    def __call__(
-        self, method: Callable[Concatenate[S, BatchRef, Columns, P], Mapping[str, Any]], /
-    ) -> Callable[Concatenate[S, BatchRef, P], None]: ...
+StageMethod = Callable[[Any, BatchRef, Columns, StepInfo], Any]
+StageCall = Callable[[Any, StepInfo], Any]
 
 
-def stage(name: str) -> _Decorator:
-    """Make `method(self, batch, columns, ...)` the stage `name` of `self.plan`.
+def stage(
+    name: str, *, rows: Callable[[Any, StepInfo], BatchRef] | None = None
+) -> Callable[[StageMethod], StageCall]:
+    """Make `method(self, batch, columns, step)` the stage `name` of `self.plan`, called as `method(step)`.
 
-    It is called without `columns`: they are exactly the plan's reads, from `self.store`. It returns
-    exactly the plan's writes, or (writes, value) to return `value` to the caller; they are put, and
-    the rows keep their tags. Padding rows never reach it: they have every field from the start. An empty
-    batch is not computed: the call returns None. Only if `self.parallel` is there and not None, the method
-    must run on every rank: one that has padding alone computes a row of it, and nothing is written.
+    `rows(self, step)` picks the rows of this rank; without it they are all of `step.batch`. `columns` are
+    exactly the plan's reads, from `self.store`. The method returns exactly the plan's writes, or (writes,
+    report) to return `report` to the caller; they are put, and the rows keep their tags. Padding rows never
+    reach it: they have every field from the start. Without a row it is not called: the call returns None. But
+    if `self.parallel` is set, every rank must take part: a rank that has only padding runs the method on one
+    padding row and discards the result.
     """
 
-    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(method: StageMethod) -> StageCall:
         if inspect.iscoroutinefunction(method):
             raise TypeError(f"stage {name!r} is a coroutine function; a stage is a plain method")
 
         @wraps(method)
-        def run(self: Staged, batch: BatchRef, *args: Any, **kwargs: Any) -> Any:
-            batch, given = batch.real(), batch
-            idle = not len(batch)
-            if idle and len(given) and getattr(self, "parallel", None) is not None:
-                batch = given.take([0])
+        def run(self: Any, step: StepInfo) -> Any:
+            chosen = step.batch if rows is None else rows(self, step)
+            batch = chosen.real()
+            only_padding = not len(batch)
+            if only_padding and len(chosen) and getattr(self, "parallel", None) is not None:
+                batch = chosen.take([0])
             if not len(batch):
                 return None
             try:
                 spec = self.plan[name]
-                columns = Columns(name, self.store.get(batch, spec.reads))
-                result = method(self, batch, columns, *args, **kwargs)
-                written, value = result if isinstance(result, tuple) else (result, None)
-                _check_writes(name, spec.writes, written)
-                if not idle:
-                    self.store.put(batch, written, keep_tags=True)
+                read = self.store.get(batch, spec.reads) if spec.reads else {}
+                result = method(self, batch, Columns(name, read), step)
+                writes, report = result if isinstance(result, tuple) else (result, None)
+                _check_writes(name, spec.writes, writes)
+                if writes and not only_padding:
+                    self.store.put(batch, writes, keep_tags=True)
             except Exception as error:
                 error.add_note(f"in stage {name!r} on {len(batch)} rows of partition {batch.partition!r}")
                 raise
-            return value
+            return report
 
         run.__dict__["stage_name"] = name
         return run
 
     return decorate
+
+
+def stage_method(role: object, name: str) -> Callable[[StepInfo], Any]:
+    """The method of a role that is decorated as this stage."""
+    for attribute in dir(type(role)):
+        if getattr(getattr(type(role), attribute), "stage_name", None) == name:
+            return getattr(role, attribute)
+    raise TypeError(f"{type(role).__name__} has no method that is decorated with @stage({name!r})")
 
 
 def _check_writes(name: str, declared: Iterable[str], written: Mapping[str, Column]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from practicum.dataplane.plan import make_plan
 from practicum.errors import ClusterError
 from practicum.forecast.cluster_spec import GIB, ClusterSpec, machines
 from practicum.forecast.device_memory import TIGHT, DeviceMemory, device_memory
@@ -14,6 +13,7 @@ from practicum.forecast.step_setup import StepSetup, measured_setup, step_setup
 from practicum.forecast.workload import MeasuredRun, workload
 from practicum.recipe.derived import on_ray
 from practicum.recipe.schema.recipe import Recipe
+from practicum.roles.stage_table import make_plan
 from practicum.runtime.ray.needs import needs
 from practicum.runtime.ray.placement import ActorPlacement, Node, lay_out
 

@@ -1,8 +1,6 @@
-"""The credit role: turns rewards into an advantage for each sampled token."""
+"""The advantages role: turns rewards into an advantage for each sampled token."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -12,12 +10,13 @@ from practicum.algorithms.advantages.types import AdvantageInputs
 from practicum.algorithms.kl import AdaptiveKl, FixedKl, KlController, token_kl
 from practicum.algorithms.mismatch import MismatchRules, mismatch_weights
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.plan import Plan, old_source
+from practicum.dataplane.plan import Plan
 from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.stage import Columns, stage
+from practicum.dataplane.stage import Columns, StepInfo, stage
 from practicum.dataplane.store import Store
 from practicum.recipe.derived import corrects_mismatch, has_advantage_estimator
 from practicum.recipe.schema.recipe import Recipe
+from practicum.roles.stage_table import old_source
 
 
 def dense_ids(names: list) -> tuple[Tensor, int]:
@@ -41,14 +40,14 @@ class AdvantageRole:
 
     @stage("advantages")
     def advantages(
-        self, batch: BatchRef, columns: Columns, *, baselines: Mapping[int, float]
+        self, batch: BatchRef, columns: Columns, step: StepInfo
     ) -> tuple[dict[str, Column], dict[str, float]]:
-        """Advantage of every token; `baselines` are the greedy rewards of prompts, for ReMax."""
+        """Advantage of every token; reports statistics."""
         mask = columns.ragged("response_mask")
         session_B, _ = dense_ids([key[:2] for key in batch.keys])
         session_N = session_B.repeat_interleave(torch.tensor(mask.lengths))
         prompts = [batch.keys[i].prompt for i in _first_rows(session_B)]
-        advantages_N, returns_N, stats = self._estimate(columns, mask.values, session_N, prompts, baselines)
+        advantages_N, returns_N, stats = self._estimate(columns, mask.values, session_N, prompts, step)
         if corrects_mismatch(self.recipe):
             weights_N, more = self._weights(columns, mask.values, session_N)
             advantages_N, stats = weights_N.to(advantages_N.dtype) * advantages_N, stats | more
@@ -63,7 +62,7 @@ class AdvantageRole:
         mask_N: Tensor,
         session_N: Tensor,
         prompts: list[int],
-        baselines: Mapping[int, float],
+        step: StepInfo,
     ) -> tuple[Tensor, Tensor | None, dict[str, float]]:
         """Advantages, returns if there is a critic, and counts; `prompts` are the sessions'."""
         algorithm, distill, weight = self.recipe.algorithm, self.recipe.distill, self.recipe.reward.weight
@@ -89,7 +88,9 @@ class AdvantageRole:
                 mask_N=mask_N,
                 session_N=session_N,
                 group_S=dense_ids(prompts)[0],
-                baseline_S=before * torch.tensor([baselines[p] for p in prompts]) if baselines else None,
+                baseline_S=before * torch.tensor([step.baselines[p] for p in prompts])
+                if step.baselines
+                else None,
                 values_N=columns.ragged("values").values if "values" in columns else None,
                 gamma=algorithm.gamma,
                 lam=algorithm.lam,

@@ -1,4 +1,4 @@
-"""Teachers come to work: each is loaded, started or probed, and what the learner needs of it is fetched."""
+"""The start of the teachers: each is loaded, started or probed, and gives the learner what it needs."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def signal_width(recipe: Recipe) -> int:
     return max(widths)
 
 
-def teacher_losses(recipe: Recipe, staff: Teachers) -> DistillSettings:
+def teacher_losses(recipe: Recipe, teachers: Teachers) -> DistillSettings:
     """What the learner needs to know, with teachers numbered in the recipe's order."""
     assert recipe.distill is not None
     numbers = teacher_numbers(recipe)
@@ -117,7 +117,7 @@ def teacher_losses(recipe: Recipe, staff: Teachers) -> DistillSettings:
     return DistillSettings(
         recipe.distill,
         compare_temperature(recipe),
-        heads=[_cut_head(staff.heads[name]) for name in numbers] if staff.heads else (),
+        heads=[_cut_head(teachers.heads[name]) for name in numbers] if teachers.heads else (),
         alone=not has_policy_loss(recipe),
         shares=None if shares is None else {numbers[name]: share for name, share in shares.items()},
     )

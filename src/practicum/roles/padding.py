@@ -1,7 +1,12 @@
-"""Rows that a role writes or shows on behalf of the trainer: padding, and texts for people."""
+"""The padding role: how many rows fill a batch up, what they hold, and the stage that writes them.
+
+What a padding row looks like is `dataplane/padding_rows.py`'s; how mini-batches are cut is
+`learning/minibatches.py`'s.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -10,33 +15,58 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.fields import check_padding_rules
 from practicum.dataplane.padding_rows import padding_batch
 from practicum.dataplane.plan import Plan
-from practicum.dataplane.stage import Columns
+from practicum.dataplane.ragged import Column
+from practicum.dataplane.stage import Columns, StepInfo, stage
 from practicum.dataplane.store import Store
 from practicum.errors import RecipeError
+from practicum.learning.minibatches import needed_multiple, padding_needed, running_cuts, spare_padding
 from practicum.models.experts import routes_of
 from practicum.models.vision import AXES
 from practicum.recipe.schema.recipe import Recipe
+from practicum.roles.optimizer_steps import whole_sessions
+
+
+class PaddingRole:
+    """Fills batches up with rows that do nothing, for `ranks` data-parallel ranks."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        store: Store,
+        tokenizer: PreTrainedTokenizerBase,
+        widths: Mapping[str, int],
+        ranks: int,
+    ) -> None:
+        self.recipe, self.plan, self.store = recipe, plan, store
+        self.widths, self.ranks = widths, ranks
+        assert isinstance(tokenizer.eos_token_id, int)
+        self._end_id = tokenizer.eos_token_id
+
+    @stage("pad")
+    def pad(self, batch: BatchRef, columns: Columns, step: StepInfo) -> tuple[dict[str, Column], BatchRef]:
+        """Write the padding rows that the step needs, with every field that a stage writes; reports them."""
+        count = padding_rows_needed(self.recipe, batch, step.number, self.ranks)
+        if not count:
+            return {}, batch.take([])
+        options = {"end_id": self._end_id, "widths": self.widths}
+        padding, written = padding_batch(batch.partition, count, padding_fields(self.plan), **options)
+        self.store.put(padding, written)
+        return {}, padding
+
+
+def padding_rows_needed(recipe: Recipe, batch: BatchRef, step: int, ranks: int) -> int:
+    """Padding rows with which all updates of a step are cut evenly over mini-batches and ranks."""
+    cuts, spare = running_cuts(recipe, step), 0
+    if ranks > 1 and whole_sessions(recipe):
+        largest = max(Counter(key[:2] for key in batch.keys).values())
+        spare = max(spare_padding(largest, cut.steps(len(batch)), ranks) for cut in cuts)
+    return spare + padding_needed(len(batch) + spare, needed_multiple(ranks, cuts))
 
 
 def padding_fields(plan: Plan) -> list[str]:
     """The fields of a padding row: all that a stage of the plan writes."""
     return list(dict.fromkeys(name for stage in plan for name in stage.writes))
-
-
-def put_padding(
-    store: Store,
-    plan: Plan,
-    partition: str,
-    count: int,
-    tokenizer: PreTrainedTokenizerBase,
-    widths: Mapping[str, int],
-) -> BatchRef:
-    """Write `count` rows that do nothing, in one put, with every field that this plan's stages write."""
-    assert isinstance(tokenizer.eos_token_id, int)
-    fields = padding_fields(plan)
-    batch, columns = padding_batch(partition, count, fields, end_id=tokenizer.eos_token_id, widths=widths)
-    store.put(batch, columns)
-    return batch
 
 
 def field_widths(recipe: Recipe, model: PreTrainedModel, teacher_width: int) -> dict[str, int]:
@@ -49,7 +79,7 @@ def field_widths(recipe: Recipe, model: PreTrainedModel, teacher_width: int) -> 
     return widths
 
 
-def check_fields(recipe: Recipe, plan: Plan, model: PreTrainedModel) -> None:
+def check_fields(plan: Plan, model: PreTrainedModel) -> None:
     """Every field of the plan can be padded and made: experts to be replayed can be recorded."""
     if "pad" in plan:
         check_padding_rules(padding_fields(plan))
@@ -59,15 +89,3 @@ def check_fields(recipe: Recipe, plan: Plan, model: PreTrainedModel) -> None:
     if routes is None or not routes.can_replay:
         found = f"true with {type(model).__name__}, whose routers can't be recorded and replayed"
         raise RecipeError("train.replay_experts", found, "false")
-
-
-def row_texts(store: Store, tokenizer: PreTrainedTokenizerBase, batch: BatchRef) -> list[tuple[str, str]]:
-    """Prompt and response of each row as people read them; a failed session may have left no tokens."""
-    written = batch.where(lambda _, tags: tags.prompt_tokens > 0)
-    texts: dict = {}
-    if len(written):
-        columns = Columns("samples", store.get(written, ["prompt_ids", "response_ids"]))
-        rows = zip(*(columns.ragged(name).rows for name in ("prompt_ids", "response_ids")), strict=True)
-        pairs = [(str(tokenizer.decode(prompt)), str(tokenizer.decode(answer))) for prompt, answer in rows]
-        texts = dict(zip(written.keys, pairs, strict=True))
-    return [texts.get(key, ("", "")) for key in batch.keys]

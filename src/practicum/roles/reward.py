@@ -1,144 +1,108 @@
-"""The reward role: judges sessions, as they finish where that is possible, and places what they earned."""
+"""The reward role: scores sessions, as they finish where that is possible, and writes their rewards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from practicum.concurrency.event_loop import run_async
-from practicum.concurrency.gather import gather_all
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
 from practicum.dataplane.plan import Plan
 from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.stage import Columns, stage
+from practicum.dataplane.stage import Columns, StepInfo, stage
 from practicum.dataplane.store import Store
 from practicum.recipe.derived import uses_reward
 from practicum.recipe.schema.recipe import Recipe
-from practicum.roles.reward_models import RewardModelRole
+from practicum.rewards.reward_place import JudgeInput
+from practicum.roles.reward_models import RewardModelRole, waits_for_models
+from practicum.sessions.prompt_encoder import Encoder
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.rewards import RewardFunctions, RewardResult, RewardSample
 
-SessionName = tuple[int, int]
+SessionName = tuple[int, ...]
+Sessions = dict[SessionName, list[int]]
+RewardParts = dict[str, list[float]]
+"""Scores of each reward function and model, for metrics."""
+_TEXTS = 4096
+"""Prompt texts that are kept for the sessions that share them."""
 LOOP = "loop"
 """The name in metrics of rewards that the agent's loop gave itself."""
 
 
 class RewardRole:
-    """Judges sessions by the recipe's functions and models; a loop's own reward stands as it is."""
+    """Scores sessions by the recipe's functions and models; a reward that the loop gave stands as it is.
+
+    The stage `reward` scores a batch; `score_session` does the same on the event loop, for a finished session
+    while others still roll out (`rewards_at_once`).
+    """
 
     def __init__(
         self,
         recipe: Recipe,
         plan: Plan,
         store: Store,
-        tokenizer: PreTrainedTokenizerBase,
-        judge: RewardFunctions,
-        jury: RewardModelRole | None,
-        prompts: Mapping[Key, Prompt],
-        opening: Callable[[Prompt], list[int]],
+        encoder: Encoder,
+        functions: RewardFunctions,
+        models: RewardModelRole | None,
     ) -> None:
-        """`opening` gives the tokens of a prompt, without the tokens of an answer."""
-        self.recipe, self.plan, self.store, self.tokenizer = recipe, plan, store, tokenizer
-        self.judge, self.jury, self._prompts, self._opening = judge, jury, prompts, opening
-        self._said: dict[SessionName, RewardResult] = {}
-
-    @property
-    def has_models(self) -> bool:
-        """Whether models with resources of their own judge while others roll out."""
-        return self.jury is not None and self.jury.streams
-
-    def streams(self, session: BatchRef) -> bool:
-        """Whether a finished session is to be judged while others still roll out."""
-        if "reward" not in self.plan or session.tags[0].given_reward is not None:
-            return False
-        return self.jury is not None or self.judge.streams(session.tags[0].task)
-
-    async def stream(self, session: BatchRef) -> None:
-        """Judge a finished session, as far as that is possible now."""
-        columns = Columns("reward", self.store.get(session, self.plan["reward"].reads))
-        sample = self._sample(session, columns, range(len(session)))
-        name, works = session.keys[0][:2], []
-        if self.judge.streams(sample.task):
-            works.append(self._judge(name, sample))
-        if self.jury is not None:
-            case = self.jury.case(session.keys[-1], self._prompts[session.keys[-1]], sample.response_text)
-            works.append(self.jury.stream(case))
-        await gather_all(works)
-
-    async def _judge(self, name: SessionName, sample: RewardSample) -> None:
-        self._said[name] = await self.judge.judge(sample)
+        self.recipe, self.plan, self.store = recipe, plan, store
+        self.encoder, self.tokenizer = encoder, encoder.tokenizer
+        self.functions, self.models = functions, models
+        self._prompt_texts: dict[int, str] = {}
 
     @stage("reward")
-    def reward(self, batch: BatchRef, columns: Columns) -> tuple[dict[str, Column], dict[str, list[float]]]:
-        """Judge each session once; a session that can't be judged is marked failed, not scored zero.
+    def reward(
+        self, batch: BatchRef, columns: Columns, step: StepInfo
+    ) -> tuple[dict[str, Column], RewardParts]:
+        """Score each session once; one that can't be scored is marked failed, not scored zero.
 
-        Returns the scores of each reward function and model, for metrics.
+        Reports the scores of each reward function and model.
         """
-        sessions: dict[SessionName, list[int]] = {}
-        for i, key in enumerate(batch.keys):
-            sessions.setdefault(key[:2], []).append(i)
-        verdicts = self._verdicts(batch, columns, sessions)
-        rewards_B, placed_B, tags = torch.zeros(len(batch)), torch.zeros(len(batch)), {}
-        parts: dict[str, list[float]] = {}
-        for name, rows in sessions.items():
-            verdict = verdicts[name]
-            # A judgement that nothing is learnt from does not take a row away from the teachers.
-            failed = verdict.reward is None and uses_reward(self.recipe)
-            for i in rows:
-                rewards_B[i] = torch.nan if verdict.reward is None else verdict.reward
-                status = {"status": "failed", "failure": verdict.failure} if failed else {}
-                trace = verdict.trace or batch.tags[i].trace
-                tags[batch.keys[i]] = replace(batch.tags[i], reward=verdict.reward, trace=trace, **status)
-            for i, value in _earned(batch, rows, verdict).items():
-                placed_B[i] = value
-            if verdict.reward is not None and not batch.tags[rows[0]].is_baseline:
-                for part, value in verdict.parts.items():
-                    parts.setdefault(part, []).append(value)
-        self.store.tag(batch.partition, tags)
-        return {
-            "reward": rewards_B,
-            "reward_tokens": at_last_sampled(placed_B, columns.ragged("response_mask")),
-        }, parts
+        sessions = _sessions(batch)
+        samples = self._samples(batch, columns, step.prompts, sessions)
+        work, deadline_s = self.functions.score(list(samples.values())), self.recipe.rollout.deadline_s
+        results = run_async(work, timeout=deadline_s, owner="reward") if samples else []
+        if self.models is not None:
+            inputs = self._model_inputs(batch, step.prompts, sessions, samples)
+            results = self.models.add(results, inputs)
+        return self._written(batch, columns, sessions, dict(zip(samples, results, strict=True)))
 
-    def _verdicts(
-        self, batch: BatchRef, columns: Columns, sessions: Mapping[SessionName, Sequence[int]]
-    ) -> dict[SessionName, RewardResult]:
-        verdicts: dict[SessionName, RewardResult] = {}
-        samples: dict[SessionName, RewardSample] = {}
-        for name, rows in sessions.items():
-            given = [batch.tags[i].given_reward for i in rows]
-            if given[0] is not None:
-                total = sum(value or 0.0 for value in given)
-                verdicts[name] = RewardResult(total, {LOOP: total})
-            else:
-                samples[name] = self._sample(batch, columns, rows)
-        late = [name for name in samples if name not in self._said]
-        if late:
-            work = self.judge.score([samples[name] for name in late])
-            said = run_async(work, timeout=self.recipe.rollout.deadline_s, owner="reward")
-            self._said.update(zip(late, said, strict=True))
-        judged = [self._said.pop(name) for name in samples]
-        if self.jury is not None:
-            keys = [batch.keys[sessions[name][-1]] for name in samples]
-            shown = zip(keys, samples.values(), strict=True)
-            cases = [self.jury.case(key, self._prompts[key], s.response_text) for key, s in shown]
-            judged = self.jury.add(judged, cases)
-        return verdicts | dict(zip(samples, judged, strict=True))
+    async def score_session(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> RewardParts:
+        """Score a finished session and write its reward; as the stage does, on the event loop."""
+        columns, sessions = (
+            Columns("reward", self.store.get(batch, self.plan["reward"].reads)),
+            _sessions(batch),
+        )
+        samples = self._samples(batch, columns, prompts, sessions)
+        results = await self.functions.score(list(samples.values()))
+        if self.models is not None:
+            inputs = self._model_inputs(batch, prompts, sessions, samples)
+            results = await self.models.add_streamed(results, inputs)
+        writes, parts = self._written(batch, columns, sessions, dict(zip(samples, results, strict=True)))
+        self.store.put(batch, writes, keep_tags=True)
+        return parts
 
-    def _sample(self, batch: BatchRef, columns: Columns, rows: Sequence[int]) -> RewardSample:
-        """What a session's rows show to a reward function."""
+    def _samples(
+        self, batch: BatchRef, columns: Columns, prompts: Mapping[Key, Prompt], sessions: Sessions
+    ) -> dict[SessionName, RewardSample]:
+        """What the sessions without a reward show to a reward function."""
+        unscored = {name: rows for name, rows in sessions.items() if batch.tags[rows[0]].given_reward is None}
+        return {name: self._sample(batch, columns, prompts, rows) for name, rows in unscored.items()}
+
+    def _sample(
+        self, batch: BatchRef, columns: Columns, prompts: Mapping[Key, Prompt], rows: Sequence[int]
+    ) -> RewardSample:
         response_ids, mask = columns.ragged("response_ids"), columns.ragged("response_mask")
-        turns = [turn for i in rows for turn in sampled_runs(response_ids[i], mask[i])]
-        texts = tuple(str(self.tokenizer.decode(turn, skip_special_tokens=True)) for turn in turns)
-        key, prompt = batch.keys[rows[-1]], self._prompts[batch.keys[rows[-1]]]
+        runs = [run for i in rows for run in sampled_runs(response_ids[i], mask[i])]
+        texts = tuple(str(self.tokenizer.decode(run, skip_special_tokens=True)) for run in runs)
+        key, prompt = batch.keys[rows[-1]], prompts[batch.keys[rows[-1]]]
         return RewardSample(
-            prompt_text=str(self.tokenizer.decode(self._opening(prompt), skip_special_tokens=True)),
+            prompt_text=self._prompt_text(prompt),
             response_text=texts[-1] if texts else "",
             answer=prompt.answer,
             row=prompt.row,
@@ -151,20 +115,88 @@ class RewardRole:
             trajectories=len(rows),
         )
 
-    def forget(self, keys: Iterable[Key]) -> None:
-        """Drop what was said of rows that leave the store unjudged."""
-        for key in keys:
-            self._said.pop(key[:2], None)
-            if self.jury is not None:
-                self.jury.forget([key])
+    def _prompt_text(self, prompt: Prompt) -> str:
+        """The prompt as the student reads it; the sessions of a prompt share it."""
+        text = self._prompt_texts.get(prompt.uid)
+        if text is None:
+            if len(self._prompt_texts) >= _TEXTS:
+                self._prompt_texts.clear()
+            text = str(self.tokenizer.decode(self.encoder(prompt).ids, skip_special_tokens=True))
+            self._prompt_texts[prompt.uid] = text
+        return text
+
+    def _model_inputs(
+        self,
+        batch: BatchRef,
+        prompts: Mapping[Key, Prompt],
+        sessions: Sessions,
+        samples: Mapping[SessionName, RewardSample],
+    ) -> list[JudgeInput]:
+        assert self.models is not None
+        keys = [batch.keys[sessions[name][-1]] for name in samples]
+        shown = zip(keys, samples.values(), strict=True)
+        return [self.models.model_input(key, prompts[key], s.response_text) for key, s in shown]
+
+    def _written(
+        self,
+        batch: BatchRef,
+        columns: Columns,
+        sessions: Sessions,
+        results: Mapping[SessionName, RewardResult],
+    ) -> tuple[dict[str, Column], RewardParts]:
+        """The columns of these results, with the rows' tags set; and the scores of each part, for metrics."""
+        rewards_B, placed_B, tags = torch.zeros(len(batch)), torch.zeros(len(batch)), {}
+        parts: RewardParts = {}
+        for name, rows in sessions.items():
+            result = results[name] if name in results else _given(batch, rows)
+            # A failure of what nothing is learnt from does not take a row away from the teachers.
+            failed = result.reward is None and uses_reward(self.recipe)
+            for i in rows:
+                rewards_B[i] = torch.nan if result.reward is None else result.reward
+                status = {"status": "failed", "failure": result.failure} if failed else {}
+                trace = result.trace or batch.tags[i].trace
+                tags[batch.keys[i]] = replace(batch.tags[i], reward=result.reward, trace=trace, **status)
+            for i, value in _earned(batch, rows, result).items():
+                placed_B[i] = value
+            if result.reward is not None and not batch.tags[rows[0]].is_baseline:
+                for part, value in result.parts.items():
+                    parts.setdefault(part, []).append(value)
+        self.store.tag(batch.partition, tags)
+        reward_tokens = at_last_sampled(placed_B, columns.ragged("response_mask"))
+        return {"reward": rewards_B, "reward_tokens": reward_tokens}, parts
 
 
-def _earned(batch: BatchRef, rows: Sequence[int], verdict: RewardResult) -> dict[int, float]:
-    """What each row earned: as the loop said, else the session's reward at its last sampled token."""
+def rewards_at_once(recipe: Recipe, plan: Plan, functions: RewardFunctions, task: str) -> bool:
+    """Whether a finished session of a task is scored while others still roll out.
+
+    Not if a colocated model takes part, which waits for the engines to sleep, nor if a function takes a
+    whole batch. Functions alone must be slow enough to be worth it.
+    """
+    if "reward" not in plan or waits_for_models(recipe) or not functions.divides(task):
+        return False
+    return bool(recipe.reward.models) or functions.streams(task)
+
+
+def _sessions(batch: BatchRef) -> Sessions:
+    """The rows of each session."""
+    sessions: Sessions = {}
+    for i, key in enumerate(batch.keys):
+        sessions.setdefault(key[:2], []).append(i)
+    return sessions
+
+
+def _given(batch: BatchRef, rows: Sequence[int]) -> RewardResult:
+    """The reward that the loop gave a session."""
+    total = sum(batch.tags[i].given_reward or 0.0 for i in rows)
+    return RewardResult(total, {LOOP: total})
+
+
+def _earned(batch: BatchRef, rows: Sequence[int], result: RewardResult) -> dict[int, float]:
+    """The reward of each row: as the loop gave it, else the session's at its last sampled token."""
     if batch.tags[rows[0]].given_reward is not None:
         return {i: batch.tags[i].given_reward or 0.0 for i in rows}
     last = next((i for i in reversed(rows) if batch.tags[i].sampled_tokens), None)
-    return {} if last is None or verdict.reward is None else {last: verdict.reward}
+    return {} if last is None or result.reward is None else {last: result.reward}
 
 
 def sampled_runs(ids: Tensor, mask: Tensor) -> list[Tensor]:

@@ -1,19 +1,14 @@
-"""The reward models' role: answers are judged by models, and their scores join the functions' rewards.
-
-Models with resources of their own judge an answer as soon as its session is finished (`stream`). Colocated
-ones wait until the rollout is done (`add`): the student's engine sleeps, each is woken once.
-"""
+"""Reward models: loaded, asked for scores of answers, and their scores added to the functions' rewards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
 from practicum.concurrency.event_loop import run_async
 from practicum.concurrency.gather import gather_all
 from practicum.dataplane.keys import Key
-from practicum.engines.protocol import Rests
 from practicum.errors import DataError, RewardError
 from practicum.places.model_cache import ModelCache, Sleepable
 from practicum.recipe.derived import has_own_process, own_options, scores_during_rollout
@@ -27,16 +22,18 @@ from practicum.tasks.rewards import RewardResult
 from practicum.user_code import shorten
 
 Score = float | CannotScore
+ModelScores = dict[str, Score]
+"""The scores of one answer, by model."""
 
 
 @dataclass(slots=True)
 class RewardModels:
-    """The reward models of a run, shared by all juries."""
+    """The reward models of a run, for training and evaluations alike."""
 
     places: dict[str, RewardPlace] = field(default_factory=dict)
 
     def sleepers(self) -> list[Sleepable]:
-        """Colocated ones, for the residency that wakes them."""
+        """Colocated ones, for the cache that wakes them."""
         return [place for place in self.places.values() if isinstance(place, ColocatedRewardModel)]
 
     def close(self) -> None:
@@ -51,27 +48,27 @@ def load_reward_models(
 ) -> RewardModels:
     """All reward models of the recipe, ready; if one can't be had, none stays behind.
 
-    `room` is the tokens of the longest prompt and answer, as a judge may count them. Servers are taken as
-    probed (`probe_judges`), and those `elsewhere` as they are.
+    `room` is the tokens of the longest prompt and answer, in the model's own tokenizer. Servers are taken as
+    probed (`probe_reward_servers`), and those `elsewhere` as they are.
     """
-    panel = RewardModels()
+    models = RewardModels()
     with ExitStack() as undo:
-        undo.callback(panel.close)
+        undo.callback(models.close)
         for name, spec in recipe.reward.models.items():
             if elsewhere is not None and name in elsewhere:
-                panel.places[name] = elsewhere[name]
+                models.places[name] = elsewhere[name]
             elif spec.url is not None:
-                panel.places[name] = RemoteRewardModel(name, spec)
+                models.places[name] = RemoteRewardModel(name, spec)
             elif has_own_process(spec.placement):
-                panel.places[name] = own = OwnRewardModel(name, spec, room)
+                models.places[name] = own = OwnRewardModel(name, spec, room)
                 own.start()
             else:
-                panel.places[name] = ColocatedRewardModel(name, load_reward_model(name, spec, room))
-        for name, place in panel.places.items():
+                models.places[name] = ColocatedRewardModel(name, load_reward_model(name, spec, room))
+        for name, place in models.places.items():
             if isinstance(place, OwnRewardModel):
                 place.ready(own_options(recipe.reward.models[name]).start_s)
         undo.pop_all()
-    return panel
+    return models
 
 
 def probe_reward_servers(recipe: Recipe, *, chat: bool) -> list[str]:
@@ -82,28 +79,26 @@ def probe_reward_servers(recipe: Recipe, *, chat: bool) -> list[str]:
             continue
         with closing(RemoteRewardModel(name, spec)) as place:
             owner = f"the probe of reward model {name} at {spec.url}"
-            said = run_async(probe_reward_model(place, chat=chat), timeout=spec.deadline_s, owner=owner)
-        findings.append(f"reward model {name}: {spec.url} {said}")
+            finding = run_async(probe_reward_model(place, chat=chat), timeout=spec.deadline_s, owner=owner)
+        findings.append(f"reward model {name}: {spec.url} {finding}")
     return findings
 
 
-class RewardModelRole:
-    """Judges the answers of one practice; works for one rollout at a time."""
+def waits_for_models(recipe: Recipe) -> bool:
+    """Whether rewards wait for colocated models, which work while the student's engines sleep."""
+    return any(not scores_during_rollout(model) for model in recipe.reward.models.values())
 
-    def __init__(self, recipe: Recipe, panel: RewardModels, residency: ModelCache, engine: Rests) -> None:
-        self.recipe, self.panel, self.residency, self.engine = recipe, panel, residency, engine
+
+class RewardModelRole:
+    """Adds the scores of the reward models to the functions' rewards."""
+
+    def __init__(self, recipe: Recipe, loaded: RewardModels, residency: ModelCache) -> None:
+        self.recipe, self.loaded, self.residency = recipe, loaded, residency
         self.models = recipe.reward.models
         self._streamed = [name for name, spec in self.models.items() if scores_during_rollout(spec)]
         self._colocated = [name for name, spec in self.models.items() if not scores_during_rollout(spec)]
-        self._said: dict[str, dict[str, Score]] = {}
-        """What streamed models said of each case that the reward stage has not asked for yet."""
 
-    @property
-    def streams(self) -> bool:
-        """Whether some model judges while the student still rolls out."""
-        return bool(self._streamed)
-
-    def case(self, key: Key, prompt: Prompt, response: str) -> JudgeInput:
+    def model_input(self, key: Key, prompt: Prompt, response: str) -> JudgeInput:
         """What the models are shown of an answer."""
         task = self.recipe.tasks[prompt.task]
         messages = None
@@ -111,68 +106,75 @@ class RewardModelRole:
             messages = _conversation(prompt, task.system, response)
         return JudgeInput(str(key), prompt_text(prompt.content), response, _answer(prompt), messages)
 
-    async def stream(self, case: JudgeInput) -> None:
-        """Have a finished answer judged by the models with resources of their own."""
-        said = await gather_all([score_all(self.panel.places[name], [case]) for name in self._streamed])
-        self._said[case.name] = {name: one[0] for name, one in zip(self._streamed, said, strict=True)}
+    def add(self, results: Sequence[RewardResult], inputs: Sequence[JudgeInput]) -> list[RewardResult]:
+        """The functions' results with the models' scores; those without a reward stay as they are.
 
-    def add(self, judged: Sequence[RewardResult], cases: Sequence[JudgeInput]) -> list[RewardResult]:
-        """The functions' verdicts with the models' scores; those without a reward stay as they are.
-
-        A case that a model can't judge is a RewardError, or failed, as reward.on_error says.
+        An answer that a model can't score is a RewardError, or failed, as reward.on_error says. The student's
+        engines must sleep if there are colocated models: each is woken once.
         """
-        open_ = [i for i, verdict in enumerate(judged) if verdict.reward is not None]
-        said = self._collect([cases[i] for i in open_])
-        out = list(judged)
-        for i, verdicts in zip(open_, said, strict=True):
-            out[i] = self._joined(judged[i], cases[i], verdicts)
-        self.forget(case.name for case in cases)
-        return out
-
-    def forget(self, names: Iterable[object]) -> None:
-        """Drop what was said of cases that nobody will ask for."""
-        for name in names:
-            self._said.pop(str(name), None)
-
-    def _collect(self, cases: Sequence[JudgeInput]) -> list[dict[str, Score]]:
-        """What each model says of each case: kept from the rollout, or asked for now."""
-        late = [case for case in cases if case.name not in self._said] if self._streamed else []
-        if late:
-            owner = f"reward models ({len(late)} answers)"
+        shown = [inputs[i] for i in _open(results)]
+        scores: list[ModelScores] = [{} for _ in shown]
+        if self._streamed and shown:
+            owner = f"reward models ({len(shown)} answers)"
             timeout = max(self.models[name].deadline_s for name in self._streamed)
-            run_async(gather_all(self.stream(case) for case in late), timeout=timeout, owner=owner)
-        said: list[dict[str, Score]] = [dict(self._said.get(case.name, {})) for case in cases]
-        if not self._colocated or not cases:
-            return said
-        self.engine.sleep()
-        try:
-            for name in self._colocated:
-                for verdicts, verdict in zip(said, self._woken(name, cases), strict=True):
-                    verdicts[name] = verdict
-        finally:
-            self.engine.wake()
-        return said
+            scores = run_async(self._stream(shown), timeout=timeout, owner=owner)
+        for name in self._colocated if shown else ():
+            for of_answer, score in zip(scores, self._woken(name, shown), strict=True):
+                of_answer[name] = score
+        return self._joined(results, inputs, scores)
 
-    def _woken(self, name: str, cases: Sequence[JudgeInput]) -> list[Score]:
-        place, deadline = self.panel.places[name], self.models[name].deadline_s
+    async def add_streamed(
+        self, results: Sequence[RewardResult], inputs: Sequence[JudgeInput]
+    ) -> list[RewardResult]:
+        """As `add`, on the event loop, where all models have their own resources."""
+        return self._joined(results, inputs, await self._stream([inputs[i] for i in _open(results)]))
+
+    async def _stream(self, inputs: Sequence[JudgeInput]) -> list[ModelScores]:
+        """The scores of each answer by the models with their own resources, all at once."""
+
+        async def ask(name: str, answer: JudgeInput) -> Score:
+            return (await score_all(self.loaded.places[name], [answer]))[0]
+
+        scores = await gather_all(ask(name, answer) for answer in inputs for name in self._streamed)
+        size = len(self._streamed)
+        return [
+            dict(zip(self._streamed, scores[i * size : (i + 1) * size], strict=True))
+            for i in range(len(inputs))
+        ]
+
+    def _woken(self, name: str, inputs: Sequence[JudgeInput]) -> list[Score]:
+        place, deadline = self.loaded.places[name], self.models[name].deadline_s
         assert isinstance(place, ColocatedRewardModel)
         with self.residency.awake(place.name):
-            owner = f"reward model {name} ({len(cases)} answers)"
-            return run_async(score_all(place, cases), timeout=deadline, owner=owner)
+            owner = f"reward model {name} ({len(inputs)} answers)"
+            return run_async(score_all(place, inputs), timeout=deadline, owner=owner)
 
-    def _joined(self, judged: RewardResult, case: JudgeInput, verdicts: Mapping[str, Score]) -> RewardResult:
-        assert judged.reward is not None
-        reward, parts, failure = judged.reward, dict(judged.parts), None
+    def _joined(
+        self, results: Sequence[RewardResult], inputs: Sequence[JudgeInput], scores: Sequence[ModelScores]
+    ) -> list[RewardResult]:
+        joined = list(results)
+        for i, of_answer in zip(_open(results), scores, strict=True):
+            joined[i] = self._with_models(results[i], inputs[i], of_answer)
+        return joined
+
+    def _with_models(self, result: RewardResult, shown: JudgeInput, scores: ModelScores) -> RewardResult:
+        assert result.reward is not None
+        reward, parts, failure = result.reward, dict(result.parts), None
         for name in self.models:
-            verdict = verdicts[name]
-            if isinstance(verdict, CannotScore):
-                failure = failure or f"reward model {name} {verdict}"
+            score = scores[name]
+            if isinstance(score, CannotScore):
+                failure = failure or f"reward model {name} {score}"
                 if self.recipe.reward.on_error == "stop":
-                    raise RewardError(_describe(name, verdict, case)) from verdict
+                    raise RewardError(_describe(name, score, shown)) from score
                 continue
-            parts[name] = verdict
-            reward += self.models[name].weight * verdict
+            parts[name] = score
+            reward += self.models[name].weight * score
         return RewardResult(reward, parts) if failure is None else RewardResult(None, parts, failure)
+
+
+def _open(results: Sequence[RewardResult]) -> list[int]:
+    """Those that the functions gave a reward."""
+    return [i for i, result in enumerate(results) if result.reward is not None]
 
 
 def _conversation(prompt: Prompt, system: str | None, response: str) -> tuple[dict[str, str], ...]:
@@ -191,13 +193,13 @@ def _answer(prompt: Prompt) -> str | None:
         return None
 
 
-def _describe(name: str, failure: CannotScore, case: JudgeInput) -> str:
+def _describe(name: str, failure: CannotScore, shown: JudgeInput) -> str:
     return "\n".join(
         [
             f"reward model {name} {failure}",
-            f"  sample:   {case.name}",
-            f"  prompt:   {shorten(case.prompt)!r}",
-            f"  response: {shorten(case.response)!r}",
+            f"  sample:   {shown.name}",
+            f"  prompt:   {shorten(shown.prompt)!r}",
+            f"  response: {shorten(shown.response)!r}",
             f"  → mend reward.models.{name}, or set reward.on_error: skip to leave such samples out.",
         ]
     )

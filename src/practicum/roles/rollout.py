@@ -1,108 +1,202 @@
-"""The rollout role in this process: runs sessions, and hands them on to judges and teachers."""
+"""The rollout role: sessions are run, and finished ones are scored at once where that is possible.
+
+What is the same in every runtime is here: which sessions are scored at once, what is remembered of them, and
+the rewards that are left for the end. Where sessions run and are scored is the runtime's (`SessionWorkers`).
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 from practicum.concurrency.event_loop import run_async
 from practicum.concurrency.gather import gather_all
 from practicum.concurrency.open_time import OpenTime
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
-from practicum.roles.reward import RewardRole
-from practicum.roles.reward_models import RewardModelRole
-from practicum.roles.session_runner import SessionRow, SessionRunner
-from practicum.roles.teachers import TeacherRole
+from practicum.dataplane.plan import Plan
+from practicum.dataplane.store import Store
+from practicum.recipe.derived import scores_during_rollout
+from practicum.recipe.schema.recipe import Recipe
+from practicum.roles.reward import RewardParts, SessionName, rewards_at_once
+from practicum.roles.reward_models import waits_for_models
+from practicum.roles.teachers import prompts_read
 from practicum.sessions.attempts import Attempt
-from practicum.sessions.session import SessionStart
 from practicum.tasks.prompts import Prompt
+from practicum.tasks.rewards import RewardFunctions
+
+Finished = Callable[[BatchRef], Coroutine[Any, Any, None] | None]
+"""Takes the rows of finished sessions; gives the work of scoring them, if they are scored at once."""
+
+
+class SessionWorkers(Protocol):
+    """Where sessions run and are scored: in this process, or by replicas on a cluster."""
+
+    async def run(
+        self,
+        attempts: Sequence[Attempt],
+        partition: str,
+        seed: int,
+        *,
+        at_once: Callable[[Prompt], bool],
+        finished: Finished,
+    ) -> list[Key]:
+        """Run sessions and write their rows, failed ones too; gives their keys.
+
+        `finished` gets the rows of sessions that are written, and the work that it gives is done before this
+        ends: of prompts for which `at_once` is true it gets each session as soon as it is done.
+        """
+        ...
+
+    async def demonstrate(self, prompts: Sequence[Prompt], partition: str) -> BatchRef:
+        """Write what a demonstrator does with each prompt, in the prompts' order."""
+        ...
+
+    async def reward_session(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> RewardParts:
+        """Score one finished session and write its reward."""
+        ...
+
+    def reward(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> RewardParts:
+        """Score sessions after the rollout and write their rewards."""
+        ...
+
+    async def teach(self, teacher: str, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
+        """Have a session scored by a teacher with its own resources."""
+        ...
+
+    def engines_asleep(self) -> AbstractContextManager[None]:
+        """The student's engines free their memory inside."""
+        ...
 
 
 class RolloutRole:
-    """Rolls out and judges: one for training, one for evaluation, over one engine."""
+    """Rolls out and scores sessions: one for training, one for evaluation."""
 
-    def __init__(
-        self, sessions: SessionRunner, faculty: TeacherRole | None = None, jury: RewardModelRole | None = None
-    ) -> None:
-        self.sessions, self.faculty = sessions, faculty
-        self.recipe, self.plan, self.store = sessions.recipe, sessions.plan, sessions.store
+    def __init__(self, recipe: Recipe, plan: Plan, store: Store, workers: SessionWorkers) -> None:
+        self.recipe, self.plan, self.store, self.workers = recipe, plan, store, workers
         self.prompts: dict[Key, Prompt] = {}
-        self._openings: dict[int, list[int]] = {}
-        self.judging = RewardRole(
-            self.recipe,
-            self.plan,
-            self.store,
-            sessions.tokenizer,
-            sessions.judge,
-            jury,
-            self.prompts,
-            lambda prompt: self._openings[prompt.uid],
-        )
-        self._streams = OpenTime()
-        self._tail_s = self._streamed_s = 0.0
-        self._last_sample = 0.0
+        """The prompt of each row, as long as the row is in the store."""
+        self.hidden = HiddenShare()
+        self._functions = RewardFunctions(recipe.tasks, recipe.reward)
+        teachers = recipe.teachers.items() if "teachers" in plan else ()
+        self._own_teachers = {name for name, teacher in teachers if scores_during_rollout(teacher)}
+        self._rewarded: dict[SessionName, RewardParts] = {}
+        """Sessions that were scored during the rollout."""
 
     def demonstrate(self, prompts: Sequence[Prompt], partition: str) -> BatchRef:
-        """Write what an expert does with each prompt: rows for supervised training."""
-        work = gather_all(self.sessions.demonstrate(prompt) for prompt in prompts)
-        found = run_async(work, timeout=self.recipe.rollout.deadline_s, owner="demonstrations")
-        for prompt, rows in zip(prompts, found, strict=True):
-            self._remember(rows, prompt)
-        rows = [row for rows in found for row in rows]
-        return self.sessions.put(partition, rows, self.plan["demonstrate"].writes)
+        """Write what a demonstrator does with each prompt: rows for supervised training."""
+        work, deadline_s = self.workers.demonstrate(prompts, partition), self.recipe.rollout.deadline_s
+        batch = run_async(work, timeout=deadline_s, owner="demonstrations")
+        self._remember(batch, prompts)
+        return batch
 
     def rollout(self, attempts: Sequence[Attempt], partition: str, *, seed: int) -> BatchRef:
-        """Run sessions at once; a session's rows are in the store as soon as it is done, failed ones too."""
-        prompts = {a.prompt.uid: a.prompt for a in attempts}
-        starts = {uid: self.sessions.start(prompt) for uid, prompt in prompts.items()}
-        self._openings.clear()
-        self._openings.update((uid, start.ids) for uid, start in starts.items())
-        before = self._streams.seconds
-        self._last_sample = time.perf_counter()
-        work = gather_all(self._run(a, starts[a.prompt.uid], partition, seed) for a in attempts)
-        run_async(work, timeout=self.recipe.rollout.deadline_s, owner=f"rollout ({partition})")
-        self._tail_s += time.perf_counter() - self._last_sample
-        self._streamed_s += self._streams.seconds - before
-        wanted = {(a.prompt.uid, a.session) for a in attempts}
-        rows = self.store.batch(partition)
+        """Run sessions side by side and write their rows; the batch is in the order of its keys."""
+        prompts = list({attempt.prompt.uid: attempt.prompt for attempt in attempts}.values())
+
+        def finished(rows: BatchRef) -> Coroutine[Any, Any, None] | None:
+            self.hidden.session_ended()
+            self._remember(rows, prompts)
+            return self._scoring(rows)
+
+        options = {"at_once": self._scores_at_once, "finished": finished}
+        work, deadline_s = (
+            self.workers.run(attempts, partition, seed, **options),
+            self.recipe.rollout.deadline_s,
+        )
+        with self.hidden.rollout():
+            keys = run_async(work, timeout=deadline_s, owner=f"rollout ({partition})")
         # Sessions finish in any order; the batch is in the order of its keys.
-        chosen = sorted((i for i, k in enumerate(rows.keys) if k[:2] in wanted), key=rows.keys.__getitem__)
-        return rows.take(chosen)
+        return self.store.batch(partition, sorted(keys))
 
-    async def _run(self, attempt: Attempt, start: SessionStart, partition: str, seed: int) -> None:
-        rows = await self.sessions.run(attempt, start, seed)
-        self._last_sample = time.perf_counter()
-        self._remember(rows, attempt.prompt)
-        batch = self.sessions.put(partition, rows, self.plan["rollout"].writes)
-        if batch.tags[0].status == "failed":
-            return
-        streams = [self.judging.stream(batch)] if self.judging.streams(batch) else []
-        if self.faculty is not None:
-            streams.append(self.faculty.stream(batch, attempt.prompt))
-        streamed = self.judging.has_models or (self.faculty is not None and self.faculty.streams)
-        with self._streams.work() if streamed else nullcontext():
-            if streams:
-                await gather_all(streams)
-
-    def _remember(self, rows: Sequence[SessionRow], prompt: Prompt) -> None:
-        self.prompts.update((row.key, prompt) for row in rows)
-
-    def reward(self, batch: BatchRef) -> dict[str, list[float]]:
-        """Judge finished sessions; gives the scores of each reward function and model, for metrics."""
-        return self.judging.reward(batch) or {}
-
-    def take_hidden_share(self) -> float | None:
-        """Of the time in which finished sessions were scored or judged by models with resources of their own,
-        the share that other sessions still rolled out; since this was asked last. None if there was none."""
-        tail, whole = self._tail_s, self._streamed_s
-        self._tail_s = self._streamed_s = 0.0
-        return 1.0 - min(1.0, tail / whole) if whole else None
+    def reward(self, batch: BatchRef) -> RewardParts:
+        """Score the sessions that were not scored during the rollout; gives the scores of all."""
+        names = {key[:2] for key in batch.keys}
+        scores = {name: self._rewarded.pop(name) for name in names if name in self._rewarded}
+        left = batch.where(lambda key, _: key[:2] not in scores)
+        parts = list(scores.values())
+        if left:
+            with self.workers.engines_asleep() if waits_for_models(self.recipe) else nullcontext():
+                parts.append(self.workers.reward(left, {key: self.prompts[key] for key in left.keys}))
+        return joined_parts(parts)
 
     def forget(self, keys: Iterable[Key]) -> None:
         """Drop what is remembered of rows that leave the store."""
-        keys = list(keys)
         for key in keys:
             self.prompts.pop(key, None)
-        self.judging.forget(keys)
+            self._rewarded.pop(key[:2], None)
+
+    def _remember(self, rows: BatchRef, prompts: Sequence[Prompt]) -> None:
+        by_uid = {prompt.uid: prompt for prompt in prompts}
+        self.prompts.update((key, by_uid[key.prompt]) for key in rows.keys)
+
+    def _scores_at_once(self, prompt: Prompt) -> bool:
+        """Whether single sessions of this prompt are scored while others still roll out."""
+        return bool(self._own_teachers) or self._rewards_at_once(prompt.task)
+
+    def _rewards_at_once(self, task: str) -> bool:
+        return rewards_at_once(self.recipe, self.plan, self._functions, task)
+
+    def _scoring(self, rows: BatchRef) -> Coroutine[Any, Any, None] | None:
+        """The work of those who score these finished rows at once, if there is any."""
+        rows = rows.where(lambda _, tags: tags.status == "ready")
+        rewarded = rows.where(lambda _, tags: tags.given_reward is None and self._rewards_at_once(tags.task))
+        taught = rows.where(lambda _, tags: tags.teacher in self._own_teachers and not tags.is_baseline)
+        return self._score(rewarded, taught) if rewarded or taught else None
+
+    async def _score(self, rewarded: BatchRef, taught: BatchRef) -> None:
+        by_models = bool(taught) or bool(self.recipe.reward.models)
+        with self.hidden.scoring() if by_models else nullcontext():
+            works = [self._reward_session(rewarded)] if rewarded else []
+            works += [self._teach_session(taught)] if taught else []
+            await gather_all(works)
+
+    async def _reward_session(self, batch: BatchRef) -> None:
+        prompts = {key: self.prompts[key] for key in batch.keys}
+        self._rewarded[batch.keys[0][:2]] = await self.workers.reward_session(batch, prompts)
+
+    async def _teach_session(self, batch: BatchRef) -> None:
+        teacher = batch.tags[0].teacher
+        assert teacher is not None
+        await self.workers.teach(teacher, batch, prompts_read(self.recipe, batch, self.prompts))
+
+
+class HiddenShare:
+    """Fraction of streamed scoring time that overlapped the rollout: of models with their own resources."""
+
+    def __init__(self) -> None:
+        self._open = OpenTime()
+        self._tail_s = self._scoring_s = self._last_session = 0.0
+
+    @contextmanager
+    def rollout(self) -> Iterator[None]:
+        """One rollout, until all its sessions are scored."""
+        before, self._last_session = self._open.seconds, time.perf_counter()
+        yield
+        self._tail_s += time.perf_counter() - self._last_session
+        self._scoring_s += self._open.seconds - before
+
+    def session_ended(self) -> None:
+        """What is scored after the last of these is not hidden."""
+        self._last_session = time.perf_counter()
+
+    def scoring(self) -> AbstractContextManager[None]:
+        """One piece of scoring."""
+        return self._open.work()
+
+    def take(self) -> float | None:
+        """The fraction since the last call; None if nothing was streamed."""
+        tail_s, scoring_s = self._tail_s, self._scoring_s
+        self._tail_s = self._scoring_s = 0.0
+        return 1.0 - min(1.0, tail_s / scoring_s) if scoring_s else None
+
+
+def joined_parts(parts: Iterable[RewardParts]) -> RewardParts:
+    """The scores of several batches as one."""
+    joined: RewardParts = {}
+    for part in parts:
+        for name, scores in part.items():
+            joined.setdefault(name, []).extend(scores)
+    return joined

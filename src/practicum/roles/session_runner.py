@@ -8,7 +8,7 @@ from typing import Any
 
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
-from practicum.dataplane.plan import SIGHT, Plan
+from practicum.dataplane.plan import Plan
 from practicum.dataplane.ragged import Column, Ragged
 from practicum.dataplane.store import Store
 from practicum.engines.protocol import Engine, Sampling
@@ -16,6 +16,7 @@ from practicum.errors import PracticumError
 from practicum.models.vision import sequence_positions
 from practicum.recipe.derived import session_deadline
 from practicum.recipe.schema.recipe import Recipe
+from practicum.roles.stage_table import VISION_FIELDS
 from practicum.sessions.attempts import Attempt, AttemptResult, run_attempt
 from practicum.sessions.demonstrator import make_demonstrator
 from practicum.sessions.loops import find_loop
@@ -38,7 +39,7 @@ class SessionRow:
 
 
 class SessionRunner:
-    """Runs sessions of one plan: an engine answers, or an expert does."""
+    """Runs sessions of one plan: an engine answers, or a demonstrator does."""
 
     def __init__(
         self,
@@ -47,16 +48,16 @@ class SessionRunner:
         store: Store,
         engine: Engine,
         encoder: Encoder,
-        judge: RewardFunctions,
+        functions: RewardFunctions,
         toolbox: Toolbox,
         *,
         context: int,
         config: Any,
         teacher_of: Callable[[Prompt], str] | None = None,
     ) -> None:
-        """`teacher_of` says who corrects a prompt, if there are teachers."""
+        """`teacher_of` names the teacher of a prompt, if there are teachers."""
         self.recipe, self.plan, self.store = recipe, plan, store
-        self.encoder, self.judge, self.toolbox = encoder, judge, toolbox
+        self.encoder, self.functions, self.toolbox = encoder, functions, toolbox
         self.tokenizer = encoder.tokenizer
         self.context, self.config, self.teacher_of = context, config, teacher_of
         self.loop = find_loop(recipe.agent.loop)
@@ -77,7 +78,7 @@ class SessionRunner:
         return self._rows(attempt, ended)
 
     async def demonstrate(self, prompt: Prompt) -> list[SessionRow]:
-        """What an expert does with a prompt in the agent's loop: rows for supervised training."""
+        """What a demonstrator does with a prompt in the agent's loop: rows for supervised training."""
         sampling = Sampling(max_new_tokens=self.context, stop=frozenset({self.end_id}))
         policy = DemonstratorPolicy(make_demonstrator(self.recipe.agent, self.toolbox), self.tokenizer)
         attempt = Attempt(prompt, 0, sampling)
@@ -120,11 +121,11 @@ class SessionRunner:
         return await run_attempt(self.loop, self.recipe.agent, make, session_deadline(self.recipe))
 
     def _checker(self, prompt: Prompt) -> Callable[[str], float]:
-        """What the task's checker says of a text."""
+        """Scores a text by the task's own checker, for loops that ask."""
 
         def check(text: str) -> float:
             known = (prompt.answer, prompt.row, prompt.task, prompt.domain)
-            return self.judge.check(
+            return self.functions.check(
                 RewardSample("", text, *known, finish="", key=str(prompt), response_tokens=0)
             )
 
@@ -166,9 +167,9 @@ class SessionRunner:
         trajectories = [row.trajectory for row in rows if row.trajectory is not None]
         columns = [trajectory.columns() for trajectory in trajectories]
         put: dict[str, Column] = {
-            f: Ragged.from_rows([c[f] for c in columns]) for f in fields if f not in SIGHT
+            f: Ragged.from_rows([c[f] for c in columns]) for f in fields if f not in VISION_FIELDS
         }
-        if set(SIGHT) <= set(fields):
+        if set(VISION_FIELDS) <= set(fields):
             pictures = [t.images for t in trajectories]
             put["multi_modal_inputs"] = [{} if one is None else one.as_inputs() for one in pictures]
             places = [sequence_positions(self.config, t.ids(), t.images) for t in trajectories]

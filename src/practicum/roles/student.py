@@ -9,9 +9,9 @@ from functools import partial
 from practicum.checks import invariants
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.plan import Plan, old_source
+from practicum.dataplane.plan import Plan
 from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.stage import Columns, stage
+from practicum.dataplane.stage import Columns, StepInfo, stage
 from practicum.dataplane.store import Store
 from practicum.learning.distill_loss import TeacherColumns
 from practicum.learning.learner import Learner
@@ -32,6 +32,7 @@ from practicum.roles.optimizer_steps import (
     whole_sessions,
 )
 from practicum.roles.stage_extras import extras_of
+from practicum.roles.stage_table import old_source
 from practicum.teachers.ledger import TeacherMeasures, pair_of
 
 FRESH_ONLY = ("gap_mean", "gap_max", "gap_k3")
@@ -40,29 +41,36 @@ FRESH_ONLY = ("gap_mean", "gap_max", "gap_k3")
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """What an update reports: metrics, and the numbers of each teacher and domain if there are teachers."""
+    """Metrics, the numbers of each teacher and domain if there are teachers, and the weights' version."""
 
     metrics: dict[str, float]
     measured: TeacherMeasures | None
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
 class _StepInputs:
-    """What all optimizer steps of a batch are made from: the rows that are here, and facts of all rows."""
+    """What all optimizer steps of a batch are made from: this rank's rows, and facts of all rows."""
 
-    part: BatchRef
+    batch: BatchRef
     columns: Columns
     extras: RowExtras | None
+    step: StepInfo
     facts: BatchFacts
     pairs: list[tuple[str, str]]
-    """Each teacher and domain that is in the batch."""
+    """Each teacher and domain that is in the whole batch."""
+
+    def own_places(self, optimizer_step: OptimizerStep) -> list[int]:
+        """Where this rank's rows of an optimizer step are among its rows."""
+        place = {key: i for i, key in enumerate(self.batch.keys)}
+        return [place[self.step.batch.keys[row]] for row in optimizer_step.own_rows]
 
 
 class StudentRole:
-    """The learner's stages.
+    """The student's stages.
 
     On several ranks each is called on all of them at once with the same whole batch, padding included; a rank
-    reads its own rows, and all give the same answer.
+    reads its own rows, and all give the same report.
     """
 
     def __init__(
@@ -80,80 +88,60 @@ class StudentRole:
         self._old = old_source(recipe)
         self._numbers = teacher_numbers(recipe)
 
-    def old_logprobs(self, batch: BatchRef) -> None:
+    @stage("old_logprobs", rows=rank_share)
+    def old_logprobs(self, batch: BatchRef, columns: Columns, step: StepInfo) -> dict[str, Column]:
         """The student's logprobs before this step's update, at the rollout's temperature."""
-        self._old_logprobs(rank_share(batch, self.parallel))
+        return {"old_logprobs": self._logprobs(self.learner, batch, columns)}
 
-    def ref_logprobs(self, batch: BatchRef) -> None:
+    @stage("ref_logprobs", rows=rank_share)
+    def ref_logprobs(self, batch: BatchRef, columns: Columns, step: StepInfo) -> dict[str, Column]:
         """The reference policy's logprobs, at the rollout's temperature."""
-        self._ref_logprobs(rank_share(batch, self.parallel))
-
-    def update(self, batch: BatchRef, *, step: int) -> UpdateReport | None:
-        """All optimizer steps on this batch; checks may refuse each before weights change."""
-        whole = whole_sessions(self.recipe)
-        steps = optimizer_steps(
-            self.recipe, student_cut(self.recipe), batch, step, self.parallel, whole=whole
-        )
-        part, mine = rank_rows(batch, steps)
-        return self._update(part, batch, list(zip(steps, mine, strict=True)), step)
-
-    @stage("old_logprobs")
-    def _old_logprobs(self, batch: BatchRef, columns: Columns) -> dict[str, Column]:
-        result = self.learner.logprobs(
-            columns.ragged("prompt_ids"),
-            columns.ragged("response_ids"),
-            temperature=self.recipe.rollout.temperature,
-            extras=extras_of(columns, batch),
-        )
-        return {"old_logprobs": result.logprobs}
-
-    @stage("ref_logprobs")
-    def _ref_logprobs(self, batch: BatchRef, columns: Columns) -> dict[str, Column]:
         assert self.reference is not None
-        result = self.reference.logprobs(
-            columns.ragged("prompt_ids"),
-            columns.ragged("response_ids"),
-            temperature=self.recipe.rollout.temperature,
-            extras=extras_of(columns, batch),
-        )
-        return {"ref_logprobs": result.logprobs}
+        return {"ref_logprobs": self._logprobs(self.reference, batch, columns)}
 
-    @stage("update_student")
-    def _update(
-        self,
-        part: BatchRef,
-        columns: Columns,
-        batch: BatchRef,
-        steps: Sequence[tuple[OptimizerStep, list[int]]],
-        step: int,
+    def _logprobs(self, scorer: Learner | LogprobScorer, batch: BatchRef, columns: Columns) -> Ragged:
+        temperature, extras = self.recipe.rollout.temperature, extras_of(columns, batch)
+        ids = columns.ragged("prompt_ids"), columns.ragged("response_ids")
+        return scorer.logprobs(*ids, temperature=temperature, extras=extras).logprobs
+
+    def _optimizer_steps(self, step: StepInfo) -> list[OptimizerStep]:
+        whole = whole_sessions(self.recipe)
+        return optimizer_steps(self.recipe, student_cut(self.recipe), step, self.parallel, whole=whole)
+
+    def _update_rows(self, step: StepInfo) -> BatchRef:
+        return rank_rows(step.batch, self._optimizer_steps(step))
+
+    @stage("update_student", rows=_update_rows)
+    def update(
+        self, batch: BatchRef, columns: Columns, step: StepInfo
     ) -> tuple[dict[str, Column], UpdateReport]:
-        """`steps` have the rows of each optimizer step in `batch`, and this rank's in `part`."""
-        self._check_masks(part, columns)
-        pairs = list(dict.fromkeys(pair_of(tags) for tags in batch.real().tags))
-        given = _StepInputs(part, columns, extras_of(columns, part), self._facts(batch), pairs)
+        """All optimizer steps on this batch; checks may refuse each before weights change."""
+        self._check_masks(batch, columns)
+        pairs = list(dict.fromkeys(pair_of(tags) for tags in step.batch.real().tags))
+        inputs = _StepInputs(batch, columns, extras_of(columns, batch), step, self._facts(step.batch), pairs)
         sums, norms = TeacherSums(), ({}, {})
-        self.learner.step = step - 1
-        taken: list[dict[str, float]] = []
-        for turn, mine in steps:
-            update = self._update_batch(given, turn, mine)
-            if not taken and len(pairs) > 1 and self._measures_gradients(step):
-                norms = self._gradient_norms(update, batch, turn)
-            sampled = sum(batch.tags[row].sampled_tokens for row in turn.rows)
-            self.learner.stepper.before_step = partial(self._check, sampled, fresh=not taken)
-            taken.append(self.learner.update(update))
+        self.learner.step = step.number - 1
+        reports: list[dict[str, float]] = []
+        for optimizer_step in self._optimizer_steps(step):
+            update = self._update_batch(inputs, optimizer_step)
+            if not reports and len(pairs) > 1 and self._measures_gradients(step.number):
+                norms = self._gradient_norms(update, step.batch, optimizer_step)
+            sampled = sum(step.batch.tags[row].sampled_tokens for row in optimizer_step.rows)
+            self.learner.stepper.before_step = partial(self._check, sampled, fresh=not reports)
+            reports.append(self.learner.update(update))
             sums.merge(self.learner.by_group)
         measured = TeacherMeasures(pairs, sums, *norms) if self._numbers else None
-        return {}, UpdateReport(mean_metrics(taken), measured)
+        return {}, UpdateReport(mean_metrics(reports), measured, self.learner.version)
 
-    def _check_masks(self, part: BatchRef, columns: Columns) -> None:
-        """Ranks look at their own rows, and all of them act on what any has found."""
+    def _check_masks(self, batch: BatchRef, columns: Columns) -> None:
+        """Each rank checks its own rows, and all of them act on what any finds."""
         if not self.watch.looks_at("masks"):
             return
         ids = (columns.ragged("prompt_ids"), columns.ragged("response_ids"))
-        found = [invariants.masks(part, *ids, columns.ragged("response_mask"))]
+        findings = [invariants.masks(batch, *ids, columns.ragged("response_mask"))]
         if self.parallel is not None:
-            found = self.parallel.gather(found[0])
-        self.watch("masks", next((finding for finding in found if finding is not None), None))
+            findings = self.parallel.gather(findings[0])
+        self.watch("masks", next((finding for finding in findings if finding is not None), None))
 
     def _facts(self, batch: BatchRef) -> BatchFacts:
         """What the tags of a batch say of each row."""
@@ -170,25 +158,25 @@ class StudentRole:
         return bool(self._numbers) and every > 0 and (step == 1 or step % every == 0)
 
     def _gradient_norms(
-        self, update: UpdateBatch, batch: BatchRef, turn: OptimizerStep
+        self, update: UpdateBatch, batch: BatchRef, optimizer_step: OptimizerStep
     ) -> tuple[dict[str, float], dict[str, float]]:
         """Norm of the gradient of each teacher's and of each domain's rows."""
-        place = {row: i for i, row in enumerate(turn.mine)}
+        place = {row: i for i, row in enumerate(optimizer_step.own_rows)}
         by_teacher: dict[str, list[int]] = {}
         by_domain: dict[str, list[int]] = {}
-        for row in turn.rows:
+        for row in optimizer_step.rows:
             tags = batch.tags[row]
             by_teacher.setdefault(tags.teacher or "", []).append(row)
             by_domain.setdefault(tags.domain, []).append(row)
 
         def norms(groups: dict[str, list[int]]) -> dict[str, float]:
-            here = [[place[row] for row in rows if row in place] for rows in groups.values()]
-            return dict(zip(groups, self.learner.gradient_norms(update, here), strict=True))
+            own = [[place[row] for row in rows if row in place] for rows in groups.values()]
+            return dict(zip(groups, self.learner.gradient_norms(update, own), strict=True))
 
-        found = norms(by_teacher)
+        of_teachers = norms(by_teacher)
         if list(by_teacher.values()) == list(by_domain.values()):
-            return found, dict(zip(by_domain, found.values(), strict=True))
-        return found, norms(by_domain)
+            return of_teachers, dict(zip(by_domain, of_teachers.values(), strict=True))
+        return of_teachers, norms(by_domain)
 
     def _check(self, sampled: int, metrics: Mapping[str, float], *, fresh: bool) -> None:
         """Refuse an optimizer step whose numbers are not in order; weights are untouched so far."""
@@ -197,30 +185,31 @@ class StudentRole:
             limit = self.recipe.checks.logprob_gap_max
             self.watch("logprob_gap", invariants.logprob_gap(metrics, limit))
 
-    def _update_batch(self, given: _StepInputs, turn: OptimizerStep, mine: Sequence[int]) -> UpdateBatch:
-        columns, own = given.columns, given.facts.select(turn.mine)
+    def _update_batch(self, inputs: _StepInputs, optimizer_step: OptimizerStep) -> UpdateBatch:
+        columns, own = inputs.columns, inputs.facts.select(optimizer_step.own_rows)
+        rows = inputs.own_places(optimizer_step)
 
         def column(name: str) -> Ragged | None:
-            return columns.ragged(name).select(mine) if name in columns else None
+            return columns.ragged(name).select(rows) if name in columns else None
 
-        pairs = [given.pairs.index(pair_of(given.part.tags[i])) for i in mine]
+        pairs = [inputs.pairs.index(pair_of(inputs.batch.tags[i])) for i in rows]
         return UpdateBatch(
-            prompt_ids=columns.ragged("prompt_ids").select(mine),
-            response_ids=columns.ragged("response_ids").select(mine),
-            response_mask=columns.ragged("response_mask").select(mine),
+            prompt_ids=columns.ragged("prompt_ids").select(rows),
+            response_ids=columns.ragged("response_ids").select(rows),
+            response_mask=columns.ragged("response_mask").select(rows),
             sessions=own.sessions,
             advantages=column("advantages"),
             old_logprobs=None if self._old == "own" else column(self._old),
             plain_logprobs=column("plain_logprobs"),
             ref_logprobs=column("ref_logprobs"),
-            teachers=self._teachers(given.part, columns, mine),
+            teachers=self._teachers(inputs.batch, columns, rows),
             groups=pairs if self._numbers else None,
             session_tokens=own.session_tokens,
-            extras=None if given.extras is None else given.extras.select(mine),
-            whole=None if self.parallel is None else given.facts.select(turn.rows),
+            extras=None if inputs.extras is None else inputs.extras.select(rows),
+            whole=None if self.parallel is None else inputs.facts.select(optimizer_step.rows),
         )
 
-    def _teachers(self, part: BatchRef, columns: Columns, rows: Sequence[int]) -> TeacherColumns | None:
+    def _teachers(self, batch: BatchRef, columns: Columns, rows: Sequence[int]) -> TeacherColumns | None:
         if "teacher_logprobs" not in columns:
             return None
 
@@ -228,7 +217,7 @@ class StudentRole:
             return columns.ragged(name).select(rows) if name in columns else None
 
         return TeacherColumns(
-            teacher=[self._numbers[part.tags[row].teacher or ""] for row in rows],
+            teacher=[self._numbers[batch.tags[row].teacher or ""] for row in rows],
             logprobs=columns.ragged("teacher_logprobs").select(rows),
             topk_ids=column("teacher_topk_ids"),
             topk_logprobs=column("teacher_topk_logprobs"),
@@ -236,12 +225,11 @@ class StudentRole:
         )
 
 
-def mean_metrics(taken: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def mean_metrics(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Mean over optimizer steps of what each of them measured."""
-    names = dict.fromkeys(name for metrics in taken for name in metrics)
     means = {}
-    for name in names:
-        found = [m[name] for m in (taken[:1] if name in FRESH_ONLY else taken) if name in m]
-        if found:
-            means[name] = sum(found) / len(found)
+    for name in dict.fromkeys(name for report in reports for name in report):
+        values = [r[name] for r in (reports[:1] if name in FRESH_ONLY else reports) if name in r]
+        if values:
+            means[name] = sum(values) / len(values)
     return means

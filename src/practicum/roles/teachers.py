@@ -1,13 +1,14 @@
-"""The teachers' role: rows find their teacher, are scored, and what it said is written.
+"""The teachers' role: rows are scored by their teachers, and the scores are written.
 
-Teachers with resources of their own score a row as soon as its session is finished (`stream`). Colocated
-ones wait until the rollout is done (`score`): the student's engine sleeps, each that has rows is woken once.
+Teachers with their own resources score a session as soon as it is finished (`score_session`). Rows of
+colocated teachers wait until the rollout is done: then the stage `teachers` wakes each that has rows once,
+while the student's engines sleep (`Roles.engines_asleep`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,17 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
 from practicum.dataplane.plan import Plan
 from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.stage import Columns, stage
+from practicum.dataplane.stage import Columns, StepInfo, stage
 from practicum.dataplane.store import Store
-from practicum.engines.protocol import Rests, Scores
+from practicum.engines.protocol import Scores
 from practicum.errors import DeadlineError, TeacherError
+from practicum.learning.parallel import Parallel
 from practicum.models.output_head import OutputHead
 from practicum.places.model_cache import ModelCache
 from practicum.places.place import ScoreOptions, ScoreRow, TeacherPlace, score_rows
 from practicum.places.torch_teacher import ColocatedTeacher, OwnTeacher
 from practicum.places.vllm_teacher import VllmTeacher
-from practicum.recipe.derived import compare_temperature
+from practicum.recipe.derived import compare_temperature, scores_during_rollout
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
 from practicum.roles.stage_extras import images_of
@@ -45,7 +47,8 @@ class Teachers:
     """The teachers of a run: where each lives, and what the learner must know of each."""
 
     places: dict[str, TeacherPlace]
-    residency: ModelCache
+    residency: ModelCache | None = None
+    """Wakes colocated teachers; None if each has a device of its own and never sleeps."""
     heads: dict[str, OutputHead] = field(default_factory=dict)
     """Output heads, if the signal is the full distribution."""
     least_width: int = 0
@@ -58,8 +61,17 @@ class Teachers:
 
     def colocated(self) -> dict[str, ColocatedTeacher | VllmTeacher]:
         """Those that are woken after the rollout."""
-        found = {n: p for n, p in self.places.items() if isinstance(p, ColocatedTeacher | VllmTeacher)}
-        return {name: place for name, place in found.items() if place.sleeps}
+        here = {n: p for n, p in self.places.items() if isinstance(p, ColocatedTeacher | VllmTeacher)}
+        return {name: place for name, place in here.items() if place.sleeps}
+
+    def awake(self, name: str) -> AbstractContextManager[None]:
+        """A teacher is awake inside."""
+        return nullcontext() if self.residency is None else self.residency.awake(name)
+
+    @property
+    def wakes(self) -> dict[str, int]:
+        """How often each colocated teacher was woken so far."""
+        return {} if self.residency is None else dict(self.residency.wakes)
 
     def close(self) -> None:
         """Stop all of them, even if one can't be."""
@@ -69,31 +81,33 @@ class Teachers:
 
 
 class TeacherRole:
-    """Scores rows by their teachers. Works for one rollout at a time."""
+    """Scores rows by their teachers, for one rollout at a time."""
 
     def __init__(
         self,
         recipe: Recipe,
         plan: Plan,
         store: Store,
-        staff: Teachers,
-        engine: Rests,
+        teachers: Teachers,
         tokenizer: PreTrainedTokenizerBase,
         *,
         vocab: int | None = None,
+        parallel: Parallel | None = None,
     ) -> None:
+        """On several ranks each scores its own share of the rows, apart from the others."""
         self.recipe, self.plan, self.store = recipe, plan, store
-        self.staff, self.engine, self.tokenizer = staff, engine, tokenizer
+        self.loaded, self.tokenizer = teachers, tokenizer
+        self.rank, self.ranks = (0, 1) if parallel is None else (parallel.rank, parallel.world)
         assert recipe.distill is not None
         signal = recipe.distill.signal
-        self.wanted = ScoreOptions(
+        self.options = ScoreOptions(
             top_k=recipe.distill.top_k if signal == "top_k" else 0,
             hidden=signal == "full",
             temperature=compare_temperature(recipe),
             vocab=vocab,
         )
-        self._colocated = staff.colocated()
-        self._spent = self.seconds(), dict(staff.residency.wakes)
+        self._colocated = teachers.colocated() if teachers.residency is not None else {}
+        self._spent = self.seconds(), teachers.wakes
         self._copies: dict[str, tuple[dict[str, Tensor], int]] = {}
 
     def teacher_of(self, prompt: Prompt) -> str:
@@ -102,45 +116,35 @@ class TeacherRole:
 
     def seconds(self) -> dict[str, float]:
         """Seconds of scoring of each teacher so far."""
-        return {name: place.busy_s for name, place in self.staff.places.items()}
+        return {name: place.busy_s for name, place in self.loaded.places.items()}
 
-    @property
-    def streams(self) -> bool:
-        """Whether some teacher scores while the student still rolls out."""
-        return len(self._colocated) < len(self.staff.places)
-
-    async def stream(self, session: BatchRef, prompt: Prompt) -> None:
-        """Score a finished session if its teacher has resources of its own, and write what it said."""
-        name = session.tags[0].teacher
-        assert name is not None
-        if name in self._colocated or session.tags[0].is_baseline:
-            return
-        await self.correct(name, session, {key: prompt for key in session.keys})
-
-    async def correct(self, name: str, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
-        """Have rows scored by a teacher that is awake, and write what it said."""
+    async def score_session(self, name: str, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
+        """Have rows scored by a teacher with its own resources, and write the scores."""
         columns = Columns("teachers", self.store.get(batch, self.plan["teachers"].reads))
         rows = self._rows(batch, columns, prompts)
-        scores = await score_rows(self.staff.places[name], rows, self.wanted)
-        for row, one in zip(rows, scores, strict=True):
-            self._check_ids(name, row, one)
+        scores = await score_rows(self.loaded.places[name], rows, self.options)
+        for row, score in zip(rows, scores, strict=True):
+            self._check_ids(name, row, score)
         self.store.put(batch, self._columns(scores), keep_tags=True)
 
-    @stage("teachers")
-    def score(self, batch: BatchRef, columns: Columns, *, prompts: Mapping[Key, Prompt]) -> dict[str, Column]:
+    def _own_rows(self, step: StepInfo) -> BatchRef:
+        """This rank's share of the rows that wait for colocated teachers."""
+        waiting = waiting_rows(self.recipe, step.batch)
+        parts = share_by_tokens(
+            [tags.prompt_tokens + tags.response_tokens for tags in waiting.tags], self.ranks
+        )
+        return waiting.take(parts[self.rank] if self.rank < len(parts) else [])
+
+    @stage("teachers", rows=_own_rows)
+    def score(self, batch: BatchRef, columns: Columns, step: StepInfo) -> dict[str, Column]:
         """Scores of rows by colocated teachers, each woken once and put to sleep whatever happens."""
-        rows = self._rows(batch, columns, prompts)
-        found: dict[int, Scores] = {}
-        self.engine.sleep()
-        try:
-            for name, mine in _by_teacher(batch).items():
-                with self.staff.residency.awake(name):
-                    work = score_rows(self.staff.places[name], [rows[i] for i in mine], self.wanted)
-                    scores = self._in_time(name, work, len(mine))
-                found.update(zip(mine, scores, strict=True))
-        finally:
-            self.engine.wake()
-        return self._columns([found[i] for i in range(len(batch))])
+        rows = self._rows(batch, columns, step.prompts)
+        scores: dict[int, Scores] = {}
+        for name, places in _by_teacher(batch).items():
+            with self.loaded.awake(name):
+                work = score_rows(self.loaded.places[name], [rows[i] for i in places], self.options)
+                scores.update(zip(places, self._in_time(name, work, len(places)), strict=True))
+        return self._columns([scores[i] for i in range(len(batch))])
 
     def _in_time(self, name: str, work: Coroutine[Any, Any, list[Scores]], rows: int) -> list[Scores]:
         deadline = self.recipe.teachers[name].deadline_s
@@ -152,7 +156,7 @@ class TeacherRole:
     def refresh(self, step: int, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
         """Before step `step`: copies of the student whose time has come take these weights."""
         for name, teacher in self.recipe.teachers.items():
-            if name in self.staff.places and takes_new_weights(teacher, step):
+            if name in self.loaded.places and takes_new_weights(teacher, step):
                 # A copy of our own: it is also what a checkpoint keeps of this teacher.
                 copied = {key: x.cpu().clone() for key, x in weights().items()}
                 self.give_weights(name, copied, version)
@@ -168,7 +172,7 @@ class TeacherRole:
     def load(self, folder: Path) -> None:
         """Take up the copies that `save` wrote."""
         for path in sorted(folder.glob("*.safetensors")):
-            if path.stem not in self.staff.places:
+            if path.stem not in self.loaded.places:
                 continue
             self.give_weights(path.stem, *read_copy(path))
         self._forget_spent()
@@ -176,27 +180,27 @@ class TeacherRole:
     def give_weights(self, name: str, weights: dict[str, Tensor], version: int) -> None:
         """Make a copy of the student what these weights are."""
         self._copies[name] = weights, version
-        place = self.staff.places[name]
+        place = self.loaded.places[name]
         assert isinstance(place, ColocatedTeacher | OwnTeacher | VllmTeacher)
-        with self.staff.residency.awake(name) if name in self._colocated else nullcontext():
+        with self.loaded.awake(name) if name in self._colocated else nullcontext():
             place.take(weights, version)
-            if name in self.staff.heads:
+            if name in self.loaded.heads:
                 self.renew_head(name, place.head())
 
     def renew_head(self, name: str, fresh: OutputHead) -> None:
         """Take a teacher's output head as it is now, if the learner has need of it."""
-        if (head := self.staff.heads.get(name)) is not None:
+        if (head := self.loaded.heads.get(name)) is not None:
             head.weight.copy_(fresh.weight)
             if head.bias is not None and fresh.bias is not None:
                 head.bias.copy_(fresh.bias)
 
     def _forget_spent(self) -> None:
         """What was just done is no scoring of a step."""
-        self._spent = self.seconds(), dict(self.staff.residency.wakes)
+        self._spent = self.seconds(), self.loaded.wakes
 
     def spent(self) -> tuple[dict[str, float], dict[str, int]]:
         """Seconds and wakes of each teacher since this was asked last."""
-        seconds, wakes = self.seconds(), dict(self.staff.residency.wakes)
+        seconds, wakes = self.seconds(), self.loaded.wakes
         before_s, before_w = self._spent
         self._spent = seconds, wakes
         return (
@@ -205,17 +209,13 @@ class TeacherRole:
         )
 
     def _check_ids(self, name: str, row: ScoreRow, scores: Scores) -> None:
-        """A server can't be told how many outputs count, so it may name tokens that the student lacks."""
-        vocab, ids = self.wanted.vocab, scores.topk_ids
+        """A server may name tokens that the student does not have: it does not know how many count."""
+        vocab, ids = self.options.vocab, scores.topk_ids
         if vocab is not None and ids is not None and ids.numel() and int(ids.max()) >= vocab:
             raise TeacherError(
                 f"teacher {name} finds token {int(ids.max())} likely in {row.name}, and the student has "
                 f"{vocab} outputs: load it here, without teachers.{name}.url: such tokens are left out"
             )
-
-    def waiting(self, batch: BatchRef) -> BatchRef:
-        """The rows that colocated teachers have yet to score."""
-        return batch.where(lambda _, tags: tags.teacher in self._colocated)
 
     def _rows(self, batch: BatchRef, columns: Columns, prompts: Mapping[Key, Prompt]) -> list[ScoreRow]:
         ids = (columns.ragged(name).rows for name in ("prompt_ids", "response_ids"))
@@ -236,13 +236,36 @@ class TeacherRole:
 
     def _columns(self, scores: Sequence[Scores]) -> dict[str, Column]:
         columns: dict[str, Column] = {"teacher_logprobs": Ragged.from_rows([s.logprobs for s in scores])}
-        if self.wanted.top_k:
+        if self.options.top_k:
             ids, best = zip(*(_top(s) for s in scores), strict=True)
             columns["teacher_topk_ids"] = Ragged.from_rows(ids)
             columns["teacher_topk_logprobs"] = Ragged.from_rows(best)
-        if self.wanted.hidden:
-            columns["teacher_hidden"] = Ragged.from_rows([_widened(s, self.staff.width) for s in scores])
+        if self.options.hidden:
+            columns["teacher_hidden"] = Ragged.from_rows([_widened(s, self.loaded.width) for s in scores])
         return columns
+
+
+def waiting_rows(recipe: Recipe, batch: BatchRef) -> BatchRef:
+    """The rows that wait for colocated teachers until the rollout is done."""
+    waits = {name for name, teacher in recipe.teachers.items() if not scores_during_rollout(teacher)}
+    return batch.where(lambda _, tags: tags.teacher in waits)
+
+
+def prompts_read(recipe: Recipe, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> dict[Key, Prompt]:
+    """The prompts of those rows whose teachers read more of them than their tokens."""
+    reads = {name for name, teacher in recipe.teachers.items() if teacher.before is not None}
+    return {key: prompts[key] for key, tags in batch if tags.teacher in reads}
+
+
+def share_by_tokens(tokens: Sequence[int], ranks: int) -> list[list[int]]:
+    """Rows over ranks that work apart from each other, longest first to the least loaded; none is idle."""
+    parts: list[list[int]] = [[] for _ in range(min(ranks, len(tokens)))]
+    loads = [0] * len(parts)
+    for row in sorted(range(len(tokens)), key=lambda row: (-tokens[row], row)):
+        least = loads.index(min(loads))
+        parts[least].append(row)
+        loads[least] += tokens[row]
+    return [sorted(part) for part in parts]
 
 
 def copy_file(folder: Path, name: str) -> Path:

@@ -2,136 +2,158 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from practicum.checks.watch import Watch
+from practicum.concurrency.gather import gather_all
 from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.keys import Key
 from practicum.dataplane.memory_store import MemoryStore
-from practicum.dataplane.plan import Plan, evaluation_plan
-from practicum.dataplane.store import Store
+from practicum.dataplane.plan import Plan
+from practicum.dataplane.stage import StepInfo
 from practicum.engines.protocol import Engine
-from practicum.errors import RecipeError
-from practicum.learning.learner import Learner
-from practicum.learning.logprob_scorer import LogprobScorer
-from practicum.learning.packed_model import PackedModel
-from practicum.learning.parallel import Parallel
-from practicum.learning.value_learner import ValueLearner
-from practicum.models.load_model import context_length, load_model, load_tokenizer, stop_ids
+from practicum.models.load_model import context_length, load_model
 from practicum.places.model_cache import ModelCache
 from practicum.recipe.derived import evaluates, rollout_context
 from practicum.recipe.schema.recipe import Recipe
-from practicum.roles.advantages import AdvantageRole
-from practicum.roles.checkpoint import export_student, load_roles, save_roles, updates_begun
-from practicum.roles.critic import CriticRole
-from practicum.roles.load_teachers import load_teachers, make_model_cache, teacher_losses
+from practicum.roles.load_teachers import load_teachers, make_model_cache
 from practicum.roles.make_engine import describe_engines, make_engine
-from practicum.roles.padding import check_fields, field_widths, put_padding, row_texts
+from practicum.roles.reward import RewardParts, RewardRole
 from practicum.roles.reward_models import RewardModelRole, RewardModels, load_reward_models
-from practicum.roles.rollout import RolloutRole
+from practicum.roles.rollout import Finished, RolloutRole
 from practicum.roles.session_runner import SessionRunner
-from practicum.roles.student import StudentRole, UpdateReport
+from practicum.roles.stage_table import evaluation_plan
 from practicum.roles.sync import SyncProbe
 from practicum.roles.teachers import TeacherRole, Teachers
-from practicum.sessions.prompt_encoder import Encoder, make_encoder
+from practicum.roles.train_rank import TrainRank, set_threads
+from practicum.sessions.attempts import Attempt
+from practicum.sessions.session import SessionStart
 from practicum.sessions.tools.toolbox import Toolbox
+from practicum.tasks.prompts import Prompt
 from practicum.tasks.rewards import RewardFunctions
 
 
 @dataclass(frozen=True, slots=True)
 class FrozenModels:
-    """Models beside the student: teachers, reward models, and where the colocated ones sleep."""
+    """Models beside the student: teachers, reward models, and the cache that wakes the colocated ones."""
 
-    staff: Teachers | None
-    panel: RewardModels
+    teachers: Teachers | None
+    reward_models: RewardModels
     residency: ModelCache
 
     def close(self) -> None:
         """Stop all of them."""
         with ExitStack() as stack:
-            stack.callback(self.panel.close)
-            if self.staff is not None:
-                stack.callback(self.staff.close)
+            stack.callback(self.reward_models.close)
+            if self.teachers is not None:
+                stack.callback(self.teachers.close)
 
 
-@dataclass(slots=True)
-class LocalRoles:
-    """Everyone who takes part in a run, in this process; see `roles.Roles`."""
+class LocalWorkers:
+    """Sessions and their scoring in this process; see `roles.rollout.SessionWorkers`."""
 
-    plan: Plan
-    store: Store
-    encoder: Encoder
-    stop: frozenset[int]
-    engine: Engine
-    practice: RolloutRole
-    faculty: TeacherRole | None
-    examiner: RolloutRole
-    student: StudentRole
-    credit: AdvantageRole
-    valuation: CriticRole | None
-    hired: FrozenModels
-    toolbox: Toolbox
-    widths: Mapping[str, int]
-    probe: SyncProbe
-    ranks: int = 1
+    def __init__(
+        self, sessions: SessionRunner, reward: RewardRole, teachers: TeacherRole | None, engine: Engine
+    ) -> None:
+        self.sessions, self.rewards, self.teachers, self.engine = sessions, reward, teachers, engine
 
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self.encoder.tokenizer
+    async def run(
+        self,
+        attempts: Sequence[Attempt],
+        partition: str,
+        seed: int,
+        *,
+        at_once: Callable[[Prompt], bool],
+        finished: Finished,
+    ) -> list[Key]:
+        """A session's rows are in the store as soon as it is done."""
+        prompts = {attempt.prompt.uid: attempt.prompt for attempt in attempts}
+        starts = {uid: self.sessions.start(prompt) for uid, prompt in prompts.items()}
 
-    @property
-    def version(self) -> int:
-        return self.student.learner.version
+        async def run(attempt: Attempt, start: SessionStart) -> BatchRef:
+            rows = await self.sessions.run(attempt, start, seed)
+            batch = self.sessions.put(partition, rows, self.sessions.plan["rollout"].writes)
+            if (scoring := finished(batch)) is not None:
+                await scoring
+            return batch
+
+        batches = await gather_all(run(attempt, starts[attempt.prompt.uid]) for attempt in attempts)
+        return [key for batch in batches for key in batch.keys]
+
+    async def demonstrate(self, prompts: Sequence[Prompt], partition: str) -> BatchRef:
+        sessions = await gather_all(self.sessions.demonstrate(prompt) for prompt in prompts)
+        rows = [row for session in sessions for row in session]
+        return self.sessions.put(partition, rows, self.sessions.plan["demonstrate"].writes)
+
+    async def reward_session(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> RewardParts:
+        return await self.rewards.score_session(batch, prompts)
+
+    def reward(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> RewardParts:
+        return self.rewards.reward(StepInfo(batch, prompts=prompts)) or {}
+
+    async def teach(self, teacher: str, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
+        assert self.teachers is not None
+        await self.teachers.score_session(teacher, batch, prompts)
+
+    @contextmanager
+    def engines_asleep(self) -> Iterator[None]:
+        self.engine.sleep()
+        try:
+            yield
+        finally:
+            self.engine.wake()
+
+
+class LocalRoles(TrainRank):
+    """The only rank of the learner, with the engine and the sessions beside it; see `Roles`."""
+
+    def __init__(
+        self, recipe: Recipe, plan: Plan, watch: Watch, model: PreTrainedModel, frozen: FrozenModels
+    ) -> None:
+        super().__init__(recipe, plan, MemoryStore(), watch, model, frozen.teachers)
+        learner, self.frozen = self.student.learner, frozen
+        self.engine = make_engine(recipe, model, lambda: (learner.named_weights(), learner.version))
+        try:
+            self.toolbox = Toolbox(recipe.agent.tools)
+            self.probe = SyncProbe(recipe, watch)
+            self.rollout = self._make_rollout(plan, model)
+            self.eval_rollout = self._make_rollout(evaluation_plan(), model)
+            self.probe_weights()
+        except BaseException:
+            self.engine.close()
+            raise
+
+    def _make_rollout(self, plan: Plan, model: PreTrainedModel) -> RolloutRole:
+        recipe, store, frozen = self.recipe, self.store, self.frozen
+        functions = RewardFunctions(recipe.tasks, recipe.reward)
+        teachers = self.teachers if "teachers" in plan else None
+        sessions = SessionRunner(
+            recipe,
+            plan,
+            store,
+            self.engine,
+            self.encoder,
+            functions,
+            self.toolbox,
+            context=rollout_context(recipe, context_length(model)),
+            config=model.config,
+            teacher_of=None if teachers is None else teachers.teacher_of,
+        )
+        models = None
+        if frozen.reward_models.places and "reward" in plan:
+            models = RewardModelRole(recipe, frozen.reward_models, frozen.residency)
+        reward = RewardRole(recipe, plan, store, self.encoder, functions, models)
+        return RolloutRole(recipe, plan, store, LocalWorkers(sessions, reward, teachers, self.engine))
 
     def describe(self) -> list[str]:
-        places = [] if self.faculty is None else self.faculty.staff.places.values()
+        places = [] if self.frozen.teachers is None else self.frozen.teachers.places.values()
         return describe_engines(self.engine, *places)
-
-    def refresh_copies(self, step: int) -> None:
-        if self.faculty is not None:
-            learner = self.student.learner
-            self.faculty.refresh(step, lambda: dict(learner.named_weights()), learner.version)
-
-    def teach(self, batch: BatchRef) -> None:
-        assert self.faculty is not None
-        self.faculty.score(self.faculty.waiting(batch), prompts=self.practice.prompts)
-
-    def teachers_spent(self) -> tuple[dict[str, float], dict[str, int]]:
-        assert self.faculty is not None
-        return self.faculty.spent()
-
-    def pad(self, partition: str, count: int) -> BatchRef:
-        return put_padding(self.store, self.plan, partition, count, self.tokenizer, self.widths)
-
-    def old_logprobs(self, batch: BatchRef) -> None:
-        self.student.old_logprobs(batch)
-
-    def ref_logprobs(self, batch: BatchRef) -> None:
-        self.student.ref_logprobs(batch)
-
-    def values(self, batch: BatchRef) -> None:
-        assert self.valuation is not None
-        self.valuation.values(batch)
-
-    def advantages(self, batch: BatchRef, baselines: Mapping[int, float]) -> dict[str, float]:
-        return self.credit.advantages(batch, baselines=baselines) or {}
-
-    def update_critic(self, batch: BatchRef, step: int) -> dict[str, float]:
-        assert self.valuation is not None
-        return self.valuation.update(batch, step=step) or {}
-
-    def update_student(self, batch: BatchRef, step: int) -> UpdateReport:
-        learnt = self.student.update(batch, step=step)
-        assert learnt is not None
-        return learnt
 
     def sync_weights(self) -> None:
         learner = self.student.learner
@@ -139,29 +161,14 @@ class LocalRoles:
         self.probe_weights()
 
     def probe_weights(self) -> None:
-        """Whether the engine has the learner's weights."""
+        """Check that the engine has the learner's weights."""
         if self.probe.looks:
-            found = [self.engine.fingerprint().tolist()]
-            self.probe.check(found, lambda length: self.student.learner.fingerprint(length).tolist())
+            self.probe.check([self.engine.fingerprint().tolist()], self.fingerprint)
 
-    def texts(self, batch: BatchRef) -> list[tuple[str, str]]:
-        return row_texts(self.store, self.tokenizer, batch)
-
-    def kl_state(self) -> dict[str, float]:
-        return self.credit.state_dict()
-
-    def updates(self) -> tuple[int, ...]:
-        return updates_begun(self)
-
-    def save(self, folder: Path, *, rows: bool = True) -> None:
-        save_roles(self, folder, rows=rows)
-
-    def load(self, folder: Path, kl_state: Mapping[str, float]) -> None:
-        load_roles(self, folder, kl_state)
+    def load(self, folder: Path, kl_state: Mapping[str, float]) -> int:
+        version = super().load(folder, kl_state)
         self.sync_weights()
-
-    def export(self, folder: Path) -> None:
-        export_student(self, folder)
+        return version
 
     def incidents(self) -> dict[str, Any]:
         return {}
@@ -171,130 +178,31 @@ class LocalRoles:
         with ExitStack() as stack:
             stack.callback(self.engine.close)
             stack.callback(self.toolbox.close)
-            stack.callback(self.hired.close)
-
-
-def set_threads(threads: int | None) -> int:
-    """Torch's threads: as the recipe says, else as OMP_NUM_THREADS says, else one per core."""
-    wanted = threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or (os.cpu_count() or 1)
-    torch.set_num_threads(wanted)
-    return wanted
-
-
-def load_reference(recipe: Recipe, student: PreTrainedModel) -> PreTrainedModel:
-    """The reference policy: a model of the student's vocabulary, or the student's start."""
-    path, key = recipe.algorithm.kl.reference, "algorithm.kl.reference"
-    reference = load_model(recipe.model, recipe.seed, path=path, key=key)
-    own, other = (m.config.get_text_config().vocab_size for m in (student, reference))
-    if own != other:
-        expected = f"a model of the student's vocabulary of {own}"
-        raise RecipeError(key, f"{path} with a vocabulary of {other} tokens", expected)
-    return reference
+            stack.callback(self.frozen.close)
 
 
 def load_frozen_models(recipe: Recipe, plan: Plan, student: PreTrainedModel) -> FrozenModels:
-    """Teachers and reward models, as far as the plan or evaluations ask them."""
-    panel = RewardModels()
+    """Teachers and reward models, if the plan or evaluations need them."""
+    reward_models = RewardModels()
     if recipe.reward.models and ("reward" in plan or evaluates(recipe)):
         # Another tokenizer may need more tokens than the student's for the same text.
-        panel = load_reward_models(recipe, room=2 * rollout_context(recipe, None))
+        reward_models = load_reward_models(recipe, room=2 * rollout_context(recipe, None))
     with ExitStack() as undo:
-        undo.callback(panel.close)
-        staff = load_teachers(recipe, student, panel.sleepers()) if "teachers" in plan else None
-        residency = make_model_cache(recipe, panel.sleepers()) if staff is None else staff.residency
+        undo.callback(reward_models.close)
+        sleepers = reward_models.sleepers()
+        teachers = load_teachers(recipe, student, sleepers) if "teachers" in plan else None
+        residency = None if teachers is None else teachers.residency
         undo.pop_all()
-    return FrozenModels(staff, panel, residency)
+    return FrozenModels(teachers, reward_models, residency or make_model_cache(recipe, sleepers))
 
 
 def start_local(recipe: Recipe, plan: Plan, watch: Watch) -> LocalRoles:
     """Load the models and connect the roles; if that fails, nothing stays behind."""
     set_threads(recipe.runtime.threads)
     model = load_model(recipe.model, recipe.seed)
-    hired = load_frozen_models(recipe, plan, model)
+    frozen = load_frozen_models(recipe, plan, model)
     with ExitStack() as undo:
-        undo.callback(hired.close)
-        learner = make_learner(recipe, model, hired.staff, watch)
-        engine = make_engine(recipe, model, lambda: (learner.named_weights(), learner.version))
-        undo.callback(engine.close)
-        roles = _connect(recipe, plan, watch, model, hired, learner, engine)
-        roles.probe_weights()
+        undo.callback(frozen.close)
+        roles = LocalRoles(recipe, plan, watch, model, frozen)
         undo.pop_all()
     return roles
-
-
-def make_learner(
-    recipe: Recipe,
-    model: PreTrainedModel,
-    staff: Teachers | None,
-    watch: Watch,
-    parallel: Parallel | None = None,
-) -> Learner:
-    """The student as it learns, with what it must know of its teachers; a share of it on several ranks."""
-    return Learner(
-        model,
-        recipe.train,
-        recipe.algorithm,
-        temperature=recipe.rollout.temperature,
-        teaching=None if staff is None else teacher_losses(recipe, staff),
-        on_nonfinite=partial(watch, "finite"),
-        parallel=parallel,
-    )
-
-
-def _connect(
-    recipe: Recipe,
-    plan: Plan,
-    watch: Watch,
-    model: PreTrainedModel,
-    hired: FrozenModels,
-    learner: Learner,
-    engine: Engine,
-) -> LocalRoles:
-    encoder, store, staff = make_encoder(recipe, load_tokenizer(recipe.model)), MemoryStore(), hired.staff
-    reference = None
-    if "ref_logprobs" in plan:
-        reference = LogprobScorer(PackedModel(load_reference(recipe, model), recipe.train))
-    vocab = model.config.get_text_config().vocab_size
-    faculty = None
-    if staff is not None:
-        faculty = TeacherRole(recipe, plan, store, staff, engine, encoder.tokenizer, vocab=vocab)
-    valuation = None
-    if recipe.critic is not None:
-        critic = ValueLearner(model, recipe.train, recipe.critic, on_nonfinite=partial(watch, "finite"))
-        valuation = CriticRole(recipe, plan, store, critic)
-    exam, toolbox = evaluation_plan(), Toolbox(recipe.agent.tools)
-    check_fields(recipe, plan, model)
-    sessions = partial(
-        SessionRunner,
-        recipe,
-        store=store,
-        engine=engine,
-        encoder=encoder,
-        judge=RewardFunctions(recipe.tasks, recipe.reward),
-        toolbox=toolbox,
-        context=rollout_context(recipe, context_length(model)),
-        config=model.config,
-    )
-
-    def jury(plan: Plan) -> RewardModelRole | None:
-        asked = hired.panel.places and "reward" in plan
-        return RewardModelRole(recipe, hired.panel, hired.residency, engine) if asked else None
-
-    teacher_of = None if faculty is None else faculty.teacher_of
-    return LocalRoles(
-        plan=plan,
-        store=store,
-        encoder=encoder,
-        stop=stop_ids(model, encoder.tokenizer, recipe.rollout.stop),
-        engine=engine,
-        practice=RolloutRole(sessions(plan, teacher_of=teacher_of), faculty, jury(plan)),
-        faculty=faculty,
-        examiner=RolloutRole(sessions(exam), jury=jury(exam)),
-        student=StudentRole(recipe, plan, store, learner, reference, watch),
-        credit=AdvantageRole(recipe, plan, store),
-        valuation=valuation,
-        hired=hired,
-        toolbox=toolbox,
-        widths=field_widths(recipe, model, 0 if staff is None else staff.width),
-        probe=SyncProbe(recipe, watch),
-    )

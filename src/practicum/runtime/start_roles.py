@@ -7,7 +7,7 @@ from practicum.dataplane.plan import Plan
 from practicum.recipe.schema.recipe import Recipe
 from practicum.runtime.local import start_local
 from practicum.runtime.ray.init_ray import set_environment
-from practicum.runtime.roles import Roles
+from practicum.runtime.roles_protocol import Roles
 
 
 def start_roles(recipe: Recipe, plan: Plan, watch: Watch) -> Roles:

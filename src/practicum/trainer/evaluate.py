@@ -10,7 +10,7 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
 from practicum.engines.protocol import Sampling
 from practicum.recipe.schema.recipe import Recipe
-from practicum.runtime.roles import Roles
+from practicum.runtime.roles_protocol import Roles
 from practicum.sessions.attempts import Attempt
 from practicum.tasks.prompts import Prompt
 
@@ -38,8 +38,8 @@ def evaluate(
     if not attempts:
         return {}
     try:
-        batch = roles.examiner.rollout(attempts, EVAL, seed=recipe.seed + SEED_OFFSET)
-        roles.examiner.reward(batch.where(lambda _, tags: tags.status == "ready"))
+        batch = roles.eval_rollout.rollout(attempts, EVAL, seed=recipe.seed + SEED_OFFSET)
+        roles.eval_rollout.reward(batch.where(lambda _, tags: tags.status == "ready"))
         batch = roles.store.batch(EVAL, batch.keys)
         failed = {key[:2]: tags for key, tags in batch if tags.failure}.values()
         traces = {tags.failure: tags.trace for tags in failed}
@@ -50,7 +50,7 @@ def evaluate(
     finally:
         left = roles.store.batch(EVAL).keys
         roles.store.clear(EVAL)
-        roles.examiner.forget(left)
+        roles.eval_rollout.forget(left)
 
 
 def scores(batch: BatchRef, k: int, pass_threshold: float) -> dict[str, float]:

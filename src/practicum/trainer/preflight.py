@@ -17,7 +17,7 @@ from practicum.recipe.schema.recipe import Model, Recipe
 from practicum.rewards.check_reward_models import check_reward_models
 from practicum.roles.load_teachers import probe_servers
 from practicum.roles.reward_models import probe_reward_servers
-from practicum.runtime.local import load_reference
+from practicum.roles.train_rank import load_reference
 from practicum.runtime.ray.cluster import check_cluster
 from practicum.sessions.loops import find_loop
 from practicum.tasks.builtin import TASKS

@@ -17,15 +17,15 @@ from rich.console import Console
 
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.plan import evaluation_plan, make_plan
 from practicum.errors import PracticumError
 from practicum.observe.progress import ProgressView
 from practicum.observe.tables import ledger_table, score_table
 from practicum.observe.trackers import Tracker, make_trackers, require_trackers
 from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
 from practicum.recipe.schema.recipe import Recipe
+from practicum.roles.stage_table import evaluation_plan, make_plan
 from practicum.runtime.random_state import seed_generators, set_random_state
-from practicum.runtime.roles import Roles
+from practicum.runtime.roles_protocol import Roles
 from practicum.runtime.start_roles import start_roles
 from practicum.tasks.check_tasks import tasks_needing_answer
 from practicum.tasks.stream import eval_prompts, make_stream

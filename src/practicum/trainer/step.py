@@ -1,35 +1,41 @@
 """One training step, from prompts to new weights. Read `StepRunner.step` first.
 
-A step is a chain of stages. Which of them run, and what they read and write, is the plan's to say
-(`dataplane/plan.py`); where they run is the roles' (`runtime/`). This module holds keys and tags only.
+A step is a chain of stages. Which of them run, what they read and write and who runs them is in the plan
+(`roles/stage_table.py`); what they do is in `roles/`, a file for each role; where they run is the runtime's
+(`runtime/`). This module holds keys and tags only.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from practicum.checks import invariants
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.plan import Plan
+from practicum.dataplane.stage import StepInfo
 from practicum.engines.protocol import Sampling
 from practicum.errors import PracticumError
 from practicum.recipe.algorithm_traits import ESTIMATORS
 from practicum.recipe.schema.recipe import Recipe
-from practicum.roles.optimizer_steps import balance_metrics, padding_rows_needed
-from practicum.runtime.roles import Roles
+from practicum.roles.optimizer_steps import balance_metrics
+from practicum.roles.student import UpdateReport
+from practicum.roles.teachers import prompts_read, waiting_rows
+from practicum.runtime.roles_protocol import Roles
 from practicum.sessions.attempts import Attempt
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import PromptStream
-from practicum.teachers.ledger import TeacherMeasures, make_ledger
+from practicum.teachers.ledger import make_ledger
 from practicum.trainer.buffer import Group, ReplayBuffer, TakenGroups, groups_of
 from practicum.trainer.step_metrics import prefixed, rollout_metrics, session_tags, trajectories
 
 TRAIN = "train"
 T = TypeVar("T")
+Metrics = dict[str, float]
 
 
 class StepRunner:
@@ -41,62 +47,53 @@ class StepRunner:
         self.buffer = ReplayBuffer(recipe.buffer, TRAIN, recipe.agent.on_failure)
         self.on_stage: Callable[[str], None] = lambda name: None
         self.on_batch: Callable[[BatchRef], None] = lambda batch: None
-        self.learnt: tuple[int, dict[str, float]] | None = None
+        self.learnt: tuple[int, Metrics] | None = None
         """The step under way and its metrics so far, once its update is done and can't be undone."""
-        self._seconds: dict[str, float] = {}
+        self._seconds: Metrics = {}
         self._parts: dict[str, list[float]] = {}
 
-    def step(self, number: int) -> dict[str, float]:
-        """Practise, judge, learn, and leave the store as it was. Returns the step's metrics."""
+    def step(self, number: int) -> Metrics:
+        """Roll out, score, learn, and leave the store as it was. Returns the step's metrics."""
         began = time.perf_counter()
         self._seconds, self._parts, self.learnt = {}, {}, None
         self.watch.fired.clear()
-        roles, supervised = self.roles, "demonstrate" in self.plan
 
         if "teachers" in self.plan:
-            roles.refresh_copies(number)
-        batch, baselines, metrics = self._demonstrations() if supervised else self._practise()
-        metrics |= self._teach(batch)
-        batch, filled = self._fill_up(batch, number)
-        metrics |= filled
-        self._run("old_logprobs", lambda: roles.old_logprobs(batch))
-        self._run("ref_logprobs", lambda: roles.ref_logprobs(batch))
-        self._run("values", lambda: roles.values(batch))
-        advantage = self._run("advantages", lambda: roles.advantages(batch, baselines))
-        learnt = self._run("update_critic", lambda: roles.update_critic(batch, number))
-        metrics |= prefixed("critic", learnt or {})
-        if not self._critic_warms_up(number):
-            learnt = self._run("update_student", lambda: roles.update_student(batch, number))
-            assert learnt is not None
-            metrics |= prefixed("train", learnt.metrics)
-            metrics |= self._ledger(batch, learnt.measured)
-        metrics |= _advantage_metrics(advantage or {})
+            self.roles.refresh_copies(number)
+        supervised = "demonstrate" in self.plan
+        batch, baselines, metrics = self._demonstrate() if supervised else self._roll_out_and_reward()
+        step = StepInfo(batch, number, baselines)
+        metrics |= self._teach(step)
+        step, padded = self._pad(step)
+        metrics |= padded
+        for stage in self.plan.learner_stages():  # old_logprobs, … advantages, update_critic, update_student
+            metrics |= self._learn(stage.name, step)
         self.learnt = number, metrics
-        self._run("sync", roles.sync_weights)
-        self._run("clear", lambda: self._clear(batch))
+        self._run("sync", self.roles.sync_weights)
+        self._run("clear", lambda: self._clear(step.batch))
 
-        metrics |= roles.incidents()
+        metrics |= self.roles.incidents()
         metrics |= {f"checks/{name}": count for name, count in self.watch.fired.items()}
         metrics |= {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         if (rolled := self._seconds.get("rollout")) and "rollout/tokens" in metrics:
             metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / rolled
         return metrics | {"time/step": time.perf_counter() - began}
 
-    def _demonstrations(self) -> tuple[BatchRef, dict[int, float], dict[str, float]]:
+    def _demonstrate(self) -> tuple[BatchRef, dict[int, float], Metrics]:
         prompts = self.stream.take(self.recipe.train.prompts)
-        batch = self._run("demonstrate", lambda: self.roles.practice.demonstrate(prompts, TRAIN))
+        batch = self._run("demonstrate", lambda: self.roles.rollout.demonstrate(prompts, TRAIN))
         assert batch is not None
         self.on_batch(batch)
         return batch, {}, {"epoch": prompts[0].epoch}
 
-    def _practise(self) -> tuple[BatchRef, dict[int, float], dict[str, float]]:
-        """Roll out and judge until enough complete groups are there, and take the oldest."""
-        wanted = self.recipe.train.prompts
+    def _roll_out_and_reward(self) -> tuple[BatchRef, dict[int, float], Metrics]:
+        """Roll out and score until enough complete groups are there, and take the oldest."""
+        needed = self.recipe.train.prompts
         rolled: list[BatchRef] = []
         groups: list[Group] = []
         refills, epoch = -1, None
-        while len(self.buffer) < wanted and refills < self.recipe.buffer.max_refills:
-            prompts = self.stream.take(wanted - len(self.buffer))
+        while len(self.buffer) < needed and refills < self.recipe.buffer.max_refills:
+            prompts = self.stream.take(needed - len(self.buffer))
             epoch = prompts[0].epoch if epoch is None else epoch
             rolled.append(self._roll_out(prompts))
             new = groups_of(rolled[-1])
@@ -105,28 +102,31 @@ class StepRunner:
             refills += 1
             if not self.recipe.buffer.filter_flat_groups:
                 break
-        taken = self.buffer.take(wanted)
+        taken = self.buffer.take(needed)
         self._forget(taken.spent)
         batch, lost = self._with_baseline(taken)
         if not batch:
             raise PracticumError(nothing_left(groups, refills))
         if not any(tags.sampled_tokens for tags in batch.tags):
             raise PracticumError("the student sampled no token in this step: the loop adds only given ones")
-        metrics = rollout_metrics([t for part in rolled for t in session_tags(part)], groups)
+        metrics = self._rollout_metrics(rolled, groups) | {"epoch": epoch or 0}
+        if self.recipe.buffer.filter_flat_groups:
+            short = needed - len({key.prompt for key in batch.keys})
+            metrics |= {"groups/refills": refills, "groups/short": short}
+        return batch, taken.baselines, metrics | lost
+
+    def _rollout_metrics(self, rolled: Sequence[BatchRef], groups: Sequence[Group]) -> Metrics:
+        metrics = rollout_metrics([tags for batch in rolled for tags in session_tags(batch)], groups)
         metrics |= {f"reward/part/{name}": fmean(scores) for name, scores in self._parts.items()}
         left = trajectories(BatchRef.concat(rolled))
         if left is not None and left != 1:
             metrics["rollout/trajectories"] = left
         if self.recipe.agent.on_failure == "drop_group":
             metrics["groups/dropped"] = sum(group.has_failed for group in groups)
-        metrics["epoch"] = epoch or 0
-        if self.recipe.buffer.filter_flat_groups:
-            lacking = wanted - len({key.prompt for key in batch.keys})
-            metrics |= {"groups/refills": refills, "groups/short": lacking}
-        return batch, taken.baselines, metrics | lost
+        return metrics
 
-    def _with_baseline(self, taken: TakenGroups) -> tuple[BatchRef, dict[str, float]]:
-        """ReMax can't learn from a group whose greedy session failed: it is left out and counted."""
+    def _with_baseline(self, taken: TakenGroups) -> tuple[BatchRef, Metrics]:
+        """Leave out and count the groups whose greedy session failed, if the estimator needs it."""
         if not ESTIMATORS[self.recipe.algorithm.advantage].greedy_baseline:
             return taken.batch, {}
         batch = taken.batch.where(lambda key, _: key.prompt in taken.baselines)
@@ -136,49 +136,60 @@ class StepRunner:
 
     def _roll_out(self, prompts: list[Prompt]) -> BatchRef:
         """Rollout and reward of these prompts; gives the rows with their rewards in the tags."""
-        practice, recipe = self.roles.practice, self.recipe
+        rollout, recipe = self.roles.rollout, self.recipe
         attempts = training_attempts(recipe, prompts, self.roles.stop)
-        rolled = self._run("rollout", lambda: practice.rollout(attempts, TRAIN, seed=recipe.seed))
+        rolled = self._run("rollout", lambda: rollout.rollout(attempts, TRAIN, seed=recipe.seed))
         assert rolled is not None
         baseline = ESTIMATORS[recipe.algorithm.advantage].greedy_baseline
         self.watch("weight_version", invariants.weight_version(rolled, self.roles.version))
         self.watch("groups", invariants.groups(rolled, recipe.rollout.samples + baseline))
         done = rolled.where(lambda _, tags: tags.status == "ready")
-        parts = self._run("reward", lambda: practice.reward(done)) or {}
+        parts = self._run("reward", lambda: rollout.reward(done)) or {}
         for name, scores in parts.items():
             self._parts.setdefault(name, []).extend(scores)
         batch = self.roles.store.batch(TRAIN, rolled.keys)
         self.on_batch(batch)
         return batch
 
-    def _teach(self, batch: BatchRef) -> dict[str, float]:
-        """The teachers score what they have not scored during the rollout."""
-        self._run("teachers", lambda: self.roles.teach(batch))
-        hidden = self.roles.practice.take_hidden_share() if "teachers" in self.plan else None
+    def _teach(self, step: StepInfo) -> Metrics:
+        """Colocated teachers score their rows while the engines sleep; others did during the rollout."""
+        if "teachers" not in self.plan:
+            return {}
+        if waiting := waiting_rows(self.recipe, step.batch):
+            prompts = prompts_read(self.recipe, waiting, self.roles.rollout.prompts)
+            with self.roles.rollout.workers.engines_asleep():
+                self._run("teachers", lambda: self.roles.run("teachers", replace(step, prompts=prompts)))
+        hidden = self.roles.rollout.hidden.take()
         return {} if hidden is None else {"teachers/hidden": hidden}
 
-    def _fill_up(self, batch: BatchRef, number: int) -> tuple[BatchRef, dict[str, float]]:
+    def _pad(self, step: StepInfo) -> tuple[StepInfo, Metrics]:
         """Add rows that do nothing, as many as ranks and mini-batches need to be cut evenly."""
-        if "pad" not in self.plan:
-            return batch, {}
-        lacking = padding_rows_needed(self.recipe, batch, number, self.roles.ranks)
-        if lacking:
-            padding = self._run("pad", lambda: self.roles.pad(TRAIN, lacking))
-            assert padding is not None
-            batch = BatchRef.concat([batch, padding])
-        metrics = {"padding/rows": lacking, "padding/share": lacking / len(batch)}
-        return batch, metrics | balance_metrics(self.recipe, batch, number, self.roles.ranks)
+        padding = self._run("pad", lambda: self.roles.run("pad", step))
+        if padding is None:
+            return step, {}
+        batch = BatchRef.concat([step.batch, padding])
+        metrics = {"padding/rows": len(padding), "padding/share": len(padding) / len(batch)}
+        metrics |= balance_metrics(self.recipe, batch, step.number, self.roles.ranks)
+        return replace(step, batch=batch), metrics
 
-    def _ledger(self, batch: BatchRef, measured: TeacherMeasures | None) -> dict[str, float]:
-        if "teachers" not in self.plan or measured is None:
+    def _learn(self, stage: str, step: StepInfo) -> Metrics:
+        """Run a stage of the learner; gives its report as metrics."""
+        critic = self.recipe.critic
+        if stage == "update_student" and critic is not None and step.number <= critic.warmup_steps:
             return {}
-        ledger = make_ledger(batch.real(), measured, *self.roles.teachers_spent())
+        report = self._run(stage, lambda: self.roles.run(stage, step))
+        if isinstance(report, UpdateReport):
+            return prefixed("train", report.metrics) | self._ledger(step, report)
+        if stage == "advantages":
+            return _advantage_metrics(report or {})
+        return prefixed({"update_critic": "critic"}.get(stage, stage), report or {})
+
+    def _ledger(self, step: StepInfo, report: UpdateReport) -> Metrics:
+        if "teachers" not in self.plan or report.measured is None:
+            return {}
+        ledger = make_ledger(step.batch.real(), report.measured, *self.roles.teachers_spent())
         self.watch("teacher_shares", ledger.starved(self.recipe.route.shares))
         return ledger.metrics()
-
-    def _critic_warms_up(self, number: int) -> bool:
-        critic = self.recipe.critic
-        return critic is not None and number <= critic.warmup_steps
 
     def _clear(self, batch: BatchRef) -> None:
         self._forget(list(batch.keys))
@@ -188,7 +199,7 @@ class StepRunner:
     def _forget(self, keys: list) -> None:
         if keys:
             self.roles.store.clear(TRAIN, keys)
-            self.roles.practice.forget(keys)
+            self.roles.rollout.forget(keys)
 
     def _run(self, name: str, work: Callable[[], T]) -> T | None:
         """Run a stage if the plan has it, and keep its time."""
@@ -203,7 +214,7 @@ class StepRunner:
 
 
 def training_attempts(recipe: Recipe, prompts: list[Prompt], stop: frozenset[int]) -> list[Attempt]:
-    """The sessions of each prompt; ReMax adds a greedy one as the baseline."""
+    """The sessions of each prompt, and a greedy one if the advantage estimator needs a baseline."""
     rollout = recipe.rollout
     drawn = Sampling(
         max_new_tokens=rollout.max_new_tokens,
@@ -233,8 +244,8 @@ def nothing_left(groups: Sequence[Group], refills: int) -> str:
     )
 
 
-def _advantage_metrics(stats: Mapping[str, Any]) -> dict[str, float]:
-    stats = dict(stats)
-    out = {"groups/of_one": stats.pop("groups_of_one")} if "groups_of_one" in stats else {}
-    stats.pop("flat_groups", None)  # groups/flat says it, before any filter
-    return out | prefixed("advantage", stats)
+def _advantage_metrics(statistics: Mapping[str, float]) -> dict[str, float]:
+    statistics = dict(statistics)
+    metrics = {"groups/of_one": statistics.pop("groups_of_one")} if "groups_of_one" in statistics else {}
+    statistics.pop("flat_groups", None)  # groups/flat says it, before any filter
+    return metrics | prefixed("advantage", statistics)

@@ -11,7 +11,7 @@ from practicum.recipe.derived import own_options, rollout_context
 from practicum.recipe.schema.recipe import Recipe
 from practicum.rewards.loaded_reward_model import ColocatedRewardModel, load_reward_model
 from practicum.rewards.reward_place import CannotScore, JudgeInput, score_all
-from practicum.runtime.local import set_threads
+from practicum.roles.train_rank import set_threads
 from practicum.runtime.ray.actor_calls import ask_async
 from practicum.runtime.ray.init_ray import enter_folder
 

@@ -1,4 +1,4 @@
-"""A reward replica: reads finished sessions from the store, judges them, and writes what they earned."""
+"""A reward replica: reads finished sessions from the store, scores them, and writes their rewards."""
 
 from __future__ import annotations
 
@@ -7,60 +7,46 @@ from typing import Any
 
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
-from practicum.dataplane.plan import Plan, evaluation_plan
+from practicum.dataplane.plan import Plan
+from practicum.dataplane.stage import StepInfo
 from practicum.models.load_model import load_tokenizer
 from practicum.recipe.derived import evaluates, rollout_context
 from practicum.roles.load_teachers import make_model_cache
-from practicum.roles.reward import RewardRole
+from practicum.roles.reward import RewardParts, RewardRole
 from practicum.roles.reward_models import RewardModelRole, RewardModels, load_reward_models
+from practicum.roles.stage_table import evaluation_plan
 from practicum.runtime.ray.reward_model_worker import RayRewardModel
-from practicum.runtime.ray.worker import NoEngine, Worker
+from practicum.runtime.ray.worker import Worker
 from practicum.sessions.prompt_encoder import make_encoder
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.rewards import RewardFunctions
 
 
 class RewardWorker(Worker):
-    """Judges whole sessions; several calls may be under way at once, if no colocated model judges."""
+    """Scores whole sessions; several calls may be under way at once, if no colocated model takes part."""
 
-    def begin(self, plan: Plan, rewarders: Mapping[str, Sequence[Any]]) -> None:
-        """Load what judges; `rewarders` are the replicas of reward models with resources of their own."""
+    def begin(self, plan: Plan, replicas: Mapping[str, Sequence[Any]]) -> None:
+        """Load what scores; `replicas` are those of the reward models with their own resources."""
         recipe = self.recipe
-        tokenizer = load_tokenizer(recipe.model)
-        self._encoder = make_encoder(recipe, tokenizer)
-        judge, self._panel = RewardFunctions(recipe.tasks, recipe.reward), RewardModels()
+        encoder = make_encoder(recipe, load_tokenizer(recipe.model))
+        functions, loaded = RewardFunctions(recipe.tasks, recipe.reward), RewardModels()
         if recipe.reward.models and ("reward" in plan or evaluates(recipe)):
             # Another tokenizer may need more tokens than the student's for the same text.
             elsewhere = {
-                name: RayRewardModel(name, recipe.reward.models[name].deadline_s, replicas)
-                for name, replicas in rewarders.items()
+                name: RayRewardModel(name, recipe.reward.models[name].deadline_s, actors)
+                for name, actors in replicas.items()
             }
-            self._panel = load_reward_models(recipe, 2 * rollout_context(recipe, None), elsewhere)
-        residency = make_model_cache(recipe, self._panel.sleepers())
-        self._prompts: dict[Key, Prompt] = {}
-        self._openings: dict[int, list[int]] = {}
+            loaded = load_reward_models(recipe, 2 * rollout_context(recipe, None), elsewhere)
+        residency = make_model_cache(recipe, loaded.sleepers())
 
-        def judging(plan: Plan) -> RewardRole:
-            asked = self._panel.places and "reward" in plan
-            jury = RewardModelRole(recipe, self._panel, residency, NoEngine()) if asked else None
-            known = self._prompts, self._opening
-            return RewardRole(recipe, plan, self.store, tokenizer, judge, jury, *known)
+        def make_role(plan: Plan) -> RewardRole:
+            asked = loaded.places and "reward" in plan
+            models = RewardModelRole(recipe, loaded, residency) if asked else None
+            return RewardRole(recipe, plan, self.store, encoder, functions, models)
 
-        self._train, self._exam = judging(plan), judging(evaluation_plan())
+        self._train, self._eval = make_role(plan), make_role(evaluation_plan())
 
-    def reward(self, exam: bool, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> dict[str, list[float]]:
-        """Judge these sessions, all of whose rows are in the batch; gives the scores of each function."""
-        self._prompts.update(prompts)
-        asked = {id(prompt): prompt for prompt in prompts.values()}
-        self._openings.update((name, self._encoder(prompt).ids) for name, prompt in asked.items())
-        try:
-            return (self._exam if exam else self._train).reward(batch) or {}
-        finally:
-            for key in prompts:
-                self._prompts.pop(key, None)
-            for name in asked:
-                self._openings.pop(name, None)
-
-    def _opening(self, prompt: Prompt) -> list[int]:
-        """Its tokens; the sessions of a call share their prompt's object, which is encoded once."""
-        return self._openings[id(prompt)]
+    def reward(self, is_eval: bool, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> RewardParts:
+        """Score these sessions, all of whose rows are in the batch; gives the scores of each function."""
+        role = self._eval if is_eval else self._train
+        return role.reward(StepInfo(batch, prompts=prompts)) or {}

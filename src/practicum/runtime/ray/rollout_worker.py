@@ -1,4 +1,4 @@
-"""A rollout replica: an engine of its own, the sessions on it, and a thread that writes their rows."""
+"""A rollout replica: its own engine, the sessions on it, and a thread that writes their rows."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 from practicum.concurrency.event_loop import event_loop
 from practicum.concurrency.gather import gather_all
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.plan import Plan, evaluation_plan
+from practicum.dataplane.plan import Plan
 from practicum.errors import EngineError
 from practicum.models.load_model import context_length, load_model, load_tokenizer
 from practicum.recipe.derived import rollout_context
 from practicum.roles.make_engine import Weights, describe_engines, make_engine
 from practicum.roles.session_runner import SessionRow, SessionRunner
+from practicum.roles.stage_table import evaluation_plan
 from practicum.runtime.ray.weight_transport import Manifest, receive
 from practicum.runtime.ray.worker import Worker
 from practicum.sessions.attempts import Attempt
@@ -33,17 +34,17 @@ from practicum.teachers.route import teacher_of
 class RolloutRequest(NamedTuple):
     """Sessions to be run: for training or an evaluation, by weights of one version."""
 
-    exam: bool
+    is_eval: bool
     attempts: Sequence[Attempt]
     partition: str
     seed: int
     version: int
     eager: bool
-    """Whether sessions are to be reported as they finish, because others wait for them."""
+    """Whether sessions are to be reported as they finish, because they are scored at once."""
 
 
 class RolloutWorker(Worker):
-    """An asynchronous actor: many orders at once share the engine."""
+    """An asynchronous actor: many requests at once share the engine."""
 
     async def begin(self, plan: Plan, manifest: Manifest | None) -> None:
         """Load the model and, if there are newer weights, these."""
@@ -57,32 +58,32 @@ class RolloutWorker(Worker):
             store=self.store,
             engine=self.engine,
             encoder=make_encoder(recipe, load_tokenizer(recipe.model)),
-            judge=RewardFunctions(recipe.tasks, recipe.reward),
+            functions=RewardFunctions(recipe.tasks, recipe.reward),
             toolbox=self.toolbox,
             context=rollout_context(recipe, context_length(model)),
             config=model.config,
         )
         route = partial(teacher_of, route=recipe.route, teachers=recipe.teachers, seed=recipe.seed)
         self._train = sessions(plan, teacher_of=route if "teachers" in plan else None)
-        self._exam = sessions(evaluation_plan())
+        self._eval = sessions(evaluation_plan())
         self._writer = RowWriter()
         if manifest is not None:
             self._load(manifest)
 
-    async def run(self, order: RolloutRequest) -> AsyncIterator[BatchRef]:
+    async def run(self, request: RolloutRequest) -> AsyncIterator[BatchRef]:
         """Run sessions; gives the rows of those that are finished and written, at the latest in the end."""
-        if self.engine.version != order.version:
+        if self.engine.version != request.version:
             raise EngineError(
-                f"this engine has weights of version {self.engine.version} and was asked to sample with "
-                f"{order.version}: it missed an update"
+                f"this engine has weights of version {self.engine.version} and the request is for "
+                f"{request.version}: it missed an update"
             )
-        sessions = self._exam if order.exam else self._train
-        prompts = {a.prompt.uid: a.prompt for a in order.attempts}
+        sessions = self._eval if request.is_eval else self._train
+        prompts = {a.prompt.uid: a.prompt for a in request.attempts}
         starts = {uid: sessions.start(prompt) for uid, prompt in prompts.items()}
         # Each piece is a trip to the other event loop and back, and a put: sessions that nobody waits for
         # are one piece.
-        pieces = [[a] for a in order.attempts] if order.eager else [list(order.attempts)]
-        running = [_begin(self._piece(sessions, piece, starts, order)) for piece in pieces]
+        pieces = [[a] for a in request.attempts] if request.eager else [list(request.attempts)]
+        running = [_begin(self._piece(sessions, piece, starts, request)) for piece in pieces]
         try:
             for done in asyncio.as_completed(running):
                 yield await done
@@ -91,7 +92,7 @@ class RolloutWorker(Worker):
                 future.cancel()
 
     async def demonstrate(self, prompts: Sequence[Prompt], partition: str) -> BatchRef:
-        """Write what an expert does with each prompt."""
+        """Write what a demonstrator does with each prompt."""
         running = [_begin(self._train.demonstrate(prompt)) for prompt in prompts]
         rows = [row for rows in await asyncio.gather(*running) for row in rows]
         writes = self._train.plan["demonstrate"].writes
@@ -106,11 +107,11 @@ class RolloutWorker(Worker):
         await asyncio.to_thread(self.engine.sleep)
 
     async def wake(self) -> None:
-        """Be ready again."""
+        """Take the memory back."""
         await asyncio.to_thread(self.engine.wake)
 
     async def describe(self) -> list[str]:
-        """Its engine, if it has a process of its own."""
+        """Its engine, if that has its own process."""
         return describe_engines(self.engine)
 
     async def fingerprint(self) -> list[float]:
@@ -132,12 +133,12 @@ class RolloutWorker(Worker):
         sessions: SessionRunner,
         piece: Sequence[Attempt],
         starts: Mapping[int, SessionStart],
-        order: RolloutRequest,
+        request: RolloutRequest,
     ) -> BatchRef:
         """Run sessions at once, and write their rows together."""
-        found = await gather_all(sessions.run(a, starts[a.prompt.uid], order.seed) for a in piece)
-        rows = [row for rows in found for row in rows]
-        return await asyncio.wrap_future(self._writer.put(sessions, order.partition, rows))
+        finished = await gather_all(sessions.run(a, starts[a.prompt.uid], request.seed) for a in piece)
+        rows = [row for session in finished for row in session]
+        return await asyncio.wrap_future(self._writer.put(sessions, request.partition, rows))
 
 
 def _begin(work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
@@ -170,7 +171,7 @@ class RowWriter:
             waiting = [self._queue.get()]
             while not self._queue.empty():
                 waiting.append(self._queue.get())
-            # Those of a cancelled order are nobody's; the others can't be cancelled from here on.
+            # Those of a cancelled request are nobody's; the others can't be cancelled from here on.
             waiting = [one for one in waiting if one.written.set_running_or_notify_cancel()]
             kinds = {(id(one.sessions), one.partition): one for one in waiting}
             for (sessions, partition), first in kinds.items():

@@ -58,9 +58,11 @@ def start_ray(recipe: Recipe, plan: Plan, watch: Watch) -> RayRoles:
         undo.callback(handle.close)
         starter = _Starter(recipe, plan, watch, cluster, handle)
         work = starter.everyone()
-        group, crew, facts = run_async(work, timeout=recipe.runtime.start_s, owner="the start of all workers")
-        crew.version = facts.version
-        roles = RayRoles(recipe, plan, watch, cluster, handle, group, crew, facts, starter.latest)
+        group, pools, facts = run_async(
+            work, timeout=recipe.runtime.start_s, owner="the start of all workers"
+        )
+        pools.version = facts.version
+        roles = RayRoles(recipe, plan, watch, cluster, handle, group, pools, facts, starter.latest)
         roles.probe_weights()
         undo.pop_all()
         return roles
@@ -77,7 +79,7 @@ def _start_store(recipe: Recipe) -> StoreHandle:
 
 
 class _Starter:
-    """Makes the workers of a run, and makes those again that died."""
+    """Starts the workers of a run, and restarts those that died."""
 
     def __init__(
         self, recipe: Recipe, plan: Plan, watch: Watch, cluster: Cluster, handle: StoreHandle
@@ -91,22 +93,22 @@ class _Starter:
         names = [name for name, teacher in recipe.teachers.items() if scores_during_rollout(teacher)]
         if "teachers" not in self.plan:
             names = []
-        rewarders = self._rewarders()
+        reward_models = self._reward_models()
         rollout = self._pool("rollout", engine_replicas(recipe), self._rollout)
-        judged = recipe.runtime.reward_workers if computes_reward(recipe) or evaluates(recipe) else 0
-        reward = self._pool("reward", judged, partial(self._reward, rewarders))
+        reward_workers = recipe.runtime.reward_workers if computes_reward(recipe) or evaluates(recipe) else 0
+        reward = self._pool("reward", reward_workers, partial(self._reward, reward_models))
         teachers = {
             name: self._pool(f"teachers.{name}", _replicas(recipe, name), partial(self._teacher, name))
             for name in names
         }
         learners = [self._learner(rank) for rank in range(data_parallel(recipe))]
         group = TrainGroup(learners, self.watch, recipe.runtime.stage_s)
-        crew = ReplicaPools(rollout, reward, teachers)
+        pools = ReplicaPools(rollout, reward, teachers)
         start_s = recipe.runtime.start_s
-        starts = rollout.start(start_s), reward.start(start_s), self._loaded(rewarders)
+        starts = rollout.start(start_s), reward.start(start_s), self._loaded(reward_models)
         facts, *_ = await gather_all((self._begin(group, teachers), *starts))
         assert facts is not None
-        return group, crew, facts
+        return group, pools, facts
 
     async def _begin(self, group: TrainGroup, teachers: dict[str, ReplicaPool]) -> StudentFacts:
         """The learner needs its teachers' output heads before it can begin, if it compares all of them."""
@@ -132,20 +134,20 @@ class _Starter:
         actor = self._actor(RolloutWorker, "rollout", number, self.recipe, self.handle)
         return await self._begun(actor, f"rollout {number}", self.latest.get("student"))
 
-    async def _reward(self, rewarders: dict[str, list[Any]], number: int) -> Any:
+    async def _reward(self, reward_models: dict[str, list[Any]], number: int) -> Any:
         # Colocated models are woken one at a time, by one call at a time.
         waits = any(not scores_during_rollout(model) for model in self.recipe.reward.models.values())
         options = {"max_concurrency": 1} if waits else {}
         actor = self._actor(RewardWorker, "reward", number, self.recipe, self.handle, **options)
-        return await self._begun(actor, f"reward {number}", rewarders)
+        return await self._begun(actor, f"reward {number}", reward_models)
 
     async def _teacher(self, name: str, number: int) -> Any:
         role = f"teachers.{name}"
         actor = self._actor(TeacherWorker, role, number, self.recipe, self.handle, name)
         return await self._begun(actor, f"{role} {number}", self.latest.get(name))
 
-    def _rewarders(self) -> dict[str, list[Any]]:
-        """Reward models with resources of their own."""
+    def _reward_models(self) -> dict[str, list[Any]]:
+        """Reward models with their own resources."""
         found: dict[str, list[Any]] = {}
         for name, spec in self.recipe.reward.models.items():
             if spec.url is None and has_own_process(spec.placement):
@@ -157,11 +159,11 @@ class _Starter:
                 ]
         return found
 
-    async def _loaded(self, rewarders: dict[str, list[Any]]) -> None:
-        """Until all reward models can judge."""
+    async def _loaded(self, reward_models: dict[str, list[Any]]) -> None:
+        """Until all reward models are loaded."""
         calls = {
             f"reward.models.{name} {number}": actor.begin.remote()
-            for name, actors in rewarders.items()
+            for name, actors in reward_models.items()
             for number, actor in enumerate(actors)
         }
         await gather_all(self._ask(call, who) for who, call in calls.items())

@@ -1,9 +1,8 @@
-"""A replica of a teacher with resources of its own: reads rows from the store, scores them, writes scores."""
+"""A replica of a teacher with its own resources: reads rows from the store, scores them, writes scores."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -16,7 +15,6 @@ from practicum.dataplane.plan import Plan
 from practicum.errors import TeacherError
 from practicum.models.load_model import load_model, load_tokenizer, model_facts
 from practicum.models.output_head import OutputHead
-from practicum.places.model_cache import ModelCache
 from practicum.places.remote_teacher import RemoteTeacher
 from practicum.places.torch_teacher import ColocatedTeacher, load_teacher
 from practicum.places.vllm_teacher import VllmTeacher
@@ -25,23 +23,12 @@ from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.load_teachers import signal_width, vllm_teacher
 from practicum.roles.teachers import TeacherRole, Teachers
 from practicum.runtime.ray.weight_transport import Manifest, receive
-from practicum.runtime.ray.worker import NoEngine, StoreHandle, Worker
+from practicum.runtime.ray.worker import StoreHandle, Worker
 from practicum.tasks.prompts import Prompt
 
 
-class _AlwaysAwake(ModelCache):
-    """For a model that shares its device with nobody."""
-
-    def __init__(self) -> None:
-        super().__init__([], None, None)
-
-    @contextmanager
-    def awake(self, name: str) -> Iterator[None]:
-        yield
-
-
 class TeacherWorker(Worker):
-    """One teacher of the recipe: a model in this process, or a server that it asks."""
+    """One teacher of the recipe: a model in this process, or a server."""
 
     def __init__(self, recipe: Recipe, handle: StoreHandle, name: str) -> None:
         super().__init__(recipe, handle, own_options(recipe.teachers[name]).threads)
@@ -58,8 +45,8 @@ class TeacherWorker(Worker):
         else:
             student = load_model(recipe.model, recipe.seed) if teacher.student is not None else None
             self.place = self._model_place(student)
-        staff = Teachers({name: self.place}, _AlwaysAwake(), least_width=signal_width(recipe))
-        self.faculty = TeacherRole(recipe, plan, self.store, staff, NoEngine(), tokenizer, vocab=vocab)
+        teachers = Teachers({name: self.place}, least_width=signal_width(recipe))
+        self.role = TeacherRole(recipe, plan, self.store, teachers, tokenizer, vocab=vocab)
         self._busy = OpenTime()
         if manifest is not None:
             self.take(manifest)
@@ -70,19 +57,19 @@ class TeacherWorker(Worker):
             return vllm_teacher(self.name, self.recipe, student, replicas=1)
         return ColocatedTeacher(self.name, teacher, load_teacher(self.name, teacher, student))
 
-    def correct(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> float:
+    def score(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> float:
         """Score rows and write the scores; gives the seconds of scoring so far."""
         timeout = self.recipe.teachers[self.name].deadline_s
         owner = f"teacher {self.name} ({len(batch)} rows)"
-        run_async(self._correct(batch, prompts), timeout=timeout, owner=owner)
+        run_async(self._score(batch, prompts), timeout=timeout, owner=owner)
         return self._busy.seconds
 
-    async def _correct(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
+    async def _score(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
         with self._busy.work():
-            await self.faculty.correct(self.name, batch, prompts)
+            await self.role.score_session(self.name, batch, prompts)
 
     def describe(self) -> list[str]:
-        """Its engine, if that has a process of its own."""
+        """Its engine, if that has its own process."""
         return self.place.describe() if isinstance(self.place, VllmTeacher) else []
 
     def head(self) -> OutputHead:
@@ -96,8 +83,8 @@ class TeacherWorker(Worker):
         received = receive(manifest, timeout=self.recipe.runtime.store_s)
         # A copy of its own: what was received is a view of memory that others let go of.
         weights = {key: x.clone() for key, x in received}
-        self.faculty.give_weights(self.name, weights, manifest.version)
+        self.role.give_weights(self.name, weights, manifest.version)
 
     def save(self, folder: Path) -> None:
         """Write what it took of the student, for `TrainWorker.publish_copy`."""
-        self.faculty.save(folder)
+        self.role.save(folder)

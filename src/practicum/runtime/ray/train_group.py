@@ -1,4 +1,4 @@
-"""The data-parallel ranks as one: called together, with a deadline, and what they say as one answer."""
+"""The data-parallel ranks as one: called together, with a deadline, and their replies as one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TrainGroup:
         return len(self.workers)
 
     def all(self, method: str, *args: Any) -> Any:
-        """Call all ranks alike; the first one's answer is everybody's."""
+        """Call a method of all ranks alike; the first one's answer is everybody's."""
         return self.each(method, [args] * len(self))[0]
 
     def first(self, method: str, *args: Any) -> Any:
@@ -36,36 +36,22 @@ class TrainGroup:
 
     def each(self, method: str, args: Sequence[tuple[Any, ...]], timeout_s: float | None = None) -> list[Any]:
         """Call as many ranks as there are arguments, each with its own; their answers in order."""
-        asked = list(zip(self.workers, self.names, args, strict=False))
-        refs: list[ObjectRef[Any]] = [getattr(worker, method).remote(*mine) for worker, _, mine in asked]
-        names = [name for _, name, _ in asked]
+        workers, names = self.workers[: len(args)], self.names[: len(args)]
+        refs: list[ObjectRef[Any]] = [
+            worker.call.remote(method, *own) for worker, own in zip(workers, args, strict=True)
+        ]
+        owner = f"stage {args[0][0]}" if method == "run" else method
         try:
-            answers = ask(refs, timeout=timeout_s or self.timeout_s, owner=f"stage {method}", who=names)
+            replies = ask(refs, timeout=timeout_s or self.timeout_s, owner=owner, who=names)
         except PracticumError:
             raise
         except Exception as error:  # a rank that lost another one says only that a connection broke
             if (death := first_death(refs, names, timeout=NEWS_S)) is not None:
                 raise death from error
             raise
-        return [self._heard(answer, loud=rank == 0) for rank, answer in enumerate(answers)]
-
-    def _heard(self, answer: Any, *, loud: bool) -> Any:
-        """The answer's value. Ranks check the same numbers, so one of them is listened to."""
-        if not isinstance(answer, RankReply):
-            return answer
-        if loud:
-            for sentence in answer.sentences:
-                self.watch.report(sentence)
-            self.watch.fired.update(answer.fired)
-        return answer.value
-
-
-def spread(tokens: Sequence[int], ranks: int) -> list[list[int]]:
-    """Rows over ranks that work apart from each other, longest first to the least loaded; none is idle."""
-    parts: list[list[int]] = [[] for _ in range(min(ranks, len(tokens)))]
-    loads = [0] * len(parts)
-    for row in sorted(range(len(tokens)), key=lambda row: (-tokens[row], row)):
-        least = loads.index(min(loads))
-        parts[least].append(row)
-        loads[least] += tokens[row]
-    return [sorted(part) for part in parts]
+        # Ranks check the same numbers, so the first one's reports are enough.
+        first: RankReply = replies[0]
+        for sentence in first.sentences:
+            self.watch.report(sentence)
+        self.watch.fired.update(first.fired)
+        return [reply.value for reply in replies]

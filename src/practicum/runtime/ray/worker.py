@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from practicum.dataplane.store import Store
 from practicum.recipe.schema.recipe import Recipe
-from practicum.runtime.local import set_threads
+from practicum.roles.train_rank import set_threads
 from practicum.runtime.random_state import seed_generators
 from practicum.runtime.ray.init_ray import enter_folder
 
@@ -31,21 +31,11 @@ class StoreHandle(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RankReply:
-    """What a learner's call gives: its value, and what the checks reported meanwhile."""
+    """What a call of a rank gives: its value, and what the checks reported meanwhile."""
 
     value: Any = None
     sentences: tuple[str, ...] = ()
     fired: dict[str, int] = field(default_factory=dict)
-
-
-class NoEngine:
-    """In place of the student's engine where that lives elsewhere: the controller puts it to sleep."""
-
-    def sleep(self) -> None:
-        """Nothing to free here."""
-
-    def wake(self) -> None:
-        """Nothing to bring back."""
 
 
 class Worker:

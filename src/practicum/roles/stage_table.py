@@ -1,0 +1,298 @@
+"""The one table of stages: each with its role, the fields it reads and writes, and who runs it.
+
+A stage is a line here and a method of its role that is decorated with `@stage`. `register_stage` adds one
+from outside. Imports no torch: `practicum explain` and `practicum check` draw the plan without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+from practicum.dataplane.plan import Plan, StageSpec, resolve
+from practicum.recipe.algorithm_traits import ESTIMATORS, LOSSES
+from practicum.recipe.counts import count
+from practicum.recipe.derived import (
+    Traits,
+    corrects_mismatch,
+    data_parallel,
+    distils_by_loss,
+    distils_by_policy,
+    has_advantage_estimator,
+    has_policy_loss,
+    is_supervised,
+    model_traits,
+    uses_reward,
+)
+from practicum.recipe.schema.recipe import Recipe
+
+OldSource = Literal["own", "old_logprobs", "rollout_logprobs"]
+MakeSpec = Callable[[Recipe], StageSpec]
+
+_TOKENS = ("prompt_ids", "response_ids")
+_ROWS = (*_TOKENS, "response_mask")
+VISION_FIELDS = ("position_ids", "multi_modal_inputs")
+"""Further fields of the rows of vision models."""
+_REWARD = StageSpec(
+    "reward", _ROWS, ("reward", "reward_tokens"), "reward", "controller", about="judge each session"
+)
+_registered: dict[str, tuple[str, MakeSpec]] = {}
+"""Stages from outside: by name, the stage that each comes after, and what makes its spec."""
+
+
+def register_stage(name: str, *, after: str) -> Callable[[MakeSpec], MakeSpec]:
+    """Add a stage after the stage `after`; the decorated function gives its spec for a recipe.
+
+    Its spec names its role by `use`. The class is imported and made as `Class(rank)` wherever the student
+    learns, and its method that is decorated with `@stage(name)` runs with the learner's other stages, after
+    `pad` and before `sync`.
+    """
+
+    def register(make: MakeSpec) -> MakeSpec:
+        _registered[name] = after, make
+        return make
+
+    return register
+
+
+def make_plan(recipe: Recipe, traits: Traits | None = None) -> Plan:
+    """The plan of a recipe; a stage that would read what nobody writes is a RecipeError.
+
+    `traits` are the student's, if more is known than `model_traits` can find out.
+    """
+    traits = model_traits(recipe.model) if traits is None else traits
+    return replace(resolve(all_stages(recipe, traits), _why_unread(recipe)), counts=count(recipe))
+
+
+def old_source(recipe: Recipe) -> OldSource:
+    """Where the logprobs before the update come from: for the ratio, and for what the advantages need.
+
+    own: the update's own logprobs, detached, are the old ones; nothing is stored for them. A loss
+    without a ratio reads none of them, even if the advantages do.
+    """
+    algorithm, train = recipe.algorithm, recipe.train
+    in_advantages = _advantages_need_old(recipe)
+    if not in_advantages and not _has_ratio(recipe):
+        return "own"
+    if algorithm.old_logprobs == "rollout":
+        return "rollout_logprobs"
+    several = train.epochs * train.minibatches > 1 or train.minibatch_rows is not None
+    if algorithm.old_logprobs == "recompute" or several or in_advantages:
+        return "old_logprobs"
+    return "own"
+
+
+def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
+    """Every stage there is, in order, with this recipe's reads and writes."""
+    estimator = recipe.algorithm.advantage
+    critic, supervised = ESTIMATORS[estimator].critic, is_supervised(recipe)
+    loss = f"algorithm.loss is {recipe.algorithm.loss}"
+    vision = VISION_FIELDS if traits.vision else ()
+    images = ("multi_modal_inputs",) if traits.vision else ()
+    experts = ("routed_experts",) if replays(recipe, traits) else ()
+    tokens = (*_TOKENS, *vision)
+    stages = [
+        StageSpec(
+            "demonstrate",
+            (),
+            (*_ROWS, *vision),
+            "rollout",
+            "controller",
+            about="an expert's turns",
+            not_asked="" if supervised else f"{loss}: the student's own answers are the batch",
+        ),
+        StageSpec(
+            "rollout",
+            (),
+            (*_ROWS, "rollout_logprobs", "plain_logprobs", *vision, *experts),
+            "rollout",
+            "controller",
+            about="the student answers",
+            not_asked=f"{loss}: demonstrations are the batch" if supervised else "",
+        ),
+        replace(_REWARD, effect=recipe.reward.watch),
+        StageSpec(
+            "teachers",
+            (*_TOKENS, *images),
+            _teacher_writes(recipe),
+            "teachers",
+            about="the teachers score each answer",
+        ),
+        StageSpec(
+            "pad",
+            role="padding",
+            ranks="first",
+            effect=True,
+            about="fill the batch up with rows that do nothing",
+            not_asked=_why_no_padding(recipe),
+        ),
+        StageSpec(
+            "old_logprobs",
+            (*tokens, *experts),
+            ("old_logprobs",),
+            "student",
+            about="the student before the update",
+        ),
+        StageSpec("ref_logprobs", tokens, ("ref_logprobs",), "student", about="the reference policy"),
+        StageSpec("values", tokens, ("values",), "critic", about="what the critic expects"),
+        StageSpec(
+            "advantages",
+            _advantage_reads(recipe),
+            ("advantages", "returns") if critic else ("advantages",),
+            "advantages",
+            "first",
+            about=f"what each token was worth ({_advantage_text(recipe)})",
+        ),
+        StageSpec(
+            "update_critic",
+            (*_ROWS, *(("values", "returns") if critic else ()), *vision),
+            (),
+            "critic",
+            effect=True,
+            about="value loss",
+            not_asked="" if critic else f"algorithm.advantage {estimator} has no critic",
+        ),
+        StageSpec(
+            "update_student",
+            (*_update_reads(recipe), *vision, *experts),
+            (),
+            "student",
+            effect=True,
+            about=_loss_text(recipe),
+        ),
+        StageSpec(
+            "sync", role="sync", ranks="controller", effect=True, about="the engine takes the new weights"
+        ),
+        StageSpec("clear", role="step", ranks="controller", effect=True, about="the store forgets the step"),
+    ]
+    for name, (after, make) in _registered.items():
+        _insert(stages, replace(make(recipe), name=name), after)
+    return stages
+
+
+def _insert(stages: list[StageSpec], spec: StageSpec, after: str) -> None:
+    """Put a stage from outside among the learner's."""
+    names = [stage.name for stage in stages]
+    allowed = names[names.index("pad") : names.index("sync")]
+    if after not in allowed or spec.ranks == "controller" or not spec.use:
+        raise ValueError(
+            f'stage {spec.name!r} can\'t be registered: it needs use="package.module:Class", ranks all or '
+            f"first, and to come after one of {', '.join(allowed)}; it comes after {after!r}"
+        )
+    stages.insert(names.index(after) + 1, spec)
+
+
+def evaluation_plan() -> Plan:
+    """The stages of an evaluation: answers and their rewards, nothing else."""
+    rollout = StageSpec("rollout", (), _ROWS, "rollout", "controller", about="the student answers")
+    return Plan((rollout, replace(_REWARD, effect=True)))
+
+
+def replays(recipe: Recipe, traits: Traits) -> bool:
+    """Whether the learner takes the experts that the engine took; demonstrations have none."""
+    return traits.moe and recipe.train.replay_experts and not is_supervised(recipe)
+
+
+def _why_no_padding(recipe: Recipe) -> str:
+    """Why no batch of this recipe needs padding; empty if one may."""
+    train, critic = recipe.train, recipe.critic
+    if data_parallel(recipe) > 1:
+        return ""
+    rows = (train.minibatch_rows, critic.minibatch_rows if critic is not None else None)
+    if train.minibatches > 1 or any(number is not None for number in rows):
+        return ""
+    return "one optimizer step on one rank takes the whole batch, of any size"
+
+
+def _advantage_reads(recipe: Recipe) -> tuple[str, ...]:
+    """What the advantages are made from."""
+    algorithm = recipe.algorithm
+    reads = ["response_mask"]
+    if uses_reward(recipe):
+        reads.append("reward_tokens")
+    if has_advantage_estimator(recipe) and ESTIMATORS[algorithm.advantage].critic:
+        reads.append("values")
+    if algorithm.kl.place == "reward":
+        reads.append("ref_logprobs")
+    if distils_by_policy(recipe):
+        reads.append("teacher_logprobs")
+    if _advantages_need_old(recipe):
+        reads.append(old_source(recipe))
+    if corrects_mismatch(recipe):
+        reads.append("rollout_logprobs")
+    return tuple(reads)
+
+
+def _teacher_writes(recipe: Recipe) -> tuple[str, ...]:
+    signal = recipe.distill.signal if recipe.distill is not None else "sampled"
+    more = {
+        "sampled": (),
+        "top_k": ("teacher_topk_ids", "teacher_topk_logprobs"),
+        "full": ("teacher_hidden",),
+    }
+    return ("teacher_logprobs", *more[signal])
+
+
+def _update_reads(recipe: Recipe) -> tuple[str, ...]:
+    if is_supervised(recipe):
+        return _ROWS
+    reads = [*_ROWS, *(["advantages"] if has_policy_loss(recipe) else []), "plain_logprobs"]
+    if _has_ratio(recipe) and old_source(recipe) != "own":
+        reads.append(old_source(recipe))
+    if recipe.distill is not None:
+        reads += _teacher_writes(recipe) if distils_by_loss(recipe) else ("teacher_logprobs",)
+    if recipe.algorithm.kl.place == "loss":
+        reads.append("ref_logprobs")
+    return tuple(reads)
+
+
+def _loss_text(recipe: Recipe) -> str:
+    """The student's loss in words."""
+    if is_supervised(recipe):
+        return "supervised"
+    parts = [f"policy loss {recipe.algorithm.loss}"] if has_policy_loss(recipe) else []
+    if recipe.distill is not None and distils_by_loss(recipe):
+        parts.append(f"{recipe.distill.divergence} from the teachers ({recipe.distill.signal})")
+    return " + ".join(parts)
+
+
+def _has_ratio(recipe: Recipe) -> bool:
+    return has_policy_loss(recipe) and LOSSES[recipe.algorithm.loss].ratio
+
+
+def _advantages_need_old(recipe: Recipe) -> bool:
+    """For a KL in the reward, teachers in it or in the advantage, and weights against the mismatch."""
+    in_reward = recipe.algorithm.kl.place == "reward" or distils_by_policy(recipe)
+    return in_reward or corrects_mismatch(recipe)
+
+
+def _advantage_text(recipe: Recipe) -> str:
+    parts = [recipe.algorithm.advantage] if has_advantage_estimator(recipe) else []
+    parts += ["KL in the reward"] if recipe.algorithm.kl.place == "reward" else []
+    if recipe.distill is not None and distils_by_policy(recipe):
+        parts.append(f"the teachers' {recipe.distill.divergence} as {recipe.distill.through}")
+    parts += ["weights against the mismatch"] if corrects_mismatch(recipe) else []
+    return ", ".join(parts) or "nothing"
+
+
+def _why_unread(recipe: Recipe) -> dict[str, str]:
+    algorithm = recipe.algorithm
+    if not has_policy_loss(recipe):
+        old = "there is no policy loss"
+    elif not _has_ratio(recipe):
+        old = f"algorithm.loss {algorithm.loss} has no ratio"
+    elif algorithm.old_logprobs == "rollout":
+        old = "algorithm.old_logprobs is rollout: the engine's are used"
+    else:
+        old = "a batch gets one optimizer step, whose own logprobs are the old ones"
+    return {
+        "old_logprobs": old,
+        "ref_logprobs": f"algorithm.kl.place is {algorithm.kl.place}",
+        "values": f"algorithm.advantage is {algorithm.advantage}",
+        "advantages": f"algorithm.loss is {algorithm.loss}"
+        if is_supervised(recipe)
+        else "there is no policy loss: reward.weight is 0 and the teachers enter by the loss",
+        "reward": "reward.weight is 0" if recipe.reward.weight == 0 else "demonstrations are not judged",
+        "teacher_logprobs": "the recipe has no teachers" if recipe.distill is None else "",
+    }

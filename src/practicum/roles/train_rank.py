@@ -1,0 +1,205 @@
+"""One rank of the learner: the roles that live where the student learns, the same in every runtime.
+
+The local runtime has one in its process; on Ray each `TrainWorker` has one. With several ranks all are called
+alike, and the first writes what all have in common.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from practicum.checks.watch import Watch
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.plan import Plan
+from practicum.dataplane.stage import Columns, StepInfo, stage_method
+from practicum.dataplane.store import Store
+from practicum.dataplane.store_files import write_rows
+from practicum.errors import RecipeError
+from practicum.learning.learner import Learner
+from practicum.learning.logprob_scorer import LogprobScorer
+from practicum.learning.packed_model import PackedModel
+from practicum.learning.parallel import Parallel
+from practicum.learning.value_learner import ValueLearner
+from practicum.models.load_model import load_model, load_tokenizer, stop_ids
+from practicum.models.processor import save_processor
+from practicum.recipe.schema.recipe import Recipe
+from practicum.roles.advantages import AdvantageRole
+from practicum.roles.critic import CriticRole
+from practicum.roles.load_teachers import teacher_losses
+from practicum.roles.padding import PaddingRole, check_fields, field_widths
+from practicum.roles.student import StudentRole
+from practicum.roles.teachers import TeacherRole, Teachers
+from practicum.sessions.prompt_encoder import make_encoder
+
+
+class TrainRank:
+    """Student, critic, advantages, colocated teachers and padding. `run` runs their stages by name."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        store: Store,
+        watch: Watch,
+        model: PreTrainedModel,
+        teachers: Teachers | None,
+        parallel: Parallel | None = None,
+    ) -> None:
+        self.recipe, self.plan, self.store, self.watch, self.parallel = recipe, plan, store, watch, parallel
+        self.rank, self.ranks = (0, 1) if parallel is None else (parallel.rank, parallel.world)
+        self.encoder = make_encoder(recipe, load_tokenizer(recipe.model))
+        self.stop = stop_ids(model, self.tokenizer, recipe.rollout.stop)
+        roles = self._make_roles(model, teachers)
+        for spec in plan:  # roles from outside may declare fields, which padding needs to know
+            if spec.use and spec.use not in roles:
+                roles[spec.use] = resolve_name(spec.use)(self)
+        check_fields(plan, model)
+        self._stages: dict[str, Callable[[StepInfo], Any]] = {
+            spec.name: stage_method(roles[spec.use or spec.role], spec.name)
+            for spec in plan
+            if spec.ranks != "controller"
+        }
+
+    def _make_roles(self, model: PreTrainedModel, teachers: Teachers | None) -> dict[str, object]:
+        recipe, plan, store, parallel = self.recipe, self.plan, self.store, self.parallel
+        self.teachers = self.critic = reference = None
+        if teachers is not None:
+            vocab = model.config.get_text_config().vocab_size
+            options = {"vocab": vocab, "parallel": parallel}
+            self.teachers = TeacherRole(recipe, plan, store, teachers, self.tokenizer, **options)
+        refuse = partial(self.watch, "finite")
+        if recipe.critic is not None:
+            options = {"on_nonfinite": refuse, "parallel": parallel}
+            critic = ValueLearner(model, recipe.train, recipe.critic, **options)
+            self.critic = CriticRole(recipe, plan, store, critic)
+        if "ref_logprobs" in plan:
+            reference = LogprobScorer(PackedModel(load_reference(recipe, model), recipe.train, parallel))
+        widths = field_widths(recipe, model, 0 if teachers is None else teachers.width)
+        self.padding = PaddingRole(recipe, plan, store, self.tokenizer, widths, self.ranks)
+        # Last: others copy the model whole, and the learner cuts it into shards.
+        learner = Learner(
+            model,
+            recipe.train,
+            recipe.algorithm,
+            temperature=recipe.rollout.temperature,
+            teaching=None if teachers is None else teacher_losses(recipe, teachers),
+            on_nonfinite=refuse,
+            parallel=parallel,
+        )
+        self.student = StudentRole(recipe, plan, store, learner, reference, self.watch)
+        self.advantages = AdvantageRole(recipe, plan, store)
+        return {
+            "teachers": self.teachers,
+            "padding": self.padding,
+            "student": self.student,
+            "critic": self.critic,
+            "advantages": self.advantages,
+        }
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.encoder.tokenizer
+
+    @property
+    def version(self) -> int:
+        """Updates that the student's weights have had."""
+        return self.student.learner.version
+
+    def run(self, stage: str, step: StepInfo) -> Any:
+        """Run a stage on this rank; gives its report."""
+        return self._stages[stage](step)
+
+    def refresh_copies(self, step: int) -> None:
+        """Before a step: colocated teachers that are copies of the student take its weights when due."""
+        if self.teachers is not None:
+            learner = self.student.learner
+            self.teachers.refresh(step, lambda: dict(learner.named_weights()), learner.version)
+
+    def teachers_spent(self) -> tuple[dict[str, float], dict[str, int]]:
+        """Seconds and wakes of each teacher since the last call."""
+        assert self.teachers is not None
+        return self.teachers.spent()
+
+    def fingerprint(self, length: int) -> list[float]:
+        """Logprobs of a fixed sequence of tokens by the learner's weights; all ranks must be called."""
+        return self.student.learner.fingerprint(length).tolist()
+
+    def texts(self, batch: BatchRef) -> list[tuple[str, str]]:
+        """Prompt and response of each row as text; a failed session may have left no tokens."""
+        written = batch.where(lambda _, tags: tags.prompt_tokens > 0)
+        texts: dict = {}
+        if len(written):
+            names = ("prompt_ids", "response_ids")
+            columns = Columns("samples", self.store.get(written, names))
+            decoded = [
+                [str(self.tokenizer.decode(ids)) for ids in columns.ragged(name).rows] for name in names
+            ]
+            texts = dict(zip(written.keys, zip(*decoded, strict=True), strict=True))
+        return [texts.get(key, ("", "")) for key in batch.keys]
+
+    def kl_state(self) -> dict[str, float]:
+        """State of the controller of a KL in the reward."""
+        return self.advantages.state_dict()
+
+    def updates(self) -> tuple[int, ...]:
+        """Optimizer steps that student and critic have begun: while it stays, their state does."""
+        critic = () if self.critic is None else (self.critic.critic.stepper.begun,)
+        return self.student.learner.stepper.begun, *critic
+
+    def save(self, folder: Path, rows: bool = True) -> None:
+        """Write a checkpoint, or this rank's share of it; without `rows` the store is saved as empty."""
+        self.student.learner.save(folder / "student")
+        if self.critic is not None:
+            self.critic.critic.save(folder / "critic")
+        if self.rank:
+            return
+        if self.teachers is not None:
+            self.teachers.save(folder / "teachers")
+        if rows:
+            self.store.save(folder / "store")
+        else:
+            write_rows(folder / "store", [])
+
+    def load(self, folder: Path, kl_state: Mapping[str, float]) -> int:
+        """Continue from what `save` wrote, with any number of ranks; gives the weights' version."""
+        self.student.learner.load(folder / "student")
+        if self.critic is not None:
+            self.critic.critic.load(folder / "critic")
+        if self.teachers is not None:
+            self.teachers.load(folder / "teachers")
+        if self.rank == 0:
+            self.store.load(folder / "store")
+        self.advantages.load_state_dict(dict(kl_state))
+        return self.version
+
+    def export(self, folder: Path) -> None:
+        """Write the student in HuggingFace format, with its tokenizer and processor."""
+        self.student.learner.export(folder, self.tokenizer)
+        if self.rank == 0 and self.encoder.processor is not None:
+            save_processor(self.encoder.processor, folder)
+
+
+def load_reference(recipe: Recipe, student: PreTrainedModel) -> PreTrainedModel:
+    """The reference policy: a model of the student's vocabulary, or the student's start."""
+    path, key = recipe.algorithm.kl.reference, "algorithm.kl.reference"
+    reference = load_model(recipe.model, recipe.seed, path=path, key=key)
+    own, other = (m.config.get_text_config().vocab_size for m in (student, reference))
+    if own != other:
+        expected = f"a model of the student's vocabulary of {own}"
+        raise RecipeError(key, f"{path} with a vocabulary of {other} tokens", expected)
+    return reference
+
+
+def set_threads(threads: int | None) -> int:
+    """Torch's threads: as the recipe says, else as OMP_NUM_THREADS says, else one per core."""
+    count = threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or (os.cpu_count() or 1)
+    torch.set_num_threads(count)
+    return count
