@@ -1,4 +1,4 @@
-"""The process's one event loop, in a thread of its own; everything asynchronous runs there."""
+"""The process's one event loop, in its own thread; everything asynchronous runs there."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from practicum.errors import DeadlineError
 
 T = TypeVar("T")
 UNWIND_S = 5.0
-"""Seconds that cancelled work may take to clean up behind itself."""
+"""Seconds that cancelled work may take to clean up."""
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """The loop, started when first asked for; its daemon thread ends with the process."""
+    """The loop, started at the first call; its daemon thread ends with the process."""
     global _loop
     with _lock:
         if _loop is None:
@@ -32,7 +32,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
         try:
             return loop.run_forever()
         except (KeyboardInterrupt, SystemExit):
-            # A task of a user's code raised it. Whoever awaits that task gets it; the others go on.
+            # A task of user code raised it. Whoever awaits that task gets it; the others continue.
             continue
 
 

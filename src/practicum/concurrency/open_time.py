@@ -1,4 +1,4 @@
-"""How long something was at work."""
+"""How long work was under way."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Padding rows: what fills a batch up to a number that can be cut evenly, and is never learnt from.
+"""Padding rows: they fill a batch up to a number that can be cut evenly, and are never trained on.
 
-A padding row has one prompt token, one response token and no sampled token. It has a key of its own, is
-in no group, and every field of it is built by the rule of the fields table.
+A padding row has one prompt token, one response token and no sampled token. It has its own key, is in
+no group, and each of its fields follows the padding rule of the fields table.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from practicum.dataplane.ragged import Column, Ragged
 from practicum.errors import StoreError
 
 PADDING_PROMPT = -1
-"""The prompt of all padding rows: none that a stream could give."""
+"""The prompt of all padding rows: no stream has it."""
 PADDING_TOKENS = 2
 """Tokens of a padding row."""
 
@@ -39,7 +39,7 @@ def padding_batch(
 ) -> tuple[BatchRef, dict[str, Column]]:
     """`count` padding rows with these fields, for one put; their keys are numbered from `first`.
 
-    `widths` gives the axes behind the tokens by their letter in the fields table (D, K, H, L, E).
+    `widths` gives the axes after the tokens by their letter in the fields table (D, K, H, L, E).
     """
     wanted = [field_of(name) for name in fields]
     check_padding_rules(fields)

@@ -1,4 +1,4 @@
-"""The Store: where tensors wait between the worker that made them and the one that needs them."""
+"""The Store: where tensors are between the worker that made them and the one that needs them."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ class Store(Protocol):
       naming them;
     - a put that does not fit the fields table, or leaves a row whose columns disagree in length, is
       a StoreError naming field and key; a call that raises changes nothing;
-    - a put is seen whole or not at all; further fields are added, the same field is replaced;
+    - readers see all of a put or nothing; other fields are added, the same field is replaced.
     """
 
     def put(self, batch: BatchRef, columns: Mapping[str, Column], *, keep_tags: bool = False) -> None:
         """Write columns, row i belonging to batch.keys[i], together with batch.tags (they replace).
 
         With `keep_tags` the rows must exist and keep the tags that the store has: for a writer
-        whose batch may be older than the last `tag`. What was put is not to be changed in place.
+        whose batch may be older than the last `tag`. Do not change in place what was put.
         """
         ...
 
     def get(self, batch: BatchRef, fields: Sequence[str]) -> dict[str, Column]:
-        """Just these fields of these rows, in the batch's order."""
+        """These fields of these rows, in the batch's order."""
         ...
 
     def batch(self, partition: str, keys: Sequence[Key] | None = None) -> BatchRef:
         """Keys and current tags: of these rows, or of the whole partition in order of first put.
 
-        A partition that holds nothing is an empty batch.
+        A partition without rows is an empty batch.
         """
         ...
 
@@ -50,13 +50,13 @@ class Store(Protocol):
         ...
 
     def size(self, partition: str | None = None) -> int:
-        """How many rows are held, in one partition or in all."""
+        """How many rows there are, in one partition or in all."""
         ...
 
     def save(self, path: Path) -> None:
-        """Write everything held to a folder."""
+        """Write everything to a folder."""
         ...
 
     def load(self, path: Path) -> None:
-        """Replace everything held by what `save` wrote."""
+        """Replace everything by what `save` wrote."""
         ...
