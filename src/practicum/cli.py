@@ -16,6 +16,7 @@ from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
 from practicum.recipe.shipped import copy_recipe, list_recipes
 from practicum.recipe.text.show_recipe import json_schema, markdown, show_recipe
 from practicum.roles.stage_table import make_plan
+from practicum.trainer.run_models import export_run, model_folder, resolve_models
 
 
 class _Commands(TyperGroup):
@@ -140,6 +141,7 @@ def check(
 
 
 def _check(loaded: LoadedRecipe, static: bool) -> None:
+    loaded, taken = resolve_models(loaded, weights=not static)
     plan = make_plan(loaded.recipe)
     assert plan.counts is not None
     typer.echo(f"# {loaded.source}, every value and where it came from")
@@ -148,6 +150,8 @@ def _check(loaded: LoadedRecipe, static: bool) -> None:
     _show("sizes", plan.counts.lines())
     if loaded.places:
         _show("files", [str(place) for place in loaded.places])
+    if taken:
+        _show("models of runs", taken)
     if not static:
         _show("findings", _preflight(loaded))
     typer.echo("\nok" + (" (static part only)" if static else ""))
@@ -161,7 +165,7 @@ def explain(recipe: RecipePath, overrides: Overrides = None) -> None:
 
     practicum explain recipes/sort/grpo.yaml --set algorithm.kl.place=loss
     """
-    loaded = load_recipe(recipe, overrides or [])
+    loaded, _ = resolve_models(load_recipe(recipe, overrides or []), weights=False)
     typer.echo(f"A step of {loaded.recipe.name}\n\n{draw(make_plan(loaded.recipe))}")
 
 
@@ -191,7 +195,7 @@ def plan(
     from practicum.forecast.workload import mean_prompt_tokens, read_run
 
     on_ray = [] if cluster is None else ["runtime.kind=ray"]
-    loaded = load_recipe(recipe, [*(overrides or []), *on_ray])
+    loaded, _ = resolve_models(load_recipe(recipe, [*(overrides or []), *on_ray]), weights=False)
     spec = this_machine() if cluster is None else load_spec(cluster)
     measured = None if run is None else read_run(run)
     found = forecast(loaded.recipe, spec, mean_prompt_tokens, measured)
@@ -265,7 +269,7 @@ def evaluate(
     overrides: Overrides = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", metavar="PATH", help="Folder or hub name, in place of the recipe's."),
+        typer.Option("--model", metavar="PATH", help="Folder, hub name, run or checkpoint to evaluate."),
     ] = None,
 ) -> None:
     """Evaluate a model on the held-out prompts of a recipe.
@@ -279,8 +283,36 @@ def evaluate(
 
 
 @app.command(no_args_is_help=True)
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or a checkpoint of one.")],
+    step: Annotated[
+        int | None,
+        typer.Option("--step", metavar="N", help="Of this step; unset: the newest."),
+    ] = None,
+    best: Annotated[bool, typer.Option("--best", help="The best checkpoint by the evaluations.")] = False,
+    to: Annotated[
+        Path | None, typer.Option("--to", metavar="DIR", help="New folder; unset: RUN/exports/step-N.")
+    ] = None,
+) -> None:
+    """Write a checkpoint's model in HuggingFace format.
+
+    With its tokenizer, for everything that reads such folders. Needs no GPU.
+
+    practicum export runs/short --to models/short
+    """
+    if best and step is not None:
+        raise typer.BadParameter("--step and --best name two checkpoints: give one of them")
+    _say_loading()
+    checkpoint, folder = export_run(run, step, best, to)
+    typer.echo(f"{checkpoint.name} → {folder}")
+
+
+@app.command(no_args_is_help=True)
 def serve(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder in HuggingFace format or hub name.")],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="Folder, hub name, run or checkpoint."),
+    ],
     more: Annotated[
         list[str] | None,
         typer.Argument(metavar="[-- OPTION...]", help="Further options of `vllm serve`."),
@@ -329,7 +361,9 @@ def serve(
     from practicum.serving.serve import ServeOptions
     from practicum.serving.serve import serve as run
 
-    options: Any = {"model": model, "host": host, "port": port, "engine": engine, "name": name}
+    folder = model_folder(model)
+    name = name or (model if folder != model else None)
+    options: Any = {"model": folder, "host": host, "port": port, "engine": engine, "name": name}
     options |= {"context": context, "dtype": dtype, "threads": threads, "kv_gb": kv_gb}
     run(ServeOptions(**options, api_key=api_key, verbose=verbose, more=tuple(more or ())), typer.echo)
 

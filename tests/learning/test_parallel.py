@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from practicum.errors import EngineError, PracticumError, RecipeError
 from practicum.learning.learner import Learner
+from practicum.learning.learner_checkpoint import read_weights
 from practicum.learning.packed_model import PackedModel
 from practicum.learning.parallel import Parallel, free_port
 from practicum.learning.value_learner import ValueLearner
@@ -114,6 +115,9 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one_and_the_other_way(folder, alon
     of_two = together[0]["ragged_rows"].tensors
     assert back.tensors.keys() <= of_two.keys()
     assert all(torch.equal(x, of_two[name]) for name, x in back.tensors.items())
+    weights = read_weights(folder / "two" / "ragged_rows" / "student")
+    assert weights.keys() == dict(tiny(seed=7).named_parameters()).keys()
+    assert all(torch.equal(x, of_two[name]) for name, x in weights.items())
     critic = ValueLearner(tiny(seed=7), TRAIN, CriticRecipe())
     critic.load(folder / "two" / "critic" / "critic")
     weights = together[0]["critic"].tensors

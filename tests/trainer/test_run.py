@@ -263,8 +263,9 @@ def test_the_best_checkpoint_is_kept(tmp_path: Path):
     train_loaded(tiny(tmp_path, **sections), tmp_path / "run")
     rows = metrics_of(tmp_path / "run")[1:]
     best = max(rows, key=lambda row: row["eval/greedy"])["step"]
-    steps = sorted(int(p.name[5:]) for p in (tmp_path / "run" / "checkpoints").iterdir())
-    assert steps == sorted({best, 4})
+    folder = tmp_path / "run" / "checkpoints"
+    assert sorted(int(p.name[5:]) for p in folder.glob("step-*")) == sorted({best, 4})
+    assert os.readlink(folder / "best") == f"step-{best:06d}"
 
 
 def test_stale_weights_in_the_engine_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

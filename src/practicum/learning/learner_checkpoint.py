@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
@@ -70,8 +71,7 @@ def load_learner(
 ) -> Counters:
     """Read what `save_parts` wrote; the weights are copied in place, so who shares them sees them."""
     _require(folder, [_INDEX, f"{name}.json"])
-    index = FileSystemReader(folder).read_metadata()
-    _require(folder, sorted({place.relative_path for place in (index.storage_data or {}).values()}))
+    index = _read_index(folder)
     tensors = _weights(model)
     shapes = {key: tuple(saved.size) for key, saved in index.state_dict_metadata.items()}  # pyright: ignore
     if {k: s for k, s in shapes.items() if k.startswith("model.")} != {
@@ -93,6 +93,27 @@ def load_learner(
     for p, found in moments.items():
         stepper.optimizer.state[p] = {"step": tensors[_STEP].to(p.device, copy=True), **found}
     return Counters(**json.loads((folder / f"{name}.json").read_text()))
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The model's weights of a checkpoint by name, tied ones once; whichever number of ranks wrote them."""
+    index = _read_index(folder)
+    tensors = {
+        key: torch.empty(saved.size, dtype=saved.properties.dtype)  # pyright: ignore
+        for key, saved in index.state_dict_metadata.items()
+        if key.startswith("model.")
+    }
+    with _one_process(None):
+        load(tensors, checkpoint_id=folder, no_dist=True)
+    return {key.removeprefix("model."): x for key, x in tensors.items()}
+
+
+def _read_index(folder: Path) -> Metadata:
+    """What is in a checkpoint, all of whose files are there."""
+    _require(folder, [_INDEX])
+    index = FileSystemReader(folder).read_metadata()
+    _require(folder, sorted({place.relative_path for place in (index.storage_data or {}).values()}))
+    return index
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:

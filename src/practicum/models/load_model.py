@@ -48,10 +48,10 @@ def make_model(spec: MakeModel, tokenizer: PreTrainedTokenizerBase, seed: int) -
     config = made_config(spec, tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _loader(config).from_config(config, dtype=torch.float32)
+        return model_class(config).from_config(config, dtype=torch.float32)
 
 
-def _loader(config: Any) -> Any:
+def model_class(config: Any) -> Any:
     """The transformers class that makes models of this config."""
     return AutoModelForImageTextToText if is_vision(config) else AutoModelForCausalLM
 
@@ -95,7 +95,7 @@ def load_model(
     else:
         require_model_folder(source, key)
         try:
-            model = _loader(read_config(source)).from_pretrained(source, dtype=dtype)
+            model = model_class(read_config(source)).from_pretrained(source, dtype=dtype)
         except (OSError, ValueError, SafetensorError) as error:
             raise RecipeError(
                 key,
@@ -125,7 +125,7 @@ def require_model_folder(source: str, key: str = "model.path") -> None:
         raise RecipeError(
             key,
             source,
-            "a folder with config.json and weights",
+            "a folder with config.json and weights, a run folder or a checkpoint",
             "train the recipe that makes it first, or check the path",
         )
 

@@ -28,6 +28,7 @@ from practicum.learning.logprob_scorer import LogprobScorer
 from practicum.learning.packed_model import PackedModel
 from practicum.learning.parallel import Parallel
 from practicum.learning.value_learner import ValueLearner
+from practicum.models.export_model import save_description
 from practicum.models.load_model import load_model, load_tokenizer, stop_ids
 from practicum.models.processor import save_processor
 from practicum.recipe.schema.recipe import Recipe
@@ -161,6 +162,8 @@ class TrainRank:
             self.critic.critic.save(folder / "critic")
         if self.rank:
             return
+        model, processor = self.student.learner.model, self.encoder.processor
+        save_description(folder / "model", model, self.tokenizer, processor)
         if self.teachers is not None:
             self.teachers.save(folder / "teachers")
         if rows:

@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,9 @@ from practicum.trainer.interrupt import Interrupt
 from practicum.trainer.preflight import check_without_models, known_traits
 from practicum.trainer.recipe_changes import Change, allowed_changes
 from practicum.trainer.run_folder import RunFolder
+from practicum.trainer.run_models import finish_export, resolve_models
 from practicum.trainer.samples import sample_rows
-from practicum.trainer.saver import Saver
+from practicum.trainer.saver import Saver, best_metric
 from practicum.trainer.step import TRAIN, StepRunner
 from practicum.user_code import text_of
 
@@ -96,10 +97,11 @@ class Run:
         self._samples: list[dict[str, Any]] = []
         self._began = time.monotonic()
 
-    def begin(self, changes: Sequence[Change] = ()) -> None:
+    def begin(self, changes: Sequence[Change] = (), findings: Sequence[str] = ()) -> None:
         """Take the folder into use: all that can be wrong with the recipe is known by now.
 
         A resumed run continues from its checkpoint; `changes` are what its recipe sets differently.
+        `findings` are shown and logged.
         """
         if self.checkpoint is None:
             self.folder.replace(self.recipe)
@@ -108,7 +110,7 @@ class Run:
             self._load(self.checkpoint)
             self._record_changes(changes)
         self.trackers = make_trackers(self.recipe, self.folder.path)
-        for sentence in self.roles.describe():
+        for sentence in [*findings, *self.roles.describe()]:
             self._report(sentence)
 
     def _load(self, path: Path) -> None:
@@ -143,9 +145,9 @@ class Run:
             self.saver.save()
         if not interrupt.asked:
             aside = self.folder.export.with_name(".export")
+            shutil.rmtree(aside, ignore_errors=True)
             self.roles.export(aside)
-            shutil.rmtree(self.folder.export, ignore_errors=True)
-            aside.rename(self.folder.export)
+            finish_export(aside, self.folder.export, self.progress.step)
         return RunResult(
             self.recipe.name,
             self.folder.path,
@@ -209,7 +211,7 @@ class Run:
         return wanted is not None and scores.get("eval/greedy", -math.inf) >= wanted
 
     def _is_best(self, metrics: dict[str, float]) -> bool:
-        name = self.recipe.checkpoint.keep_best
+        name = best_metric(self.recipe)
         if name is None or name not in metrics:
             return False
         if self.progress.best is not None and metrics[name] <= self.progress.best:
@@ -219,7 +221,7 @@ class Run:
 
     def _require_best_metric(self) -> None:
         name, first = self.recipe.checkpoint.keep_best, self.progress.first_eval
-        if name is not None and name not in first:
+        if name not in (None, "auto") and name not in first:
             known = ", ".join(sorted(k for k in first if k.startswith("eval/"))) or "nothing to choose by"
             raise PracticumError(f"checkpoint.keep_best is {name}; evaluations give {known}")
 
@@ -287,15 +289,16 @@ def train_loaded(
 
     With `change` a resumed run may have a recipe with other values than the run had.
     """
+    folder = choose_folder(loaded.recipe, out, resume=resume, fresh=fresh)
+    loaded, taken = resolve_models(loaded, resumed=folder if resume else None)
     recipe = loaded.recipe
-    folder = choose_folder(recipe, out, resume=resume, fresh=fresh)
     resolved = recipe.model_dump(mode="json", exclude={"extends"})
     changes = allowed_changes(folder.recipe(), resolved, change=change) if resume else []
     steps = Checkpoints(folder.checkpoints, 1).steps() if resume else []
     view = ProgressView(recipe.name, recipe.train.steps, done=steps[-1] if steps else 0)
     with view, Interrupt(view.say) as interrupt, closing(Run(recipe, folder, view, resume=resume)) as run:
         try:
-            run.begin(changes)
+            run.begin(changes, taken)
             return run.train(interrupt)
         except BaseException as error:
             folder.log(f"stopped by {type(error).__name__}: {text_of(error)}")
@@ -338,6 +341,8 @@ def summary(outcome: RunResult, expected: str | None) -> str:
         if name.startswith("eval/"):
             first = outcome.first_eval.get(name)
             lines.append(f"  {name} {f'{first:.3f} → ' if first is not None else ''}{last:.3f}")
+    if outcome.interrupted and outcome.steps:
+        lines.append(f"  model: {outcome.folder} is its model so far, wherever a model is named")
     lines += [f"  {line}" for line in outcome.failures]
     return "\n".join([*lines, *([f"  expected: {expected}"] if expected else [])])
 
@@ -351,8 +356,14 @@ def show_ledger(folder: Path) -> None:
 
 def evaluate_recipe(path: Path, overrides: Sequence[str] = (), model: str | None = None) -> dict[str, float]:
     """Scores of the recipe's model (or `model`) on its held-out prompts, shown as a table."""
-    recipe = load_recipe(path, overrides).recipe
-    scores = evaluate_model(recipe, None if model is None else Path(model))
+    loaded = load_recipe(path, overrides)
+    if model is not None:
+        loaded = replace(loaded, recipe=_with_model(loaded.recipe, model))
+    loaded, taken = resolve_models(loaded)
+    for sentence in taken:
+        Console().print(sentence, highlight=False, soft_wrap=True, markup=False)
+    recipe = loaded.recipe
+    scores = evaluate_model(recipe)
     if not scores:
         raise PracticumError("nothing to evaluate: no task is built-in or has an eval_file")
     rows = {name.removeprefix("eval/"): {"score": value} for name, value in scores.items()}
@@ -363,11 +374,15 @@ def evaluate_recipe(path: Path, overrides: Sequence[str] = (), model: str | None
 def evaluate_model(recipe: Recipe, model: Path | None = None) -> dict[str, float]:
     """Scores of the recipe's model, or of the one in this folder, on the recipe's held-out prompts."""
     if model is not None:
-        spec = recipe.model.model_copy(update={"path": str(model), "make": None})
-        recipe = recipe.model_copy(update={"model": spec})
+        recipe = _with_model(recipe, str(model))
     say = partial(Console().print, highlight=False, soft_wrap=True, markup=False)
     roles = start_roles(recipe, evaluation_plan(), Watch(recipe.checks, say))
     try:
         return evaluate(recipe, roles, eval_prompts(recipe.tasks, recipe.eval.rows, recipe.seed), say)
     finally:
         roles.close()
+
+
+def _with_model(recipe: Recipe, model: str) -> Recipe:
+    spec = recipe.model.model_copy(update={"path": model, "make": None})
+    return recipe.model_copy(update={"model": spec})

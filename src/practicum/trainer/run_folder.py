@@ -28,6 +28,7 @@ OWNED = (
     "wandb.id",
     "checkpoints",
     "export",
+    "exports",
     "tensorboard",
     "wandb",
 )
@@ -115,6 +116,19 @@ def write_atomic(path: Path, text: str) -> None:
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     aside.write_text(text, encoding="utf-8")
     os.replace(aside, path)
+
+
+def follow_umask(folder: Path) -> None:
+    """Give a folder's files the modes that new ones have: some libraries write for their user alone."""
+    probe = folder / ".mode"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o666
+    probe.unlink()
+    for path in [folder, *folder.rglob("*")]:
+        wanted = mode | (mode & 0o444) >> 2 if path.is_dir() else mode
+        held = path.stat().st_mode
+        if held & 0o777 != wanted:
+            path.chmod(held & 0o7000 | wanted)
 
 
 def _version(package: str) -> str:

@@ -83,6 +83,16 @@ class Saver:
         self.save(rows=False)
 
 
+def best_metric(recipe: Recipe) -> str | None:
+    """The metric whose best checkpoint is kept; None if there is none to choose by."""
+    name, rules = recipe.checkpoint.keep_best, recipe.eval
+    if name != "auto":
+        return name
+    if not rules.every:
+        return None
+    return "eval/greedy" if rules.greedy else f"eval/mean@{rules.samples}"
+
+
 def crash_cost(rules: Checkpoint, steps: int) -> str:
     """What is lost when a run ends before its time, in a sentence."""
     ways = [f"{rules.every} steps"] if rules.every and rules.every < steps else []

@@ -144,7 +144,7 @@ def _eval(recipe: Recipe) -> Iterator[RecipeError]:
         found = f"{recipe.eval.stop_at} without greedy evaluations during training"
         advice = "set eval.every to the steps between them, and eval.greedy to true"
         yield RecipeError("eval.stop_at", found, "evaluations to stop by", advice)
-    if best is None:
+    if best is None or best == "auto":
         return
     if not best.startswith("eval/"):
         expected = "a metric of an evaluation, such as eval/greedy"

@@ -59,7 +59,9 @@ class Kl(Section):
     target: float | None = key(None, "Adapt the weight towards this KL (reward only).", _ADAPTED[0], gt=0)
     horizon: int = key(10_000, "Sessions over which the adaptation acts.", *_ADAPTED, ge=1)
     clamp: float | None = key(None, "Clamp log-ratios to ± this; off if unset.", _PENALTY, gt=0)
-    reference: str | None = key(None, "Reference model; the student's start if unset.", _PENALTY)
+    reference: str | None = key(
+        None, "Reference model, named as in model.path; the student's start if unset.", _PENALTY
+    )
 
 
 class Reject(Section):

@@ -73,7 +73,10 @@ class MakeModel(Section):
 class Model(Section):
     """The student: where its weights come from and how they are held."""
 
-    path: str | None = key(None, "Folder in HuggingFace format, or hub name; one of path and make is needed.")
+    path: str | None = key(
+        None,
+        "Folder in HuggingFace format, hub name, run folder or checkpoint; one of path and make is needed.",
+    )
     make: MakeModel | None = key(None, "Make a tiny random model instead of loading one from a path.")
     tokenizer: str | None = key(None, "Folder or hub name; the model's own if unset.")
     dtype: Literal["float32", "bfloat16", "float64"] = key("float32", "Number type of the weights.")
@@ -197,7 +200,11 @@ class Checkpoint(Section):
         10.0, "Minutes after which the next finished step is kept in a checkpoint; 0 = not by time.", ge=0
     )
     keep_last: int = key(2, "Newest checkpoints kept.", ge=1)
-    keep_best: str | None = key(None, "Metric whose best checkpoint is kept too, such as eval/greedy.")
+    keep_best: str | None = key(
+        "auto",
+        "Metric whose best checkpoint is kept too, such as eval/greedy; auto: eval/greedy, else eval/mean@k, "
+        "if evaluations run during training; null: none.",
+    )
 
 
 class Track(Section):

@@ -77,7 +77,9 @@ class Teacher(FrozenModel):
     """One teacher: a model here (model), behind a URL (url and model), or a copy of the student (student)."""
 
     model: str | None = key(
-        None, "Folder in HuggingFace format or hub name; with url: the model's name on that server."
+        None,
+        "Folder in HuggingFace format, hub name, run folder or checkpoint; with url: the model's name on "
+        "that server.",
     )
     student: StudentCopy | None = key(
         None, "Teach by an older copy of the student itself (self-distillation)."
@@ -184,7 +186,7 @@ class RewardModel(FrozenModel):
         "classifier: a sequence-classification model's score of prompt + answer; judge: a language model "
         "that is asked and whose number is read.",
     )
-    model: str = key(..., "Folder in HuggingFace format or hub name; with url: its name there.")
+    model: str = key(..., "Named as a teacher's; with url: its name there.")
     weight: float = key(1.0, "Factor of its score in the reward.")
     label: int = key(0, "Output of the classifier that is the score.", read_with(".kind", "classifier"), ge=0)
     prompt: str = key(

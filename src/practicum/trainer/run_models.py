@@ -1,0 +1,206 @@
+"""The models of runs: a run folder or a checkpoint, wherever a model is named, as a HuggingFace folder.
+
+Nothing here imports torch until weights are written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from practicum.errors import PracticumError
+from practicum.recipe.load_recipe import LoadedRecipe
+from practicum.trainer.checkpoints import Checkpoints, is_checkpoint, step_name
+from practicum.trainer.run_folder import RunFolder, follow_umask
+
+ORIGIN = "practicum.json"
+"""File of an export that says of which step it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunModel:
+    """The model of a run that a path names: its final export, or a checkpoint."""
+
+    folder: Path
+    is_export: bool
+    about: str
+
+    def without_weights(self) -> Path:
+        """A folder with its config and tokenizer."""
+        return self.folder if self.is_export else self.folder / "model"
+
+    def with_weights(self) -> Path:
+        """A folder in HuggingFace format; a checkpoint is written as one, unless that was done before."""
+        if self.is_export:
+            return self.folder
+        to = _export_place(self.folder)
+        if _origin(to).get("saved") != _saved_at(self.folder):
+            export_checkpoint(self.folder, to)
+        return to
+
+
+def find_run_model(named: str | Path) -> RunModel | None:
+    """The model that a run folder or a checkpoint has; None for every other path and for hub names."""
+    path = Path(named).expanduser()
+    if not path.is_dir() or (path / "config.json").is_file():
+        return None
+    if is_checkpoint(path):
+        checkpoint = path.resolve()
+        return RunModel(checkpoint, False, f"checkpoint {checkpoint.name}")
+    run = RunFolder(path)
+    if not run.is_used:
+        return None
+    steps = Checkpoints(run.checkpoints, 1).steps()
+    exported = _origin(run.export).get("step") if (run.export / "config.json").is_file() else -1
+    if exported is None or (exported >= 0 and exported >= max(steps, default=0)):
+        return RunModel(run.export, True, "its final model")
+    if not steps:
+        raise PracticumError(f"{path} is a run without a model: it has neither a checkpoint nor an export")
+    return RunModel(run.checkpoints / step_name(steps[-1]), False, f"its newest checkpoint, step {steps[-1]}")
+
+
+def resolve_models(
+    loaded: LoadedRecipe, *, weights: bool = True, resumed: RunFolder | None = None
+) -> tuple[LoadedRecipe, list[str]]:
+    """The recipe with a HuggingFace folder in place of each run folder and checkpoint, and what was taken.
+
+    Without `weights` only config and tokenizer are in those folders. A resumed run keeps what it took.
+    """
+    recipe, taken = loaded.recipe, []
+    before = dict(_models_of(resumed.recipe())) if resumed is not None else {}
+    for path, named in _models_of(recipe):
+        found = find_run_model(named)
+        if found is None:
+            continue
+        kept = before.get(path)
+        if kept is not None and _is_of(kept, Path(named)):
+            about, folder = "as when the run began", Path(kept)
+        else:
+            about, folder = found.about, found.with_weights() if weights else found.without_weights()
+        taken.append(f"{'.'.join(path)}: {named}, {about}: {folder}")
+        recipe = _put(recipe, path, str(folder))
+    return replace(loaded, recipe=recipe), taken
+
+
+def model_folder(named: str) -> str:
+    """A model as transformers reads it: a folder in HuggingFace format or a hub name."""
+    found = find_run_model(named)
+    return named if found is None else str(found.with_weights())
+
+
+def export_checkpoint(checkpoint: Path, to: Path) -> None:
+    """Write a checkpoint's model to a folder in HuggingFace format, whole or not at all. Needs no GPU."""
+    if not (checkpoint / "model" / "config.json").is_file():
+        raise PracticumError(
+            f"{checkpoint} holds no config and tokenizer: an older version wrote it. "
+            "Resume its run for a step, which writes one that does"
+        )
+    from practicum.learning.learner_checkpoint import read_weights
+    from practicum.models.export_model import write_model
+
+    to.parent.mkdir(parents=True, exist_ok=True)
+    aside = to.with_name(f".{to.name}.{os.getpid()}")
+    try:
+        write_model(checkpoint / "model", read_weights(checkpoint / "student"), aside)
+        step = json.loads((checkpoint / "progress.json").read_text())["step"]
+        finish_export(aside, to, step, _saved_at(checkpoint))
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def finish_export(aside: Path, to: Path, step: int, saved: int | None = None) -> None:
+    """Put a written export in its place, with the step it is of, readable as the umask says."""
+    (aside / ORIGIN).write_text(json.dumps({"step": step, "saved": saved}) + "\n")
+    follow_umask(aside)
+    shutil.rmtree(to, ignore_errors=True)
+    aside.rename(to)
+
+
+def export_run(named: Path, step: int | None, best: bool, to: Path | None) -> tuple[Path, Path]:
+    """The checkpoint of a run that was asked for, and the folder that its model was written to."""
+    checkpoint = _choose(named, step, best)
+    if to is None:
+        return checkpoint, RunModel(checkpoint, False, "").with_weights()
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise PracticumError(f"{to} is there already: choose another folder with --to DIR, or remove it")
+    export_checkpoint(checkpoint, to)
+    return checkpoint, to
+
+
+def _choose(named: Path, step: int | None, best: bool) -> Path:
+    if is_checkpoint(named) and step is None and not best:
+        return named.resolve()
+    run = RunFolder(named)
+    if not run.is_used:
+        raise PracticumError(f"{named} is no run folder and no checkpoint: give what `train` wrote")
+    steps = Checkpoints(run.checkpoints, 1).steps()
+    if not steps:
+        final = f"; its final model is {run.export}" if run.export.is_dir() else ""
+        raise PracticumError(f"{named} has no checkpoint{final}")
+    if best:
+        if not is_checkpoint(run.checkpoints / "best"):
+            raise PracticumError(
+                f"{named} has no best checkpoint: it is kept when evaluations run during training "
+                "(eval.every) and checkpoint.keep_best is not null"
+            )
+        return (run.checkpoints / "best").resolve()
+    if step is not None and step not in steps:
+        there = ", ".join(map(str, steps))
+        raise PracticumError(f"{named} has no checkpoint of step {step}: there are those of {there}")
+    return run.checkpoints / step_name(steps[-1] if step is None else step)
+
+
+def _models_of(data: Any) -> list[tuple[tuple[str, ...], str]]:
+    """Every path of a recipe, or of its data, at which a model or its tokenizer is named, with the name."""
+    paths = [("model", "path"), ("model", "tokenizer"), ("algorithm", "kl", "reference")]
+    for where in (("teachers",), ("reward", "models")):
+        for name in _get(data, where) or ():
+            at = (*where, name)
+            paths += [] if _get(data, (*at, "url")) else [(*at, "model")]
+            paths.append((*at, "tokenizer"))
+    return [(path, value) for path in paths if (value := _get(data, path)) is not None]
+
+
+def _get(data: Any, path: tuple[str, ...]) -> Any:
+    for name in path:
+        data = data.get(name) if isinstance(data, dict) else getattr(data, name, None)
+    return data
+
+
+def _put(section: Any, path: tuple[str, ...], value: str) -> Any:
+    """A section, or a mapping of them, with another value at a path."""
+    name, *more = path
+    new = _put(_get(section, (name,)), tuple(more), value) if more else value
+    return section | {name: new} if isinstance(section, dict) else section.model_copy(update={name: new})
+
+
+def _is_of(kept: str, named: Path) -> bool:
+    """Whether a model that a run took is one of those that a run folder, or its best, may mean."""
+    folder, named = Path(kept).resolve(), named.expanduser()
+    run = folder.parent.parent if folder.parent.name == "exports" else folder.parent
+    means = named.parent.parent if named.name == "best" else named
+    return (folder / "config.json").is_file() and run == means.resolve()
+
+
+def _export_place(checkpoint: Path) -> Path:
+    """Where a checkpoint's model is written: its run's folder, or the user's cache if that is another's."""
+    run = checkpoint.parent.parent
+    if RunFolder(run).is_used and os.access(run, os.W_OK):
+        return run / "exports" / checkpoint.name
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "practicum" / hashlib.sha256(str(checkpoint).encode()).hexdigest()[:16] / checkpoint.name
+
+
+def _origin(export: Path) -> dict[str, Any]:
+    file = export / ORIGIN
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def _saved_at(checkpoint: Path) -> int:
+    """Tells a checkpoint from another one of the same step that took its place."""
+    return (checkpoint / "progress.json").stat().st_mtime_ns
