@@ -20,8 +20,8 @@ from .test_names import help_commands
 TRAINING = ("train", "eval")
 NEEDS_A_RUN = (*TRAINING, "export", "serve")
 FEW = {
-    "train": "train.steps=2 train.warmup_steps=0 train.prompts=4 rollout.samples=2 rollout.max_new_tokens=6 "
-    "eval.rows=4 runtime.threads=1",
+    "train": "train.steps=3 train.warmup_steps=0 train.prompts=4 rollout.samples=2 rollout.max_new_tokens=6 "
+    "eval.rows=4 runtime.threads=1 buffer.filter_flat_groups=false",
     "eval": "eval.rows=4 runtime.threads=1",
 }
 """What makes a run short; the learning is not what these tests are about."""
