@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,13 +13,14 @@ from benchmarks.padding_table import padding_table
 from benchmarks import report_engines
 from practicum.dataplane.fields import FIELDS, Field
 from practicum.dataplane.padding_rows import padding_batch
+from practicum.dataplane.plan import StageSpec
 from practicum.dataplane.ragged import Ragged
 from practicum.engines.protocol import Engine
 from practicum.learning.update_metrics import METRICS as UPDATE_METRICS
 from practicum.recipe.derived import Traits
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.text.show_recipe import markdown
-from practicum.roles.stage_table import make_plan
+from practicum.roles.stage_table import all_stages
 from practicum.tasks.builtin import describe_tasks
 from practicum.tasks.scorers import RewardSample
 from practicum.trainer.step_metrics import METRICS
@@ -133,45 +133,39 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     {"algorithm": {"loss": "supervised", "advantage": "none"}},
 )
 """Recipes that together read and write all that a stage may."""
-_UNDECORATED = {
-    "demonstrate": "roles/rollout.py",
-    "rollout": "roles/rollout.py",
-    "pad": "roles/padding.py",
-    "sync": "roles/sync.py",
-    "clear": "trainer/step.py",
+_RANKS = {
+    "all": "all learner ranks",
+    "first": "the first learner rank",
+    "controller": "the controller",
 }
-"""Stages that compute no columns of rows from columns of the same rows."""
-_ON_RAY = {
+_ELSEWHERE = {
     "demonstrate": "rollout replicas",
     "rollout": "rollout replicas",
     "reward": "reward workers, processes and clients of reward models",
     "teachers": "learner ranks (colocated), their own processes, clients of URLs",
-    "pad": "the first learner rank",
-    "old_logprobs": "all learner ranks",
-    "ref_logprobs": "all learner ranks",
-    "values": "all learner ranks",
-    "advantages": "the first learner rank",
-    "update_critic": "all learner ranks",
-    "update_student": "all learner ranks",
     "sync": "all learner ranks, then all rollout replicas",
-    "clear": "the controller",
 }
+"""Stages that others than the learner's ranks and the controller work for."""
 
 
 def stages_table() -> str:
     """Every stage of a step: its file, what it may read and write, and where it runs on Ray."""
-    reads: dict[str, set[str]] = {}
-    writes: dict[str, set[str]] = {}
+    specs: dict[str, StageSpec] = {}
     for recipe in _variants():
-        plan = make_plan(recipe, Traits(vision=True, moe=True))
-        specs = {spec.name: spec for spec in (*plan.stages, *(spec for spec, _ in plan.skipped))}
-        for name, spec in specs.items():
-            reads.setdefault(name, set()).update(spec.reads)
-            writes.setdefault(name, set()).update(spec.writes)
-    assert reads.keys() == _ON_RAY.keys(), "say where each stage runs on Ray"
+        for spec in all_stages(recipe, Traits(vision=True, moe=True)):
+            known = specs.get(spec.name, spec)
+            reads, writes = (*known.reads, *spec.reads), (*known.writes, *spec.writes)
+            specs[spec.name] = dataclasses.replace(spec, reads=reads, writes=writes)
     rows = (
-        (f"`{name}`", f"`{_role_file(name)}`", _in_order(reads[name]), _in_order(writes[name]), on_ray)
-        for name, on_ray in _ON_RAY.items()
+        (
+            f"`{spec.name}`",
+            f"`{_role_file(spec)}`",
+            _in_order({*spec.reads}),
+            _in_order({*spec.writes}),
+            _ELSEWHERE.get(spec.name, _RANKS[spec.ranks]),
+        )
+        for spec in specs.values()
+        if not spec.use
     )
     return table(("stage", "file", "may read", "may write", "on Ray, runs in"), rows)
 
@@ -185,28 +179,10 @@ def _in_order(names: set[str]) -> str:
     return ", ".join(f"`{name}`" for name in FIELDS if name in names) or "–"
 
 
-def _role_file(stage: str) -> str:
-    """The file with the method that is decorated as this stage."""
-    package = ROOT / "src/practicum"
-    decorated = [
-        str(file.relative_to(package))
-        for file in sorted((package / "roles").glob("*.py"))
-        if any(_is_stage(node, stage) for node in ast.walk(ast.parse(file.read_text())))
-    ]
-    if stage not in _UNDECORATED:
-        (file,) = decorated
-        return file
-    assert not decorated, f"{stage} is decorated in {decorated}: it need not be in _UNDECORATED"
-    assert (package / _UNDECORATED[stage]).is_file()
-    return _UNDECORATED[stage]
-
-
-def _is_stage(node: ast.AST, stage: str) -> bool:
-    """Whether a function has a decorator with the stage's name as its first argument."""
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return False
-    first = [call.args[0] for call in node.decorator_list if isinstance(call, ast.Call) and call.args]
-    return any(isinstance(argument, ast.Constant) and argument.value == stage for argument in first)
+def _role_file(spec: StageSpec) -> str:
+    """The file of the role that the stage table names."""
+    files = [f"roles/{spec.role}.py", f"trainer/{spec.role}.py"]
+    return next(file for file in files if (ROOT / "src/practicum" / file).is_file())
 
 
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
