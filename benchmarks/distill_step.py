@@ -22,10 +22,11 @@ from benchmarks.model import MORE_DIGITS, examples, model_folder, teacher_folder
 from benchmarks.stepping import Steps, make_distillation, mean
 from practicum.concurrency.event_loop import run_async
 from practicum.dataplane.ragged import Ragged
+from practicum.engines.protocol import ScoreRequest
 from practicum.learning.distill_loss import TeacherColumns
 from practicum.learning.learner import Learner
 from practicum.learning.update_batch import UpdateBatch
-from practicum.places.place import ScoreRow, score_rows
+from practicum.places.place import score_rows
 from practicum.runtime.local import LocalRoles
 
 PROMPTS, SAMPLES, MAX_NEW, LR = 32, 8, 32, 1e-5
@@ -150,7 +151,7 @@ def _checked_batch(steps: Steps) -> UpdateBatch:
     assert roles.teachers is not None
     rows = checked_rows(roles.tokenizer)
     teachers = roles.teachers.loaded
-    whole = [ScoreRow([*p, *r], len(p), f"row {i}") for i, (p, r) in enumerate(rows)]
+    whole = [ScoreRequest([*p, *r], len(p), f"row {i}") for i, (p, r) in enumerate(rows)]
     with teachers.awake(TEACHER):
         work = score_rows(teachers.places[TEACHER], whole, roles.teachers.options)
         scores = run_async(work, timeout=120.0, owner="the check")

@@ -22,7 +22,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from benchmarks.harness import Measured, Stopwatch
 from benchmarks.model import make_random_model
 from benchmarks.report_engines import TORCH
-from practicum.engines.protocol import Counter, Engine, Generation, Sampling, Scores
+from practicum.engines.protocol import (
+    Counter,
+    Engine,
+    GenerateRequest,
+    Generation,
+    Sampling,
+    ScoreOptions,
+    ScoreRequest,
+    Scores,
+)
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.engines.vllm.make_vllm import EngineSize, kv_bytes
 from practicum.engines.vllm.vllm_engine import VllmEngine
@@ -162,9 +171,11 @@ class Work:
             return await asyncio.gather(
                 *(
                     self._engine.generate(
-                        prompts[i // samples],
-                        Sampling(max_new_tokens=length, stop=frozenset(), greedy=greedy),
-                        Counter(seed=turn, prompt=i // samples, session=i % samples),
+                        GenerateRequest(
+                            prompts[i // samples],
+                            Sampling(max_new_tokens=length, stop=frozenset(), greedy=greedy),
+                            Counter(seed=turn, prompt=i // samples, session=i % samples),
+                        )
                     )
                     for i, length in enumerate(lengths)
                 )
@@ -178,7 +189,12 @@ class Work:
         rows = [draw_ids(random, SCORED_TOKENS, self._vocab) for _ in range(count)]
 
         async def ask() -> list[Scores]:
-            return await asyncio.gather(*(self._engine.score(ids, SCORED_FROM, top_k) for ids in rows))
+            return await asyncio.gather(
+                *(
+                    self._engine.score(ScoreRequest(ids, SCORED_FROM), ScoreOptions(top_k=top_k))
+                    for ids in rows
+                )
+            )
 
         return asyncio.run(ask())
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from benchmarks import harness, plots
 from benchmarks.harness import Channel, Contender, Measured, Stopwatch
 from benchmarks.model import examples, model_folder
+from practicum.engines.protocol import GenerateRequest
 
 PROMPTS, SAMPLES = 32, 8
 DIGITS = (10, 18)
@@ -58,7 +59,7 @@ def torch_engine(channel: Channel, max_new: int) -> None:
 
     async def sample(turn: int, prompts: list[list[int]]) -> list[Any]:
         wanted = [
-            engine.generate(ids, sampling, Counter(seed=turn, prompt=i, session=session))
+            engine.generate(GenerateRequest(ids, sampling, Counter(seed=turn, prompt=i, session=session)))
             for i, ids in enumerate(prompts)
             for session in range(SAMPLES)
         ]

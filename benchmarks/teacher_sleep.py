@@ -14,6 +14,7 @@ from benchmarks import harness
 from benchmarks.harness import Channel, Contender, Measured
 from benchmarks.model import DIGITS, examples, model_folder, random_folder, teacher_folder
 from benchmarks.stepping import Steps, make_distillation
+from practicum.engines.protocol import GenerateRequest
 
 SAMPLES, MAX_NEW = 8, 32
 PROMPTS = 32
@@ -76,7 +77,7 @@ def _roll_out(engine: Any, prompts: list[list[int]], turn: int, tokenizer: Any) 
     async def sample() -> None:
         await asyncio.gather(
             *(
-                engine.generate(ids, sampling, Counter(seed=turn, prompt=i, session=session))
+                engine.generate(GenerateRequest(ids, sampling, Counter(seed=turn, prompt=i, session=session)))
                 for i, ids in enumerate(prompts)
                 for session in range(SAMPLES)
             )

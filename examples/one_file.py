@@ -27,7 +27,7 @@ from practicum.algorithms.advantages.registry import ADVANTAGES
 from practicum.algorithms.advantages.types import AdvantageInputs
 from practicum.concurrency.event_loop import run_async
 from practicum.dataplane.ragged import Ragged
-from practicum.engines.protocol import Counter, Generation, Sampling
+from practicum.engines.protocol import Counter, GenerateRequest, Generation, Sampling
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.learning.learner import Learner
 from practicum.learning.update_batch import UpdateBatch
@@ -99,7 +99,9 @@ async def practise(prompts: list[Prompt]) -> list[Generation]:
     A sample is a function of its counter, not of what else is in the batch.
     """
     asked = [(encode(p), Counter(SEED, p.uid, session=i)) for p in prompts for i in range(SAMPLES)]
-    return await asyncio.gather(*(engine.generate(ids, sampling, counter) for ids, counter in asked))
+    return await asyncio.gather(
+        *(engine.generate(GenerateRequest(ids, sampling, counter)) for ids, counter in asked)
+    )
 
 
 def judge(prompt: Prompt, generation: Generation) -> float:

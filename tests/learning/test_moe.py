@@ -23,7 +23,7 @@ from practicum.models.experts import routes_of
 from practicum.recipe.schema.algorithm_sections import Algorithm
 from practicum.recipe.schema.algorithm_sections import CriticSection as CriticRecipe
 from practicum.recipe.schema.recipe import Train
-from tests.rollout.engines import engine_of, generate, sampling
+from tests.engines.engines import engine_of, generate, sampling
 
 from .reference import random_batch, reference_update, take, tiny
 from .updates import assert_same, learn

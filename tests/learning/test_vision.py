@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from practicum.dataplane.ragged import Ragged
-from practicum.engines.protocol import Counter, Generation
+from practicum.engines.protocol import Counter, GenerateRequest, Generation
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import DataError
 from practicum.learning.learner import Learner
@@ -32,7 +32,7 @@ from practicum.models.vision import image_token_id, sequence_positions
 from practicum.recipe.schema.algorithm_sections import Algorithm
 from practicum.recipe.schema.algorithm_sections import CriticSection as CriticRecipe
 from practicum.recipe.schema.recipe import MakeModel, Train
-from tests.rollout.engines import engine_of, sampling
+from tests.engines.engines import engine_of, sampling
 
 from .reference import random_batch, take, tiny, with_padding
 from .updates import assert_same, learn
@@ -144,7 +144,7 @@ def test_logprobs_of_what_the_engine_sampled_are_the_engine_s():
 
     async def run(engine: TorchEngine) -> list[Generation]:
         jobs = (
-            engine.generate(prompt, sampling(12), Counter(0, i), images=images)
+            engine.generate(GenerateRequest(prompt, sampling(12), Counter(0, i), images=images))
             for i, (prompt, images) in enumerate(shown)
         )
         return await asyncio.gather(*jobs)

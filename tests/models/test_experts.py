@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from practicum.errors import EngineError
 from practicum.models.experts import Routes, routes_of
-from tests.rollout.engines import tiny
+from tests.engines.engines import tiny
 
 IDS = torch.tensor([[5, 9, 14, 3, 30, 41, 8, 22]])
 EXPERTS, PER_TOKEN, LAYERS = 8, 2, 2

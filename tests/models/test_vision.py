@@ -19,7 +19,7 @@ from practicum.models.images import Images
 from practicum.models.load_model import context_length, load_model, model_facts
 from practicum.models.vision import image_token_id, is_vision, picture_tokens, sequence_positions
 from practicum.recipe.schema.recipe import Model
-from tests.rollout.engines import picture_prompt, pictures, plain_forward, plain_inputs, tiny
+from tests.engines.engines import picture_prompt, pictures, plain_forward, plain_inputs, tiny
 
 Sizes = list[tuple[int, int]]
 sizes = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), max_size=3)

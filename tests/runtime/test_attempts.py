@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 import pytest
-from tests.rollout.sessions import Scripted, session_of
+from tests.sessions.sessions import Scripted, session_of
 
 from practicum.concurrency.event_loop import run_async
 from practicum.errors import EngineError

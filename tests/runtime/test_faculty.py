@@ -22,10 +22,10 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.ragged import Ragged
 from practicum.dataplane.stage import StepInfo
+from practicum.engines.protocol import ScoreOptions, ScoreRequest
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import DeadlineError, EngineError, TeacherError
 from practicum.models.load_model import load_model
-from practicum.places.place import ScoreOptions, ScoreRow
 from practicum.places.torch_teacher import ColocatedTeacher
 from practicum.recipe.schema.recipe import Model, Recipe
 from practicum.roles.stage_table import make_plan
@@ -86,7 +86,7 @@ def here(staff: Teachers) -> dict[str, ColocatedTeacher]:
 
 
 def is_awake(place: ColocatedTeacher) -> bool:
-    return place.engine._scheduler.memory is not None
+    return place.engine.awake
 
 
 def assert_at_rest(roles: LocalRoles, faculty: TeacherRole) -> None:
@@ -94,7 +94,7 @@ def assert_at_rest(roles: LocalRoles, faculty: TeacherRole) -> None:
     assert not [name for name, place in here(faculty.loaded).items() if is_awake(place)]
     assert roles.engine.memory().kv > 0
     assert isinstance(roles.engine, TorchEngine)
-    assert roles.engine._desk.open_jobs == 0
+    assert roles.engine.idle
 
 
 @pytest.mark.parametrize("signal", ["sampled", "top_k", "full"])
@@ -116,7 +116,7 @@ def test_rows_are_scored_by_their_own_teacher(folders: dict[str, str], signal: s
         name = {"copy": "small", "compare": "wide"}[tags.task]
         assert tags.teacher == name
         ids = [*prompts[i].tolist(), *responses[i].tolist()]
-        row = ScoreRow(ids, len(prompts[i]), str(key))
+        row = ScoreRequest(ids, len(prompts[i]), str(key))
         expected = in_process(models[name], [row], wanted)[0]
         assert torch.equal(logprobs[i], expected.logprobs)
         if signal == "top_k":
@@ -201,7 +201,7 @@ def test_a_step_of_an_engine_that_raises_is_the_teachers_error(folders: dict[str
     recipe = recipe_of(folders)
     with started(recipe) as (roles, faculty):
         batch = roll_out(recipe, roles)
-        here(faculty.loaded)["small"].engine._desk._step = fails  # pyright: ignore
+        here(faculty.loaded)["small"].engine.thread._step = fails  # pyright: ignore
         with pytest.raises(TeacherError, match=r"teacher small failed in .*a bad kernel"):
             teach(faculty, roles, batch)
         assert_at_rest(roles, faculty)
@@ -227,7 +227,7 @@ def test_a_forward_call_that_ends_after_the_deadline_does_not_keep_the_teacher_a
     recipe = recipe_of(folders, each={"deadline_s": 0.2})
     with started(recipe) as (roles, faculty):
         batch = roll_out(recipe, roles)
-        desk = here(faculty.loaded)["small"].engine._desk
+        desk = here(faculty.loaded)["small"].engine.thread
         step = desk._step
 
         def late(jobs: list) -> Any:
@@ -245,7 +245,7 @@ def test_weights_on_disk_that_can_not_be_read_are_the_teachers_error(folders: di
     recipe = recipe_of(folders, runtime={"threads": 1, "teachers_gb": 1e-6})
     with started(recipe) as (roles, faculty):
         batch = roll_out(recipe, roles)
-        shelf = here(faculty.loaded)["wide"].engine._shelf
+        shelf = here(faculty.loaded)["wide"].engine.offloaded
         assert shelf is not None
         assert shelf._file is not None
         shelf._file.truncate(10)
@@ -266,7 +266,7 @@ def test_what_only_the_teacher_reads_comes_before_the_prompt(folders: dict[str, 
     model = load_model(Model(path=folders["small"], device="cpu"), 0)
     for i, key in enumerate(batch.keys):
         ids = [*before[i], *prompts[i].tolist(), *responses[i].tolist()]
-        row = ScoreRow(ids, len(before[i]) + len(prompts[i]), str(key))
+        row = ScoreRequest(ids, len(before[i]) + len(prompts[i]), str(key))
         assert torch.equal(logprobs[i], in_process(model, [row], ScoreOptions())[0].logprobs)
 
 
@@ -290,7 +290,7 @@ def test_every_trajectory_of_a_session_is_scored(folders: dict[str, str], stream
     assert {key.trajectory for key in batch.keys} == {0, 1}
     for i, key in enumerate(batch.keys):
         ids = [*prompts[i].tolist(), *responses[i].tolist()]
-        expected = in_process(model, [ScoreRow(ids, len(prompts[i]), str(key))], ScoreOptions())[0]
+        expected = in_process(model, [ScoreRequest(ids, len(prompts[i]), str(key))], ScoreOptions())[0]
         torch.testing.assert_close(logprobs[i], expected.logprobs, rtol=0, atol=1e-6)
 
 
@@ -333,9 +333,9 @@ def test_closing_stops_every_teacher_even_if_one_can_not_be(folders: dict[str, s
     places["small"].close = breaks
     with pytest.raises(EngineError, match="no end"):
         roles.close()
-    assert places["wide"].engine._desk.closed
+    assert places["wide"].engine.closed
     assert isinstance(roles.engine, TorchEngine)
-    assert roles.engine._desk.closed
+    assert roles.engine.closed
 
 
 def test_copies_of_the_student_take_its_weights_when_due_and_are_saved(tmp_path: Path):

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from practicum.engines.protocol import Counter, Sampling, Scores
+from practicum.engines.protocol import Counter, GenerateRequest, Sampling, ScoreOptions, ScoreRequest, Scores
 from practicum.errors import RecipeError, TeacherError
-from practicum.places.place import ScoreOptions, ScoreRow, score_rows
+from practicum.places.place import score_rows
 from practicum.places.remote_teacher import RemoteTeacher, probe_teacher
 from practicum.recipe.schema.teacher_sections import Teacher
-from tests.rollout.engines import engine_of, tiny
+from tests.engines.engines import engine_of, tiny
 from tests.serving.servers import MODEL, Served, served
 from tests.teachers.models import assert_same, in_process, rows
 
@@ -36,7 +36,7 @@ def server(model: PreTrainedModel) -> Iterator[Served]:
         yield server
 
 
-def score(url: str, some: list[ScoreRow], wanted: ScoreOptions, **options: Any) -> list[Scores]:
+def score(url: str, some: list[ScoreRequest], wanted: ScoreOptions, **options: Any) -> list[Scores]:
     async def run() -> list[Scores]:
         given: dict[str, Any] = {"url": url, "model": MODEL} | options
         teacher = RemoteTeacher("chat", Teacher(**given))
@@ -63,7 +63,7 @@ def run_probe(url: str, *, top_k: int = 5, context: int = 100, **options: Any) -
 async def open_requests(server: Served, count: int) -> None:
     """Wait until the engine has this many to do."""
     async with asyncio.timeout(30):
-        while server.engine._desk.open_jobs < count:
+        while server.engine.thread.open_jobs < count:
             await asyncio.sleep(0.01)
 
 
@@ -85,11 +85,14 @@ def test_a_teacher_behind_it_says_what_a_colocated_one_says(
 
 
 def test_outputs_beyond_the_students_do_not_count(model: PreTrainedModel, server: Served):
-    some = [ScoreRow([3 + i, 4, 5, 6, 7], 2, f"prompt {i}") for i in range(3)]
+    some = [ScoreRequest([3 + i, 4, 5, 6, 7], 2, f"prompt {i}") for i in range(3)]
 
     async def here() -> list[Scores]:
         with engine_of(model) as engine:
-            return [await engine.score(row.ids, row.start, 4, vocab=20) for row in some]
+            return [
+                await engine.score(ScoreRequest(row.ids, row.start), ScoreOptions(top_k=4, vocab=20))
+                for row in some
+            ]
 
     got = score(server.url, some, ScoreOptions(top_k=4, vocab=20), concurrency=1)
     assert_same(got[1:], asyncio.run(here())[1:])
@@ -100,7 +103,7 @@ def test_vllms_form_has_the_prompts_own_tokens_and_the_most_likely_ones(
 ):
     choice = ask(server.url, prompt_logprobs=3, return_token_ids=True).json()["choices"][0]
     alone = ask(server.url, prompt_logprobs=0).json()["choices"][0]
-    expected = in_process(model, [ScoreRow(IDS, 1, "row")], ScoreOptions(top_k=3))[0]
+    expected = in_process(model, [ScoreRequest(IDS, 1, "row")], ScoreOptions(top_k=3))[0]
     assert expected.topk_ids is not None
     assert choice["prompt_token_ids"] == IDS
     assert choice["prompt_logprobs"][0] is None
@@ -115,7 +118,7 @@ def test_the_one_token_is_what_the_model_would_say(model: PreTrainedModel, serve
     async def greedy(ids: list[int]) -> int:
         with engine_of(model) as engine:
             sampling = Sampling(max_new_tokens=1, stop=frozenset(), greedy=True)
-            return int((await engine.generate(ids, sampling, Counter(0, 0))).tokens[0])
+            return int((await engine.generate(GenerateRequest(ids, sampling, Counter(0, 0)))).tokens[0])
 
     for ids in (IDS, [9]):
         said = ask(server.url, prompt=ids, return_token_ids=True).json()
@@ -133,11 +136,11 @@ def test_rows_that_come_while_the_engine_is_busy_are_scored_together(model: PreT
         async with httpx2.AsyncClient(timeout=30) as client:
             asked = asyncio.gather(*(client.post(f"{server.url}/completions", json=body) for _ in range(8)))
             await open_requests(server, 8)
-            server.engine._desk.turn.release()
+            server.engine.thread.turn.release()
             return await asked
 
     with served(model) as server:
-        server.engine._desk.turn.acquire()  # as a long step would
+        server.engine.thread.turn.acquire()  # as a long step would
         answers = asyncio.run(run(server))
     hook.remove()
     assert all(answer.is_success for answer in answers)
@@ -207,7 +210,7 @@ def test_the_probe_passes_up_to_the_limits_and_names_them(server: Served):
 
 
 def test_a_row_beyond_the_servers_context_is_named(server: Served):
-    long = ScoreRow([5] * 128, 1, "prompt 9/session 1")
+    long = ScoreRequest([5] * 128, 1, "prompt 9/session 1")
     with pytest.raises(TeacherError, match=r"prompt 9/session 1: .*128 tokens .*the context of 128"):
         score(server.url, [long], ScoreOptions())
 

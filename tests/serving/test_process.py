@@ -12,9 +12,9 @@ import pytest
 import torch
 import yaml
 
-from practicum.engines.protocol import Scores
+from practicum.engines.protocol import ScoreOptions, Scores
 from practicum.errors import TeacherError
-from practicum.places.place import ScoreOptions, score_rows
+from practicum.places.place import score_rows
 from practicum.places.remote_teacher import RemoteTeacher
 from practicum.recipe.schema.teacher_sections import Teacher
 from tests.teachers.models import in_process, rows, save_tiny

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, LlamaConfig, PreTrainedModel, Qwen3Config
 
-from practicum.engines.protocol import Counter
+from practicum.engines.protocol import Counter, GenerateRequest
 from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.schema.teacher_sections import RewardModel
 from practicum.rewards.loaded_reward_model import LoadedRewardModel, load_reward_model
 from practicum.rewards.reward_place import CannotScore, JudgeInput
-from tests.rollout.engines import tiny
+from tests.engines.engines import tiny
 from tests.serving.servers import MODEL
 from tests.teachers import scoring_server
 from tests.teachers.scoring_server import Manners
@@ -159,7 +159,7 @@ class _Handler(scoring_server._Handler):
         assert body["temperature"] == 0
         assert body["max_tokens"] == self.served._sampling.max_new_tokens
         ids = tokenizer.encode(body["prompt"])
-        made = self.wait(engine.generate(ids, self.served._sampling, Counter(0, 0)))
+        made = self.wait(engine.generate(GenerateRequest(ids, self.served._sampling, Counter(0, 0))))
         return tokenizer.decode(made.tokens, skip_special_tokens=True)
 
 

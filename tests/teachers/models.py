@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
-from practicum.engines.protocol import Scores
-from practicum.places.place import ScoreOptions, ScoreRow
-from tests.rollout.engines import engine_of, prompts, tiny
+from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
+from tests.engines.engines import engine_of, prompts, tiny
 
 
 def save_tiny(folder: Path, family: str = "qwen3", seed: int = 0) -> PreTrainedModel:
@@ -21,22 +21,17 @@ def save_tiny(folder: Path, family: str = "qwen3", seed: int = 0) -> PreTrainedM
     return model
 
 
-def rows(count: int, seed: int = 0, shortest: int = 4, longest: int = 60) -> list[ScoreRow]:
+def rows(count: int, seed: int = 0, shortest: int = 4, longest: int = 60) -> list[ScoreRequest]:
     """Rows of various lengths; each has a prompt of about a third."""
     made = prompts(count, seed=seed, shortest=shortest, longest=longest)
-    return [ScoreRow(ids, max(1, len(ids) // 3), f"prompt {i}/session 0") for i, ids in enumerate(made)]
+    return [ScoreRequest(ids, max(1, len(ids) // 3), f"prompt {i}/session 0") for i, ids in enumerate(made)]
 
 
-def in_process(model: PreTrainedModel, some: Sequence[ScoreRow], wanted: ScoreOptions) -> list[Scores]:
+def in_process(model: PreTrainedModel, some: Sequence[ScoreRequest], wanted: ScoreOptions) -> list[Scores]:
     """Scores of the rows by a torch engine here, one row at a time."""
 
     async def run() -> list[Scores]:
-        return [
-            await engine.score(
-                row.ids, row.start, wanted.top_k, temperature=wanted.temperature, hidden=wanted.hidden
-            )
-            for row in some
-        ]
+        return [await engine.score(row, replace(wanted, vocab=None)) for row in some]
 
     with engine_of(model) as engine:
         return asyncio.run(run())

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from practicum.engines.protocol import Scores
+from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.serving.completions import prompt_logprobs
 from tests.serving.servers import MODEL
@@ -73,7 +73,9 @@ def scoring_server(model: PreTrainedModel, **manners: Any) -> Iterator[ScoringSe
     behaviour = Manners(**manners)
 
     def score(ids: list[int], k: int) -> Scores:
-        return asyncio.run_coroutine_threadsafe(engine.score(ids, 1, k), loop).result(30)
+        return asyncio.run_coroutine_threadsafe(
+            engine.score(ScoreRequest(ids, 1), ScoreOptions(top_k=k)), loop
+        ).result(30)
 
     class Handler(_Handler):
         manners = behaviour

@@ -24,17 +24,17 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from practicum.engines.protocol import Scores
+from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
 from practicum.errors import TeacherError
 from practicum.models.attention import head_logits
 from practicum.models.load_model import load_model
 from practicum.models.output_head import OutputHead
 from practicum.places.model_processes import ModelFacts
-from practicum.places.place import ScoreOptions, ScoreRow, score_rows
+from practicum.places.place import score_rows
 from practicum.places.torch_teacher import OwnTeacher
 from practicum.recipe.schema.recipe import MakeModel, Model
 from practicum.recipe.schema.teacher_sections import Own, OwnPlacement, Teacher
-from tests.rollout.engines import tiny
+from tests.engines.engines import tiny
 from tests.teachers.models import assert_same, in_process, rows, save_tiny
 
 START_S = 100.0
@@ -56,7 +56,7 @@ def started(folder: Path | str, **more: Any) -> Iterator[OwnTeacher]:
         own.close()
 
 
-def score(own: OwnTeacher, some: list[ScoreRow], wanted: ScoreOptions = ScoreOptions()) -> list[Scores]:  # noqa: B008
+def score(own: OwnTeacher, some: list[ScoreRequest], wanted: ScoreOptions = ScoreOptions()) -> list[Scores]:  # noqa: B008
     return asyncio.run(score_rows(own, some, wanted))
 
 
@@ -133,7 +133,7 @@ def test_head_and_hidden_states_give_the_whole_distribution(own: OwnTeacher, mod
 
 
 def test_a_row_without_response_tokens_has_empty_scores(own: OwnTeacher):
-    empty = ScoreRow([5, 6, 7], 3, "prompt 0")
+    empty = ScoreRequest([5, 6, 7], 3, "prompt 0")
     scores = score(own, [empty], ScoreOptions(top_k=4, hidden=True))[0]
     assert scores.topk_ids is not None
     assert scores.topk_logprobs is not None
@@ -145,13 +145,13 @@ def test_a_row_without_response_tokens_has_empty_scores(own: OwnTeacher):
 
 def test_a_row_the_model_can_not_score_fails_alone_with_its_name(own: OwnTeacher):
     with pytest.raises(TeacherError, match=r"teacher math .*prompt 7: .*token ids outside"):
-        score(own, [ScoreRow([5, 100_000, 6], 1, "prompt 7"), *rows(3)])
+        score(own, [ScoreRequest([5, 100_000, 6], 1, "prompt 7"), *rows(3)])
     assert len(score(own, rows(3))) == 3
 
 
 def test_a_row_above_the_context_is_refused(own: OwnTeacher):
     with pytest.raises(TeacherError, match=r"teacher math .*prompt 9: 129 tokens, its context is 128"):
-        score(own, [ScoreRow([5] * 129, 1, "prompt 9")])
+        score(own, [ScoreRequest([5] * 129, 1, "prompt 9")])
 
 
 def test_cancelled_rows_are_forgotten(own: OwnTeacher):

@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from practicum.engines.protocol import Scores
+from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
 from practicum.errors import RecipeError, TeacherError
 from practicum.places.http_client import Unusable, message_of
-from practicum.places.place import ScoreOptions, ScoreRow, score_rows
+from practicum.places.place import score_rows
 from practicum.places.prompt_logprobs import Misaligned, limit_in, read_scores
 from practicum.places.remote_teacher import RemoteTeacher, probe_teacher
 from practicum.recipe.schema.teacher_sections import Teacher
-from tests.rollout.engines import tiny
+from tests.engines.engines import tiny
 from tests.serving.servers import MODEL
 from tests.teachers.models import assert_same, in_process, rows
 from tests.teachers.scoring_server import scoring_server
@@ -47,7 +47,9 @@ def use(url: str, work: Callable[[RemoteTeacher], Coroutine[Any, Any, T]], **opt
     return asyncio.run(run())
 
 
-def score(url: str, some: list[ScoreRow], wanted: ScoreOptions | None = None, **options: Any) -> list[Scores]:
+def score(
+    url: str, some: list[ScoreRequest], wanted: ScoreOptions | None = None, **options: Any
+) -> list[Scores]:
     return use(url, lambda teacher: score_rows(teacher, some, wanted or ScoreOptions()), **options)
 
 
@@ -55,9 +57,9 @@ def run_probe(url: str, *, top_k: int = 5, context: int = 100, **options: Any) -
     use(url, lambda teacher: probe_teacher(teacher, ScoreOptions(top_k=top_k), VOCAB, context), **options)
 
 
-def as_the_server(model: PreTrainedModel, some: list[ScoreRow], wanted: ScoreOptions) -> list[Scores]:
+def as_the_server(model: PreTrainedModel, some: list[ScoreRequest], wanted: ScoreOptions) -> list[Scores]:
     """What an engine says of the rows when it scores them from their second token on, as servers do."""
-    whole = in_process(model, [ScoreRow(row.ids, 1, row.name) for row in some], wanted)
+    whole = in_process(model, [ScoreRequest(row.ids, 1, row.name) for row in some], wanted)
     return [_tail(scores, row.start - 1) for row, scores in zip(some, whole, strict=True)]
 
 
@@ -69,7 +71,7 @@ def _tail(scores: Scores, skip: int) -> Scores:
 
 def test_a_row_without_response_tokens_asks_nobody(model: PreTrainedModel):
     with scoring_server(model) as server:
-        scores = score(server.url, [ScoreRow([5, 6, 7], 3, "prompt 0")], ScoreOptions(top_k=4))[0]
+        scores = score(server.url, [ScoreRequest([5, 6, 7], 3, "prompt 0")], ScoreOptions(top_k=4))[0]
         assert server.manners.completions == 0
     assert scores.topk_ids is not None
     assert scores.logprobs.shape == (0,)
@@ -138,7 +140,7 @@ def test_a_server_that_asks_for_a_pause_beyond_the_deadline_is_not_waited_for(mo
 
 def test_a_refusal_is_not_tried_again_and_cancels_the_other_rows(model: PreTrainedModel):
     some = rows(3)
-    bad = ScoreRow([5] * 77, 1, "prompt 9/session 1")
+    bad = ScoreRequest([5] * 77, 1, "prompt 9/session 1")
     with scoring_server(model, refuses_prompts_of=77) as server:
         expected = r"teacher chat at .*, prompt 9/session 1: status 400: a prompt of 77 tokens is not to my"
         with pytest.raises(TeacherError, match=expected):

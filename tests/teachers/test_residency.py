@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from practicum.engines.protocol import ScoreOptions, ScoreRequest
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import EngineError, TeacherError
 from practicum.models.offloaded_weights import OffloadTarget
 from practicum.places.model_cache import ModelCache
-from practicum.places.place import ScoreOptions, ScoreRow, score_rows
+from practicum.places.place import score_rows
 from practicum.places.torch_teacher import ColocatedTeacher, copied
 from practicum.recipe.schema.teacher_sections import Teacher
-from tests.rollout.engines import tiny
+from tests.engines.engines import tiny
 from tests.teachers.models import assert_same, in_process, rows
 
 
@@ -183,7 +184,7 @@ def teacher() -> Iterator[ColocatedTeacher]:
     place.close()
 
 
-def score(place: ColocatedTeacher, some: list[ScoreRow], wanted: ScoreOptions) -> list:
+def score(place: ColocatedTeacher, some: list[ScoreRequest], wanted: ScoreOptions) -> list:
     return asyncio.run(score_rows(place, some, wanted))
 
 
@@ -232,7 +233,7 @@ def test_it_takes_weights_while_awake_and_keeps_them_through_a_rest_on_disk(teac
 
 
 def test_a_row_without_response_tokens_has_empty_scores(teacher: ColocatedTeacher):
-    got = score(teacher, [ScoreRow([5, 6], 2, "prompt 0")], ScoreOptions(top_k=4, hidden=True))[0]
+    got = score(teacher, [ScoreRequest([5, 6], 2, "prompt 0")], ScoreOptions(top_k=4, hidden=True))[0]
     assert got.logprobs.shape == (0,)
     assert got.topk_ids is not None
     assert got.hidden is not None
@@ -241,7 +242,7 @@ def test_a_row_without_response_tokens_has_empty_scores(teacher: ColocatedTeache
 
 def test_a_row_that_it_can_not_score_is_named_with_the_teacher(teacher: ColocatedTeacher):
     with pytest.raises(TeacherError, match=r"teacher math .*prompt 7: .*token ids outside"):
-        score(teacher, [*rows(3), ScoreRow([5, 100_000], 1, "prompt 7")], ScoreOptions())
+        score(teacher, [*rows(3), ScoreRequest([5, 100_000], 1, "prompt 7")], ScoreOptions())
     assert len(score(teacher, rows(3), ScoreOptions())) == 3
 
 

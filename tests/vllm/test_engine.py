@@ -18,7 +18,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from practicum.engines.protocol import Counter, Engine, Generation, Memory, Scores
+from practicum.engines.protocol import (
+    Counter,
+    Engine,
+    GenerateRequest,
+    Generation,
+    Memory,
+    ScoreOptions,
+    ScoreRequest,
+    Scores,
+)
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.engines.vllm.vllm_engine import VllmEngine
 from practicum.engines.vllm.weight_delivery import SharedBlock
@@ -27,7 +36,7 @@ from practicum.learning.logprob_scorer import LogprobScorer
 from practicum.learning.packed_model import PackedModel
 from practicum.models.images import Images
 from practicum.recipe.schema.recipe import Train
-from tests.rollout.engines import Request, prompts, sampling
+from tests.engines.engines import Request, prompts, sampling
 from tests.vllm.models import KV_BYTES, make_tiny, save_model, setup_of
 
 TOLERANCE = 2e-5
@@ -117,7 +126,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 def generate(engine: Engine, requests: Sequence[Request]) -> list[Generation]:
     async def work() -> list[Generation]:
-        return await asyncio.gather(*(engine.generate(*request) for request in requests))
+        return await asyncio.gather(*(engine.generate(GenerateRequest(*request)) for request in requests))
 
     return run(work())
 
@@ -128,7 +137,9 @@ def greedy(some: Sequence[Sequence[int]], count: int = 16) -> list[Request]:
 
 def score(engine: Engine, rows: Sequence[tuple[Sequence[int], int]], *args: Any, **more: Any) -> list[Scores]:
     async def work() -> list[Scores]:
-        return await asyncio.gather(*(engine.score(ids, start, *args, **more) for ids, start in rows))
+        return await asyncio.gather(
+            *(engine.score(ScoreRequest(*row), ScoreOptions(*args, **more)) for row in rows)
+        )
 
     return run(work())
 
@@ -273,7 +284,10 @@ def test_scores_with_different_settings_can_be_asked_for_at_once(qwen: Pair):
 
     async def work(engine: Engine) -> list[Scores]:
         return await asyncio.gather(
-            *(engine.score(ids, 2, 3, temperature=heat, vocab=vocab) for heat, vocab in settings)
+            *(
+                engine.score(ScoreRequest(ids, 2), ScoreOptions(top_k=3, temperature=heat, vocab=vocab))
+                for heat, vocab in settings
+            )
         )
 
     for a, b in zip(run(work(qwen.vllm)), run(work(qwen.torch_of())), strict=True):
@@ -294,25 +308,43 @@ def test_requests_that_can_not_be_done_fail_alone_with_the_reason(qwen: Pair):
     vllm, one = qwen.vllm, Counter(0, 0)
     picture = Images(torch.zeros(1, 1), torch.tensor([[1, 1, 1]]))
     cases: list[tuple[Coroutine[Any, Any, object], str]] = [
-        (vllm.generate([5, VOCAB], sampling(), one), f"prompt has token ids outside of 0 to {VOCAB - 1}"),
-        (vllm.generate([-1], sampling(), one), "outside of 0"),
-        (vllm.generate([], sampling(), one), "prompt is empty"),
-        (vllm.generate([5] * 180, sampling(), one), f"do not fit the engine's context of {CONTEXT}"),
-        (vllm.generate([5], sampling(), one, images=picture), "pictures need the torch engine"),
-        (vllm.score([5, VOCAB], 1), "sequence to score has token ids outside"),
-        (vllm.score([5, 50], 1, vocab=40), "tokens to score have ids outside of 0 to 39"),
-        (vllm.score([], 1), "is empty"),
-        (vllm.score([5, 6], 0), "start is 1 to 2"),
-        (vllm.score([5, 6], 3), "start is 1 to 2"),
-        (vllm.score([5] * CONTEXT, 1), f"{CONTEXT} tokens to score are more than"),
-        (vllm.score([5, 6], 1, VOCAB + 1), f"top_k is {VOCAB + 1}, expected 0 to {VOCAB}"),
-        (vllm.score([5, 6], 1, 50, vocab=40), "top_k is 50, expected 0 to 40"),
-        (vllm.score([5, 6], 1, temperature=0.0), "temperature is 0.0"),
-        (vllm.score([5, 6], 1, hidden=True), "no hidden states"),
+        (
+            vllm.generate(GenerateRequest([5, VOCAB], sampling(), one)),
+            f"prompt has token ids outside of 0 to {VOCAB - 1}",
+        ),
+        (vllm.generate(GenerateRequest([-1], sampling(), one)), "outside of 0"),
+        (vllm.generate(GenerateRequest([], sampling(), one)), "prompt is empty"),
+        (
+            vllm.generate(GenerateRequest([5] * 180, sampling(), one)),
+            f"do not fit the engine's context of {CONTEXT}",
+        ),
+        (
+            vllm.generate(GenerateRequest([5], sampling(), one, images=picture)),
+            "pictures need the torch engine",
+        ),
+        (vllm.score(ScoreRequest([5, VOCAB], 1)), "sequence to score has token ids outside"),
+        (
+            vllm.score(ScoreRequest([5, 50], 1), ScoreOptions(vocab=40)),
+            "tokens to score have ids outside of 0 to 39",
+        ),
+        (vllm.score(ScoreRequest([], 1)), "is empty"),
+        (vllm.score(ScoreRequest([5, 6], 0)), "start is 1 to 2"),
+        (vllm.score(ScoreRequest([5, 6], 3)), "start is 1 to 2"),
+        (vllm.score(ScoreRequest([5] * CONTEXT, 1)), f"{CONTEXT} tokens to score are more than"),
+        (
+            vllm.score(ScoreRequest([5, 6], 1), ScoreOptions(top_k=VOCAB + 1)),
+            f"top_k is {VOCAB + 1}, expected 0 to {VOCAB}",
+        ),
+        (
+            vllm.score(ScoreRequest([5, 6], 1), ScoreOptions(top_k=50, vocab=40)),
+            "top_k is 50, expected 0 to 40",
+        ),
+        (vllm.score(ScoreRequest([5, 6], 1), ScoreOptions(temperature=0.0)), "temperature is 0.0"),
+        (vllm.score(ScoreRequest([5, 6], 1), ScoreOptions(hidden=True)), "no hidden states"),
     ]
 
     async def work() -> tuple[Generation, list[object]]:
-        good = asyncio.ensure_future(vllm.generate([5, 6, 7], sampling(greedy=True), one))
+        good = asyncio.ensure_future(vllm.generate(GenerateRequest([5, 6, 7], sampling(greedy=True), one)))
         errors = await asyncio.gather(*(case for case, _ in cases), return_exceptions=True)
         return await good, list(errors)
 
@@ -326,10 +358,12 @@ def test_requests_that_can_not_be_done_fail_alone_with_the_reason(qwen: Pair):
 def test_a_request_that_is_cancelled_leaves_the_engine_to_others(qwen: Pair):
     async def work() -> None:
         asked = [
-            asyncio.ensure_future(qwen.vllm.generate([5, 6], sampling(CONTEXT - 2), Counter(0, n)))
+            asyncio.ensure_future(
+                qwen.vllm.generate(GenerateRequest([5, 6], sampling(CONTEXT - 2), Counter(0, n)))
+            )
             for n in range(4)
         ]
-        asked.append(asyncio.ensure_future(qwen.vllm.score([5, 6], 1)))  # type: ignore
+        asked.append(asyncio.ensure_future(qwen.vllm.score(ScoreRequest([5, 6], 1))))  # type: ignore
         await asked[-1]  # by now, the others are under way
         for load in (qwen.load, qwen.vllm.sleep):
             with pytest.raises(EngineError, match="with 4 requests under way"):

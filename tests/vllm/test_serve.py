@@ -21,8 +21,9 @@ import torch
 import yaml
 from transformers import PreTrainedModel
 
+from practicum.engines.protocol import ScoreOptions, ScoreRequest
 from practicum.errors import RecipeError, TeacherError
-from practicum.places.place import ScoreOptions, ScoreRow, score_rows
+from practicum.places.place import score_rows
 from practicum.places.remote_teacher import RemoteTeacher, probe_teacher
 from practicum.recipe.schema.teacher_sections import Teacher
 from tests.teachers.models import in_process, rows
@@ -129,7 +130,7 @@ def test_trouble_with_a_row_is_told_with_its_name(server: VllmServer):
         ([5, 6], {"api_key_env": None}, "row 7: status 401"),
     )
     for ids, options, words in cases:
-        row = ScoreRow(ids, 1, "row 7")
+        row = ScoreRequest(ids, 1, "row 7")
         with pytest.raises(TeacherError, match=rf"teacher far at .*{words}"):
             server.use(lambda teacher, row=row: score_rows(teacher, [row], ScoreOptions()), **options)
 

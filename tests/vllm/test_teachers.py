@@ -15,9 +15,9 @@ from practicum.concurrency.event_loop import run_async
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.ragged import Ragged
 from practicum.dataplane.stage import StepInfo
+from practicum.engines.protocol import ScoreRequest
 from practicum.engines.vllm.vllm_engine import VllmEngine
 from practicum.errors import TeacherError
-from practicum.places.place import ScoreRow
 from practicum.places.vllm_teacher import VllmTeacher
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.stage_table import make_plan
@@ -130,7 +130,7 @@ def test_student_and_colocated_teachers_take_turns(roles: LocalRoles, monkeypatc
     held: list[tuple[str, dict[str, bool], int]] = []
     for name, place in here.items():
 
-        async def score(row: ScoreRow, wanted: Any, *, name: str = name, place: Any = place) -> Any:
+        async def score(row: ScoreRequest, wanted: Any, *, name: str = name, place: Any = place) -> Any:
             awake = {n: p.engines[0].memory().weights > 0 for n, p in here.items()}
             held.append((name, awake | {"student": student.memory().weights > 0}, resident(student)))
             return await VllmTeacher.score(place, row, wanted)
@@ -165,6 +165,6 @@ def test_a_row_that_is_too_long_is_named(roles: LocalRoles):
     assert roles.teachers is not None
     wanted = roles.teachers.options
     place = places(roles)["away"]
-    run_async(place.score(ScoreRow([5] * 100, 90, "row 1"), wanted), timeout=60, owner="the test")
+    run_async(place.score(ScoreRequest([5] * 100, 90, "row 1"), wanted), timeout=60, owner="the test")
     with pytest.raises(TeacherError, match=r"row 2: 101 tokens, its context is 100.*teachers\.away\.context"):
-        run_async(place.score(ScoreRow([5] * 101, 90, "row 2"), wanted), timeout=60, owner="the test")
+        run_async(place.score(ScoreRequest([5] * 101, 90, "row 2"), wanted), timeout=60, owner="the test")

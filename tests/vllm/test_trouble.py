@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from practicum.engines.protocol import Counter
+from practicum.engines.protocol import Counter, GenerateRequest, ScoreRequest
 from practicum.engines.vllm.vllm_engine import VllmEngine
 from practicum.errors import EngineError
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.make_engine import make_engine
-from tests.rollout.engines import sampling
+from tests.engines.engines import sampling
 from tests.vllm.models import await_true, descendants, make_tiny, save_model, setup_of
 
 
@@ -140,9 +140,9 @@ def test_a_process_that_is_killed_while_it_works_fails_what_is_under_way_at_once
     pid = engine.pid
 
     async def work() -> list[Any]:
-        long = [engine.generate([5, 6], sampling(120), Counter(0, n)) for n in range(8)]
+        long = [engine.generate(GenerateRequest([5, 6], sampling(120), Counter(0, n))) for n in range(8)]
         asked = [asyncio.ensure_future(one) for one in long]
-        await engine.score([5, 6], 1)  # by now, they are under way
+        await engine.score(ScoreRequest([5, 6], 1))  # by now, they are under way
         os.kill(pid, signal.SIGKILL)
         async with asyncio.timeout(60):  # none of them has a deadline of its own
             return await asyncio.gather(*asked, return_exceptions=True)
@@ -151,5 +151,5 @@ def test_a_process_that_is_killed_while_it_works_fails_what_is_under_way_at_once
         assert isinstance(error, EngineError), error
         assert f"a generation: its process {pid} ended (by signal SIGKILL" in str(error)
     with pytest.raises(EngineError, match=f"its process {pid} ended"):
-        asyncio.run(engine.score([5, 6], 1))
+        asyncio.run(engine.score(ScoreRequest([5, 6], 1)))
     engine.close()

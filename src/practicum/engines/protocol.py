@@ -39,6 +39,46 @@ class Counter:
     turn: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One answer to sample. Requests with equal prompts, pictures and experts share the prompt's work."""
+
+    prompt_ids: Sequence[int]
+    sampling: Sampling
+    counter: Counter
+    images: Images | None = None
+    experts: Tensor | None = None
+    """MoE models: experts [n, L, E] of the first tokens (`Generation.experts`), which take them again."""
+    keep: bool = False
+    """A later prompt is likely to begin with this one and its answer: an engine may keep what it computed.
+    The answer is the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreOptions:
+    """What is asked of a sequence beside the logprobs of its tokens."""
+
+    top_k: int = 0
+    hidden: bool = False
+    temperature: float = 1.0
+    vocab: int | None = None
+    """Outputs from here on do not count: some models have more outputs than tokens. None: all count."""
+
+
+LOGPROBS_ONLY = ScoreOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """A whole token sequence, unpadded, of which ids[start:] are scored; pictures come before `start`."""
+
+    ids: Sequence[int]
+    start: int
+    name: str = ""
+    """For errors, such as "prompt 3/session 1/trajectory 0"."""
+    images: Images | None = None
+
+
 @dataclass(slots=True)
 class Generation:
     """What the engine sampled. All tensors are on the CPU, and [R] where nothing else is said."""
@@ -94,40 +134,12 @@ class Engine(Protocol):
 
     version: int
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        counter: Counter,
-        *,
-        images: Images | None = None,
-        experts: Tensor | None = None,
-        keep: bool = False,
-    ) -> Generation:
-        """Sample one answer. Requests with equal prompts, pictures and experts share the prompt's work.
-
-        `experts` [n, L, E] is what the first tokens took before (`Generation.experts`): they take it again.
-        With `keep`, a later prompt is likely to begin with this one and its answer: an engine may keep what
-        it computed. The answer is the same.
-        """
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Sample one answer."""
         ...
 
-    async def score(
-        self,
-        ids: Sequence[int],
-        start: int,
-        top_k: int = 0,
-        *,
-        temperature: float = 1.0,
-        hidden: bool = False,
-        vocab: int | None = None,
-        images: Images | None = None,
-    ) -> Scores:
-        """Logprobs of ids[start:], each given all before it; their hidden states too, if asked.
-
-        With `vocab`, outputs beyond it do not count: some models have more of them than tokens. Pictures
-        stand before `start`.
-        """
+    async def score(self, request: ScoreRequest, options: ScoreOptions = LOGPROBS_ONLY) -> Scores:
+        """Logprobs of ids[start:], each given all before it; their hidden states too, if asked."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

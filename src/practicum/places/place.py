@@ -3,34 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from practicum.concurrency.gather import gather_all
-from practicum.engines.protocol import Scores
-from practicum.models.images import Images
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreOptions:
-    """What is asked of each row beside the logprobs of its tokens."""
-
-    top_k: int = 0
-    hidden: bool = False
-    temperature: float = 1.0
-    vocab: int | None = None
-    """The student's outputs: a teacher's beyond them do not count."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreRow:
-    """A whole token sequence, unpadded; scores are of ids[start:]."""
-
-    ids: Sequence[int]
-    start: int
-    name: str
-    """For errors, such as "prompt 3/session 1/trajectory 0"."""
-    images: Images | None = None
+from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
 
 
 class TeacherPlace(Protocol):
@@ -46,7 +22,7 @@ class TeacherPlace(Protocol):
         """Seconds of scoring so far."""
         ...
 
-    async def score(self, row: ScoreRow, wanted: ScoreOptions) -> Scores:
+    async def score(self, row: ScoreRequest, options: ScoreOptions) -> Scores:
         """Scores of one row; a TeacherError names the teacher and the row."""
         ...
 
@@ -59,7 +35,7 @@ UNDECLARED = 8192
 """Longest sequence in tokens for a model that does not declare one."""
 
 
-def too_long(teacher: str, row: ScoreRow, context: int) -> str:
+def too_long(teacher: str, row: ScoreRequest, context: int) -> str:
     """The sentence for a row that does not fit the teacher's context."""
     return (
         f"teacher {teacher} can't score {row.name}: {len(row.ids)} tokens, its context is {context}; "
@@ -67,6 +43,8 @@ def too_long(teacher: str, row: ScoreRow, context: int) -> str:
     )
 
 
-async def score_rows(place: TeacherPlace, rows: Sequence[ScoreRow], wanted: ScoreOptions) -> list[Scores]:
+async def score_rows(
+    place: TeacherPlace, rows: Sequence[ScoreRequest], options: ScoreOptions
+) -> list[Scores]:
     """Scores of all rows, asked for at once. A row that fails cancels the others and its error surfaces."""
-    return await gather_all(place.score(row, wanted) for row in rows)
+    return await gather_all(place.score(row, options) for row in rows)

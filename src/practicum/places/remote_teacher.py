@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from practicum.engines.protocol import Scores
+from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
 from practicum.errors import RecipeError, TeacherError
 from practicum.models.fingerprint import fingerprint_ids
 from practicum.places.http_client import Client, Refused, Unusable
-from practicum.places.place import ScoreOptions, ScoreRow
 from practicum.places.prompt_logprobs import (
     Misaligned,
     limit_in,
@@ -40,10 +39,10 @@ class RemoteTeacher(Client):
         self.name = name
         self._packs = False
 
-    async def score(self, row: ScoreRow, wanted: ScoreOptions) -> Scores:
+    async def score(self, row: ScoreRequest, options: ScoreOptions) -> Scores:
         """Scores of one row at temperature 1, which is all that servers give."""
-        if wanted.hidden or wanted.temperature != 1:
-            what = "hidden states" if wanted.hidden else f"logprobs at temperature {wanted.temperature:g}"
+        if options.hidden or options.temperature != 1:
+            what = "hidden states" if options.hidden else f"logprobs at temperature {options.temperature:g}"
             raise TeacherError(
                 f"teacher {self.name} can't give {what} of {row.name}: "
                 "a server gives logprobs at temperature 1"
@@ -54,10 +53,10 @@ class RemoteTeacher(Client):
                 f"teachers.{self.name}.url"
             )
         if row.start == len(row.ids):
-            return no_scores(wanted.top_k)
+            return no_scores(options.top_k)
         try:
-            answer = await self.ask_scores(row, wanted.top_k, wanted.vocab)
-            return read_scores(answer, row.ids, row.start, wanted.top_k)
+            answer = await self.ask_scores(row, options.top_k, options.vocab)
+            return read_scores(answer, row.ids, row.start, options.top_k)
         except Refused as refusal:
             if _NO_ROOM not in refusal.message:
                 raise
@@ -69,7 +68,7 @@ class RemoteTeacher(Client):
         except Unusable as error:
             raise TeacherError(self.problem(row.name, str(error))) from error
 
-    async def ask_scores(self, row: ScoreRow, top_k: int, vocab: int | None = None) -> Any:
+    async def ask_scores(self, row: ScoreRequest, top_k: int, vocab: int | None = None) -> Any:
         """The server's answer about a row, as it came: packed if the server has offered that before."""
 
         def body() -> Any:
@@ -83,7 +82,7 @@ class RemoteTeacher(Client):
 
 
 async def probe_teacher(
-    teacher: RemoteTeacher, wanted: ScoreOptions, vocab_size: int, context_needed: int
+    teacher: RemoteTeacher, options: ScoreOptions, vocab_size: int, context_needed: int
 ) -> None:
     """Ask a server for its models and, twice, for the scores of a known sequence; else a RecipeError.
 
@@ -98,9 +97,9 @@ async def probe_teacher(
             f"serve it with --max-model-len {context_needed + 1} (practicum serve: --context), or shorten "
             "prompts or answers",
         )
-    row = ScoreRow(fingerprint_ids(vocab_size), 1, "the probe")
-    first = await _probe_scores(teacher, row, wanted.top_k)
-    second = await _probe_scores(teacher, row, wanted.top_k)
+    row = ScoreRequest(fingerprint_ids(vocab_size), 1, "the probe")
+    first = await _probe_scores(teacher, row, options.top_k)
+    second = await _probe_scores(teacher, row, options.top_k)
     gap = (first.logprobs - second.logprobs).abs().max().item()
     if gap > TOLERANCE:
         raise RecipeError(
@@ -111,7 +110,7 @@ async def probe_teacher(
         )
 
 
-async def _probe_scores(teacher: RemoteTeacher, row: ScoreRow, top_k: int) -> Scores:
+async def _probe_scores(teacher: RemoteTeacher, row: ScoreRequest, top_k: int) -> Scores:
     with teacher.recipe_errors("the scores of a known sequence"):
         try:
             answer = await teacher.ask_scores(row, top_k)
@@ -138,7 +137,7 @@ async def _probe_scores(teacher: RemoteTeacher, row: ScoreRow, top_k: int) -> Sc
         ) from error
 
 
-async def _blame_top_k(teacher: RemoteTeacher, row: ScoreRow, top_k: int, refusal: Refused) -> None:
+async def _blame_top_k(teacher: RemoteTeacher, row: ScoreRequest, top_k: int, refusal: Refused) -> None:
     """Raise the error about top_k if the server does score with a smaller one."""
     if top_k <= 1:
         return

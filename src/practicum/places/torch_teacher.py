@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +14,7 @@ from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from practicum.engines.protocol import Scores
+from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import TeacherError
 from practicum.models.images import Images
@@ -21,7 +22,7 @@ from practicum.models.load_model import context_length, load_model
 from practicum.models.output_head import OutputHead
 from practicum.places.model_cache import ColocatedModel
 from practicum.places.model_processes import LoadedModel, ModelProcesses
-from practicum.places.place import UNDECLARED, ScoreOptions, ScoreRow, too_long
+from practicum.places.place import UNDECLARED, too_long
 from practicum.processes.child_main import ChildRequest
 from practicum.recipe.derived import own_options
 from practicum.recipe.schema.recipe import Model
@@ -42,20 +43,12 @@ class ColocatedTeacher(ColocatedModel):
         """Its output head, which stays when it sleeps."""
         return OutputHead.of(self.model)
 
-    async def score(self, row: ScoreRow, wanted: ScoreOptions) -> Scores:
+    async def score(self, row: ScoreRequest, options: ScoreOptions) -> Scores:
         """Scores of one row; it must be awake."""
         if self.context is not None and len(row.ids) > self.context:
             raise TeacherError(too_long(self.name, row, self.context))
         with self.named_errors(row.name):
-            return await self.engine.score(
-                row.ids,
-                row.start,
-                wanted.top_k,
-                temperature=wanted.temperature,
-                hidden=wanted.hidden,
-                vocab=wanted.vocab,
-                images=row.images,
-            )
+            return await self.engine.score(row, options)
 
     def take(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Replace its weights by these; it must be awake."""
@@ -100,15 +93,14 @@ class OwnTeacher(ModelProcesses):
         """
         self.ask_all("load", (str(path), version), f"loading weights from {path}")
 
-    async def score(self, row: ScoreRow, wanted: ScoreOptions) -> Scores:
+    async def score(self, row: ScoreRequest, options: ScoreOptions) -> Scores:
         """Scores of one row, the same bits as from an engine in this process."""
         context = self.facts().context
         if context is not None and len(row.ids) > context:
             raise TeacherError(too_long(self.name, row, context))
         pictures = None if row.images is None else save(row.images.as_inputs())
-        data, version = await self.ask(
-            "score", (list(row.ids), row.start, wanted, pictures), row.name, len(row.ids)
-        )
+        request = replace(row, ids=list(row.ids), images=None)
+        data, version = await self.ask("score", (request, options, pictures), row.name, len(row.ids))
         tensors = load(data)
         top = tensors.get("topk_ids"), tensors.get("topk_logprobs")
         return Scores(tensors["logprobs"], *top, version, tensors.get("hidden"))
@@ -136,17 +128,10 @@ class _ServedTeacher:
         return _packed(weight=head.weight, bias=head.bias), head.scalings
 
     async def _score(
-        self, ids: list[int], start: int, wanted: ScoreOptions, pictures: bytes | None
+        self, request: ScoreRequest, options: ScoreOptions, pictures: bytes | None
     ) -> tuple[bytes, int]:
-        scores = await self._engine.score(
-            ids,
-            start,
-            wanted.top_k,
-            temperature=wanted.temperature,
-            hidden=wanted.hidden,
-            vocab=wanted.vocab,
-            images=None if pictures is None else Images.from_inputs(load(pictures)),
-        )
+        images = None if pictures is None else Images.from_inputs(load(pictures))
+        scores = await self._engine.score(replace(request, images=images), options)
         tensors = {
             name: getattr(scores, name) for name in ("logprobs", "topk_ids", "topk_logprobs", "hidden")
         }

@@ -11,14 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from practicum.concurrency.open_time import OpenTime
-from practicum.engines.protocol import Scores
+from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
 from practicum.engines.vllm.make_vllm import EngineSize, engine_of_folder, engine_of_model
 from practicum.engines.vllm.vllm_engine import VllmEngine, Weights
 from practicum.errors import EngineError, TeacherError
 from practicum.models.model_files import read_config
 from practicum.models.offloaded_weights import OffloadTarget
 from practicum.models.output_head import OutputHead
-from practicum.places.place import UNDECLARED, ScoreOptions, ScoreRow, too_long
+from practicum.places.place import UNDECLARED, too_long
 from practicum.recipe.derived import has_own_process, own_options
 from practicum.recipe.schema.teacher_sections import Teacher
 
@@ -69,7 +69,7 @@ class VllmTeacher:
         """What was started, in sentences for the log."""
         return [engine.describe() for engine in self.engines]
 
-    async def score(self, row: ScoreRow, wanted: ScoreOptions) -> Scores:
+    async def score(self, row: ScoreRequest, options: ScoreOptions) -> Scores:
         """Scores of one row; it must be awake."""
         if len(row.ids) > self.context:
             raise TeacherError(too_long(self.name, row, self.context))
@@ -78,15 +78,7 @@ class VllmTeacher:
         try:
             with self._busy.work():
                 async with asyncio.timeout(self._deadline_s):
-                    return await self.engines[number].score(
-                        row.ids,
-                        row.start,
-                        wanted.top_k,
-                        temperature=wanted.temperature,
-                        hidden=wanted.hidden,
-                        vocab=wanted.vocab,
-                        images=row.images,
-                    )
+                    return await self.engines[number].score(row, options)
         except TimeoutError:
             raise TeacherError(
                 f"teacher {self.name} did not answer for {row.name} within {self._deadline_s:g} s; if it is "

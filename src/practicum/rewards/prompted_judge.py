@@ -7,7 +7,7 @@ import re
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from practicum.engines.protocol import Counter, Sampling
+from practicum.engines.protocol import Counter, GenerateRequest, Sampling
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.models.offloaded_weights import OffloadTarget
 from practicum.recipe.checks.value_forms import fields_of, fill
@@ -73,7 +73,7 @@ class PromptedJudge:
                 f"has a context of {self._context} tokens, and the question with the reply takes "
                 f"{len(ids)} + {self.spec.max_new_tokens}"
             )
-        made = await self._engine.generate(ids, self._sampling, Counter(0, 0))
+        made = await self._engine.generate(GenerateRequest(ids, self._sampling, Counter(0, 0)))
         return read_score(self.spec, str(self._tokenizer.decode(made.tokens, skip_special_tokens=True)))
 
     def wake(self) -> None:

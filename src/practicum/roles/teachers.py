@@ -26,12 +26,12 @@ from practicum.dataplane.plan import Plan
 from practicum.dataplane.ragged import Column, Ragged
 from practicum.dataplane.stage import Columns, StepInfo, stage
 from practicum.dataplane.store import Store
-from practicum.engines.protocol import Scores
+from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
 from practicum.errors import DeadlineError, TeacherError
 from practicum.learning.parallel import Parallel
 from practicum.models.output_head import OutputHead
 from practicum.places.model_cache import ModelCache
-from practicum.places.place import ScoreOptions, ScoreRow, TeacherPlace, score_rows
+from practicum.places.place import TeacherPlace, score_rows
 from practicum.places.torch_teacher import ColocatedTeacher, OwnTeacher
 from practicum.places.vllm_teacher import VllmTeacher
 from practicum.recipe.derived import compare_temperature, scores_during_rollout
@@ -208,7 +208,7 @@ class TeacherRole:
             {name: n - before_w.get(name, 0) for name, n in wakes.items()},
         )
 
-    def _check_ids(self, name: str, row: ScoreRow, scores: Scores) -> None:
+    def _check_ids(self, name: str, row: ScoreRequest, scores: Scores) -> None:
         """A server may name tokens that the student does not have: it does not know how many count."""
         vocab, ids = self.options.vocab, scores.topk_ids
         if vocab is not None and ids is not None and ids.numel() and int(ids.max()) >= vocab:
@@ -217,14 +217,14 @@ class TeacherRole:
                 f"{vocab} outputs: load it here, without teachers.{name}.url: such tokens are left out"
             )
 
-    def _rows(self, batch: BatchRef, columns: Columns, prompts: Mapping[Key, Prompt]) -> list[ScoreRow]:
+    def _rows(self, batch: BatchRef, columns: Columns, prompts: Mapping[Key, Prompt]) -> list[ScoreRequest]:
         ids = (columns.ragged(name).rows for name in ("prompt_ids", "response_ids"))
         rows = []
         for (key, tags), prompt, response, images in zip(batch, *ids, images_of(columns, batch), strict=True):
             assert tags.teacher is not None
             before = self._before(tags.teacher, prompts.get(key))
             ids = [*before, *prompt.tolist(), *response.tolist()]
-            rows.append(ScoreRow(ids, len(ids) - response.shape[0], str(key), images))
+            rows.append(ScoreRequest(ids, len(ids) - response.shape[0], str(key), images))
         return rows
 
     def _before(self, name: str, prompt: Prompt | None) -> list[int]:

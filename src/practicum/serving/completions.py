@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from practicum.engines.protocol import Engine, Scores
+from practicum.engines.protocol import Engine, ScoreOptions, ScoreRequest, Scores
 from practicum.places.prompt_logprobs import KEY, pack
 
 TokenId = Annotated[int, Field(ge=0, strict=True)]
@@ -68,7 +68,9 @@ class RequestScorer:
         # whatever token is there.
         scored = [*ids, ids[-1]] if request.max_tokens else ids
         start = len(ids) if k is None else 1
-        scores = await self.engine.score(scored, start, max(k or 0, request.max_tokens))
+        scores = await self.engine.score(
+            ScoreRequest(scored, start), ScoreOptions(top_k=max(k or 0, request.max_tokens))
+        )
         token = None
         if request.max_tokens:
             assert scores.topk_ids is not None
@@ -77,7 +79,9 @@ class RequestScorer:
         return completion(self.name, request, entries, token)
 
     async def _packed(self, request: Completion, wanted: PackedRequest) -> Any:
-        scores = await self.engine.score(request.prompt, wanted.start, wanted.top_k, vocab=wanted.vocab)
+        scores = await self.engine.score(
+            ScoreRequest(request.prompt, wanted.start), ScoreOptions(top_k=wanted.top_k, vocab=wanted.vocab)
+        )
         return packed_completion(self.name, request, pack(scores))
 
     def _check(self, request: Completion) -> None:

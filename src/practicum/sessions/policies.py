@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from practicum.engines.protocol import Counter, Engine, Generation, Sampling
+from practicum.engines.protocol import Counter, Engine, GenerateRequest, Generation, Sampling
 from practicum.errors import EngineError
 from practicum.sessions.chat import tokenise
 from practicum.sessions.trajectory import Trajectory
@@ -39,12 +39,14 @@ class EnginePolicy:
         self, trajectory: Trajectory, sampling: Sampling, counter: Counter, session: Session
     ) -> Generation:
         return await self._engine.generate(
-            trajectory.ids(),
-            sampling,
-            counter,
-            images=trajectory.images,
-            experts=trajectory.experts,
-            keep=self._keep,
+            GenerateRequest(
+                trajectory.ids(),
+                sampling,
+                counter,
+                images=trajectory.images,
+                experts=trajectory.experts,
+                keep=self._keep,
+            )
         )
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from practicum.engines.protocol import Sampling
+from practicum.engines.protocol import LOGPROBS_ONLY, Sampling, ScoreOptions, ScoreRequest
 from practicum.engines.torch.engine_thread import Job
 from practicum.engines.torch.kv_memory import PromptKv
 from practicum.engines.torch.sampler import Draw
@@ -61,21 +61,20 @@ class GenerateJob(Job):
 
 @dataclass(eq=False, slots=True)
 class ScoreJob(Job):
-    """Logprobs to compute of ids[start:]."""
+    """A sequence to score."""
 
-    ids: Sequence[int]
-    start: int
-    top_k: int = 0
-    temperature: float = 1.0
-    hidden: bool = False
-    outputs: int | None = None
-    """How many of the model's outputs count; all if None."""
-    images: Images | None = None
+    request: ScoreRequest
+    options: ScoreOptions = LOGPROBS_ONLY
 
     @property
-    def given(self) -> PromptKey:
+    def prefix(self) -> PromptKey:
         """What comes before the tokens to score, pictures included."""
-        return PromptKey.of(self.ids[: self.start], self.images)
+        return PromptKey.of(self.request.ids[: self.request.start], self.request.images)
+
+    @property
+    def targets(self) -> Sequence[int]:
+        """The tokens to score."""
+        return self.request.ids[self.request.start :]
 
 
 @dataclass(slots=True)

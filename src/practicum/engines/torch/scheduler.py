@@ -66,10 +66,10 @@ class Scheduler:
         self._runner = runner
         self._slots, self._context = slots, context
         self._prefill_tokens, self._score_tokens = prefill_tokens, score_tokens
-        self._rows = RunningBatch(slots, context, runner.device, runner.routes)
-        self._queue = RequestQueue()
-        self._kept = CachedSequences(keep_tokens)
-        self._to_score: deque[ScoreJob] = deque()
+        self.running = RunningBatch(slots, context, runner.device, runner.routes)
+        self.waiting = RequestQueue()
+        self.cache = CachedSequences(keep_tokens)
+        self.scoring: deque[ScoreJob] = deque()
         self.allocate()
 
     def allocate(self) -> None:
@@ -80,7 +80,12 @@ class Scheduler:
     @property
     def kv_bytes(self) -> int:
         """Bytes of the KV memory and of the sequences kept beside it."""
-        return (self.memory.nbytes if self.memory else 0) + self._kept.nbytes
+        return (self.memory.nbytes if self.memory else 0) + self.cache.nbytes
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is work left."""
+        return bool(self.running.count or self.waiting or self.scoring)
 
     def free(self) -> None:
         """Forget all requests and free the KV memory."""
@@ -89,10 +94,10 @@ class Scheduler:
 
     def reset(self) -> None:
         """Forget all requests, and what was computed for them."""
-        self._rows.clear()
-        self._queue.clear()
-        self._kept.clear()
-        self._to_score.clear()
+        self.running.clear()
+        self.waiting.clear()
+        self.cache.clear()
+        self.scoring.clear()
 
     @torch.no_grad()
     def step(self, arrived: list[Job]) -> tuple[list[Outcome], bool]:
@@ -104,24 +109,24 @@ class Scheduler:
         outcomes = self._score()
         running_B = self._decode(self.memory)
         fresh_B = self._admit(self.memory)
-        if self._rows.count:
+        if self.running.count:
             sampled = self._sample(torch.cat([*running_B, *fresh_B]))
             outcomes += self._collect(self.memory, sampled)
-        return outcomes, bool(self._rows.count or self._queue or self._to_score)
+        return outcomes, self.busy
 
     def _take_in(self, arrived: list[Job]) -> None:
         for job in arrived:
             if isinstance(job, GenerateJob):
-                self._queue.add(job)
+                self.waiting.add(job)
             elif isinstance(job, ScoreJob):
-                self._to_score.append(job)
+                self.scoring.append(job)
 
     def _drop_abandoned(self, memory: KvMemory) -> None:
-        self._remove(memory, [row for row, job in enumerate(self._rows.jobs) if job.abandoned])
+        self._remove(memory, [row for row, job in enumerate(self.running.jobs) if job.abandoned])
 
     def _decode(self, memory: KvMemory) -> list[Tensor]:
         """Hidden states of the newest token of each running row."""
-        rows = self._rows
+        rows = self.running
         if not rows.count:
             return []
         position_B = rows.position_B if self._runner.sees else None
@@ -135,7 +140,7 @@ class Scheduler:
 
     def _admit(self, memory: KvMemory) -> list[Tensor]:
         """Give free slots to waiting requests; hidden states of their prompts' last tokens."""
-        taken = self._queue.take(self._slots - self._rows.count, self._prefill_tokens, self._kept.find)
+        taken = self.waiting.take(self._slots - self.running.count, self._prefill_tokens, self.cache.find)
         new = [one.prompt for one in taken if one.computed is None and one.kept is None]
         computed = iter(prefill(self._runner, new) if new else [])
         self.stats.prefilled_prompts += len(new)
@@ -144,17 +149,17 @@ class Scheduler:
         # In order of length, so that neighbours have little padding between them.
         begun = sorted((one for one in taken if one.kept), key=lambda one: len(one.prompt))
         fresh += self._go_on(memory, begun) if begun else []
-        self.stats.most_rows = max(self.stats.most_rows, self._rows.count)
+        self.stats.most_rows = max(self.stats.most_rows, self.running.count)
         return fresh
 
     def _go_on(self, memory: KvMemory, admissions: Sequence[Admission]) -> list[Tensor]:
         """As `_admit`, of prompts that begin with a kept sequence."""
         begun: list[tuple[int, CachedSequence]] = []
-        slot = self._rows.count
+        slot = self.running.count
         for one in admissions:
             assert one.kept is not None
             memory.put_prompt(one.kept.kv, slot, 1)
-            self._kept.use(one.kept, len(one.jobs))
+            self.cache.use(one.kept, len(one.jobs))
             begun.append((slot, one.kept))
             slot += len(one.jobs)
         prompts = [one.prompt for one in admissions]
@@ -173,13 +178,13 @@ class Scheduler:
     ) -> Tensor:
         """Put a computed prompt's requests into slots, the first `filled` of which hold it already."""
         count = len(admission.jobs)
-        memory.put_prompt(prompt.kv, self._rows.count + filled, count - filled)
-        self._queue.keep(admission.prompt, prompt)
-        self._rows.add(admission.jobs, prompt)
+        memory.put_prompt(prompt.kv, self.running.count + filled, count - filled)
+        self.waiting.keep(admission.prompt, prompt)
+        self.running.add(admission.jobs, prompt)
         return prompt.hidden.expand(count, -1)
 
     def _sample(self, hidden_B: Tensor) -> Sampled:
-        rows = self._rows
+        rows = self.running
         self.stats.sampled_tokens += rows.count
         uniform_B = uniforms(rows.key_B, rows.made_B)
         if len(rows.draws) == 1:
@@ -194,9 +199,9 @@ class Scheduler:
 
     def _collect(self, memory: KvMemory, sampled: Sampled) -> list[Outcome]:
         """Add a token to each row; finished rows leave their slots."""
-        done, finishes = self._rows.append(sampled)
-        jobs = [self._rows.jobs[row] for row in done]
-        generations = self._rows.generations(done, finishes, self.version)
+        done, finishes = self.running.append(sampled)
+        jobs = [self.running.jobs[row] for row in done]
+        generations = self.running.generations(done, finishes, self.version)
         for row, job, made in zip(done, jobs, generations, strict=True):
             if job.keep:
                 self._keep(memory, row, job, made)
@@ -206,10 +211,10 @@ class Scheduler:
     def _keep(self, memory: KvMemory, row: int, job: GenerateJob, made: Generation) -> None:
         # The last token was never an input: nothing is computed of it.
         ids = (*job.prompt.ids, *made.tokens[:-1].tolist())
-        self._kept.put(ids, job.prompt.pictures, memory.prompt(row, len(ids)), made.experts)
+        self.cache.put(ids, job.prompt.pictures, memory.prompt(row, len(ids)), made.experts)
 
     def _remove(self, memory: KvMemory, rows: list[int]) -> None:
-        for source, target, length in self._rows.remove(rows) if rows else ():
+        for source, target, length in self.running.remove(rows) if rows else ():
             memory.move(source, target, length)
 
     def _score(self) -> list[Outcome]:
@@ -217,15 +222,15 @@ class Scheduler:
         jobs: list[ScoreJob] = []
         seen: set[PromptKey] = set()
         tokens = 0
-        while self._to_score:
-            job = self._to_score[0]
+        while self.scoring:
+            job = self.scoring[0]
             if not job.abandoned:
                 tokens += cost(job, seen)
                 if jobs and tokens > self._score_tokens:
                     break
                 jobs.append(job)
-            self._to_score.popleft()
+            self.scoring.popleft()
         if not jobs:
             return []
-        self.stats.scored_tokens += sum(len(job.ids) - job.start for job in jobs)
+        self.stats.scored_tokens += sum(len(job.targets) for job in jobs)
         return list(zip(jobs, score_batch(self._runner, jobs, self.version), strict=True))

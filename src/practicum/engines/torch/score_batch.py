@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from practicum.algorithms.token_logprobs import log_distribution, scaled_logits
-from practicum.engines.protocol import Scores
+from practicum.engines.protocol import ScoreOptions, Scores
 from practicum.engines.torch.model_runner import ModelRunner
 from practicum.engines.torch.prefix_layout import PrefixLayout
 from practicum.engines.torch.request_queue import PromptKey, ScoreJob
@@ -28,28 +28,28 @@ def score_batch(runner: ModelRunner, jobs: Sequence[ScoreJob], version: int) -> 
     """Scores of each job, by one forward call. Each job must have at least one token to score."""
     scores = []
     for job, hidden_R in zip(jobs, _hidden(runner, jobs), strict=True):
-        target_R = torch.tensor(job.ids[job.start :], device=runner.device)
-        logprobs, ids, best = _logprobs(runner, hidden_R, target_R, job)
-        top = (ids, best) if job.top_k else (None, None)
-        kept = hidden_R.float().cpu() if job.hidden else None
+        target_R = torch.tensor(job.targets, device=runner.device)
+        logprobs, ids, best = _logprobs(runner, hidden_R, target_R, job.options)
+        top = (ids, best) if job.options.top_k else (None, None)
+        kept = hidden_R.float().cpu() if job.options.hidden else None
         scores.append(Scores(logprobs, *top, version, kept))
     return scores
 
 
 def cost(job: ScoreJob, seen: set[PromptKey]) -> int:
     """Tokens that a job adds to a batch that has computed the prefixes in `seen`; notes its own there."""
-    prefix = job.given
+    prefix = job.prefix
     more = 0 if prefix in seen else len(prefix)
     seen.add(prefix)
-    return more + len(job.ids) - job.start - 1
+    return more + len(job.targets) - 1
 
 
 def _hidden(runner: ModelRunner, jobs: Sequence[ScoreJob]) -> list[Tensor]:
     """Hidden states [R, H] that predict the tokens of each job."""
     numbers: dict[PromptKey, int] = {}
-    parents = [numbers.setdefault(job.given, len(numbers)) for job in jobs]
+    parents = [numbers.setdefault(job.prefix, len(numbers)) for job in jobs]
     # The last token predicts nothing that was asked for, so it is no input.
-    tails = [job.ids[job.start : -1] for job in jobs]
+    tails = [job.targets[:-1] for job in jobs]
     prefixes = list(numbers)
     if (lacking := FEWEST_TOKENS - sum(map(len, prefixes)) - sum(map(len, tails))) > 0:
         prefixes += [PromptKey(prefixes[0].ids)] * -(-lacking // len(prefixes[0]))
@@ -66,24 +66,25 @@ def _hidden(runner: ModelRunner, jobs: Sequence[ScoreJob]) -> list[Tensor]:
     return [torch.cat([first.unsqueeze(0), part]) for first, part in zip(first_JH, parts, strict=True)]
 
 
-def empty_scores(runner: ModelRunner, job: ScoreJob, version: int) -> Scores:
-    """What scoring no token gives."""
-    k = job.top_k
+def empty_scores(runner: ModelRunner, options: ScoreOptions, version: int) -> Scores:
+    """Scores of a sequence without tokens to score."""
+    k = options.top_k
     top = (torch.empty(0, k, dtype=torch.int64), torch.empty(0, k)) if k else (None, None)
-    hidden = torch.empty(0, runner.hidden_size) if job.hidden else None
+    hidden = torch.empty(0, runner.hidden_size) if options.hidden else None
     return Scores(torch.empty(0), *top, version, hidden)
 
 
 def _logprobs(
-    runner: ModelRunner, hidden_R: Tensor, target_R: Tensor, job: ScoreJob
+    runner: ModelRunner, hidden_R: Tensor, target_R: Tensor, options: ScoreOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """On the CPU: logprobs of the targets [R], ids and logprobs of the most likely tokens [R, K]."""
     logprobs, ids, best = [], [], []
     rows = max(1, LOGITS_AT_ONCE // runner.vocab)
     for hidden, target in zip(hidden_R.split(rows), target_R.split(rows), strict=True):
-        all_RV = log_distribution(scaled_logits(runner.logits(hidden)[:, : job.outputs], job.temperature))
+        logits_RV = runner.logits(hidden)[:, : options.vocab or None]
+        all_RV = log_distribution(scaled_logits(logits_RV, options.temperature))
         logprobs.append(all_RV.gather(-1, target.unsqueeze(-1)).squeeze(-1))
-        top = all_RV.topk(job.top_k, dim=-1)
+        top = all_RV.topk(options.top_k, dim=-1)
         ids.append(top.indices)
         best.append(top.values)
     return torch.cat(logprobs).float().cpu(), torch.cat(ids).cpu(), torch.cat(best).float().cpu()

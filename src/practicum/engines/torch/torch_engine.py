@@ -8,12 +8,22 @@ what callers use; the engine's work is `scheduler.step`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from practicum.engines.protocol import Counter, Generation, Memory, Sampling, Scores
+from practicum.engines.protocol import (
+    LOGPROBS_ONLY,
+    GenerateRequest,
+    Generation,
+    Memory,
+    Sampling,
+    ScoreOptions,
+    ScoreRequest,
+    Scores,
+)
 from practicum.engines.torch.counter_random import stream_key
 from practicum.engines.torch.engine_thread import EngineThread
 from practicum.engines.torch.model_runner import ModelRunner
@@ -64,43 +74,49 @@ class TorchEngine:
         self.version = version
         self._model, self._owns_weights = model, owns_weights
         self._context, self._longest = context, longest or context
-        self._runner = ModelRunner(model)
-        self._scheduler = Scheduler(
-            self._runner,
+        self.runner = ModelRunner(model)
+        self.scheduler = Scheduler(
+            self.runner,
             slots=slots,
             context=context,
             prefill_tokens=prefill_tokens,
             score_tokens=score_tokens,
             keep_tokens=slots * context if keep_tokens is None else keep_tokens,
         )
-        self._scheduler.version = version
-        self._shelf: OffloadedWeights | None = None
-        self._desk = EngineThread(self._scheduler.step, self._scheduler.reset, "torch engine")
+        self.scheduler.version = version
+        self.offloaded: OffloadedWeights | None = None
+        self.thread = EngineThread(self.scheduler.step, self.scheduler.reset, "torch engine")
+
+    @property
+    def awake(self) -> bool:
+        """Whether it has its KV memory: neither asleep nor closed."""
+        return self.scheduler.memory is not None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody waits for it and no sequence is in it."""
+        return not self.thread.open_jobs and not self.scheduler.busy
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was stopped for good."""
+        return self.thread.closed
 
     @property
     def stats(self) -> EngineStats:
         """What the engine has done since it was made."""
-        return self._scheduler.stats
+        return self.scheduler.stats
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        counter: Counter,
-        *,
-        images: Images | None = None,
-        experts: Tensor | None = None,
-        keep: bool = False,
-    ) -> Generation:
-        """Sample one answer. Requests with equal prompts, pictures and experts share the prompt's work.
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Sample one answer.
 
-        `experts` [n, L, E] is what the first tokens took before (`Generation.experts`): they take it again.
-        With `keep`, what was computed is kept for a prompt that begins with this one and its answer, until it
-        comes, or others need the room, or the weights change.
+        With `keep`, what was computed is kept for a prompt that begins with this one and its answer, until
+        one comes, others need the room, or the weights change.
         """
+        prompt_ids, sampling = request.prompt_ids, request.sampling
         self._check_awake()
         self._check_ids(prompt_ids, "prompt")
-        self._check_images(prompt_ids, images)
+        self._check_images(prompt_ids, request.images)
         _check_sampling(sampling)
         if len(prompt_ids) + sampling.max_new_tokens > self._context:
             raise EngineError(
@@ -108,67 +124,56 @@ class TorchEngine:
                 f"fit the engine's context of {self._context} tokens: shorten one of them, or make the "
                 "engine with a longer context"
             )
-        given = PromptKey.of(prompt_ids, images, self._known(prompt_ids, experts))
-        job = GenerateJob(given, sampling, Draw.of(sampling), stream_key(counter), keep)
-        return await self._desk.submit(job)
+        prompt = PromptKey.of(prompt_ids, request.images, self._known_experts(prompt_ids, request.experts))
+        job = GenerateJob(prompt, sampling, Draw.of(sampling), stream_key(request.counter), request.keep)
+        return await self.thread.submit(job)
 
-    async def score(
-        self,
-        ids: Sequence[int],
-        start: int,
-        top_k: int = 0,
-        *,
-        temperature: float = 1.0,
-        hidden: bool = False,
-        vocab: int | None = None,
-        images: Images | None = None,
-    ) -> Scores:
+    async def score(self, request: ScoreRequest, options: ScoreOptions = LOGPROBS_ONLY) -> Scores:
         """Logprobs of ids[start:], each given all before it; their hidden states too, if asked.
 
-        With `vocab`, outputs beyond it do not count: some models have more of them than tokens. Pictures
-        stand before `start`. The numbers do not depend on what else is scored at the same time.
+        The numbers do not depend on what else is scored at the same time.
         """
         self._check_awake()
+        ids, start = request.ids, request.start
         self._check_ids(ids, "sequence to score")
         if not 1 <= start <= len(ids):
             raise EngineError(f"can't score {len(ids)} tokens from {start} on: start is 1 to {len(ids)}")
         if len(ids) > self._longest:
             raise EngineError(f"{len(ids)} tokens to score are more than the model's {self._longest}")
-        outputs = min(vocab or self._runner.vocab, self._runner.vocab)
+        outputs = min(options.vocab or self.runner.vocab, self.runner.vocab)
         if max(ids[start:], default=0) >= outputs:
             raise EngineError(f"the tokens to score have ids outside of 0 to {outputs - 1}, the vocabulary")
-        if not 0 <= top_k <= outputs:
-            raise EngineError(f"top_k is {top_k}, expected 0 to {outputs}, the vocabulary's size")
-        if temperature <= 0:
-            raise EngineError(f"temperature is {temperature}, expected above 0")
-        self._check_images(ids[:start], images)
-        job = ScoreJob(list(ids), start, top_k, temperature, hidden, outputs, images)
+        if not 0 <= options.top_k <= outputs:
+            raise EngineError(f"top_k is {options.top_k}, expected 0 to {outputs}, the vocabulary's size")
+        if options.temperature <= 0:
+            raise EngineError(f"temperature is {options.temperature}, expected above 0")
+        self._check_images(ids[:start], request.images)
         if start == len(ids):
-            return empty_scores(self._runner, job, self.version)
-        return await self._desk.submit(job)
+            return empty_scores(self.runner, options, self.version)
+        return await self.thread.submit(ScoreJob(replace(request, ids=list(ids)), options))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take these weights by name, without a copy where they are the engine's own tensors already.
 
         An EngineError, with nothing changed, if they do not fit or while requests are under way.
         """
-        if self._shelf is not None:
+        if self.offloaded is not None:
             raise EngineError("the engine sleeps and its weights are offloaded: wake it to load weights")
         self._check_idle("load weights")
-        with self._desk.turn:
+        with self.thread.turn:
             take_weights(self._model, weights)
-            self._scheduler.reset()
-            self.version = self._scheduler.version = version
+            self.scheduler.reset()
+            self.version = self.scheduler.version = version
 
     def sleep(self) -> Memory:
         """Free the KV memory; says what was freed. `offload` then frees the weights too."""
         self._check_awake()
         self._check_idle("sleep")
-        with self._desk.take_turn("go to sleep"):
+        with self.thread.take_turn("go to sleep"):
             before = self.memory()
-            self._scheduler.free()
-            if self._runner.device.type != "cpu":  # a CPU's large blocks go back to the system by themselves
-                return_memory(self._runner.device)
+            self.scheduler.free()
+            if self.runner.device.type != "cpu":  # a CPU's large blocks go back to the system by themselves
+                return_memory(self.runner.device)
         return Memory(0, before.kv)
 
     def offload(self, where: OffloadTarget) -> Memory:
@@ -176,68 +181,68 @@ class TorchEngine:
 
         On a CPU, its memory is the host's: only disk frees it.
         """
-        if self._scheduler.memory is not None or not self._owns_weights:
+        if self.awake or not self._owns_weights:
             raise EngineError("only a sleeping engine that owns its weights can offload them")
         before = self.memory()
-        if self._shelf is None:
-            self._shelf = OffloadedWeights(self._model, where)
+        if self.offloaded is None:
+            self.offloaded = OffloadedWeights(self._model, where)
         else:
-            self._shelf.move(where)
-        return_memory(self._runner.device)
+            self.offloaded.move(where)
+        return_memory(self.runner.device)
         return Memory(before.weights - self.memory().weights, 0)
 
     def wake(self) -> None:
         """Be ready again, with the weights as they were. An engine that is awake stays as it is."""
         self._check_open()
-        with self._desk.take_turn("wake"):
-            if self._shelf is not None:
-                self._shelf.restore()
-                self._shelf = None
-            self._scheduler.allocate()
+        with self.thread.take_turn("wake"):
+            if self.offloaded is not None:
+                self.offloaded.restore()
+                self.offloaded = None
+            self.scheduler.allocate()
 
     def memory(self) -> Memory:
         """Bytes held now on the model's device: its weights, and KV memory with what is kept beside it."""
-        held = (t.nbytes for t in distinct_tensors(self._model) if t.device == self._runner.device)
-        return Memory(sum(held), self._scheduler.kv_bytes)
+        held = (t.nbytes for t in distinct_tensors(self._model) if t.device == self.runner.device)
+        return Memory(sum(held), self.scheduler.kv_bytes)
 
     @torch.no_grad()
     def fingerprint(self) -> Tensor:
         """Logprobs [15] of a fixed token sequence, to compare with the learner's."""
-        if self._shelf is not None:
+        if self.offloaded is not None:
             raise EngineError("the engine sleeps and its weights are offloaded: wake it for a fingerprint")
-        job = ScoreJob(fingerprint_ids(self._runner.vocab), 1)
-        with self._desk.turn:
-            return score_batch(self._runner, [job], self.version)[0].logprobs
+        job = ScoreJob(ScoreRequest(fingerprint_ids(self.runner.vocab), 1))
+        with self.thread.turn:
+            return score_batch(self.runner, [job], self.version)[0].logprobs
 
     def close(self) -> None:
         """Stop; requests under way fail with an EngineError. Offloaded weights are lost."""
-        self._desk.close()
-        self._scheduler.free()
-        if self._shelf is not None:
-            self._shelf.drop()
+        self.thread.close()
+        self.scheduler.free()
+        if self.offloaded is not None:
+            self.offloaded.drop()
 
     def _check_open(self) -> None:
-        if self._desk.closed:
+        if self.closed:
             raise EngineError("the engine is closed: make a new one")
 
     def _check_awake(self) -> None:
         self._check_open()
-        if self._scheduler.memory is None:
+        if not self.awake:
             raise EngineError("the engine sleeps: call wake() first")
 
     def _check_idle(self, what: str) -> None:
-        if count := self._desk.open_jobs:
+        if count := self.thread.open_jobs:
             raise EngineError(f"can't {what} with {count} requests under way: await or cancel them first")
 
     def _check_ids(self, ids: Sequence[int], what: str) -> None:
         if not ids:
             raise EngineError(f"the {what} is empty: at least one token is needed")
-        if min(ids) < 0 or max(ids) >= self._runner.vocab:
-            raise EngineError(f"the {what} has token ids outside of 0 to {self._runner.vocab - 1}")
+        if min(ids) < 0 or max(ids) >= self.runner.vocab:
+            raise EngineError(f"the {what} has token ids outside of 0 to {self.runner.vocab - 1}")
 
-    def _known(self, ids: Sequence[int], experts: Tensor | None) -> Tensor | None:
+    def _known_experts(self, ids: Sequence[int], experts: Tensor | None) -> Tensor | None:
         """The experts that can be taken again: none, if routers weigh them in a way of their own."""
-        routes = self._runner.routes
+        routes = self.runner.routes
         if experts is None or routes is None or not routes.can_replay:
             return None
         if len(experts) > len(ids) or experts.shape[1:] != (routes.layers, routes.per_token):
@@ -251,7 +256,7 @@ class TorchEngine:
         """Pictures that do not fit are the caller's error here, not every request's in the engine."""
         if images is None:
             return
-        if not self._runner.sees:
+        if not self.runner.sees:
             raise EngineError(f"{type(self._model).__name__} takes no pictures: it is not a vision model")
         picture_spans(self._model.config, ids, images)
 

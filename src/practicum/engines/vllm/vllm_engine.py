@@ -12,14 +12,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from practicum.engines.protocol import Counter, Generation, Memory, Sampling, Scores
+from practicum.engines.protocol import (
+    LOGPROBS_ONLY,
+    GenerateRequest,
+    Generation,
+    Memory,
+    Sampling,
+    ScoreOptions,
+    ScoreRequest,
+    Scores,
+)
 from practicum.engines.torch.counter_random import stream_key
 from practicum.engines.vllm import vllm_process as host
 from practicum.engines.vllm.vllm_messages import (
+    GenerateMessage,
     GenerateReply,
-    GenerateRequest,
+    ScoreMessage,
     ScoreReply,
-    ScoreRequest,
     VllmFacts,
     VllmSetup,
 )
@@ -98,18 +107,10 @@ class VllmEngine:
             f"{facts.weights / 2**20:,.1f} MiB of weights, {facts.kv / 2**20:,.1f} MiB of KV memory"
         )
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        counter: Counter,
-        *,
-        images: Images | None = None,
-        experts: Tensor | None = None,
-        keep: bool = False,
-    ) -> Generation:
+    async def generate(self, request: GenerateRequest) -> Generation:
         """Sample one answer; prompts that begin alike share whole blocks of KV memory, kept or not."""
-        _refuse(images, experts)
+        prompt_ids, sampling = request.prompt_ids, request.sampling
+        _refuse(request.images, request.experts)
         self._check_ids(prompt_ids, "prompt")
         if len(prompt_ids) + sampling.max_new_tokens > self._setup.context:
             raise EngineError(
@@ -117,7 +118,7 @@ class VllmEngine:
                 f"fit the engine's context of {self._setup.context} tokens: shorten one of them, or make the "
                 "engine with a longer context"
             )
-        wish = GenerateRequest(list(prompt_ids), sampling, stream_key(counter) % 2**63)
+        wish = GenerateMessage(list(prompt_ids), sampling, stream_key(request.counter) % 2**63)
         found: GenerateReply = await self._ask("generate", wish, "a generation")
         return Generation(
             _tensor(found.tokens, np.int64),
@@ -128,25 +129,15 @@ class VllmEngine:
             found.version,
         )
 
-    async def score(
-        self,
-        ids: Sequence[int],
-        start: int,
-        top_k: int = 0,
-        *,
-        temperature: float = 1.0,
-        hidden: bool = False,
-        vocab: int | None = None,
-        images: Images | None = None,
-    ) -> Scores:
+    async def score(self, request: ScoreRequest, options: ScoreOptions = LOGPROBS_ONLY) -> Scores:
         """Logprobs of ids[start:], each given all before it. vLLM gives no hidden states."""
-        _refuse(images, None)
-        if hidden:
+        _refuse(request.images, None)
+        if options.hidden:
             raise EngineError("vLLM gives no hidden states: ask for top_k, or use the torch engine")
-        question = self._question(ids, start, top_k, temperature, vocab)
-        if start == len(ids):
-            return _scores(ScoreReply(b"", b"", self.version), top_k)
-        return _scores(await self._ask("score", question, "a score"), top_k)
+        question = self._question(request, options)
+        if request.start == len(request.ids):
+            return _scores(ScoreReply(b"", b"", self.version), options.top_k)
+        return _scores(await self._ask("score", question, "a score"), options.top_k)
 
     def load_weights(self, weights: Weights, version: int) -> None:
         """Take these weights; what was computed with older ones is never used again."""
@@ -206,10 +197,10 @@ class VllmEngine:
         """
         child, length = self._awake(), min(self._setup.context - 1, self._facts.block + LENGTH)
         ids = fingerprint_ids(self._facts.vocab, length)
-        wish = GenerateRequest(ids[:-1], Sampling(1, frozenset(), greedy=True), 0, only=ids[-1])
+        wish = GenerateMessage(ids[:-1], Sampling(1, frozenset(), greedy=True), 0, only=ids[-1])
         # First: a score of the sequence would leave a block of the new weights.
         sampled: GenerateReply = _result(self._post(child, "generate", (wish,), "a fingerprint"), _LOAD_S)
-        question = self._question(ids, 1, 0, 1.0, None)
+        question = self._question(ScoreRequest(ids, 1), LOGPROBS_ONLY)
         scored = _scores(_result(self._post(child, "score", (question,), "a fingerprint"), _LOAD_S), 0)
         return torch.cat([scored.logprobs[:-1], _tensor(sampled.plain, np.float32)])
 
@@ -241,7 +232,7 @@ class VllmEngine:
         child.flush()
         return future
 
-    async def _ask(self, what: str, asked: GenerateRequest | ScoreRequest, about: str) -> Any:
+    async def _ask(self, what: str, asked: GenerateMessage | ScoreMessage, about: str) -> Any:
         child = self._awake()
         number, future = child.post(what, (asked,), about, len(asked.ids))
         # What is handed in during one turn of the event loop goes out together.
@@ -253,9 +244,8 @@ class VllmEngine:
             self._open -= 1
             child.forget(number)
 
-    def _question(
-        self, ids: Sequence[int], start: int, top_k: int, temperature: float, vocab: int | None
-    ) -> ScoreRequest:
+    def _question(self, request: ScoreRequest, options: ScoreOptions) -> ScoreMessage:
+        ids, start, top_k = request.ids, request.start, options.top_k
         self._check_ids(ids, "sequence to score")
         if not 1 <= start <= len(ids):
             raise EngineError(f"can't score {len(ids)} tokens from {start} on: start is 1 to {len(ids)}")
@@ -263,15 +253,15 @@ class VllmEngine:
             raise EngineError(
                 f"{len(ids)} tokens to score are more than the engine's {self._setup.context - 1}"
             )
-        outputs = min(vocab or self._facts.vocab, self._facts.vocab)
+        outputs = min(options.vocab or self._facts.vocab, self._facts.vocab)
         if max(ids[start:], default=0) >= outputs:
             raise EngineError(f"the tokens to score have ids outside of 0 to {outputs - 1}, the vocabulary")
         most = min(outputs, self._setup.max_logprobs)
         if not 0 <= top_k <= most:
             raise EngineError(f"top_k is {top_k}, expected 0 to {most}")
-        if temperature <= 0:
-            raise EngineError(f"temperature is {temperature}, expected above 0")
-        return ScoreRequest(list(ids), start, top_k, temperature, outputs)
+        if options.temperature <= 0:
+            raise EngineError(f"temperature is {options.temperature}, expected above 0")
+        return ScoreMessage(list(ids), start, top_k, options.temperature, outputs)
 
     def _check_ids(self, ids: Sequence[int], what: str) -> None:
         if not ids:

@@ -85,7 +85,7 @@ class VllmFacts(NamedTuple):
         return cls(0, 0, 0, 0, 0, "")
 
 
-class GenerateRequest(NamedTuple):
+class GenerateMessage(NamedTuple):
     """One answer to be sampled."""
 
     ids: list[int]
@@ -105,7 +105,7 @@ class GenerateReply(NamedTuple):
     version: int
 
 
-class ScoreRequest(NamedTuple):
+class ScoreMessage(NamedTuple):
     """Tokens to be scored from `start` on; outputs from `vocab` on do not count."""
 
     ids: list[int]

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 from practicum.engines.protocol import Sampling
 from practicum.engines.vllm.vllm_errors import explain
 from practicum.engines.vllm.vllm_messages import (
+    GenerateMessage,
     GenerateReply,
-    GenerateRequest,
+    ScoreMessage,
     ScoreReply,
-    ScoreRequest,
     VllmFacts,
     VllmSetup,
 )
@@ -32,7 +32,7 @@ _ACTS = {"sleep": "_sleep", "wake": "_wake"}
 def main(pipe: Connection, setup: VllmSetup) -> None:
     """Run the process from its start to its end.
 
-    It answers `generate`: (GenerateRequest,); `score`: (ScoreRequest,); `load`: (version,), while `bucket`:
+    It answers `generate`: (GenerateMessage,); `score`: (ScoreMessage,); `load`: (version,), while `bucket`:
     (MemoryBucket,) brings the weights and (None,) ends them; `sleep`: (); `wake`: ().
     """
     serve(pipe, lambda: _start(setup))
@@ -52,7 +52,7 @@ def _start(setup: VllmSetup) -> tuple[VllmProcess, VllmFacts]:
 class _Open:
     """A request that vLLM works on."""
 
-    asked: GenerateRequest | ScoreRequest
+    asked: GenerateMessage | ScoreMessage
     answered: asyncio.Future[Any]
     loop: asyncio.AbstractEventLoop
 
@@ -142,7 +142,7 @@ class VllmProcess:
 
     def _try_once(self) -> None:
         """Some models can be made but not run: find out now. Some code is compiled at the first step."""
-        request = GenerateRequest([0], Sampling(1, frozenset(), greedy=True), 0)
+        request = GenerateMessage([0], Sampling(1, frozenset(), greedy=True), 0)
         self._engine.add_request("try", {"prompt_token_ids": request.ids}, _params(request))
         while self._engine.has_unfinished_requests():
             self._engine.step()
@@ -184,7 +184,7 @@ class VllmProcess:
         try:
             if self._broken is not None:
                 raise EngineError(self._broken)
-            if isinstance(one.asked, ScoreRequest) and not self._admit(one.asked):
+            if isinstance(one.asked, ScoreMessage) and not self._admit(one.asked):
                 self._later.append(one)
                 return
             number = str(next(self._numbers))
@@ -194,11 +194,11 @@ class VllmProcess:
         except Exception as error:
             _fail(one, error)
 
-    def _admit(self, asked: ScoreRequest) -> bool:
+    def _admit(self, asked: ScoreMessage) -> bool:
         """Whether it can be scored beside what is under way; the sampler knows one setting at a time."""
         wanted = asked.temperature, asked.vocab
         if wanted != (self._sampler.temperature, self._sampler.vocab):
-            if any(isinstance(one.asked, ScoreRequest) for one in self._open.values()):
+            if any(isinstance(one.asked, ScoreMessage) for one in self._open.values()):
                 return False
             self._sampler.temperature, self._sampler.vocab = wanted
         return True
@@ -214,7 +214,7 @@ class VllmProcess:
     def _result(self, one: _Open, output: Any) -> GenerateReply | ScoreReply:
         import numpy as np
 
-        if isinstance(one.asked, ScoreRequest):
+        if isinstance(one.asked, ScoreMessage):
             found, width = output.prompt_logprobs, one.asked.top_k + 1
             ids = np.array(found.token_ids, np.int64).reshape(-1, width)[one.asked.start - 1 :]
             logprobs = np.array(found.logprobs, np.float32).reshape(-1, width)[one.asked.start - 1 :]
@@ -274,11 +274,11 @@ def _here(setup: VllmSetup) -> dict[str, Any]:
     return {"block_size": 32} | ({"enable_chunked_prefill": False} if setup.samples else {})
 
 
-def _params(asked: GenerateRequest | ScoreRequest) -> Any:
+def _params(asked: GenerateMessage | ScoreMessage) -> Any:
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
     plain: dict[str, Any] = {"detokenize": False, "flat_logprobs": True}
-    if isinstance(asked, ScoreRequest):
+    if isinstance(asked, ScoreMessage):
         return SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=asked.top_k, **plain)
     how = asked.sampling
     return SamplingParams(

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from practicum.engines.protocol import Counter, Generation
+from practicum.engines.protocol import Counter, GenerateRequest, Generation, ScoreRequest
 from practicum.errors import EngineError
 from practicum.models.experts import routes_of
 from practicum.sessions.policies import EnginePolicy
 from practicum.sessions.trajectory import Trajectory
-from tests.rollout.engines import engine_of, generate, plain_forward, plain_logprobs, prompts, sampling, tiny
+from tests.engines.engines import engine_of, generate, plain_forward, plain_logprobs, prompts, sampling, tiny
 
 EOS = 1
 
@@ -46,7 +46,7 @@ def check_experts(model: PreTrainedModel, prompt: list[int], made: Generation) -
 def test_greedy_tokens_equal_transformers_own(model: PreTrainedModel):
     asked = prompts(6)
     with engine_of(model) as engine:
-        assert engine._runner.is_lean is False
+        assert engine.runner.is_lean is False
         request = sampling(16, stop=(EOS,), greedy=True)
         made = generate(engine, [(prompt, request, Counter(0, i)) for i, prompt in enumerate(asked)])
     for prompt, got in zip(asked, made, strict=True):
@@ -76,7 +76,10 @@ def test_scores_equal_a_plain_forward(model: PreTrainedModel):
 
     async def run() -> list[Tensor]:
         with engine_of(model) as engine:
-            return [scores.logprobs for scores in await asyncio.gather(*(engine.score(p, 2) for p in asked))]
+            return [
+                scores.logprobs
+                for scores in await asyncio.gather(*(engine.score(ScoreRequest(p, 2)) for p in asked))
+            ]
 
     for ids, got in zip(asked, asyncio.run(run()), strict=True):
         expected = plain_logprobs(model, ids[:2], torch.tensor(ids[2:]))
@@ -114,7 +117,9 @@ def test_a_later_turn_takes_the_experts_that_its_tokens_took_before(model: PreTr
             session: Any = None  # an engine's turns depend on the trajectory alone
             turn = EnginePolicy(engine).next(trajectory, sampling(6), Counter(0, 1), session)
             return list(
-                await asyncio.gather(turn, engine.generate(trajectory.ids(), sampling(6), Counter(0, 1)))
+                await asyncio.gather(
+                    turn, engine.generate(GenerateRequest(trajectory.ids(), sampling(6), Counter(0, 1)))
+                )
             )
 
         before = engine.stats.prefilled_prompts
@@ -135,7 +140,9 @@ def test_experts_that_do_not_fit_the_prompt_are_refused(model: PreTrainedModel):
         for shape in ((3, 2, 2), (2, 3, 2), (2, 2, 1)):
             with pytest.raises(EngineError, match="do not fit a prompt of 2 tokens"):
                 asyncio.run(
-                    engine.generate([5, 6], sampling(1), Counter(0, 0), experts=torch.zeros(shape).long())
+                    engine.generate(
+                        GenerateRequest([5, 6], sampling(1), Counter(0, 0), experts=torch.zeros(shape).long())
+                    )
                 )
 
 

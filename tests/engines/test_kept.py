@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from practicum.checks.watch import Watch
-from practicum.engines.protocol import Counter, Generation
+from practicum.engines.protocol import Counter, GenerateRequest, Generation
 from practicum.engines.torch import cached_sequences as kept_module
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import EngineError
@@ -26,8 +26,8 @@ from practicum.runtime.local import start_local
 from practicum.sessions.attempts import Attempt
 from practicum.sessions.policies import EnginePolicy
 from practicum.tasks.stream import make_stream
-from tests.rollout.engines import engine_of, picture_prompt, pictures, plain_forward, prompts, sampling, tiny
-from tests.rollout.sessions import session_of
+from tests.engines.engines import engine_of, picture_prompt, pictures, plain_forward, prompts, sampling, tiny
+from tests.sessions.sessions import session_of
 
 FAMILIES = ("qwen3", "gpt2", "qwen3_moe", "qwen2_5_vl")
 model_of = cache(tiny)
@@ -63,7 +63,9 @@ async def say(engine: TorchEngine, talk: Talk, number: int, *, keep: bool = True
     how = sampling(draw.randint(1, 6), greedy=number % 2 == 0)
     known = talk.turns[-1][1].experts if talk.turns else None
     counter = Counter(0, number, 0, turn)
-    made = await engine.generate(talk.ids, how, counter, images=talk.images, experts=known, keep=keep)
+    made = await engine.generate(
+        GenerateRequest(talk.ids, how, counter, images=talk.images, experts=known, keep=keep)
+    )
     talk.turns.append((len(talk.ids), made))
     talk.ids += made.tokens.tolist() + [draw.randint(3, 59) for _ in range(draw.randint(0, 5))]
 
@@ -189,7 +191,7 @@ def test_nothing_is_kept_unless_asked_and_after_a_failure_or_the_end(monkeypatch
         asyncio.run(say(engine, talk, 3))
         assert engine.memory().kv > empty
         with monkeypatch.context() as broken:
-            broken.setattr(engine._scheduler, "_sample", lambda hidden: 1 / 0)
+            broken.setattr(engine.scheduler, "_sample", lambda hidden: 1 / 0)
             with pytest.raises(EngineError, match="failed"):
                 asyncio.run(say(engine, talk, 3))
         assert engine.memory().kv == empty
@@ -223,7 +225,7 @@ def test_a_turn_that_is_to_take_other_experts_goes_on_from_nothing():
     with engine_of(model_of("qwen3_moe")) as engine:
 
         def ask(ids: list[int], experts: Tensor | None) -> Tensor:
-            request = engine.generate(ids, how, Counter(0, 0), experts=experts, keep=True)
+            request = engine.generate(GenerateRequest(ids, how, Counter(0, 0), experts=experts, keep=True))
             made = asyncio.run(request)
             assert made.experts is not None
             ids += made.tokens.tolist()
@@ -250,12 +252,12 @@ def test_equal_sequences_are_kept_once_and_serve_each_of_their_sessions():
     async def turn(engine: TorchEngine, ids: list[int], length: int, count: int) -> list[Generation]:
         how = sampling(length, greedy=True)
         return await asyncio.gather(
-            *(engine.generate(ids, how, Counter(0, 0, i), keep=True) for i in range(count))
+            *(engine.generate(GenerateRequest(ids, how, Counter(0, 0, i), keep=True)) for i in range(count))
         )
 
     with engine_of(model_of("qwen3"), slots=2) as engine:
         made = asyncio.run(turn(engine, prompt, 4, 4))[0].tokens.tolist()
-        sequences = engine._scheduler._kept
+        sequences = engine.scheduler.cache
         assert (len(sequences), sequences.tokens) == (1, 7)
         later = [*prompt, *made, 20]
         (alone,) = asyncio.run(turn(engine, [*later, 21], 1, 1))
@@ -298,7 +300,9 @@ def test_abandoned_turns_leave_others_as_they_are():
         async def one(number: int) -> None:
             for turn in range(6):
                 if turn == 3 and number % 2:
-                    request = engine.generate(talks[number].ids, sampling(40), Counter(9, number), keep=True)
+                    request = engine.generate(
+                        GenerateRequest(talks[number].ids, sampling(40), Counter(9, number), keep=True)
+                    )
                     given_up = asyncio.create_task(request)
                     # Some are given up while they wait, others while they are decoded.
                     await asyncio.sleep(0.002 * number)

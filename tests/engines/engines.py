@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from practicum.engines.protocol import Counter, Generation, Sampling
+from practicum.engines.protocol import Counter, GenerateRequest, Generation, Sampling
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.models.images import Images
 from practicum.models.load_model import load_tokenizer, make_model, ready
@@ -98,7 +98,7 @@ def generate(engine: TorchEngine, requests: Sequence[Request]) -> list[Generatio
     """All requests at once."""
 
     async def run() -> list[Generation]:
-        return await asyncio.gather(*(engine.generate(*request) for request in requests))
+        return await asyncio.gather(*(engine.generate(GenerateRequest(*request)) for request in requests))
 
     return asyncio.run(run())
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from practicum.engines.protocol import Counter, Generation
-from tests.rollout.engines import FAMILIES, engine_of, generate, plain_logprobs, prompts, sampling, tiny
+from tests.engines.engines import FAMILIES, engine_of, generate, plain_logprobs, prompts, sampling, tiny
 
 EOS = 1
 

@@ -17,7 +17,7 @@ from practicum.engines.torch.kv_memory import (
     lazy_zeros,
     runs,
 )
-from tests.rollout.engines import resident
+from tests.engines.engines import resident
 
 HEADS, KV_HEADS, WIDTH = 6, 2, 5
 CPU = torch.device("cpu")

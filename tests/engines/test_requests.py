@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from practicum.engines.protocol import Counter
+from practicum.engines.protocol import Counter, GenerateRequest, ScoreOptions, ScoreRequest
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import EngineError
 from practicum.models.load_model import make_model
 from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.schema.recipe import MakeModel
-from tests.rollout.engines import engine_of, generate, prompts, sampling, tiny
+from tests.engines.engines import engine_of, generate, prompts, sampling, tiny
 
 LONG = sampling(120)
 
@@ -58,14 +58,14 @@ def test_a_request_that_can_not_be_met_is_refused(model, prompt, settings, says)
 )
 def test_scores_that_can_not_be_given_are_refused(model, ids, start, top_k, says):
     with engine_of(model) as engine, pytest.raises(EngineError, match=says):
-        asyncio.run(engine.score(ids, start, top_k))
+        asyncio.run(engine.score(ScoreRequest(ids, start), ScoreOptions(top_k=top_k)))
 
 
 @pytest.mark.parametrize(("token", "vocab"), [(63, None), (-1, None), (40, 40)])
 def test_a_token_outside_of_the_vocabulary_fails_its_own_score_alone(model, token, vocab):
     async def work(engine: TorchEngine) -> list[Any]:
         rows = ([5, 6, 7], [5, 6, token], [5, 50, 7])  # what stands before may be any token of the model
-        asked = (engine.score(ids, 2, vocab=vocab) for ids in rows)
+        asked = (engine.score(ScoreRequest(ids, 2), ScoreOptions(vocab=vocab)) for ids in rows)
         return await asyncio.gather(*asked, return_exceptions=True)
 
     with engine_of(model) as engine:
@@ -102,8 +102,14 @@ def test_a_model_with_another_attention_is_refused(model, monkeypatch):
 
 def test_a_cancelled_request_leaves_its_slot_to_the_next(model):
     async def run(engine: TorchEngine) -> list[Any]:
-        first = [asyncio.create_task(engine.generate([5, i], LONG, Counter(0, i))) for i in range(2)]
-        later = [asyncio.create_task(engine.generate([6, i], sampling(4), Counter(1, i))) for i in range(3)]
+        first = [
+            asyncio.create_task(engine.generate(GenerateRequest([5, i], LONG, Counter(0, i))))
+            for i in range(2)
+        ]
+        later = [
+            asyncio.create_task(engine.generate(GenerateRequest([6, i], sampling(4), Counter(1, i))))
+            for i in range(3)
+        ]
         while not engine.stats.decode_steps:
             await asyncio.sleep(0.001)
         first[0].cancel()
@@ -115,7 +121,7 @@ def test_a_cancelled_request_leaves_its_slot_to_the_next(model):
 
     with engine_of(model, slots=2, context=124) as engine:
         kept = asyncio.run(run(engine))
-        assert engine._scheduler._rows.count == 0
+        assert engine.idle
         expected = generate(
             engine,
             [
@@ -129,18 +135,21 @@ def test_a_cancelled_request_leaves_its_slot_to_the_next(model):
 
 def test_cancelling_everything_leaves_an_idle_engine(model):
     async def run(engine: TorchEngine):
-        tasks = [asyncio.create_task(engine.generate(p, LONG, Counter(0, 0))) for p in prompts(6, longest=4)]
+        tasks = [
+            asyncio.create_task(engine.generate(GenerateRequest(p, LONG, Counter(0, 0))))
+            for p in prompts(6, longest=4)
+        ]
         while not engine.stats.decode_steps:
             await asyncio.sleep(0.001)
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
         engine.load_weights(model.state_dict().items(), 3)
-        return await engine.generate([5], sampling(4), Counter(0, 0))
+        return await engine.generate(GenerateRequest([5], sampling(4), Counter(0, 0)))
 
     with engine_of(model, slots=2, context=128) as engine:
         assert asyncio.run(run(engine)).version_min == 3
-        assert engine._scheduler._rows.count == 0
+        assert engine.idle
 
 
 def test_an_error_in_a_step_fails_every_request_and_the_engine_goes_on():
@@ -149,8 +158,8 @@ def test_an_error_in_a_step_fails_every_request_and_the_engine_goes_on():
     good = weight.detach().clone()
 
     async def run(engine: TorchEngine):
-        requests = [engine.generate(p, sampling(4), Counter(0, 0)) for p in prompts(9)]
-        return await asyncio.gather(*requests, engine.score([5, 6], 1), return_exceptions=True)
+        requests = [engine.generate(GenerateRequest(p, sampling(4), Counter(0, 0))) for p in prompts(9)]
+        return await asyncio.gather(*requests, engine.score(ScoreRequest([5, 6], 1)), return_exceptions=True)
 
     with engine_of(model, slots=2) as engine:
         weight.data.fill_(float("nan"))
@@ -169,7 +178,7 @@ def test_an_unforeseen_error_is_named(model, monkeypatch):
         raise ZeroDivisionError("made for this test")
 
     with engine_of(model) as engine:
-        monkeypatch.setattr(engine._runner, "logits", broken)
+        monkeypatch.setattr(engine.runner, "logits", broken)
         with pytest.raises(EngineError, match="made for this test") as caught:
             generate(engine, [([5], sampling(), Counter(0, 0))])
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -177,14 +186,17 @@ def test_an_unforeseen_error_is_named(model, monkeypatch):
 
 def test_closing_fails_what_is_under_way_and_what_comes_later(model):
     async def run(engine: TorchEngine):
-        tasks = [asyncio.create_task(engine.generate(p, LONG, Counter(0, 0))) for p in prompts(6, longest=4)]
+        tasks = [
+            asyncio.create_task(engine.generate(GenerateRequest(p, LONG, Counter(0, 0))))
+            for p in prompts(6, longest=4)
+        ]
         while not engine.stats.decode_steps:
             await asyncio.sleep(0.001)
         engine.close()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(result, EngineError) for result in results)
         with pytest.raises(EngineError, match="engine is closed"):
-            await engine.generate([5], sampling(), Counter(0, 0))
+            await engine.generate(GenerateRequest([5], sampling(), Counter(0, 0)))
 
     threads = threading.active_count()
     engine = TorchEngine(model, slots=2, context=128)
@@ -195,7 +207,7 @@ def test_closing_fails_what_is_under_way_and_what_comes_later(model):
 
 def test_closing_before_any_step_fails_requests_that_have_not_arrived(model):
     async def run(engine: TorchEngine):
-        task = asyncio.create_task(engine.generate([5], LONG, Counter(0, 0)))
+        task = asyncio.create_task(engine.generate(GenerateRequest([5], LONG, Counter(0, 0))))
         await asyncio.sleep(0)
         engine.close()
         with pytest.raises(EngineError, match="was closed with 1 requests under way"):
@@ -224,7 +236,7 @@ def test_event_loops_of_several_threads_share_an_engine(model):
 
 def test_the_loop_stays_free_while_the_engine_works(model):
     async def run(engine: TorchEngine):
-        task = asyncio.create_task(engine.generate([5], LONG, Counter(0, 0)))
+        task = asyncio.create_task(engine.generate(GenerateRequest([5], LONG, Counter(0, 0))))
         turns = 0
         while not task.done():
             turns += 1

@@ -7,16 +7,17 @@ import asyncio
 import pytest
 import torch
 
-from practicum.engines.protocol import Counter, Scores
+from practicum.engines.protocol import Counter, GenerateRequest, ScoreOptions, ScoreRequest, Scores
 from practicum.engines.torch import score_batch as scoring
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import EngineError
-from tests.rollout.engines import FAMILIES, engine_of, plain_logprobs, prompts, sampling, tiny
+from tests.engines.engines import FAMILIES, engine_of, plain_logprobs, prompts, sampling, tiny
 
 
 def score(engine: TorchEngine, jobs: list[tuple[list[int], int, int]]) -> list[Scores]:
     async def run() -> list[Scores]:
-        return await asyncio.gather(*(engine.score(*job) for job in jobs))
+        asked = [(ScoreRequest(ids, start), ScoreOptions(top_k=k)) for ids, start, k in jobs]
+        return await asyncio.gather(*(engine.score(*one) for one in asked))
 
     return asyncio.run(run())
 
@@ -61,10 +62,12 @@ def test_what_was_sampled_scores_what_it_was_sampled_with():
     async def run(engine: TorchEngine):
         asked = prompts(10)
         got = await asyncio.gather(
-            *(engine.generate(p, sampling(12), Counter(0, i)) for i, p in enumerate(asked))
+            *(engine.generate(GenerateRequest(p, sampling(12), Counter(0, i))) for i, p in enumerate(asked))
         )
         pairs = zip(asked, got, strict=True)
-        scores = await asyncio.gather(*(engine.score(p + g.tokens.tolist(), len(p)) for p, g in pairs))
+        scores = await asyncio.gather(
+            *(engine.score(ScoreRequest(p + g.tokens.tolist(), len(p))) for p, g in pairs)
+        )
         return got, scores
 
     with engine_of(tiny()) as engine:
@@ -75,8 +78,8 @@ def test_what_was_sampled_scores_what_it_was_sampled_with():
 def test_scoring_and_sampling_go_on_side_by_side():
     async def run(engine: TorchEngine):
         return await asyncio.gather(
-            *(engine.generate(p, sampling(12), Counter(0, 0)) for p in prompts(8)),
-            *(engine.score(p, 1) for p in prompts(8, seed=1, shortest=2)),
+            *(engine.generate(GenerateRequest(p, sampling(12), Counter(0, 0))) for p in prompts(8)),
+            *(engine.score(ScoreRequest(p, 1)) for p in prompts(8, seed=1, shortest=2)),
         )
 
     with engine_of(tiny(), slots=2, score_tokens=20) as engine:
@@ -89,7 +92,9 @@ def test_a_rows_numbers_do_not_depend_on_its_batch(settings: dict):
     asked += [([*asked[0][0][:8], 7, 9], 8), ([*asked[0][0][:8], 5], 8)]  # that begin alike
 
     async def run(engine: TorchEngine, jobs: list[tuple[list[int], int]]) -> list[Scores]:
-        return await asyncio.gather(*(engine.score(ids, start, **settings) for ids, start in jobs))
+        return await asyncio.gather(
+            *(engine.score(ScoreRequest(ids, start), ScoreOptions(**settings)) for ids, start in jobs)
+        )
 
     with engine_of(tiny()) as engine:
         together = asyncio.run(run(engine, asked))
@@ -105,9 +110,9 @@ def test_outputs_beyond_the_vocabulary_do_not_count():
     model, ids = tiny(), prompts(1, shortest=9)[0]
     ids = [i % 20 for i in ids]
     with engine_of(model) as engine:
-        scores = asyncio.run(engine.score(ids, 3, 20, vocab=20))
+        scores = asyncio.run(engine.score(ScoreRequest(ids, 3), ScoreOptions(top_k=20, vocab=20)))
         with pytest.raises(EngineError, match="expected 0 to 20"):
-            asyncio.run(engine.score(ids, 3, 21, vocab=20))
+            asyncio.run(engine.score(ScoreRequest(ids, 3), ScoreOptions(top_k=21, vocab=20)))
     assert scores.topk_ids is not None
     assert scores.topk_logprobs is not None
     assert int(scores.topk_ids.max()) < 20

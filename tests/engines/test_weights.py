@@ -9,11 +9,11 @@ from typing import Literal
 import pytest
 import torch
 
-from practicum.engines.protocol import Counter, Generation, Memory
+from practicum.engines.protocol import Counter, GenerateRequest, Generation, Memory, ScoreRequest
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import EngineError
 from practicum.models.fingerprint import fingerprint_ids
-from tests.rollout.engines import (
+from tests.engines.engines import (
     FAMILIES,
     engine_of,
     generate,
@@ -113,7 +113,7 @@ def test_nothing_changes_under_requests_on_their_way(what: str):
     model = tiny()
 
     async def run(engine: TorchEngine):
-        tasks = [asyncio.create_task(engine.generate(*request)) for request in REQUESTS]
+        tasks = [asyncio.create_task(engine.generate(GenerateRequest(*request))) for request in REQUESTS]
         await asyncio.sleep(0)
         changes = {"load": lambda: engine.load_weights(model.state_dict().items(), 1), "sleep": engine.sleep}
         with pytest.raises(EngineError, match="6 requests under way"):
@@ -144,7 +144,7 @@ def test_sleep_frees_what_it_says_and_wake_restores_every_bit(aside: Literal["di
         with pytest.raises(EngineError, match="sleeps"):
             generate(engine, REQUESTS[:1])
         with pytest.raises(EngineError, match="sleeps"):
-            asyncio.run(engine.score([5, 6], 1))
+            asyncio.run(engine.score(ScoreRequest([5, 6], 1)))
         with pytest.raises(EngineError, match="sleeps"):
             engine.sleep()
         engine.wake()
@@ -176,7 +176,7 @@ def test_weights_put_aside_can_not_be_used_or_loaded():
 def test_sleep_returns_memory_to_the_system():
     model = tiny()
     with engine_of(model, slots=512, context=128, owns_weights=True) as engine:
-        scheduler = engine._scheduler
+        scheduler = engine.scheduler
         assert scheduler.memory is not None
         scheduler.memory.keys.fill_(1.0)
         scheduler.memory.values.fill_(1.0)

@@ -6,7 +6,7 @@ from practicum.engines.protocol import Counter, Generation
 from practicum.engines.torch.counter_random import stream_key
 from practicum.engines.torch.request_queue import GenerateJob, PromptKey
 from practicum.engines.torch.sampler import Draw
-from tests.rollout.engines import engine_of, generate, sampling, tiny
+from tests.engines.engines import engine_of, generate, sampling, tiny
 
 
 def job(*prompt: int, length: int = 50) -> GenerateJob:
@@ -15,31 +15,31 @@ def job(*prompt: int, length: int = 50) -> GenerateJob:
 
 def test_an_abandoned_row_makes_room_in_the_next_step():
     with engine_of(tiny(), slots=2) as engine:
-        scheduler = engine._scheduler
+        scheduler = engine.scheduler
         running, waiting = [job(5), job(6)], [job(7), job(8, length=1)]
         scheduler.step([*running, *waiting])
         running[0].abandoned = waiting[0].abandoned = True
         outcomes, left = scheduler.step([])
         assert [done for done, _ in outcomes] == [waiting[1]]
         assert left
-        assert scheduler._rows.jobs == [running[1]]
+        assert scheduler.running.jobs == [running[1]]
 
 
 def test_no_work_is_left_when_all_is_abandoned():
     with engine_of(tiny(), slots=1) as engine:
         jobs = [job(5), job(5), job(6)]
-        assert engine._scheduler.step([*jobs]) == ([], True)
+        assert engine.scheduler.step([*jobs]) == ([], True)
         for each in jobs:
             each.abandoned = True
-        assert engine._scheduler.step([]) == ([], False)
+        assert engine.scheduler.step([]) == ([], False)
 
 
 def test_a_finished_row_and_its_successor_share_a_slot_without_a_gap():
     with engine_of(tiny(), slots=1) as engine:
         jobs = [job(5, length=2), job(6, length=1), job(7, length=2)]
-        finished = [[jobs.index(done) for done, _ in engine._scheduler.step([*jobs])[0]]]  # pyright: ignore
+        finished = [[jobs.index(done) for done, _ in engine.scheduler.step([*jobs])[0]]]  # pyright: ignore
         while len(finished) < 5:
-            finished.append([jobs.index(done) for done, _ in engine._scheduler.step([])[0]])  # pyright: ignore
+            finished.append([jobs.index(done) for done, _ in engine.scheduler.step([])[0]])  # pyright: ignore
         assert finished == [[], [0], [1], [], [2]]
 
 
@@ -50,7 +50,7 @@ def test_a_prompt_kept_from_older_weights_is_never_used():
         (expected,) = generate(engine, [request])
     with engine_of(model, slots=1) as engine:
         jobs = [job(5, 6, 7), job(5, 6, 7)]
-        engine._scheduler.step([*jobs])
+        engine.scheduler.step([*jobs])
         for each in jobs:
             each.abandoned = True
         engine.load_weights(other.state_dict().items(), 1)

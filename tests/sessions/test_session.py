@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from practicum.concurrency.gather import gather_all
-from practicum.engines.protocol import Counter
+from practicum.engines.protocol import Counter, GenerateRequest
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import EngineError
 from practicum.models.tokenizer import make_tokenizer
@@ -25,8 +25,8 @@ from practicum.sessions.tools.toolbox import Toolbox
 from practicum.sessions.trajectory import Trajectory
 from practicum.tasks.messages import Message
 from practicum.tasks.prompts import Prompt
-from tests.rollout.engines import engine_of, plain_logprobs, sampling, tiny
-from tests.rollout.sessions import Scripted, session_of
+from tests.engines.engines import engine_of, plain_logprobs, sampling, tiny
+from tests.sessions.sessions import Scripted, session_of
 
 TOKENIZER = make_tokenizer()
 EOS = TOKENIZER.eos_token_id
@@ -60,7 +60,9 @@ def test_a_single_turn_is_the_engines_own_sample(engine: TorchEngine):
 
     async def play():
         turn = await session.generate()
-        direct = await engine.generate(ids_of("sort:312="), session.sampling, Counter(11, 5, 3, 0))
+        direct = await engine.generate(
+            GenerateRequest(ids_of("sort:312="), session.sampling, Counter(11, 5, 3, 0))
+        )
         return turn, direct
 
     turn, direct = asyncio.run(play())
@@ -138,7 +140,7 @@ def test_every_turn_try_branch_and_session_has_its_own_randomness(engine: TorchE
 
 
 def test_many_sessions_at_once_sample_what_they_sample_alone(engine: TorchEngine):
-    toolbox = Toolbox([ToolSection(use="tests.rollout.sessions:nap")])
+    toolbox = Toolbox([ToolSection(use="tests.sessions.sessions:nap")])
 
     async def play(number: int) -> list[list[int]]:
         more = {"toolbox": toolbox, "max_new_tokens": 5}
@@ -285,7 +287,9 @@ def test_recorded_experts_are_those_of_the_first_time_a_token_was_an_input():
             await session.generate()
             once = session.trajectory.experts
             await session.generate([tool_result("calculator", "42")])
-            again = await engine.generate(session.trajectory.ids(), sampling(1), Counter(0, 0))
+            again = await engine.generate(
+                GenerateRequest(session.trajectory.ids(), sampling(1), Counter(0, 0))
+            )
             return once, again.experts
 
         once, whole = asyncio.run(play())

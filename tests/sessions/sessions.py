@@ -18,7 +18,7 @@ from practicum.sessions.session import Session, SessionStart
 from practicum.sessions.trajectory import Trajectory
 from practicum.tasks.messages import Content
 from practicum.tasks.prompts import Prompt, encode_prompt
-from tests.rollout.engines import sampling
+from tests.engines.engines import sampling
 
 _CHATML = (
     "{% if tools %}<|im_start|>tools\n"

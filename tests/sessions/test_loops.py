@@ -22,8 +22,8 @@ from practicum.tasks.kinds.total import TOTAL
 from practicum.tasks.messages import Message
 from practicum.tasks.procedural import Example
 from practicum.tasks.prompts import Prompt
-from tests.rollout.engines import engine_of, tiny
-from tests.rollout.sessions import byte_tokenizer, session_of
+from tests.engines.engines import engine_of, tiny
+from tests.sessions.sessions import byte_tokenizer, session_of
 
 TOKENIZER = make_tokenizer()
 CALCULATOR = Toolbox([ToolSection(use="calculator")])
@@ -78,7 +78,7 @@ def test_tool_use_in_a_chat_with_json_calls():
 
 
 def test_a_tools_error_and_a_call_that_can_not_be_read_go_to_the_model():
-    broken = Toolbox([ToolSection(use="calculator"), ToolSection(use="tests.rollout.sessions:nap")])
+    broken = Toolbox([ToolSection(use="calculator"), ToolSection(use="tests.sessions.sessions:nap")])
     session = plain("[calculator: 1/0]", "[what: 1]", "so", prompt="p")
     session.toolbox = broken
     (text,) = run("tool_use", session)
@@ -99,7 +99,7 @@ def test_tool_use_ends_after_its_turns_and_with_its_room():
 
 
 def test_calls_of_one_turn_run_side_by_side():
-    toolbox = Toolbox([ToolSection(use="tests.rollout.sessions:meet")])
+    toolbox = Toolbox([ToolSection(use="tests.sessions.sessions:meet")])
     session = plain("[2][2]", "met")
     session.toolbox = toolbox
     assert run("tool_use", session)[0].endswith("|met||met|met<eos>")
@@ -194,8 +194,8 @@ def not_async(session: Session) -> None:
 
 def test_loops_are_found_by_name():
     assert find_loop("tool_use") is LOOPS["tool_use"]
-    assert find_loop("tests.rollout.test_loops:own_loop").__name__ == "own_loop"
+    assert find_loop("tests.sessions.test_loops:own_loop").__name__ == "own_loop"
     with pytest.raises(RecipeError, match=r"agent\.loop: found 'tooluse'.*\n.*did you mean tool_use"):
         find_loop("tooluse")
     with pytest.raises(RecipeError, match=r"agent\.loop: .*a coroutine function"):
-        find_loop("tests.rollout.test_loops:not_async")
+        find_loop("tests.sessions.test_loops:not_async")

@@ -13,7 +13,7 @@ from practicum.sessions.tools.toolbox import Toolbox, ToolOutcome
 
 from . import own_tools
 
-HERE = "tests.rollout.tools.own_tools"
+HERE = "tests.sessions.tools.own_tools"
 
 
 def toolbox_of(*uses: str, **options: Any) -> Toolbox:

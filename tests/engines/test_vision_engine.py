@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from practicum.engines.protocol import Counter, Generation, Sampling, Scores
+from practicum.engines.protocol import Counter, GenerateRequest, Generation, Sampling, ScoreRequest, Scores
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import EngineError
 from practicum.models.images import Images
 from practicum.models.vision import image_token_id
-from tests.rollout.engines import (
+from tests.engines.engines import (
     engine_of,
     picture_prompt,
     pictures,
@@ -49,7 +49,10 @@ def sample(engine: TorchEngine, rows: Sequence[Row], how: Sampling) -> list[Gene
 
     async def run() -> list[Generation]:
         return await asyncio.gather(
-            *(engine.generate(ids, how, Counter(0, i), images=images) for i, (ids, images) in enumerate(rows))
+            *(
+                engine.generate(GenerateRequest(ids, how, Counter(0, i), images=images))
+                for i, (ids, images) in enumerate(rows)
+            )
         )
 
     return asyncio.run(run())
@@ -59,7 +62,7 @@ def score(engine: TorchEngine, rows: Sequence[Row], starts: Sequence[int]) -> li
     async def run() -> list[Scores]:
         return await asyncio.gather(
             *(
-                engine.score(ids, start, images=images)
+                engine.score(ScoreRequest(ids, start, images=images))
                 for (ids, images), start in zip(rows, starts, strict=True)
             )
         )
@@ -146,7 +149,10 @@ def test_pictures_that_do_not_fit_fail_alone(model: PreTrainedModel, rows: list[
         async def run() -> list[Generation | BaseException]:
             asked = [(ids, pictures(model, (9, 9))), rows[1]]
             return await asyncio.gather(
-                *(engine.generate(i, sampling(2), Counter(0, 0), images=images) for i, images in asked),
+                *(
+                    engine.generate(GenerateRequest(i, sampling(2), Counter(0, 0), images=images))
+                    for i, images in asked
+                ),
                 return_exceptions=True,
             )
 

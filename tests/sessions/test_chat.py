@@ -18,8 +18,8 @@ from practicum.sessions.session import Session, SessionStart
 from practicum.tasks.messages import Message, picture_message
 from practicum.tasks.pictures import Picture
 from practicum.tasks.prompts import Encoded, Prompt, encode_prompt
-from tests.rollout.engines import sampling
-from tests.rollout.sessions import Scripted, one_by_one, prompt_of, session_of, tokenizer_of
+from tests.engines.engines import sampling
+from tests.sessions.sessions import Scripted, one_by_one, prompt_of, session_of, tokenizer_of
 
 EXTENDING = ("own", "chatml", "trims", "llama3")
 WORDS = st.text("abc12 ", min_size=1, max_size=8).map(str.strip).filter(bool)

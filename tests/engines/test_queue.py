@@ -13,7 +13,7 @@ from practicum.engines.torch.request_queue import (
     RequestQueue,
 )
 from practicum.engines.torch.sampler import Draw
-from tests.rollout.engines import sampling
+from tests.engines.engines import sampling
 
 
 def job(*prompt: int) -> GenerateJob:
