@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from practicum.engines.torch.cached_sequences import CachedSequences
-from practicum.engines.torch.extend_layout import Extension, blocks
-from practicum.engines.torch.kv_memory import RUN_COST, PromptKv
+from practicum.engines.torch.kv_memory import RUN_COST, Extension, PromptKv, blocks
 from practicum.engines.torch.request_queue import CachedSequence, PromptKey
 
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from practicum.engines.torch import kv_memory as kv
 from practicum.engines.torch.kv_memory import (
-    CausalLayout,
     DecodeLayout,
     KvMemory,
     PrefillLayout,
@@ -17,6 +16,8 @@ from practicum.engines.torch.kv_memory import (
     lazy_zeros,
     runs,
 )
+from practicum.models import packed_attention
+from practicum.models.packed_attention import PackedLayout, padded_length
 from tests.engines.engines import resident
 
 HEADS, KV_HEADS, WIDTH = 6, 2, 5
@@ -57,22 +58,22 @@ def test_packed_sequences_attend_causally_to_themselves(lengths: list[int]):
 
 def test_sequences_of_unlike_length_are_not_padded_to_one_another(monkeypatch):
     padded = []
-    real = kv.scaled_dot_product_attention
+    real = packed_attention.scaled_dot_product_attention
 
     def counting(query, *args, **kwargs):
         padded.append(query.shape[0] * query.shape[2])
         return real(query, *args, **kwargs)
 
-    monkeypatch.setattr(kv, "scaled_dot_product_attention", counting)
+    monkeypatch.setattr(packed_attention, "scaled_dot_product_attention", counting)
     lengths = [1000, 10, 12, 9, 11, 990]
     x = random(sum(lengths), HEADS, WIDTH)
-    CausalLayout(lengths, CPU).attend(0, x, x, x, 1.0)
+    PackedLayout.of_sequences(lengths).attend(0, x, x, x, 1.0)
     assert sum(padded) < 1.05 * sum(lengths)
 
 
 @given(st.integers(1, 100_000))
 def test_a_padded_length_is_little_more_than_the_length(length: int):
-    assert length <= kv.padded_length(length) < length + max(16, length / 8 + 1)
+    assert length <= padded_length(length) < length + max(16, length / 8 + 1)
 
 
 @pytest.mark.parametrize("run_cost", [0, 4, 512])

@@ -18,12 +18,12 @@ from transformers import (
 )
 
 from practicum.engines.protocol import Counter
-from practicum.engines.torch.kv_memory import CausalLayout
 from practicum.engines.torch.lean_decoder import lean_decoder
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import EngineError
 from practicum.models.attention import packed_forward
 from practicum.models.load_model import ready
+from practicum.models.packed_attention import PackedLayout
 from tests.engines.engines import engine_of, generate, sampling, tiny
 
 SIZE: dict[str, Any] = {
@@ -64,7 +64,7 @@ def test_hidden_states_equal_the_packed_forward(name: str):
     assert lean is not None
     lengths = [7, 1, 12]
     ids, positions = torch.arange(20) % 50, torch.cat([torch.arange(n) for n in lengths])
-    layout = CausalLayout(lengths, model.device)
+    layout = PackedLayout.of_sequences(lengths).to(model.device)
     with torch.no_grad():
         torch.testing.assert_close(
             lean(ids, positions, layout), packed_forward(model, ids, positions, layout), rtol=1e-4, atol=1e-5
@@ -77,7 +77,7 @@ def test_it_follows_weights_that_change_in_place():
     model = made(CONFIGS["llama"])
     lean = lean_decoder(model)
     assert lean is not None
-    ids, layout = torch.arange(6), CausalLayout([6], model.device)
+    ids, layout = torch.arange(6), PackedLayout.of_sequences([6])
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data = parameter.data * 1.5

@@ -86,7 +86,7 @@ def test_a_forward_that_differs_is_refused_by_name(monkeypatch):
     def blind(self, layer, query, key, value, scale):
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1)
 
-    monkeypatch.setattr("practicum.learning.packed_layout.SharedPromptLayout.attend", blind)
+    monkeypatch.setattr("practicum.models.packed_attention.PackedLayout.attend", blind)
     with pytest.raises(EngineError, match="Qwen3ForCausalLM: packed rows differ"):
         PackedModel(model, Train())
 

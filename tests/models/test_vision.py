@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from practicum.engines.torch.kv_memory import CausalLayout
 from practicum.errors import DataError, EngineError
 from practicum.models.attention import IMPLEMENTATION, head_logits, packed_forward
 from practicum.models.images import Images
 from practicum.models.load_model import context_length, load_model, model_facts
+from practicum.models.packed_attention import PackedLayout
 from practicum.models.vision import image_token_id, is_vision, picture_tokens, sequence_positions
 from practicum.recipe.schema.recipe import Model
 from tests.engines.engines import picture_prompt, pictures, plain_forward, plain_inputs, tiny
@@ -40,7 +40,7 @@ def packed_logits(model: PreTrainedModel, rows: list[tuple[list[int], Images | N
     ids_N = torch.tensor([i for ids, _ in rows for i in ids])
     positions_N = torch.cat([sequence_positions(model.config, *row) for row in rows])
     lengths = [len(ids) for ids, _ in rows]
-    layout = CausalLayout(lengths, model.device)
+    layout = PackedLayout.of_sequences(lengths).to(model.device)
     images = [images for _, images in rows if images is not None]
     return [
         *head_logits(model, packed_forward(model, ids_N, positions_N, layout, images)).split(lengths),
@@ -140,7 +140,7 @@ def test_a_packed_forward_with_pictures_at_the_wrong_tokens_is_an_error(model: P
         [sequence_positions(model.config, plain, None), sequence_positions(model.config, *row)]
     )
     ids_N = torch.tensor([*plain, *row[0]])
-    layout = CausalLayout([3, 6], model.device)
+    layout = PackedLayout.of_sequences([3, 6])
     with pytest.raises(EngineError, match="do not fit 1 pictures"):
         packed_forward(model, ids_N, positions_N, layout, [images])
     with pytest.raises(EngineError, match="do not fit 2 pictures"):

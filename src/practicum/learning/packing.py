@@ -17,9 +17,9 @@ from torch import Tensor
 
 from practicum.dataplane.ragged import Ragged
 from practicum.errors import DataError
-from practicum.learning.packed_layout import Segments, SharedPromptLayout
 from practicum.learning.row_extras import RowExtras
 from practicum.models.images import Images
+from practicum.models.packed_attention import PackedLayout, Segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Packed:
     ids_N: Tensor
     positions_N: Tensor
     """[N], or [N, D] for a model with several position axes."""
-    layout: SharedPromptLayout
+    layout: PackedLayout
     gather_M: Tensor
     """Packed index of the hidden state that predicts each response token; rows in the order given."""
     target_M: Tensor
@@ -238,7 +238,7 @@ def pack(
     return Packed(
         ids_N=torch.cat(inputs),
         positions_N=torch.from_numpy(np.arange(lengths.sum()) + np.repeat(base - starts, lengths)),
-        layout=SharedPromptLayout(Segments(starts, lengths, prefixes)),
+        layout=PackedLayout.of_segments(Segments(starts, lengths, prefixes)),
         gather_M=torch.from_numpy(gather),
         target_M=torch.cat(list(responses)),
         column_M=column_M,

@@ -10,12 +10,14 @@ import mmap
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from practicum.errors import EngineError
+from practicum.models.packed_attention import PackedLayout, attend_folded, fold_mask
 
 RUN_COST = 512
 """Padding, in positions, that takes about as long as one more attention call."""
@@ -81,66 +83,25 @@ class KvMemory:
         """The first `length` positions of a slot, as views."""
         return PromptKv(self.keys[:, slot, :, :length], self.values[:, slot, :, :length])
 
+    def write(self, layer: int, places: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write new keys and values [N, kv heads, D] of a layer to flat places; all of the layer's."""
+        keys, values = self.keys[layer], self.values[layer]
+        for memory, new in ((keys, key), (values, value)):
+            width = new.shape[-1]
+            memory.view(-1, width).index_copy_(0, places, new.reshape(-1, width))
+        return keys, values
+
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one slot into another."""
         for memory in (self.keys, self.values):
             memory[:, target, :, :length] = memory[:, source, :, :length]
 
 
-class CausalLayout:
-    """Packed sequences, each attending causally to itself.
-
-    Sequences are padded on the right, where causal attention never looks, to a length that depends on their
-    own alone (`padded_length`): a sequence's numbers do not depend on its neighbours.
-    """
+class PrefillLayout:
+    """Packed prompts, each attending causally to itself; keeps every layer's keys and values."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        self._buckets = [
-            tuple(index.to(device) for index in _bucket_indices(bucket)) for bucket in _alike(lengths)
-        ]
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Attention of packed tokens; see `models.attention.Layout`."""
-        del layer
-        out = value.new_empty(query.shape[0], query.shape[1], value.shape[2])
-        for padded_GP, real_M, token_M in self._buckets:
-            q, k, v = (x[padded_GP].transpose(1, 2) for x in (query, key, value))
-            grouped = query.shape[1] != key.shape[1]
-            rows = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-            out[token_M] = rows.transpose(1, 2).flatten(0, 1)[real_M]
-        return out
-
-
-def padded_length(length: int) -> int:
-    """The next multiple of 16; above 128, of a step that grows with the length (an eighth of it at most)."""
-    step = max(16, 2 ** (length.bit_length() - 4))
-    return -(-length // step) * step
-
-
-def _alike(lengths: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """(start, length) of packed sequences in buckets of one padded length."""
-    ends = torch.tensor(lengths).cumsum(0).tolist()
-    buckets: dict[int, list[tuple[int, int]]] = {}
-    for end, length in zip(ends, lengths, strict=True):
-        buckets.setdefault(padded_length(length), []).append((end - length, length))
-    return list(buckets.values())
-
-
-def _bucket_indices(spans: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Token at each padded place [G, P]; the padded places that are real [M]; their tokens [M]."""
-    start_G1 = torch.tensor([start for start, _ in spans]).unsqueeze(1)
-    length_G1 = torch.tensor([length for _, length in spans]).unsqueeze(1)
-    place_P = torch.arange(padded_length(spans[0][1]))
-    real_GP = place_P < length_G1
-    padded_GP = torch.where(real_GP, start_G1 + place_P, start_G1)
-    return padded_GP, real_GP.flatten().nonzero().squeeze(1), padded_GP[real_GP]
-
-
-class PrefillLayout(CausalLayout):
-    """Causal attention that keeps every layer's keys and values."""
-
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        super().__init__(lengths, device)
+        self._packed = PackedLayout.of_sequences(lengths).to(device)
         self._lengths = list(lengths)
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
@@ -148,7 +109,7 @@ class PrefillLayout(CausalLayout):
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attention of packed tokens; see `models.attention.Layout`."""
         self._keys[layer], self._values[layer] = key, value
-        return super().attend(layer, query, key, value, scale)
+        return self._packed.attend(layer, query, key, value, scale)
 
     def prompts(self) -> list[PromptKv]:
         """Keys and values of each prompt, as views of the batch's."""
@@ -166,21 +127,18 @@ class DecodeLayout:
     def __init__(self, memory: KvMemory, length_B: Tensor) -> None:
         self._memory = memory
         slots, heads, context = memory.keys.shape[1:4]
-        lane_BH = torch.arange(slots * heads, device=length_B.device).view(slots, heads)[: len(length_B)]
-        self._place_M = (lane_BH * context + length_B.unsqueeze(1)).view(-1)
+        lanes = torch.arange(slots * heads, device=length_B.device).view(slots, heads)[: len(length_B)]
+        self._places = (lanes * context + length_B.unsqueeze(1)).view(-1)
         longest = int(length_B.max()) + 1
         self._runs = [(0, len(length_B), longest)] if longest <= RUN_COST else runs(length_B.tolist())
-        places_L = torch.arange(longest, device=length_B.device)
-        mask_BL = torch.zeros(len(length_B), longest, dtype=memory.keys.dtype, device=length_B.device)
-        mask_BL.masked_fill_(places_L > length_B.unsqueeze(1), float("-inf"))
-        self._mask_B11L = mask_BL[:, None, None]
+        place_J = torch.arange(longest, device=length_B.device)
+        mask_BJ = torch.zeros(len(length_B), longest, dtype=memory.keys.dtype, device=length_B.device)
+        mask_BJ.masked_fill_(place_J > length_B.unsqueeze(1), float("-inf"))
+        self._mask_B11J = mask_BJ[:, None, None]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Write the new keys and values, then attend; see `models.attention.Layout`."""
-        keys, values = self._memory.keys[layer], self._memory.values[layer]
-        for memory, new in ((keys, key), (values, value)):
-            width = new.shape[-1]
-            memory.view(-1, width).index_copy_(0, self._place_M, new.reshape(-1, width))
+        keys, values = self._memory.write(layer, self._places, key, value)
         # The query heads that share a kv head become its query length: no key is repeated.
         folded = query.unflatten(1, (key.shape[1], -1))
         outs = [
@@ -188,7 +146,7 @@ class DecodeLayout:
                 folded[first:end],
                 keys[first:end, :, :longest],
                 values[first:end, :, :longest],
-                self._mask_B11L[first:end, :, :, :longest],
+                self._mask_B11J[first:end, :, :, :longest],
                 scale=scale,
             )
             for first, end, longest in self._runs
@@ -201,14 +159,106 @@ def runs(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
 
     A run pads its rows to the longest of them: slots are parted where that costs more than a further call.
     """
-    found: list[tuple[int, int, int]] = []
+    parts: list[tuple[int, int, int]] = []
     for slot, length in enumerate(lengths):
         length += 1
-        if found:
-            first, end, longest = found[-1]
+        if parts:
+            first, end, longest = parts[-1]
             padding = (end - first) * max(0, length - longest) + max(0, longest - length)
             if padding <= RUN_COST:
-                found[-1] = (first, slot + 1, max(longest, length))
+                parts[-1] = (first, slot + 1, max(longest, length))
                 continue
-        found.append((slot, slot + 1, length))
-    return found
+        parts.append((slot, slot + 1, length))
+    return parts
+
+
+class Extension(NamedTuple):
+    """A slot, how many positions of it are filled, and how many tokens come behind them."""
+
+    slot: int
+    filled: int
+    new: int
+
+    @property
+    def whole(self) -> int:
+        return self.filled + self.new
+
+
+@dataclass(frozen=True, slots=True)
+class _SlotBlock:
+    """Neighbouring slots that attend together: places of their queries, and which positions these see."""
+
+    first: int
+    query_BQ: Tensor
+    mask_B1QJ: Tensor
+    real_M: Tensor
+    """Which of the padded queries are real."""
+    token_M: Tensor
+    """Their places among the packed tokens."""
+
+
+class ExtendLayout:
+    """Packed tokens of several slots, one slot behind the other: each attends to what its slot holds, and
+    causally to those that come with it. Their keys and values are written into the slots."""
+
+    def __init__(self, memory: KvMemory, extensions: Sequence[Extension], device: torch.device) -> None:
+        self._memory = memory
+        heads, context = memory.keys.shape[2:4]
+        slot_N = torch.cat([torch.full((e.new,), e.slot) for e in extensions])
+        position_N = torch.cat([torch.arange(e.filled, e.whole) for e in extensions])
+        lanes = slot_N.unsqueeze(1) * heads + torch.arange(heads)
+        self._places = (lanes * context + position_N.unsqueeze(1)).view(-1).to(device)
+        self._blocks: list[_SlotBlock] = []
+        start = 0
+        for block in blocks(extensions):
+            self._blocks.append(_block(block, start, device))
+            start += sum(e.new for e in block)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Write the new keys and values, then attend; see `models.attention.Layout`."""
+        keys, values = self._memory.write(layer, self._places, key, value)
+        group = query.shape[1] // key.shape[1]
+        out = value.new_empty(query.shape[0], query.shape[1], value.shape[2])
+        for block in self._blocks:
+            slots, longest = slice(block.first, block.first + len(block.query_BQ)), block.mask_B1QJ.shape[3]
+            k, v = (x[slots, :, :longest] for x in (keys, values))
+            padded = attend_folded(query[block.query_BQ], k, v, fold_mask(block.mask_B1QJ, group), scale)
+            out[block.token_M] = padded[block.real_M]
+        return out
+
+
+def blocks(extensions: Sequence[Extension]) -> list[list[Extension]]:
+    """Extensions of neighbouring slots that attend together.
+
+    They are padded to the most queries and positions among them: parted where that costs more than a call.
+    """
+    groups: list[list[Extension]] = []
+    most = Extension(0, 0, 0)
+    for extension in extensions:
+        if groups and groups[-1][-1].slot + 1 == extension.slot:
+            count = len(groups[-1])
+            new, whole = max(most.new, extension.new), max(most.whole, extension.whole)
+            apart = count * most.new * most.whole + extension.new * extension.whole
+            if (count + 1) * new * whole - apart <= RUN_COST:
+                groups[-1].append(extension)
+                most = Extension(0, whole - new, new)
+                continue
+        groups.append([extension])
+        most = extension
+    return groups
+
+
+def _block(extensions: Sequence[Extension], start: int, device: torch.device) -> _SlotBlock:
+    _, filled, new = (torch.tensor(column).unsqueeze(1) for column in zip(*extensions, strict=True))
+    start_B1 = start + new.cumsum(0) - new
+    q_Q, place_J = torch.arange(int(new.max())), torch.arange(int((filled + new).max()))
+    real_BQ = q_Q < new
+    query_BQ = torch.where(real_BQ, start_B1 + q_Q, start_B1)
+    mask_BQJ = place_J <= (filled + q_Q).unsqueeze(2)
+    return _SlotBlock(
+        extensions[0].slot,
+        query_BQ.to(device),
+        mask_BQJ.unsqueeze(1).to(device),
+        real_BQ.flatten().nonzero().squeeze(1).to(device),
+        query_BQ[real_BQ].to(device),
+    )

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from practicum.engines.torch.extend_layout import ExtendLayout, Extension
-from practicum.engines.torch.kv_memory import DecodeLayout, KvMemory, PrefillLayout
+from practicum.engines.torch.kv_memory import DecodeLayout, ExtendLayout, Extension, KvMemory, PrefillLayout
 from practicum.engines.torch.lean_decoder import lean_decoder
 from practicum.engines.torch.request_queue import CachedSequence, PrefilledPrompt, PromptKey
 from practicum.engines.torch.sampler import Draw, Sampled, sample

@@ -16,9 +16,9 @@ from torch import Tensor
 from practicum.algorithms.token_logprobs import log_distribution, scaled_logits
 from practicum.engines.protocol import ScoreOptions, Scores
 from practicum.engines.torch.model_runner import ModelRunner
-from practicum.engines.torch.prefix_layout import PrefixLayout
 from practicum.engines.torch.request_queue import PromptKey, ScoreJob
 from practicum.engines.torch.step_inputs import pack
+from practicum.models.packed_attention import PackedLayout
 
 LOGITS_AT_ONCE = 2**22
 FEWEST_TOKENS = 256
@@ -54,16 +54,13 @@ def _hidden(runner: ModelRunner, jobs: Sequence[ScoreJob]) -> list[Tensor]:
     if (lacking := FEWEST_TOKENS - sum(map(len, prefixes)) - sum(map(len, tails))) > 0:
         prefixes += [PromptKey(prefixes[0].ids)] * -(-lacking // len(prefixes[0]))
     lengths = [len(prefix) for prefix in prefixes]
-    layout = PrefixLayout(
-        lengths,
-        [(parent, len(tail)) for parent, tail in zip(parents, tails, strict=True) if tail],
-        runner.device,
-    )
+    continuations = [(parent, len(tail)) for parent, tail in zip(parents, tails, strict=True) if tail]
+    layout = PackedLayout.of_sequences(lengths, continuations).to(runner.device)
     hidden_N = runner.hidden(pack(runner.model.config, prefixes, runner.device, tails, parents), layout)
     last = torch.tensor(lengths, device=runner.device).cumsum(0) - 1
-    first_JH = hidden_N[last[parents]]
+    first_BH = hidden_N[last[parents]]
     parts = hidden_N[sum(lengths) :].split([len(tail) for tail in tails])
-    return [torch.cat([first.unsqueeze(0), part]) for first, part in zip(first_JH, parts, strict=True)]
+    return [torch.cat([first.unsqueeze(0), part]) for first, part in zip(first_BH, parts, strict=True)]
 
 
 def empty_scores(runner: ModelRunner, options: ScoreOptions, version: int) -> Scores:

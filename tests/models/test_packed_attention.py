@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from practicum.learning import packed_layout as layout_module
-from practicum.learning.packed_layout import Segments, SharedPromptLayout
+from practicum.models import packed_attention as layout_module
+from practicum.models.packed_attention import PackedLayout, Segments
 
 
 def segments_of(prompts, responses):
@@ -63,7 +63,7 @@ def test_output_and_gradients_equal_dense_attention(prompts, responses, heads, c
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout_module, "QUERY_CHUNK", chunk)
         patch.setattr(layout_module, "FEW_SCORES", few_scores)
-        layout = SharedPromptLayout(segments)
+        layout = PackedLayout.of_segments(segments)
     inputs = tensors(int(segments.lengths.sum()), *heads, seed=len(responses))
     mine = layout.attend(0, *inputs, 0.3)
     theirs = dense_attention(segments, *inputs, 0.3)
@@ -77,7 +77,7 @@ def test_output_and_gradients_equal_dense_attention(prompts, responses, heads, c
 def test_lower_precisions(dtype, tolerance):
     segments = segments_of([5, 3], [(0, 7), (0, 2), (1, 9)])
     inputs = tensors(26, 4, 2, seed=0, dtype=dtype)
-    mine = SharedPromptLayout(segments).attend(0, *inputs, 0.5)
+    mine = PackedLayout.of_segments(segments).attend(0, *inputs, 0.5)
     assert mine.dtype == dtype
     query, key, value = (x.double() for x in inputs)
     theirs = dense_attention(segments, query, key, value, 0.5)
@@ -85,10 +85,10 @@ def test_lower_precisions(dtype, tolerance):
 
 
 def test_a_long_response_attends_in_pieces_and_does_not_pad_the_short_ones():
-    layout = SharedPromptLayout(segments_of([10], [(0, 3000), *[(0, 10)] * 50]))
-    shapes = [tuple(block.mask_b1QK.shape) for block in layout.blocks]
+    layout = PackedLayout.of_segments(segments_of([10], [(0, 3000), *[(0, 10)] * 50]))
+    shapes = [tuple(block.sees_B1QJ.shape) for block in layout.blocks]
     assert max(queries for _, _, queries, _ in shapes) == layout_module.QUERY_CHUNK
-    scores = sum(block.mask_b1QK.numel() for block in layout.blocks)
+    scores = sum(block.sees_B1QJ.numel() for block in layout.blocks)
     causal, short = 3000 * 3000 // 2 + 3000 * 10, 50 * 10 * 20 + 10 * 10
     assert scores < 1.25 * causal + 2 * short
 
@@ -102,7 +102,7 @@ def test_padding_of_each_block_is_bounded(prompts, responses):
     lengths = segments.lengths
     prefix = np.where(segments.prefixes >= 0, lengths[segments.prefixes], 0)
     real = int((lengths * (lengths + prefix)).sum())
-    layout = SharedPromptLayout(segments)
-    padded = sum(block.mask_b1QK.numel() for block in layout.blocks)
+    layout = PackedLayout.of_segments(segments)
+    padded = sum(block.sees_B1QJ.numel() for block in layout.blocks)
     allowed = layout_module.FEW_SCORES * len(layout.blocks)
     assert padded <= real / (1 - layout_module.WASTE) + allowed
