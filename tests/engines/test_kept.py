@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from practicum.checks.watch import Watch
 from practicum.engines.protocol import Counter, GenerateRequest, Generation
-from practicum.engines.torch import cached_sequences as kept_module
+from practicum.engines.torch import prompt_cache
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import EngineError
 from practicum.models.experts import routes_of
@@ -240,7 +240,7 @@ def test_a_turn_that_is_to_take_other_experts_goes_on_from_nothing():
 
 
 def test_equal_hashes_of_other_tokens_are_told_apart(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(kept_module, "_hashes", lambda ids, pictures: [7] * len(ids))
+    monkeypatch.setattr(prompt_cache, "_hashes", lambda ids, pictures: [7] * len(ids))
     with engine_of(model_of("qwen3")) as engine:
         expected = [talk.sampled() for talk in converse(engine, 8, 4, keep=False)]
         assert [talk.sampled() for talk in converse(engine, 8, 4)] == expected

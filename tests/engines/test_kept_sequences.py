@@ -6,9 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from practicum.engines.torch.cached_sequences import CachedSequences
 from practicum.engines.torch.kv_memory import RUN_COST, Extension, PromptKv, blocks
-from practicum.engines.torch.request_queue import CachedSequence, PromptKey
+from practicum.engines.torch.prompt_cache import CachedSequence, PromptKey, SequenceCache
 
 
 def kv_of(length: int) -> PromptKv:
@@ -21,7 +20,7 @@ sequences = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(tuple)
 @given(st.lists(st.tuples(st.sampled_from(["put", "use"]), sequences), max_size=40), st.integers(0, 12))
 def test_what_is_kept_is_what_a_plain_search_would_keep(calls: list[tuple[str, tuple[int, ...]]], most: int):
     """Against a list from oldest to newest, searched from end to end."""
-    store, known = CachedSequences(most), []
+    store, known = SequenceCache(most), []
     for call, ids in calls:
         if call == "put" and len(ids) <= most:
             claims = next((entry[1] for entry in known if entry[0] == ids), 0)
@@ -47,7 +46,7 @@ def test_what_is_kept_is_what_a_plain_search_would_keep(calls: list[tuple[str, t
 
 
 def test_to_use_a_sequence_that_was_forgotten_meanwhile_changes_nothing():
-    store = CachedSequences(4)
+    store = SequenceCache(4)
     store.put((1, 2, 3), b"", kv_of(3), None)
     found = store.find(PromptKey((1, 2, 3, 4)))
     assert isinstance(found, CachedSequence)

@@ -70,7 +70,7 @@ def test_hidden_states_equal_the_packed_forward(name: str):
             lean(ids, positions, layout), packed_forward(model, ids, positions, layout), rtol=1e-4, atol=1e-5
         )
     with engine_of(model, context=32) as engine:
-        assert engine.runner.is_lean
+        assert engine.runner.lean is not None
 
 
 def test_it_follows_weights_that_change_in_place():
@@ -107,7 +107,7 @@ def test_models_that_were_changed_run_as_they_are(change):
     got = {}
     for name, each in (("plain", plain), ("changed", changed)):
         with engine_of(each, context=32) as engine:
-            assert engine.runner.is_lean == (name == "plain")
+            assert (engine.runner.lean is not None) == (name == "plain")
             got[name] = generate(engine, [([5], sampling(20, greedy=True), Counter(0, 0))])[0]
     assert got["plain"].tokens.tolist() != got["changed"].tokens.tolist()
 
@@ -119,7 +119,7 @@ def test_a_family_member_with_other_numbers_runs_by_the_packed_forward():
     layer.forward = lambda *args, **kwargs: 1.5 * own(*args, **kwargs)
     assert lean_decoder(model) is not None
     with engine_of(model, context=32) as engine:
-        assert not engine.runner.is_lean
+        assert engine.runner.lean is None
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_family_member_with_other_numbers_runs_by_the_packed_forward():
 )
 def test_other_models_go_without_it(family: str, dtype: torch.dtype):
     with engine_of(tiny(family, dtype=dtype)) as engine:
-        assert not engine.runner.is_lean
+        assert engine.runner.lean is None
         (got,) = generate(engine, [([5, 6], sampling(8), Counter(0, 0))])
     assert len(got.tokens) == 8
 

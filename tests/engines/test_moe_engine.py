@@ -46,7 +46,7 @@ def check_experts(model: PreTrainedModel, prompt: list[int], made: Generation) -
 def test_greedy_tokens_equal_transformers_own(model: PreTrainedModel):
     asked = prompts(6)
     with engine_of(model) as engine:
-        assert engine.runner.is_lean is False
+        assert engine.runner.lean is None
         request = sampling(16, stop=(EOS,), greedy=True)
         made = generate(engine, [(prompt, request, Counter(0, i)) for i, prompt in enumerate(asked)])
     for prompt, got in zip(asked, made, strict=True):

@@ -5,13 +5,8 @@ from __future__ import annotations
 import torch
 
 from practicum.engines.torch.kv_memory import PromptKv
-from practicum.engines.torch.request_queue import (
-    Admission,
-    GenerateJob,
-    PrefilledPrompt,
-    PromptKey,
-    RequestQueue,
-)
+from practicum.engines.torch.prompt_cache import PrefilledPrompt, PromptKey
+from practicum.engines.torch.request_queue import Admission, GenerateJob, RequestQueue
 from practicum.engines.torch.sampler import Draw
 from tests.engines.engines import sampling
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from practicum.engines.protocol import Counter
-from practicum.engines.torch.counter_random import stream_key, uniforms
+from practicum.engines.torch.sampler import stream_key, uniforms
 
 MASK = (1 << 64) - 1
 

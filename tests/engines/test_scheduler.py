@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from practicum.engines.protocol import Counter, Generation
-from practicum.engines.torch.counter_random import stream_key
-from practicum.engines.torch.request_queue import GenerateJob, PromptKey
-from practicum.engines.torch.sampler import Draw
+from practicum.engines.torch.prompt_cache import PromptKey
+from practicum.engines.torch.request_queue import GenerateJob
+from practicum.engines.torch.sampler import Draw, stream_key
 from tests.engines.engines import engine_of, generate, sampling, tiny
 
 

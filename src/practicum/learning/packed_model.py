@@ -79,7 +79,7 @@ class PackedModel:
         sampled_M: Tensor | None = None,
         sessions: Sequence[int] | None = None,
     ) -> Iterator[Packed]:
-        """Micro-batches on the model's device; arguments as of `Rows.microbatches`."""
+        """Micro-batches on the model's device; arguments as of `RowSpans.microbatches`."""
         for packed in rows.microbatches(self.token_budget, rows=only, sampled_M=sampled_M, sessions=sessions):
             yield packed.to(self.device)
 

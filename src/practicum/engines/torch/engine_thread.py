@@ -1,4 +1,4 @@
-"""The desk between coroutines and an engine's thread: requests go in, results come back, nobody polls.
+"""The thread in which an engine works: coroutines hand in requests and get results, nobody polls.
 
 Requests that coroutines hand in during one turn of their event loop reach the engine together, so that it
 starts with the whole batch. Results of one engine step go back with one call per event loop.
@@ -16,7 +16,7 @@ from typing import Any
 from practicum.errors import EngineError, PracticumError
 
 TURN_S = 30.0
-"""Seconds that one step of an engine may take before who waits for its end gives up."""
+"""Seconds that one step of an engine may take before those who wait for its end give up."""
 
 
 @dataclass(eq=False, slots=True)
@@ -44,7 +44,7 @@ class EngineThread:
         name: str,
     ) -> None:
         self.turn = threading.Lock()
-        """Held while a step runs: who changes what steps use takes it."""
+        """Held while a step runs: whoever changes what steps use takes it."""
         self._step, self._reset, self._name = step, reset, name
         self._door = threading.Condition()
         self._arriving: dict[asyncio.AbstractEventLoop, list[Job]] = {}

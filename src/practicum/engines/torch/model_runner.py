@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import repeat
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,19 +14,41 @@ from transformers import PreTrainedModel
 
 from practicum.engines.torch.kv_memory import DecodeLayout, ExtendLayout, Extension, KvMemory, PrefillLayout
 from practicum.engines.torch.lean_decoder import lean_decoder
-from practicum.engines.torch.request_queue import CachedSequence, PrefilledPrompt, PromptKey
+from practicum.engines.torch.prompt_cache import CachedSequence, PrefilledPrompt, PromptKey
 from practicum.engines.torch.sampler import Draw, Sampled, sample
-from practicum.engines.torch.step_inputs import Inputs, pack, pack_rest
 from practicum.errors import EngineError
 from practicum.models.attention import IMPLEMENTATION, Layout, head_logits, packed_forward
 from practicum.models.experts import routes_of
 from practicum.models.fingerprint import fingerprint_ids
-from practicum.models.vision import image_token_id, is_vision, probe_images
+from practicum.models.images import Images
+from practicum.models.vision import (
+    AXES,
+    image_token_id,
+    is_vision,
+    picture_tokens,
+    probe_images,
+    sequence_positions,
+)
 
 LOGITS_AT_ONCE = 2**24
 SAMPLED_AT_ONCE = 2**20
 """Logits whose softmax and running sum are made at once: small enough for these to stay in the cache."""
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """Packed tokens. A vision model's positions are [N, D]; only it has pictures and shifts other than 0."""
+
+    ids_N: Tensor
+    positions_N: Tensor
+    shifts: Sequence[int]
+    """Of each sequence: what is added to the number of tokens before a later token for its position."""
+    images: Sequence[Images] = ()
+    picture_N: Tensor | None = None
+    """Which tokens stand for pieces of the pictures; None without pictures."""
+    experts_N: Tensor | None = None
+    """Experts that tokens are to take [N, L, E], -1 where the routers choose; None: they always do."""
 
 
 class ModelRunner:
@@ -43,10 +67,11 @@ class ModelRunner:
         self.hidden_size: int = model.get_input_embeddings().weight.shape[1]  # pyright: ignore
         self.sees = is_vision(model.config)
         self.routes = routes_of(model)
-        self._lean = lean_decoder(model)
+        self.lean = lean_decoder(model)
+        """The lean forward, if it gives the model's numbers."""
         gap, most = _probe(self)
-        if self._lean is not None and not gap <= most:
-            self._lean = None
+        if self.lean is not None and not gap <= most:
+            self.lean = None
             gap, most = _probe(self)
         if not gap <= most:
             raise EngineError(
@@ -57,20 +82,15 @@ class ModelRunner:
             self.token_kv = prefill(self, [PromptKey((0,))])[0].kv
             """What the model keeps of one token, for the shape of KV memory."""
 
-    @property
-    def is_lean(self) -> bool:
-        """Whether the model runs by the lean forward."""
-        return self._lean is not None
-
-    def hidden(self, inputs: Inputs, layout: Layout) -> Tensor:
+    def hidden(self, inputs: StepInputs, layout: Layout) -> Tensor:
         """Last hidden states [N, hidden] of packed tokens."""
-        if self._lean is not None:
-            return self._lean(inputs.ids_N, inputs.positions_N, layout)
+        if self.lean is not None:
+            return self.lean(inputs.ids_N, inputs.positions_N, layout)
         return packed_forward(
             self.model, inputs.ids_N, inputs.positions_N, layout, inputs.images, inputs.picture_N
         )
 
-    def routed(self, inputs: Inputs, layout: Layout) -> tuple[Tensor, Tensor | None]:
+    def routed(self, inputs: StepInputs, layout: Layout) -> tuple[Tensor, Tensor | None]:
         """As `hidden`, and of a MoE model the experts that the tokens took [N, L, E]."""
         routes, known_N = self.routes, inputs.experts_N
         if routes is None:
@@ -130,11 +150,11 @@ def extend(
 def decode(
     runner: ModelRunner, memory: KvMemory, token_B: Tensor, length_B: Tensor, position_B: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """One new token for each slot, put behind the `length` it holds: last hidden states [B, hidden], experts.
+    """One new token for each slot, put after the `length` it holds: last hidden states [B, hidden], experts.
 
     Its position is the length too, if not given.
     """
-    inputs = Inputs(token_B, length_B if position_B is None else position_B, ())
+    inputs = StepInputs(token_B, length_B if position_B is None else position_B, ())
     return runner.routed(inputs, DecodeLayout(memory, length_B))
 
 
@@ -146,6 +166,68 @@ def sample_hidden(runner: ModelRunner, hidden_B: Tensor, draw: Draw, uniform_B: 
         logits = runner.logits(hidden)
         parts += map(sample, logits.split(fine_rows), repeat(draw), uniform.split(fine_rows))
     return parts[0] if len(parts) == 1 else Sampled(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def pack(
+    config: Any,
+    sequences: Sequence[PromptKey],
+    device: torch.device,
+    tails: Sequence[Sequence[int]] = (),
+    parents: Sequence[int] = (),
+) -> StepInputs:
+    """Sequences one after the other, then tails that continue the sequences numbered `parents`."""
+    ids = torch.tensor([i for part in (*(s.ids for s in sequences), *tails) for i in part], device=device)
+    vision = is_vision(config)
+    positions, shifts = _positions(config, sequences)
+    for parent, tail in zip(parents, tails, strict=True):
+        at = len(sequences[parent]) + shifts[parent]
+        straight = torch.arange(at, at + len(tail))
+        positions.append(straight.unsqueeze(1).expand(-1, AXES) if vision else straight)
+    positions_N = torch.cat(positions).to(device)
+    experts_N = _known_experts([len(s) for s in sequences], [s.experts for s in sequences], device)
+    images = [s.images for s in sequences if s.images is not None]
+    if not images:
+        return StepInputs(ids, positions_N, shifts, experts_N=experts_N)
+    picture_N = torch.cat(
+        [picture_tokens(config, s.ids, s.images) for s in sequences]
+        + [torch.zeros(len(tail), dtype=torch.bool) for tail in tails]
+    )
+    return StepInputs(ids, positions_N, shifts, images, picture_N.to(device), experts_N)
+
+
+def pack_rest(
+    config: Any, sequences: Sequence[PromptKey], starts: Sequence[int], device: torch.device
+) -> StepInputs:
+    """The tokens of each sequence from its start on, one after the other; pictures stand before it."""
+    positions, shifts = _positions(config, sequences)
+    cuts = list(zip(sequences, starts, strict=True))
+    ids = torch.tensor([i for s, start in cuts for i in s.ids[start:]], device=device)
+    rest = torch.cat([part[start:] for part, start in zip(positions, starts, strict=True)])
+    known = [None if s.experts is None else s.experts[start:] for s, start in cuts]
+    experts_N = _known_experts([len(s) - start for s, start in cuts], known, device)
+    return StepInputs(ids, rest.to(device), shifts, experts_N=experts_N)
+
+
+def _positions(config: Any, sequences: Sequence[PromptKey]) -> tuple[list[Tensor], list[int]]:
+    """Positions of each whole sequence, and its shift."""
+    if not is_vision(config):
+        return [torch.arange(len(s)) for s in sequences], [0] * len(sequences)
+    positions = [sequence_positions(config, s.ids, s.images) for s in sequences]
+    return positions, [int(p[-1].max()) + 1 - len(p) for p in positions]
+
+
+def _known_experts(
+    lengths: Sequence[int], known: Sequence[Tensor | None], device: torch.device
+) -> Tensor | None:
+    """Experts [N, L, E] of sequences of which the first tokens' may be known: -1 where they are not."""
+    some = next((experts for experts in known if experts is not None and len(experts)), None)
+    if some is None:
+        return None
+    experts_N = some.new_full((sum(lengths), *some.shape[1:]), -1)
+    for experts, part in zip(known, experts_N.split(list(lengths)), strict=True):
+        if experts is not None:
+            part[: len(experts)] = experts
+    return experts_N.to(device)
 
 
 @torch.no_grad()

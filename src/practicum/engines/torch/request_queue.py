@@ -1,48 +1,18 @@
-"""Requests on their way through the torch engine: what they ask for, and the queue in front of the slots."""
+"""Requests on their way through the torch engine, and the queue of those that wait for a slot."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from practicum.engines.protocol import LOGPROBS_ONLY, Sampling, ScoreOptions, ScoreRequest
 from practicum.engines.torch.engine_thread import Job
-from practicum.engines.torch.kv_memory import PromptKv
+from practicum.engines.torch.prompt_cache import CachedSequence, PrefilledPrompt, PromptKey
 from practicum.engines.torch.sampler import Draw
-from practicum.models.images import Images
-
-
-@dataclass(frozen=True, slots=True)
-class PromptKey:
-    """Tokens to go on from, with their pictures and what is known of their experts. Equal if all are."""
-
-    ids: tuple[int, ...]
-    digest: bytes = b""
-    images: Images | None = field(default=None, compare=False)
-    experts: Tensor | None = field(default=None, compare=False)
-    """Experts that the first tokens are to take [n, L, E], as they did before; MoE models only."""
-
-    @staticmethod
-    def of(ids: Sequence[int], images: Images | None, experts: Tensor | None = None) -> PromptKey:
-        """These tokens, pictures and experts, ready to be compared."""
-        digest = b"" if images is None else images.digest
-        if experts is not None:
-            digest += blake2b(experts.contiguous().numpy().data.cast("B"), digest_size=16).digest()
-        return PromptKey(tuple(ids), digest, images, experts)
-
-    @property
-    def pictures(self) -> bytes:
-        """The digest of the pictures alone; empty without any."""
-        return b"" if self.images is None else self.images.digest
-
-    def __len__(self) -> int:
-        return len(self.ids)
 
 
 @dataclass(eq=False, slots=True)
@@ -54,7 +24,7 @@ class GenerateJob(Job):
     draw: Draw
     key: int
     keep: bool = False
-    """Whether a later prompt is likely to go on from the answer."""
+    """Whether a later prompt is likely to continue from the answer."""
     prompt_experts: Tensor | None = field(default=None, init=False)
     """Of a MoE model, once the prompt is computed."""
 
@@ -75,53 +45,6 @@ class ScoreJob(Job):
     def targets(self) -> Sequence[int]:
         """The tokens to score."""
         return self.request.ids[self.request.start :]
-
-
-@dataclass(slots=True)
-class PrefilledPrompt:
-    """A prompt that was computed: keys and values, and the last hidden state of its last token."""
-
-    kv: PromptKv
-    hidden: Tensor
-    shift: int = 0
-    """How far the positions behind it are from the number of tokens before them; 0 without pictures."""
-    experts: Tensor | None = None
-    """Experts that its tokens took [P, L, E], MoE models only; on the CPU, in memory of its own."""
-
-
-@dataclass(eq=False, slots=True)
-class CachedSequence:
-    """What was computed of a finished sequence: of all its tokens but the last, which was never an input."""
-
-    ids: tuple[int, ...]
-    pictures: bytes
-    """The digest of the pictures among them."""
-    kv: PromptKv
-    experts: Tensor | None
-    place: int
-    """Where it is found: a hash of its tokens."""
-    claims: int = 1
-    """How many finished sequences with equal tokens it stands for."""
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def is_of(self, ids: tuple[int, ...], pictures: bytes, experts: Tensor | None) -> bool:
-        """Whether another sequence has all the same."""
-        return self.ids == ids and self.pictures == pictures and _agree(self.experts, experts)
-
-    def begins(self, prompt: PromptKey) -> bool:
-        """Whether the prompt goes on from these tokens, with the same pictures and experts."""
-        alike = len(self) < len(prompt) and self.ids == prompt.ids[: len(self)]
-        return alike and self.pictures == prompt.pictures and _agree(self.experts, prompt.experts)
-
-
-def _agree(kept: Tensor | None, asked: Tensor | None) -> bool:
-    """Whether tokens took the experts that they are asked to take, as far as that is asked."""
-    if kept is None or asked is None:
-        return asked is None
-    both = min(len(kept), len(asked))
-    return torch.equal(kept[:both], asked[:both])
 
 
 class Admission(NamedTuple):
@@ -147,7 +70,7 @@ class RequestQueue:
         return bool(self._groups)
 
     def add(self, job: GenerateJob) -> None:
-        """Wait behind those who came before, or beside those who have the same prompt."""
+        """Wait after those that came before, or beside those that have the same prompt."""
         self._groups.setdefault(job.prompt, deque()).append(job)
 
     def keep(self, prompt: PromptKey, computed: PrefilledPrompt) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from practicum.engines.protocol import Finish, Generation
 from practicum.engines.torch.kv_memory import lazy_zeros
-from practicum.engines.torch.request_queue import GenerateJob, PrefilledPrompt
+from practicum.engines.torch.prompt_cache import PrefilledPrompt
+from practicum.engines.torch.request_queue import GenerateJob
 from practicum.engines.torch.sampler import Draw, Sampled
 from practicum.models.experts import Routes
 
@@ -72,7 +73,7 @@ class RunningBatch:
 
     @property
     def position_B(self) -> Tensor:
-        """The position of each row's newest token: other than its length behind pictures."""
+        """The position of each row's newest token: not its length, if there are pictures before it."""
         return self._state[: self.count, 1] + self._state[: self.count, 6]
 
     @property
@@ -84,7 +85,7 @@ class RunningBatch:
         return self._state[: self.count, 5]
 
     def add(self, jobs: Sequence[GenerateJob], prompt: PrefilledPrompt) -> None:
-        """Put new sequences of one prompt behind the running ones; it fills their slots."""
+        """Put new sequences of one prompt after the running ones; it fills their slots."""
         first, end = self.count, self.count + len(jobs)
         state = [
             (
@@ -124,9 +125,9 @@ class RunningBatch:
         self.last_B.copy_(sampled.tokens_B)
         self.made_B.add_(1)
         stopped_B = (self._stops[: self.count] == sampled.tokens_B.unsqueeze(1)).any(1)
-        rows_F = (stopped_B | (self.made_B >= self._limit_B)).nonzero().squeeze(1)
-        stopped = stopped_B[rows_F].tolist()
-        return rows_F.tolist(), ["stop" if hit else "length" for hit in stopped]
+        finished = (stopped_B | (self.made_B >= self._limit_B)).nonzero().squeeze(1)
+        stopped = stopped_B[finished].tolist()
+        return finished.tolist(), ["stop" if hit else "length" for hit in stopped]
 
     def generations(self, rows: Sequence[int], finishes: Sequence[Finish], version: int) -> list[Generation]:
         """What these rows have sampled, on the CPU, in memory of their own."""
@@ -157,12 +158,12 @@ class RunningBatch:
         if self._experts is None:
             return [None] * len(rows)
         decoded = self._experts[:, : max(made)][self._out_B[index]].cpu().to(torch.int64)
-        found: list[Tensor | None] = []
+        experts: list[Tensor | None] = []
         for i, (row, n) in enumerate(zip(rows, made, strict=True)):
             prompt = self.jobs[row].prompt_experts
             assert prompt is not None
-            found.append(torch.cat([prompt, decoded[i, : n - 1]]))
-        return found
+            experts.append(torch.cat([prompt, decoded[i, : n - 1]]))
+        return experts
 
     def remove(self, rows: Sequence[int]) -> list[tuple[int, int, int]]:
         """Forget these rows; (source, target, length) of the rows that took their places."""

@@ -10,22 +10,13 @@ import torch
 from torch import Tensor
 
 from practicum.engines.protocol import Generation
-from practicum.engines.torch.cached_sequences import CachedSequences
-from practicum.engines.torch.counter_random import uniforms
 from practicum.engines.torch.engine_thread import Job, Outcome
 from practicum.engines.torch.kv_memory import KvMemory
 from practicum.engines.torch.model_runner import ModelRunner, decode, extend, prefill, sample_hidden
-from practicum.engines.torch.request_queue import (
-    Admission,
-    CachedSequence,
-    GenerateJob,
-    PrefilledPrompt,
-    PromptKey,
-    RequestQueue,
-    ScoreJob,
-)
+from practicum.engines.torch.prompt_cache import CachedSequence, PrefilledPrompt, PromptKey, SequenceCache
+from practicum.engines.torch.request_queue import Admission, GenerateJob, RequestQueue, ScoreJob
 from practicum.engines.torch.running_batch import RunningBatch
-from practicum.engines.torch.sampler import Sampled
+from practicum.engines.torch.sampler import Sampled, uniforms
 from practicum.engines.torch.score_batch import cost, score_batch
 from practicum.errors import EngineError
 
@@ -68,7 +59,7 @@ class Scheduler:
         self._prefill_tokens, self._score_tokens = prefill_tokens, score_tokens
         self.running = RunningBatch(slots, context, runner.device, runner.routes)
         self.waiting = RequestQueue()
-        self.cache = CachedSequences(keep_tokens)
+        self.cache = SequenceCache(keep_tokens)
         self.scoring: deque[ScoreJob] = deque()
         self.allocate()
 
@@ -145,14 +136,14 @@ class Scheduler:
         computed = iter(prefill(self._runner, new) if new else [])
         self.stats.prefilled_prompts += len(new)
         self.stats.prefilled_tokens += sum(map(len, new))
-        fresh = [self._seat(memory, one, one.computed or next(computed)) for one in taken if one.kept is None]
+        fresh = [self._start(memory, one, one.computed or next(computed)) for one in taken if one.kept is None]
         # In order of length, so that neighbours have little padding between them.
         begun = sorted((one for one in taken if one.kept), key=lambda one: len(one.prompt))
-        fresh += self._go_on(memory, begun) if begun else []
+        fresh += self._extend(memory, begun) if begun else []
         self.stats.most_rows = max(self.stats.most_rows, self.running.count)
         return fresh
 
-    def _go_on(self, memory: KvMemory, admissions: Sequence[Admission]) -> list[Tensor]:
+    def _extend(self, memory: KvMemory, admissions: Sequence[Admission]) -> list[Tensor]:
         """As `_admit`, of prompts that begin with a kept sequence."""
         begun: list[tuple[int, CachedSequence]] = []
         slot = self.running.count
@@ -169,11 +160,11 @@ class Scheduler:
         self.stats.prefilled_tokens += sum(map(len, prompts)) - reused
         self.stats.reused_tokens += reused
         return [
-            self._seat(memory, one, prompt, filled=1)
+            self._start(memory, one, prompt, filled=1)
             for one, prompt in zip(admissions, computed, strict=True)
         ]
 
-    def _seat(
+    def _start(
         self, memory: KvMemory, admission: Admission, prompt: PrefilledPrompt, filled: int = 0
     ) -> Tensor:
         """Put a computed prompt's requests into slots, the first `filled` of which hold it already."""

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from practicum.algorithms.token_logprobs import log_distribution, scaled_logits
 from practicum.engines.protocol import ScoreOptions, Scores
-from practicum.engines.torch.model_runner import ModelRunner
-from practicum.engines.torch.request_queue import PromptKey, ScoreJob
-from practicum.engines.torch.step_inputs import pack
+from practicum.engines.torch.model_runner import ModelRunner, pack
+from practicum.engines.torch.prompt_cache import PromptKey
+from practicum.engines.torch.request_queue import ScoreJob
 from practicum.models.packed_attention import PackedLayout
 
 LOGITS_AT_ONCE = 2**22

@@ -1,6 +1,6 @@
 """The torch engine: any transformers causal LM, with continuous batching and KV memory set aside once.
 
-Equal prompts are computed once, and a prompt that goes on from a kept answer only from there on. Left out on
+Equal prompts are computed once, and a prompt that continues a kept answer only from there on. Left out on
 purpose: paging (a slot is as long as the context) and reuse of prompts that merely begin alike. This file is
 what callers use; the engine's work is `scheduler.step`.
 """
@@ -24,11 +24,11 @@ from practicum.engines.protocol import (
     ScoreRequest,
     Scores,
 )
-from practicum.engines.torch.counter_random import stream_key
 from practicum.engines.torch.engine_thread import EngineThread
 from practicum.engines.torch.model_runner import ModelRunner
-from practicum.engines.torch.request_queue import GenerateJob, PromptKey, ScoreJob
-from practicum.engines.torch.sampler import Draw
+from practicum.engines.torch.prompt_cache import PromptKey
+from practicum.engines.torch.request_queue import GenerateJob, ScoreJob
+from practicum.engines.torch.sampler import Draw, stream_key
 from practicum.engines.torch.scheduler import EngineStats, Scheduler
 from practicum.engines.torch.score_batch import empty_scores, score_batch
 from practicum.errors import EngineError

@@ -22,7 +22,7 @@ from practicum.engines.protocol import (
     ScoreRequest,
     Scores,
 )
-from practicum.engines.torch.counter_random import stream_key
+from practicum.engines.torch.sampler import stream_key
 from practicum.engines.vllm import vllm_process as host
 from practicum.engines.vllm.vllm_messages import (
     GenerateMessage,

@@ -1,0 +1,157 @@
+"""Prompts that are computed, and finished sequences kept for prompts that continue them: an agent's turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from practicum.engines.torch.kv_memory import PromptKv
+from practicum.models.images import Images
+
+
+@dataclass(frozen=True, slots=True)
+class PromptKey:
+    """Tokens to continue from, with their pictures and what is known of their experts. Equal if all are."""
+
+    ids: tuple[int, ...]
+    digest: bytes = b""
+    images: Images | None = field(default=None, compare=False)
+    experts: Tensor | None = field(default=None, compare=False)
+    """Experts that the first tokens are to take [n, L, E], as they did before; MoE models only."""
+
+    @staticmethod
+    def of(ids: Sequence[int], images: Images | None, experts: Tensor | None = None) -> PromptKey:
+        """These tokens, pictures and experts, ready to be compared."""
+        digest = b"" if images is None else images.digest
+        if experts is not None:
+            digest += blake2b(experts.contiguous().numpy().data.cast("B"), digest_size=16).digest()
+        return PromptKey(tuple(ids), digest, images, experts)
+
+    @property
+    def pictures(self) -> bytes:
+        """The digest of the pictures alone; empty without any."""
+        return b"" if self.images is None else self.images.digest
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(slots=True)
+class PrefilledPrompt:
+    """A prompt that was computed: keys and values, and the last hidden state of its last token."""
+
+    kv: PromptKv
+    hidden: Tensor
+    shift: int = 0
+    """Offset of the next token's position from the number of tokens before it (M-RoPE); 0 without images."""
+    experts: Tensor | None = None
+    """Experts that its tokens took [P, L, E], MoE models only; on the CPU, in memory of its own."""
+
+
+@dataclass(eq=False, slots=True)
+class CachedSequence:
+    """What was computed of a finished sequence: of all its tokens but the last, which was never an input."""
+
+    ids: tuple[int, ...]
+    pictures: bytes
+    """The digest of the pictures among them."""
+    kv: PromptKv
+    experts: Tensor | None
+    place: int
+    """Where it is found: a hash of its tokens."""
+    claims: int = 1
+    """How many finished sequences with equal tokens it stands for."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def is_of(self, ids: tuple[int, ...], pictures: bytes, experts: Tensor | None) -> bool:
+        """Whether another sequence has all the same."""
+        return self.ids == ids and self.pictures == pictures and _agree(self.experts, experts)
+
+    def begins(self, prompt: PromptKey) -> bool:
+        """Whether the prompt continues from these tokens, with the same pictures and experts."""
+        alike = len(self) < len(prompt) and self.ids == prompt.ids[: len(self)]
+        return alike and self.pictures == prompt.pictures and _agree(self.experts, prompt.experts)
+
+
+def _agree(cached: Tensor | None, requested: Tensor | None) -> bool:
+    """Whether cached and requested routing agree on the tokens that both cover."""
+    if cached is None or requested is None:
+        return requested is None
+    both = min(len(cached), len(requested))
+    return torch.equal(cached[:both], requested[:both])
+
+
+class SequenceCache:
+    """Finished sequences of at most `most` tokens in all; those that nobody asked for longest go first.
+
+    They are found by a hash of their tokens, in time that depends on the prompt's length alone.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.tokens = self.nbytes = 0
+        self._most = most
+        # From those put in or used longest ago to the newest.
+        self._by_hash: dict[int, CachedSequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_hash)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._by_hash.clear()
+        self.tokens = self.nbytes = 0
+
+    def put(self, ids: tuple[int, ...], pictures: bytes, kv: PromptKv, experts: Tensor | None) -> None:
+        """Keep a sequence, its keys and values in memory of its own, unless it is longer than all may be."""
+        if len(ids) > self._most:
+            return
+        place = _hashes(ids, pictures)[-1]
+        present = self._by_hash.get(place)
+        if present is not None and present.is_of(ids, pictures, experts):
+            present.claims += 1
+            self._by_hash[place] = self._by_hash.pop(place)
+            return
+        if present is not None:
+            self._forget(present)
+        while self.tokens + len(ids) > self._most:
+            self._forget(next(iter(self._by_hash.values())))
+        self._by_hash[place] = kept = CachedSequence(ids, pictures, kv.copy(), experts, place)
+        self.tokens += len(ids)
+        self.nbytes += kept.kv.nbytes
+
+    def find(self, prompt: PromptKey) -> CachedSequence | None:
+        """The longest cached sequence that the prompt continues with at least one token."""
+        if not self._by_hash:
+            return None
+        for place in reversed(_hashes(prompt.ids, prompt.pictures)[:-1]):
+            kept = self._by_hash.get(place)
+            if kept is not None and kept.begins(prompt):
+                return kept
+        return None
+
+    def use(self, kept: CachedSequence, times: int) -> None:
+        """`times` sequences continued from this entry; it leaves once all that it stands for were continued."""
+        if self._by_hash.get(kept.place) is not kept:
+            return
+        kept.claims -= times
+        if kept.claims <= 0:
+            self._forget(kept)
+        else:
+            self._by_hash[kept.place] = self._by_hash.pop(kept.place)
+
+    def _forget(self, kept: CachedSequence) -> None:
+        del self._by_hash[kept.place]
+        self.tokens -= len(kept)
+        self.nbytes -= kept.kv.nbytes
+
+
+def _hashes(ids: Sequence[int], pictures: bytes) -> list[int]:
+    """Hashes of the first 1, 2, ... tokens together with the pictures."""
+    return list(accumulate(ids, lambda so_far, i: hash((so_far, i)), initial=hash(pictures)))[1:]
