@@ -84,11 +84,16 @@ def test_lower_precisions(dtype, tolerance):
     torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=tolerance)
 
 
+def sees(block) -> Tensor:
+    assert block.sees_B1QJ is not None
+    return block.sees_B1QJ
+
+
 def test_a_long_response_attends_in_pieces_and_does_not_pad_the_short_ones():
     layout = PackedLayout.of_segments(segments_of([10], [(0, 3000), *[(0, 10)] * 50]))
-    shapes = [tuple(block.sees_B1QJ.shape) for block in layout.blocks]
+    shapes = [tuple(sees(block).shape) for block in layout.blocks]
     assert max(queries for _, _, queries, _ in shapes) == layout_module.QUERY_CHUNK
-    scores = sum(block.sees_B1QJ.numel() for block in layout.blocks)
+    scores = sum(sees(block).numel() for block in layout.blocks)
     causal, short = 3000 * 3000 // 2 + 3000 * 10, 50 * 10 * 20 + 10 * 10
     assert scores < 1.25 * causal + 2 * short
 
@@ -103,6 +108,6 @@ def test_padding_of_each_block_is_bounded(prompts, responses):
     prefix = np.where(segments.prefixes >= 0, lengths[segments.prefixes], 0)
     real = int((lengths * (lengths + prefix)).sum())
     layout = PackedLayout.of_segments(segments)
-    padded = sum(block.sees_B1QJ.numel() for block in layout.blocks)
+    padded = sum(sees(block).numel() for block in layout.blocks)
     allowed = layout_module.FEW_SCORES * len(layout.blocks)
     assert padded <= real / (1 - layout_module.WASTE) + allowed

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from practicum.concurrency.gather import gather_all
 from practicum.engines.protocol import Counter, GenerateRequest
 from practicum.engines.torch.torch_engine import TorchEngine
-from practicum.errors import EngineError
+from practicum.errors import EngineError, RecipeError
 from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.schema.rollout_sections import ToolSection
 from practicum.sessions.chat import tool_result, user
@@ -274,7 +274,7 @@ def test_one_session_takes_one_turn_at_a_time(engine: TorchEngine):
         asyncio.run(play())
     with pytest.raises(EngineError, match="max_new_tokens is 0"):
         asyncio.run(session.generate(max_new_tokens=0))
-    with pytest.raises(EngineError, match=r"name some in agent\.tools"):
+    with pytest.raises(RecipeError, match=r"add it to agent\.tools"):
         asyncio.run(session.tool("calculator", {}))
 
 

@@ -137,7 +137,7 @@ class SequenceCache:
         return None
 
     def use(self, kept: CachedSequence, times: int) -> None:
-        """`times` sequences continued from this entry; it leaves once all that it stands for were continued."""
+        """`times` sequences continued from this entry; it leaves once all it stands for were continued."""
         if self._by_hash.get(kept.place) is not kept:
             return
         kept.claims -= times

@@ -136,7 +136,9 @@ class Scheduler:
         computed = iter(prefill(self._runner, new) if new else [])
         self.stats.prefilled_prompts += len(new)
         self.stats.prefilled_tokens += sum(map(len, new))
-        fresh = [self._start(memory, one, one.computed or next(computed)) for one in taken if one.kept is None]
+        fresh = [
+            self._start(memory, one, one.computed or next(computed)) for one in taken if one.kept is None
+        ]
         # In order of length, so that neighbours have little padding between them.
         begun = sorted((one for one in taken if one.kept), key=lambda one: len(one.prompt))
         fresh += self._extend(memory, begun) if begun else []
