@@ -17,7 +17,7 @@ from practicum.dataplane.padding_rows import padding_batch
 from practicum.dataplane.ragged import Column, Ragged
 from practicum.dataplane.stage import StepInfo
 from practicum.learning.learner import Learner
-from practicum.learning.logprob_scorer import LogprobScorer
+from practicum.learning.logprobs import LogprobScorer
 from practicum.learning.packed_model import PackedModel
 from practicum.learning.parallel import Parallel
 from practicum.learning.value_learner import ValueLearner

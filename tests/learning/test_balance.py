@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from practicum.learning.balance import assign_ranks, imbalance, in_order, partition, step_imbalance
+from practicum.learning.balance import assign_ranks, in_order, partition, step_imbalance
 from practicum.learning.minibatches import Cut, Minibatch, spread
 
 token_lists = st.integers(1, 6).flatmap(
@@ -77,7 +77,7 @@ def test_two_parts_come_near_the_best_ones(seed):
 def test_long_tailed_rows_are_far_more_even_than_in_their_order_or_by_differencing(ranks, seed):
     tokens = long_tailed(512, seed)
     found = [f(tokens, ranks) for f in (partition, differencing, lambda t, r: in_order(len(t), r))]
-    after, other, before = (imbalance(tokens, parts) or 0 for parts in found)
+    after, other, before = (step_imbalance(tokens, [parts]) or 0 for parts in found)
     assert 1 <= after <= min(other, before)
     assert after < 1.001
     assert before > 1.1 or ranks == 2
@@ -90,14 +90,14 @@ def test_a_count_that_ranks_cannot_share_is_an_error():
 
 
 def test_imbalance_is_the_largest_sum_over_the_mean():
-    assert imbalance([1, 2, 3, 6], [[0, 1], [2, 3]]) == 9 / 6
-    assert imbalance([4, 4], [[0], [1]]) == 1
+    assert step_imbalance([1, 2, 3, 6], [[[0, 1], [2, 3]]]) == 9 / 6
+    assert step_imbalance([4, 4], [[[0], [1]]]) == 1
     assert step_imbalance([1, 3, 6, 2], [[[0], [1]], [[2], [3]]]) == (3 + 6) / (2 + 4)
 
 
 def test_imbalance_of_nothing_is_absent():
-    assert imbalance([], [[], []]) is None
-    assert imbalance([0, 0], [[0], [1]]) is None
+    assert step_imbalance([], [[[], []]]) is None
+    assert step_imbalance([0, 0], [[[0], [1]]]) is None
     assert step_imbalance([1, 2], []) is None
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from practicum.learning.logprob_scorer import LogprobScorer
-from practicum.learning.logprobs import map_logits, token_logprobs
+from practicum.learning.logprobs import LogprobScorer, map_logits, token_logprobs
 from practicum.learning.packed_model import PackedModel
 from practicum.models.fingerprint import LENGTH, fingerprint_ids
 from practicum.recipe.schema.recipe import Train

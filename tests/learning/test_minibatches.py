@@ -14,6 +14,7 @@ from practicum.learning.balance import assign_ranks
 from practicum.learning.minibatches import (
     Cut,
     critic_cut,
+    exact_fit,
     needed_multiple,
     padding_needed,
     running_cuts,
@@ -21,7 +22,6 @@ from practicum.learning.minibatches import (
     spread,
     student_cut,
 )
-from practicum.learning.sharing import exact_fit
 from practicum.recipe.schema.algorithm_sections import CriticSection
 from practicum.recipe.schema.recipe import Recipe, Train
 

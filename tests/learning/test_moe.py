@@ -14,8 +14,7 @@ from practicum.dataplane.ragged import Ragged
 from practicum.engines.protocol import Counter
 from practicum.errors import DataError
 from practicum.learning.learner import Learner
-from practicum.learning.packing import RowSpans
-from practicum.learning.row_extras import RowExtras
+from practicum.learning.packing import RowExtras, RowSpans
 from practicum.learning.update_batch import UpdateBatch
 from practicum.learning.update_metrics import METRICS, RouterLoad
 from practicum.learning.value_learner import ValueLearner
@@ -87,7 +86,7 @@ def slow_logprobs(model: PreTrainedModel, batch: UpdateBatch, experts: Ragged | 
 
 def logprobs(learner: Learner, batch: UpdateBatch, experts: Ragged | None = None) -> Tensor:
     extras = None if experts is None else RowExtras(routed_experts=experts)
-    columns = learner.logprobs(batch.prompt_ids, batch.response_ids, temperature=1.0, extras=extras)
+    columns = learner.scorer.logprobs(batch.prompt_ids, batch.response_ids, temperature=1.0, extras=extras)
     return columns.logprobs.values
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from practicum.dataplane.ragged import Ragged
 from practicum.learning.distill_loss import DistillSettings
-from practicum.learning.row_extras import RowExtras
+from practicum.learning.packing import RowExtras
 from practicum.learning.update_batch import CriticBatch, UpdateBatch
 from practicum.learning.value_learner import ValueLearner
 from practicum.recipe.schema.algorithm_sections import Algorithm, Kl

@@ -254,7 +254,7 @@ def test_the_sums_of_each_teacher_are_those_of_its_tokens():
     batch = taught(random_batch(21))
     assert batch.teachers is not None
     mine = Learner(copy.deepcopy(STUDENT), TRAIN, algorithm(), teaching=teaching("reverse_kl", "full"))
-    own = mine.logprobs(batch.prompt_ids, batch.response_ids, temperature=1.0, entropy=True)
+    own = mine.scorer.logprobs(batch.prompt_ids, batch.response_ids, temperature=1.0, entropy=True)
     assert own.entropy is not None
     assert batch.groups is not None
     metrics = mine.update(batch)

@@ -10,7 +10,7 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
 
 from practicum.errors import EngineError
-from practicum.learning.logprob_scorer import LogprobScorer
+from practicum.learning.logprobs import LogprobScorer
 from practicum.learning.packed_model import PackedModel
 from practicum.learning.packing import RowSpans
 from practicum.models.load_model import ready

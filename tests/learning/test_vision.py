@@ -20,8 +20,7 @@ from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import DataError
 from practicum.learning.learner import Learner
 from practicum.learning.norms import fuse_norms
-from practicum.learning.packing import RowSpans
-from practicum.learning.row_extras import RowExtras
+from practicum.learning.packing import RowExtras, RowSpans
 from practicum.learning.update_batch import CriticBatch, UpdateBatch
 from practicum.learning.value_learner import ValueLearner
 from practicum.models.images import Images
@@ -133,7 +132,9 @@ def slow_logprobs(like: PreTrainedModel) -> Tensor:
 def test_logprobs_equal_the_model_s_own_with_none_one_or_two_pictures(budget, dtype, tolerance):
     learner, batch = Learner(copy.deepcopy(seeing(dtype)), TRAIN, ALGORITHM), vision_batch()
     learner.trunk.token_budget = budget
-    found = learner.logprobs(batch.prompt_ids, batch.response_ids, temperature=1.0, extras=batch.extras)
+    found = learner.scorer.logprobs(
+        batch.prompt_ids, batch.response_ids, temperature=1.0, extras=batch.extras
+    )
     theirs = slow_logprobs(seeing(dtype))
     torch.testing.assert_close(found.logprobs.values, theirs, rtol=0, atol=tolerance)
 
@@ -157,7 +158,9 @@ def test_logprobs_of_what_the_engine_sampled_are_the_engine_s():
     ]
     batch = vision_batch(rows)
     learner = Learner(copy.deepcopy(model), TRAIN, ALGORITHM)
-    found = learner.logprobs(batch.prompt_ids, batch.response_ids, temperature=1.0, extras=batch.extras)
+    found = learner.scorer.logprobs(
+        batch.prompt_ids, batch.response_ids, temperature=1.0, extras=batch.extras
+    )
     theirs = torch.cat([answer.plain_logprobs for answer in answers])
     torch.testing.assert_close(found.logprobs.values, theirs, rtol=0, atol=1e-4)
 

@@ -32,7 +32,7 @@ from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.engines.vllm.vllm_engine import VllmEngine
 from practicum.engines.vllm.weight_delivery import SharedBlock
 from practicum.errors import EngineError
-from practicum.learning.logprob_scorer import LogprobScorer
+from practicum.learning.logprobs import LogprobScorer
 from practicum.learning.packed_model import PackedModel
 from practicum.models.images import Images
 from practicum.recipe.schema.recipe import Train

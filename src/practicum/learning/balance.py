@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Sequence
 
 from practicum.dataplane.padding_rows import PADDING_TOKENS
-from practicum.learning.minibatches import Minibatch
-from practicum.learning.sharing import shortest_first
+from practicum.learning.minibatches import Minibatch, largest_first, spread_evenly
 
 Parts = list[list[int]]
 """Rows of each rank."""
@@ -24,7 +22,9 @@ def partition(tokens: Sequence[int], ranks: int) -> Parts:
     (Karmarkar and Karp 1982) with equal counts, which gives each rank one of any `ranks` rows next in size.
     """
     _check_even(len(tokens), ranks)
-    loads = [[(tokens[i], i) for i in part] for part in _longest_first(tokens, ranks)]
+    parts = largest_first(tokens, ranks, room=len(tokens) // ranks)
+    assert parts is not None, "each rank has room for its even share"
+    loads = [[(tokens[i], i) for i in part] for part in parts]
     _swap(loads)
     return [sorted(i for _, i in load) for load in loads]
 
@@ -61,16 +61,16 @@ def assign_ranks(
 
 
 def _keep_sessions(tokens: Sequence[int], sessions: Sequence[Hashable], ranks: int) -> Parts:
-    """As `partition`, with sessions whole; rows behind those of `sessions` fill up."""
+    """As `partition`, with sessions whole; rows after those of `sessions` fill up."""
     _check_even(len(tokens), ranks)
     units: dict[Hashable, list[int]] = {}
     for i, session in enumerate(sessions):
         units.setdefault(session, []).append(i)
     groups, room = list(units.values()), len(tokens) // ranks
-    parts = _by_tokens(groups, tokens, room, ranks)
-    if parts is None:
-        by_rows = shortest_first([len(group) for group in groups], ranks)
-        parts = [[i for at in part for i in groups[at]] for part in by_rows]
+    rows = [len(group) for group in groups]
+    chosen = largest_first([sum(tokens[i] for i in group) for group in groups], ranks, counts=rows, room=room)
+    chosen = spread_evenly(rows, ranks) if chosen is None else chosen
+    parts = [[i for number in part for i in groups[number]] for part in chosen]
     longest = max(map(len, parts))
     if longest > room:
         raise ValueError(
@@ -79,51 +79,23 @@ def _keep_sessions(tokens: Sequence[int], sessions: Sequence[Hashable], ranks: i
         )
     spare = list(range(len(sessions), len(tokens)))
     for part in parts:
-        lacking = room - len(part)
-        part += spare[:lacking]
-        del spare[:lacking]
+        missing = room - len(part)
+        part += spare[:missing]
+        del spare[:missing]
     return [sorted(part) for part in parts]
 
 
-def _by_tokens(groups: Parts, tokens: Sequence[int], room: int, ranks: int) -> Parts | None:
-    """Groups of most tokens first, each to the rank with fewest that has room; None if none has."""
-    parts: Parts = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    sums = [sum(tokens[i] for i in group) for group in groups]
-    for at in sorted(range(len(groups)), key=lambda at: (-sums[at], at)):
-        fitting = [rank for rank in range(ranks) if len(parts[rank]) + len(groups[at]) <= room]
-        if not fitting:
-            return None
-        rank = min(fitting, key=lambda rank: (loads[rank], rank))
-        parts[rank] += groups[at]
-        loads[rank] += sums[at]
-    return parts
-
-
-def imbalance(tokens: Sequence[int], parts: Sequence[Sequence[int]]) -> float | None:
-    """Largest sum of tokens over the mean one: 1 is even. None if there are no tokens."""
-    return step_imbalance(tokens, [parts])
-
-
 def step_imbalance(tokens: Sequence[int], assigned: Sequence[Sequence[Sequence[int]]]) -> float | None:
-    """The same of several mini-batches, where ranks wait for the slowest at the end of each."""
+    """Largest sum of tokens over the mean one, over mini-batches; 1 is even, None: there are no tokens.
+
+    At the end of each mini-batch ranks wait for the slowest.
+    """
     slowest = mean = 0.0
     for parts in assigned:
         sums = [sum(tokens[row] for row in part) for part in parts]
         slowest += max(sums, default=0)
         mean += sum(sums) / max(len(sums), 1)
     return slowest / mean if mean else None
-
-
-def _longest_first(tokens: Sequence[int], ranks: int) -> Parts:
-    parts: Parts = [[] for _ in range(ranks)]
-    open_ranks = [(0, rank) for rank in range(ranks)]
-    for i in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
-        load, rank = heapq.heappop(open_ranks)
-        parts[rank].append(i)
-        if len(parts[rank]) < len(tokens) // ranks:
-            heapq.heappush(open_ranks, (load + tokens[i], rank))
-    return parts
 
 
 def _swap(loads: list[list[Item]]) -> None:
@@ -146,14 +118,14 @@ def _swap(loads: list[list[Item]]) -> None:
 
 def _best_pair(heavy: list[Item], light: list[Item], gap: int) -> tuple[Item, Item] | None:
     """One item of each, in loads sorted by size, whose swap comes nearest to closing the gap."""
-    best, found = gap, None
+    best, pair = gap, None
     for item in heavy:
         at = bisect_left(light, (item[0] - gap / 2, -1))
         for other in light[max(at - 1, 0) : at + 1]:
             left = abs(gap - 2 * (item[0] - other[0]))
             if left < best:
-                best, found = left, (item, other)
-    return found
+                best, pair = left, (item, other)
+    return pair
 
 
 def _check_even(count: int, ranks: int) -> None:

@@ -12,18 +12,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from practicum.algorithms.aggregation import token_weights
-from practicum.dataplane.ragged import Ragged
 from practicum.learning.distill_loss import DistillSettings, share_factors
-from practicum.learning.learner_checkpoint import Counters, load_learner, save_learner
-from practicum.learning.logprob_scorer import LogprobColumns, LogprobScorer
-from practicum.learning.logprobs import token_logprobs
+from practicum.learning.learner_checkpoint import TrainedModel
+from practicum.learning.logprobs import LogprobScorer, token_logprobs
 from practicum.learning.objective import Objective, token_losses
-from practicum.learning.optimizer import Metrics, OptimizerStepper, lr_at, stop_on_nonfinite
+from practicum.learning.optimizer import Metrics, lr_at, stop_on_nonfinite
 from practicum.learning.packed_model import PackedModel
 from practicum.learning.packing import Packed, RowSpans
 from practicum.learning.parallel import Parallel, whole_tensors
-from practicum.learning.row_extras import RowExtras
-from practicum.learning.teacher_sums import TeacherSums
 from practicum.learning.update_batch import (
     BatchFacts,
     UpdateBatch,
@@ -31,22 +27,24 @@ from practicum.learning.update_batch import (
     per_token,
     sessions_of,
 )
-from practicum.learning.update_metrics import RouterLoad, TokenMeans
+from practicum.learning.update_metrics import RouterLoad, TeacherSums, TokenMeans
 from practicum.models.fingerprint import LENGTH
 from practicum.recipe.algorithm_traits import LOSSES
 from practicum.recipe.schema.algorithm_sections import Algorithm
 from practicum.recipe.schema.recipe import Train
 
 
-class Learner:
-    """The student. `step` is the training step that the schedule is at: the trainer sets it.
+class Learner(TrainedModel):
+    """The student. `scorer` gives its logprobs without gradient.
 
-    `version` counts the updates applied to the weights. `temperature` is that of the rollouts; supervised
-    training is at temperature 1. `by_group` holds sums of the last update by the batch's groups.
+    `temperature` is that of the rollouts; supervised training is at temperature 1. `by_group` holds sums of
+    the last update by the batch's groups.
 
     On several ranks (`parallel`) each has a shard of the weights and its rows of each mini-batch. Every
     method is then called on all ranks at once, and all get the same metrics.
     """
+
+    NAME = "learner"
 
     def __init__(
         self,
@@ -60,35 +58,16 @@ class Learner:
         before_step: Callable[[Metrics], None] | None = None,
         parallel: Parallel | None = None,
     ) -> None:
-        self.model, self.train, self.parallel = model, train, parallel
+        self.model = model
         self.objective = Objective(algorithm, teaching)
         self.by_group = TeacherSums()
         self.temperature = 1.0 if algorithm.loss == "supervised" else temperature
-        self.version = 0
-        self.step = 0
         self.trunk = PackedModel(model, train, parallel)
         self.scorer = LogprobScorer(self.trunk)
-        self.stepper = OptimizerStepper(
-            model.parameters(), train, on_nonfinite=on_nonfinite, before_step=before_step
-        )
-
-    def logprobs(
-        self,
-        prompt_ids: Ragged,
-        response_ids: Ragged,
-        *,
-        temperature: float,
-        entropy: bool = False,
-        plain: bool = False,
-        extras: RowExtras | None = None,
-    ) -> LogprobColumns:
-        """The student's logprobs of responses, without gradient; see `Scorer.logprobs`."""
-        return self.scorer.logprobs(
-            prompt_ids, response_ids, temperature=temperature, entropy=entropy, plain=plain, extras=extras
-        )
+        super().__init__(model, train, parallel, on_nonfinite=on_nonfinite, before_step=before_step)
 
     def update(self, batch: UpdateBatch) -> Metrics:
-        """One optimizer step on one mini-batch; metrics as in `metrics.METRICS`.
+        """One optimizer step on one mini-batch; metrics as in `update_metrics.METRICS`.
 
         The result does not depend on how rows fall into micro-batches. Without a sampled token nothing is
         done; with a non-finite loss or gradient the weights stay as they are.
@@ -104,13 +83,9 @@ class Learner:
         with torch.no_grad():
             self.trunk.each(job.microbatches(self.trunk, job.idle), add)
         self.stepper.zero_missing_grads()
-        if self.parallel is not None:
-            report = _Report.joined(self.parallel.gather(report))
-            self.by_group = report.groups
-        metrics = report.result()
-        if self.stepper.step(lr_at(self.step, self.train), metrics):
-            self.version += 1
-        return metrics
+        report = self.join(report)
+        self.by_group = report.groups
+        return self.apply(report, lr_at(self.step, self.train))
 
     def gradient_norms(self, batch: UpdateBatch, parts: Sequence[Sequence[int]]) -> list[float]:
         """Norm of the gradient of each part of the rows in this mini-batch's loss; nothing is learnt."""
@@ -169,16 +144,6 @@ class Learner:
         """Logprobs [length - 1] of a fixed sequence, to compare with the engine's; all ranks together."""
         return self.scorer.fingerprint(length)
 
-    def save(self, folder: Path) -> None:
-        """Write weights, optimizer and learner.json, for a bit-exact continuation on any number of ranks."""
-        counters = Counters(version=self.version, step=self.step)
-        save_learner(folder, "learner", self.model, self.stepper, counters, self.parallel)
-
-    def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote; weights are copied into the tensors that are there."""
-        counters = load_learner(folder, "learner", self.model, self.stepper, self.parallel)
-        self.version, self.step = counters.version, counters.step
-
     def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write the model and its tokenizer in HuggingFace format; rank 0 does so."""
         if self.parallel is None:
@@ -208,20 +173,16 @@ class _Report:
         """Add a micro-batch's part of a sum."""
         self.totals[name] = self.totals.get(name, 0.0) + part
 
-    @staticmethod
-    def joined(reports: Sequence[_Report]) -> _Report:
-        """What ranks measured, together."""
-        joint = reports[0]
-        for other in reports[1:]:
-            joint.tokens += other.tokens
-            joint.idle_tokens += other.idle_tokens
-            for name, part in other.totals.items():
-                joint.add(name, part)
-            joint.means.merge(other.means)
-            joint.groups.merge(other.groups)
-            if joint.load is not None and other.load is not None:
-                joint.load.merge(other.load)
-        return joint
+    def merge(self, other: _Report) -> None:
+        """Add what another rank measured."""
+        self.tokens += other.tokens
+        self.idle_tokens += other.idle_tokens
+        for name, part in other.totals.items():
+            self.add(name, part)
+        self.means.merge(other.means)
+        self.groups.merge(other.groups)
+        if self.load is not None and other.load is not None:
+            self.load.merge(other.load)
 
     def result(self) -> Metrics:
         """The metrics."""

@@ -1,4 +1,4 @@
-"""The learner's parts of a checkpoint: weights, optimizer, counters.
+"""A model in training: its optimizer and counters, and its part of a checkpoint.
 
 Tensors are in the format of torch.distributed.checkpoint: what some ranks wrote, any other number of them
 reads, one process too.
@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import ClassVar, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +24,79 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from practicum.errors import PracticumError
-from practicum.learning.optimizer import OptimizerStepper
+from practicum.learning.optimizer import Metrics, OptimizerStepper
 from practicum.learning.parallel import Parallel
+from practicum.recipe.schema.recipe import Train
 
 logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.INFO)  # two debug records per tensor
 
 _INDEX = ".metadata"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _STEP = "optimizer.step"
+
+
+class Report(Protocol):
+    """What an update measures, over micro-batches and ranks."""
+
+    def merge(self, other: Self) -> None:
+        """Add what another rank measured."""
+        ...
+
+    def result(self) -> Metrics:
+        """The metrics."""
+        ...
+
+
+R = TypeVar("R", bound=Report)
+
+
+class TrainedModel:
+    """What the student's learner and the critic share. `version` counts the updates applied to the weights,
+    `step` is the training step that the schedule is at: the trainer sets it."""
+
+    NAME: ClassVar[str]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train: Train,
+        parallel: Parallel | None,
+        *,
+        on_nonfinite: Callable[[str], None],
+        before_step: Callable[[Metrics], None] | None,
+    ) -> None:
+        self.train, self.parallel = train, parallel
+        self.version = self.step = 0
+        self._trained = model
+        self.stepper = OptimizerStepper(
+            model.parameters(), train, on_nonfinite=on_nonfinite, before_step=before_step
+        )
+
+    def join(self, report: R) -> R:
+        """What all ranks measured; every rank gets the same."""
+        if self.parallel is None:
+            return report
+        joint, *others = self.parallel.gather(report)
+        for other in others:
+            joint.merge(other)
+        return joint
+
+    def apply(self, report: Report, lr: float) -> Metrics:
+        """One optimizer step with the gradients that lie on the parameters; the update's metrics."""
+        metrics = report.result()
+        if self.stepper.step(lr, metrics):
+            self.version += 1
+        return metrics
+
+    def save(self, folder: Path) -> None:
+        """Write weights, optimizer and <NAME>.json, for a bit-exact continuation on any number of ranks."""
+        counters = Counters(version=self.version, step=self.step)
+        save_learner(folder, self.NAME, self._trained, self.stepper, counters, self.parallel)
+
+    def load(self, folder: Path) -> None:
+        """Continue from what `save` wrote; weights are copied into the tensors that are there."""
+        counters = load_learner(folder, self.NAME, self._trained, self.stepper, self.parallel)
+        self.version, self.step = counters.version, counters.step
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +135,7 @@ def save_learner(
 def load_learner(
     folder: Path, name: str, model: nn.Module, stepper: OptimizerStepper, parallel: Parallel | None = None
 ) -> Counters:
-    """Read what `save_parts` wrote; the weights are copied in place, so who shares them sees them."""
+    """Read what `save_learner` wrote; the weights are copied in place, so who shares them sees them."""
     _require(folder, [_INDEX, f"{name}.json"])
     index = _read_index(folder)
     tensors = _weights(model)

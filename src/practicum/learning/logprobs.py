@@ -1,4 +1,5 @@
-"""From hidden states to logprobs, a chunk of the vocabulary-wide logits at a time."""
+"""From hidden states to logprobs, a chunk of the vocabulary-wide logits at a time; and the logprobs of given
+responses without gradient, the student's or a reference policy's."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from practicum.algorithms.token_logprobs import log_distribution, scaled_logits
+from practicum.dataplane.ragged import Ragged
+from practicum.learning.packed_model import PackedModel
+from practicum.learning.packing import Packed, RowExtras, RowSpans
 from practicum.models.attention import head_logits
+from practicum.models.fingerprint import LENGTH, fingerprint_ids
 from practicum.recipe.counts import CHUNK_LOGITS
 
 Reduce = Callable[[Tensor, slice], tuple[Tensor, ...]]
@@ -98,3 +103,65 @@ def token_logprobs(
     entropy_M = more.pop(0) if entropy else None
     plain_M = more.pop(0) if plain else None
     return TokenLogprobs(logprobs_M, entropy_M, plain_M, tuple(more))
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobColumns:
+    """One float32 number for every response token."""
+
+    logprobs: Ragged
+    entropy: Ragged | None
+    plain: Ragged | None
+    """Logprobs at temperature 1."""
+
+
+class LogprobScorer:
+    """Scores responses under a model."""
+
+    def __init__(self, trunk: PackedModel) -> None:
+        self.trunk = trunk
+
+    @torch.no_grad()
+    def logprobs(
+        self,
+        prompt_ids: Ragged,
+        response_ids: Ragged,
+        *,
+        temperature: float,
+        entropy: bool = False,
+        plain: bool = False,
+        extras: RowExtras | None = None,
+    ) -> LogprobColumns:
+        """Logprobs of every response token at a temperature; entropy and temperature-1 logprobs if asked."""
+        trunk, rows = self.trunk, RowSpans(prompt_ids, response_ids, extras)
+        wanted = {"logprobs_M": True, "entropy_M": entropy, "plain_M": plain}
+        tokens = sum(response_ids.lengths)
+        columns = {name: torch.empty(tokens) for name, on in wanted.items() if on}
+
+        def score(packed: Packed) -> None:
+            with trunk.precision():
+                found = token_logprobs(
+                    trunk.model,
+                    trunk.hidden(packed),
+                    packed.target_M,
+                    temperature=temperature,
+                    entropy=entropy,
+                    plain=plain,
+                )
+            for name, column in columns.items():
+                column[packed.column_M] = getattr(found, name).float().cpu()
+
+        trunk.each(trunk.microbatches(rows), score)
+
+        def ragged(name: str) -> Ragged | None:
+            return Ragged.packed(columns[name], response_ids.lengths) if name in columns else None
+
+        logprobs = ragged("logprobs_M")
+        assert logprobs is not None
+        return LogprobColumns(logprobs, ragged("entropy_M"), ragged("plain_M"))
+
+    def fingerprint(self, length: int = LENGTH) -> Tensor:
+        """Logprobs [length - 1] of a fixed sequence, float32, by which weights are compared."""
+        ids = torch.tensor(fingerprint_ids(self.trunk.model.config.get_text_config().vocab_size, length))
+        prompt, response = (Ragged.from_rows([part]) for part in (ids[:1], ids[1:]))
+        return self.logprobs(prompt, response, temperature=1.0).logprobs.values

@@ -6,6 +6,7 @@ size. So padding decides neither which real rows are learnt from together nor ho
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +15,14 @@ from math import ceil, lcm
 import numpy as np
 
 from practicum.errors import RecipeError
-from practicum.learning.sharing import Group, share, shortest_first
 from practicum.recipe.schema.recipe import Recipe
+
+Session = list[int]
+"""Rows of one session."""
+Group = list[Session]
+"""Sessions of one prompt."""
+Unit = tuple[int, Group]
+"""Sessions that are taken together or not at all, behind the number of their rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +98,7 @@ def needed_multiple(data_parallel: int, cuts: Iterable[Cut]) -> int:
 
 
 def padding_needed(real: int, multiple: int) -> int:
-    """Padding rows that bring so many real ones to the multiple."""
+    """Padding rows that bring this many real ones to the multiple."""
     return -real % multiple
 
 
@@ -148,7 +155,7 @@ def _group(prompts: Sequence[int], sessions: Sequence[int], padding: Sequence[bo
 
 
 def _even(rows: int, parts: int) -> list[int]:
-    """Sizes of so many parts that differ by at most one."""
+    """Sizes of this many parts that differ by at most one."""
     return [rows // parts + (part < rows % parts) for part in range(parts)]
 
 
@@ -159,7 +166,7 @@ def _up(number: int, multiple: int) -> int:
 def _even_need(sessions: Sequence[Hashable], ranks: int) -> int:
     """Rows, padding and all, with which ranks have equally many though no session is cut."""
     sizes = list(Counter(sessions).values())
-    return ranks * max(sum(sizes[i] for i in part) for part in shortest_first(sizes, ranks))
+    return ranks * max(sum(sizes[i] for i in part) for part in spread_evenly(sizes, ranks))
 
 
 def _fill(shared: list[list[int]], spare: list[int], size: int, needed: int, ranks: int) -> list[Minibatch]:
@@ -175,3 +182,140 @@ def _fill(shared: list[list[int]], spare: list[int], size: int, needed: int, ran
         minibatches.append(Minibatch(real, spare[:room]))
         spare = spare[room:]
     return minibatches
+
+
+def share(groups: Sequence[Group], sizes: Sequence[int], *, whole_sessions: bool = False) -> list[list[int]]:
+    """Rows of each part, of exactly these sizes (their sum is the number of rows).
+
+    Groups stay whole if that cuts no session, sessions if they fill the parts; only what is left is cut. With
+    `whole_sessions` nothing is, and even sizes become parts that differ by at most the largest session.
+    """
+    parts, left = _place(groups, [], sizes)
+    if left:
+        # Whole groups may have been in the way of whole sessions.
+        others, still_left = _place([], [session for group in groups for session in group], sizes)
+        if not still_left:
+            return others
+    if whole_sessions:
+        _level(parts, sizes, left)
+    else:
+        _cut(parts, sizes, left)
+    return parts
+
+
+def _place(
+    groups: Sequence[Group], sessions: Sequence[Session], sizes: Sequence[int]
+) -> tuple[list[list[int]], list[Session]]:
+    """Parts of whole groups, filled up with whole sessions where that fits exactly, and what is left."""
+    parts: list[list[int]] = []
+    units = [(sum(map(len, group)), group) for group in groups]
+    for size in sizes:
+        rows, units = _take(units, size)
+        parts.append(rows)
+    left = [*sessions, *(session for _, group in units for session in group)]
+    left.sort(key=len, reverse=True)
+    for part, size in zip(parts, sizes, strict=True):
+        chosen = exact_fit(map(len, left), size - len(part))
+        part += [row for i in chosen for row in left[i]]
+        for i in reversed(chosen):
+            del left[i]
+    return parts, left
+
+
+def exact_fit(sizes: Iterable[int], room: int) -> list[int]:
+    """Places of sizes that add up to the room, early ones by preference; none if no choice of them does."""
+    if not room:
+        return []
+    seen: list[int] = []
+    reached = [1]  # bit s of reached[i]: some of the first i sizes add up to s
+    within = (1 << room + 1) - 1
+    for size in sizes:
+        seen.append(size)
+        reached.append((reached[-1] | reached[-1] << size) & within)
+        if reached[-1] >> room:
+            break
+    else:
+        return []
+    chosen = []
+    for i in range(len(seen) - 1, -1, -1):
+        if not reached[i] >> room & 1:
+            chosen.append(i)
+            room -= seen[i]
+    return chosen[::-1]
+
+
+def _take(units: list[Unit], room: int) -> tuple[list[int], list[Unit]]:
+    """Rows of the units that fit into the room, one after the other, and the units that don't."""
+    rows: list[int] = []
+    rest: list[Unit] = []
+    smallest = min((size for size, _ in units), default=0)
+    for i, (size, sessions) in enumerate(units):
+        if len(rows) + smallest > room:
+            return rows, rest + units[i:]
+        if len(rows) + size <= room:
+            rows += [row for session in sessions for row in session]
+        else:
+            rest.append((size, sessions))
+    return rows, rest
+
+
+def _level(parts: list[list[int]], sizes: Sequence[int], sessions: Sequence[Session]) -> None:
+    """Give each session, largest first, to the shortest part that was not full."""
+    pairs = zip(parts, sizes, strict=True)
+    lengths = [(len(part), i) for i, (part, size) in enumerate(pairs) if len(part) < size]
+    heapq.heapify(lengths)
+    for session in sessions:
+        _, i = lengths[0]
+        parts[i] += session
+        heapq.heapreplace(lengths, (len(parts[i]), i))
+
+
+def _cut(parts: list[list[int]], sizes: Sequence[int], sessions: Sequence[Session]) -> None:
+    """Fill the parts with whole sessions as long as one fits, then with the rows of those that don't."""
+    units: list[Unit] = [(len(session), [session]) for session in sessions]
+    for part, size in zip(parts, sizes, strict=True):
+        rows, units = _take(units, size - len(part))
+        part += rows
+    left = [row for _, (session,) in units for row in session]
+    for part, size in zip(parts, sizes, strict=True):
+        room = size - len(part)
+        part += left[:room]
+        left = left[room:]
+
+
+def largest_first(
+    weights: Sequence[int],
+    parts: int,
+    *,
+    counts: Sequence[int] | None = None,
+    room: int | None = None,
+) -> list[list[int]] | None:
+    """Items of each part: heaviest first, each to the lightest part that has room for its count.
+
+    Ties go to the first. `counts` are 1 if unset, `room` is unlimited. None if an item fits nowhere. Without
+    room, no part gets more than its even share of all and (parts - 1) / parts of the heaviest item.
+    """
+    shared: list[list[int]] = [[] for _ in range(parts)]
+    used = [0] * parts
+    lightest = [(0, part) for part in range(parts)]
+    for i in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
+        count, full = 1 if counts is None else counts[i], []
+        while lightest and room is not None and used[lightest[0][1]] + count > room:
+            full.append(heapq.heappop(lightest))
+        if not lightest:
+            return None
+        weight, part = lightest[0]
+        shared[part].append(i)
+        used[part] += count
+        heapq.heapreplace(lightest, (weight + weights[i], part))
+        if counts is not None:  # a part too full for this item may have room for a later one
+            for entry in full:
+                heapq.heappush(lightest, entry)
+    return shared
+
+
+def spread_evenly(weights: Sequence[int], parts: int) -> list[list[int]]:
+    """As `largest_first` without a limit of room."""
+    shared = largest_first(weights, parts)
+    assert shared is not None
+    return shared

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -105,11 +104,3 @@ class OptimizerStepper:
         for p in self.parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's moments and counters."""
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` gave, bit by bit."""
-        self.optimizer.load_state_dict(state)

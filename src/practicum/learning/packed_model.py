@@ -15,9 +15,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from practicum.dataplane.ragged import Ragged
 from practicum.errors import DataError, EngineError, RecipeError
 from practicum.learning.norms import fuse_norms
-from practicum.learning.packing import Packed, RowSpans
+from practicum.learning.packing import Packed, RowExtras, RowSpans
 from practicum.learning.parallel import Parallel, run_in
-from practicum.learning.row_extras import RowExtras
 from practicum.learning.update_metrics import RouterLoad
 from practicum.models.attention import IMPLEMENTATION, packed_forward
 from practicum.models.experts import Routes, routes_of

@@ -13,7 +13,7 @@ from practicum.algorithms.segments import segment_count, segment_sum
 from practicum.dataplane.ragged import Ragged
 from practicum.errors import DataError
 from practicum.learning.distill_loss import TeacherColumns
-from practicum.learning.row_extras import RowExtras
+from practicum.learning.packing import RowExtras
 
 
 @dataclass(frozen=True, slots=True)

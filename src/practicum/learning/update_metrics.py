@@ -149,3 +149,36 @@ class RouterLoad:
         if self._replayed:
             metrics["router_moved"] = self._moved / self._replayed
         return metrics
+
+
+class TeacherSums:
+    """Sums of per-token numbers by group of rows, in double precision, over micro-batches.
+
+    The ledger of teachers and domains is made from them.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, int] = {}
+        self.sums: dict[int, dict[str, float]] = {}
+
+    def add(self, group_M: Tensor, **numbers_M: Tensor | None) -> None:
+        """Count these tokens; a number that is None is left out."""
+        group_M = group_M.cpu()
+        counts = torch.bincount(group_M).tolist()
+        columns = {name: x.detach().double().cpu() for name, x in numbers_M.items() if x is not None}
+        summed = {name: torch.bincount(group_M, weights=x).tolist() for name, x in columns.items()}
+        for group, count in enumerate(counts):
+            if count:
+                self.tokens[group] = self.tokens.get(group, 0) + count
+                sums = self.sums.setdefault(group, {})
+                for name, values in summed.items():
+                    sums[name] = sums.get(name, 0.0) + values[group]
+
+    def merge(self, other: TeacherSums) -> None:
+        """Add what another one counted."""
+        for group, count in other.tokens.items():
+            self.tokens[group] = self.tokens.get(group, 0) + count
+        for group, numbers in other.sums.items():
+            sums = self.sums.setdefault(group, {})
+            for name, value in numbers.items():
+                sums[name] = sums.get(name, 0.0) + value

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -14,20 +13,21 @@ from transformers import PreTrainedModel
 from practicum.algorithms.values import value_loss
 from practicum.dataplane.ragged import Ragged
 from practicum.errors import EngineError
-from practicum.learning.learner_checkpoint import Counters, load_learner, save_learner
-from practicum.learning.optimizer import Metrics, OptimizerStepper, lr_at, stop_on_nonfinite
+from practicum.learning.learner_checkpoint import TrainedModel
+from practicum.learning.optimizer import Metrics, lr_at, stop_on_nonfinite
 from practicum.learning.packed_model import PackedModel
-from practicum.learning.packing import Packed, RowSpans
+from practicum.learning.packing import Packed, RowExtras, RowSpans
 from practicum.learning.parallel import Parallel, is_sharded
-from practicum.learning.row_extras import RowExtras
 from practicum.learning.update_batch import CriticBatch, need_column
 from practicum.learning.update_metrics import Moments, TokenMeans
 from practicum.recipe.schema.algorithm_sections import CriticSection as CriticRecipe
 from practicum.recipe.schema.recipe import Train
 
 
-class ValueLearner:
-    """Values before each response token. `step` is the schedule's training step: the trainer sets it."""
+class ValueLearner(TrainedModel):
+    """Values before each response token."""
+
+    NAME = "critic"
 
     def __init__(
         self,
@@ -47,9 +47,7 @@ class ValueLearner:
             raise EngineError("the critic is a copy of the whole student: make it before the sharded learner")
         base = copy.deepcopy(student.base_model)
         assert isinstance(base, PreTrainedModel)
-        self.train, self.recipe, self.parallel = train, critic, parallel
-        self.version = 0
-        self.step = 0
+        self.recipe = critic
         width = base.config.get_text_config().hidden_size
         self.head = nn.Linear(
             width, 1, dtype=torch.promote_types(base.dtype, torch.float32), device=base.device
@@ -58,9 +56,7 @@ class ValueLearner:
         nn.init.zeros_(self.head.bias)
         self.trunk = PackedModel(base, train, parallel, self.head)
         self.model = nn.ModuleDict({"base": base, "head": self.head})
-        self.stepper = OptimizerStepper(
-            self.model.parameters(), train, on_nonfinite=on_nonfinite, before_step=before_step
-        )
+        super().__init__(self.model, train, parallel, on_nonfinite=on_nonfinite, before_step=before_step)
 
     def _values(self, packed: Packed) -> Tensor:
         with self.trunk.precision():
@@ -90,7 +86,7 @@ class ValueLearner:
         tokens = int(sampled_M.sum()) if batch.whole_tokens is None else batch.whole_tokens
         if not tokens:
             return {"tokens": 0.0}
-        report = _Report(
+        report = _ValueReport(
             left=Moments.of((returns_M - values_M)[sampled_M]), returns=Moments.of(returns_M[sampled_M])
         )
 
@@ -101,12 +97,7 @@ class ValueLearner:
         with self.trunk.training():
             self.trunk.each(self.trunk.microbatches(rows, sampled_M=sampled_M), add)
         self.stepper.zero_missing_grads()
-        if self.parallel is not None:
-            report = _Report.joined(self.parallel.gather(report))
-        metrics = report.result()
-        if self.stepper.step(self._lr(), metrics):
-            self.version += 1
-        return metrics
+        return self.apply(self.join(report), self._lr())
 
     def _loss(self, packed: Packed, old_M: Tensor, returns_M: Tensor, means: TokenMeans) -> Tensor:
         """Forward pass of one micro-batch: the sum of its tokens' losses."""
@@ -124,16 +115,6 @@ class ValueLearner:
         """The student's schedule, scaled to the critic's peak."""
         return lr_at(self.step, self.train) * self.recipe.lr / self.train.lr
 
-    def save(self, folder: Path) -> None:
-        """Write weights, optimizer and critic.json, for a bit-exact continuation on any number of ranks."""
-        counters = Counters(version=self.version, step=self.step)
-        save_learner(folder, "critic", self.model, self.stepper, counters, self.parallel)
-
-    def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote."""
-        counters = load_learner(folder, "critic", self.model, self.stepper, self.parallel)
-        self.version, self.step = counters.version, counters.step
-
 
 def _rows(prompt_ids: Ragged, response_ids: Ragged, extras: RowExtras | None) -> RowSpans:
     """The rows for a model that is not the one that sampled them, and so routes by itself."""
@@ -141,7 +122,7 @@ def _rows(prompt_ids: Ragged, response_ids: Ragged, extras: RowExtras | None) ->
 
 
 @dataclass(slots=True)
-class _Report:
+class _ValueReport:
     """What an update measures, over micro-batches and ranks."""
 
     left: Moments
@@ -149,15 +130,11 @@ class _Report:
     returns: Moments
     means: TokenMeans = field(default_factory=TokenMeans)
 
-    @staticmethod
-    def joined(reports: Sequence[_Report]) -> _Report:
-        """What ranks measured, together."""
-        joint = reports[0]
-        for other in reports[1:]:
-            joint.left += other.left
-            joint.returns += other.returns
-            joint.means.merge(other.means)
-        return joint
+    def merge(self, other: _ValueReport) -> None:
+        """Add what another rank measured."""
+        self.left += other.left
+        self.returns += other.returns
+        self.means.merge(other.means)
 
     def result(self) -> Metrics:
         """The metrics."""

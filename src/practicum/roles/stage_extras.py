@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.stage import Columns
-from practicum.learning.row_extras import RowExtras
+from practicum.learning.packing import RowExtras
 from practicum.models.images import Images
 
 

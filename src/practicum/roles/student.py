@@ -15,11 +15,11 @@ from practicum.dataplane.stage import Columns, StepInfo, stage
 from practicum.dataplane.store import Store
 from practicum.learning.distill_loss import TeacherColumns
 from practicum.learning.learner import Learner
-from practicum.learning.logprob_scorer import LogprobScorer
+from practicum.learning.logprobs import LogprobScorer
 from practicum.learning.minibatches import student_cut
-from practicum.learning.row_extras import RowExtras
-from practicum.learning.teacher_sums import TeacherSums
+from practicum.learning.packing import RowExtras
 from practicum.learning.update_batch import BatchFacts, UpdateBatch
+from practicum.learning.update_metrics import TeacherSums
 from practicum.recipe.derived import teacher_numbers
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.advantages import dense_ids
@@ -91,7 +91,7 @@ class StudentRole:
     @stage("old_logprobs", rows=rank_share)
     def old_logprobs(self, batch: BatchRef, columns: Columns, step: StepInfo) -> dict[str, Column]:
         """The student's logprobs before this step's update, at the rollout's temperature."""
-        return {"old_logprobs": self._logprobs(self.learner, batch, columns)}
+        return {"old_logprobs": self._logprobs(self.learner.scorer, batch, columns)}
 
     @stage("ref_logprobs", rows=rank_share)
     def ref_logprobs(self, batch: BatchRef, columns: Columns, step: StepInfo) -> dict[str, Column]:
@@ -99,7 +99,7 @@ class StudentRole:
         assert self.reference is not None
         return {"ref_logprobs": self._logprobs(self.reference, batch, columns)}
 
-    def _logprobs(self, scorer: Learner | LogprobScorer, batch: BatchRef, columns: Columns) -> Ragged:
+    def _logprobs(self, scorer: LogprobScorer, batch: BatchRef, columns: Columns) -> Ragged:
         temperature, extras = self.recipe.rollout.temperature, extras_of(columns, batch)
         ids = columns.ragged("prompt_ids"), columns.ragged("response_ids")
         return scorer.logprobs(*ids, temperature=temperature, extras=extras).logprobs

@@ -28,6 +28,7 @@ from practicum.dataplane.stage import Columns, StepInfo, stage
 from practicum.dataplane.store import Store
 from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
 from practicum.errors import DeadlineError, TeacherError
+from practicum.learning.minibatches import spread_evenly
 from practicum.learning.parallel import Parallel
 from practicum.models.output_head import OutputHead
 from practicum.places.model_cache import ModelCache
@@ -259,13 +260,7 @@ def prompts_read(recipe: Recipe, batch: BatchRef, prompts: Mapping[Key, Prompt])
 
 def share_by_tokens(tokens: Sequence[int], ranks: int) -> list[list[int]]:
     """Rows over ranks that work apart from each other, longest first to the least loaded; none is idle."""
-    parts: list[list[int]] = [[] for _ in range(min(ranks, len(tokens)))]
-    loads = [0] * len(parts)
-    for row in sorted(range(len(tokens)), key=lambda row: (-tokens[row], row)):
-        least = loads.index(min(loads))
-        parts[least].append(row)
-        loads[least] += tokens[row]
-    return [sorted(part) for part in parts]
+    return [sorted(part) for part in spread_evenly(tokens, min(ranks, len(tokens)))]
 
 
 def copy_file(folder: Path, name: str) -> Path:

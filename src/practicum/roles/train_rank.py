@@ -24,7 +24,7 @@ from practicum.dataplane.store import Store
 from practicum.dataplane.store_files import write_rows
 from practicum.errors import RecipeError
 from practicum.learning.learner import Learner
-from practicum.learning.logprob_scorer import LogprobScorer
+from practicum.learning.logprobs import LogprobScorer
 from practicum.learning.packed_model import PackedModel
 from practicum.learning.parallel import Parallel
 from practicum.learning.value_learner import ValueLearner
