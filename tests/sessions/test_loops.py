@@ -1,4 +1,4 @@
-"""The built-in loops, played by experts and scripts with real tools, and sampled by a real engine."""
+"""The built-in loops, played by demonstrators and scripts with real tools, and sampled by a real engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CALCULATOR = Toolbox([ToolSection(use="calculator")])
 
 
 def says(*turns: str) -> Callable[[Prompt, list[Message]], str]:
-    """An expert who says these, one after the other."""
+    """A demonstrator that says these, one after the other."""
     left = iter(turns)
     return lambda prompt, messages: next(left)
 
@@ -67,9 +67,9 @@ def test_tool_use_answers_calls_until_there_is_none():
 def test_tool_use_in_a_chat_with_json_calls():
     tokenizer = byte_tokenizer("chatml")
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+2"}}</tool_call>'
-    expert = DemonstratorPolicy(says(f"Let me see. {call}{call}", "It is 3."), tokenizer)
+    demonstrator = DemonstratorPolicy(says(f"Let me see. {call}{call}", "It is 3."), tokenizer)
     tools = CALCULATOR.schemas
-    session = session_of("1+2?", expert, tokenizer, chat=True, toolbox=CALCULATOR, tools=tools)
+    session = session_of("1+2?", demonstrator, tokenizer, chat=True, toolbox=CALCULATOR, tools=tools)
     (text,) = run("tool_use", session)
     assert text.startswith("<|im_start|>tools\ncalculator <|im_end|>\n<|im_start|>user\n1+2?<|im_end|>\n")
     assert text.count("<|im_start|>tool\n3<|im_end|>\n") == 2
@@ -121,9 +121,9 @@ def test_compress_goes_on_from_a_summary_in_a_new_context(chat: bool):
     numbers = [214, 305, 118, 77]
     prompt = f"total:{'+'.join(map(str, numbers))}="
     example = Example(prompt, str(sum(numbers)))
-    expert = DemonstratorPolicy(lambda _, messages: TOTAL.expert(example, messages), TOKENIZER)
+    demonstrator = DemonstratorPolicy(lambda _, messages: TOTAL.demonstrate(example, messages), TOKENIZER)
     agent = {"calls": "plain", "compress_at": 30, "ask_summary": "left?"}
-    session = session_of(prompt, expert, agent=agent, toolbox=CALCULATOR, chat=chat)
+    session = session_of(prompt, demonstrator, agent=agent, toolbox=CALCULATOR, chat=chat)
     first, second, _, last = run("compress", session)
     if chat:
         asked, opened = "<tool>519<user>left?<assistant>", f"<user>{prompt}<user>519+118+77<assistant>"

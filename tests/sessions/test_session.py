@@ -304,14 +304,14 @@ def test_recorded_experts_are_those_of_the_first_time_a_token_was_an_input():
     assert len(once) == len(session.start.ids) + len(session.trajectory.sampled()[0]) - 1
 
 
-def test_an_expert_plays_the_loop_and_leaves_demonstrations():
+def test_a_demonstrator_plays_the_loop_and_leaves_demonstrations():
     heard: list[list[Message]] = []
 
-    def expert(prompt: Prompt, messages: list[Message]) -> str:
+    def demonstrate(prompt: Prompt, messages: list[Message]) -> str:
         heard.append(messages)
         return f"{prompt.content} {len(messages)}"
 
-    session = session_of("copy:1=", DemonstratorPolicy(expert, TOKENIZER))
+    session = session_of("copy:1=", DemonstratorPolicy(demonstrate, TOKENIZER))
 
     async def play() -> None:
         await session.generate()
@@ -326,7 +326,7 @@ def test_an_expert_plays_the_loop_and_leaves_demonstrations():
     said = {"role": "assistant", "content": "copy:1= 1"}
     assert heard == [[user("copy:1=")], [user("copy:1="), said, tool_result("calculator", "42")]]
     assert session.trajectory.finish == "stop"
-    tight = session_of("copy:1=", DemonstratorPolicy(expert, TOKENIZER), context=12)
+    tight = session_of("copy:1=", DemonstratorPolicy(demonstrate, TOKENIZER), context=12)
     with pytest.raises(EngineError, match=r"turn 1 has 10 tokens, and 5 are left of a context of 12"):
         asyncio.run(tight.generate())
 

@@ -14,7 +14,7 @@ from practicum.recipe.schema.recipe import Task
 from practicum.tasks.builtin import bind
 from practicum.tasks.pictures import COLOURS, Picture, Shape
 from practicum.tasks.procedural import Example
-from practicum.tasks.prompts import encode_prompt, expert_turn
+from practicum.tasks.prompts import demonstrated_turn, encode_prompt
 from practicum.tasks.stream import eval_prompts, make_stream
 
 KINDS = ("colour", "dots")
@@ -87,7 +87,7 @@ def test_prompts_of_the_stream_are_chats_with_pictures_or_without(kind):
         pictures = 0 if encoded.images is None else len(encoded.images.grid)
         assert pictures == len(prompt.example.pictures)
         assert tokenizer.unk_token_id not in encoded.ids
-        assert expert_turn(prompt, encoded.messages) == prompt.answer
+        assert demonstrated_turn(prompt, encoded.messages) == prompt.answer
         kinds[pictures] += 1
     assert set(kinds) == {0, 1, 2}
 

@@ -14,7 +14,7 @@ from practicum.models.processor import Processor, make_processor, make_vision_to
 from practicum.models.tokenizer import make_tokenizer
 from practicum.tasks.messages import picture_message, prompt_text
 from practicum.tasks.pictures import Picture, Shape, open_picture
-from practicum.tasks.prompts import Encoded, Prompt, demonstration, encode_prompt, expert_turn
+from practicum.tasks.prompts import Encoded, Prompt, demonstrated_turn, demonstration, encode_prompt
 
 CHAT = [
     {"role": "user", "content": "ab"},
@@ -190,5 +190,5 @@ def test_demonstrations_are_answers_as_text():
         demonstration(prompt("p", None))
 
 
-def test_the_expert_of_a_file_task_gives_the_answer():
-    assert expert_turn(prompt("p", 42), [{"role": "user", "content": "p"}]) == "42"
+def test_the_demonstrator_of_a_file_task_gives_the_answer():
+    assert demonstrated_turn(prompt("p", 42), [{"role": "user", "content": "p"}]) == "42"

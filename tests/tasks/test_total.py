@@ -1,4 +1,4 @@
-"""The task for tools: its expert plays whole conversations, with and without a summary in between."""
+"""The task for tools: its demonstrator plays whole conversations, with and without a summary in between."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from practicum.sessions.policies import DemonstratorPolicy
 from practicum.sessions.session import Session
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.messages import Message
-from practicum.tasks.prompts import Prompt, encode_prompt, expert_turn
+from practicum.tasks.prompts import Prompt, demonstrated_turn, encode_prompt
 from practicum.tasks.stream import make_stream
 
 seeds = st.integers(0, 10**6)
@@ -31,12 +31,12 @@ def draw(seed: int, **options: Any) -> Prompt:
 
 
 def play(prompt: Prompt, chat: bool, **settings: Any) -> Session:
-    """The session that the agent's loop leaves when the expert plays it, with a real calculator."""
+    """The session that the agent's loop leaves when the demonstrator plays it, with a real calculator."""
     agent = Agent.model_validate({"tools": ["calculator"], "calls": "plain", "turns": 40, **settings})
     tokenizer = make_tokenizer()
     encoded = encode_prompt(prompt, tokenizer, chat, None)
     start = SessionStart(encoded.ids, encoded.images, encoded.messages)
-    policy = DemonstratorPolicy(expert_turn, tokenizer)
+    policy = DemonstratorPolicy(demonstrated_turn, tokenizer)
     assert isinstance(tokenizer.eos_token_id, int)
     sampling = Sampling(max_new_tokens=256, stop=frozenset({tokenizer.eos_token_id}))
     toolbox = Toolbox(agent.tools)
@@ -53,7 +53,7 @@ async def _run(session: Session) -> None:
 
 @pytest.mark.parametrize("chat", [False, True])
 @given(seed=seeds)
-def test_the_expert_calls_the_tool_for_each_pair_and_answers(chat, seed):
+def test_the_demonstrator_calls_the_tool_for_each_pair_and_answers(chat, seed):
     prompt = draw(seed, numbers=[2, 6], digits=[1, 4])
     assert prompt.example is not None
     numbers = [int(n) for n in re.findall(r"\d+", prompt.example.prompt)]
@@ -69,7 +69,7 @@ def test_the_expert_calls_the_tool_for_each_pair_and_answers(chat, seed):
 
 @pytest.mark.parametrize("chat", [False, True])
 @given(seed=seeds, compress_at=st.integers(8, 80))
-def test_the_expert_sums_up_and_goes_on_from_its_summary(chat, seed, compress_at):
+def test_the_demonstrator_sums_up_and_goes_on_from_its_summary(chat, seed, compress_at):
     prompt = draw(seed, numbers=[2, 8], digits=[1, 4])
     asked = "what is left?"
     session = play(prompt, chat, loop="compress", compress_at=compress_at, ask_summary=asked)
@@ -106,15 +106,15 @@ def test_direct_is_a_share_and_changes_no_prompt():
 def test_a_call_that_failed_is_made_again():
     prompt = draw(3, numbers=2)
     talk: list[Message] = [{"role": "user", "content": prompt.content}]
-    first = expert_turn(prompt, talk)
+    first = demonstrated_turn(prompt, talk)
     talk += [{"role": "assistant", "content": first}, {"role": "tool", "content": "timed out"}]
-    assert expert_turn(prompt, talk) == first
+    assert demonstrated_turn(prompt, talk) == first
     talk += [{"role": "assistant", "content": first}, {"role": "tool", "content": prompt.answer}]
-    assert expert_turn(prompt, talk) == prompt.answer
+    assert demonstrated_turn(prompt, talk) == prompt.answer
 
 
 @given(seed=seeds)
-def test_experts_use_the_tiny_tokenizers_characters(seed):
+def test_demonstrations_use_the_tiny_tokenizers_characters(seed):
     prompt = draw(seed)
-    said = expert_turn(prompt, [{"role": "user", "content": prompt.content}])
+    said = demonstrated_turn(prompt, [{"role": "user", "content": prompt.content}])
     assert set(f"{prompt.content}{said}{prompt.answer}") <= set(CHARACTERS)

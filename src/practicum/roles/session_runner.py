@@ -18,9 +18,8 @@ from practicum.recipe.derived import session_deadline
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.stage_table import VISION_FIELDS
 from practicum.sessions.attempts import Attempt, AttemptResult, run_attempt
-from practicum.sessions.demonstrator import make_demonstrator
 from practicum.sessions.loops import find_loop
-from practicum.sessions.policies import DemonstratorPolicy, EnginePolicy, Policy
+from practicum.sessions.policies import DemonstratorPolicy, EnginePolicy, Policy, make_demonstrator
 from practicum.sessions.prompt_encoder import Encoder
 from practicum.sessions.session import Session, SessionStart
 from practicum.sessions.tools.toolbox import Toolbox

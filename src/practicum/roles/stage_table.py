@@ -99,7 +99,7 @@ def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
             (*_ROWS, *vision),
             "rollout",
             "controller",
-            about="an expert's turns",
+            about="a demonstrator's turns",
             not_asked="" if supervised else f"{loss}: the student's own answers are the batch",
         ),
         StageSpec(

@@ -22,7 +22,7 @@ _ATTEMPTS = 4096
 class Example(NamedTuple):
     """A prompt, after its pictures if it has some, and its one right answer.
 
-    `direct`: an expert answers at once, though the task is one for tools.
+    `direct`: a demonstrator answers at once, though the task is one for tools.
     """
 
     prompt: str
@@ -90,7 +90,7 @@ def equals(response_text: str, answer: str, row: Mapping[str, Any]) -> float:
 
 
 def answer_at_once(example: Example, messages: list[Message]) -> str:
-    """The expert of most tasks: the answer is all there is to say."""
+    """The demonstrator of most tasks: the answer is all there is to say."""
     return example.answer
 
 
@@ -98,7 +98,7 @@ def answer_at_once(example: Example, messages: list[Message]) -> str:
 class Procedural:
     """A kind of task: `make` draws an example, `check(response_text, answer, row)` judges.
 
-    `expert(example, messages)` is what a demonstration says next in a conversation. The prompts of a kind
+    `demonstrate(example, messages)` is the next turn of a demonstration. The prompts of a kind
     with `pictures` are chats, those without a picture too.
     """
 
@@ -107,7 +107,7 @@ class Procedural:
     options: Mapping[str, Option]
     make: Callable[[Draws, Settings], Example]
     check: Callable[[str, str, Mapping[str, Any]], float] = equals
-    expert: Callable[[Example, list[Message]], str] = answer_at_once
+    demonstrate: Callable[[Example, list[Message]], str] = answer_at_once
     pictures: bool = False
 
     def content(self, example: Example) -> Content:

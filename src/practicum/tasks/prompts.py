@@ -1,4 +1,4 @@
-"""A prompt of the stream, how it becomes tokens, and what an expert would say to it."""
+"""A prompt of the stream, how it becomes tokens, and what a demonstrator would say to it."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def demonstration(prompt: Prompt) -> str:
         raise DataError(f"{prompt} can't be demonstrated: {error}") from None
 
 
-def expert_turn(prompt: Prompt, messages: list[Message]) -> str:
-    """What an expert would say next in a conversation that began with the prompt; else its answer."""
+def demonstrated_turn(prompt: Prompt, messages: list[Message]) -> str:
+    """What a demonstrator would say next in a conversation that began with the prompt; else its answer."""
     if prompt.kind is None or prompt.example is None:
         return demonstration(prompt)
-    return TASKS[prompt.kind].expert(prompt.example, messages)
+    return TASKS[prompt.kind].demonstrate(prompt.example, messages)
 
 
 def encode_prompt(

@@ -19,7 +19,7 @@ def make(draws: Draws, settings: Settings) -> Example:
     return Example(f"total:{'+'.join(map(str, numbers))}=", str(sum(numbers)), direct=direct)
 
 
-def expert(example: Example, messages: list[Message]) -> str:
+def demonstrate(example: Example, messages: list[Message]) -> str:
     """Calls the tool for the next pair until one number is left, and answers with it.
 
     Asked for anything else, such as a summary, it says what is left to add, and goes on from that if it
@@ -59,5 +59,5 @@ TOTAL = Procedural(
         "direct": Option(0, 0, 100, "Percent of demonstrations that answer at once, without the tool."),
     },
     make,
-    expert=expert,
+    demonstrate=demonstrate,
 )

@@ -7,7 +7,6 @@ import sys
 from typing import Any
 
 import pytest
-from tests.sessions.sessions import Scripted, session_of
 
 from practicum.concurrency.event_loop import run_async
 from practicum.errors import EngineError
@@ -18,6 +17,7 @@ from practicum.sessions.session import Session
 from practicum.sessions.session_result import Loop
 from practicum.sessions.tools.tool import ToolError
 from practicum.sessions.tools.toolbox import Toolbox
+from tests.sessions.sessions import Scripted, session_of
 
 TOKENIZER = make_tokenizer()
 

@@ -1,6 +1,6 @@
 from practicum.recipe.schema.recipe import Task
 from practicum.recipe.schema.rollout_sections import Agent
-from practicum.sessions.demonstrator import make_demonstrator
+from practicum.sessions.policies import make_demonstrator
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import make_stream
@@ -20,7 +20,7 @@ def turn(calls: str, *tools: str) -> str:
     )
 
 
-def test_an_expert_writes_calls_as_the_agent_does():
+def test_a_demonstrator_writes_calls_as_the_agent_does():
     content = asked().content
     assert isinstance(content, str)
     expression = content.removeprefix("total:").removesuffix("=")
@@ -29,5 +29,5 @@ def test_an_expert_writes_calls_as_the_agent_does():
     assert f'"expression": "{expression}"' in turn("json", "calculator")
 
 
-def test_an_expert_without_the_calculator_answers():
+def test_a_demonstrator_without_the_calculator_answers():
     assert turn("plain") == turn("json", "python") == asked().answer
