@@ -3,9 +3,8 @@ aggregation, weights against the mismatch of engine and learner. Pure functions 
 `kl.AdaptiveKl` has state. Imports torch and `practicum.errors`, nothing else of practicum.
 May be imported by checks, models and the layers above.
 
-Tensors are packed: `_N` is one entry per response token of the batch, and `session_N` says to which
-session (0..S-1) a token belongs. The tokens of a session are in time order but need not be
-adjacent. `mask_N` is True where the student sampled the token. What stands at other positions is
-never read, and results there are 0. `_M` is the sampled tokens alone, `_S` sessions, `_G` groups
-(prompts).
+Tensors are packed, with the shape suffixes of CONTRIBUTING: `_N` is one entry per response token of the
+batch, `_M` one per sampled token. `session_N` says to which session (0..S-1) a token belongs. The tokens of
+a session are in time order but need not be adjacent. `mask_N` is True where the student sampled the token.
+What stands at other positions is never read, and results there are 0.
 """
