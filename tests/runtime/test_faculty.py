@@ -30,7 +30,7 @@ from practicum.places.torch_teacher import ColocatedTeacher
 from practicum.recipe.schema.recipe import Model, Recipe
 from practicum.roles.stage_table import make_plan
 from practicum.roles.teachers import TeacherRole, Teachers, waiting_rows
-from practicum.runtime.local import LocalRoles, start_local
+from practicum.runtime.local import LocalRoles, LocalWorkers, start_local
 from practicum.sessions.session import Session
 from practicum.tasks.stream import make_stream
 from practicum.trainer.step import TRAIN, training_attempts
@@ -61,6 +61,11 @@ def started(recipe: Recipe) -> Iterator[tuple[LocalRoles, TeacherRole]]:
         yield roles, roles.teachers
     finally:
         roles.close()
+
+
+def local_workers(roles: LocalRoles) -> LocalWorkers:
+    assert isinstance(roles.rollout.workers, LocalWorkers)
+    return roles.rollout.workers
 
 
 def roll_out(recipe: Recipe, roles: LocalRoles, prompts: int = 6) -> BatchRef:
@@ -279,7 +284,7 @@ def test_every_trajectory_of_a_session_is_scored(folders: dict[str, str], stream
             school(teachers={"small": one}, distill={"divergence": "k2", "signal": "sampled"})
         )
         with started(recipe) as (roles, faculty):
-            roles.rollout.workers.sessions.loop = two_trajectories
+            local_workers(roles).sessions.loop = two_trajectories
             batch = roll_out(recipe, roles, prompts=3)
             assert len(batch) == 3 * 2 * 2
             assert len(waiting_rows(recipe, batch)) == (0 if streamed else len(batch))
@@ -314,7 +319,7 @@ def test_a_streamed_teacher_that_fails_cancels_the_rollout_and_its_error_surface
             school(teachers=teachers, distill={"divergence": "k2", "signal": "sampled"})
         )
         with started(recipe) as (roles, faculty):
-            roles.rollout.workers.sessions.loop = loop
+            local_workers(roles).sessions.loop = loop
             with pytest.raises(TeacherError, match=r"teacher small at http.*prompt 0/session 0.*status 400"):
                 roll_out(recipe, roles, prompts=3)
             assert len(cancelled) == 5
