@@ -12,7 +12,7 @@ from benchmarks import harness
 from benchmarks.harness import Channel, Contender, Measured, medians, paired_ratio
 from benchmarks.model import model_folder
 from benchmarks.stepping import Steps, make_recipe
-from practicum.trainer import step as step_module
+from practicum.roles import padding as padding_module
 
 PROMPTS, SAMPLES, MINIBATCH = 103, 10, 256
 DIGITS, MAX_NEW, LR = (6, 8), 12, 1e-5
@@ -38,7 +38,7 @@ def stepper(channel: Channel, prompts: int, padded: bool) -> None:
         minibatch_rows=MINIBATCH,
     )
     if not padded:
-        step_module.padding_rows_needed = lambda recipe, batch, step, ranks: 0
+        padding_module.padding_rows_needed = lambda recipe, batch, step, ranks: 0
     with Steps(recipe) as steps:
         channel.serve(lambda turn: {"pad": 0.0} | steps.step())
 

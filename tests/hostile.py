@@ -28,7 +28,7 @@ class Liar:
     """Even asking for its class raises."""
 
     @property
-    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         raise RuntimeError("no class")
 
 

@@ -82,10 +82,9 @@ def test_deep_stacks_and_syntax_errors_fit_on_the_screen(tmp_path: Path):
     def shallow(n: int) -> int:
         return deeper(n)
 
-    try:
+    with pytest.raises(ZeroDivisionError) as raised:
         deeper(60)
-    except ZeroDivisionError as error:
-        shown, whole = frames(error), trace(error)
+    shown, whole = frames(raised.value), trace(raised.value)
     assert shown.count("File ") == 8
     assert "more" in shown
     assert whole.count("File ") > 60

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from practicum.algorithms import logprobs
+from practicum.algorithms import token_logprobs
 from practicum.algorithms.distill.distributions import full_divergence, topk_divergence, topk_overlap
 from practicum.algorithms.distill.registry import DISTRIBUTIONS
 from practicum.errors import PracticumError
@@ -207,7 +207,7 @@ def test_chunks_and_blocks_change_nothing(kind: str, beta: float, monkeypatch: p
     whole = with_gradient(both(slice(None)), logits)
     chunked = torch.cat([both(slice(i, i + 4)) for i in range(0, TOKENS, 4)])
     assert_same(with_gradient(chunked, logits), whole, rtol=1e-13)
-    monkeypatch.setattr(logprobs, "BLOCK_LOGITS", 2 * VOCAB)
+    monkeypatch.setattr(token_logprobs, "BLOCK_LOGITS", 2 * VOCAB)
     assert_same(with_gradient(both(slice(None)), logits), whole, rtol=1e-13)
 
 

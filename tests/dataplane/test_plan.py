@@ -234,7 +234,7 @@ def stage_lists(draw_value: st.DrawFn) -> list[StageSpec]:
         reads = draw_value(st.lists(st.sampled_from(written), unique=True)) if written else []
         writes = draw_value(st.lists(st.sampled_from(fields), unique=True, max_size=2))
         effect = draw_value(st.booleans())
-        stages.append(StageSpec(f"s{number}", tuple(reads), tuple(writes), effect))
+        stages.append(StageSpec(f"s{number}", tuple(reads), tuple(writes), effect=effect))
         written += writes
     return stages
 

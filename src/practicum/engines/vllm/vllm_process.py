@@ -63,7 +63,7 @@ class VllmProcess:
     WORK: ClassVar[frozenset[str]] = frozenset({"generate", "score"})
 
     def __init__(self, setup: VllmSetup) -> None:
-        from vllm import EngineArgs  # pyright: ignore[reportMissingImports]
+        from vllm import EngineArgs  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
         from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore[reportMissingImports]
 
         from practicum.engines.vllm.plain_logprobs import PlainLogprobSampler
@@ -100,7 +100,8 @@ class VllmProcess:
         }
         weights, kv = weight_bytes(self._runner.get_model()), sum(blocks.values())
         block = self._engine.vllm_config.cache_config.block_size
-        return VllmFacts(weights, kv, self._vocab, torch.get_num_threads(), block, vllm.__version__)
+        version = vllm.__version__  # pyright: ignore[reportAttributeAccessIssue]
+        return VllmFacts(weights, kv, self._vocab, torch.get_num_threads(), block, version)
 
     async def answer(self, request: ChildRequest) -> Any:
         """Do what is asked, between two steps of the engine or in them."""
@@ -275,7 +276,7 @@ def _here(setup: VllmSetup) -> dict[str, Any]:
 
 
 def _params(asked: GenerateMessage | ScoreMessage) -> Any:
-    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 
     plain: dict[str, Any] = {"detokenize": False, "flat_logprobs": True}
     if isinstance(asked, ScoreMessage):
