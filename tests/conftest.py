@@ -5,7 +5,9 @@ And Ctrl-C works, however the tests were started.
 
 import os
 import signal
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 from tests.cluster import ENV
@@ -18,3 +20,16 @@ settings.load_profile("practicum")
 # send theirs in vain.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def own_registries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Stages and fields that a test registers are forgotten afterwards."""
+    from practicum.dataplane.fields import FIELDS
+    from practicum.roles import stage_table
+
+    monkeypatch.setattr(stage_table, "_registered", {})
+    before = dict(FIELDS)
+    yield
+    FIELDS.clear()
+    FIELDS.update(before)

@@ -45,7 +45,7 @@ def test_manifests_are_yaml(block: Block):
 
 
 @pytest.mark.parametrize("block", all_blocks("python"), ids=str)
-def test_code_runs(block: Block, empty_folder: Path):
+def test_code_runs(block: Block, empty_folder: Path, own_registries: None):
     exec(compile(block.text, str(block), "exec"), {"__name__": "block"})
 
 

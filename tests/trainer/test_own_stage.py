@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from practicum.dataplane.plan import StageSpec
-from practicum.roles import stage_table
 from practicum.roles.stage_table import make_plan, register_stage
 from practicum.trainer.run import train_loaded
 from tests.cluster import local_ray
 
-from . import own_stage
 from .recipes import tiny
 from .test_ray import on_ray
 from .test_run import metrics_of
@@ -22,9 +22,10 @@ TRAIN = {"train": {"steps": 2, "prompts": 3, "minibatches": 2, "lr": 1e-3}, "eva
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two stages of `own_stage`, for one test."""
-    monkeypatch.setattr(stage_table, "_registered", {})
+def registered(own_registries: None) -> None:
+    """The two stages of `own_stage` and its field, for one test."""
+    sys.modules.pop("tests.trainer.own_stage", None)  # it registers its field when it is imported
+    own_stage = importlib.import_module("tests.trainer.own_stage")
     register_stage("surprise", after="advantages")(own_stage.surprise)
     register_stage("mean_surprise", after="surprise")(own_stage.mean_surprise)
 
