@@ -195,7 +195,7 @@ def test_the_rank_that_died_is_named_not_the_ones_that_lost_it():
     class Rank:
         """A rank that another one's death reaches before Ray tells of it."""
 
-        def update(self, dies: bool) -> None:
+        def call(self, method: str, dies: bool) -> None:
             if dies:
                 time.sleep(0.5)
                 os.kill(os.getpid(), signal.SIGKILL)
