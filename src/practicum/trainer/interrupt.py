@@ -13,7 +13,7 @@ class Stopped(KeyboardInterrupt):
 
     def __init__(self, number: int) -> None:
         self.number = number
-        super().__init__()
+        super().__init__(f"a second {signal.Signals(number).name}")
 
 
 class Interrupt:

@@ -33,7 +33,7 @@ from practicum.teachers.ledger import totals
 from practicum.trainer.checkpoints import Checkpoints, Progress
 from practicum.trainer.evaluate import evaluate
 from practicum.trainer.failures import Failures
-from practicum.trainer.interrupt import Interrupt
+from practicum.trainer.interrupt import Interrupt, Stopped
 from practicum.trainer.preflight import check_without_models, known_traits
 from practicum.trainer.recipe_changes import Change, allowed_changes
 from practicum.trainer.run_folder import RunFolder
@@ -301,7 +301,8 @@ def train_loaded(
             run.begin(changes, taken)
             return run.train(interrupt)
         except BaseException as error:
-            folder.log(f"stopped by {type(error).__name__}: {text_of(error)}")
+            kind = "" if isinstance(error, Stopped) else f"{type(error).__name__}: "
+            folder.log(f"stopped by {kind}{text_of(error)}")
             if details := getattr(error, "details", ""):
                 folder.log(f"traceback:\n{details}")
             if isinstance(error, Exception):
