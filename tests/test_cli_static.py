@@ -49,6 +49,7 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
         ["schema", "--json"],
         ["--help"],
         ["train", "--help"],
+        ["train", "RECIPE", "--set", "train.lrr=1e-5"],
     ],
 )
 def test_static_commands_import_no_torch(recipe: str, args: list[str]) -> None:
@@ -65,6 +66,13 @@ def test_the_probe_sees_what_is_imported() -> None:
         [sys.executable, "-c", code, "--version"], capture_output=True, text=True, timeout=60
     )
     assert "'numpy'" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_and_version_import_no_recipes(option: str) -> None:
+    code = PROBE.format(heavy=(*HEAVY, "pydantic", "yaml", "rich", "practicum.recipe"))
+    done = subprocess.run([sys.executable, "-c", code, option], capture_output=True, text=True, timeout=60)
+    assert done.stderr.splitlines()[-1] == "HEAVY []"
 
 
 def test_check_shows_values_origins_stages_sizes_and_ok(recipe: str) -> None:
@@ -133,7 +141,7 @@ def test_a_bug_is_not_dressed_up_as_a_users_mistake(monkeypatch: pytest.MonkeyPa
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("practicum.cli.make_plan", broken)
+    monkeypatch.setattr("practicum.roles.stage_table.make_plan", broken)
     result = CliRunner().invoke(app, ["explain", recipe])
     assert isinstance(result.exception, ZeroDivisionError)
 

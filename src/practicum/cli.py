@@ -1,22 +1,19 @@
-"""The command line. Commands that need no torch import none; the others import it when they run."""
+"""The command line. Each command imports what it needs when it runs: help and the first line come at once."""
 
 from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from practicum import __version__
-from practicum.dataplane.plan import chain, draw
 from practicum.errors import ClusterError, PracticumError
-from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
-from practicum.recipe.shipped import copy_recipe, list_recipes
-from practicum.recipe.text.show_recipe import json_schema, markdown, show_recipe
-from practicum.roles.stage_table import make_plan
-from practicum.trainer.run_models import export_run, model_folder, resolve_models
+
+if TYPE_CHECKING:
+    from practicum.recipe.load_recipe import LoadedRecipe
 
 
 class _Commands(TyperGroup):
@@ -111,10 +108,13 @@ def train(
         raise typer.BadParameter("--resume continues a run, --fresh replaces it: give one of them")
     if change and not resume:
         raise typer.BadParameter("--change is for a run that continues: give --resume as well")
+    from practicum.recipe.load_recipe import load_recipe
+
+    loaded = [load_recipe(file, overrides or []) for file in recipes]
     _say_loading()
     from practicum.trainer.run import train_recipes
 
-    outcomes = train_recipes(recipes, overrides or [], resume=resume, fresh=fresh, change=change, out=out)
+    outcomes = train_recipes(loaded, resume=resume, fresh=fresh, change=change, out=out)
     if (stopped := outcomes[-1].signal) is not None:
         raise typer.Exit(128 + stopped)
 
@@ -136,11 +136,18 @@ def check(
 
     practicum check recipes/sort/start.yaml --set rollout.slots=64
     """
+    from practicum.recipe.load_recipe import load_recipe
+
     for loaded in [load_recipe(file, overrides or []) for file in files]:
         _check(loaded, static)
 
 
 def _check(loaded: LoadedRecipe, static: bool) -> None:
+    from practicum.dataplane.plan import chain
+    from practicum.recipe.text.show_recipe import show_recipe
+    from practicum.roles.stage_table import make_plan
+    from practicum.trainer.run_models import resolve_models
+
     loaded, taken = resolve_models(loaded, weights=not static)
     plan = make_plan(loaded.recipe)
     assert plan.counts is not None
@@ -153,7 +160,10 @@ def _check(loaded: LoadedRecipe, static: bool) -> None:
     if taken:
         _show("models of runs", taken)
     if not static:
-        _show("findings", _preflight(loaded))
+        _say_loading()
+        from practicum.trainer.preflight import preflight
+
+        _show("findings", preflight(loaded))
     typer.echo("\nok" + (" (static part only)" if static else ""))
 
 
@@ -165,6 +175,11 @@ def explain(recipe: RecipePath, overrides: Overrides = None) -> None:
 
     practicum explain recipes/sort/grpo.yaml --set algorithm.kl.place=loss
     """
+    from practicum.dataplane.plan import draw
+    from practicum.recipe.load_recipe import load_recipe
+    from practicum.roles.stage_table import make_plan
+    from practicum.trainer.run_models import resolve_models
+
     loaded, _ = resolve_models(load_recipe(recipe, overrides or []), weights=False)
     typer.echo(f"A step of {loaded.recipe.name}\n\n{draw(make_plan(loaded.recipe))}")
 
@@ -193,6 +208,8 @@ def plan(
     from practicum.forecast.forecast import forecast
     from practicum.forecast.forecast_report import report
     from practicum.forecast.workload import mean_prompt_tokens, read_run
+    from practicum.recipe.load_recipe import load_recipe
+    from practicum.trainer.run_models import resolve_models
 
     on_ray = [] if cluster is None else ["runtime.kind=ray"]
     loaded, _ = resolve_models(load_recipe(recipe, [*(overrides or []), *on_ray]), weights=False)
@@ -214,6 +231,8 @@ def schema(
 
     practicum schema --json > recipe.schema.json
     """
+    from practicum.recipe.text.show_recipe import json_schema, markdown
+
     typer.echo(json_schema() if as_json else markdown(), nl=as_json)
 
 
@@ -236,6 +255,8 @@ def recipes() -> None:
 
     With what each shows and what it should reach. `practicum init NAME` copies one.
     """
+    from practicum.recipe.shipped import list_recipes
+
     for folder, group in list_recipes().items():
         typer.echo(f"{folder}")
         for recipe in group:
@@ -259,6 +280,8 @@ def init(
 
     practicum init sort mine
     """
+    from practicum.recipe.shipped import copy_recipe
+
     for sentence in copy_recipe(name, folder):
         typer.echo(sentence)
 
@@ -276,10 +299,13 @@ def evaluate(
 
     practicum eval recipes/sort/grpo.yaml --model runs/short/export
     """
+    from practicum.recipe.load_recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
     _say_loading()
     from practicum.trainer.run import evaluate_recipe
 
-    evaluate_recipe(recipe, overrides or [], model)
+    evaluate_recipe(loaded, model)
 
 
 @app.command(no_args_is_help=True)
@@ -303,6 +329,8 @@ def export(
     if best and step is not None:
         raise typer.BadParameter("--step and --best name two checkpoints: give one of them")
     _say_loading()
+    from practicum.trainer.run_models import export_run
+
     checkpoint, folder = export_run(run, step, best, to)
     typer.echo(f"{checkpoint.name} → {folder}")
 
@@ -358,8 +386,10 @@ def serve(
     for option, (value, known) in given.items():
         if value not in known:
             raise typer.BadParameter(f"{option} is {value}, expected one of {', '.join(known)}")
+    _say_loading(model)
     from practicum.serving.serve import ServeOptions
     from practicum.serving.serve import serve as run
+    from practicum.trainer.run_models import model_folder
 
     folder = model_folder(model)
     name = name or (model if folder != model else None)
@@ -388,15 +418,9 @@ def demo(
     run_demo(out, seed)
 
 
-def _say_loading() -> None:
-    """The first sign of life: what follows imports torch, which takes seconds."""
-    typer.echo("loading torch …", err=True)
-
-
-def _preflight(loaded: LoadedRecipe) -> list[str]:
-    from practicum.trainer.preflight import preflight
-
-    return preflight(loaded)
+def _say_loading(what: str = "torch") -> None:
+    """The first sign of life: importing torch takes seconds."""
+    typer.echo(f"loading {what} …", err=True)
 
 
 def _show(title: str, lines: list[str]) -> None:

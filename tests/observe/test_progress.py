@@ -92,17 +92,19 @@ def test_the_live_panel_leaves_one_line_behind():
 def test_without_a_terminal_there_is_a_line_at_the_start_and_for_each_evaluation():
     out = io.StringIO()
     with ProgressView("my\x1b-run", 80, console=Console(file=out)) as view:
+        view.starting("loading model small")
         view.step(0, {"eval/greedy": 0.25})
         for number in (1, 2, 3):
             view.step(number, STEP | ({"eval/greedy": 0.75} if number == 2 else {}))
         view.warn("flat [groups]")
     lines = out.getvalue().splitlines()
     assert lines[0] == r"my\x1b-run · starting · step 0/80"
-    assert [line.split(" · ")[1] for line in lines[1:3]] == ["step 0/80", "step 2/80"]
-    assert "eval 0.750" in lines[2]
-    assert lines[3] == "warning: flat [groups]"
-    assert lines[4].split(" · ")[1] == "step 3/80"
-    assert len(lines) == 5
+    assert lines[1] == "loading model small …"
+    assert [line.split(" · ")[1] for line in lines[2:4]] == ["step 0/80", "step 2/80"]
+    assert "eval 0.750" in lines[3]
+    assert lines[4] == "warning: flat [groups]"
+    assert lines[5].split(" · ")[1] == "step 3/80"
+    assert len(lines) == 6
     assert not [c for c in out.getvalue() if unicodedata.category(c) == "Cc" and c != "\n"]
 
 

@@ -27,8 +27,9 @@ def scores(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[fl
     """Train by a recipe; the share of sampled answers that are right, before and after."""
     monkeypatch.chdir(folder)
     path = shipped_recipes() / f"{name}.yaml"
-    train_recipes([path], ["runtime.threads=1"], resume=False, fresh=True, out=None)
-    run = Path(load_recipe(path).recipe.out or "")
+    loaded = load_recipe(path, ["runtime.threads=1"])
+    train_recipes([loaded], fresh=True)
+    run = Path(loaded.recipe.out or "")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return lines[0]["eval/mean@4"], lines[-1]["eval/mean@4"]
 

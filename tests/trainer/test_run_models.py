@@ -40,12 +40,19 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
         result = run_command("train", folder / "recipe.yaml", "--out", folder / "run")
     assert result.exit_code == 130, result.output
     assert f"{folder / 'run'} is its model so far" in result.output
+    begin = result.output.splitlines()[:3]
+    assert begin == [
+        "loading torch …",
+        "tiny · starting · step 0/3",
+        "making a model with random weights …",
+    ]
     return folder
 
 
 def test_a_stopped_run_is_evaluated_by_its_folder(stopped: Path):
     output = succeed("eval", stopped / "recipe.yaml", "--model", stopped / "run", "--set", "eval.rows=8")
     assert f"model.path: {stopped / 'run'}, its newest checkpoint, step 2: " in output
+    assert f"loading model {stopped / 'run' / 'exports' / 'step-000002'} …" in output
     score = RunFolder(stopped / "run").metrics()[-1]["eval/greedy"]
     assert f"{score:.3f}" in output
 

@@ -83,6 +83,12 @@ class ProgressView:
         with self._lock:
             self._stage, self._stage_began = name, time.monotonic()
 
+    def starting(self, what: str) -> None:
+        """What the start is busy with: a stage of the panel; without one it is a line."""
+        self.stage(what)
+        if not self.is_live:
+            self.say(f"{what} …")
+
     def step(self, number: int, metrics: Mapping[str, float]) -> None:
         """A step is done; step 0 is the evaluation before the first."""
         with self._lock:

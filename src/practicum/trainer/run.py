@@ -21,7 +21,8 @@ from practicum.errors import PracticumError
 from practicum.observe.progress import ProgressView
 from practicum.observe.tables import ledger_table, score_table
 from practicum.observe.trackers import Tracker, make_trackers, require_trackers
-from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
+from practicum.recipe.derived import on_ray
+from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.stage_table import evaluation_plan, make_plan
 from practicum.runtime.random_state import seed_generators, set_random_state
@@ -78,6 +79,7 @@ class Run:
         self.plan = make_plan(recipe, known_traits(recipe.model))
         require_trackers(recipe)
         self.watch = Watch(recipe.checks, self._report)
+        view.stage("reading data and tokenizer")
         left_out = check_without_models(recipe).left_out
         needs_answer = tasks_needing_answer(recipe)
         stream = make_stream(recipe.tasks, recipe.seed, needs_answer=needs_answer, left_out=left_out)
@@ -87,6 +89,7 @@ class Run:
         if resume:
             self.checkpoint, self.progress = Checkpoints(folder.checkpoints, 1).latest()
             stream.load_state_dict(self.progress.stream)
+        view.starting(loading(recipe))
         # After all that may fail: whoever it starts is stopped by `close` alone.
         self.roles: Roles = start_roles(recipe, self.plan, self.watch)
         self.runner = StepRunner(recipe, self.plan, self.roles, stream, self.watch)
@@ -311,19 +314,18 @@ def train_loaded(
 
 
 def train_recipes(
-    paths: Sequence[Path],
-    overrides: Sequence[str] = (),
+    recipes: Sequence[LoadedRecipe],
     *,
     resume: bool = False,
     fresh: bool = False,
     change: bool = False,
     out: Path | None = None,
 ) -> list[RunResult]:
-    """Train recipes one after the other; all are loaded and validated before the first starts."""
-    if out is not None and len(paths) > 1:
+    """Train recipes one after the other, with a summary of each."""
+    if out is not None and len(recipes) > 1:
         raise PracticumError("--out is for one recipe; several write to their own folders")
     outcomes = []
-    for loaded in [load_recipe(path, overrides) for path in paths]:
+    for loaded in recipes:
         outcome = train_loaded(loaded, out, resume=resume, fresh=fresh, change=change)
         outcomes.append(outcome)
         text = summary(outcome, loaded.recipe.expected)
@@ -355,15 +357,24 @@ def show_ledger(folder: Path) -> None:
         Console(width=max(Console().width, LEDGER_WIDTH)).print(ledger_table(lines))
 
 
-def evaluate_recipe(path: Path, overrides: Sequence[str] = (), model: str | None = None) -> dict[str, float]:
+def loading(recipe: Recipe) -> str:
+    """What the start of a recipe's roles is busy with, in words."""
+    spec, frozen = recipe.model, [*recipe.teachers.items(), *recipe.reward.models.items()]
+    what = "making a model with random weights" if spec.path is None else f"loading model {spec.path}"
+    beside = ", ".join(name for name, model in frozen if model.url is None)
+    where = "starting Ray: " if on_ray(recipe) else ""
+    return f"{where}{what}{f' and {beside}' if beside else ''}"
+
+
+def evaluate_recipe(loaded: LoadedRecipe, model: str | None = None) -> dict[str, float]:
     """Scores of the recipe's model (or `model`) on its held-out prompts, shown as a table."""
-    loaded = load_recipe(path, overrides)
     if model is not None:
         loaded = replace(loaded, recipe=_with_model(loaded.recipe, model))
     loaded, taken = resolve_models(loaded)
     for sentence in taken:
         Console().print(sentence, highlight=False, soft_wrap=True, markup=False)
     recipe = loaded.recipe
+    Console(stderr=True).print(f"{loading(recipe)} …", highlight=False, soft_wrap=True, markup=False)
     scores = evaluate_model(recipe)
     if not scores:
         raise PracticumError("nothing to evaluate: no task is built-in or has an eval_file")
