@@ -19,15 +19,8 @@ from torch import Tensor
 
 from practicum.dataplane.ragged import Column, Ragged
 from practicum.dataplane.ray_store.column_packing import pack_columns
-from practicum.dataplane.ray_store.index_actor import (
-    SharedPack,
-    StoreIndex,
-    decode_answer,
-    encode_call,
-    start_index,
-)
-from practicum.dataplane.ray_store.index_client import IndexClient, plain_put
-from practicum.dataplane.ray_store.ray_store import RayStore, RayStoreHandle, start_ray_store
+from practicum.dataplane.ray_store.index_actor import SharedPack, StoreIndex, decode_answer, start_index
+from practicum.dataplane.ray_store.ray_store import RayStore, RayStoreHandle, plain_put, start_ray_store
 from practicum.dataplane.store import Store
 from practicum.errors import DeadlineError, StoreError
 
@@ -71,8 +64,15 @@ def indexes(cluster: None) -> list[Any]:
 
 @pytest.fixture
 def handle(indexes: list[Any]) -> RayStoreHandle:
-    IndexClient(indexes[0], PATIENCE).replace([])
-    return RayStoreHandle(indexes[0])
+    handle = RayStoreHandle(indexes[0])
+    clear_all(handle.connect(PATIENCE))
+    return handle
+
+
+def clear_all(store: Store) -> None:
+    for partition in ("train", "eval", "eval set/1", "small"):
+        store.clear(partition)
+    assert store.size() == 0
 
 
 @pytest.fixture
@@ -97,9 +97,9 @@ def empty_stores(indexes: list[Any], inline_bytes: int) -> MakeStore:
     turns = cycle(indexes)
 
     def make() -> Store:
-        index = next(turns)
-        IndexClient(index, PATIENCE).replace([])
-        return RayStoreHandle(index, inline_bytes).connect(PATIENCE)
+        store = RayStoreHandle(next(turns), inline_bytes).connect(PATIENCE)
+        clear_all(store)
+        return store
 
     return make
 
@@ -189,7 +189,7 @@ def lost_put(handle: RayStoreHandle, *, lasting: bool) -> None:
     wait_until_lost(refs)
     locator = SharedPack(refs[0], ray.get_runtime_context().get_node_id() if lasting else None)
     put = plain_put(BATCH, {"response": LENGTHS}, ("response_ids",), locator)
-    IndexClient(handle.index, PATIENCE).commit(put)
+    handle.connect(PATIENCE)._commit(put)
 
 
 def test_an_object_that_died_with_its_process_is_named_with_its_rows(
@@ -219,14 +219,15 @@ def test_what_is_being_put_is_cleared_too() -> None:
             return ref
 
     async def run() -> int:
-        put = plain_put(SMALL, {}, ("reward",), SharedPack("an object", "a node"))
-        putting = asyncio.ensure_future(index.commit(*encode_call((put,))))
+        put = plain_put(SMALL, {}, ("reward",), None)
+        arguments = pickle.dumps((put, "a node"))
+        putting = asyncio.ensure_future(index.call("commit", arguments, ["an object"]))
         await asyncio.sleep(0)
-        clearing = asyncio.ensure_future(index.clear(*encode_call((SMALL.partition, None))))
+        clearing = asyncio.ensure_future(index.call("clear", pickle.dumps((SMALL.partition, None))))
         await asyncio.sleep(0)
         gate.set()
         await asyncio.gather(putting, clearing)
-        return decode_answer(await index.size(*encode_call((None,))))
+        return decode_answer(await index.call("size", pickle.dumps((None,))))
 
     index, gate = Slow(), asyncio.Event()
     assert asyncio.run(run()) == 0

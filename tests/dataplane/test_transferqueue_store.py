@@ -22,8 +22,9 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.check_columns import check_columns
 from practicum.dataplane.fields import FIELDS
 from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.ray_store.column_packing import OpenPack, pack_columns
+from practicum.dataplane.ray_store.column_packing import pack_columns, read_columns
 from practicum.dataplane.ray_store.index_actor import start_index
+from practicum.dataplane.ray_store.row_locations import ColumnLocations, RowGroup
 from practicum.dataplane.store import Store
 from practicum.dataplane.transferqueue import tq_servers
 from practicum.dataplane.transferqueue.chunks import CHUNK_BYTES, Chunk, cut_into_chunks, read_chunk
@@ -119,9 +120,9 @@ def test_chunks_have_the_rows_that_were_packed(rows: int, size: int, names: set[
     packs = [read_chunk(chunk, data) for chunk, data in zip(shipment.chunks(), laid.rows, strict=True)]
     for row in range(rows):
         chunk, at = shipment.place(row)
-        for name in names:
-            found = OpenPack(packs[chunk.number]).value(FIELDS[name], at)
-            assert same(found, make_value(name, batch.keys[row]))
+        group = RowGroup(sorted(names), [chunk.number], [at])
+        for name, column in read_columns(ColumnLocations([], [group]), packs).items():
+            assert same(column[0], make_value(name, batch.keys[row]))
 
 
 def test_bytes_of_another_chunk_and_damaged_ones_are_told_apart() -> None:

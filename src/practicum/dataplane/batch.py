@@ -10,7 +10,8 @@ from typing import Any
 from practicum.dataplane.keys import Key, Tags
 from practicum.errors import StoreError
 
-_plain = attrgetter(*(field.name for field in fields(Tags)))
+plain_tags = attrgetter(*(field.name for field in fields(Tags)))
+"""The values of a Tags in the order of its fields: plain tuples pickle several times faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,8 @@ class BatchRef:
         check_distinct(self.keys, "the batch")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Batches travel with every call between processes; plain tuples pickle several times faster.
-        keys = [tuple(key) for key in self.keys]
-        return _rebuilt, (self.partition, keys, [_plain(tags) for tags in self.tags])
+        # Batches travel with every call between processes.
+        return _rebuilt, (self.partition, plain_keys(self.keys), [plain_tags(tags) for tags in self.tags])
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -67,6 +67,11 @@ class BatchRef:
             raise StoreError(f"can't join batches of partitions {sorted(partitions)}")
         keys = tuple(key for batch in batches for key in batch.keys)
         return BatchRef(partitions.pop(), keys, tuple(tag for batch in batches for tag in batch.tags))
+
+
+def plain_keys(keys: Sequence[Key]) -> list[tuple[int, ...]]:
+    """Keys as plain tuples, for other processes."""
+    return [tuple(key) for key in keys]
 
 
 def _rebuilt(partition: str, keys: list[Any], tags: list[Any]) -> BatchRef:

@@ -95,7 +95,7 @@ def field_bytes(names: Iterable[str], tokens: Mapping[str, float], widths: Mappi
 
 
 def merged_lengths(
-    key: Key,
+    key: tuple[int, ...],
     lengths: Mapping[str, int],
     fields: Iterable[str],
     new_lengths: Mapping[str, int],
@@ -112,14 +112,14 @@ def merged_lengths(
             if name not in new_fields and FIELDS[name].extent == extent:
                 wrong = next(other for other in new_fields if FIELDS[other].extent == extent)
                 raise StoreError(
-                    f"{wrong} of {key} has {tokens} tokens, but its {name}, which is held already, "
-                    f"has {lengths[extent]}"
+                    f"{wrong} of {Key._make(key)} has {tokens} tokens, but its {name}, which is held "
+                    f"already, has {lengths[extent]}"
                 )
     merged = {**lengths, **new_lengths}
     if len(merged) == 3 and merged["prompt"] + merged["response"] != merged["sequence"]:
         sequence = next(name for name in (*new_fields, *fields) if FIELDS[name].extent == "sequence")
         raise StoreError(
-            f"{sequence} of {key} has {merged['sequence']} tokens, but the row has "
+            f"{sequence} of {Key._make(key)} has {merged['sequence']} tokens, but the row has "
             f"{merged['prompt']} prompt + {merged['response']} response tokens"
         )
     return merged

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,15 @@ from torch import Tensor
 
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.check_columns import check_columns, empty_column, field_of
-from practicum.dataplane.fields import Field, merged_lengths
-from practicum.dataplane.keys import Key, Tags, name_keys
+from practicum.dataplane.fields import Field
+from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.store_files import SavedRow, read_rows, write_rows
+from practicum.dataplane.row_table import RowTable
+from practicum.dataplane.store_files import SavedRow, read_batches, write_rows
 from practicum.errors import StoreError
 
 Cell = tuple[Any, int | None]
 """A packed column and the row in it, of which a view is made when it is read; or (value, None)."""
-
-
-@dataclass(slots=True)
-class _Row:
-    tags: Tags
-    cells: dict[str, Cell] = field(default_factory=dict)
-    spans: dict[str, int] = field(default_factory=dict)
 
 
 class MemoryStore:
@@ -35,125 +28,60 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._partitions: dict[str, dict[Key, _Row]] = {}
+        self._rows: RowTable[Cell] = RowTable()
 
     def put(self, batch: BatchRef, columns: Mapping[str, Column], *, keep_tags: bool = False) -> None:
         """Write columns by reference; nothing is written if anything is wrong."""
         spans = check_columns(batch, columns)
         # One tuple of cells for each row, in the order of the columns.
-        cells = [_split(column) for column in columns.values()]
-        cells = list(zip(*cells, strict=True)) if cells else [()] * len(batch)
+        cells = list(zip(*map(_split, columns.values()), strict=True)) if columns else [()] * len(batch)
+        tags = None if keep_tags else batch.tags
         with self._lock:
-            by_key = self._partitions.get(batch.partition, {})
-            if keep_tags:
-                self._rows(batch.partition, batch.keys)
-            merged, new = [], set(columns)
-            for i, key in enumerate(batch.keys):
-                put = {extent: lengths[i] for extent, lengths in spans.items()}
-                row = by_key.get(key)
-                before, fields = (row.spans, row.cells) if row is not None else ({}, {})
-                merged.append(merged_lengths(key, before, fields, put, new))
-            # Nothing raises from here on.
-            if batch.keys:
-                self._partitions[batch.partition] = by_key
-            for (key, tags), values, tokens in zip(batch, cells, merged, strict=True):
-                row = by_key.get(key)
-                if row is None:
-                    row = by_key[key] = _Row(tags)
-                elif not keep_tags:
-                    row.tags = tags
-                row.spans = tokens
-                row.cells.update(zip(columns, values, strict=True))
+            self._rows.put(batch.partition, batch.keys, tags, spans, tuple(columns), cells)
 
     def get(self, batch: BatchRef, fields: Sequence[str]) -> dict[str, Column]:
         """Just these fields of these rows, as views of what was put."""
         specs = [field_of(name) for name in fields]
         with self._lock:
-            rows = self._rows(batch.partition, batch.keys)
-            cells = {f.name: _cells(f, batch, rows) for f in specs}
+            cells = {f.name: self._rows.cells(batch.partition, batch.keys, f.name) for f in specs}
         return {f.name: _gather(f, cells[f.name]) for f in specs}
 
     def batch(self, partition: str, keys: Sequence[Key] | None = None) -> BatchRef:
-        """Keys and current tags; a partition that holds nothing is an empty batch."""
         with self._lock:
-            if keys is None:
-                keys = tuple(self._partitions.get(partition, ()))
-            rows = self._rows(partition, keys)
-            return BatchRef(partition, tuple(keys), tuple(row.tags for row in rows))
+            found, tags = self._rows.batch(partition, keys)
+        return BatchRef(partition, tuple(map(Key._make, found)), tuple(tags))
 
     def tag(self, partition: str, tags: Mapping[Key, Tags]) -> None:
-        """Replace the tags of rows that exist."""
         with self._lock:
-            for row, new in zip(self._rows(partition, tuple(tags)), tags.values(), strict=True):
-                row.tags = new
+            self._rows.tag(partition, tuple(tags), tuple(tags.values()))
 
     def clear(self, partition: str, keys: Sequence[Key] | None = None) -> None:
-        """Forget these rows, all of which must exist, or the whole partition."""
         with self._lock:
-            if keys is None:
-                self._partitions.pop(partition, None)
-                return
-            self._rows(partition, keys)
-            by_key = self._partitions.get(partition, {})
-            for key in dict.fromkeys(keys):
-                del by_key[key]
-            if not by_key:
-                self._partitions.pop(partition, None)
+            self._rows.clear(partition, keys)
 
     def size(self, partition: str | None = None) -> int:
-        """How many rows there are, in one partition or in all."""
         with self._lock:
-            if partition is not None:
-                return len(self._partitions.get(partition, ()))
-            return sum(len(rows) for rows in self._partitions.values())
+            return self._rows.size(partition)
 
     def save(self, path: Path) -> None:
         """Write everything to a folder; a save that is cut short leaves the earlier one whole."""
         with self._lock:
             saved = [
-                (partition, key, row.tags, dict(row.cells))
-                for partition, rows in self._partitions.items()
+                SavedRow(partition, Key._make(key), row.tags, dict(row.cells))
+                for partition, rows in self._rows.partitions.items()
                 for key, row in rows.items()
             ]
-        write_rows(
-            path,
-            [
-                SavedRow(partition, key, tags, {name: _value(c) for name, c in cells.items()})
-                for partition, key, tags, cells in saved
-            ],
-        )
+        for row in saved:
+            row.values.update({name: _value(cell) for name, cell in row.values.items()})
+        write_rows(path, saved)
 
     def load(self, path: Path) -> None:
         """Replace everything by what `save` wrote, on the CPU."""
         loaded = MemoryStore()
-        for saved in read_rows(path):
-            columns = {name: _column_of_one(name, value) for name, value in saved.values.items()}
-            loaded.put(BatchRef(saved.partition, (saved.key,), (saved.tags,)), columns)
+        for batch, columns in read_batches(path):
+            loaded.put(batch, columns)
         with self._lock:
-            self._partitions = loaded._partitions
-
-    def _rows(self, partition: str, keys: Sequence[Key]) -> list[_Row]:
-        by_key = self._partitions.get(partition, {})
-        try:
-            return [by_key[key] for key in keys]
-        except KeyError:
-            missing = [key for key in keys if key not in by_key]
-            raise StoreError(
-                f"partition {partition!r} ({len(by_key)} rows) does not hold {name_keys(missing)}"
-            ) from None
-
-
-def _cells(field: Field, batch: BatchRef, rows: list[_Row]) -> list[Cell]:
-    name = field.name
-    try:
-        return [row.cells[name] for row in rows]
-    except KeyError:
-        pairs = zip(batch.keys, rows, strict=True)
-        missing = [key for key, row in pairs if name not in row.cells]
-        raise StoreError(
-            f"{name} (written by {field.writer}) is missing on {len(missing)} of {len(rows)} rows "
-            f"of partition {batch.partition!r}: {name_keys(missing)}"
-        ) from None
+            self._rows = loaded._rows
 
 
 def _split(column: Column) -> list[Cell]:
@@ -195,11 +123,3 @@ def _scalars(column_B: Tensor, indices: list[int]) -> Tensor:
     if indices == list(range(first, first + len(indices))):
         return column_B[first : first + len(indices)]
     return column_B[torch.tensor(indices)]
-
-
-def _column_of_one(name: str, value: object) -> Column:
-    extent = field_of(name).extent
-    if extent == "object":
-        return [value]
-    assert isinstance(value, Tensor)
-    return value[None] if extent == "scalar" else Ragged.from_rows([value])

@@ -6,14 +6,17 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.fields import FIELDS
 from practicum.dataplane.keys import Key, Tags
+from practicum.dataplane.ragged import Column, Ragged
 from practicum.errors import StoreError
 
 _FORMAT = 1
@@ -55,8 +58,13 @@ def write_rows(path: Path, rows: Sequence[SavedRow]) -> None:
         (path / current).unlink(missing_ok=True)
 
 
-def read_rows(path: Path) -> list[SavedRow]:
-    """The rows that `write_rows` wrote, in their order."""
+def read_batches(path: Path) -> list[tuple[BatchRef, dict[str, Column]]]:
+    """The rows that `write_rows` wrote, in their order; neighbours with like fields and widths together."""
+    alike = groupby(_read_rows(path), key=lambda row: (row.partition, _shape(row)))
+    return [_joined(list(rows)) for _, rows in alike]
+
+
+def _read_rows(path: Path) -> list[SavedRow]:
     if not (path / _INDEX).exists():
         raise StoreError(f"{path} holds no saved store: {_INDEX} is not there")
     index = _read_index(path)
@@ -114,3 +122,21 @@ def _unpack(columns: Iterable[dict[str, Any]], rows: Sequence[SavedRow]) -> None
 def _flush(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())
+
+
+def _shape(row: SavedRow) -> tuple[object, ...]:
+    values = row.values.items()
+    return tuple((name, value.shape[1:] if isinstance(value, Tensor) else ()) for name, value in values)
+
+
+def _joined(rows: Sequence[SavedRow]) -> tuple[BatchRef, dict[str, Column]]:
+    batch = BatchRef(rows[0].partition, tuple(row.key for row in rows), tuple(row.tags for row in rows))
+    columns: dict[str, Column] = {}
+    for name in rows[0].values:
+        values = [row.values[name] for row in rows]
+        extent = FIELDS[name].extent
+        if extent == "object":
+            columns[name] = values
+        else:
+            columns[name] = torch.stack(values) if extent == "scalar" else Ragged.from_rows(values)
+    return batch, columns

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, chain
 from math import prod
 from typing import Any, NamedTuple
@@ -26,8 +26,7 @@ def pack_columns(columns: Mapping[str, Column], spans: Mapping[str, list[int]]) 
     packed: dict[str, PackedColumn | list[Any]] = {}
     for name, column in columns.items():
         if isinstance(column, list):
-            seen: dict[int, PackedTensor] = {}
-            packed[name] = [_pack_value(name, value, seen) for value in column]
+            packed[name] = _pack_tensors(name, column)
         else:
             values = column.values if isinstance(column, Ragged) else column
             packed[name] = PackedColumn(tuple(values.shape[1:]), _bytes_of(values))
@@ -36,12 +35,12 @@ def pack_columns(columns: Mapping[str, Column], spans: Mapping[str, list[int]]) 
 
 def pack_bytes(pack: Pack) -> int:
     """Bytes of tensors in a pack."""
-    return sum(_count(column) for column in pack.columns.values())
+    return _count(pack.columns)
 
 
 def inline(pack: Pack) -> Pack:
     """The pack with bytes in place of arrays, which are quicker to send if they are few."""
-    return Pack(pack.lengths, {name: _inline(column) for name, column in pack.columns.items()})
+    return pack._replace(columns=_map_leaves(pack.columns, _with_bytes))
 
 
 def read_columns(locations: ColumnLocations, packs: Sequence[Pack]) -> dict[str, Column]:
@@ -67,19 +66,16 @@ def read_columns(locations: ColumnLocations, packs: Sequence[Pack]) -> dict[str,
     return columns
 
 
-class PackedPiece(NamedTuple):
-    """Bytes of rows of a column that follow each other."""
-
-    trailing: tuple[int, ...]
-    data: np.ndarray
-
-
 class _Table(NamedTuple):
     """A column with the byte at which each row begins, and the last one ends."""
 
     trailing: tuple[int, ...]
     data: np.ndarray
     begins: Sequence[int]
+
+    def rows(self, first: int, end: int) -> PackedColumn:
+        """Rows first … end - 1."""
+        return PackedColumn(self.trailing, self.data[self.begins[first] : self.begins[end]])
 
 
 class OpenPack:
@@ -103,25 +99,15 @@ class OpenPack:
             begins = self._begins[field.extent, size] = [0, *accumulate(n * size for n in lengths)]
         return _Table(column.trailing, data, begins)
 
-    def piece(self, field: Field, first: int, end: int) -> PackedPiece:
+    def piece(self, field: Field, first: int, end: int) -> PackedColumn:
         """The bytes of rows first … end - 1 of a field that is no object."""
-        trailing, data, begins = self.table(field)
-        return PackedPiece(trailing, data[begins[first] : begins[end]])
+        return self.table(field).rows(first, end)
 
     def objects(self, field: Field, first: int, end: int) -> list[Any]:
         """Values of rows first … end - 1 of an object field."""
         column = self.pack.columns[field.name]
         assert isinstance(column, list)
-        return [_unpack_value(value) for value in column[first:end]]
-
-    def value(self, field: Field, row: int) -> Any:
-        """The value of one row: a tensor, or the object of an object field."""
-        if field.extent == "object":
-            return self.objects(field, row, row + 1)[0]
-        piece = [self.piece(field, row, row + 1)]
-        if field.extent == "scalar":
-            return _join(field, piece, 1)[0]
-        return _join(field, piece, self.pack.lengths[field.extent][row])
+        return _map_leaves(column[first:end], _unpacked)
 
 
 def _runs(puts: Sequence[int], at: Sequence[int]) -> list[Run]:
@@ -139,51 +125,56 @@ def _runs(puts: Sequence[int], at: Sequence[int]) -> list[Run]:
     return runs
 
 
-def _pieces(field: Field, opened: Sequence[OpenPack], runs: Sequence[Run]) -> list[PackedPiece]:
+def _pieces(field: Field, opened: Sequence[OpenPack], runs: Sequence[Run]) -> list[PackedColumn]:
     tables = {put: opened[put].table(field) for put in {put for put, _, _ in runs}}
-    pieces = []
-    for put, first, end in runs:
-        trailing, data, begins = tables[put]
-        pieces.append(PackedPiece(trailing, data[begins[first] : begins[end]]))
-    return pieces
+    return [tables[put].rows(first, end) for put, first, end in runs]
 
 
-def _join(field: Field, pieces: Sequence[PackedPiece], count: int) -> Tensor:
+def _join(field: Field, pieces: Sequence[PackedColumn], count: int) -> Tensor:
     """Pieces with `count` values in all, joined: a single one is a view, several are copied once."""
-    if len(pieces) == 1:
-        return _tensor(pieces[0].data, DTYPES[field.dtype], (count, *pieces[0].trailing))
     widths = {piece.trailing for piece in pieces}
     if len(widths) > 1:
         raise StoreError(f"{field.name} was put in several widths, {sorted(widths)}: get those apart")
-    joined = np.concatenate([piece.data for piece in pieces])
-    return _tensor(joined, DTYPES[field.dtype], (count, *widths.pop()))
+    parts = [np.asarray(piece.data) for piece in pieces]
+    data = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return _tensor(data, DTYPES[field.dtype], (count, *widths.pop()))
 
 
-def _pack_value(name: str, value: Any, seen: dict[int, PackedTensor]) -> Any:
-    """A plain value with its tensors packed; one that is in it twice is packed once."""
-    if isinstance(value, Tensor):
+def _map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A plain value with each part that is no dict, list or tuple changed."""
+    if type(value) is dict:
+        return {key: _map_leaves(item, change) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_map_leaves(item, change) for item in value)
+    return change(value)
+
+
+def _pack_tensors(name: str, values: list[Any]) -> list[Any]:
+    """Values of an object field with their tensors packed; one that is in them twice is packed once."""
+    seen: dict[int, PackedTensor] = {}
+
+    def pack(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
         if value.layout is not torch.strided or value.is_quantized:
             raise StoreError(f"{name} holds a {value.layout} tensor; this store takes dense ones only")
         if id(value) not in seen:
             dtype = str(value.dtype).removeprefix("torch.")
             seen[id(value)] = PackedTensor(dtype, tuple(value.shape), _bytes_of(value))
         return seen[id(value)]
-    if type(value) is dict:
-        return {key: _pack_value(name, item, seen) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_pack_value(name, item, seen) for item in value)
-    return value
+
+    return _map_leaves(values, pack)
 
 
-def _unpack_value(value: Any) -> Any:
-    if type(value) is PackedTensor:
-        data = np.frombuffer(value.data, np.uint8)
-        return _tensor(data, getattr(torch, value.dtype), value.shape)
-    if type(value) is dict:
-        return {key: _unpack_value(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_unpack_value(item) for item in value)
-    return value
+def _unpacked(value: Any) -> Any:
+    if type(value) is not PackedTensor:
+        return value
+    return _tensor(np.frombuffer(value.data, np.uint8), getattr(torch, value.dtype), value.shape)
+
+
+def _with_bytes(value: Any) -> Any:
+    packed = type(value) in (PackedColumn, PackedTensor)
+    return value._replace(data=bytes(value.data)) if packed else value
 
 
 def _count(value: Any) -> int:
@@ -192,14 +183,6 @@ def _count(value: Any) -> int:
     if type(value) is dict:
         return sum(map(_count, value.values()))
     return sum(map(_count, value)) if type(value) in (list, tuple) else 0
-
-
-def _inline(value: Any) -> Any:
-    if type(value) in (PackedColumn, PackedTensor):
-        return value._replace(data=bytes(value.data))
-    if type(value) is dict:
-        return {key: _inline(item) for key, item in value.items()}
-    return type(value)(map(_inline, value)) if type(value) in (list, tuple) else value
 
 
 def _bytes_of(tensor: Tensor) -> np.ndarray:

@@ -6,35 +6,38 @@ them between nodes and spills them to disk when memory is short.
 
 from __future__ import annotations
 
+import pickle
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 from ray import ObjectRef
-from ray.exceptions import GetTimeoutError, ObjectLostError, ObjectStoreFullError
-from torch import Tensor
-
-from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.check_columns import check_columns, empty_column, field_of
-from practicum.dataplane.fields import FIELDS
-from practicum.dataplane.keys import Key, Tags, name_keys
-from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.ray_store.column_packing import (
-    OpenPack,
-    inline,
-    pack_bytes,
-    pack_columns,
-    read_columns,
+from ray.exceptions import (
+    GetTimeoutError,
+    ObjectLostError,
+    ObjectStoreFullError,
+    RayActorError,
+    RayTaskError,
 )
-from practicum.dataplane.ray_store.index_actor import SharedPack, start_index
-from practicum.dataplane.ray_store.index_client import IndexClient, plain_put
-from practicum.dataplane.ray_store.row_locations import ColumnLocations, Pack, Put, RowGroup, Snapshot
-from practicum.dataplane.store_files import SavedRow, read_rows, write_rows
-from practicum.errors import DeadlineError, StoreError
+
+from practicum.dataplane.batch import BatchRef, plain_keys, plain_tags
+from practicum.dataplane.check_columns import check_columns, empty_column, field_of
+from practicum.dataplane.keys import Key, Tags, name_keys
+from practicum.dataplane.ragged import Column
+from practicum.dataplane.ray_store.column_packing import inline, pack_bytes, pack_columns, read_columns
+from practicum.dataplane.ray_store.index_actor import SharedPack, decode_answer, start_index
+from practicum.dataplane.ray_store.row_locations import ColumnLocations, Pack, Put, RowGroup
+from practicum.dataplane.store_files import SavedRow, read_batches, write_rows
+from practicum.errors import DeadlineError, PracticumError, StoreError
+
+_REFS = threading.Lock()
+"""Held while object references come into this process or leave it.
+
+Ray loses an object if one thread drops its last reference while another receives one; reading it then hangs.
+"""
 
 INLINE_BYTES = 128 * 2**10
 """Puts of fewer bytes are held by the index itself, which is faster than an object for each."""
@@ -54,7 +57,7 @@ class RayStoreHandle:
         processes whose death ends the run.
         """
         if lasting:
-            IndexClient(self.index, timeout_s).expect(ray.get_runtime_context().get_node_id())
+            self.index.expect.remote(ray.get_runtime_context().get_node_id())
         return RayStore(self.index, timeout_s, self.inline_bytes, lasting)
 
     def actors(self) -> dict[str, Any]:
@@ -75,66 +78,69 @@ def start_ray_store(start_s: float = 60.0, inline_bytes: int = INLINE_BYTES) -> 
 
 
 class RayStore:
-    """A Store on Ray. What is got may share memory with what others get: change neither."""
+    """A Store on Ray. What is got may share memory with what others get: change neither.
+
+    Each call of the index has `timeout_s` seconds.
+    """
 
     def __init__(
         self, index: Any, timeout_s: float, inline_bytes: int = INLINE_BYTES, lasting: bool = True
     ) -> None:
-        self._index = IndexClient(index, timeout_s)
-        self._timeout_s, self._inline_bytes, self._lasting = timeout_s, inline_bytes, lasting
+        self._index, self._timeout_s = index, timeout_s
+        self._inline_bytes, self._lasting = inline_bytes, lasting
 
     def put(self, batch: BatchRef, columns: Mapping[str, Column], *, keep_tags: bool = False) -> None:
         """Write columns. A lasting put becomes visible once it no longer depends on this process."""
         put = self._packed(batch, columns)
         if put.keys:
-            self._index.commit(put._replace(tags=None) if keep_tags else put)
+            self._commit(put._replace(tags=None) if keep_tags else put)
 
     def get(self, batch: BatchRef, fields: Sequence[str]) -> dict[str, Column]:
         """Just these fields of these rows, as views where they were put together in this order."""
         specs = [field_of(name) for name in fields]
         if not batch.keys:
             return {field.name: empty_column(field) for field in specs}
-        locations = self._index.locate(batch, fields)
-        packs = self._fetch(locations, lambda number: _rows_of_put(batch, locations.groups, number))
+        locations = self._locate(batch, fields)
+        packs = self._fetch(batch, locations)
         columns = read_columns(locations, packs)
         return {field.name: columns[field.name] for field in specs}
 
     def batch(self, partition: str, keys: Sequence[Key] | None = None) -> BatchRef:
-        """Keys and current tags; a partition that holds nothing is an empty batch."""
-        return self._index.batch(partition, keys)
+        found, tags = self._call("batch", partition, None if keys is None else plain_keys(keys))
+        return BatchRef(partition, tuple(map(Key._make, found)), tuple(Tags(*values) for values in tags))
 
     def tag(self, partition: str, tags: Mapping[Key, Tags]) -> None:
-        """Replace the tags of rows that exist."""
-        self._index.tag(partition, tags)
+        self._call("tag", partition, plain_keys(tuple(tags)), [plain_tags(new) for new in tags.values()])
 
     def clear(self, partition: str, keys: Sequence[Key] | None = None) -> None:
         """Forget rows; the memory of a put is freed with the last of its values."""
-        self._index.clear(partition, keys)
+        self._call("clear", partition, None if keys is None else plain_keys(keys))
 
     def size(self, partition: str | None = None) -> int:
-        """How many rows there are, in one partition or in all."""
-        return self._index.size(partition)
+        return self._call("size", partition)
 
     def save(self, path: Path) -> None:
-        """Write everything to a folder; this process reads it all."""
-        snapshot = self._index.snapshot()
-        opened = [OpenPack(pack) for pack in self._fetch(snapshot, lambda _: "rows of the store")]
-        saved: list[SavedRow] = []
-        for partition, keys, tags, fields in snapshot.partitions:
-            rows = [
-                SavedRow(partition, Key._make(key), Tags(*values), {})
-                for key, values in zip(keys, tags, strict=True)
-            ]
-            for name, which, puts, at in fields:
-                for i, put, row in zip(which, puts, at, strict=True):
-                    rows[i].values[name] = opened[put].value(FIELDS[name], row)
-            saved += rows
-        write_rows(path, saved)
+        """Write everything to a folder; this process reads it all. Nobody may write meanwhile."""
+        groups = self._call("alike")
+        saved = {
+            (partition, key): SavedRow(partition, key, tags, {})
+            for partition in dict.fromkeys(partition for partition, *_ in groups)
+            for key, tags in self.batch(partition)
+        }
+        for partition, keys, names in groups:
+            batch = self.batch(partition, keys)
+            for name, column in self.get(batch, names).items():
+                for i, key in enumerate(batch.keys):
+                    saved[partition, key].values[name] = column[i]
+        write_rows(path, list(saved.values()))
 
     def load(self, path: Path) -> None:
-        """Replace everything by what `save` wrote."""
-        alike = groupby(read_rows(path), key=lambda row: (row.partition, _shape(row)))
-        self._index.replace([self._packed(*_joined(list(rows))) for _, rows in alike])
+        """Replace everything by what `save` wrote. Nobody may read or write meanwhile."""
+        batches = read_batches(path)
+        for partition in dict.fromkeys(partition for partition, *_ in self._call("alike")):
+            self.clear(partition)
+        for batch, columns in batches:
+            self.put(batch, columns)
 
     def _packed(self, batch: BatchRef, columns: Mapping[str, Column]) -> Put:
         """Check columns, and put their bytes where others can read them."""
@@ -156,12 +162,56 @@ class RayStore:
             ) from error
         return SharedPack(ref, ray.get_runtime_context().get_node_id() if self._lasting else None)
 
-    def _fetch(self, locations: ColumnLocations | Snapshot, rows_of: Callable[[int], str]) -> list[Pack]:
+    def _commit(self, put: Put) -> list[Any]:
+        """Make a put visible, all of it or nothing; gives what it frees, if the index reports that."""
+        if isinstance(put.locator, SharedPack):
+            ref, node = put.locator
+            return self._call("commit", put._replace(locator=None), node, refs=[ref])
+        return self._call("commit", put)
+
+    def _locate(self, batch: BatchRef, names: Sequence[str]) -> ColumnLocations:
+        """Where these fields of the batch's rows are."""
+        call = self._remote("locate", batch.partition, plain_keys(batch.keys), tuple(names))
+        ray.wait([call], timeout=self._timeout_s)
+        with _REFS:
+            return self._answer("locate", call, 0)
+
+    def _call(self, method: str, *args: object, refs: Sequence[Any] = ()) -> Any:
+        """What the index answers."""
+        return self._answer(method, self._remote(method, *args, refs=refs), self._timeout_s)
+
+    def _remote(self, method: str, *args: object, refs: Sequence[Any] = ()) -> Any:
+        return self._index.call.remote(method, pickle.dumps(args, protocol=5), list(refs))
+
+    def _answer(self, method: str, call: Any, timeout_s: float) -> Any:
+        """The result of a call; the index's own errors as they were raised there."""
+        try:
+            return decode_answer(ray.get(call, timeout=timeout_s))
+        except RayTaskError as error:
+            if isinstance(error.cause, PracticumError):
+                raise error.cause from None
+            raise
+        except RayActorError as error:
+            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise StoreError(
+                f"the store's index died, and all rows of the store with it (during {method}): "
+                f"resume the run from its last checkpoint. Ray says: {reason}"
+            ) from error
+        except GetTimeoutError:
+            raise DeadlineError(
+                f"the store's index did not answer {method} within {self._timeout_s:g} s: its node may be "
+                "overloaded or cut off; runtime.store_s is the time that a call may take"
+            ) from None
+
+    def _fetch(self, batch: BatchRef, locations: ColumnLocations) -> list[Pack]:
         """The packs at these locations; what is read stays in memory as long as it is used."""
         try:
-            return self._read(locations.locators, rows_of)
+            return self._read(
+                locations.locators, lambda number: _rows_of_put(batch, locations.groups, number)
+            )
         finally:
-            self._index.release(locations)
+            with _REFS:
+                locations.locators.clear()
 
     def _read(self, locators: Sequence[Any], rows_of: Callable[[int], str]) -> list[Pack]:
         """Packs that came with the locations as they are, the others from Ray's object store."""
@@ -196,20 +246,7 @@ def _rows_of_put(batch: BatchRef, groups: Sequence[RowGroup], number: int) -> st
     return f"{', '.join(names)} of {name_keys(keys)} in partition {batch.partition!r}"
 
 
-def _shape(row: SavedRow) -> tuple[object, ...]:
-    """What rows must have in common to be put together: fields and widths."""
-    values = row.values.items()
-    return tuple((name, value.shape[1:] if isinstance(value, Tensor) else ()) for name, value in values)
-
-
-def _joined(rows: Sequence[SavedRow]) -> tuple[BatchRef, dict[str, Column]]:
-    batch = BatchRef(rows[0].partition, tuple(row.key for row in rows), tuple(row.tags for row in rows))
-    columns: dict[str, Column] = {}
-    for name in rows[0].values:
-        values = [row.values[name] for row in rows]
-        extent = FIELDS[name].extent
-        if extent == "object":
-            columns[name] = values
-        else:
-            columns[name] = torch.stack(values) if extent == "scalar" else Ragged.from_rows(values)
-    return batch, columns
+def plain_put(batch: BatchRef, spans: dict[str, list[int]], names: Sequence[str], locator: Any) -> Put:
+    """A put of checked columns, whose bytes are at `locator`."""
+    tags = [plain_tags(tags) for tags in batch.tags]
+    return Put(batch.partition, plain_keys(batch.keys), tags, spans, tuple(names), locator)

@@ -117,8 +117,7 @@ def _rows_of(opened: OpenPack, first: int, end: int) -> Pack:
     columns: dict[str, PackedColumn | list[Any]] = {}
     for name, column in opened.pack.columns.items():
         if isinstance(column, PackedColumn):
-            piece = opened.piece(FIELDS[name], first, end)
-            columns[name] = PackedColumn(piece.trailing, piece.data)
+            columns[name] = opened.piece(FIELDS[name], first, end)
         else:
             columns[name] = column[first:end]
     return Pack({extent: n[first:end] for extent, n in opened.pack.lengths.items()}, columns)
