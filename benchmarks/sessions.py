@@ -26,10 +26,8 @@ from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.models.load_model import load_model, load_tokenizer
 from practicum.recipe.schema.recipe import Model
 from practicum.recipe.schema.rollout_sections import Agent
-from practicum.sessions.attempts import run_attempt
-from practicum.sessions.policies import EnginePolicy
-from practicum.sessions.session import Session, SessionStart
-from practicum.sessions.session_result import Loop
+from practicum.sessions.attempts import Loop, run_attempt
+from practicum.sessions.session import EnginePolicy, Session, SessionStart
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.prompts import Prompt
 

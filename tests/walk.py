@@ -45,7 +45,7 @@ DOORS = {
     "trainer/samples.py": "hooks: samples and the log",
 }
 """Folders and files, each with what is inside."""
-SPINE_FILES = ("dataplane/stage.py", "dataplane/plan.py")
+SPINE_FILES = ("dataplane/stages.py",)
 """Files behind a door that belong to the spine all the same."""
 
 

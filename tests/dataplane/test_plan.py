@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from practicum.dataplane.fields import FIELDS
-from practicum.dataplane.plan import Plan, StageSpec, chain, draw, resolve
+from practicum.dataplane.stages import Plan, StageSpec, chain, draw, resolve
 from practicum.errors import RecipeError
 from practicum.recipe.derived import Traits
 from practicum.recipe.schema.recipe import Recipe

@@ -12,9 +12,8 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Tags
 from practicum.dataplane.memory_store import MemoryStore
 from practicum.dataplane.padding_rows import padding_batch
-from practicum.dataplane.plan import Plan, StageSpec
 from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.stage import Columns, StepInfo, stage, stage_method
+from practicum.dataplane.stages import Columns, Plan, StageSpec, StepInfo, stage, stage_method
 from practicum.errors import StoreError
 
 from .rows import TOKENS, make_batch, make_columns, same

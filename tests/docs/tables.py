@@ -13,8 +13,8 @@ from benchmarks.padding_table import padding_table
 from benchmarks import report_engines
 from practicum.dataplane.fields import FIELDS, Field
 from practicum.dataplane.padding_rows import padding_batch
-from practicum.dataplane.plan import StageSpec
 from practicum.dataplane.ragged import Ragged
+from practicum.dataplane.stages import StageSpec
 from practicum.engines.protocol import Engine
 from practicum.learning.update_metrics import METRICS as UPDATE_METRICS
 from practicum.recipe.derived import Traits

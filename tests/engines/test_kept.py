@@ -24,7 +24,7 @@ from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.stage_table import make_plan
 from practicum.runtime.local import start_local
 from practicum.sessions.attempts import Attempt
-from practicum.sessions.policies import EnginePolicy
+from practicum.sessions.session import EnginePolicy
 from practicum.tasks.stream import make_stream
 from tests.engines.engines import engine_of, picture_prompt, pictures, plain_forward, prompts, sampling, tiny
 from tests.sessions.sessions import session_of

@@ -15,7 +15,7 @@ from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.memory_store import MemoryStore
 from practicum.dataplane.padding_rows import padding_batch
 from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.stage import StepInfo
+from practicum.dataplane.stages import StepInfo
 from practicum.learning.learner import Learner
 from practicum.learning.logprobs import LogprobScorer
 from practicum.learning.packed_model import PackedModel

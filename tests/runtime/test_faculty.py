@@ -21,7 +21,7 @@ from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.ragged import Ragged
-from practicum.dataplane.stage import StepInfo
+from practicum.dataplane.stages import StepInfo
 from practicum.engines.protocol import ScoreOptions, ScoreRequest
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import DeadlineError, EngineError, TeacherError

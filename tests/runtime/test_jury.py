@@ -19,7 +19,7 @@ from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
 from practicum.dataplane.ragged import Ragged
-from practicum.dataplane.stage import StepInfo
+from practicum.dataplane.stages import StepInfo
 from practicum.errors import DeadlineError, RecipeErrors, RewardError, TeacherError
 from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.rewards.loaded_reward_model import ColocatedRewardModel, OwnRewardModel

@@ -7,7 +7,7 @@ import torch
 
 from practicum.checks.watch import Watch
 from practicum.dataplane.ragged import Ragged
-from practicum.dataplane.stage import StepInfo
+from practicum.dataplane.stages import StepInfo
 from practicum.engines.protocol import Sampling
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.stage_table import make_plan

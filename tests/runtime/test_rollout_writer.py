@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from practicum.dataplane.keys import Key, Tags
-from practicum.roles.session_runner import SessionRow, SessionRunner
+from practicum.roles.rollout import SessionRow, SessionRunner
 from practicum.runtime.ray.rollout_worker import RowWriter
 
 

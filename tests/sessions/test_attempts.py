@@ -12,9 +12,8 @@ from practicum.concurrency.event_loop import run_async
 from practicum.errors import EngineError
 from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.schema.rollout_sections import Agent, ToolSection
-from practicum.sessions.attempts import AttemptResult, run_attempt
+from practicum.sessions.attempts import AttemptResult, Loop, run_attempt
 from practicum.sessions.session import Session
-from practicum.sessions.session_result import Loop
 from practicum.sessions.tools.tool import ToolError
 from practicum.sessions.tools.toolbox import Toolbox
 from tests.sessions.sessions import Scripted, session_of

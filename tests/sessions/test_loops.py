@@ -12,11 +12,10 @@ import pytest
 from practicum.errors import EngineError, RecipeError
 from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.schema.rollout_sections import ToolSection
+from practicum.sessions.attempts import read_result
 from practicum.sessions.chat import tool_result
 from practicum.sessions.loops import LOOPS, find_loop
-from practicum.sessions.policies import DemonstratorPolicy, EnginePolicy
-from practicum.sessions.session import Session
-from practicum.sessions.session_result import read_result
+from practicum.sessions.session import DemonstratorPolicy, EnginePolicy, Session
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.kinds.total import TOTAL
 from practicum.tasks.messages import Message

@@ -17,10 +17,9 @@ from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import EngineError, RecipeError
 from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.schema.rollout_sections import ToolSection
+from practicum.sessions.attempts import SessionResult, read_result
 from practicum.sessions.chat import tool_result, user
-from practicum.sessions.policies import DemonstratorPolicy, EnginePolicy
-from practicum.sessions.session import Session
-from practicum.sessions.session_result import SessionResult, read_result
+from practicum.sessions.session import DemonstratorPolicy, EnginePolicy, Session
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.sessions.trajectory import Trajectory
 from practicum.tasks.messages import Message

@@ -16,8 +16,7 @@ from practicum.recipe.schema.recipe import Task
 from practicum.recipe.schema.rollout_sections import Agent
 from practicum.sessions.chat import SessionStart
 from practicum.sessions.loops import find_loop
-from practicum.sessions.policies import DemonstratorPolicy
-from practicum.sessions.session import Session
+from practicum.sessions.session import DemonstratorPolicy, Session
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.messages import Message
 from practicum.tasks.prompts import Prompt, demonstrated_turn, encode_prompt

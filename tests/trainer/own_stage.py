@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.fields import Field, register_field
-from practicum.dataplane.plan import StageSpec
 from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.stage import Columns, StepInfo, stage
+from practicum.dataplane.stages import Columns, StageSpec, StepInfo, stage
 from practicum.recipe.schema.recipe import Recipe
-from practicum.roles.optimizer_steps import rank_share
+from practicum.roles.learner_rows import rank_share
 from practicum.roles.train_rank import TrainRank
 
 register_field(Field("surprise", "float32", "response", "surprise", "minus the logprob", padding="zero"))

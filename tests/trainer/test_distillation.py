@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from practicum.dataplane.ragged import Ragged
-from practicum.dataplane.stage import StepInfo
+from practicum.dataplane.stages import StepInfo
 from practicum.errors import PracticumError, TeacherError
 from practicum.models.load_model import load_model
 from practicum.models.tokenizer import make_tokenizer

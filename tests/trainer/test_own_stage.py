@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from practicum.dataplane.plan import StageSpec
+from practicum.dataplane.stages import StageSpec
 from practicum.roles.stage_table import make_plan, register_stage
 from practicum.trainer.run import train_loaded
 from tests.cluster import local_ray

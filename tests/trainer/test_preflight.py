@@ -5,7 +5,7 @@ import pytest
 
 from practicum.errors import PracticumError, RecipeError, RecipeErrors
 from practicum.models.load_model import load_tokenizer
-from practicum.sessions.prompt_encoder import make_encoder
+from practicum.sessions.chat import make_encoder
 from practicum.tasks.stream import eval_prompts, make_stream
 from practicum.trainer.preflight import check_without_models, preflight
 from practicum.trainer.run import train_loaded

@@ -14,7 +14,7 @@ from practicum.checks.watch import Watch
 from practicum.concurrency.event_loop import run_async
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.ragged import Ragged
-from practicum.dataplane.stage import StepInfo
+from practicum.dataplane.stages import StepInfo
 from practicum.engines.protocol import ScoreRequest
 from practicum.engines.vllm.vllm_engine import VllmEngine
 from practicum.errors import TeacherError

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from practicum.dataplane.plan import Plan
+from practicum.dataplane.stages import Plan
 from practicum.forecast.cluster_spec import ClusterSpec, Device, Machine
 from practicum.forecast.model_sizes import Models, Sizes, models_of
 from practicum.forecast.traffic import Traffic, traffic

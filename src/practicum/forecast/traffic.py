@@ -11,7 +11,7 @@ from typing import NamedTuple
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.fields import FIELDS, field_bytes
 from practicum.dataplane.keys import Key, Tags
-from practicum.dataplane.plan import Plan
+from practicum.dataplane.stages import Plan
 from practicum.forecast.model_sizes import BYTES, Models
 from practicum.forecast.workload import Workload
 from practicum.recipe.schema.recipe import Recipe

@@ -144,7 +144,7 @@ def workload(recipe: Recipe, prompt_tokens: float, run: MeasuredRun | None) -> W
 def mean_prompt_tokens(recipe: Recipe) -> float:
     """Mean tokens of the training stream's first prompts. Imports torch, as no other part of a forecast."""
     from practicum.models.load_model import load_tokenizer
-    from practicum.sessions.prompt_encoder import make_encoder
+    from practicum.sessions.chat import make_encoder
     from practicum.tasks.check_tasks import tasks_needing_answer
     from practicum.tasks.stream import make_stream
 

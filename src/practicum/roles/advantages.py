@@ -10,9 +10,8 @@ from practicum.algorithms.advantages.types import AdvantageInputs
 from practicum.algorithms.kl import AdaptiveKl, FixedKl, KlController, token_kl
 from practicum.algorithms.mismatch import MismatchRules, mismatch_weights
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.plan import Plan
 from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.stage import Columns, StepInfo, stage
+from practicum.dataplane.stages import Columns, Plan, StepInfo, stage
 from practicum.dataplane.store import Store
 from practicum.recipe.derived import corrects_mismatch, has_advantage_estimator
 from practicum.recipe.schema.recipe import Recipe

@@ -12,15 +12,14 @@ from torch import Tensor
 from practicum.concurrency.event_loop import run_async
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
-from practicum.dataplane.plan import Plan
 from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.stage import Columns, StepInfo, stage
+from practicum.dataplane.stages import Columns, Plan, StepInfo, stage
 from practicum.dataplane.store import Store
 from practicum.recipe.derived import uses_reward
 from practicum.recipe.schema.recipe import Recipe
 from practicum.rewards.reward_place import JudgeInput
 from practicum.roles.reward_models import RewardModelRole, waits_for_models
-from practicum.sessions.prompt_encoder import Encoder
+from practicum.sessions.chat import Encoder
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.rewards import RewardFunctions, RewardResult, RewardSample
 

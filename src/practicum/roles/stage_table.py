@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from practicum.dataplane.plan import Plan, StageSpec, resolve
+from practicum.dataplane.stages import Plan, StageSpec, resolve
 from practicum.recipe.algorithm_traits import ESTIMATORS, LOSSES
 from practicum.recipe.counts import count
 from practicum.recipe.derived import (

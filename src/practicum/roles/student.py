@@ -9,9 +9,8 @@ from functools import partial
 from practicum.checks import invariants
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.plan import Plan
 from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.stage import Columns, StepInfo, stage
+from practicum.dataplane.stages import Columns, Plan, StepInfo, stage
 from practicum.dataplane.store import Store
 from practicum.learning.distill_loss import TeacherColumns
 from practicum.learning.learner import Learner
@@ -23,15 +22,15 @@ from practicum.learning.update_metrics import TeacherSums
 from practicum.recipe.derived import teacher_numbers
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.advantages import dense_ids
-from practicum.roles.optimizer_steps import (
+from practicum.roles.learner_rows import (
     OptimizerStep,
+    extras_of,
     optimizer_steps,
     rank_rows,
     rank_share,
     session_tokens,
     whole_sessions,
 )
-from practicum.roles.stage_extras import extras_of
 from practicum.roles.stage_table import old_source
 from practicum.teachers.ledger import TeacherMeasures, pair_of
 

@@ -22,9 +22,8 @@ from transformers import PreTrainedTokenizerBase
 from practicum.concurrency.event_loop import run_async
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
-from practicum.dataplane.plan import Plan
 from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.stage import Columns, StepInfo, stage
+from practicum.dataplane.stages import Columns, Plan, StepInfo, stage
 from practicum.dataplane.store import Store
 from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
 from practicum.errors import DeadlineError, TeacherError
@@ -38,7 +37,7 @@ from practicum.places.vllm_teacher import VllmTeacher
 from practicum.recipe.derived import compare_temperature, scores_during_rollout
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
-from practicum.roles.stage_extras import images_of
+from practicum.roles.learner_rows import images_of
 from practicum.tasks.prompts import Prompt
 from practicum.teachers.route import before_text, teacher_of
 

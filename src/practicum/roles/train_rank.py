@@ -18,8 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.plan import Plan
-from practicum.dataplane.stage import Columns, StepInfo, stage_method
+from practicum.dataplane.stages import Columns, Plan, StepInfo, stage_method
 from practicum.dataplane.store import Store
 from practicum.dataplane.store_files import write_rows
 from practicum.errors import RecipeError
@@ -38,7 +37,7 @@ from practicum.roles.load_teachers import teacher_losses
 from practicum.roles.padding import PaddingRole, check_fields, field_widths
 from practicum.roles.student import StudentRole
 from practicum.roles.teachers import TeacherRole, Teachers
-from practicum.sessions.prompt_encoder import make_encoder
+from practicum.sessions.chat import make_encoder
 
 
 class TrainRank:

@@ -15,8 +15,7 @@ from practicum.concurrency.gather import gather_all
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
 from practicum.dataplane.memory_store import MemoryStore
-from practicum.dataplane.plan import Plan
-from practicum.dataplane.stage import StepInfo
+from practicum.dataplane.stages import Plan, StepInfo
 from practicum.engines.protocol import Engine
 from practicum.models.load_model import context_length, load_model
 from practicum.places.model_cache import ModelCache
@@ -26,8 +25,7 @@ from practicum.roles.load_teachers import load_teachers, make_model_cache
 from practicum.roles.make_engine import describe_engines, make_engine
 from practicum.roles.reward import RewardParts, RewardRole
 from practicum.roles.reward_models import RewardModelRole, RewardModels, load_reward_models
-from practicum.roles.rollout import Finished, RolloutRole
-from practicum.roles.session_runner import SessionRunner
+from practicum.roles.rollout import Finished, RolloutRole, SessionRunner
 from practicum.roles.stage_table import evaluation_plan
 from practicum.roles.sync import SyncProbe
 from practicum.roles.teachers import TeacherRole, Teachers

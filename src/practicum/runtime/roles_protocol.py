@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.stage import StepInfo
+from practicum.dataplane.stages import StepInfo
 from practicum.dataplane.store import Store
 from practicum.roles.rollout import RolloutRole
 

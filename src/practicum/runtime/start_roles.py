@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from practicum.checks.watch import Watch
-from practicum.dataplane.plan import Plan
+from practicum.dataplane.stages import Plan
 from practicum.recipe.schema.recipe import Recipe
 from practicum.runtime.local import start_local
 from practicum.runtime.ray.init_ray import set_environment

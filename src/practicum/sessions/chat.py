@@ -1,20 +1,27 @@
-"""How a conversation goes on: the text to append, never a second tokenisation of what is there.
+"""How prompts and conversations become tokens.
 
-A chat template is a function of all messages. So it is asked for the longer conversation, and what that adds
-to the text that is already there is appended. Where it rewrites that text, there is nothing to append.
+A chat template is a function of all messages. So for each turn it is asked for the longer conversation, and
+what that adds to the text that is already there is appended: nothing is tokenised twice. Where the template
+rewrites that text, there is nothing to append.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from practicum.errors import EngineError, SessionError
 from practicum.models.images import Images
+from practicum.models.load_model import model_facts
+from practicum.models.processor import Processor, load_processor
+from practicum.recipe.derived import rollout_context
+from practicum.recipe.schema.recipe import Recipe, Task
+from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.messages import Message, message_text
+from practicum.tasks.prompts import Encoded, Prompt, encode_prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,3 +186,49 @@ def _between_bars(message: Message) -> str:
             "message: set the task's chat to true"
         )
     return f"|{message_text(message)}|"
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """Encodes prompts by their tasks' chat settings, with the agent's tools and the model's processor."""
+
+    tasks: Mapping[str, Task]
+    tokenizer: PreTrainedTokenizerBase
+    tools: Sequence[Mapping[str, Any]] = ()
+    processor: Processor | None = None
+    most_tokens: int | None = None
+    """Tokens that a prompt may have, where its task says `too_long: cut`."""
+
+    def __call__(self, prompt: Prompt) -> Encoded:
+        """The prompt's tokens, pictures and messages; of a prompt that is to be cut, the last tokens."""
+        encoded, room = self.whole(prompt), self.room(prompt.task)
+        if room is None or len(encoded.ids) <= room or encoded.messages is not None:
+            return encoded
+        return replace(encoded, ids=encoded.ids[-room:])
+
+    def room(self, task: str) -> int | None:
+        """Tokens that prompts of this task are cut to, if they are plain text; None if they are not cut."""
+        return self.most_tokens if self.tasks[task].too_long == "cut" and not self.tasks[task].chat else None
+
+    def whole(self, prompt: Prompt) -> Encoded:
+        """The prompt as it is, however long."""
+        task = self.tasks[prompt.task]
+        return encode_prompt(
+            prompt,
+            self.tokenizer,
+            chat=task.chat,
+            system=task.system,
+            tools=self.tools or None,
+            processor=self.processor,
+        )
+
+
+def make_encoder(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Encoder:
+    """The encoder of a recipe's prompts; tools and processors that can't be had are RecipeErrors."""
+    toolbox = Toolbox(recipe.agent.tools)
+    processor = load_processor(recipe.model, tokenizer)
+    most_tokens = None
+    if any(task.too_long == "cut" for task in recipe.tasks.values()):
+        model_context, _ = model_facts(recipe.model, len(tokenizer))
+        most_tokens = max(1, rollout_context(recipe, model_context) - recipe.rollout.max_new_tokens)
+    return Encoder(recipe.tasks, tokenizer, toolbox.schemas, processor, most_tokens)

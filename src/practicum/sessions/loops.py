@@ -7,9 +7,9 @@ import inspect
 from practicum.concurrency.gather import gather_all
 from practicum.errors import EngineError, RecipeError
 from practicum.recipe.user_functions import import_function, meant
+from practicum.sessions.attempts import Loop
 from practicum.sessions.chat import tool_result, user
 from practicum.sessions.session import Session
-from practicum.sessions.session_result import Loop
 from practicum.sessions.tools.tool_calls import BadCall, Call, read_calls
 from practicum.tasks.messages import Message
 

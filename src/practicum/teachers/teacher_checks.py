@@ -17,7 +17,7 @@ from practicum.models.vision import is_vision
 from practicum.recipe.checks.routing import destinations
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
-from practicum.sessions.prompt_encoder import make_encoder
+from practicum.sessions.chat import make_encoder
 from practicum.tasks.stream import make_stream
 from practicum.teachers.route import before_text, routed_value
 from practicum.teachers.vocabulary import compare_vocabularies

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from practicum.errors import RecipeError, RecipeErrors
 from practicum.recipe.derived import is_supervised
 from practicum.recipe.schema.recipe import Recipe, Task
-from practicum.sessions.prompt_encoder import Encoder, make_encoder
+from practicum.sessions.chat import Encoder, make_encoder
 from practicum.tasks.check_tasks import tasks_needing_answer
 from practicum.tasks.prompts import Prompt, demonstration
 from practicum.tasks.stream import draw_row, eval_prompts, make_stream, open_file, to_prompt

@@ -16,13 +16,12 @@ from typing import TypeVar
 from practicum.checks import invariants
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.plan import Plan
-from practicum.dataplane.stage import StepInfo
+from practicum.dataplane.stages import Plan, StepInfo
 from practicum.engines.protocol import Sampling
 from practicum.errors import PracticumError
 from practicum.recipe.algorithm_traits import ESTIMATORS
 from practicum.recipe.schema.recipe import Recipe
-from practicum.roles.optimizer_steps import balance_metrics
+from practicum.roles.learner_rows import balance_metrics
 from practicum.roles.student import UpdateReport
 from practicum.roles.teachers import prompts_read, waiting_rows
 from practicum.runtime.roles_protocol import Roles

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from practicum.dataplane.plan import Plan
+from practicum.dataplane.stages import Plan
 from practicum.errors import ClusterError, RecipeError
 from practicum.learning.minibatches import critic_cut, student_cut
 from practicum.recipe.derived import data_parallel, engine_replicas, own_models, own_options

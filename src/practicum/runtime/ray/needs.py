@@ -10,7 +10,7 @@ from math import floor
 from pathlib import Path
 
 from practicum.dataplane.fields import field_bytes
-from practicum.dataplane.plan import Plan
+from practicum.dataplane.stages import Plan
 from practicum.recipe.counts import count
 from practicum.recipe.derived import (
     computes_reward,

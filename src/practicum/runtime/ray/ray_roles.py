@@ -11,8 +11,7 @@ from practicum.checks.watch import Watch
 from practicum.concurrency.event_loop import run_async
 from practicum.concurrency.gather import gather_all
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.plan import Plan
-from practicum.dataplane.stage import StepInfo
+from practicum.dataplane.stages import Plan, StepInfo
 from practicum.dataplane.store import Store
 from practicum.errors import PracticumError
 from practicum.recipe.derived import scores_during_rollout

@@ -7,8 +7,7 @@ from typing import Any
 
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
-from practicum.dataplane.plan import Plan
-from practicum.dataplane.stage import StepInfo
+from practicum.dataplane.stages import Plan, StepInfo
 from practicum.models.load_model import load_tokenizer
 from practicum.recipe.derived import evaluates, rollout_context
 from practicum.roles.load_teachers import make_model_cache
@@ -17,7 +16,7 @@ from practicum.roles.reward_models import RewardModelRole, RewardModels, load_re
 from practicum.roles.stage_table import evaluation_plan
 from practicum.runtime.ray.reward_model_worker import RayRewardModel
 from practicum.runtime.ray.worker import Worker
-from practicum.sessions.prompt_encoder import make_encoder
+from practicum.sessions.chat import make_encoder
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.rewards import RewardFunctions
 

@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 from practicum.concurrency.event_loop import event_loop
 from practicum.concurrency.gather import gather_all
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.plan import Plan
+from practicum.dataplane.stages import Plan
 from practicum.errors import EngineError
 from practicum.models.load_model import context_length, load_model, load_tokenizer
 from practicum.recipe.derived import rollout_context
 from practicum.roles.make_engine import Weights, describe_engines, make_engine
-from practicum.roles.session_runner import SessionRow, SessionRunner
+from practicum.roles.rollout import SessionRow, SessionRunner
 from practicum.roles.stage_table import evaluation_plan
 from practicum.runtime.ray.weight_transport import Manifest, receive
 from practicum.runtime.ray.worker import Worker
 from practicum.sessions.attempts import Attempt
-from practicum.sessions.prompt_encoder import make_encoder
+from practicum.sessions.chat import make_encoder
 from practicum.sessions.session import SessionStart
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.prompts import Prompt

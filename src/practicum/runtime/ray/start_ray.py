@@ -10,7 +10,7 @@ from typing import Any
 from practicum.checks.watch import Watch
 from practicum.concurrency.event_loop import run_async
 from practicum.concurrency.gather import gather_all
-from practicum.dataplane.plan import Plan
+from practicum.dataplane.stages import Plan
 from practicum.errors import MissingExtraError
 from practicum.recipe.derived import (
     computes_reward,

@@ -11,7 +11,7 @@ from practicum.concurrency.event_loop import run_async
 from practicum.concurrency.open_time import OpenTime
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
-from practicum.dataplane.plan import Plan
+from practicum.dataplane.stages import Plan
 from practicum.errors import TeacherError
 from practicum.models.load_model import load_model, load_tokenizer, model_facts
 from practicum.models.output_head import OutputHead

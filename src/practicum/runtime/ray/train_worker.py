@@ -14,7 +14,7 @@ import ray
 from transformers import PreTrainedModel
 
 from practicum.checks.watch import Watch
-from practicum.dataplane.plan import Plan
+from practicum.dataplane.stages import Plan
 from practicum.learning.parallel import Parallel, free_port
 from practicum.models.load_model import load_model
 from practicum.models.output_head import OutputHead

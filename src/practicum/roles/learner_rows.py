@@ -1,4 +1,4 @@
-"""The mini-batches of a batch as the learner's roles run them."""
+"""The rows of a batch as the ranks of the learner take them: mini-batches, shares, and what rows carry."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.stage import StepInfo
+from practicum.dataplane.stages import Columns, StepInfo
 from practicum.learning.balance import Parts, assign_ranks, in_order, partition, step_imbalance
 from practicum.learning.minibatches import Cut, Minibatch, running_cuts, spread
+from practicum.learning.packing import RowExtras
 from practicum.learning.parallel import Parallel
+from practicum.models.images import Images
 from practicum.recipe.algorithm_traits import LOSSES
 from practicum.recipe.derived import has_policy_loss
 from practicum.recipe.schema.recipe import Recipe
@@ -114,3 +116,22 @@ def _assigned(batch: BatchRef, minibatches: Sequence[Minibatch], ranks: int, who
 
 def _tokens(batch: BatchRef) -> list[int]:
     return [tags.prompt_tokens + tags.response_tokens for tags in batch.tags]
+
+
+def images_of(columns: Columns, batch: BatchRef) -> list[Images | None]:
+    """The pictures of each row, if the model has eyes."""
+    if "multi_modal_inputs" not in columns:
+        return [None] * len(batch)
+    return [Images.from_inputs(inputs) for inputs in columns.objects("multi_modal_inputs")]
+
+
+def extras_of(columns: Columns, batch: BatchRef) -> RowExtras | None:
+    """What the stage read of them; None if tokens are all there is."""
+    names = ("position_ids", "multi_modal_inputs", "routed_experts")
+    if not any(name in columns for name in names):
+        return None
+    return RowExtras(
+        position_ids=columns.ragged("position_ids") if "position_ids" in columns else None,
+        images=images_of(columns, batch) if "multi_modal_inputs" in columns else None,
+        routed_experts=columns.ragged("routed_experts") if "routed_experts" in columns else None,
+    )
