@@ -21,7 +21,7 @@ import practicum
 from practicum.trainer.run import train_loaded
 from practicum.trainer.step import StepRunner
 
-from .teachers.schools import save_teacher
+from .teachers.tiny_teachers import save_teacher
 from .trainer.recipes import tiny
 
 ROOT = Path(practicum.__file__).parent

@@ -24,8 +24,8 @@ from practicum.recipe.schema.algorithm_sections import Algorithm, Kl
 from practicum.recipe.schema.algorithm_sections import CriticSection as CriticRecipe
 from practicum.recipe.schema.recipe import Train
 
+from .distilled import take_taught, taught, teaching
 from .reference import random_batch, take, tiny
-from .taught import take_taught, taught, teaching
 
 WORLD = 2
 UPDATES = 3

@@ -20,8 +20,8 @@ from practicum.recipe.schema.algorithm_sections import CriticSection as CriticRe
 from practicum.recipe.schema.recipe import Train
 from practicum.recipe.schema.teacher_sections import Distill
 
+from .distilled import taught
 from .reference import random_batch, tiny, with_padding
-from .taught import taught
 from .updates import learn
 
 TRAIN = Train(lr=0.01, eps=1e-3, weight_decay=0.1, clip_norm=0.5)

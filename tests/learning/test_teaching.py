@@ -26,8 +26,8 @@ from practicum.recipe.checks.divergences import why_dead
 from practicum.recipe.schema.algorithm_sections import Algorithm
 from practicum.recipe.schema.recipe import Train
 
+from .distilled import OTHERS, STUDENT, plain_gradient, take_taught, taught, teaching
 from .reference import VOCAB, Updated, random_batch
-from .taught import OTHERS, STUDENT, plain_gradient, take_taught, taught, teaching
 from .updates import assert_same, learn
 
 EXACT = 1e-9

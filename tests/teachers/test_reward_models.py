@@ -26,7 +26,8 @@ from practicum.rewards.prompted_judge import question, read_score
 from practicum.rewards.remote_reward_model import RemoteRewardModel, probe_reward_model
 from practicum.rewards.reward_place import CannotScore, JudgeInput, score_all
 from tests.serving.servers import MODEL
-from tests.teachers.judging import (
+from tests.teachers.models import save_tiny
+from tests.teachers.tiny_reward_models import (
     cases,
     judging_server,
     local,
@@ -36,7 +37,6 @@ from tests.teachers.judging import (
     values,
     vllm_probs,
 )
-from tests.teachers.models import save_tiny
 
 START_S = 100.0
 PROMPT = "{prompt}{response}?"

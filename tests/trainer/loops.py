@@ -5,7 +5,7 @@ import asyncio
 from practicum.sessions.session import Session
 from practicum.sessions.trajectory import Trajectory
 
-from .orders import is_ordered, obey, order
+from .kill_orders import is_ordered, obey, order
 
 
 async def two_trajectories(session: Session) -> list[Trajectory]:

@@ -5,7 +5,7 @@ import random
 
 from practicum.tasks.scorers import RewardSample
 
-from .orders import obey
+from .kill_orders import obey
 
 
 def even_length(sample: RewardSample) -> float:

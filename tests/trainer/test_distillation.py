@@ -29,8 +29,8 @@ from practicum.trainer.run import train_loaded
 from practicum.trainer.step import StepRunner
 from practicum.trainer.step_metrics import METRICS
 from tests.serving.servers import MODEL, served
-from tests.teachers.schools import save_teacher, school
 from tests.teachers.test_own import alive, until
+from tests.teachers.tiny_teachers import save_teacher, teachers_recipe
 
 from .test_run import metrics_of, stop_after, weights_of
 
@@ -55,7 +55,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def write(folder: Path, **sections: Any) -> LoadedRecipe:
     path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(school(**sections)))
+    path.write_text(yaml.safe_dump(teachers_recipe(**sections)))
     return load_recipe(path)
 
 

@@ -16,7 +16,7 @@ from practicum.recipe.schema.recipe import Model
 from practicum.trainer.preflight import preflight
 from practicum.trainer.run import evaluate_model, train_loaded
 
-from ..teachers.schools import save_teacher
+from ..teachers.tiny_teachers import save_teacher
 from .recipes import tiny
 from .test_run import metrics_of, weights_of
 

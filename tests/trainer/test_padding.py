@@ -16,7 +16,7 @@ from practicum.runtime.local import LocalRoles
 from practicum.trainer.run import train_loaded
 from practicum.trainer.step import StepRunner
 
-from ..teachers.schools import save_teacher
+from ..teachers.tiny_teachers import save_teacher
 from .recipes import tiny
 from .test_run import metrics_of, without_times
 

@@ -17,8 +17,8 @@ from practicum.dataplane.ray_store.ray_store import RayStore
 from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
 from practicum.trainer.run import train_loaded
 from tests.cluster import local_ray
-from tests.teachers.judging import save_classifier
-from tests.teachers.schools import save_teacher, school
+from tests.teachers.tiny_reward_models import save_classifier
+from tests.teachers.tiny_teachers import save_teacher, teachers_recipe
 
 from .recipes import TINY, tiny
 from .test_run import metrics_of, stop_after, weights_of
@@ -103,7 +103,7 @@ def taught(folder: Path, teachers: dict[str, Any], **sections: Any) -> LoadedRec
     """A student of three teachers, one of them its own copy, which it renews every other step."""
     path = folder / "recipe.yaml"
     route = {"by": "task", "to": {"copy": {"small": 0.5, "self": 0.5}, "compare": "wide"}}
-    recipe = school(teachers=teachers, route=route, distill={"signal": "full"}, **sections)
+    recipe = teachers_recipe(teachers=teachers, route=route, distill={"signal": "full"}, **sections)
     path.write_text(yaml.safe_dump(recipe | {"train": STEPS | {"steps": 4, "prompts": 6}}))
     return load_recipe(path)
 

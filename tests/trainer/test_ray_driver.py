@@ -17,7 +17,7 @@ import pytest
 from practicum.trainer.run import train_loaded
 from tests.cluster import descendants, still_running
 
-from . import orders
+from . import kill_orders
 from .recipes import tiny
 from .test_ray import assert_same_run
 from .test_ray_failures import MORTAL, fragile
@@ -61,19 +61,19 @@ def test_a_run_that_started_its_cluster_leaves_nothing_however_it_ends_and_resum
 ):
     train_loaded(tiny(tmp_path, **MORTAL), tmp_path / "whole")
     (tmp_path / "orders").mkdir()
-    monkeypatch.setenv(orders.FOLDER, str(tmp_path / "orders"))
+    monkeypatch.setenv(kill_orders.FOLDER, str(tmp_path / "orders"))
     lingers, shared = tmp_path / "orders" / "lingers", set(os.listdir("/dev/shm"))
     others, started = set(descendants()), dict[int, str]()
     tiny(tmp_path, **fragile(MORTAL))
 
-    in_step_2 = orders.order("linger at prompt 4")
+    in_step_2 = kill_orders.order("linger at prompt 4")
     with driver(tmp_path) as process:
         until(lingers, process)
         started |= descendants()
         process.kill()
     in_step_2.unlink()
 
-    in_step_3 = orders.order("linger at prompt 8")
+    in_step_3 = kill_orders.order("linger at prompt 8")
     with driver(tmp_path, "--resume") as process:
         until(lingers, process)
         started |= descendants()

@@ -29,10 +29,10 @@ from practicum.runtime.ray.train_group import TrainGroup
 from practicum.trainer.run import train_loaded
 from practicum.trainer.step import TRAIN, StepRunner
 from tests.cluster import local_ray
-from tests.teachers.judging import save_classifier
-from tests.teachers.schools import school
+from tests.teachers.tiny_reward_models import save_classifier
+from tests.teachers.tiny_teachers import teachers_recipe
 
-from . import orders
+from . import kill_orders
 from .recipes import TINY, tiny
 from .test_ray import STEPS, assert_same_run, on_ray
 
@@ -50,12 +50,12 @@ MORTAL: dict[str, Any] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    os.environ[orders.FOLDER] = str(tmp_path_factory.mktemp("orders"))  # before: workers inherit it
+    os.environ[kill_orders.FOLDER] = str(tmp_path_factory.mktemp("orders"))  # before: workers inherit it
     try:
         with local_ray(cpus=12):
             yield
     finally:
-        del os.environ[orders.FOLDER]
+        del os.environ[kill_orders.FOLDER]
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def survivor(folder: Path, place: str = "colocated", **sections: Any) -> LoadedR
     """A student that learns from a reward function, a reward model and a copy of itself, which grows old."""
     functions = [{"use": "tests.trainer.rewards:mortal"}]
     model = {"model": str(folder / "judge"), "label": 1, "placement": place, "deadline_s": 60}
-    recipe = school(
+    recipe = teachers_recipe(
         teachers={"self": {"student": {"every": 2}, "placement": place, "deadline_s": 60}},
         reward={"functions": functions, "models": {"judge": model}},
         agent={"loop": "tests.trainer.loops:mortal"},
@@ -164,8 +164,8 @@ def test_a_run_goes_on_after_deaths_as_if_nobody_had_died(tmp_path: Path, monkey
     save_classifier(tmp_path / "judge")
     train_loaded(survivor(tmp_path), tmp_path / "local")
     kills: dict[int, Act] = {
-        1: lambda _: orders.order("rollout"),
-        2: lambda _: orders.order("reward"),
+        1: lambda _: kill_orders.order("rollout"),
+        2: lambda _: kill_orders.order("reward"),
         3: lambda roles: freeze_and_kill(roles.cluster.actors["reward.models.judge 0"]),
         4: lambda roles: freeze_and_kill(roles.pools.teachers["self"].replicas()[0]),
     }
@@ -221,10 +221,10 @@ def test_rows_that_a_dead_replica_did_not_tell_of_are_cleared_and_too_many_death
     def haunted(roles: RayRoles) -> None:
         """What a replica that dies between writing and reporting leaves; stays it, the step fails a check."""
         roles.handle.connect(60.0).put(ghost, {})
-        orders.order("rollout")
+        kill_orders.order("rollout")
 
     with monkeypatch.context() as patch:
-        before_steps(patch, {1: haunted, 2: lambda _: orders.order("rollout")})
+        before_steps(patch, {1: haunted, 2: lambda _: kill_orders.order("rollout")})
         with pytest.raises(ClusterError, match=r"rollout: 2 deaths .* more than runtime\.max_deaths = 1; "):
             train_loaded(tiny(tmp_path, **fragile(sections, deaths=1)), tmp_path / "cut")
     train_loaded(tiny(tmp_path, **sections), tmp_path / "cut", resume=True)

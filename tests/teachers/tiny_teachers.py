@@ -38,7 +38,7 @@ def save_teacher(folder: Path, *, seed: int, hidden: int = 32, scale: float = 5.
     return str(folder)
 
 
-def school(**sections: Any) -> dict[str, Any]:
+def teachers_recipe(**sections: Any) -> dict[str, Any]:
     """A recipe of a tiny student; teachers are to be added."""
     return {
         "name": "school",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.teachers.judging import local, run, save_classifier, save_judge
+from tests.teachers.tiny_reward_models import local, run, save_classifier, save_judge
 from tests.trainer.recipes import tiny
 
 from practicum.checks.watch import Watch

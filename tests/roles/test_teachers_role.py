@@ -13,8 +13,8 @@ import pytest
 import torch
 from tests.serving.servers import MODEL, served
 from tests.teachers.models import in_process
-from tests.teachers.schools import save_teacher, school
 from tests.teachers.scoring_server import scoring_server
+from tests.teachers.tiny_teachers import save_teacher, teachers_recipe
 from tests.trainer.loops import two_trajectories
 
 from practicum.checks.watch import Watch
@@ -50,7 +50,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def recipe_of(folders: dict[str, str], *, each: dict[str, Any] | None = None, **sections: Any) -> Recipe:
     teachers = {name: {"model": folder, **(each or {})} for name, folder in folders.items()}
-    return Recipe.model_validate(school(teachers=teachers, **{"route": ROUTE, "distill": {}} | sections))
+    return Recipe.model_validate(
+        teachers_recipe(teachers=teachers, **{"route": ROUTE, "distill": {}} | sections)
+    )
 
 
 @contextmanager
@@ -261,7 +263,7 @@ def test_weights_on_disk_that_can_not_be_read_are_the_teachers_error(folders: di
 
 def test_what_only_the_teacher_reads_comes_before_the_prompt(folders: dict[str, str]):
     teachers = {"small": {"model": folders["small"], "before": "it is {answer}:"}}
-    recipe = Recipe.model_validate(school(teachers=teachers, distill={}))
+    recipe = Recipe.model_validate(teachers_recipe(teachers=teachers, distill={}))
     with started(recipe) as (roles, faculty):
         batch = roll_out(recipe, roles, prompts=2)
         teach(faculty, roles, batch)
@@ -281,7 +283,7 @@ def test_every_trajectory_of_a_session_is_scored(folders: dict[str, str], stream
     with served(model) as server:
         one = {"url": server.url, "model": MODEL} if streamed else {"model": folders["small"]}
         recipe = Recipe.model_validate(
-            school(teachers={"small": one}, distill={"divergence": "k2", "signal": "sampled"})
+            teachers_recipe(teachers={"small": one}, distill={"divergence": "k2", "signal": "sampled"})
         )
         with started(recipe) as (roles, faculty):
             local_workers(roles).sessions.loop = two_trajectories
@@ -316,7 +318,7 @@ def test_a_streamed_teacher_that_fails_cancels_the_rollout_and_its_error_surface
     with scoring_server(model, fails_first=10**6, fail_status=400) as server:
         teachers = {"small": {"url": server.url, "model": MODEL}}
         recipe = Recipe.model_validate(
-            school(teachers=teachers, distill={"divergence": "k2", "signal": "sampled"})
+            teachers_recipe(teachers=teachers, distill={"divergence": "k2", "signal": "sampled"})
         )
         with started(recipe) as (roles, faculty):
             local_workers(roles).sessions.loop = loop
@@ -345,7 +347,7 @@ def test_closing_stops_every_teacher_even_if_one_can_not_be(folders: dict[str, s
 
 def test_copies_of_the_student_take_its_weights_when_due_and_are_saved(tmp_path: Path):
     recipe = Recipe.model_validate(
-        school(teachers={"self": {"student": {"every": 2}}}, distill={"signal": "full"})
+        teachers_recipe(teachers={"self": {"student": {"every": 2}}}, distill={"signal": "full"})
     )
     due = []
     with started(recipe) as (roles, faculty):
