@@ -143,7 +143,7 @@ def check(
 
 
 def _check(loaded: LoadedRecipe, static: bool) -> None:
-    from practicum.dataplane.plan import chain
+    from practicum.dataplane.stages import chain
     from practicum.recipe.text.show_recipe import show_recipe
     from practicum.roles.stage_table import make_plan
     from practicum.trainer.run_models import resolve_models
@@ -175,7 +175,7 @@ def explain(recipe: RecipePath, overrides: Overrides = None) -> None:
 
     practicum explain recipes/sort/grpo.yaml --set algorithm.kl.place=loss
     """
-    from practicum.dataplane.plan import draw
+    from practicum.dataplane.stages import draw
     from practicum.recipe.load_recipe import load_recipe
     from practicum.roles.stage_table import make_plan
     from practicum.trainer.run_models import resolve_models
