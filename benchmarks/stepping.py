@@ -13,7 +13,7 @@ from benchmarks.harness import Measured, Stopwatch
 from benchmarks.model import CACHE, model_folder
 from practicum.observe.progress import ProgressView
 from practicum.recipe.schema.recipe import Recipe
-from practicum.trainer.run import Run
+from practicum.trainer.run import Trainer
 from practicum.trainer.run_folder import RunFolder
 
 TIMED = (
@@ -37,7 +37,7 @@ class Steps:
     def __init__(self, recipe: Recipe, *, stops: bool = True) -> None:
         folder = RunFolder(CACHE / "runs" / f"{recipe.name}-{os.getpid()}")
         console = Console(file=open(os.devnull, "w"))  # noqa: SIM115 - lives as long as the run
-        self.run = Run(recipe, folder, ProgressView(recipe.name, recipe.train.steps, console=console))
+        self.run = Trainer(recipe, folder, ProgressView(recipe.name, recipe.train.steps, console=console))
         self.run.begin()
         if not stops:
             self.run.roles.stop = frozenset()

@@ -31,7 +31,8 @@ RANK = {
     "forecast": 9,
     "observe": 9,
     "trainer": 10,
-    "cli": 11,
+    "api": 11,
+    "cli": 12,
 }
 FILES = sorted(p for p in ROOT.rglob("*.py") if p.parent != ROOT or p.stem in RANK)
 

@@ -1,3 +1,25 @@
-"""practicum post-trains language models: reinforcement learning and on-policy distillation in one trainer."""
+"""practicum post-trains language models: reinforcement learning and on-policy distillation in one trainer.
+
+`import practicum as pr` has the functions of docs/python.md; they are imported when they are first used.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from practicum.api import LoadedRecipe, PracticumError, Run, evaluate, load_recipe, train
+
+__all__ = ["LoadedRecipe", "PracticumError", "Run", "__version__", "evaluate", "load_recipe", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from practicum import api
+
+    return getattr(api, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

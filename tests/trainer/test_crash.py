@@ -65,7 +65,7 @@ def test_a_reward_that_raises_costs_one_step(tmp_path: Path, monkeypatch: pytest
     [
         ({"train": MINIBATCHES | {"steps": 3}}, Learner, "update", 2),  # before the first optimizer step
         (SUPERVISED, LocalRoles, "sync_weights", 3),  # after the update: the step counts
-        ({"eval": {"rows": 4, "every": 3}}, run_module.Run, "evaluate", 3),
+        ({"eval": {"rows": 4, "every": 3}}, run_module.Trainer, "evaluate", 3),
         (PPO, AdvantageRole, "_estimate", 2),
     ],
     ids=["update", "sync", "evaluation", "advantages"],

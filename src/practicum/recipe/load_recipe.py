@@ -1,9 +1,9 @@
-"""From files and --set to a checked Recipe, with the origin of every value."""
+"""From files, or a dict, and --set to a checked Recipe, with the origin of every value."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,9 @@ from practicum.recipe.text.origins import DEFAULT, OVERRIDE, Layers, Origin, lea
 from practicum.recipe.text.problems import explain, shorten, with_origin
 from practicum.recipe.text.type_text import nearest
 
+DICT = Path("the dict")
+"""Stands for the file of a recipe that has none; names in it are relative to the working directory."""
+
 
 @dataclass(frozen=True)
 class LoadedRecipe:
@@ -31,28 +34,28 @@ class LoadedRecipe:
     """Where the files, models and functions that it names were found."""
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """Read a recipe and what it extends, lay `key=value` overrides over it, and check it.
+def load_recipe(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """Read a recipe, a file or plain data, and what it extends, lay `key=value` over it, and check it.
 
     All mistakes come together in one RecipeErrors.
     """
-    source = Path(path)
+    source, data = (DICT, recipe) if isinstance(recipe, Mapping) else (Path(recipe), None)
     layers = Layers()
     try:
-        for file, document in _chain(source):
+        for file, document in _chain(source, data):
             _add_file(layers, file, document, source)
     except RecipeError as error:
         raise RecipeErrors(str(source), [error]) from None
     layers.add(_parse_overrides(overrides, str(source)), lambda _: OVERRIDE)
     places = locate(layers.data, layers.origins, source)
     try:
-        recipe = Recipe.model_validate(layers.data)
+        checked = Recipe.model_validate(layers.data)
     except ValidationError as error:
         raise RecipeErrors(str(source), explain(error, layers.origins)) from None
-    origins = {leaf: layers.origins.get(leaf, DEFAULT) for leaf, _ in leaves(recipe.model_dump())}
-    if problems := combinations(recipe):
+    origins = {leaf: layers.origins.get(leaf, DEFAULT) for leaf, _ in leaves(checked.model_dump())}
+    if problems := combinations(checked):
         raise RecipeErrors(str(source), [_with_origin(p, layers.origins) for p in problems])
-    return LoadedRecipe(recipe, origins, source, places)
+    return LoadedRecipe(checked, origins, source, places)
 
 
 def base_files(source: Path) -> list[Path]:
@@ -60,19 +63,22 @@ def base_files(source: Path) -> list[Path]:
     return [Path(os.path.normpath(file)) for file, _ in _chain(source)[::-1]]
 
 
-def _chain(source: Path) -> list[tuple[Path, yamlfile.Document]]:
-    """The recipe's file and its bases, the deepest base first."""
+def _chain(source: Path, data: Mapping[str, Any] | None = None) -> list[tuple[Path, yamlfile.Document]]:
+    """The recipe's file, or its data, and its bases, the deepest base first."""
     chain: list[tuple[Path, yamlfile.Document]] = []
     seen: list[Path] = []
     file = source
     while True:
-        document = _read(file, extended_by=chain[-1] if chain else None)
+        if data is not None and not chain:
+            document = yamlfile.Document(data)
+        else:
+            document = _read(file, extended_by=chain[-1] if chain else None)
         chain.append((file, document))
         seen.append(file.resolve())
         base = document.data.get("extends")
         if base is None:
             return chain[::-1]
-        place = f"extends (line {document.lines['extends']} of {file})"
+        place = _extends(file, document)
         if not isinstance(base, str):
             raise RecipeError(place, shorten(base), "the path of one recipe file")
         file = file.parent / base
@@ -82,10 +88,7 @@ def _chain(source: Path) -> list[tuple[Path, yamlfile.Document]]:
 
 
 def _read(file: Path, extended_by: tuple[Path, yamlfile.Document] | None) -> yamlfile.Document:
-    place = "recipe"
-    if extended_by is not None:
-        by, document = extended_by
-        place = f"extends (line {document.lines['extends']} of {by})"
+    place = "recipe" if extended_by is None else _extends(*extended_by)
     try:
         text = file.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -98,6 +101,11 @@ def _read(file: Path, extended_by: tuple[Path, yamlfile.Document] | None) -> yam
         found = "an empty file" if document.data is None else shorten(document.data)
         raise RecipeError(str(file), found, "a mapping of keys to values", "start with: name: …")
     return document
+
+
+def _extends(file: Path, document: yamlfile.Document) -> str:
+    line = document.lines.get("extends")
+    return f"extends of {file}" if line is None else f"extends (line {line} of {file})"
 
 
 def _other_file(missing: Path) -> str:
@@ -114,6 +122,8 @@ def _add_file(layers: Layers, file: Path, document: yamlfile.Document, source: P
     name = "" if own else os.path.relpath(file, source.parent)
 
     def origin_of(path: str) -> Origin:
+        if file == DICT:
+            return Origin("dict")
         lines = document.lines  # a value that was spelled out has the line of its section
         return Origin("file" if own else "base", name, lines.get(path, lines.get(path.rpartition(".")[0])))
 

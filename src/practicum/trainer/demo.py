@@ -11,8 +11,9 @@ from rich.console import Console
 from practicum.observe.tables import score_table
 from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
 from practicum.recipe.shipped import shipped_recipes
+from practicum.trainer.finished_run import Run
 from practicum.trainer.interrupt import Stopped
-from practicum.trainer.run import RunResult, evaluate_model, show_ledger, train_loaded
+from practicum.trainer.run import evaluate_model, show_ledger, train_loaded
 
 BASE, STUDENT, WAY = "base", "student", "student, of the way"
 Scores = Mapping[str, float]
@@ -33,7 +34,7 @@ def run_demo(out: Path = Path("runs/mopd"), seed: int | None = None) -> dict[str
     """
     console, began = Console(), time.monotonic()
     recipes = demo_recipes(out, seed)
-    student: RunResult | None = None
+    student: Run | None = None
     for number, (name, loaded) in enumerate(recipes.items(), start=1):
         console.print(f"[bold]{number}/{len(recipes)}[/bold] {name}: {_purpose(name)}")
         student = train_loaded(loaded, out / name, fresh=True)

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
+from typing import Any
 
 
 class Stopped(KeyboardInterrupt):
@@ -23,12 +24,13 @@ class Interrupt:
         self.asked = False
         self.number: int | None = None
         self._say = say
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._handle)
+                before = signal.signal(number, self._handle)
+                self._before[number] = signal.SIG_DFL if before is None else before  # None: not Python's
         return self
 
     def __exit__(
@@ -38,7 +40,7 @@ class Interrupt:
         at: TracebackType | None,
     ) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+            signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.asked:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 import time
-from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from practicum.teachers.ledger import totals
 from practicum.trainer.checkpoints import Checkpoints, Progress
 from practicum.trainer.evaluate import evaluate
 from practicum.trainer.failures import Failures
+from practicum.trainer.finished_run import Run
 from practicum.trainer.interrupt import Interrupt, Stopped
 from practicum.trainer.preflight import check_without_models, known_traits
 from practicum.trainer.recipe_changes import Change, allowed_changes
@@ -48,34 +50,23 @@ LEDGER_WIDTH = 150
 """Columns of the table of teachers, also where the output is no terminal."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """What a run came to."""
-
-    name: str
-    folder: Path
-    first_eval: dict[str, float]
-    last_eval: dict[str, float]
-    steps: int
-    seconds: float
-    failures: tuple[str, ...] = ()
-    """Sessions that failed, counted by reason, in sentences."""
-    signal: int | None = None
-    """What stopped it before its end: SIGINT or SIGTERM."""
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether it was stopped before its end; --resume continues it."""
-        return self.signal is not None
+OnStep = Callable[[dict[str, Any]], object]
+"""Called with each row of metrics.jsonl as soon as it is written."""
 
 
-class Run:
+class Trainer:
     """One recipe, from its start or its last checkpoint to its end."""
 
     def __init__(
-        self, recipe: Recipe, folder: RunFolder, view: ProgressView, *, resume: bool = False
+        self,
+        recipe: Recipe,
+        folder: RunFolder,
+        view: ProgressView,
+        *,
+        resume: bool = False,
+        on_step: OnStep | None = None,
     ) -> None:
-        self.recipe, self.folder, self.view = recipe, folder, view
+        self.recipe, self.folder, self.view, self.on_step = recipe, folder, view, on_step
         self.plan = make_plan(recipe, known_traits(recipe.model))
         require_trackers(recipe)
         self.watch = Watch(recipe.checks, self._report)
@@ -132,7 +123,7 @@ class Run:
             self._report(f"changed from step {first} on: {change}")
         self.folder.write_recipe(self.recipe)
 
-    def train(self, interrupt: Interrupt) -> RunResult:
+    def train(self, interrupt: Interrupt) -> Run:
         """All steps that are left, then the export."""
         steps = self.recipe.train.steps
         if not self.folder.positions()["metrics.jsonl"]:
@@ -151,14 +142,15 @@ class Run:
             shutil.rmtree(aside, ignore_errors=True)
             self.roles.export(aside)
             finish_export(aside, self.folder.export, self.progress.step)
-        return RunResult(
-            self.recipe.name,
+        return Run(
+            self.recipe,
             self.folder.path,
             self.progress.first_eval,
             self.progress.last_eval or self.progress.first_eval,
             self.progress.step,
             self._elapsed(),
             tuple(self.failures.summary()),
+            tuple(self.view.warnings),
             interrupt.number,
         )
 
@@ -236,6 +228,8 @@ class Run:
         for tracker in self.trackers:
             tracker.log(number, metrics)
         self.view.step(number, metrics)
+        if self.on_step is not None:
+            self.on_step(row)
 
     def _keep_samples(self, batch: BatchRef) -> None:
         self.failures.note(batch)
@@ -287,8 +281,10 @@ def train_loaded(
     resume: bool = False,
     fresh: bool = False,
     change: bool = False,
-) -> RunResult:
-    """Train one recipe; used by the command line, the demo and tests.
+    on_step: OnStep | None = None,
+    quiet: bool = False,
+) -> Run:
+    """Train one recipe.
 
     With `change` a resumed run may have a recipe with other values than the run had.
     """
@@ -298,8 +294,12 @@ def train_loaded(
     resolved = recipe.model_dump(mode="json", exclude={"extends"})
     changes = allowed_changes(folder.recipe(), resolved, change=change) if resume else []
     steps = Checkpoints(folder.checkpoints, 1).steps() if resume else []
-    view = ProgressView(recipe.name, recipe.train.steps, done=steps[-1] if steps else 0)
-    with view, Interrupt(view.say) as interrupt, closing(Run(recipe, folder, view, resume=resume)) as run:
+    console = Console(quiet=True, force_terminal=False) if quiet else None
+    view = ProgressView(recipe.name, recipe.train.steps, done=steps[-1] if steps else 0, console=console)
+    with ExitStack() as stack:
+        stack.enter_context(view)
+        interrupt = stack.enter_context(Interrupt(view.say))
+        run = stack.enter_context(closing(Trainer(recipe, folder, view, resume=resume, on_step=on_step)))
         try:
             run.begin(changes, taken)
             return run.train(interrupt)
@@ -320,7 +320,7 @@ def train_recipes(
     fresh: bool = False,
     change: bool = False,
     out: Path | None = None,
-) -> list[RunResult]:
+) -> list[Run]:
     """Train recipes one after the other, with a summary of each."""
     if out is not None and len(recipes) > 1:
         raise PracticumError("--out is for one recipe; several write to their own folders")
@@ -336,7 +336,7 @@ def train_recipes(
     return outcomes
 
 
-def summary(outcome: RunResult, expected: str | None) -> str:
+def summary(outcome: Run, expected: str | None) -> str:
     """A run in a few lines: how it ended, its scores before and after, where it lies."""
     ended = "stopped, --resume continues it" if outcome.interrupted else "done"
     lines = [f"{outcome.name}: {ended} · {outcome.steps} steps in {outcome.seconds:.0f} s · {outcome.folder}"]
@@ -366,20 +366,24 @@ def loading(recipe: Recipe) -> str:
     return f"{where}{what}{f' and {beside}' if beside else ''}"
 
 
-def evaluate_recipe(loaded: LoadedRecipe, model: str | None = None) -> dict[str, float]:
-    """Scores of the recipe's model (or `model`) on its held-out prompts, shown as a table."""
+def evaluate_recipe(
+    loaded: LoadedRecipe, model: str | None = None, *, quiet: bool = False
+) -> dict[str, float]:
+    """Scores of the recipe's model (or `model`) on its held-out prompts, shown as a table unless `quiet`."""
+    console = Console(quiet=quiet)
     if model is not None:
         loaded = replace(loaded, recipe=_with_model(loaded.recipe, model))
     loaded, taken = resolve_models(loaded)
     for sentence in taken:
-        Console().print(sentence, highlight=False, soft_wrap=True, markup=False)
+        console.print(sentence, highlight=False, soft_wrap=True, markup=False)
     recipe = loaded.recipe
-    Console(stderr=True).print(f"{loading(recipe)} …", highlight=False, soft_wrap=True, markup=False)
+    if not quiet:
+        print(f"{loading(recipe)} …", file=sys.stderr)
     scores = evaluate_model(recipe)
     if not scores:
         raise PracticumError("nothing to evaluate: no task is built-in or has an eval_file")
     rows = {name.removeprefix("eval/"): {"score": value} for name, value in scores.items()}
-    Console().print(score_table(f"{model or recipe.model.path or 'a new model'}", rows, ["score"]))
+    console.print(score_table(f"{model or recipe.model.path or 'a new model'}", rows, ["score"]))
     return scores
 
 

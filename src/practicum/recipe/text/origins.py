@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """default, a base (with its file), the recipe's file, or --set; files come with the line."""
+    """default, a base (with its file), the recipe's file or dict, or --set; files come with the line."""
 
-    kind: Literal["default", "base", "file", "--set"]
+    kind: Literal["default", "base", "file", "dict", "--set"]
     file: str = ""
     line: int | None = None
 

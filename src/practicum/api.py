@@ -1,0 +1,103 @@
+"""practicum from Python: `import practicum as pr`. Each function does what the command of its name does.
+
+Nothing here imports torch until it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from yaml.representer import RepresenterError
+
+from practicum.errors import PracticumError, RecipeError
+from practicum.recipe.load_recipe import LoadedRecipe
+from practicum.recipe.load_recipe import load_recipe as load
+from practicum.recipe.text import yamlfile
+from practicum.trainer.finished_run import Run
+
+if TYPE_CHECKING:
+    from practicum.trainer.run import OnStep
+
+__all__ = ["LoadedRecipe", "PracticumError", "Run", "evaluate", "load_recipe", "train"]
+
+RecipeLike: TypeAlias = "str | Path | Mapping[str, Any] | LoadedRecipe"
+"""A recipe's file, its keys as a dict, or a loaded one."""
+
+
+def load_recipe(
+    recipe: str | Path | Mapping[str, Any], set: Mapping[str, Any] | Sequence[str] = ()
+) -> LoadedRecipe:
+    """A recipe with every rule applied: a file (YAML), or its keys as a dict. Its values are in `.recipe`.
+
+    `set` changes values, as {"train.lr": 1e-5} or ["train.lr=1e-5"]. All mistakes come in one PracticumError.
+    """
+    if isinstance(set, Mapping):
+        changes = [f"{key}={_as_yaml(key, value)}" for key, value in set.items()]
+    else:
+        changes = [set] if isinstance(set, str) else list(set)
+    return load(_plain(recipe) if isinstance(recipe, Mapping) else recipe, changes)
+
+
+def train(
+    recipe: RecipeLike,
+    *,
+    on_step: OnStep | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    fresh: bool = False,
+    change: bool = False,
+    quiet: bool = False,
+) -> Run:
+    """Train by a recipe, in the folder `out` or the one that the recipe names.
+
+    `on_step` gets each step's metrics, a dict; what it raises stops the run, which keeps a checkpoint. Ctrl-C
+    ends the run after its step, `resume` continues it. The options are those of `practicum train`.
+    """
+    loaded = _loaded(recipe)
+    from practicum.trainer.run import train_loaded
+
+    folder = None if out is None else Path(out)
+    return train_loaded(
+        loaded, folder, resume=resume, fresh=fresh, change=change, on_step=on_step, quiet=quiet
+    )
+
+
+def evaluate(
+    recipe: RecipeLike | Run, model: str | Path | None = None, *, quiet: bool = True
+) -> dict[str, float]:
+    """Scores on a recipe's held-out prompts: of its model, of the model of a run, or of `model`.
+
+    `model` is a folder, a hub name, a run folder or a checkpoint.
+    """
+    if isinstance(recipe, Run):
+        model = model or recipe.folder
+        recipe = LoadedRecipe(recipe.recipe, {}, recipe.folder / "recipe.yaml")
+    loaded = _loaded(recipe)
+    from practicum.trainer.run import evaluate_recipe
+
+    return evaluate_recipe(loaded, None if model is None else str(model), quiet=quiet)
+
+
+def _loaded(recipe: RecipeLike) -> LoadedRecipe:
+    return recipe if isinstance(recipe, LoadedRecipe) else load_recipe(recipe)
+
+
+def _as_yaml(key: str, value: Any) -> str:
+    try:
+        return yamlfile.dump(_plain(value), flow=True)
+    except RepresenterError:
+        expected = "numbers, text, lists and dicts, as a recipe has them"
+        raise RecipeError(f"set {key}", f"a {type(value).__name__}", expected) from None
+
+
+def _plain(value: Any) -> Any:
+    """Paths as text, tuples as lists, numbers of numpy as Python's."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, Path):
+        return str(value)
+    return value.item() if hasattr(value, "item") else value
