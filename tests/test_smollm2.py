@@ -13,9 +13,9 @@ import torch
 
 from practicum.models.load_model import load_model, load_tokenizer
 from practicum.recipe.load_recipe import load_recipe
-from practicum.recipe.schema.recipe import MakeModel, Model
+from practicum.recipe.schema.recipe import MakeModel, Model, Task
 from practicum.recipe.shipped import shipped_recipes
-from practicum.tasks.files import FileSource
+from practicum.tasks.locations import Location, open_rows
 from practicum.trainer.run import train_loaded
 
 FOLDER = shipped_recipes() / "smollm2"
@@ -83,7 +83,7 @@ def test_questions_are_right_and_none_is_in_both_files(script: ModuleType, tmp_p
         assert row["prompt"][-1]["content"] != script.EXAMPLE[0]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows["eval"]))
-    assert FileSource(path, needs_answer=True).has_messages
+    assert open_rows("t", Task(), Location((str(path),)), needs_answer=True).has_messages
 
 
 def test_without_an_index_the_script_says_what_it_needs_and_leaves_nothing(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import pytest
 import yaml
 
 from practicum.recipe.load_recipe import load_recipe
-from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.recipe import Recipe, Task
 from practicum.sessions.loops import find_loop
-from practicum.tasks.files import FileSource
+from practicum.tasks.locations import Location, open_rows
 from practicum.tasks.rewards import RewardFunctions
 from practicum.tasks.scorers import RewardSample
+from practicum.tasks.stream import eval_prompts, make_stream
 
 from .pages import ROOT, Block, all_blocks
 
@@ -52,7 +54,8 @@ def test_code_runs(block: Block, empty_folder: Path, own_registries: None):
 @pytest.mark.parametrize("block", all_blocks("jsonl"), ids=str)
 def test_rows_are_good(block: Block, empty_folder: Path):
     (empty_folder / "rows.jsonl").write_text(block.text)
-    assert len(FileSource("rows.jsonl", needs_answer=True)) == len(block.text.splitlines())
+    source = open_rows("t", Task(), Location(("rows.jsonl",)), needs_answer=True)
+    assert len(source) == len(block.text.splitlines())
 
 
 def test_the_rewards_of_the_docs_judge(empty_folder: Path):
@@ -64,6 +67,24 @@ def test_the_rewards_of_the_docs_judge(empty_folder: Path):
     assert [result.failure for result in results] == [None, None]
     assert results[0].parts == {"checker": 1.0, "in_place": 1.0, "ended": 1.0, "shortest": 1.0}
     assert results[1].parts == {"checker": 0.0, "in_place": 0.75, "ended": 0.0, "shortest": 0.0}
+
+
+def test_the_dataset_of_the_docs_is_read(empty_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """In place of the hub's, a folder of that name with its subset and splits."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", empty_folder / "cache")
+    (recipe,) = [block for block in all_blocks("yaml") if "gsm8k" in block.text]
+    (code,) = [block for block in all_blocks("python") if 'name="my_rows.py"' in block.info]
+    (empty_folder / "my_rows.py").write_text(code.text)
+    data = Path("openai/gsm8k")
+    data.mkdir(parents=True)
+    (data / "README.md").write_text("---\nconfigs: [{config_name: main, data_dir: main}]\n---\n")
+    (data / "main").mkdir()
+    for split in ("train", "test"):
+        row = {"question": f"{split}: 1 + 1?", "answer": "1 + 1 = 2\n#### 2"}
+        (data / "main" / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
+    tasks = load_block(recipe, empty_folder).tasks
+    drawn = [make_stream(tasks, 0).prompt(0), *eval_prompts(tasks, 8, 0)]
+    assert [(p.content, p.answer) for p in drawn] == [("train: 1 + 1?", "2"), ("test: 1 + 1?", "2")]
 
 
 def test_the_loop_of_the_docs_is_found(empty_folder: Path):

@@ -12,8 +12,8 @@ from practicum.algorithms.aggregation import AGGREGATIONS
 from practicum.algorithms.kl import KL_ESTIMATORS
 from practicum.algorithms.policy_losses.registry import POLICY_LOSSES
 from practicum.errors import DataError
-from practicum.recipe.schema.recipe import Checks
-from practicum.tasks.files import FileSource
+from practicum.recipe.schema.recipe import Checks, Task
+from practicum.tasks.locations import Location, open_rows
 from practicum.tasks.scorers import SCORERS
 from practicum.trainer.recipe_changes import MAY_CHANGE
 
@@ -89,5 +89,5 @@ def test_a_bad_row_is_named_as_the_docs_show(tmp_path: Path, monkeypatch: pytest
     file.parent.mkdir()
     file.write_text('{"prompt": "ab=", "answer": "ab"}\n{"prompt": "ba=", "anwser": "ab"}\n')
     with pytest.raises(DataError) as raised:
-        FileSource(file, needs_answer=True)
+        open_rows("t", Task(), Location((str(file),)), needs_answer=True)
     assert f"```text\n{raised.value}\n```" in (DOCS / "tasks.md").read_text()

@@ -122,6 +122,7 @@ MORE: list[dict[str, Any]] = [
     {"model": {"make": {"family": "gpt2"}}},
     {"model": {"make": {"family": "qwen3_moe"}}},
     {"tasks": {"rows": {"file": "rows.jsonl", "rewards": [{"use": "my:reward"}]}}},
+    {"tasks": {"rows": {"dataset": "rows", "map": "my:row"}}},
     {"tasks": {"sort": {"kind": "sort", "chat": True}}},
     {"agent": {"loop": "compress", "tools": ["calculator", "python"]}},
     {"agent": {"loop": "retry"}, "eval": {"samples": 2}, "buffer": {"filter_flat_groups": True}},
@@ -164,7 +165,11 @@ def test_every_declaration_lets_its_key_be_read_and_tells_when_it_is_not(tmp_pat
 @pytest.mark.parametrize(
     ("sections", "path", "why"),
     [
-        ({"tasks": {"sort": {"kind": "sort", "images": "pictures"}}}, "tasks.sort.images", "without file"),
+        (
+            {"tasks": {"sort": {"kind": "sort", "images": "pictures"}}},
+            "tasks.sort.images",
+            "built-in task sort",
+        ),
         ({"reward": {"functions": [{"timeout_s": 1.0}]}}, "reward.functions[0].timeout_s", "reward checker"),
         (
             {"agent": {"loop": "tool_use", "tools": [{"use": "calculator", "memory_mb": 64}]}},

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from practicum.errors import DataError, MissingExtraError
-from practicum.tasks.files import FileSource
+from practicum.tasks.files import open_files
 from practicum.tasks.messages import image_parts, picture_message
+from practicum.tasks.rows import RowReader, RowSource
+
+
+def source_of(*paths: Path | str, **reading: Any) -> RowSource:
+    """The rows of files or patterns, for a task t."""
+    names = [str(path) for path in paths]
+    return RowSource(open_files(names), ", ".join(names), RowReader("t", **reading))
 
 
 def write(path: Path, *lines: str | dict) -> Path:
@@ -32,14 +42,14 @@ def test_jsonl_rows_come_back_as_written(tmp_path_factory, rows):
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     # ensure_ascii=False: line separators other than \n inside strings must not cut a row
     path.write_text("\n".join(json.dumps(r, ensure_ascii=False) for r in rows), encoding="utf-8")
-    source = FileSource(path, needs_answer=True)
+    source = source_of(path, needs_answer=True)
     assert [source.row(i) for i in reversed(range(len(source)))] == rows[::-1]
 
 
 def test_blank_lines_and_bom_do_not_count_and_lines_are_the_editors(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n   \n{"prompt": "b"}')
-    source = FileSource(path)
+    source = source_of(path)
     assert [source.row(i)["prompt"] for i in range(len(source))] == ["a", "b"]
     assert source.where(0) == f"{path}, line 1"
     assert source.where(1) == f"{path}, line 4"
@@ -92,25 +102,25 @@ def test_a_bad_row_is_named_with_file_line_and_reason(tmp_path, row, reason):
     line = row if isinstance(row, str) else json.dumps(row)
     path.write_bytes(json.dumps(GOOD).encode() + b"\n" + line.encode("latin-1") + b"\n")
     with pytest.raises(DataError) as caught:
-        FileSource(path, needs_answer=True)
+        source_of(path, needs_answer=True)
     assert str(caught.value).startswith(f"{path}, line 2: ")
     assert reason in str(caught.value)
 
 
 def test_answers_are_only_asked_for_when_needed(tmp_path):
     path = write(tmp_path / "rows.jsonl", {"prompt": "p"})
-    assert len(FileSource(path, needs_answer=False)) == 1
+    assert len(source_of(path, needs_answer=False)) == 1
 
 
 def test_other_column_names(tmp_path):
     path = write(tmp_path / "rows.jsonl", {"question": "q", "solution": 4})
-    assert len(FileSource(path, "question", "solution", needs_answer=True)) == 1
+    assert len(source_of(path, prompt="question", answer="solution", needs_answer=True)) == 1
 
 
 def test_first_ten_bad_rows_are_shown_and_the_rest_counted(tmp_path):
     path = write(tmp_path / "rows.jsonl", *[{"prompt": ""}] * 14, GOOD)
     with pytest.raises(DataError) as caught:
-        FileSource(path)
+        source_of(path)
     lines = str(caught.value).splitlines()
     assert len(lines) == 11
     assert lines[9].startswith(f"{path}, line 10: ")
@@ -121,35 +131,35 @@ def test_first_ten_bad_rows_are_shown_and_the_rest_counted(tmp_path):
 def test_a_file_without_rows_is_an_error(tmp_path, content):
     (tmp_path / "rows.jsonl").write_text(content)
     with pytest.raises(DataError, match="no rows"):
-        FileSource(tmp_path / "rows.jsonl")
+        source_of(tmp_path / "rows.jsonl")
 
 
 def test_missing_file_and_unknown_format_are_errors(tmp_path):
     with pytest.raises(DataError, match="no such file"):
-        FileSource(tmp_path / "rows.jsonl")
-    (tmp_path / "rows.csv").write_text("prompt\nx\n")
-    with pytest.raises(DataError, match=r"ends in \.jsonl or \.parquet"):
-        FileSource(tmp_path / "rows.csv")
+        source_of(tmp_path / "rows.jsonl")
+    (tmp_path / "rows.tsv").write_text("prompt\nx\n")
+    with pytest.raises(DataError, match=r"ends in \.jsonl or \.json or \.csv or \.parquet"):
+        source_of(tmp_path / "rows.tsv")
 
 
 def test_a_file_that_changes_under_us_is_noticed(tmp_path):
     path = write(tmp_path / "rows.jsonl", GOOD, GOOD)
-    source = FileSource(path)
+    source = source_of(path)
     path.write_text("")
     with pytest.raises(DataError, match="changed while it was in use"):
         source.row(1)
 
 
 def test_has_messages(tmp_path):
-    assert not FileSource(write(tmp_path / "a.jsonl", GOOD)).has_messages
-    assert FileSource(write(tmp_path / "b.jsonl", GOOD, {"prompt": [USER]})).has_messages
+    assert not source_of(write(tmp_path / "a.jsonl", GOOD)).has_messages
+    assert source_of(write(tmp_path / "b.jsonl", GOOD, {"prompt": [USER]})).has_messages
 
 
 def test_pictures_stand_before_a_string(tmp_path):
-    source = FileSource(write(tmp_path / "a.jsonl", {"prompt": "what?", "images": ["x/1.png", "/2.png"]}))
+    source = source_of(write(tmp_path / "a.jsonl", {"prompt": "what?", "images": ["x/1.png", "/2.png"]}))
     assert source.has_pictures
     assert not source.has_messages
-    (message,) = source.content(source.row(0))
+    (message,) = source.content(0, source.row(0))
     assert message == picture_message([str(tmp_path / "x/1.png"), "/2.png"], "what?")
 
 
@@ -160,23 +170,23 @@ def test_pictures_fill_their_places_in_order_and_paths_start_from_the_file(tmp_p
     row = {"prompt": chat, "shots": ["1.png", "2.png", "3.png"]}
     write(tmp_path / "data" / "a.jsonl", row)
     monkeypatch.chdir(tmp_path)
-    source = FileSource("data/a.jsonl", images_column="shots")
-    found = [part["image"] for part in image_parts(source.content(source.row(0)))]
+    source = source_of("data/a.jsonl", images="shots")
+    found = [part["image"] for part in image_parts(source.content(0, source.row(0)))]
     assert found == [str(tmp_path / "data" / name) for name in ("1.png", "own.png", "2.png", "3.png")]
     assert source.row(0) == row
 
 
 @pytest.mark.parametrize("images", [{}, {"images": None}, {"images": []}])
 def test_rows_without_pictures_stay_strings(tmp_path, images):
-    source = FileSource(write(tmp_path / "a.jsonl", {**GOOD, **images}))
-    assert source.content(source.row(0)) == "p"
+    source = source_of(write(tmp_path / "a.jsonl", {**GOOD, **images}))
+    assert source.content(0, source.row(0)) == "p"
     assert not source.has_pictures
 
 
 def test_digest_follows_the_content(tmp_path):
-    one = FileSource(write(tmp_path / "a.jsonl", GOOD)).digest
-    assert FileSource(write(tmp_path / "b.jsonl", GOOD)).digest == one
-    assert FileSource(write(tmp_path / "c.jsonl", {**GOOD, "x": 1})).digest != one
+    one = source_of(write(tmp_path / "a.jsonl", GOOD)).digest
+    assert source_of(write(tmp_path / "b.jsonl", GOOD)).digest == one
+    assert source_of(write(tmp_path / "c.jsonl", {**GOOD, "x": 1})).digest != one
 
 
 def parquet(path: Path, rows: list[dict]) -> Path:
@@ -187,7 +197,7 @@ def parquet(path: Path, rows: list[dict]) -> Path:
 def test_parquet_rows_with_messages(tmp_path):
     system = {"role": "system", "content": "be brief", "name": "boss"}
     rows = [{"prompt": [system, USER], "answer": str(n), "level": n} for n in range(5)]
-    source = FileSource(parquet(tmp_path / "rows.parquet", rows), needs_answer=True)
+    source = source_of(parquet(tmp_path / "rows.parquet", rows), needs_answer=True)
     # Arrow fills the user's missing name with null, which must not reach a chat template
     assert [source.row(i) for i in range(5)] == rows
     assert source.has_messages
@@ -195,28 +205,128 @@ def test_parquet_rows_with_messages(tmp_path):
 
 def test_parquet_rows_with_parts_and_pictures(tmp_path):
     rows = [{"prompt": [LOOK, LOOK], "images": ["1.png", "2.png"]}, {"prompt": [LOOK], "images": ["3.png"]}]
-    source = FileSource(parquet(tmp_path / "rows.parquet", rows))
+    source = source_of(parquet(tmp_path / "rows.parquet", rows))
     # Arrow gives every part a text, which for a picture is null
     assert [source.row(i) for i in range(2)] == rows
-    assert [part["image"] for part in image_parts(source.content(rows[1]))] == [str(tmp_path / "3.png")]
+    assert [part["image"] for part in image_parts(source.content(1, rows[1]))] == [str(tmp_path / "3.png")]
 
 
 def test_bad_parquet_row_is_named(tmp_path):
     rows = [{"prompt": "a"}, {"prompt": "b"}, {"prompt": None}, {"prompt": "d"}]
     path = parquet(tmp_path / "rows.parquet", rows)
     with pytest.raises(DataError) as caught:
-        FileSource(path)
+        source_of(path)
     assert str(caught.value).startswith(f"{path}, row 3: column 'prompt'")
 
 
 def test_a_broken_parquet_file_is_an_error(tmp_path):
     (tmp_path / "rows.parquet").write_bytes(b"not parquet")
     with pytest.raises(DataError, match=r"rows\.parquet: not a Parquet file"):
-        FileSource(tmp_path / "rows.parquet")
+        source_of(tmp_path / "rows.parquet")
 
 
 def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
     path = parquet(tmp_path / "rows.parquet", [{"prompt": "a"}])
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingExtraError, match=r"practicum\[parquet\]"):
-        FileSource(path)
+        source_of(path)
+
+
+@settings(max_examples=30)
+@given(rows)
+def test_json_and_csv_rows_come_back_as_written(tmp_path_factory, rows):
+    folder = tmp_path_factory.mktemp("rows")
+    (folder / "rows.json").write_text(json.dumps(rows, ensure_ascii=False, indent=1), encoding="utf-8")
+    source = source_of(folder / "rows.json", needs_answer=True)
+    assert [source.row(i) for i in range(len(source))] == rows
+    with (folder / "rows.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, ["prompt", "answer", "n"])
+        writer.writeheader()
+        writer.writerows(rows)
+    source = source_of(folder / "rows.csv", needs_answer=True)
+    as_text = [{name: str(value) for name, value in row.items()} for row in rows]
+    assert [source.row(i) for i in reversed(range(len(source)))] == as_text[::-1]
+
+
+def test_rows_of_csv_are_named_by_the_line_they_begin_at(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b'\xef\xbb\xbfprompt,answer\r\n"two\r\nlines",1\r\n\r\n"say ""hi""",2\r\n')
+    source = source_of(path, needs_answer=True)
+    assert [source.row(i)["prompt"] for i in range(2)] == ["two\r\nlines", 'say "hi"']
+    assert [source.where(i) for i in range(2)] == [f"{path}, line 2", f"{path}, line 5"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("prompt,answer\na,1\nb\n", "line 3: 1 values for the 2 columns of the first line"),
+        ("prompt,prompt\na,1\n", "the first line names the columns 'prompt', 'prompt'"),
+        ("prompt,answer\na,1\n,2\n", "line 3: column 'prompt': the prompt is empty"),
+        ('prompt,answer\na,1\n"b,2\n', "line 3: not CSV: unexpected end of data"),
+        ("prompt,answer\n", "there are no rows in it"),
+    ],
+)
+def test_what_is_wrong_with_csv_is_named(tmp_path, text, reason):
+    (tmp_path / "rows.csv").write_text(text)
+    with pytest.raises(DataError) as caught:
+        source_of(tmp_path / "rows.csv")
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('[\n {"prompt": "a"},\n {"prompt" "b"}\n]', ", line 3, column 12: not JSON: Expecting ':'"),
+        ('[\n {"prompt": "a"}\n {"prompt": "b"}]', ", line 3, column 2: not JSON: expected a comma"),
+        ('[{"prompt": "a"},]', ", line 1, column 18: not JSON: "),
+        ('[{"prompt": "a"}] 3', "line 1, column 19: not JSON: something follows the array"),
+        ('[\n {"prompt": "a"},\n\n {"prompt": 3}]', ", line 4: column 'prompt': a prompt is a string"),
+        ('{"prompt": "a"}\n{"prompt": "b"}\n', "for one object per line, name the file .jsonl"),
+        ("", "line 1, column 1: not JSON: expected an array of objects"),
+        ("[]", "there are no rows in it"),
+    ],
+)
+def test_what_is_wrong_with_json_is_named_with_line_and_column(tmp_path, text, reason):
+    (tmp_path / "rows.json").write_text(text)
+    with pytest.raises(DataError) as caught:
+        source_of(tmp_path / "rows.json")
+    assert reason in str(caught.value)
+
+
+def test_a_line_that_is_not_json_is_named_with_its_column(tmp_path):
+    path = write(tmp_path / "rows.jsonl", GOOD, '{"prompt": "a", }')
+    with pytest.raises(DataError) as caught:
+        source_of(path)
+    assert re.fullmatch(rf"{path}, line 2: not JSON: [^:]* at column 1\d", str(caught.value))
+
+
+def test_several_files_and_patterns_are_one_after_the_other(tmp_path):
+    for folder, name, count in (("b", "x.jsonl", 2), ("a", "x.jsonl", 1), ("a", "y.jsonl", 3)):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        texts = [{"prompt": f"{folder}{name[0]}{n}", "images": ["p.png"]} for n in range(count)]
+        write(tmp_path / folder / name, *texts)
+    (tmp_path / "more.csv").write_text("prompt\nlast\n")
+    source = source_of(tmp_path / "*" / "*.jsonl", tmp_path / "more.csv", tmp_path / "a" / "x.jsonl")
+    prompts = [source.row(i)["prompt"] for i in range(len(source))]
+    assert prompts == ["ax0", "ay0", "ay1", "ay2", "bx0", "bx1", "last"]
+    assert source.where(3) == f"{tmp_path}/a/y.jsonl, line 3"
+    assert source.where(6) == f"{tmp_path}/more.csv, line 2"
+    shown = [part["image"] for i in (0, 4) for part in image_parts(source.content(i, source.row(i)))]
+    assert shown == [f"{tmp_path}/a/p.png", f"{tmp_path}/b/p.png"]
+    assert source.digest != source_of(tmp_path / "*" / "*.jsonl").digest
+
+
+@pytest.mark.parametrize(
+    ("row", "hint"),
+    [
+        ({"question": "q", "answer": 1}, "; set tasks.t.prompt: question"),
+        ({"problem": "q", "text": "x"}, "; set tasks.t.prompt: problem"),
+        ({"prompt": "q", "solution": 1}, "; set tasks.t.answer: solution"),
+        ({"prompts": "q", "level": "x"}, "; did you mean 'prompts'?"),
+        ({"cells": "q"}, "only 'cells'"),
+    ],
+)
+def test_a_column_that_is_probably_meant_is_suggested(tmp_path, row, hint):
+    with pytest.raises(DataError) as caught:
+        source_of(write(tmp_path / "rows.jsonl", row), needs_answer=True)
+    assert str(caught.value).endswith(hint)

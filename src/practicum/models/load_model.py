@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -18,12 +17,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from practicum.errors import RecipeError
 from practicum.models.attention import prepare_attention
-from practicum.models.model_files import read_config, read_tokenizer
+from practicum.models.model_files import must_read, read_config, read_tokenizer
 from practicum.models.processor import make_vision_tokenizer
 from practicum.models.tiny_models import made_config
 from practicum.models.tokenizer import make_tokenizer
 from practicum.models.vision import is_vision
 from practicum.recipe.schema.recipe import MakeModel, Model
+
+_EXPECTED = "a causal language model in HuggingFace format"
 
 disable_progress_bar()  # loading and saving would draw into our own display
 
@@ -64,13 +65,9 @@ def load_tokenizer(spec: Model) -> PreTrainedTokenizerBase:
     assert source is not None
     if spec.tokenizer is None:
         require_model_folder(source)
-    try:
+    key = "model.tokenizer" if spec.tokenizer else "model.path"
+    with must_read(source, key, "a tokenizer in HuggingFace format"):
         tokenizer = read_tokenizer(source)
-    except (OSError, ValueError) as error:
-        key = "model.tokenizer" if spec.tokenizer else "model.path"
-        raise RecipeError(
-            key, source, "a tokenizer in HuggingFace format", str(error).splitlines()[0]
-        ) from error
     if tokenizer.eos_token_id is None:
         raise RecipeError(
             "model.tokenizer",
@@ -94,15 +91,8 @@ def load_model(
         model = make_model(spec.make, load_tokenizer(spec), seed).to(dtype)
     else:
         require_model_folder(source, key)
-        try:
+        with must_read(source, key, _EXPECTED):
             model = model_class(read_config(source)).from_pretrained(source, dtype=dtype)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise RecipeError(
-                key,
-                source,
-                "a causal language model in HuggingFace format",
-                str(error).splitlines()[0],
-            ) from error
     return ready(model, pick_device(spec.device))
 
 
@@ -136,11 +126,8 @@ def model_facts(spec: Model, tokens: int) -> tuple[int | None, int | None]:
         return spec.make.context, tokens
     assert spec.path is not None
     require_model_folder(spec.path)
-    try:
+    with must_read(spec.path, "model.path", _EXPECTED):
         config = read_config(spec.path)
-    except (OSError, ValueError) as error:
-        expected = "a causal language model in HuggingFace format"
-        raise RecipeError("model.path", spec.path, expected, str(error).splitlines()[0]) from error
     text = config.get_text_config()
     return getattr(text, "max_position_embeddings", None), getattr(text, "vocab_size", None)
 

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
 from practicum.errors import RecipeError
+from practicum.models.hub import is_unreachable, not_found
 
 KEPT = 64
 """How many of each are remembered."""
@@ -24,6 +25,8 @@ def must_read(source: str, key: str, expected: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
+        if is_unreachable(source):
+            raise not_found(key, source, "model") from None
         raise RecipeError(key, source, expected, str(error).splitlines()[0]) from error
 
 
@@ -43,7 +46,8 @@ def read_image_processor(source: str) -> Any:
 
 
 def _stamp(source: str) -> tuple[int, ...]:
-    """Tells versions of a folder apart; nothing for a hub name."""
+    """Tells versions of a folder apart; nothing for a hub name, which is not waited for without a network."""
+    is_unreachable(source)
     folder = Path(source).expanduser()
     return tuple(file.stat().st_mtime_ns for file in sorted(folder.glob("*.json")))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,15 +18,19 @@ _FILES = (
     "model.tokenizer",
     "algorithm.kl.reference",
     "tasks.*.file",
+    "tasks.*.file.*",
     "tasks.*.eval_file",
+    "tasks.*.eval_file.*",
+    "tasks.*.dataset",
     "teachers.*.model",
     "teachers.*.tokenizer",
     "reward.models.*.model",
 )
-"""Keys whose values are files, or folders of models."""
+"""Keys whose values are files, patterns of files, or folders of models and datasets."""
 _FUNCTIONS = (
     "reward.functions.*.use",
     "tasks.*.rewards.*.use",
+    "tasks.*.map",
     "agent.loop",
     "agent.tools.*",
     "agent.tools.*.use",
@@ -82,7 +87,7 @@ def absolute_files(data: dict[str, Any]) -> dict[str, Any]:
     for holder, key, path in _values(data):
         value = holder[key]
         is_file = isinstance(value, str) and any(_matches(path, pattern) for pattern in _FILES)
-        if is_file and Path(value).exists():
+        if is_file and _file(Path.cwd(), value):
             holder[key] = str(Path(value).absolute())
     return data
 
@@ -109,7 +114,7 @@ def _find(
 
 def _file(folder: Path, written: str) -> Path | None:
     path = Path(os.path.normpath(folder / written))
-    return path if path.exists() else None
+    return path if path.exists() or glob.glob(str(path), recursive=True) else None
 
 
 def _function_file(folder: Path, written: str) -> Path | None:

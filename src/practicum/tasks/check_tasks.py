@@ -6,14 +6,17 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from practicum.errors import DataError, RecipeError, RecipeErrors
+from practicum.recipe.checks.combinations import check_source
 from practicum.recipe.schema.recipe import Recipe, RewardFunction, Task
 from practicum.tasks.builtin import TASKS, bind, find_problems
-from practicum.tasks.files import SUFFIXES, FileSource
+from practicum.tasks.files import READERS, expand
+from practicum.tasks.locations import eval_location, open_rows, train_location
 from practicum.tasks.messages import image_parts
 from practicum.tasks.pictures import open_picture
 from practicum.tasks.rewards import RewardFunctions
+from practicum.tasks.rows import RowSource
 from practicum.tasks.scorers import NEEDS_ANSWER, SCORERS, RewardSample, find_entry
-from practicum.tasks.stream import eval_prompts, open_file
+from practicum.tasks.stream import eval_prompts
 
 _TRIED_ROWS = 16
 _SEEN_ROWS = 256
@@ -28,7 +31,7 @@ def check_tasks(recipe: Recipe) -> list[str]:
     findings, faults = [], []
     for name, task in recipe.tasks.items():
         try:
-            findings += _check_builtin(recipe, name) if task.kind else _check_files(recipe, name)
+            findings += _check_builtin(recipe, name) if task.kind else _check_rows(recipe, name)
         except RecipeError as problem:
             problems.append(problem)
         except DataError as fault:
@@ -57,10 +60,8 @@ def _functions(recipe: Recipe, name: str) -> list[RewardFunction]:
 
 def _find_problems(name: str, task: Task) -> list[RecipeError]:
     at = f"tasks.{name}"
-    if (task.kind is None) == (task.file is None):
-        found = "neither kind nor file" if task.kind is None else "both kind and file"
-        return [RecipeError(at, found, "one of them")]
-    problems = []
+    if problems := list(check_source(name, task)):
+        return problems
     if task.kind is not None:
         problems += find_problems(name, task.kind, task.options)
         if task.eval_file is not None:
@@ -72,10 +73,11 @@ def _find_problems(name: str, task: Task) -> list[RecipeError]:
         return problems
     if task.options:
         hint = "options belong to built-in tasks."
-        problems.append(RecipeError(f"{at}.options", str(task.options), "none with a file", hint))
-    for key, path in (("file", task.file), ("eval_file", task.eval_file)):
-        if path is not None:
-            problems += _path_problems(f"{at}.{key}", Path(path))
+        problems.append(RecipeError(f"{at}.options", str(task.options), "none with rows", hint))
+    if task.dataset is None:
+        for key, location in (("file", train_location(task)), ("eval_file", eval_location(task))):
+            for path in expand(location.files) if location else ():
+                problems += _path_problems(f"{at}.{key}", path)
     return problems
 
 
@@ -94,8 +96,8 @@ def _path_problems(at: str, path: Path) -> list[RecipeError]:
             else f"it is neither beside the recipe nor in {Path.cwd()}."
         )
         return [RecipeError(at, repr(str(path)), "a file that exists", hint)]
-    if path.suffix not in SUFFIXES:
-        return [RecipeError(at, repr(str(path)), f"a file ending in {' or '.join(SUFFIXES)}")]
+    if path.suffix not in READERS:
+        return [RecipeError(at, repr(str(path)), f"a file ending in {' or '.join(READERS)}")]
     return []
 
 
@@ -138,58 +140,64 @@ def _check_builtin(recipe: Recipe, name: str) -> list[str]:
     return findings
 
 
-def _check_files(recipe: Recipe, name: str) -> list[str]:
+def _check_rows(recipe: Recipe, name: str) -> list[str]:
     task = recipe.tasks[name]
-    assert task.file is not None
     needs_answer = name in tasks_needing_answer(recipe)
-    findings, files = [], []
-    for path in (task.file, task.eval_file):
-        if path is not None:
-            file = open_file(task, path, needs_answer)
-            files.append(file)
-            findings.append(f"tasks.{name}: {path} has {len(file)} rows")
-            if file.has_pictures:
-                findings.append(_check_pictures(name, file))
+    findings, sources = [], []
+    for at in (train_location(task), eval_location(task)):
+        if at is not None:
+            source = open_rows(name, task, at, needs_answer)
+            sources.append(source)
+            findings.append(f"tasks.{name}: {at} {_describe_size(source, at.streaming)}")
+            if source.has_pictures:
+                findings.append(_check_pictures(name, source))
             if _uses_reasoning_gym(recipe, name):
-                findings += _check_entries(name, file)
-    chats = task.chat or any(file.has_messages or file.has_pictures for file in files)
+                findings += _check_entries(name, source)
+    chats = task.chat or any(source.has_messages or source.has_pictures for source in sources)
     if task.system is not None and not chats:
         raise _useless_system(f"tasks.{name}")
-    if task.eval_file is None:
-        findings.append(f"tasks.{name}: no eval_file, so it is trained on and not evaluated")
+    if eval_location(task) is None:
+        key = "eval_file" if task.dataset is None else "eval_split"
+        findings.append(f"tasks.{name}: no {key}, so it is trained on and not evaluated")
     return findings
 
 
-def _check_pictures(name: str, file: FileSource) -> str:
+def _describe_size(source: RowSource, streaming: bool) -> str:
+    if not streaming:
+        return f"has {len(source)} rows"
+    return f"is streamed: its first {len(source):,} rows are good, later ones are checked as they come"
+
+
+def _check_pictures(name: str, source: RowSource) -> str:
     """Opens the pictures of the first rows; those of the others when their prompts come up."""
     pictures = 0
-    for index in range(min(_SEEN_ROWS, len(file))):
-        for part in image_parts(file.content(file.row(index))):
+    for index in range(min(_SEEN_ROWS, len(source))):
+        for part in image_parts(source.content(index, source.row(index))):
             try:
                 open_picture(part["image"])
             except DataError as fault:
-                raise DataError(f"{file.where(index)}: {fault}") from None
+                raise DataError(f"{source.where(index)}: {fault}") from None
             pictures += 1
-    return f"tasks.{name}: {pictures} pictures of the first {min(_SEEN_ROWS, len(file))} rows can be read"
+    return f"tasks.{name}: {pictures} pictures of the first {min(_SEEN_ROWS, len(source))} rows can be read"
 
 
-def _check_entries(name: str, file: FileSource) -> list[str]:
+def _check_entries(name: str, source: RowSource) -> list[str]:
     """Every row holds an entry; a few are scored, for JSON loses what some datasets compare."""
     score = SCORERS["reasoning_gym"]()
     unsure = 0
-    for index in range(len(file)):
+    for index in range(len(source)):
         try:
-            _, entry = find_entry(file.row(index))
+            _, entry = find_entry(source.row(index))
         except DataError as fault:
-            raise DataError(f"{file.where(index)}: {fault}") from None
+            raise DataError(f"{source.where(index)}: {fault}") from None
         if index < _TRIED_ROWS:
             answer = str(entry["answer"])
-            sample = RewardSample("", answer, answer, file.row(index), name, name, "stop", "", 0)
+            sample = RewardSample("", answer, answer, source.row(index), name, name, "stop", "", 0)
             try:
                 unsure += score(sample) < 1.0
             except Exception as error:
-                raise DataError(f"{file.where(index)}: reasoning_gym can't score it: {error}") from error
+                raise DataError(f"{source.where(index)}: reasoning_gym can't score it: {error}") from error
     if not unsure:
         return []
-    tried = min(_TRIED_ROWS, len(file))
+    tried = min(_TRIED_ROWS, len(source))
     return [f"tasks.{name}: reasoning_gym gives {unsure} of {tried} rows' own answers less than 1"]

@@ -12,14 +12,26 @@ from practicum.tasks.messages import Content, image_parts, message_text, picture
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
+_LIKELY = {
+    "prompt": ("question", "problem", "instruction", "input", "query", "messages", "conversation", "text"),
+    "answer": ("solution", "output", "target", "response", "completion", "final_answer", "label"),
+}
+"""Names that other people give to the columns."""
+
+
 def find_fault(
-    row: Any, prompt_column: str, answer_column: str, needs_answer: bool, images_column: str = "images"
+    row: Any,
+    prompt_column: str,
+    answer_column: str,
+    needs_answer: bool,
+    images_column: str = "images",
+    task: str = "<name>",
 ) -> str | None:
     """What is wrong with a row, in words; None if it is good."""
     if not isinstance(row, dict):
         return f"a row is an object with named columns, this is {_named(row)}"
     if prompt_column not in row:
-        return _lacks(row, prompt_column, "prompt")
+        return _missing(row, prompt_column, "prompt", task)
     fault = _prompt_fault(row[prompt_column])
     if fault:
         return f"column {prompt_column!r}: {fault}"
@@ -28,7 +40,7 @@ def find_fault(
         return f"column {images_column!r}: {fault}"
     if needs_answer:
         if answer_column not in row:
-            return _lacks(row, answer_column, "answer")
+            return _missing(row, answer_column, "answer", task)
         fault = _answer_fault(row[answer_column])
         if fault:
             return f"column {answer_column!r}: {fault}"
@@ -57,9 +69,12 @@ def _filled(message: dict[str, Any], paths: Iterator[str], folder: Path) -> dict
     return {**message, "content": parts}
 
 
-def _lacks(row: Mapping[str, Any], column: str, role: str) -> str:
-    near = get_close_matches(column, row, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+def _missing(row: Mapping[str, Any], column: str, role: str, task: str) -> str:
+    hint = ""
+    if likely := next((name for name in _LIKELY[role] if name in row), None):
+        hint = f"; set tasks.{task}.{role}: {likely}"
+    elif near := get_close_matches(column, row, n=1):
+        hint = f"; did you mean {near[0]!r}?"
     return f"no column {column!r} for the {role}, only {', '.join(map(repr, row)) or 'none'}{hint}"
 
 

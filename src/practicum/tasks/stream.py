@@ -5,23 +5,23 @@ So resuming is knowing a number, and every prompt says which epoch and row of it
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
-from practicum.errors import PracticumError, RecipeError
+from practicum.errors import DataError, PracticumError, RecipeError
 from practicum.recipe.schema.recipe import Task
 from practicum.tasks.builtin import bind
 from practicum.tasks.draws import mix
-from practicum.tasks.files import FileSource
+from practicum.tasks.hub_datasets import BLOCK, Blocks, load_dataset
+from practicum.tasks.locations import Location, eval_location, open_rows, train_location
 from practicum.tasks.messages import Content
 from practicum.tasks.mixture import Mixture
 from practicum.tasks.permutation import Permutation
 from practicum.tasks.procedural import BuiltinTask, Example, Split
 from practicum.tasks.prompts import Prompt
+from practicum.tasks.rows import RowSource
 
 
 class Drawn(NamedTuple):
@@ -64,59 +64,71 @@ class BuiltinSource:
 
 
 @dataclass(frozen=True)
-class ShuffledFile:
-    """Rows of a file: each once per epoch, every epoch in its own order."""
+class ShuffledRows:
+    """Rows of files or of a dataset: each once per epoch, every epoch in its own order."""
 
     name: str
-    file: FileSource
+    source: RowSource
     seed: int
     rows: Sequence[int]
-    """Rows that are used, in the file's order."""
+    """Rows that are used, in the source's order."""
 
     @property
     def identity(self) -> str:
-        named = f"{self.file.digest} {self.file.prompt_column} {self.file.answer_column}"
-        named = f"{named} {self.file.images_column}" if self.file.has_pictures else named
-        return named if len(self.rows) == len(self.file) else f"{named} {mix(*self.rows):016x}"
+        source, reader = self.source, self.source.reader
+        named = f"{source.digest} {reader.prompt} {reader.answer}"
+        named = f"{named} {reader.images}" if source.has_pictures else named
+        return named if len(self.rows) == len(source) else f"{named} {mix(*self.rows):016x}"
 
     def draw(self, index: int) -> Drawn:
         epoch, step = divmod(index, len(self.rows))
         place = Permutation(len(self.rows), (self.seed, self.name, epoch))[step]
-        return draw_row(self.file, self.rows[place], epoch)
+        return draw_row(self.source, self.rows[place], epoch)
 
 
-def draw_row(file: FileSource, index: int, epoch: int = 0) -> Drawn:
-    """Row `index` of a file as a prompt."""
-    row = file.row(index)
-    return Drawn(file.content(row), row.get(file.answer_column), row, epoch, index)
+@dataclass(frozen=True)
+class StreamedRows:
+    """Rows of a stream: block by block in the stream's order, the rows of a block in an order of their own.
+
+    A row is checked when it comes up. `head` are the first rows, which were looked at before.
+    """
+
+    name: str
+    at: Location
+    head: RowSource
+    seed: int
+
+    @property
+    def identity(self) -> str:
+        reader = self.head.reader
+        return f"{self.at} {self.head.digest} {reader.prompt} {reader.answer} {reader.images} {BLOCK}"
+
+    @cached_property
+    def _blocks(self) -> Blocks:
+        at = self.at
+        assert at.dataset is not None
+        return Blocks(load_dataset(self.name, at.dataset, at.subset, at.split, streaming=True))
+
+    @cached_property
+    def _map(self) -> Any:
+        return self.head.reader.loaded()
+
+    def draw(self, index: int) -> Drawn:
+        epoch, step, rows = self._blocks.find(index)
+        block, inner = divmod(step, BLOCK)
+        place = Permutation(len(rows), (self.seed, self.name, epoch, block))[inner]
+        number, reader = block * BLOCK + place, self.head.reader
+        where = f"{self.at}, row {number + 1}"
+        row = reader.change(self._map, rows[place], where)
+        if fault := reader.fault(row):
+            raise DataError(f"{where}: {fault}")
+        return Drawn(self.head.content(0, row), row.get(reader.answer), row, epoch, number)
 
 
-def open_file(task: Task, path: str, needs_answer: bool = False) -> FileSource:
-    """A file of the task, read by the task's names of columns; its rows are checked once per process."""
-    place = Path(path).absolute()
-    stamp = (status.st_mtime_ns, status.st_size) if (status := _status(place)) else None
-    return _opened(path, str(place), stamp, task.prompt, task.answer, needs_answer, task.images)
-
-
-def _status(path: Path) -> os.stat_result | None:
-    try:
-        return path.stat()
-    except OSError:
-        return None
-
-
-@lru_cache(8)
-def _opened(
-    path: str,
-    place: str,
-    stamp: tuple[int, int] | None,
-    prompt: str,
-    answer: str,
-    needs_answer: bool,
-    images: str,
-) -> FileSource:
-    """`place` and `stamp` tell versions of a file apart."""
-    return FileSource(path, prompt, answer, needs_answer, images_column=images)
+def draw_row(source: RowSource, index: int, epoch: int = 0) -> Drawn:
+    """Row `index` of a source as a prompt."""
+    row = source.row(index)
+    return Drawn(source.content(index, row), row.get(source.reader.answer), row, epoch, index)
 
 
 def to_prompt(uid: int, name: str, task: Task, drawn: Drawn) -> Prompt:
@@ -173,21 +185,22 @@ def make_stream(
 ) -> PromptStream:
     """The stream of a recipe's tasks; rows of those named in `needs_answer` must have an answer.
 
-    `left_out` are rows of files that are not used, by path.
-    The eval split of a file task is its eval_file; file tasks without one are left out.
+    `left_out` are rows that are not used, by the text of their location.
+    The eval split of a task with rows is its eval_file or eval_split; such tasks without one are left out.
     """
     used = tasks if split == "train" else {n: t for n, t in tasks.items() if is_evaluated(t)}
     if not used:
         raise PracticumError(
-            "no task can be evaluated: none is built-in or has an eval_file.\n  → set tasks.<name>.eval_file."
+            "no task can be evaluated: none is built-in or has an eval_file or eval_split.\n"
+            "  → set tasks.<name>.eval_file, or eval_split of a dataset."
         )
     sources = [_source(n, t, seed, split, n in needs_answer, left_out or {}) for n, t in used.items()]
     return PromptStream(used, sources, seed)
 
 
 def is_evaluated(task: Task) -> bool:
-    """Built-in tasks hold out prompts themselves; a file task needs an eval_file."""
-    return task.kind is not None or task.eval_file is not None
+    """Built-in tasks hold out prompts themselves; a task with rows needs an eval_file or eval_split."""
+    return task.kind is not None or eval_location(task) is not None
 
 
 def eval_prompts(
@@ -195,18 +208,18 @@ def eval_prompts(
 ) -> list[Prompt]:
     """The fixed evaluation set: up to `rows` distinct prompts of each task, uids counting from 0.
 
-    Built-in tasks give prompts that training never sees (fewer, if their options leave fewer); file
-    tasks the first rows of their eval_file; file tasks without one are not evaluated and give none.
+    Built-in tasks give prompts that training never sees (fewer, if their options leave fewer); tasks with
+    rows the first of their eval_file or eval_split; those without one are not evaluated and give none.
     """
     prompts: list[Prompt] = []
     for name, task in tasks.items():
         if task.kind is not None:
             source = BuiltinSource(bind(name, task.kind, task.options), seed, "eval")
             drawn = _distinct(source, rows)
-        elif task.eval_file is not None:
-            file = open_file(task, task.eval_file)
-            used = used_rows(file, task.eval_file, left_out or {})
-            drawn = [draw_row(file, index) for index in used[:rows]]
+        elif (at := eval_location(task)) is not None:
+            source = open_rows(name, task, at, at_least=rows)
+            used = used_rows(source, left_out or {})
+            drawn = [draw_row(source, index) for index in used[:rows]]
         else:
             continue
         prompts.extend(to_prompt(uid, name, task, one) for uid, one in enumerate(drawn, start=len(prompts)))
@@ -225,10 +238,10 @@ def _distinct(source: BuiltinSource, rows: int) -> list[Drawn]:
     return list(found.values())
 
 
-def used_rows(file: FileSource, path: str, left_out: Mapping[str, frozenset[int]]) -> Sequence[int]:
-    """Rows of a file that prompts are made from."""
-    without = left_out.get(path)
-    return [i for i in range(len(file)) if i not in without] if without else range(len(file))
+def used_rows(source: RowSource, left_out: Mapping[str, frozenset[int]]) -> Sequence[int]:
+    """Rows that prompts are made from."""
+    without = left_out.get(source.name)
+    return [i for i in range(len(source)) if i not in without] if without else range(len(source))
 
 
 def _source(
@@ -241,8 +254,10 @@ def _source(
 ) -> Source:
     if task.kind is not None:
         return BuiltinSource(bind(name, task.kind, task.options), seed, split)
-    path = task.file if split == "train" else task.eval_file
-    if path is None:
-        raise RecipeError(f"tasks.{name}", "neither kind nor file", "one of them")
-    file = open_file(task, path, needs_answer)
-    return ShuffledFile(name, file, seed, used_rows(file, path, left_out))
+    at = train_location(task) if split == "train" else eval_location(task)
+    if at is None:
+        raise RecipeError(f"tasks.{name}", "neither kind nor file nor dataset", "one of them")
+    source = open_rows(name, task, at, needs_answer)
+    if at.streaming:
+        return StreamedRows(name, at, source, seed)
+    return ShuffledRows(name, source, seed, used_rows(source, left_out))

@@ -10,8 +10,9 @@ from practicum.recipe.checks.routing import destinations, value_of_task
 from practicum.recipe.checks.value_forms import fields_of
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.text.type_text import nearest
+from practicum.tasks.locations import open_rows, train_location
 from practicum.tasks.prompts import Prompt
-from practicum.tasks.stream import draw_row, make_stream, open_file, to_prompt
+from practicum.tasks.stream import draw_row, make_stream, to_prompt
 from practicum.teachers.route import before_text, routed_value
 
 _SHOWN = 3
@@ -84,13 +85,13 @@ def _prompts(recipe: Recipe) -> Iterator[tuple[str, Prompt]]:
     reads_rows = any(fields_of(teacher.before or "") for teacher in recipe.teachers.values())
     for name, task in recipe.tasks.items():
         known = not several or value_of_task(recipe.route, name, task) is not None
-        if task.kind is not None or (known and not reads_rows):
+        at = train_location(task)
+        if at is None or (known and not reads_rows):
             yield f"task {name}", make_stream({name: task}, recipe.seed).prompt(0)
             continue
-        assert task.file is not None
-        file = open_file(task, task.file)
-        for index in range(len(file)):
-            yield file.where(index), to_prompt(index, name, task, draw_row(file, index))
+        source = open_rows(name, task, at)
+        for index in range(len(source)):
+            yield source.where(index), to_prompt(index, name, task, draw_row(source, index))
 
 
 def _fault(path: str, rows: _Rows) -> RecipeError:

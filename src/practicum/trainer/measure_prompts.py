@@ -1,4 +1,7 @@
-"""How long prompts are in tokens, before any work: every row of a file once, and draws of built-in tasks."""
+"""How long prompts are in tokens, before any work: every row once, and draws of built-in tasks.
+
+Of a dataset that is streamed, the first rows.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ from practicum.recipe.derived import is_supervised
 from practicum.recipe.schema.recipe import Recipe, Task
 from practicum.sessions.chat import Encoder, make_encoder
 from practicum.tasks.check_tasks import tasks_needing_answer
+from practicum.tasks.locations import Location, eval_location, open_rows, train_location
 from practicum.tasks.prompts import Prompt, demonstration
-from practicum.tasks.stream import draw_row, eval_prompts, make_stream, open_file, to_prompt
+from practicum.tasks.stream import draw_row, eval_prompts, make_stream, to_prompt
 
 DRAWN = 2_000
 """Prompts of a built-in task that are measured: there is no end to them."""
@@ -29,7 +33,7 @@ class PromptLengths:
     answer: int = 0
     count: int = 0
     left_out: dict[str, frozenset[int]] = field(default_factory=dict)
-    """Rows of each file that are too long, where the task says `too_long: skip`."""
+    """Rows of each location that are too long, where the task says `too_long: skip`."""
     cut: int = 0
     """Prompts that lose their beginning, where the task says `too_long: cut`."""
 
@@ -46,10 +50,10 @@ class PromptLengths:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A prompt to be measured; `path` and `index` if it is a row of a file."""
+    """A prompt to be measured; `at` and `index` if it is a row of files or of a dataset."""
 
     prompt: Prompt
-    path: str | None = None
+    at: Location | None = None
     index: int = 0
 
 
@@ -69,7 +73,7 @@ def _measure_task(
     recipe: Recipe, name: str, task: Task, encode: Encoder, context: int, lengths: PromptLengths
 ) -> list[RecipeError]:
     too_long: list[tuple[_Row, int, int]] = []
-    skipped: dict[str, set[int]] = {}
+    skipped: dict[Location, set[int]] = {}
     for row in _rows(recipe, name, task):
         prompt_tokens, answer_tokens = _measure(recipe, encode, row.prompt)
         kept_tokens = min(prompt_tokens, encode.room(name) or prompt_tokens)
@@ -78,34 +82,34 @@ def _measure_task(
         if kept_tokens + answer_tokens <= context:
             lengths.prompt = max(lengths.prompt, kept_tokens)
             lengths.answer = max(lengths.answer, answer_tokens)
-        elif task.too_long == "skip" and row.path is not None:
-            skipped.setdefault(row.path, set()).add(row.index)
+        elif task.too_long == "skip" and row.at is not None:
+            skipped.setdefault(row.at, set()).add(row.index)
         else:
             too_long.append((row, kept_tokens, answer_tokens))
-    lengths.left_out |= {path: frozenset(rows) for path, rows in skipped.items()}
+    lengths.left_out |= {str(at): frozenset(rows) for at, rows in skipped.items()}
     if too_long:
         return [_too_long(name, task, too_long, context)]
     return [
-        RecipeError(f"tasks.{name}.too_long", f"skip, and all rows of {path} are too long", "rows that fit")
-        for path, rows in skipped.items()
-        if len(rows) == len(open_file(task, path))
+        RecipeError(f"tasks.{name}.too_long", f"skip, and all rows of {at} are too long", "rows that fit")
+        for at, rows in skipped.items()
+        if len(rows) == len(open_rows(name, task, at))
     ]
 
 
 def _rows(recipe: Recipe, name: str, task: Task) -> Iterator[_Row]:
-    """Each row of a task's files that the run may use, or draws of a built-in task."""
-    needs_answer = name in tasks_needing_answer(recipe)
-    if task.file is not None:
-        file = open_file(task, task.file, needs_answer)
-        for index in range(len(file)):
-            yield _Row(to_prompt(index, name, task, draw_row(file, index)), task.file, index)
+    """Each row of a task that the run may use, or draws of a built-in task."""
+    needs_answer, held_out = name in tasks_needing_answer(recipe), eval_location(task)
+    if (at := train_location(task)) is not None:
+        source = open_rows(name, task, at, needs_answer)
+        for index in range(len(source)):
+            yield _Row(to_prompt(index, name, task, draw_row(source, index)), at, index)
     else:
         for prompt in make_stream({name: task}, recipe.seed).take(DRAWN):
             yield _Row(prompt)
     # Where rows are left out, later ones take their place.
-    rows = sys.maxsize if task.too_long == "skip" and task.eval_file is not None else recipe.eval.rows
+    rows = sys.maxsize if task.too_long == "skip" and held_out is not None else recipe.eval.rows
     for prompt in eval_prompts({name: task}, rows, recipe.seed):
-        yield _Row(prompt, task.eval_file, prompt.index)
+        yield _Row(prompt, held_out, prompt.index)
 
 
 def _measure(recipe: Recipe, encode: Encoder, prompt: Prompt) -> tuple[int, int]:
@@ -126,9 +130,9 @@ def _measure(recipe: Recipe, encode: Encoder, prompt: Prompt) -> tuple[int, int]
 
 def _too_long(name: str, task: Task, rows: list[tuple[_Row, int, int]], context: int) -> RecipeError:
     """The first rows that do not fit, by file and line."""
-    shown, in_file = [], rows[0][0].path is not None
+    shown, in_file = [], rows[0][0].at is not None
     for row, prompt_tokens, answer_tokens in rows[:_SHOWN]:
-        where = str(row.prompt) if row.path is None else open_file(task, row.path).where(row.index)
+        where = str(row.prompt) if row.at is None else open_rows(name, task, row.at).where(row.index)
         total = prompt_tokens + answer_tokens
         shown.append(f"{where}: a prompt of {prompt_tokens} tokens + {answer_tokens} of answer = {total}")
     if len(rows) > _SHOWN:

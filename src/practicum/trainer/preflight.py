@@ -22,7 +22,7 @@ from practicum.runtime.ray.cluster import check_cluster
 from practicum.sessions.loops import find_loop
 from practicum.tasks.builtin import TASKS
 from practicum.tasks.check_tasks import check_tasks
-from practicum.tasks.stream import open_file
+from practicum.tasks.locations import eval_location, open_rows, train_location
 from practicum.teachers.check_routes import check_routes
 from practicum.teachers.teacher_checks import check_teachers, longest_prompts
 from practicum.trainer.measure_prompts import measure_prompts
@@ -114,11 +114,15 @@ def known_traits(model: Model) -> Traits:
 
 def _uses_chat(recipe: Recipe) -> bool:
     """Whether some prompt goes through the chat template."""
-    tasks = recipe.tasks.values()
-    if any(task.chat or (task.kind in TASKS and TASKS[task.kind].pictures) for task in tasks):
+    tasks = recipe.tasks
+    if any(task.chat or (task.kind in TASKS and TASKS[task.kind].pictures) for task in tasks.values()):
         return True
-    files = [(task, path) for task in tasks for path in (task.file, task.eval_file) if path is not None]
-    return any(open_file(task, path).has_messages for task, path in files)
+    return any(
+        open_rows(name, task, at).has_messages
+        for name, task in tasks.items()
+        for at in (train_location(task), eval_location(task))
+        if at is not None
+    )
 
 
 def _describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -381,7 +381,7 @@ def evaluate_recipe(
         print(f"{loading(recipe)} …", file=sys.stderr)
     scores = evaluate_model(recipe)
     if not scores:
-        raise PracticumError("nothing to evaluate: no task is built-in or has an eval_file")
+        raise PracticumError("nothing to evaluate: no task is built-in or has an eval_file or eval_split")
     rows = {name.removeprefix("eval/"): {"score": value} for name, value in scores.items()}
     console.print(score_table(f"{model or recipe.model.path or 'a new model'}", rows, ["score"]))
     return scores

@@ -16,7 +16,7 @@ from practicum.recipe.checks.unread_keys import check_unread
 from practicum.recipe.checks.value_forms import check_device, check_names
 from practicum.recipe.counts import count
 from practicum.recipe.derived import evaluates, model_traits
-from practicum.recipe.schema.recipe import MakeModel, Recipe
+from practicum.recipe.schema.recipe import MakeModel, Recipe, Task
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
@@ -94,10 +94,22 @@ def _engine(recipe: Recipe) -> Iterator[RecipeError]:
 
 def _tasks(recipe: Recipe) -> Iterator[RecipeError]:
     for name, task in recipe.tasks.items():
-        if (task.kind is None) == (task.file is None):
-            found = "neither kind nor file" if task.kind is None else "both kind and file"
-            advice = "`practicum tasks` lists the kinds; file is a JSONL or Parquet file"
-            yield RecipeError(f"tasks.{name}", found, "exactly one of kind and file", advice)
+        yield from check_source(name, task)
+        if task.streaming and task.too_long == "skip":
+            advice = "rows of a stream are not measured before: set it to cut, or streaming to false"
+            yield RecipeError(f"tasks.{name}.too_long", "skip with streaming", "error or cut", advice)
+
+
+def check_source(name: str, task: Task) -> Iterator[RecipeError]:
+    """A task takes its prompts from one place."""
+    named = [key for key in ("kind", "file", "dataset") if getattr(task, key) is not None]
+    if len(named) != 1:
+        found = " and ".join(named) if named else "none of kind, file and dataset"
+        advice = "`practicum tasks` lists the kinds; a file is JSONL, JSON, CSV or Parquet"
+        yield RecipeError(f"tasks.{name}", found, "exactly one of kind, file and dataset", advice)
+    elif task.file == [] or task.eval_file == []:
+        key = "file" if task.file == [] else "eval_file"
+        yield RecipeError(f"tasks.{name}.{key}", "an empty list", "at least one file")
 
 
 def _agent(recipe: Recipe) -> Iterator[RecipeError]:

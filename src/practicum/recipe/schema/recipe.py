@@ -51,7 +51,13 @@ _SHARED = read_if(
     lambda r: len(r.teachers) != 1, "with one teacher", "it takes every prompt and has all of the loss"
 )
 _EVALUATED = read_if(evaluates, "with eval.greedy false and eval.samples 0", refused=False)
-_FILE = read_with(".file")
+_FILE, _DATASET = read_with(".file"), read_with(".dataset")
+_ROWS = read_if(
+    lambda task: task.kind is None,
+    "with the built-in task {0.kind}",
+    "remove it, or set file or dataset in place of kind",
+    of_section=True,
+)
 
 
 class MakeModel(Section):
@@ -112,24 +118,40 @@ class Reward(Section):
 
 
 class Task(Section):
-    """Where prompts come from: a built-in task or files."""
+    """Where prompts come from: a built-in task, files or a dataset."""
 
-    kind: str | None = key(None, "Built-in task (see `practicum tasks`); one of kind and file is needed.")
+    kind: str | None = key(
+        None, "Built-in task (see `practicum tasks`); one of kind, file and dataset is needed."
+    )
     options: dict[str, Any] = key(
         {}, "Options of the built-in task, such as length: [4, 8].", read_with(".kind")
     )
-    file: str | None = key(
-        None, "JSONL or Parquet file of training rows, beside the recipe or in the working directory."
+    file: str | list[str] | None = key(
+        None,
+        "JSONL, JSON, CSV or Parquet file of training rows, beside the recipe or in the working directory; "
+        "a pattern (data/*.jsonl), or a list of several.",
     )
-    eval_file: str | None = key(None, "JSONL or Parquet file of evaluation rows.", _FILE)
-    prompt: str = key("prompt", "Column with the prompt: a string or chat messages.", _FILE)
-    answer: str = key("answer", "Column with the expected answer, for checkers.", _FILE)
-    images: str = key("images", "Column with the paths of a row's pictures.", _FILE)
+    eval_file: str | list[str] | None = key(None, "File or files of evaluation rows.", _FILE)
+    dataset: str | None = key(
+        None, "Folder or hub name of a dataset that the `datasets` library reads (extra datasets)."
+    )
+    subset: str | None = key(None, "Subset (configuration) of the dataset.", _DATASET)
+    split: str = key("train", "Split of the dataset to train on.", _DATASET)
+    eval_split: str | None = key(None, "Split of the dataset to evaluate on.", _DATASET)
+    streaming: bool = key(
+        False, "Read the dataset's rows as they are needed, in its order, shuffled in blocks.", _DATASET
+    )
+    map: str | None = key(
+        None, "package.module:function that takes each row, a dict, and returns the row to use.", _ROWS
+    )
+    prompt: str = key("prompt", "Column with the prompt: a string or chat messages.", _ROWS)
+    answer: str = key("answer", "Column with the expected answer, for checkers.", _ROWS)
+    images: str = key("images", "Column with the paths of a row's pictures.", _ROWS)
     too_long: Literal["error", "skip", "cut"] = key(
         "error",
-        "Rows of files whose prompt and answer exceed the context: error; skip leaves them out; cut drops "
+        "Rows whose prompt and answer exceed the context: error; skip leaves them out; cut drops "
         "the beginning of plain prompts.",
-        _FILE,
+        _ROWS,
     )
     weight: float = key(1.0, "Share of this task among the prompts.", gt=0)
     domain: str | None = key(None, "Label in metrics; the task's name if unset.")

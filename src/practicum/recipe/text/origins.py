@@ -27,7 +27,11 @@ OVERRIDE = Origin("--set")
 # Where one key takes the place of another, with the keys that make no sense without each.
 _ALTERNATIVES: dict[tuple[str, ...], dict[str, tuple[str, ...]]] = {
     ("model",): {"path": ("tokenizer",), "make": ()},
-    ("tasks", "*"): {"kind": ("options",), "file": ("eval_file", "prompt", "answer")},
+    ("tasks", "*"): {
+        "kind": ("options",),
+        "file": ("eval_file", "map", "prompt", "answer"),
+        "dataset": ("subset", "split", "eval_split", "streaming", "map", "prompt", "answer"),
+    },
     ("teachers", "*"): {
         "model": ("url", "tokenizer", "dtype", "device", "concurrency", "retries", "api_key_env"),
         "student": (),
