@@ -75,21 +75,39 @@ def test_help_and_version_import_no_recipes(option: str) -> None:
     assert done.stderr.splitlines()[-1] == "HEAVY []"
 
 
-def test_check_shows_values_origins_stages_sizes_and_ok(recipe: str) -> None:
+def test_check_shows_what_differs_sizes_and_ok(recipe: str) -> None:
     done = run("check", recipe, "--static", "--set", "train.lr=1e-5", "--set", "rollout.samples=4")
     assert done.returncode == 0
     assert done.stderr == ""
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     for line in (
-        "name: run # file:1",
-        "lr: 1.0e-05 # --set",
-        "steps: 100 # default",
-        "rollout → reward → advantages → update_student → sync → clear",
+        "key value default",
+        "train.lr 1.0e-05 0.0001",
+        "rollout.samples 4 8",
+        "tasks.sort {kind: sort}",
         "32 prompts × 4 samples = 128 sessions per step",
+        "stages: rollout → reward → advantages → update_student → sync → clear",
     ):
         assert line in lines
-    assert any(line.startswith("not ref_logprobs: nobody reads") for line in lines)
-    assert lines[-1] == "ok (static part only)"
+    assert not any(line.startswith("train.steps") for line in lines)
+    assert lines[-1].startswith("ok (static part only)")
+
+
+def test_check_shows_every_value_and_its_origin_if_asked(recipe: str) -> None:
+    result = CliRunner().invoke(app, ["check", recipe, "--static", "--all", "--set", "train.lr=1e-5"])
+    lines = [" ".join(line.split()) for line in result.output.splitlines()]
+    for line in ("name: run # file:1", "lr: 1.0e-05 # --set", "steps: 100 # default"):
+        assert line in lines
+    assert any(line.startswith("ref_logprobs: nobody reads") for line in lines)
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parents[1].glob("recipes/*/*.yaml")), ids=str)
+def test_check_is_one_screen_for_every_recipe_that_comes_with_practicum(path: Path) -> None:
+    result = CliRunner().invoke(app, ["check", str(path), "--static"])
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
 
 
 def test_mistakes_are_sentences_on_stderr_and_exit_code_2(recipe: str) -> None:

@@ -128,22 +128,26 @@ def check(
     static: Annotated[
         bool, typer.Option("--static", help="Only what can be known without loading anything.")
     ] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also every value and where it came from, and the stages.")
+    ] = False,
 ) -> None:
-    """Say what a recipe means and whether it can run.
+    """Say whether a recipe can run, and what it means, on one screen.
 
-    Prints every value and where it came from, the stages, the sizes, and what loading files and
-    model found.
+    First what was found in its files and model, then what differs from the defaults, then the sizes. What
+    `train` would refuse is refused here.
 
     practicum check recipes/sort/start.yaml --set rollout.slots=64
     """
     from practicum.recipe.load_recipe import load_recipe
 
     for loaded in [load_recipe(file, overrides or []) for file in files]:
-        _check(loaded, static)
+        _check(loaded, static, everything)
 
 
-def _check(loaded: LoadedRecipe, static: bool) -> None:
+def _check(loaded: LoadedRecipe, static: bool, everything: bool) -> None:
     from practicum.dataplane.stages import chain
+    from practicum.recipe.text.check_screen import screen
     from practicum.recipe.text.show_recipe import show_recipe
     from practicum.roles.stage_table import make_plan
     from practicum.trainer.run_models import resolve_models
@@ -151,20 +155,21 @@ def _check(loaded: LoadedRecipe, static: bool) -> None:
     loaded, taken = resolve_models(loaded, weights=not static)
     plan = make_plan(loaded.recipe)
     assert plan.counts is not None
-    typer.echo(f"# {loaded.source}, every value and where it came from")
-    typer.echo(show_recipe(loaded))
-    _show("stages", [chain(plan), *(f"not {stage.name}: {why}" for stage, why in plan.skipped)])
-    _show("sizes", plan.counts.lines())
-    if loaded.places:
-        _show("files", [str(place) for place in loaded.places])
-    if taken:
-        _show("models of runs", taken)
+    findings = [*map(str, loaded.places), *taken]
+    sizes = [*plan.counts.lines(), f"stages: {chain(plan)}"]
     if not static:
         _say_loading()
         from practicum.trainer.preflight import preflight
 
-        _show("findings", preflight(loaded))
-    typer.echo("\nok" + (" (static part only)" if static else ""))
+        found = preflight(loaded)
+        findings = [*(f"warning: {text}" for text in found.warnings), *findings, *found.findings]
+        sizes = [*found.sizes, *sizes]
+    typer.echo(screen(loaded, findings, sizes, everything=everything))
+    if everything:
+        _show("stages that are not run", [f"{stage.name}: {why}" for stage, why in plan.skipped])
+        typer.echo(f"\n# every value and where it came from\n{show_recipe(loaded)}")
+    more = "" if everything else "; --all shows every value and where it came from"
+    typer.echo(f"\nok{' (static part only)' if static else ''}{more}")
 
 
 @app.command(no_args_is_help=True)

@@ -93,7 +93,7 @@ def test_what_is_not_beside_the_recipe_is_taken_from_the_working_directory(tmp_p
 def test_the_recipes_own_wins_over_the_working_directorys_and_check_says_so(tmp_path: Path, elsewhere: Path):
     own = put(tmp_path / "project")
     put(elsewhere)
-    shown = CliRunner().invoke(app, ["check", str(own), "--static"]).output
+    shown = " ".join(CliRunner().invoke(app, ["check", str(own), "--static"]).output.split())
     assert f"tasks.mine.file: {own.parent}/rows.jsonl, beside the recipe (not taken: rows.jsonl)" in shown
     assert f"{own.parent}/scores_of_mine.py, beside the recipe (not taken: scores_of_mine.py)" in shown
 

@@ -52,3 +52,8 @@ def lazy_then_broken(sample: RewardSample) -> float:
     if int(sample.key.split("/")[0].removeprefix("prompt ")) >= 12 and not os.environ.get("REWARD_IS_MENDED"):
         raise ValueError("cannot parse this")
     return by_letters(sample) + random.random() / 10
+
+
+def nothing(sample: RewardSample) -> float:
+    """The same for every answer."""
+    return 0.0

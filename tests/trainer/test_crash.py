@@ -121,7 +121,8 @@ def test_checkpoints_by_the_clock_are_of_whole_steps_and_only_the_last_are_kept(
 def test_check_says_what_a_crash_would_cost(tmp_path: Path):
     tiny(tmp_path)
     result = CliRunner().invoke(app, ["check", str(tmp_path / "recipe.yaml")])
-    assert "kill -9, or an error amid an update, at most 10 minutes and a step" in result.stdout
+    words = " ".join(result.stdout.split())
+    assert "kill -9, or an error amid an update, at most 10 minutes and a step" in words
     off = tiny(tmp_path, "checkpoint.every_minutes=0").recipe
     assert "the whole run: set checkpoint.every_minutes" in crash_cost(off.checkpoint, 100)
 

@@ -20,8 +20,11 @@ def rows(folder: Path, *prompts: object) -> str:
 
 
 def test_a_sound_recipe_is_described(tmp_path: Path):
-    text = "\n".join(preflight(tiny(tmp_path)))
-    assert "Qwen3ForCausalLM" in text
+    found = preflight(tiny(tmp_path))
+    text = "\n".join(found.findings)
+    assert found.sizes[0] == "model: Qwen3ForCausalLM, 0.03M parameters, on cpu"
+    assert found.sizes[1] == "tokens: up to 16 × (16 of prompt + 6 of answer) = 352 per step"
+    assert found.sizes[2].startswith("memory: about 0.0")
     assert "end <eos>" in text
     assert "a chat template" in text
     assert "≤ 64" in text
@@ -46,7 +49,8 @@ def test_every_row_is_measured_and_the_long_ones_are_named_by_file_and_line(tmp_
 
 def test_rows_that_are_too_long_are_skipped_and_counted(tmp_path: Path):
     file = rows(tmp_path, "1+1=", "a" * 80, "2+2=", "b" * 70)
-    loaded = tiny(tmp_path, tasks={"t": {"file": file, "eval_file": file, "too_long": "skip"}})
+    task = {"file": file, "eval_file": file, "too_long": "skip"}
+    loaded = tiny(tmp_path, "train.prompts=2", tasks={"t": task})
     found = check_without_models(loaded.recipe)
     assert any(f"too long: 2 rows of {file} are left out" in line for line in found.findings)
     assert found.left_out == {file: frozenset({1, 3})}
@@ -64,9 +68,10 @@ def test_no_row_is_left_when_all_are_too_long(tmp_path: Path):
 
 
 def test_a_prompt_that_is_cut_keeps_its_end(tmp_path: Path):
-    loaded = tiny(tmp_path, tasks={"t": {"file": rows(tmp_path, "a" * 80 + "12="), "too_long": "cut"}})
+    task = {"file": rows(tmp_path, "a" * 80 + "12="), "too_long": "cut"}
+    loaded = tiny(tmp_path, "train.prompts=1", tasks={"t": task})
     recipe = loaded.recipe
-    assert any("1 prompts lose their beginning" in line for line in preflight(loaded))
+    assert any("1 prompts lose their beginning" in line for line in preflight(loaded).findings)
     tokenizer = load_tokenizer(recipe.model)
     (prompt,) = make_stream(recipe.tasks, recipe.seed).take(1)
     ids = make_encoder(recipe, tokenizer)(prompt).ids
@@ -93,7 +98,7 @@ def test_characters_that_the_tokenizer_lacks_are_named(tmp_path: Path):
 
 def test_a_stop_string_of_several_tokens_is_refused(tmp_path: Path):
     preflight(tiny(tmp_path, "rollout.stop=['=']"))
-    with pytest.raises(RecipeError, match=r"rollout\.stop: found 'end', 3 tokens"):
+    with pytest.raises(RecipeErrors, match=r"rollout\.stop: found 'end', 3 tokens"):
         preflight(tiny(tmp_path, "rollout.stop=['end']"))
 
 
@@ -109,7 +114,9 @@ def test_an_unknown_loop_is_refused(tmp_path: Path):
 
 def test_chat_prompts_go_through_the_chat_template(tmp_path: Path):
     tasks = {"chat": {"file": rows(tmp_path, [{"role": "user", "content": "hi"}])}}
-    assert any("longest" in line for line in preflight(tiny(tmp_path, tasks=tasks)))
+    assert any(
+        "longest" in line for line in preflight(tiny(tmp_path, "train.prompts=1", tasks=tasks)).findings
+    )
 
 
 def test_a_bad_row_is_named_with_file_and_line(tmp_path: Path):

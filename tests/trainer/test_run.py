@@ -370,12 +370,6 @@ def test_rewards_that_draw_from_global_generators_repeat(tmp_path: Path):
     same_run(tmp_path / "a", tmp_path / "b")
 
 
-def test_a_best_metric_that_is_not_measured_is_named_before_any_step(tmp_path: Path):
-    sections = {"eval": {"rows": 4, "every": 1}, "checkpoint": {"keep_best": "eval/greedy/nothing"}}
-    with pytest.raises(PracticumError, match="evaluations give eval/greedy, eval/greedy/compare"):
-        train_loaded(tiny(tmp_path, **sections), tmp_path / "run")
-
-
 def test_checkers_see_only_what_the_student_wrote_and_all_its_tokens_count(tmp_path: Path):
     loaded = tiny(tmp_path, "agent.loop=tests.trainer.loops:two_trajectories")
     train_loaded(loaded, tmp_path / "run")

@@ -137,11 +137,8 @@ def context_length(model: PreTrainedModel) -> int | None:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
-def stop_ids(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, more: Sequence[str] = ()
-) -> frozenset[int]:
+def stop_ids(generation: Any, tokenizer: PreTrainedTokenizerBase, more: Sequence[str] = ()) -> frozenset[int]:
     """Tokens that end an answer: the tokenizer's EOS, the generation config's, and the recipe's."""
-    generation = getattr(model, "generation_config", None)
     declared = getattr(generation, "eos_token_id", None)
     ids: list[Any] = [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
     for text in more:

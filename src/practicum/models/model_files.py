@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+)
 
 from practicum.errors import RecipeError
 from practicum.models.hub import is_unreachable, not_found
@@ -45,6 +51,11 @@ def read_image_processor(source: str) -> Any:
     return _image_processor(source, _stamp(source))
 
 
+def read_generation(source: str) -> Any:
+    """The generation config of a folder or hub name; of a model without one, its config."""
+    return _generation(source, _stamp(source))
+
+
 def _stamp(source: str) -> tuple[int, ...]:
     """Tells versions of a folder apart; nothing for a hub name, which is not waited for without a network."""
     is_unreachable(source)
@@ -65,3 +76,11 @@ def _config(source: str, stamp: tuple[int, ...]) -> Any:
 @lru_cache(KEPT)
 def _image_processor(source: str, stamp: tuple[int, ...]) -> Any:
     return AutoImageProcessor.from_pretrained(source)
+
+
+@lru_cache(KEPT)
+def _generation(source: str, stamp: tuple[int, ...]) -> Any:
+    try:
+        return GenerationConfig.from_pretrained(source)
+    except OSError:
+        return _config(source, stamp).get_text_config()

@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from practicum.observe.text import duration, plain, shorten, sparkline
+from practicum.observe.text import duration, plain, say, shorten, sparkline
 
 COLOURS = ("cyan", "magenta", "blue", "green", "yellow", "red")
 LINE_EVERY_S = 10.0
@@ -118,8 +118,7 @@ class ProgressView:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        lines = "\n".join(plain(line) for line in text.splitlines())
-        self.console.print(lines, markup=False, emoji=False, highlight=False, soft_wrap=True)
+        say(text, self.console)
 
     def line(self) -> str:
         """The state in one line."""

@@ -7,6 +7,8 @@ import unicodedata
 from collections.abc import Sequence
 from itertools import pairwise
 
+from rich.console import Console
+
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN_AS = {"\n": "↵", "\t": " ", "\r": "↵"}
 HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
@@ -24,6 +26,12 @@ def _shown(character: str) -> str:
     if unicodedata.category(character) not in HIDDEN:
         return character
     return character.encode("unicode_escape").decode("ascii")
+
+
+def say(text: str, console: Console | None = None) -> None:
+    """Print lines as they are: nothing in them is markup, an emoji's name or steers the terminal."""
+    lines = "\n".join(plain(line) for line in text.splitlines())
+    (console or Console()).print(lines, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def shorten(text: str, width: int) -> str:

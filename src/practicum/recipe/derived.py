@@ -112,6 +112,13 @@ def evaluates(recipe: Recipe) -> bool:
     return bool(recipe.eval.greedy or recipe.eval.samples)
 
 
+def measured_scores(recipe: Recipe) -> list[str]:
+    """The scores that an evaluation gives; each also by domain, after a slash."""
+    samples = recipe.eval.samples
+    sampled = [f"eval/mean@{samples}", f"eval/pass@{samples}"] if samples else []
+    return [*(["eval/greedy"] if recipe.eval.greedy else []), *sampled]
+
+
 def teacher_numbers(recipe: Recipe) -> dict[str, int]:
     """Each teacher's number, in the recipe's order."""
     return {name: number for number, name in enumerate(recipe.teachers)}

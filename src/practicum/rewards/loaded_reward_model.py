@@ -109,7 +109,8 @@ def load_reward_model(name: str, spec: RewardModel, room: int) -> LoadedRewardMo
     model = load_model(source, 0, key=f"{path}.model")
     needed = room + len(tokenizer.encode(spec.prompt)) + spec.max_new_tokens
     context = min(needed, context_length(model) or needed)
-    return PromptedJudge(spec, model, tokenizer, stop=stop_ids(model, tokenizer), context=context)
+    stop = stop_ids(getattr(model, "generation_config", None), tokenizer)
+    return PromptedJudge(spec, model, tokenizer, stop=stop, context=context)
 
 
 def load_tokenizer(source: str, path: str) -> PreTrainedTokenizerBase:

@@ -56,7 +56,7 @@ class TrainRank:
         self.recipe, self.plan, self.store, self.watch, self.parallel = recipe, plan, store, watch, parallel
         self.rank, self.ranks = (0, 1) if parallel is None else (parallel.rank, parallel.world)
         self.encoder = make_encoder(recipe, load_tokenizer(recipe.model))
-        self.stop = stop_ids(model, self.tokenizer, recipe.rollout.stop)
+        self.stop = stop_ids(getattr(model, "generation_config", None), self.tokenizer, recipe.rollout.stop)
         roles = self._make_roles(model, teachers)
         for spec in plan:  # roles from outside may declare fields, which padding needs to know
             if spec.use and spec.use not in roles:

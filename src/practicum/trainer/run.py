@@ -9,19 +9,20 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
+from practicum.checks.learning import LearningWatch
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.errors import PracticumError
 from practicum.observe.progress import ProgressView
 from practicum.observe.tables import ledger_table, score_table
-from practicum.observe.trackers import Tracker, make_trackers, require_trackers
+from practicum.observe.text import say
+from practicum.observe.trackers import Tracker, make_trackers
 from practicum.recipe.derived import on_ray
 from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.recipe.schema.recipe import Recipe
@@ -68,10 +69,10 @@ class Trainer:
     ) -> None:
         self.recipe, self.folder, self.view, self.on_step = recipe, folder, view, on_step
         self.plan = make_plan(recipe, known_traits(recipe.model))
-        require_trackers(recipe)
         self.watch = Watch(recipe.checks, self._report)
         view.stage("reading data and tokenizer")
-        left_out = check_without_models(recipe).left_out
+        checked = check_without_models(recipe)
+        left_out = checked.left_out
         needs_answer = tasks_needing_answer(recipe)
         stream = make_stream(recipe.tasks, recipe.seed, needs_answer=needs_answer, left_out=left_out)
         self.eval_prompts = eval_prompts(recipe.tasks, recipe.eval.rows, recipe.seed, left_out)
@@ -88,6 +89,8 @@ class Trainer:
         self.saver = Saver(recipe, folder, self.roles, self.runner)
         self.trackers: list[Tracker] = []
         self.failures = Failures(view.say, folder.log)
+        self.learning = LearningWatch(recipe)
+        self._to_warn_of = list(checked.warnings)
         self._samples: list[dict[str, Any]] = []
         self._began = time.monotonic()
 
@@ -106,6 +109,10 @@ class Trainer:
         self.trackers = make_trackers(self.recipe, self.folder.path)
         for sentence in [*findings, *self.roles.describe()]:
             self._report(sentence)
+        for sentence in self._to_warn_of:
+            self.view.warn(sentence)
+            if self.checkpoint is None:  # else the log has it
+                self.folder.log(f"warning: {sentence}")
 
     def _load(self, path: Path) -> None:
         roles = self.roles
@@ -113,7 +120,9 @@ class Trainer:
         self.runner.buffer.restore(roles.store.batch(TRAIN))
         set_random_state(torch.load(path / "random.pt", weights_only=True))
         self.folder.rewind(self.progress.positions)
-        self.view.recall(self.folder.metrics())
+        done = list(self.folder.metrics())
+        self.view.recall(done)
+        self._to_warn_of += [sentence for row in done for sentence in self.learning.note(row)]
         self.folder.log(f"resumed from {path.name}")
 
     def _record_changes(self, changes: Sequence[Change]) -> None:
@@ -128,7 +137,6 @@ class Trainer:
         steps = self.recipe.train.steps
         if not self.folder.positions()["metrics.jsonl"]:
             self.progress.first_eval = self.evaluate()
-            self._require_best_metric()
             self._record(0, dict(self.progress.first_eval))
         if self.progress.pending:
             self._complete_step()
@@ -214,12 +222,6 @@ class Trainer:
         self.progress.best, self.progress.best_step = metrics[name], self.progress.step
         return True
 
-    def _require_best_metric(self) -> None:
-        name, first = self.recipe.checkpoint.keep_best, self.progress.first_eval
-        if name not in (None, "auto") and name not in first:
-            known = ", ".join(sorted(k for k in first if k.startswith("eval/"))) or "nothing to choose by"
-            raise PracticumError(f"checkpoint.keep_best is {name}; evaluations give {known}")
-
     def _record(self, number: int, metrics: dict[str, float]) -> None:
         row = {"step": number, **metrics}
         self.folder.append("metrics.jsonl", [row])
@@ -228,6 +230,9 @@ class Trainer:
         for tracker in self.trackers:
             tracker.log(number, metrics)
         self.view.step(number, metrics)
+        for sentence in self.learning.note(metrics):
+            self.view.warn(sentence)
+            self.folder.log(f"warning: {sentence}")
         if self.on_step is not None:
             self.on_step(row)
 
@@ -328,8 +333,7 @@ def train_recipes(
     for loaded in recipes:
         outcome = train_loaded(loaded, out, resume=resume, fresh=fresh, change=change)
         outcomes.append(outcome)
-        text = summary(outcome, loaded.recipe.expected)
-        Console().print(text, highlight=False, soft_wrap=True, markup=False)
+        say(summary(outcome, loaded.recipe.expected))
         show_ledger(outcome.folder)
         if outcome.interrupted:
             break
@@ -347,6 +351,7 @@ def summary(outcome: Run, expected: str | None) -> str:
     if outcome.interrupted and outcome.steps:
         lines.append(f"  model: {outcome.folder} is its model so far, wherever a model is named")
     lines += [f"  {line}" for line in outcome.failures]
+    lines += [f"  warning: {line}" for line in outcome.warnings]
     return "\n".join([*lines, *([f"  expected: {expected}"] if expected else [])])
 
 
@@ -375,7 +380,7 @@ def evaluate_recipe(
         loaded = replace(loaded, recipe=_with_model(loaded.recipe, model))
     loaded, taken = resolve_models(loaded)
     for sentence in taken:
-        console.print(sentence, highlight=False, soft_wrap=True, markup=False)
+        say(sentence, console)
     recipe = loaded.recipe
     if not quiet:
         print(f"{loading(recipe)} …", file=sys.stderr)
@@ -391,7 +396,6 @@ def evaluate_model(recipe: Recipe, model: Path | None = None) -> dict[str, float
     """Scores of the recipe's model, or of the one in this folder, on the recipe's held-out prompts."""
     if model is not None:
         recipe = _with_model(recipe, str(model))
-    say = partial(Console().print, highlight=False, soft_wrap=True, markup=False)
     roles = start_roles(recipe, evaluation_plan(), Watch(recipe.checks, say))
     try:
         return evaluate(recipe, roles, eval_prompts(recipe.tasks, recipe.eval.rows, recipe.seed), say)

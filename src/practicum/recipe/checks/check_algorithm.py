@@ -20,7 +20,7 @@ from practicum.recipe.schema.recipe import Recipe
 
 def check_algorithm(recipe: Recipe) -> Iterator[RecipeError]:
     """Every problem of what is learnt from an answer."""
-    for check in (_pair, _kl, _critic, _groups, _reward_weight, _mismatch):
+    for check in (_pair, _clip, _kl, _critic, _groups, _reward_weight, _mismatch):
         yield from check(recipe)
 
 
@@ -40,6 +40,17 @@ def _pair(recipe: Recipe) -> Iterator[RecipeError]:
             f"none with algorithm.loss {loss}",
             "an estimator such as grpo",
             "a policy loss needs an advantage; only algorithm.loss supervised needs none",
+        )
+
+
+def _clip(recipe: Recipe) -> Iterator[RecipeError]:
+    algorithm = recipe.algorithm
+    if algorithm.clip_low >= 1 and algorithm.loss in ("ppo_clip", "gspo"):
+        yield RecipeError(
+            "algorithm.clip_low",
+            f"{algorithm.clip_low:g} with algorithm.loss {algorithm.loss}",
+            "less than 1, such as 0.2",
+            "the ratio is clipped to 1 - clip_low and is never below 0: nothing would be clipped",
         )
 
 

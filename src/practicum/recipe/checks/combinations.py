@@ -15,7 +15,7 @@ from practicum.recipe.checks.routing import check_route
 from practicum.recipe.checks.unread_keys import check_unread
 from practicum.recipe.checks.value_forms import check_device, check_names
 from practicum.recipe.counts import count
-from practicum.recipe.derived import evaluates, model_traits
+from practicum.recipe.derived import evaluates, measured_scores, model_traits
 from practicum.recipe.schema.recipe import MakeModel, Recipe, Task
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
@@ -134,6 +134,14 @@ def _minibatches(recipe: Recipe) -> Iterator[RecipeError]:
         found = f"{train.minibatches} with {sessions} sessions per step"
         advice = "raise train.prompts or rollout.samples, or lower it"
         yield RecipeError("train.minibatches", found, f"at most {sessions}", advice)
+    if recipe.agent.loop != "single_turn":  # a session of other loops may leave several rows
+        return
+    asked = {"train": train.minibatch_rows, "critic": recipe.critic and recipe.critic.minibatch_rows}
+    for section, rows in asked.items():
+        if rows is not None and rows > sessions:
+            found = f"{rows} with {sessions} rows per step"
+            advice = "lower it, leave it out for one optimizer step, or raise train.prompts"
+            yield RecipeError(f"{section}.minibatch_rows", found, f"at most {sessions}", advice)
 
 
 def _train(recipe: Recipe) -> Iterator[RecipeError]:
@@ -161,10 +169,10 @@ def _eval(recipe: Recipe) -> Iterator[RecipeError]:
     if not best.startswith("eval/"):
         expected = "a metric of an evaluation, such as eval/greedy"
         yield RecipeError("checkpoint.keep_best", repr(best), expected)
-    if not measured or not recipe.eval.every:
+    elif not measured or not recipe.eval.every:
         found = f"{best!r} without evaluations during training"
         advice = "set eval.every to the steps between them, and eval.greedy or eval.samples"
         yield RecipeError("checkpoint.keep_best", found, "evaluations to choose by", advice)
-    elif best.endswith("/greedy") and not recipe.eval.greedy:
-        found = f"{best!r} with eval.greedy false"
-        yield RecipeError("checkpoint.keep_best", found, "a metric that is measured")
+    elif not any(best == name or best.startswith(f"{name}/") for name in measured_scores(recipe)):
+        advice = f"evaluations give {', '.join(measured_scores(recipe))}, and each by domain"
+        yield RecipeError("checkpoint.keep_best", repr(best), "a metric that is measured", advice)

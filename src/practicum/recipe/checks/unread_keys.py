@@ -74,15 +74,16 @@ def _sections(path: str, value: Any) -> Iterator[tuple[str, Section]]:
 
 def _show(value: Any) -> str:
     """A value as a recipe writes it, cut to fit on a line; of sections, what is set."""
-    plain = _plain(value)
+    plain = plain_data(value)
     return shorten(value) if plain is value else yamlfile.dump(plain, flow=True)
 
 
-def _plain(value: Any) -> Any:
+def plain_data(value: Any) -> Any:
+    """A value as plain data; of sections, what is set in them."""
     if isinstance(value, BaseModel):
         return value.model_dump(exclude_defaults=True)
     if isinstance(value, dict) and any(isinstance(item, BaseModel) for item in value.values()):
-        return {name: _plain(item) for name, item in value.items()}
+        return {name: plain_data(item) for name, item in value.items()}
     if isinstance(value, list) and any(isinstance(item, BaseModel) for item in value):
-        return [_plain(item) for item in value]
+        return [plain_data(item) for item in value]
     return value

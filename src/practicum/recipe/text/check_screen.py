@@ -1,0 +1,111 @@
+"""What `practicum check` shows first: findings, what differs from the defaults, sizes, on one screen."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import PydanticUndefined
+
+from practicum.recipe.checks.unread_keys import plain_data, unread_notes
+from practicum.recipe.load_recipe import LoadedRecipe
+from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.section import Section
+from practicum.recipe.text import yamlfile
+
+LINES, COLUMNS = 40, 100
+_FINDINGS = 16
+"""Lines that findings may take if everything is not asked for."""
+_NOT_VALUES = ("name", "extends", "expected")
+_WIDEST = 38
+"""Columns of the longest key and value that are shown whole."""
+_HEAD = ("key", "value", "default")
+
+
+def screen(
+    loaded: LoadedRecipe, findings: Sequence[str], sizes: Sequence[str], *, everything: bool = False
+) -> str:
+    """The screen as text, cut to about 40 lines of 100 columns unless `everything` is wanted.
+
+    Findings are in the order in which they matter.
+    """
+    head = [f"{loaded.recipe.name}: {loaded.source}", ""]
+    sizes_lines = _block("sizes", [line for text in sizes for line in _wrapped(text)])
+    found = [line for text in findings for line in _wrapped(text)]
+    found = _block("findings", found if everything else _cut(found, _FINDINGS))
+    room = LINES - len(head) - len(found) - len(sizes_lines) - 4
+    rows = _columns([_HEAD, *changed_values(loaded.recipe)])
+    rows = rows if everything else _cut(rows, max(8, room))
+    changed = _block("differs from the defaults", rows if rows[1:] else ["nothing"])
+    return "\n".join([*head, *found, *changed, *sizes_lines])
+
+
+def changed_values(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
+    """Key, value and default of what has another value than its default, as a recipe writes them.
+
+    A task, a teacher or a section that is off by default is one line with what is set in it.
+    """
+    notes = unread_notes(recipe)
+    for path, value, default in _changed(recipe, ""):
+        note = f" ({notes[path]})" if path in notes else ""
+        known = "" if default is PydanticUndefined else _text(default)
+        yield path, f"{_text(value)}{note}", known
+
+
+def _changed(section: Section, path: str) -> Iterator[tuple[str, Any, Any]]:
+    for name, info in type(section).model_fields.items():
+        here, value = f"{path}{name}", getattr(section, name)
+        default = info.get_default(call_default_factory=True, validated_data={})
+        if here in _NOT_VALUES or value == default:
+            continue
+        if isinstance(value, Section) and (isinstance(default, Section) or default is PydanticUndefined):
+            yield from _changed(value, f"{here}.")
+        elif isinstance(value, Mapping) and any(isinstance(item, Section) for item in value.values()):
+            yield from ((f"{here}.{key}", item, PydanticUndefined) for key, item in value.items())
+        else:
+            yield here, value, default
+
+
+def _text(value: Any) -> str:
+    data = plain_data(value)
+    if isinstance(value, list) and data is not value:  # an item with nothing set still has a name
+        data = [item or {"use": section.use} for item, section in zip(data, value, strict=True)]
+    return _nearby(yamlfile.dump(data, flow=True))
+
+
+def _nearby(text: str) -> str:
+    """The text with paths in the working directory relative to it."""
+    here = str(Path.cwd())
+    return text.replace(f"{here}/", "") if here != "/" else text
+
+
+def _columns(rows: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Key, value and default below one another; a value has the room of a default that is empty."""
+    first = min(_WIDEST, max(len(key) for key, _, _ in rows))
+    second = min(_WIDEST, max(len(value) for _, value, default in rows if default))
+    lines = []
+    for key, value, default in rows:
+        room = second if default else COLUMNS - first - 4
+        cells = [_shortened(key, first).ljust(first), _shortened(value, room).ljust(room)]
+        cells.append(_shortened(default, COLUMNS - first - second - 6))
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(_nearby(text), COLUMNS - 2, subsequent_indent="  ", break_on_hyphens=False) or [""]
+
+
+def _cut(lines: list[str], most: int) -> list[str]:
+    left = len(lines) - most + 1
+    return lines if len(lines) <= most else [*lines[: most - 1], f"… {left} more lines with --all"]
+
+
+def _block(title: str, lines: Sequence[str]) -> list[str]:
+    return [title, *(f"  {line}" for line in lines)] if lines else []

@@ -1,0 +1,135 @@
+"""Signs that nothing is learnt: sequences of metrics, and real runs that show them or do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.teachers.tiny_teachers import save_teacher, teachers_recipe
+from tests.trainer.recipes import tiny
+from typer.testing import CliRunner
+
+from practicum.checks.learning import MANY, SEVERAL, LearningWatch
+from practicum.cli import app
+from practicum.recipe.schema.recipe import Recipe
+from practicum.trainer.run import train_loaded
+
+BASE: dict[str, Any] = {"name": "r", "model": {"path": "m"}, "tasks": {"sort": {"kind": "sort"}}}
+SUPERVISED = {"algorithm": {"loss": "supervised", "advantage": "none"}}
+REMAX = {"algorithm": {"advantage": "remax"}}
+PPO = {"algorithm": {"advantage": "gae"}, "critic": {}}
+TAUGHT = {"teachers": {"t": {"model": "t"}}, "distill": {}, "reward": {"weight": 0.0, "watch": True}}
+HEALTHY = {
+    "groups/flat": 0.25,
+    "train/grad_norm": 1.5,
+    "rollout/truncated": 0.25,
+    "reward/mean": 0.25,
+    "reward/std": 0.4,
+}
+
+
+def told(sections: dict[str, Any], rows: Iterable[dict[str, float]]) -> list[tuple[int, str]]:
+    """What is said, each with the step after which it is."""
+    watch = LearningWatch(Recipe.model_validate(BASE | sections))
+    return [(number, text) for number, row in enumerate(rows, 1) for text in watch.note(row)]
+
+
+def test_groups_without_a_difference_are_said_once_after_several_steps():
+    row = HEALTHY | {"groups/flat": 1.0, "train/grad_norm": 0.0, "reward/mean": 0.0}
+    ((step, text),) = told({}, [row] * 20)
+    assert step == SEVERAL
+    assert "all answers to a prompt had the same reward (mean 0)" in text
+    assert "rollout.samples" in text
+
+
+def test_one_step_with_a_difference_begins_the_count_again():
+    flat = HEALTHY | {"groups/flat": 1.0}
+    assert not told({}, ([flat] * (SEVERAL - 1) + [HEALTHY]) * 3)
+
+
+def test_a_task_that_was_learnt_to_the_end_is_no_alarm():
+    solved = {"groups/flat": 1.0, "train/grad_norm": 0.0, "rollout/truncated": 0.0, "reward/mean": 1.0}
+    assert not told({}, [HEALTHY] * 3 + [solved] * 20)
+    assert told({}, [HEALTHY] * 3 + [solved | {"reward/mean": 0.0}] * 20), "a collapse is one"
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [(REMAX, "look at reward.functions"), (TAUGHT, "teachers.<name>.model"), (SUPERVISED, "look at samples")],
+    ids=["rewards", "teachers", "supervised"],
+)
+def test_a_gradient_of_zero_names_what_to_look_at(sections: dict[str, Any], words: str):
+    ((step, text),) = told(sections, [HEALTHY | {"train/grad_norm": 0.0}] * 20)
+    assert step == SEVERAL
+    assert text.startswith(f"the gradient was 0 in the last {SEVERAL} steps")
+    assert words in text
+
+
+def test_a_reward_that_never_changes_is_said_after_many_steps():
+    constant = HEALTHY | {"groups/flat": 1.0, "reward/mean": 0.5}
+    ((step, text),) = told(PPO, [constant | {"reward/std": 0.0}] * 20)
+    assert step == MANY
+    assert "every answer of the last 10 steps had the reward 0.5" in text
+    assert "reward.functions" in text
+    assert not told(PPO, [constant] * 20), "rewards that are centred have one mean"
+
+
+def test_answers_that_are_cut_off_name_the_key():
+    ((step, text),) = told(
+        {}, [HEALTHY | {"rollout/truncated": 0.75, "reward/mean": i / 9} for i in range(9)]
+    )
+    assert step == SEVERAL
+    assert "75% of the answers of the last 5 steps were cut off at rollout.max_new_tokens = 64" in text
+    assert "rollout.stop" in text
+
+
+def test_evaluations_and_steps_of_the_critic_alone_are_no_steps_here():
+    rows = [{"eval/greedy": 0.0}, {"critic/loss": 1.0}, HEALTHY | {"groups/flat": 1.0}] * (SEVERAL - 1)
+    assert not told({}, rows)
+
+
+@pytest.mark.parametrize("sections", [{}, PPO, REMAX, TAUGHT], ids=["grpo", "ppo", "remax", "taught"])
+def test_a_run_that_learns_slowly_is_no_alarm(sections: dict[str, Any]):
+    assert not told(sections, [HEALTHY] * 50)
+
+
+def test_rewards_that_are_only_watched_are_not_waited_for():
+    constant = HEALTHY | {"groups/flat": 1.0, "reward/mean": 0.0, "reward/std": 0.0}
+    assert not told(TAUGHT, [constant] * 20)
+
+
+HOPELESS = {
+    "reward": {"functions": [{"use": "tests.trainer.rewards:nothing"}]},
+    "rollout": {"samples": 2, "max_new_tokens": 2, "slots": 16},
+    "train": {"steps": SEVERAL, "prompts": 4},
+    "eval": {"rows": 1},
+    "expected": "[red]0.5[/red] :smile:",
+}
+
+
+def test_a_run_that_learns_nothing_says_so_on_screen_in_the_log_and_at_its_end(tmp_path: Path):
+    tiny(tmp_path, **HOPELESS)
+    run = tmp_path / "run"
+    shown = CliRunner().invoke(app, ["train", str(tmp_path / "recipe.yaml"), "--out", str(run)]).stdout
+    signs = ("random weights (model.make)", "all answers to a prompt had the same reward", "were cut off at")
+    log = (run / "log.txt").read_text()
+    for sign in signs:
+        assert log.count(sign) == 1
+        assert shown.count(sign) == 2, "once when it was seen, once in the summary"
+    assert "expected: [red]0.5[/red] :smile:" in shown
+    resumed = train_loaded(tiny(tmp_path, "train.steps=6", **HOPELESS), run, resume=True)
+    assert [sum(sign in text for text in resumed.warnings) for sign in signs] == [1, 1, 1]
+    assert all((run / "log.txt").read_text().count(sign) == 1 for sign in signs)
+
+
+def test_runs_that_learn_say_nothing(tmp_path: Path):
+    steps = {"steps": SEVERAL + 1, "prompts": 4, "lr": 1e-3}
+    taught = teachers_recipe(
+        train=steps, teachers={"t": {"model": save_teacher(tmp_path / "t", seed=5)}}, distill={}
+    )
+    # Answers of random weights have no end to come to: the teacher's length is not what this is about.
+    taught["rollout"] |= {"stop": list("abcdefghijklmnopqrstuvwxyz0123456789")}
+    for name, sections in {"supervised": SUPERVISED | {"train": steps}, "taught": taught}.items():
+        assert not train_loaded(tiny(tmp_path, **sections), tmp_path / name).warnings

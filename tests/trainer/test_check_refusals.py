@@ -1,0 +1,156 @@
+"""What `train` refuses `check` refuses, with the same sentence: recipes of users, by the command line."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from practicum.cli import app
+from tests.teachers.tiny_teachers import save_teacher
+
+from .recipes import tiny
+
+OWN_LINES = ("loading torch …", "tiny · starting")
+
+
+def said(command: str, folder: Path, *options: str) -> str:
+    """What a command that is refused says, without the lines that each has at its start."""
+    path = str(folder / "recipe.yaml")
+    result = CliRunner().invoke(app, [command, path, *options])
+    assert result.exit_code == 2, result.output
+    lines = [line for line in result.output.splitlines() if not line.startswith(OWN_LINES)]
+    return "\n".join(lines)
+
+
+def refused(folder: Path, *sentences: str) -> None:
+    """Both commands refuse the recipe, in the same words, and nothing is written."""
+    texts = [said("check", folder), said("train", folder, "--out", str(folder / "run"))]
+    assert texts[0] == texts[1]
+    for sentence in sentences:
+        assert sentence in texts[0]
+    assert not (folder / "run").exists()
+
+
+def rows(folder: Path, count: int, **columns: Any) -> str:
+    path = folder / "rows.jsonl"
+    row = {"prompt": "1+1=", "answer": "2"} | columns
+    path.write_text((json.dumps(row) + "\n") * count)
+    return str(path)
+
+
+def student(folder: Path, change: Callable[[Any], None]) -> dict[str, Any]:
+    """A model of the user's whose tokenizer was changed."""
+    path = save_teacher(folder / "model", seed=1)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    change(tokenizer)
+    tokenizer.save_pretrained(path)
+    return {"path": path}
+
+
+def ends_turns_with_padding(tokenizer: Any) -> None:
+    tokenizer.chat_template = tokenizer.chat_template.replace("<eos>", "<pad>")
+
+
+EVERY = {"rows": 4, "every": 1}
+STATIC = {
+    "algorithm.clip_low: found 1 with algorithm.loss ppo_clip": {"algorithm": {"clip_low": 1.0}},
+    "train.minibatch_rows: found 17 with 16 rows per step": {
+        "train": {"steps": 4, "prompts": 4, "minibatch_rows": 17}
+    },
+    "checkpoint.keep_best: found 'eval/mean@4'": {"eval": EVERY, "checkpoint": {"keep_best": "eval/mean@4"}},
+}
+
+
+@pytest.mark.parametrize("sentence", STATIC)
+def test_values_that_can_not_work_together(tmp_path: Path, sentence: str):
+    (tmp_path / "recipe.yaml").write_text("")
+    with pytest.raises(Exception, match="problem"):
+        tiny(tmp_path, **STATIC[sentence])
+    refused(tmp_path, sentence)
+
+
+def test_a_best_metric_of_a_domain_that_is_not_evaluated(tmp_path: Path):
+    tiny(tmp_path, eval=EVERY, checkpoint={"keep_best": "eval/greedy/nothing"})
+    refused(tmp_path, "'eval/greedy/nothing'", "evaluations give eval/greedy, eval/greedy/compare")
+
+
+def test_evaluation_without_rows(tmp_path: Path):
+    tiny(tmp_path, tasks={"mine": {"file": rows(tmp_path, 4)}}, eval=EVERY)
+    refused(tmp_path, "eval.every: found 1 and no evaluation rows", "set tasks.mine.eval_file")
+
+
+def test_fewer_rows_than_prompts_of_a_step(tmp_path: Path):
+    tiny(tmp_path, tasks={"mine": {"file": rows(tmp_path, 3)}})
+    refused(tmp_path, "tasks.mine: found 3 rows of", "for 4 prompts of a step", "lower train.prompts")
+    loaded = tiny(tmp_path, tasks={"mine": {"file": rows(tmp_path, 2)}, "copy": {"kind": "copy"}})
+    assert loaded.recipe.train.prompts == 4
+    assert CliRunner().invoke(app, ["check", str(tmp_path / "recipe.yaml")]).exit_code == 0
+
+
+def test_more_best_tokens_than_the_vocabulary_has(tmp_path: Path):
+    tiny(tmp_path, rollout={"max_new_tokens": 6, "top_k": 64})
+    refused(tmp_path, "rollout.top_k: found 64, expected at most the vocabulary's 63 tokens")
+
+
+def test_tokens_without_an_embedding(tmp_path: Path):
+    tiny(tmp_path, model=student(tmp_path, lambda tokenizer: tokenizer.add_tokens(["<think>"])))
+    refused(tmp_path, "a tokenizer of 64 tokens and a model with 63 embeddings", "none for '<think>'")
+
+
+def test_a_special_token_that_nothing_brings_up_needs_no_embedding(tmp_path: Path):
+    def add(tokenizer: Any) -> None:
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+
+    tiny(tmp_path, model=student(tmp_path, add))
+    assert CliRunner().invoke(app, ["check", str(tmp_path / "recipe.yaml")]).exit_code == 0
+
+
+def test_a_chat_template_whose_turns_never_stop(tmp_path: Path):
+    sections: dict[str, Any] = {"model": student(tmp_path, ends_turns_with_padding)}
+    tiny(tmp_path, **sections)
+    command = ["check", str(tmp_path / "recipe.yaml")]
+    assert CliRunner().invoke(app, command).exit_code == 0, "prompts without a chat have no such turns"
+    tiny(tmp_path, **sections, tasks={"copy": {"kind": "copy", "chat": True}})
+    refused(tmp_path, "a chat template that ends turns with <pad>", "set rollout.stop to ['<pad>']")
+    mended = CliRunner().invoke(app, [*command, "--set", "rollout.stop=['<pad>']"])
+    assert mended.exit_code == 0, mended.output
+
+
+@pytest.mark.parametrize(
+    ("module", "extra", "sections"),
+    [
+        ("wandb", "wandb", {"track": {"wandb": "project"}}),
+        ("tensorboard", "tensorboard", {"track": {"tensorboard": True}}),
+        ("ray", "ray", {"runtime": {"kind": "ray"}}),
+        ("vllm", "vllm", {"rollout": {"engine": "vllm", "max_new_tokens": 6}}),
+        ("math_verify", "math", {"reward": {"functions": [{"use": "math_verify"}]}}),
+    ],
+)
+def test_an_extra_that_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, extra: str, sections: dict[str, Any]
+):
+    monkeypatch.setitem(sys.modules, module, None)
+    tiny(tmp_path, **sections)
+    refused(tmp_path, f"needs an extra: pip install 'practicum[{extra}]'")
+
+
+def test_the_whole_check_is_one_screen_and_begins_with_warnings(tmp_path: Path):
+    tiny(tmp_path)
+    path = str(tmp_path / "recipe.yaml")
+    result = CliRunner().invoke(app, ["check", path])
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
+    titles = [line for line in lines if line in ("findings", "differs from the defaults", "sizes")]
+    assert titles == ["findings", "differs from the defaults", "sizes"]
+    assert lines[3].startswith("  warning: the student starts with random weights (model.make)")
+    for text in ("a crash: an error costs", "0.03M parameters", "352 per step", "memory: about"):
+        assert text in result.stdout
+    assert "# default" not in result.stdout
+    assert "# default" in CliRunner().invoke(app, ["check", path, "--all"]).stdout
