@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -38,8 +39,14 @@ def test_every_recipe_is_listed_with_what_it_shows_and_expects():
 @pytest.mark.parametrize("folder", list_recipes())
 def test_a_copied_folder_loads_to_the_same_recipes_where_it_lies(folder: str):
     assert "practicum check --static here/" in run("init", folder, "here")
+    readme = Path("here/README.md").read_text()
+    named = sorted(set(re.findall(r"here/[\w/-]+\.(?:yaml|py)", readme)))
+    assert f"here/{folder}" not in readme
+    assert "recipes/" not in "".join(re.findall(r"```sh\n(.*?)```", readme, re.DOTALL))
+    assert not [name for name in named if not Path(name).is_file()], "its commands name files that are there"
     copies = sorted(map(str, Path("here").glob("*.yaml")))
-    assert run("check", "--static", *copies).count("ok (static part only)") == len(copies)
+    checked = {*copies, *(name for name in named if name.endswith(".yaml"))}
+    assert run("check", "--static", *checked).count("ok (static part only)") == len(checked)
     for copy in copies:
         own, shipped = load_recipe(copy), load_recipe(shipped_recipes() / folder / Path(copy).name)
         there = shipped.recipe.model_dump_json(exclude={"extends"})

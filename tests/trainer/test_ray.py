@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from typer.testing import CliRunner
 
+from practicum.cli import app
 from practicum.dataplane.ray_store.ray_store import RayStore
 from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
 from practicum.trainer.run import train_loaded
@@ -193,3 +195,18 @@ def test_a_checkpoint_of_two_ranks_is_resumed_in_one_process(tmp_path: Path, mon
     assert outcome.interrupted
     train_loaded(tiny(tmp_path, **PPO), tmp_path / "cut", resume=True)
     assert_same_run(tmp_path / "whole", tmp_path / "cut", 1e-6)
+
+
+def test_what_a_users_reward_raises_in_a_worker_is_shown_with_its_frames(tmp_path: Path):
+    reward = {"functions": [{"use": "tests.hostile:always"}]}
+    tiny(tmp_path, **on_ray({"train": STEPS | {"steps": 1}, "eval": {"greedy": False}, "reward": reward}))
+    command = ["train", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "run")]
+    result = CliRunner().invoke(app, command)
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert result.exit_code == 2, result.output
+    for text in (result.output, log):
+        assert "hostile.py" in text
+        assert 'raise ERRORS["surrogate"]() from Mute()' in text
+        assert "practicum/runtime" not in text
+    assert "starting Ray: making a model" in result.output
+    assert "direct cause" in log, "log.txt has the whole traceback"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -43,14 +44,16 @@ def list_recipes() -> dict[str, list[Shipped]]:
 def copy_recipe(name: str, folder: Path | None = None) -> list[str]:
     """Copy a folder of recipes, or one recipe with what it needs; the sentences to say about it.
 
-    No file is overwritten. Bases in other folders are copied too, into folders inside.
+    No file is overwritten. What is needed of other folders, bases and recipes that a README's commands train
+    first, is copied into folders inside; the copied README's commands name the copies.
     """
     source, recipes = _find(name)
     target = folder or Path(name)
     whole = len(recipes) == len(_recipes(source))
     others = [p for p in sorted(source.rglob("*")) if p.is_file() and p not in _recipes(source)]
     files = {p: target / p.relative_to(source) for p in others if not _is_ignored(p.relative_to(source))}
-    for recipe in recipes:
+    named = _named_in_readme(source) if whole else []
+    for recipe in [*recipes, *named]:
         for file in base_files(recipe):
             inside = file.is_relative_to(source)
             files[file] = target / file.relative_to(source if inside else source.parent)
@@ -59,6 +62,8 @@ def copy_recipe(name: str, folder: Path | None = None) -> list[str]:
         copy.parent.mkdir(parents=True, exist_ok=True)
         if file.suffix == ".yaml":
             copy.write_text(_with_bases_inside(file, copy, files), encoding="utf-8")
+        elif file.name == "README.md":
+            copy.write_text(_with_copies_named(file, files), encoding="utf-8")
         else:
             shutil.copyfile(file, copy)
     first = files[recipes[0]]
@@ -98,6 +103,23 @@ def _with_bases_inside(file: Path, copy: Path, files: dict[Path, Path]) -> str:
         base = chain[1]
         old, new = os.path.relpath(base, file.parent), os.path.relpath(files[base], copy.parent)
         text = text.replace(f"extends: {old}", f"extends: {new}")
+    return text
+
+
+def _named_in_readme(folder: Path) -> list[Path]:
+    """Recipes of other folders that the README names."""
+    text, root = (folder / "README.md").read_text(encoding="utf-8"), folder.parent
+    named = dict.fromkeys(root / name for name in re.findall(r"recipes/([\w/-]+\.yaml)", text))
+    return [file for file in named if not file.is_relative_to(folder)]
+
+
+def _with_copies_named(readme: Path, files: dict[Path, Path]) -> str:
+    """The README's text, with each file by the name of its copy."""
+    text, root = readme.read_text(encoding="utf-8"), readme.parent.parent
+    text = text.replace(f"recipes/{readme.parent.name}/", f"{files[readme].parent}/")
+    for file, copy in files.items():
+        if not file.is_relative_to(readme.parent):
+            text = text.replace(f"recipes/{file.relative_to(root)}", str(copy))
     return text
 
 
