@@ -1,7 +1,8 @@
 """Train from Python, cell by cell: a tiny model from nothing, GRPO from there, and its curves.
 
 Run it as a script, or open it in an editor that knows `# %%` cells (VS Code, PyCharm, Spyder, or Jupyter with
-jupytext). It needs no GPU and no network; plots need `pip install 'practicum[plot]'`. It writes to runs/notebook.
+jupytext). It needs no GPU and no network, only matplotlib: pip install 'practicum[plot]'.
+Its folder is runs/notebook.
 """
 
 # %% A recipe may be a dict: the keys are those of a file
@@ -17,7 +18,7 @@ sort: dict[str, Any] = {
     "seed": 1,
     "tasks": {"sort": {"kind": "sort", "options": {"length": [2, 3]}}},
     "rollout": {"samples": 8, "max_new_tokens": 5},
-    "eval": {"rows": 64, "samples": 4, "every": 5},
+    "eval": {"rows": 32, "samples": 4, "every": 5},
 }
 
 # %% A tiny model from random weights, supervised for few steps: it is often wrong
@@ -25,7 +26,9 @@ start = pr.train(
     sort
     | {
         "name": "start",
-        "model": {"make": {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "context": 64}},
+        "model": {
+            "make": {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "context": 64}
+        },
         "algorithm": {"loss": "supervised", "advantage": "none"},
         "rollout": {"max_new_tokens": 5},
         "train": {"steps": 2 * STEPS + 10, "prompts": 64, "lr": 3e-3, "warmup_steps": 10},

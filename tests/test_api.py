@@ -70,6 +70,9 @@ def test_mistakes_of_a_dict_are_sentences():
     with pytest.raises(pr.PracticumError, match=r"the dict: 2 problems") as raised:
         pr.load_recipe(SHORT | {"trian": {}}, set={"train.lr": "much"})
     assert "did you mean train" in str(raised.value)
+    raised.value.add_note("a note")
+    shown = raised.value._render_traceback_()
+    assert shown == [f"RecipeErrors: {raised.value}", "a note"], "as IPython asks for it"
     with pytest.raises(pr.PracticumError, match=r"set train.lr: found a object, expected numbers"):
         pr.load_recipe(SHORT, set={"train.lr": object()})
     with pytest.raises(pr.PracticumError, match=r"extends of the dict: found no such file"):

@@ -13,6 +13,10 @@ class PracticumError(Exception):
     details: str = ""
     """What log.txt gets besides: the whole traceback of a user's own code."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython and notebooks show in place of a traceback."""
+        return [f"{type(self).__name__}: {self}", *getattr(self, "__notes__", [])]
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors cross processes. They are made again without __init__, whose arguments may differ.
         return _again, (type(self), self.args), self.__dict__

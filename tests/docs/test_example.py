@@ -1,4 +1,4 @@
-"""The one-file example runs, and learns."""
+"""The one-file example runs, and learns; the cells of the notebook run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +30,17 @@ def test_the_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     gaps = [float(gap) for gap in re.findall(r"gap (\S+)", output)]
     assert len(gaps) == 2
     assert max(gaps) < 1e-4
+
+
+def test_the_cells_of_the_notebook_run(empty_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("STEPS", "2")
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    cells = runpy.run_path(str(ROOT / "examples/notebook.py"))
+    assert cells["run"].curve("reward/mean")[0] == [1, 2]
+    assert (empty_folder / "runs/notebook/grpo/curves.png").stat().st_size > 10_000
+    drawn = [line.get_label() for line in cells["right"].get_lines()]
+    assert drawn == ["eval/greedy", "eval/mean@4", "eval/pass@4"]
+    assert all(len(line.get_xdata()) == 2 for line in cells["right"].get_lines()), "steps 0 and 2"
 
 
 @pytest.mark.long
