@@ -79,6 +79,22 @@ def test_mistakes_of_a_dict_are_sentences():
         pr.load_recipe({"extends": "none.yaml"})
 
 
+def test_check_reports_and_raises_what_train_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    static, report = pr.check(SHORT, static=True), pr.check(SHORT)
+    assert {*static.sizes} < {*report.sizes}
+    assert not static.warnings
+    assert any("random weights" in text for text in report.warnings)
+    assert any(text.startswith("tokenizer: ") for text in report.findings)
+    assert str(report).startswith("tiny: the dict\n\nfindings\n  warning: ")
+    assert "steps: 2" in report.text(everything=True)
+    longer = SHORT | {"rollout": TINY["rollout"] | {"context": 4096}}
+    for refused in (pr.check, pr.train):
+        with pytest.raises(pr.PracticumError, match=r"rollout.context: found 4096"):
+            refused(longer)
+    assert not Path("runs/tiny").exists(), "nothing was written"
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> pr.Run:
     """A run that was started as a notebook starts it: in the main thread, where an event loop runs."""

@@ -8,9 +8,19 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from practicum.api import LoadedRecipe, PracticumError, Run, evaluate, load_recipe, train
+    from practicum.api import LoadedRecipe, PracticumError, Report, Run, check, evaluate, load_recipe, train
 
-__all__ = ["LoadedRecipe", "PracticumError", "Run", "__version__", "evaluate", "load_recipe", "train"]
+__all__ = [
+    "LoadedRecipe",
+    "PracticumError",
+    "Report",
+    "Run",
+    "__version__",
+    "check",
+    "evaluate",
+    "load_recipe",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,24 +6,55 @@ Nothing here imports torch until it is needed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from yaml.representer import RepresenterError
 
+from practicum.dataplane.stages import chain
 from practicum.errors import PracticumError, RecipeError
 from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.recipe.load_recipe import load_recipe as load
 from practicum.recipe.text import yamlfile
+from practicum.recipe.text.check_screen import screen
+from practicum.recipe.text.show_recipe import show_recipe
+from practicum.roles.stage_table import make_plan
 from practicum.trainer.finished_run import Run
+from practicum.trainer.run_models import resolve_models
 
 if TYPE_CHECKING:
     from practicum.trainer.run import OnStep
 
-__all__ = ["LoadedRecipe", "PracticumError", "Run", "evaluate", "load_recipe", "train"]
+__all__ = ["LoadedRecipe", "PracticumError", "Report", "Run", "check", "evaluate", "load_recipe", "train"]
 
 RecipeLike: TypeAlias = "str | Path | Mapping[str, Any] | LoadedRecipe"
 """A recipe's file, its keys as a dict, or a loaded one."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Report:
+    """What `check` found, in sentences; as text it is the screen of `practicum check`."""
+
+    loaded: LoadedRecipe
+    """The recipe, with the models that are taken where it names runs."""
+    warnings: tuple[str, ...]
+    """Why it may learn nothing."""
+    findings: tuple[str, ...]
+    sizes: tuple[str, ...]
+    not_run: tuple[str, ...]
+    """Stages that the recipe does not need, with the reason."""
+
+    def text(self, *, everything: bool = False) -> str:
+        """One screen; with `everything` also every value and where it came from."""
+        findings = [*(f"warning: {text}" for text in self.warnings), *self.findings]
+        lines = [screen(self.loaded, findings, self.sizes, everything=everything)]
+        if everything:
+            lines += ["", "stages that are not run:", *(f"  {text}" for text in self.not_run or ("none",))]
+            lines += ["", "# every value and where it came from", show_recipe(self.loaded)]
+        return "\n".join(lines)
+
+    __str__ = __repr__ = text
 
 
 def load_recipe(
@@ -38,6 +69,25 @@ def load_recipe(
     else:
         changes = [set] if isinstance(set, str) else list(set)
     return load(_plain(recipe) if isinstance(recipe, Mapping) else recipe, changes)
+
+
+def check(recipe: RecipeLike, *, static: bool = False) -> Report:
+    """What loading the recipe's files, tokenizer and model finds. What `train` would refuse is raised.
+
+    With `static` nothing is loaded: only what the recipe itself tells.
+    """
+    loaded, taken = resolve_models(_loaded(recipe), weights=not static)
+    plan = make_plan(loaded.recipe)
+    assert plan.counts is not None
+    warnings, findings = [], [*map(str, loaded.places), *taken]
+    sizes = [*plan.counts.lines(), f"stages: {chain(plan)}"]
+    if not static:
+        from practicum.trainer.preflight import preflight
+
+        found = preflight(loaded)
+        warnings, findings, sizes = found.warnings, findings + found.findings, found.sizes + sizes
+    not_run = [f"{stage.name}: {why}" for stage, why in plan.skipped]
+    return Report(loaded, tuple(warnings), tuple(findings), tuple(sizes), tuple(not_run))
 
 
 def train(

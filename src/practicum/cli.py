@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from practicum import __version__
 from practicum.errors import ClusterError, PracticumError
-
-if TYPE_CHECKING:
-    from practicum.recipe.load_recipe import LoadedRecipe
 
 
 class _Commands(TyperGroup):
@@ -139,37 +136,15 @@ def check(
 
     practicum check recipes/sort/start.yaml --set rollout.slots=64
     """
-    from practicum.recipe.load_recipe import load_recipe
+    from practicum import api
 
-    for loaded in [load_recipe(file, overrides or []) for file in files]:
-        _check(loaded, static, everything)
-
-
-def _check(loaded: LoadedRecipe, static: bool, everything: bool) -> None:
-    from practicum.dataplane.stages import chain
-    from practicum.recipe.text.check_screen import screen
-    from practicum.recipe.text.show_recipe import show_recipe
-    from practicum.roles.stage_table import make_plan
-    from practicum.trainer.run_models import resolve_models
-
-    loaded, taken = resolve_models(loaded, weights=not static)
-    plan = make_plan(loaded.recipe)
-    assert plan.counts is not None
-    findings = [*map(str, loaded.places), *taken]
-    sizes = [*plan.counts.lines(), f"stages: {chain(plan)}"]
+    all_loaded = [api.load_recipe(file, overrides or []) for file in files]
     if not static:
         _say_loading()
-        from practicum.trainer.preflight import preflight
-
-        found = preflight(loaded)
-        findings = [*(f"warning: {text}" for text in found.warnings), *findings, *found.findings]
-        sizes = [*found.sizes, *sizes]
-    typer.echo(screen(loaded, findings, sizes, everything=everything))
-    if everything:
-        _show("stages that are not run", [f"{stage.name}: {why}" for stage, why in plan.skipped])
-        typer.echo(f"\n# every value and where it came from\n{show_recipe(loaded)}")
     more = "" if everything else "; --all shows every value and where it came from"
-    typer.echo(f"\nok{' (static part only)' if static else ''}{more}")
+    for loaded in all_loaded:
+        typer.echo(api.check(loaded, static=static).text(everything=everything))
+        typer.echo(f"\nok{' (static part only)' if static else ''}{more}")
 
 
 @app.command(no_args_is_help=True)
@@ -426,10 +401,6 @@ def demo(
 def _say_loading(what: str = "torch") -> None:
     """The first sign of life: importing torch takes seconds."""
     typer.echo(f"loading {what} …", err=True)
-
-
-def _show(title: str, lines: list[str]) -> None:
-    typer.echo("\n".join(["", f"{title}:", *(f"  {line}" for line in lines or ["none"])]))
 
 
 if __name__ == "__main__":

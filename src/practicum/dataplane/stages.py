@@ -9,13 +9,15 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
-from practicum.dataplane.ragged import Column, Ragged
 from practicum.errors import RecipeError, StoreError
 from practicum.recipe.counts import Counts
+
+if TYPE_CHECKING:  # the plan of a step is drawn without torch
+    from practicum.dataplane.ragged import Column, Ragged
 
 Ranks = Literal["all", "first", "controller"]
 """Who runs a stage: all ranks of the learner together, its first rank alone, or the step itself."""
@@ -147,7 +149,7 @@ def _reason(stage: StageSpec, candidates: Sequence[StageSpec], why: Mapping[str,
     return f"nobody reads {fields}" + (f": {'; '.join(reasons)}" if reasons else "")
 
 
-class Columns(Mapping[str, Column]):
+class Columns(Mapping[str, "Column"]):
     """The columns that a stage reads. Asking for one that it did not declare is a StoreError."""
 
     def __init__(self, stage: str, columns: Mapping[str, Column]) -> None:
@@ -172,6 +174,8 @@ class Columns(Mapping[str, Column]):
 
     def ragged(self, name: str) -> Ragged:
         """A column of tokens."""
+        from practicum.dataplane.ragged import Ragged
+
         column = self[name]
         assert isinstance(column, Ragged), f"{name} is not a ragged field"
         return column
