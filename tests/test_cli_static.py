@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from practicum import __version__
 from practicum.cli import app
+from practicum.trainer.run_folder import require_possible
 
 RECIPE = "name: run\nmodel: {make: {}}\ntasks: {sort: {kind: sort}}\n"
 HEAVY = ("torch", "transformers", "numpy", "ray", "vllm")
@@ -168,3 +169,32 @@ def test_resume_and_fresh_exclude_each_other(recipe: str) -> None:
     result = CliRunner().invoke(app, ["train", recipe, "--resume", "--fresh"])
     assert result.exit_code == 2
     assert "give one of them" in result.output
+
+
+@pytest.mark.parametrize(
+    ("out", "why"),
+    [
+        ("run.yaml", "{folder}/run.yaml is a file"),
+        ("run.yaml/runs/mine", "{folder}/run.yaml is a file"),
+        ("/proc/runs/mine", "No such file or directory"),
+        ("x" * 300, "File name too long"),
+    ],
+)
+def test_a_run_folder_that_can_not_be_is_told_before_anything_is_loaded(
+    recipe: str, out: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(recipe).parent
+    monkeypatch.chdir(folder)
+    done = CliRunner().invoke(app, ["train", recipe, "--out", str(folder / out)])
+    assert done.exit_code == 2
+    first, second = done.output.splitlines()
+    assert first == f"{folder / out} can't be the run's folder: {why.format(folder=folder)}."
+    assert second == "  → choose another one with --out DIR"
+
+
+def test_asking_whether_a_run_folder_can_be_leaves_nothing(recipe: str) -> None:
+    folder = Path(recipe).parent
+    require_possible(folder / "a" / "b")
+    (folder / "kept").mkdir()
+    require_possible(folder / "kept")
+    assert sorted(path.name for path in folder.iterdir()) == ["kept", "run.yaml"]

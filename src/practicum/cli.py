@@ -106,8 +106,11 @@ def train(
     if change and not resume:
         raise typer.BadParameter("--change is for a run that continues: give --resume as well")
     from practicum.recipe.load_recipe import load_recipe
+    from practicum.trainer.run_folder import choose_folder
 
     loaded = [load_recipe(file, overrides or []) for file in recipes]
+    for one in loaded:
+        choose_folder(one.recipe, out, resume=resume, fresh=fresh)
     _say_loading()
     from practicum.trainer.run import train_recipes
 

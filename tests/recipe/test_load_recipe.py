@@ -163,6 +163,40 @@ def test_every_wrong_set_is_told_at_once(write: Write) -> None:
     assert "--set x" in text
 
 
+def test_set_changes_items_of_lists(write: Write) -> None:
+    path = write("reward:\n  functions: [{use: exact}, contains]\nagent: {loop: tool_use, tools: [python]}")
+    overrides = ["reward.functions.0.weight=0.5", "reward.functions[1].use=checker", "train.betas.1=0.9"]
+    loaded = load_recipe(path, [*overrides, "agent.tools.0.timeout_s=2", "tasks.sort.options.length=[2, 3]"])
+    functions = loaded.recipe.reward.functions
+    assert [(function.use, function.weight) for function in functions] == [("exact", 0.5), ("checker", 1.0)]
+    assert loaded.recipe.train.betas == (0.9, 0.9)
+    assert (loaded.recipe.agent.tools[0].use, loaded.recipe.agent.tools[0].timeout_s) == ("python", 2.0)
+    assert str(loaded.origins["reward.functions"]) == "file:6, [0].weight by --set, [1].use by --set"
+    assert str(loaded.origins["train.betas"]) == "default, [1] by --set"
+    assert load_recipe(path, ["tasks.7.kind=sort"]).recipe.tasks["7"].kind == "sort"
+    later = load_recipe(path, ["reward.functions.0.weight=0.5", "reward.functions=[checker]"]).recipe
+    assert [(function.use, function.weight) for function in later.reward.functions] == [("checker", 1.0)]
+
+
+def test_item_of_a_default_list_may_be_set(write: Write) -> None:
+    functions = load_recipe(write(), ["reward.functions.0.weight=3"]).recipe.reward.functions
+    assert [(function.use, function.weight) for function in functions] == [("checker", 3.0)]
+
+
+@pytest.mark.parametrize(
+    "short", ["mine:score", "[mine:score]", "{functions: mine:score}", "{functions: ['mine:score']}"]
+)
+def test_a_reward_may_be_written_as_its_function(write: Write, short: str) -> None:
+    path = write(f"reward: {short}\n")
+    (path.parent / "mine.py").write_text("def score(sample): return 1.0\n")
+    found = load_recipe(path)
+    assert [function.use for function in found.recipe.reward.functions] == [f"{path.parent}/mine:score"]
+    assert str(found.origins["reward.functions"]) == "file:5"
+    own = load_recipe(path, ["tasks.sort.rewards=exact", "reward.weight=2", "reward=contains"]).recipe
+    assert [function.use for function in own.tasks["sort"].rewards or []] == ["exact"]
+    assert (own.reward.functions[0].use, own.reward.weight) == ("contains", 2.0)
+
+
 def test_make_replaces_a_path_of_a_base_and_the_other_way_round(write: Write) -> None:
     write("model: {path: some/model, tokenizer: its/own, dtype: bfloat16}", "p.yaml", minimal=False)
     model = load_recipe(write("extends: p.yaml")).recipe.model

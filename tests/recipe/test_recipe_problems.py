@@ -73,6 +73,14 @@ def test_an_unknown_key_like_no_other_gets_the_list(write: Write) -> None:
         ),
         ("runtime.kind=rey", "'rey'", "one of local, ray", "did you mean ray?"),
         ("train.betas=[0.9, 1.5]", "1.5", "a number, at least 0 and less than 1", ""),
+        ("train.betas=[0.9]", "[0.9]", "a list of 2 numbers, each at least 0 and less than 1", ""),
+        ("train.betas=[]", "[]", "a list of 2 numbers, each at least 0 and less than 1", ""),
+        (
+            "train.betas=[0.9, 0.9, 0.9]",
+            "[0.9, 0.9, 0.9]",
+            "a list of 2 numbers, each at least 0 and less than 1",
+            "",
+        ),
         ("train.betas=0.9", "0.9", "a list of 2 numbers, each at least 0 and less than 1", ""),
         ("tasks={}", "{}", "a mapping of names to tasks, with at least 1 of them", ""),
     ],
@@ -95,9 +103,39 @@ def test_a_section_left_empty_says_how_to_get_the_defaults(write: Write) -> None
     assert "remove eval to take the defaults" in error.suggestion
 
 
-def test_an_index_into_a_list_is_told_to_give_the_list(write: Write) -> None:
-    error = problem(write(), "reward.functions.0.use=exact")
-    assert "reward.functions=[…]" in error.suggestion
+REWARDS = "reward:\n  functions: [{use: exact}, {use: contains, weight: 0.5}]\n"
+
+
+@pytest.mark.parametrize(
+    ("override", "found", "expected"),
+    [
+        ("reward.functions.2.weight=1", "item 2", "one of the items 0 to 1 of reward.functions"),
+        ("reward.functions[-1].weight=1", "item -1", "one of the items 0 to 1 of reward.functions"),
+        ("train.betas.2=1", "item 2", "one of the items 0 to 1 of train.betas"),
+        ("rollout.stop.0=a", "item 0", "a list with items, and rollout.stop is empty"),
+    ],
+)
+def test_an_item_that_a_list_does_not_have_is_told(
+    write: Write, override: str, found: str, expected: str
+) -> None:
+    error = problem(write(REWARDS), override)
+    assert error.path == f"--set {override.partition('=')[0].replace('[-1]', '.-1')}"
+    assert (error.found, error.expected) == (found, expected)
+    assert "to add one, give the whole list" in error.suggestion
+
+
+def test_a_wrong_value_in_a_list_has_its_own_origin(write: Write) -> None:
+    error = problem(write(REWARDS), "reward.functions.1.weight=much")
+    assert (error.path, error.found) == ("reward.functions[1].weight", "'much' (--set)")
+    error = problem(write(REWARDS.replace("0.5", "much")))
+    assert (error.path, error.found) == ("reward.functions[1].weight", "'much' (file:6)")
+    error = problem(write(), "train.betas.1=1.5")
+    assert (error.path, error.found) == ("train.betas[1]", "1.5 (--set)")
+
+
+def test_a_name_in_a_list_is_told_to_be_a_number(write: Write) -> None:
+    error = problem(write(), "reward.functions.exact.weight=2")
+    assert "such as reward.functions.0, or give the whole list" in error.suggestion
 
 
 def test_a_long_value_is_cut(write: Write) -> None:

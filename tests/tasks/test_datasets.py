@@ -112,6 +112,8 @@ def test_a_map_that_raises_shows_the_users_line(folder: Path, streaming: bool):
         make_stream({"t": task(folder, map=f"{folder}/maps_of_sums:returns_nothing")}, 0)
     with pytest.raises(RecipeError, match=r"tasks\.t\.map: .*\n.*did you mean maps_of_sums:to_row"):
         make_stream({"t": task(folder, map=f"{folder}/maps_of_sums:torow")}, 0)
+    with pytest.raises(RecipeError, match=r"tasks\.t\.map: .*\n.*did you mean maps_of_sums:to_row"):
+        make_stream({"t": task(folder, map="maps_of_sums.to_row")}, 0)
 
 
 def counted(length: int, read: list[int]) -> datasets.IterableDataset:

@@ -111,8 +111,11 @@ def test_rows_without_the_column_are_told(tmp_path: Path) -> None:
     teachers = {"x": {"model": "a"}, "y": {"model": "b"}}
     found = problems(lambda: check_routes(recipe({"a": file}, teachers, route={"by": "s"})))
     assert set(found) == {"route.by"}
-    assert "2 rows" in found["route.by"]
-    assert "line 3" in found["route.by"]
+    place = tmp_path / "a.jsonl"
+    assert found["route.by"].splitlines()[0] == (
+        f"route.by: found no column 's' (only 'prompt', 'answer') in 2 rows: {place}, line 3; "
+        f"{place}, line 4, expected text or a number in each row."
+    )
 
 
 def test_what_a_teacher_reads_before_must_be_in_its_rows(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def must_read(source: str, key: str, expected: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
-        if is_unreachable(source):
+        if isinstance(error, OSError) and is_unreachable(source):
             raise not_found(key, source, "model") from None
         raise RecipeError(key, source, expected, str(error).splitlines()[0]) from error
 

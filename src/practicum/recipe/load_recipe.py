@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from practicum.recipe.checks.combinations import combinations
 from practicum.recipe.places import Place, locate
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.text import yamlfile
+from practicum.recipe.text.list_items import set_item
 from practicum.recipe.text.origins import DEFAULT, OVERRIDE, Layers, Origin, leaves, spelled_out
 from practicum.recipe.text.problems import explain, shorten, with_origin
 from practicum.recipe.text.type_text import nearest
@@ -46,13 +48,13 @@ def load_recipe(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str]
             _add_file(layers, file, document, source)
     except RecipeError as error:
         raise RecipeErrors(str(source), [error]) from None
-    layers.add(_parse_overrides(overrides, str(source)), lambda _: OVERRIDE)
+    _override(layers, overrides, str(source))
     places = locate(layers.data, layers.origins, source)
     try:
         checked = Recipe.model_validate(layers.data)
     except ValidationError as error:
         raise RecipeErrors(str(source), explain(error, layers.origins)) from None
-    origins = {leaf: layers.origins.get(leaf, DEFAULT) for leaf, _ in leaves(checked.model_dump())}
+    origins = {leaf: _origin(leaf, layers.origins) for leaf, _ in leaves(checked.model_dump())}
     if problems := combinations(checked):
         raise RecipeErrors(str(source), [_with_origin(p, layers.origins) for p in problems])
     return LoadedRecipe(checked, origins, source, places)
@@ -131,38 +133,62 @@ def _add_file(layers: Layers, file: Path, document: yamlfile.Document, source: P
     layers.add(data, origin_of)
 
 
-def _parse_overrides(overrides: Sequence[str], source: str) -> dict[str, Any]:
-    """All of --set as one layer; a later one wins over an earlier one."""
+def _override(layers: Layers, overrides: Sequence[str], source: str) -> None:
+    """Lay all of --set over what is there; a later one wins over an earlier one."""
     data: dict[str, Any] = {}
+    in_lists: dict[tuple[str, ...], Any] = {}
     problems: list[RecipeError] = []
     for text in overrides:
         key, equals, value = text.partition("=")
-        steps = [step.strip() for step in key.split(".")]
+        # Messages write items as functions[0]; both forms are taken.
+        steps = tuple(step.strip() for step in re.sub(r"\[(-?\d+)\]", r".\1", key).split("."))
         if not equals or not all(steps):
             expected = "key=value, such as train.lr=1e-5"
             problems.append(RecipeError("--set", shorten(text), expected))
-        elif steps == ["extends"]:
+        elif steps == ("extends",):
             advice = "give the other recipe, or write extends into the file"
             problems.append(RecipeError("--set extends", shorten(value), "any other key", advice))
         else:
             try:
-                _place(data, steps, yamlfile.parse(value, f"--set {key}").data)
+                parsed = yamlfile.parse(value, f"--set {key}").data
             except RecipeError as error:
                 problems.append(error)
+                continue
+            in_lists = {path: item for path, item in in_lists.items() if path[: len(steps)] != steps}
+            if any(step.lstrip("-").isdigit() for step in steps):
+                in_lists[steps] = parsed
+            else:
+                _place(data, steps, parsed)
+    layers.add(data, lambda _: OVERRIDE)
+    for steps, parsed in in_lists.items():
+        try:
+            if not set_item(layers, steps, parsed):
+                layers.add(_place({}, steps, parsed), lambda _: OVERRIDE)
+        except RecipeError as error:
+            problems.append(error)
     if problems:
         raise RecipeErrors(source, problems)
+
+
+def _place(data: dict[str, Any], steps: Sequence[str], value: Any) -> dict[str, Any]:
+    """`data` with the value where the steps lead; a mapping that it is short for adds to what is there."""
+    if isinstance(mapping := spelled_out(tuple(steps), value), dict) and not isinstance(value, dict):
+        ((key, value),) = mapping.items()
+        steps = [*steps, key]
+    holder = data
+    for step in steps[:-1]:
+        if not isinstance(holder.get(step), dict):
+            holder[step] = {}
+        holder = holder[step]
+    holder[steps[-1]] = value
     return data
 
 
-def _place(data: dict[str, Any], steps: list[str], value: Any) -> None:
-    if (mapping := spelled_out(tuple(steps), value)) is not value:
-        ((key, value),) = mapping.items()
-        steps = [*steps, key]
-    for step in steps[:-1]:
-        if not isinstance(data.get(step), dict):
-            data[step] = {}
-        data = data[step]
-    data[steps[-1]] = value
+def _origin(leaf: str, origins: Mapping[str, Origin]) -> Origin:
+    """Where a leaf came from; of a list, also which places in it --set has changed."""
+    paths = [key.removeprefix(f"{leaf}.") for key in origins if key.startswith(f"{leaf}.")]
+    items = tuple(re.sub(r"(^|\.)(\d+)", r"[\2]", path) for path in paths)
+    return replace(origins.get(leaf, DEFAULT), items=items)
 
 
 def _with_origin(problem: RecipeError, origins: dict[str, Origin]) -> RecipeError:

@@ -37,7 +37,7 @@ def import_function(use: str, path: str) -> Callable[..., Any]:
     """
     parts = split_function(use)
     if parts is None:
-        raise RecipeError(path, repr(use), "package.module:function")
+        raise RecipeError(path, repr(use), "package.module:function", meant(use, ()))
     folder, module_name, attribute = parts
     module = _import(module_name, Path(folder).absolute(), use, path)
     function = getattr(module, attribute, None)

@@ -32,7 +32,7 @@ def load_dataset(task: str, name: str, subset: str | None, split: str, streaming
             str(folder) if folder.exists() else name, subset, split=split, streaming=streaming
         )
     except Exception as error:  # the library has many, and each means that there is no such data
-        if unreachable:
+        if unreachable and isinstance(error, OSError):
             raise not_found(key, name, "dataset") from None
         cause = error.__cause__ or error
         found = f"{name!r}, {f'subset {subset!r}, ' if subset else ''}split {split!r}"

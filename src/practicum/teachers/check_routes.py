@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from practicum.errors import DataError, RecipeError, RecipeErrors
+from practicum.errors import RecipeError, RecipeErrors
 from practicum.recipe.checks.routing import destinations, value_of_task
 from practicum.recipe.checks.value_forms import fields_of
 from practicum.recipe.schema.recipe import Recipe
@@ -13,7 +13,7 @@ from practicum.recipe.text.type_text import nearest
 from practicum.tasks.locations import open_rows, train_location
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import draw_row, make_stream, to_prompt
-from practicum.teachers.route import before_text, routed_value
+from practicum.teachers.route import UnfitRow, before_text, routed_value
 
 _SHOWN = 3
 
@@ -61,8 +61,8 @@ def _read(recipe: Recipe) -> tuple[dict[str, _Rows], dict[str, _Rows]]:
         if len(recipe.teachers) > 1:
             try:
                 value = routed_value(prompt, recipe.route)
-            except DataError as error:
-                faults.setdefault("route.by", _Rows()).add(place, str(error))
+            except UnfitRow as error:
+                faults.setdefault("route.by", _Rows()).add(place, error.fault)
                 continue
             values.setdefault(value, _Rows()).add(place)
             names = destinations(recipe.route, value)
@@ -75,8 +75,8 @@ def _read(recipe: Recipe) -> tuple[dict[str, _Rows], dict[str, _Rows]]:
 def _try_before(recipe: Recipe, name: str, prompt: Prompt, place: str, faults: dict[str, _Rows]) -> None:
     try:
         before_text(recipe.teachers[name], prompt)
-    except DataError as error:
-        faults.setdefault(f"teachers.{name}.before", _Rows()).add(place, str(error))
+    except UnfitRow as error:
+        faults.setdefault(f"teachers.{name}.before", _Rows()).add(place, error.fault)
 
 
 def _prompts(recipe: Recipe) -> Iterator[tuple[str, Prompt]]:
@@ -95,9 +95,9 @@ def _prompts(recipe: Recipe) -> Iterator[tuple[str, Prompt]]:
 
 
 def _fault(path: str, rows: _Rows) -> RecipeError:
-    found = f"{rows.count:,} rows without what it names ({rows})" if rows.count > 1 else f"a row ({rows})"
+    found = f"{rows.fault} in {f'{rows.count:,} rows: ' if rows.count > 1 else ''}{rows}"
     advice = "add the column to these rows, or name what every prompt has"
-    return RecipeError(path, f"{found}: {rows.fault}", "text or a number in each row", advice)
+    return RecipeError(path, found, "text or a number in each row", advice)
 
 
 def _uncovered(recipe: Recipe, values: dict[str, _Rows]) -> list[RecipeError]:

@@ -13,6 +13,14 @@ from practicum.tasks.draws import mix
 from practicum.tasks.prompts import Prompt, answer_text
 
 
+class UnfitRow(DataError):
+    """A row without what route.by or a teacher's before names; `fault` is what it has instead."""
+
+    def __init__(self, prompt: Prompt, fault: str, reader: str) -> None:
+        self.fault = fault
+        super().__init__(f"{prompt} has {fault}; {reader} needs text or a number there")
+
+
 def teacher_of(prompt: Prompt, route: Route, teachers: Collection[str], seed: int) -> str:
     """The teacher of a prompt, a function of the recipe, the seed and the prompt alone.
 
@@ -63,18 +71,15 @@ def _field(prompt: Prompt, field: str) -> str:
         return _column(prompt, field, "before")
     try:
         return answer_text(prompt.answer)
-    except DataError as error:
-        raise DataError(f"{prompt}, {{answer}} of before: {error}") from None
+    except DataError:
+        raise UnfitRow(prompt, f"the answer {prompt.answer!r}", "before") from None
 
 
 def _column(prompt: Prompt, column: str, reader: str) -> str:
     row: Mapping[str, Any] = prompt.row
     if column not in row:
-        columns = ", ".join(map(repr, row)) or "none"
-        raise DataError(f"{prompt} has no column {column!r}, which {reader} names: its columns are {columns}")
+        raise UnfitRow(prompt, f"no column {column!r} (only {', '.join(map(repr, row)) or 'none'})", reader)
     value = row[column]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise DataError(
-            f"{prompt} has {value!r} in column {column!r}, which {reader} names: expected text or a number"
-        )
+        raise UnfitRow(prompt, f"{value!r} in column {column!r}", reader)
     return str(value)

@@ -40,7 +40,7 @@ from practicum.trainer.finished_run import Run
 from practicum.trainer.interrupt import Interrupt, Stopped
 from practicum.trainer.preflight import check_without_models, known_traits
 from practicum.trainer.recipe_changes import Change, allowed_changes
-from practicum.trainer.run_folder import RunFolder
+from practicum.trainer.run_folder import RunFolder, choose_folder
 from practicum.trainer.run_models import finish_export, resolve_models
 from practicum.trainer.samples import sample_rows
 from practicum.trainer.saver import Saver, best_metric
@@ -259,24 +259,6 @@ class Trainer:
         for tracker in self.trackers:
             tracker.close()
         self.roles.close()
-
-
-def choose_folder(recipe: Recipe, out: Path | None, *, resume: bool, fresh: bool) -> RunFolder:
-    """The run's folder, if this run may use it. Nothing is written or removed yet."""
-    folder = RunFolder(out or Path(recipe.out or Path("runs") / recipe.name))
-    if resume and not folder.is_used:
-        raise PracticumError(f"{folder.path} has no run to resume: leave out --resume")
-    if not resume and folder.is_foreign:
-        raise PracticumError(
-            f"{folder.path} has files that a run would write over and that are not a run's: "
-            "choose another folder with --out DIR"
-        )
-    if folder.is_used and not (resume or fresh):
-        raise PracticumError(
-            f"{folder.path} holds a run already: --resume continues it, --fresh replaces it, "
-            "--out DIR writes elsewhere"
-        )
-    return folder
 
 
 def train_loaded(

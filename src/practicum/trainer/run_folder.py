@@ -7,8 +7,10 @@ import json
 import os
 import platform
 import shutil
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +111,44 @@ class RunFolder:
             return
         with (self.path / "log.txt").open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+
+
+def choose_folder(recipe: Recipe, out: Path | None, *, resume: bool, fresh: bool) -> RunFolder:
+    """The run's folder, if this run may use it. Nothing is removed, and nothing of the run is written."""
+    folder = RunFolder(out or Path(recipe.out or Path("runs") / recipe.name))
+    require_possible(folder.path)
+    if resume and not folder.is_used:
+        raise PracticumError(f"{folder.path} has no run to resume: leave out --resume")
+    if not resume and folder.is_foreign:
+        raise PracticumError(
+            f"{folder.path} has files that a run would write over and that are not a run's: "
+            "choose another folder with --out DIR"
+        )
+    if folder.is_used and not (resume or fresh):
+        raise PracticumError(
+            f"{folder.path} holds a run already: --resume continues it, --fresh replaces it, "
+            "--out DIR writes elsewhere"
+        )
+    return folder
+
+
+def require_possible(path: Path) -> None:
+    """A PracticumError if no run can be written to this folder. It is tried, and what was made is removed."""
+    made = [place for place in (path, *path.parents) if not os.path.lexists(place)]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except (OSError, ValueError) as error:
+        in_the_way = [str(place) for place in (path, *path.parents) if os.path.isfile(place)]
+        why = f"{in_the_way[0]} is a file" if in_the_way else getattr(error, "strerror", None) or str(error)
+        raise PracticumError(
+            f"{path} can't be the run's folder: {why}.\n  → choose another one with --out DIR"
+        ) from None
+    finally:
+        for place in made:
+            with suppress(OSError, ValueError):
+                place.rmdir()
 
 
 def write_atomic(path: Path, text: str) -> None:

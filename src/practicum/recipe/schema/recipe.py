@@ -104,7 +104,9 @@ class RewardFunction(Section):
 class Reward(Section):
     """How an answer is judged."""
 
-    functions: list[RewardFunction] = key([RewardFunction()], "The rewards to add.", _FOR_SOME_TASK)
+    functions: list[RewardFunction] = key(
+        [RewardFunction()], "The rewards to add; a name alone is short for {use: name}.", _FOR_SOME_TASK
+    )
     on_error: Literal["stop", "skip"] = key(
         "stop", "A raising reward stops the run, or its sample is counted and left out."
     )

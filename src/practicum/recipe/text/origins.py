@@ -15,10 +15,13 @@ class Origin:
     kind: Literal["default", "base", "file", "dict", "--set"]
     file: str = ""
     line: int | None = None
+    items: tuple[str, ...] = ()
+    """Of a list: the places in it that --set has changed, such as [0].weight."""
 
     def __str__(self) -> str:
         words = f"base {self.file}" if self.kind == "base" else self.kind
-        return words if self.line is None else f"{words}:{self.line}"
+        words = words if self.line is None else f"{words}:{self.line}"
+        return ", ".join([words, *(f"{item} by --set" for item in self.items)])
 
 
 DEFAULT = Origin("default")
@@ -39,8 +42,6 @@ _ALTERNATIVES: dict[tuple[str, ...], dict[str, tuple[str, ...]]] = {
 }
 # Mappings of the user's own names, in which null drops an entry.
 _NAMED = (("tasks",), ("teachers",), ("reward", "models"), ("route", "to"), ("route", "shares"))
-_SHORT: dict[tuple[str, ...], str] = {("runtime",): "kind"}
-"""Mappings that text may stand for: the value of this key of theirs."""
 
 
 class Layers:
@@ -57,7 +58,7 @@ class Layers:
 
     def add(self, layer: Mapping[str, Any], origin_of: Callable[[str], Origin]) -> None:
         """Lay one more recipe over what is there; `origin_of` tells the origin of a dotted path."""
-        self._merge(self.data, layer, (), origin_of)
+        self._merge(self.data, spelled_out((), layer), (), origin_of)
 
     def _merge(
         self,
@@ -69,7 +70,6 @@ class Layers:
         self._drop_replaced(data, layer, path)
         for key, value in layer.items():
             here = (*path, key)
-            value = spelled_out(here, value)
             old = data.get(key)
             if isinstance(value, dict) and isinstance(old, dict) and path != ("route", "to"):
                 if value:
@@ -103,8 +103,19 @@ class Layers:
 
 
 def spelled_out(path: tuple[str, ...], value: Any) -> Any:
-    """The mapping that a text stands for at this path, such as {kind: ray} for `runtime: ray`."""
-    return {_SHORT[path]: value} if path in _SHORT and isinstance(value, str) else value
+    """A value with short forms written out: `runtime: ray` is {kind: ray}, `reward: exact` and
+    `reward: {functions: [exact]}` are {functions: [{use: exact}]}; so are a task's rewards."""
+    if path == ("runtime",) and isinstance(value, str):
+        return {"kind": value}
+    if path == ("reward",) and isinstance(value, str | list):
+        value = {"functions": value}
+    if path == ("reward", "functions") or (path[:1] == ("tasks",) and path[2:] == ("rewards",)):
+        items = [value] if isinstance(value, str) else value
+        is_list = isinstance(items, list)
+        return [{"use": item} if isinstance(item, str) else item for item in items] if is_list else items
+    if isinstance(value, Mapping):
+        return {key: spelled_out((*path, key), inner) for key, inner in value.items()}
+    return value
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

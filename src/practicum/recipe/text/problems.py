@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_origin
 
@@ -25,8 +26,21 @@ _YES_NO = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 
 def explain(error: ValidationError, origins: Mapping[str, Origin]) -> list[RecipeError]:
     """Every problem that a validation found."""
-    found = [(details, find_key(details["loc"])) for details in error.errors(include_url=False)]
+    found = [(details, find_key(details["loc"])) for details in _whole_lists(error)]
     return [_explain(details, spot, origins) for details, spot in _one_per_union(found)]
+
+
+def _whole_lists(error: ValidationError) -> Iterator[Any]:
+    """What pydantic found; a list with too few items is one problem of the list, not one of each item."""
+    short = set()
+    for details in error.errors(include_url=False):
+        *path, last = details["loc"] or [""]
+        if details["type"] == "missing" and isinstance(last, int):
+            if tuple(path) in short:
+                continue
+            short.add(tuple(path))
+            details = details | {"type": "too_short", "loc": tuple(path)}
+        yield details
 
 
 def dotted(path: Sequence[str | int]) -> str:
@@ -42,10 +56,13 @@ def shorten(value: Any, limit: int = 60) -> str:
 
 
 def with_origin(found: str, path: str, origins: Mapping[str, Origin]) -> str:
-    """`found`, with the file and line or --set it came from."""
-    path = path.partition("[")[0]  # a list has one origin
+    """`found`, with the file and line or --set it came from: its own, or that of the list it is in."""
+    path = re.sub(r"\[(\d+)\]", r".\1", path)
     beneath = (o for key, o in origins.items() if key == path or key.startswith(f"{path}."))
-    origin = next(beneath, None)
+    origin = origins.get(path) or next(beneath, None)
+    while origin is None and path:
+        path = path.rpartition(".")[0]
+        origin = origins.get(path)
     return found if origin is None else f"{found} ({origin})"
 
 
@@ -115,7 +132,7 @@ def _advice(kind: Any, value: Any, path: str, optional: bool) -> str:
             return keys
         return f"{f'remove {path}' if optional else 'write {}'} to take the defaults; {keys}"
     if isinstance(value, dict) and get_origin(inner) is list:
-        return f"give the whole list, such as --set '{path}=[…]'"
+        return f"name an item by its number, such as {path}.0, or give the whole list: --set '{path}=[…]'"
     return ""
 
 
