@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,6 +39,13 @@ def test_all_names_are_there():
         assert name in dir(pr)
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         pr.trian  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_the_page_names_everything():
+    text = (Path(__file__).parents[1] / "docs/python.md").read_text()
+    attributes = [name for kind in (pr.Run, pr.Report) for name in vars(kind) if not name.startswith("_")]
+    names = {*pr.__all__, *attributes} - {"__version__"}
+    assert not [name for name in names if not re.search(rf"`(?:pr\.)?{name}\b", text)]
 
 
 def test_a_dict_is_the_recipe_that_a_file_is(tmp_path: Path):
@@ -135,6 +143,8 @@ def test_ctrl_c_ends_a_run_after_its_step_and_resume_continues_it(
 ):
     def stop(row: dict[str, Any]) -> None:
         if row["step"] == 1:
+            with pytest.raises(pr.PracticumError, match="this process trains a run already"):
+                pr.train(SHORT, out=tmp_path / "other")
             os.kill(os.getpid(), signal.SIGINT)
 
     before = [signal.getsignal(number) for number in HANDLERS]

@@ -5,6 +5,7 @@ Nothing here imports torch until it is needed.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ __all__ = ["LoadedRecipe", "PracticumError", "Report", "Run", "check", "evaluate
 
 RecipeLike: TypeAlias = "str | Path | Mapping[str, Any] | LoadedRecipe"
 """A recipe's file, its keys as a dict, or a loaded one."""
+_training = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -109,9 +111,14 @@ def train(
     from practicum.trainer.run import train_loaded
 
     folder = None if out is None else Path(out)
-    return train_loaded(
-        loaded, folder, resume=resume, fresh=fresh, change=change, on_step=on_step, quiet=quiet
-    )
+    if not _training.acquire(blocking=False):  # two would share threads and torch's random state
+        raise PracticumError("this process trains a run already: start the other one after it, or elsewhere")
+    try:
+        return train_loaded(
+            loaded, folder, resume=resume, fresh=fresh, change=change, on_step=on_step, quiet=quiet
+        )
+    finally:
+        _training.release()
 
 
 def evaluate(
