@@ -23,12 +23,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 
 @pytest.fixture
-def own_registries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Stages and fields that a test registers are forgotten afterwards."""
+def own_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Parts of the user's that a test finds, and their fields, are forgotten afterwards."""
     from practicum.dataplane.fields import FIELDS
-    from practicum.roles import stage_table
+    from practicum.recipe import own_parts
 
-    monkeypatch.setattr(stage_table, "_registered", {})
+    monkeypatch.setattr(own_parts, "_found", {})
     before = dict(FIELDS)
     yield
     FIELDS.clear()

@@ -32,6 +32,7 @@ RANK = {
     "observe": 9,
     "trainer": 10,
     "api": 11,
+    "parts": 12,
     "cli": 12,
 }
 FILES = sorted(p for p in ROOT.rglob("*.py") if p.parent != ROOT or p.stem in RANK)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import pytest
 import torch
 from hypothesis import given
@@ -13,6 +11,7 @@ from practicum.algorithms.aggregation import AGGREGATIONS, session_count, token_
 from practicum.algorithms.segments import segment_count
 from practicum.errors import PracticumError
 from practicum.recipe.schema.algorithm_sections import Algorithm
+from practicum.recipe.text.type_text import choices
 
 from . import reference
 from .batches import Batch, batches, law
@@ -23,7 +22,7 @@ SESSION = torch.tensor([0, 2, 2, 2, 2])
 
 
 def test_kinds_are_the_recipe_s() -> None:
-    assert set(AGGREGATIONS) == set(get_args(Algorithm.model_fields["aggregation"].annotation))
+    assert set(AGGREGATIONS) == set(choices(Algorithm.model_fields["aggregation"].annotation))
 
 
 @pytest.mark.parametrize(

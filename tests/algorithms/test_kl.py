@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from practicum.algorithms.kl import KL_ESTIMATORS, AdaptiveKl, FixedKl, KlController, token_kl
 from practicum.errors import PracticumError
 from practicum.recipe.schema.algorithm_sections import Kl
+from practicum.recipe.text.type_text import choices
 
 from .batches import Batch, batches, law
 
@@ -28,7 +28,7 @@ def slow(kind: str, d: float) -> float:
 
 
 def test_estimators_are_the_recipe_s() -> None:
-    assert set(KL_ESTIMATORS) == set(get_args(Kl.model_fields["estimator"].annotation))
+    assert set(KL_ESTIMATORS) == set(choices(Kl.model_fields["estimator"].annotation))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from practicum.algorithms.aggregation import token_weights
 from practicum.algorithms.policy_losses.registry import POLICY_LOSSES
 from practicum.algorithms.policy_losses.types import PolicyInputs
 from practicum.recipe.schema.algorithm_sections import Algorithm
+from practicum.recipe.text.type_text import choices
 
 from . import reference
 from .batches import Batch, batches, law, with_more_masked_tokens, with_sessions_permuted
@@ -54,7 +55,7 @@ def gradient(kind: str, inputs: PolicyInputs) -> Tensor:
 
 
 def test_registry_has_the_recipe_s_names() -> None:
-    names = get_args(Algorithm.model_fields["loss"].annotation)
+    names = choices(Algorithm.model_fields["loss"].annotation)
     assert set(POLICY_LOSSES) == set(names) - {"supervised"}
 
 

@@ -1,7 +1,8 @@
 """The pages of the docs, cut into fenced blocks.
 
 A block with `title="path"` shows a file of the repository, word for word. A yaml block with `on="recipe"`
-shows keys that may be added to a recipe. A block marked `text output` is what the command before it prints.
+shows keys that may be added to a recipe. A block with `file="name"` is a file of the user's beside it. A
+block marked `text output` is what the command before it prints.
 """
 
 from __future__ import annotations
@@ -41,6 +42,11 @@ class Block:
     def base(self) -> str | None:
         """The recipe whose keys the block adds to."""
         return self._option("on")
+
+    @property
+    def file(self) -> str | None:
+        """The file of the user's that the block shows."""
+        return self._option("file")
 
     def _option(self, name: str) -> str | None:
         match = re.search(rf'{name}="([^"]+)"', self.info)

@@ -47,18 +47,18 @@ def _shape(field: Field) -> str:
     if field.extent == "object":
         return "any"
     axes = [_LETTERS[field.extent]] if field.extent != "scalar" else []
-    return f"[{', '.join([*axes, *field.trailing])}]"
+    return f"[{', '.join([*axes, *map(str, field.trailing)])}]"
 
 
 def padding_rules_table() -> str:
     """What a padding row holds in each field, by rule."""
-    widths = {letter: 2 for field in FIELDS.values() for letter in field.trailing}
+    widths = {str(axis): 2 for field in FIELDS.values() for axis in field.trailing}
     _, columns = padding_batch("train", 1, list(FIELDS), end_id=0, widths=widths)
     rules: dict[str, list[str]] = {}
     for name, column in columns.items():
         field = FIELDS[name]
         axes = [str(len(column[0]))] if isinstance(column, Ragged) else []
-        shape = f" [{', '.join([*axes, *field.trailing])}]" if field.extent != "object" else ""
+        shape = f" [{', '.join([*axes, *map(str, field.trailing)])}]" if field.extent != "object" else ""
         rules.setdefault(f"`{field.padding}`", []).append(f"`{name}`{shape}")
     return table(("rule", "fields of a padding row"), ((rule, ", ".join(f)) for rule, f in rules.items()))
 

@@ -18,7 +18,7 @@ from practicum.tasks.rewards import RewardFunctions
 from practicum.tasks.scorers import RewardSample
 from practicum.tasks.stream import eval_prompts, make_stream
 
-from .pages import ROOT, Block, all_blocks
+from .pages import ROOT, Block, all_blocks, blocks_of
 
 
 def load_block(block: Block, folder: Path) -> Recipe:
@@ -31,6 +31,9 @@ def load_block(block: Block, folder: Path) -> Recipe:
         shutil.copytree(ROOT / "recipes", folder / "recipes")
         path = (folder / block.base).with_name("block.yaml")
         base = f"extends: {Path(block.base).name}\n"
+    for other in blocks_of(block.page):
+        if other.file:
+            path.with_name(other.file).write_text(other.text)
     path.write_text(base + block.text)
     return load_recipe(path).recipe
 
@@ -47,7 +50,7 @@ def test_manifests_are_yaml(block: Block):
 
 
 @pytest.mark.parametrize("block", all_blocks("python"), ids=str)
-def test_code_runs(block: Block, empty_folder: Path, own_registries: None):
+def test_code_runs(block: Block, empty_folder: Path, own_parts: None):
     exec(compile(block.text, str(block), "exec"), {"__name__": "block"})
 
 

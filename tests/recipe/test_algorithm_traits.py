@@ -2,7 +2,6 @@
 
 import ast
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
@@ -11,6 +10,7 @@ from practicum.algorithms.advantages.registry import ADVANTAGES
 from practicum.algorithms.policy_losses.registry import POLICY_LOSSES
 from practicum.recipe.algorithm_traits import ESTIMATORS, LOSSES, readers
 from practicum.recipe.schema.algorithm_sections import Algorithm
+from practicum.recipe.text.type_text import choices
 
 ROOT = Path(practicum.__file__).parent
 NAMED_IN = {
@@ -27,7 +27,7 @@ NAMED_IN = {
 )
 def test_traits_registry_and_schema_have_the_same_names(table, registry, key, besides):
     assert set(table) == {*registry, besides}
-    assert set(get_args(Algorithm.model_fields[key].annotation)) == set(table)
+    assert set(choices(Algorithm.model_fields[key].annotation)) == set(table)
 
 
 def test_options_that_are_read_are_keys_of_the_recipe():

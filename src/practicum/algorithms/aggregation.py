@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from practicum.algorithms.segments import segment_count
-from practicum.errors import PracticumError
+from practicum.recipe.own_parts import find_part
 
 
 def _token_mean(tokens_S: Tensor, whole_S: Tensor) -> Tensor:
@@ -77,11 +77,9 @@ def token_weights(
     are the sampled tokens of each session in the mini-batch, over all ranks.
     `whole_S` are the sampled tokens of each session in the whole batch; None: those of the mini-batch.
     """
-    if kind not in AGGREGATIONS:
-        known = ", ".join(AGGREGATIONS)
-        raise PracticumError(f"Aggregation {kind!r} does not exist: use one of {known}.")
     if tokens_S is None:
         tokens_S = segment_count(session_N[mask_N], sessions)
-    divisor_S = AGGREGATIONS[kind](tokens_S, tokens_S if whole_S is None else whole_S)
+    divisor = find_part("aggregation", kind, AGGREGATIONS)
+    divisor_S = divisor(tokens_S, tokens_S if whole_S is None else whole_S)
     weight_S = 1.0 / divisor_S.to(dtype)
     return weight_S[session_N].masked_fill(~mask_N, 0.0)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from practicum.algorithms.exponentials import finite_expm1
 from practicum.errors import PracticumError
+from practicum.recipe.own_parts import find_part
 
 
 def k1(log_ratio_N: Tensor) -> Tensor:
@@ -59,20 +60,21 @@ def token_kl(
     ref_logprobs_N: Tensor,
     mask_N: Tensor,
     clamp: float | None = None,
+    *,
+    part: str = "kl_estimator",
 ) -> KlTerms:
     """KL of the student to the reference, token by token; `clamp` bounds the log-ratio to ± itself.
 
-    Differentiable in `logprobs_N`; a token whose log-ratio was clamped has no gradient.
+    Differentiable in `logprobs_N`; a token whose log-ratio was clamped has no gradient. `part` is the kind of
+    part that the estimator is, if it is a user's own.
     """
-    if kind not in KL_ESTIMATORS:
-        known = ", ".join(KL_ESTIMATORS)
-        raise PracticumError(f"KL estimator {kind!r} does not exist: use one of {known}.")
+    estimate = find_part(part, kind, KL_ESTIMATORS)
     log_ratio_N = (logprobs_N - ref_logprobs_N).masked_fill(~mask_N, 0.0)
     clamped_N = torch.zeros_like(mask_N)
     if clamp is not None:
         clamped_N = log_ratio_N.detach().abs() > clamp
         log_ratio_N = log_ratio_N.clamp(-clamp, clamp)
-    return KlTerms(KL_ESTIMATORS[kind](log_ratio_N), clamped_N)
+    return KlTerms(estimate(log_ratio_N), clamped_N)
 
 
 class KlController(Protocol):

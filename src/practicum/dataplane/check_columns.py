@@ -17,9 +17,10 @@ from practicum.errors import StoreError
 Spans = dict[str, list[int]]
 """Tokens of each row, for the ragged extents that a put has columns of."""
 
-DTYPES: dict[str, torch.dtype] = {
-    field.dtype: getattr(torch, field.dtype) for field in FIELDS.values() if field.dtype != "object"
-}
+
+def dtype_of(field: Field) -> torch.dtype:
+    """The number type of a field of tensors."""
+    return getattr(torch, field.dtype)
 
 
 def field_of(name: str) -> Field:
@@ -36,7 +37,7 @@ def empty_column(field: Field) -> Column:
     """The field's column for a batch without rows."""
     if field.extent == "object":
         return []
-    dtype = DTYPES[field.dtype]
+    dtype = dtype_of(field)
     if field.extent == "scalar":
         return torch.empty(0, dtype=dtype)
     return Ragged.packed(torch.empty((0,) * (1 + len(field.trailing)), dtype=dtype), [])
@@ -77,7 +78,7 @@ def _check_rows(field: Field, batch: BatchRef, rows: int) -> None:
 
 
 def _check_tensor(field: Field, key: str, tensor: Tensor) -> None:
-    if tensor.dtype is not DTYPES[field.dtype]:
+    if tensor.dtype is not dtype_of(field):
         raise StoreError(f"{field.name} of {key} is {tensor.dtype}, expected torch.{field.dtype}")
     if tensor.requires_grad:
         raise StoreError(f"{field.name} of {key} requires grad: detach it before the put")
@@ -92,12 +93,15 @@ def _check_ragged(field: Field, batch: BatchRef, column: Column) -> list[int]:
     if column.is_packed:
         _check_tensor(field, str(batch.keys[0]), column.values)
     else:
-        dtype = DTYPES[field.dtype]
+        dtype = dtype_of(field)
         for key, row in zip(batch.keys, column.rows, strict=True):
             if row.dtype is not dtype or row.requires_grad:
                 _check_tensor(field, str(key), row)
-    if len(column.trailing) != len(field.trailing):
-        axes = ", ".join((f"{field.extent} tokens", *field.trailing))
+    if len(column.trailing) != len(field.trailing) or any(
+        isinstance(axis, int) and axis != width
+        for axis, width in zip(field.trailing, column.trailing, strict=True)
+    ):
+        axes = ", ".join((f"{field.extent} tokens", *map(str, field.trailing)))
         shape = (column.lengths[0], *column.trailing)
         raise StoreError(f"{field.name} of {batch.keys[0]} is {list(shape)}, expected [{axes}]")
     return list(column.lengths)

@@ -23,8 +23,9 @@ Padding = Literal["end_token", "zero", "positions", "empty"]
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One column. `extent` says what its first axis counts; `trailing` names the axes after it.
+    """One column. `extent` says what its first axis counts; `trailing` are the axes after it.
 
+    An axis is a letter, whose width follows from the recipe and its models, or a width.
     `padding` is the rule by which padding rows are built; a field without one can't be padded.
     """
 
@@ -34,7 +35,7 @@ class Field:
     writer: str
     about: str
     padding: Padding | None = None
-    trailing: tuple[str, ...] = ()
+    trailing: tuple[str | int, ...] = ()
 
 
 _FIELDS = (
@@ -60,12 +61,31 @@ _FIELDS = (
     Field("advantages", "float32", "response", "advantages", "what each token is worth", "zero"),
     Field("returns", "float32", "response", "advantages", "what the critic should have said", "zero"),
 )
-_BYTES = {"int64": 8, "float32": 4, "bool": 1, "object": 0}
+_BYTES = {
+    **dict.fromkeys(("int64", "float64"), 8),
+    **dict.fromkeys(("int32", "float32"), 4),
+    **dict.fromkeys(("int16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int8", "uint8", "bool"), 1),
+    "object": 0,
+}
+"""Bytes of one entry, by dtype: the dtypes that a field may have."""
 FIELDS: dict[str, Field] = {field.name: field for field in _FIELDS}
+_LETTERS = {axis for field in _FIELDS for axis in field.trailing}
 
 
 def register_field(field: Field) -> None:
     """Add a field from outside, in every process that reads, writes or pads it; twice is fine."""
+    if field.dtype not in _BYTES or (field.dtype == "object") != (field.extent == "object"):
+        known = ", ".join(name for name in _BYTES if name != "object")
+        raise StoreError(
+            f"field {field.name} has dtype {field.dtype} and extent {field.extent}: expected one of "
+            f"{known}, or object for both"
+        )
+    if letters := [axis for axis in field.trailing if isinstance(axis, str) and axis not in _LETTERS]:
+        known = ", ".join(sorted(_LETTERS))
+        raise StoreError(
+            f"field {field.name} has an axis {letters[0]!r}: expected its width, or one of {known}"
+        )
     if FIELDS.setdefault(field.name, field) != field:
         raise StoreError(f"field {field.name} is there already: {FIELDS[field.name]}")
 
@@ -75,8 +95,8 @@ def check_padding_rules(names: Iterable[str]) -> None:
     missing = [name for name in names if FIELDS[name].padding is None]
     if missing:
         raise StoreError(
-            f"there is no padding rule for {', '.join(missing)}: give each Field in dataplane/fields.py a "
-            f"padding= of {', '.join(get_args(Padding))}"
+            f"there is no padding rule for {', '.join(missing)}: give each Field a padding= of "
+            f"{', '.join(get_args(Padding))}"
         )
 
 
@@ -88,7 +108,7 @@ def field_bytes(names: Iterable[str], tokens: Mapping[str, float], widths: Mappi
     fields = (FIELDS[name] for name in names)
     return sum(
         tokens.get(field.extent, 0.0)
-        * prod(widths.get(axis, 0) for axis in field.trailing)
+        * prod(axis if isinstance(axis, int) else widths.get(axis, 0) for axis in field.trailing)
         * _BYTES[field.dtype]
         for field in fields
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.check_columns import DTYPES, field_of
+from practicum.dataplane.check_columns import dtype_of, field_of
 from practicum.dataplane.fields import Field, Padding, check_padding_rules
 from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.ragged import Column, Ragged
@@ -52,7 +52,7 @@ def _column(field: Field, count: int, end_id: int, widths: Mapping[str, int]) ->
     assert field.padding is not None
     if field.padding == "empty":
         return [{} for _ in range(count)]
-    value = _RULES[field.padding](_shape(field, widths), DTYPES[field.dtype], end_id)
+    value = _RULES[field.padding](_shape(field, widths), dtype_of(field), end_id)
     # A plain copy: one of a single row keeps the stride 0 of the expansion, and has no bytes to look at.
     values = value.expand(count, *value.shape).clone(memory_format=torch.contiguous_format)
     if field.extent == "scalar":
@@ -61,14 +61,14 @@ def _column(field: Field, count: int, end_id: int, widths: Mapping[str, int]) ->
 
 
 def _shape(field: Field, widths: Mapping[str, int]) -> tuple[int, ...]:
-    missing = [letter for letter in field.trailing if letter not in widths]
+    missing = [axis for axis in field.trailing if isinstance(axis, str) and axis not in widths]
     if missing:
         given = ", ".join(f"{letter} = {width}" for letter, width in widths.items()) or "none"
         raise StoreError(
             f"padding rows need the width {' and '.join(missing)} of {field.name}; given are: {given}"
         )
     tokens = () if field.extent == "scalar" else (_TOKENS[field.extent],)
-    return (*tokens, *(widths[letter] for letter in field.trailing))
+    return (*tokens, *(axis if isinstance(axis, int) else widths[axis] for axis in field.trailing))
 
 
 def _end_token(shape: tuple[int, ...], dtype: torch.dtype, end_id: int) -> Tensor:

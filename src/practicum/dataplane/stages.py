@@ -39,7 +39,7 @@ class StageSpec:
     not_asked: str = ""
     """Why this recipe rules the stage out, whatever its effect or readers; empty if it does not."""
     use: str = ""
-    """package.module:Class of a role from outside; see `register_stage`."""
+    """How the recipe names a stage of the user's."""
 
 
 @dataclass(frozen=True)

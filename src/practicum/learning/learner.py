@@ -29,7 +29,7 @@ from practicum.learning.update_batch import (
 )
 from practicum.learning.update_metrics import RouterLoad, TeacherSums, TokenMeans
 from practicum.models.fingerprint import LENGTH
-from practicum.recipe.algorithm_traits import LOSSES
+from practicum.recipe.algorithm_traits import loss_traits
 from practicum.recipe.schema.algorithm_sections import Algorithm
 from practicum.recipe.schema.recipe import Train
 
@@ -225,7 +225,7 @@ class _Update:
             if batch.whole is not None:
                 everywhere = _row_weights(batch.whole, found.session_B, weigh)
             self._teach(objective.teaching, per_token(batch.teachers.teacher, lengths), everywhere)
-        self.whole_sessions = LOSSES[objective.algorithm.loss].whole_sessions and objective.has_policy
+        self.whole_sessions = loss_traits(objective.algorithm.loss).whole_sessions and objective.has_policy
 
         active_S = torch.ones(len(found), dtype=torch.bool)
         if objective.zero_without_advantage:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ from practicum.recipe.schema.recipe import Train
 logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.INFO)  # two debug records per tensor
 
 _INDEX = ".metadata"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _STEP = "optimizer.step"
 
 
@@ -122,9 +121,15 @@ def save_learner(
     tensors = _weights(model)
     state = stepper.optimizer.state
     for key, p in model.named_parameters():
-        if p in state:
-            tensors |= {f"optimizer.{key}.{moment}": state[p][moment] for moment in _MOMENTS}
-            tensors[_STEP] = state[p]["step"]  # all take every step
+        kept = {name: _as_tensor(value) for name, value in state.get(p, {}).items() if value is not None}
+        if "step" in kept:
+            tensors[_STEP] = kept.pop("step")  # all take every step
+        if parallel is not None and any(x.ndim and not isinstance(x, DTensor) for x in kept.values()):
+            raise PracticumError(
+                "the optimizer keeps state that is not of the shape of its parameters, which can't be saved "
+                "on several ranks: use one rank, or another optimizer"
+            )
+        tensors |= {f"optimizer.{key}.{name}": value for name, value in kept.items()}
     with _one_process(parallel):
         save(tensors, checkpoint_id=folder, no_dist=parallel is None)
     if parallel is None or parallel.rank == 0:
@@ -146,18 +151,19 @@ def load_learner(
         raise PracticumError(
             f"checkpoint {folder} holds another model than this run's: resume with the recipe that wrote it"
         )
-    moments: dict[nn.Parameter, dict[str, Tensor]] = {}
+    states = {key: p for key, p in model.named_parameters() if p.requires_grad}
+    empty = _empty_states(states, index)
+    for key, state in empty.items():
+        tensors |= {f"optimizer.{key}.{name}": x for name, x in state.items()}
     if _STEP in shapes:
         tensors[_STEP] = torch.zeros(())
-        for key, p in model.named_parameters():
-            if p.requires_grad:
-                moments[p] = {moment: torch.zeros_like(p) for moment in _MOMENTS}
-                tensors |= {f"optimizer.{key}.{moment}": x for moment, x in moments[p].items()}
     with _one_process(parallel):
         load(tensors, checkpoint_id=folder, no_dist=parallel is None)
     stepper.optimizer.state.clear()
-    for p, found in moments.items():
-        stepper.optimizer.state[p] = {"step": tensors[_STEP].to(p.device, copy=True), **found}
+    for key, p in states.items():
+        step = {"step": tensors[_STEP].to(p.device, copy=True)} if _STEP in shapes else {}
+        if step or empty[key]:
+            stepper.optimizer.state[p] = {**step, **empty[key]}
     return Counters(**json.loads((folder / f"{name}.json").read_text()))
 
 
@@ -172,6 +178,25 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     with _one_process(None):
         load(tensors, checkpoint_id=folder, no_dist=True)
     return {key.removeprefix("model."): x for key, x in tensors.items()}
+
+
+def _as_tensor(value: Any) -> Tensor:
+    """A value of an optimizer's state: a tensor, or a number."""
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+
+
+def _empty_states(parameters: dict[str, nn.Parameter], index: Metadata) -> dict[str, dict[str, Tensor]]:
+    """Tensors to load the saved state of each parameter into, `step` aside; cut as the parameter is."""
+    states: dict[str, dict[str, Tensor]] = {key: {} for key in parameters}
+    for name, saved in index.state_dict_metadata.items():
+        key, _, entry = name.removeprefix("optimizer.").rpartition(".")
+        if name.startswith("optimizer.") and key in parameters:
+            p, size, dtype = parameters[key], tuple(saved.size), saved.properties.dtype  # pyright: ignore
+            state = torch.zeros_like(p, dtype=dtype)
+            states[key][entry] = (
+                state if size == tuple(p.shape) else torch.zeros(size, dtype=dtype, device=p.device)
+            )
+    return states
 
 
 def _read_index(folder: Path) -> Metadata:

@@ -18,6 +18,7 @@ from practicum.learning.distill_loss import DistillSettings
 from practicum.learning.logprobs import TokenLogprobs
 from practicum.learning.update_batch import UpdateBatch, need_column, token_column
 from practicum.learning.update_metrics import TokenMeans
+from practicum.recipe.own_parts import find_part
 from practicum.recipe.schema.algorithm_sections import Algorithm
 
 Columns = Mapping[str, Tensor]
@@ -124,7 +125,8 @@ def token_losses(
 def _policy_loss(
     logprobs_M: Tensor, columns: Columns, session_M: Tensor, algorithm: Algorithm, means: TokenMeans
 ) -> Tensor:
-    terms = POLICY_LOSSES[algorithm.loss](
+    policy_loss = find_part("policy_loss", algorithm.loss, POLICY_LOSSES)
+    terms = policy_loss(
         PolicyInputs(
             logprobs_N=logprobs_M,
             old_logprobs_N=columns.get("old_logprobs", logprobs_M.detach()),

@@ -1,4 +1,4 @@
-"""AdamW, learning-rate schedules, and the guarded optimizer step."""
+"""Optimizers, learning-rate schedules, and the guarded optimizer step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from practicum.errors import CheckError
 from practicum.learning.parallel import whole
+from practicum.recipe.own_parts import find_part
 from practicum.recipe.schema.recipe import Train
 
 Metrics = dict[str, float]
@@ -18,16 +19,41 @@ Metrics = dict[str, float]
 def lr_at(step: int, train: Train) -> float:
     """Learning rate of training step `step`, counted from 0.
 
-    Grows linearly over the warm-up steps, then stays or decays to reach final_lr at the last step.
+    Grows linearly over the warm-up steps, then follows the schedule.
     """
     if step < train.warmup_steps:
         return train.lr * (step + 1) / train.warmup_steps
-    if train.schedule == "constant":
-        return train.lr
+    return float(find_part("schedule", train.schedule, SCHEDULES)(step, train))
+
+
+def _constant(step: int, train: Train) -> float:
+    return train.lr
+
+
+def _linear(step: int, train: Train) -> float:
+    return _decayed(train, 1.0 - _done(step, train))
+
+
+def _cosine(step: int, train: Train) -> float:
+    return _decayed(train, 0.5 * (1.0 + math.cos(math.pi * _done(step, train))))
+
+
+def _done(step: int, train: Train) -> float:
+    """Share of the decay that is behind step `step`; 1 from the last step on."""
     decay_steps = max(train.steps - 1 - train.warmup_steps, 1)
-    done = min((step - train.warmup_steps) / decay_steps, 1.0)
-    left = 1.0 - done if train.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return min((step - train.warmup_steps) / decay_steps, 1.0)
+
+
+def _decayed(train: Train, left: float) -> float:
     return train.final_lr + (train.lr - train.final_lr) * left
+
+
+SCHEDULES: dict[str, Callable[[int, Train], float]] = {
+    "constant": _constant,
+    "linear": _linear,
+    "cosine": _cosine,
+}
+"""The learning rate of a step after the warm-up, by the name that a recipe gives the schedule."""
 
 
 def make_adamw(parameters: Iterable[nn.Parameter], train: Train) -> torch.optim.AdamW:
@@ -40,6 +66,11 @@ def make_adamw(parameters: Iterable[nn.Parameter], train: Train) -> torch.optim.
     groups = [group for group in groups if group["params"]]
     fused = all(p.device.type in ("cpu", "cuda") for p in trained)
     return torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=train.eps, fused=fused)
+
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter], Train], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, MakeOptimizer] = {"adamw": make_adamw}
+"""By the name that a recipe gives them."""
 
 
 def stop_on_nonfinite(what: str) -> None:
@@ -59,7 +90,7 @@ class OptimizerStepper:
         before_step: Callable[[Metrics], None] | None = None,
     ) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
-        self.optimizer = make_adamw(self.parameters, train)
+        self.optimizer = find_part("optimizer", train.optimizer, OPTIMIZERS)(self.parameters, train)
         self.clip_norm = math.inf if train.clip_norm is None else train.clip_norm
         self.on_nonfinite, self.before_step = on_nonfinite, before_step
         self.begun = 0

@@ -1,4 +1,4 @@
-"""Optional trackers beside metrics.jsonl: TensorBoard and Weights & Biases."""
+"""Optional trackers beside metrics.jsonl: TensorBoard, Weights & Biases, and the user's own."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from practicum.errors import MissingExtraError
+from practicum.errors import MissingExtraError, RecipeError
+from practicum.recipe.own_parts import GUIDE, PARTS, find_part, guarded
 from practicum.recipe.schema.recipe import Recipe
+from practicum.user_code import type_name
 
 
 class Tracker(Protocol):
@@ -62,6 +64,24 @@ class WandB:
         self._run.finish()
 
 
+class OwnTracker:
+    """A tracker of the user's, whose errors say where it raised."""
+
+    def __init__(self, use: str, recipe: Recipe, folder: Path) -> None:
+        self._what = f"track.own: {use}"
+        self._tracker: Any = find_part("tracker", use)(recipe, folder)
+        for name in ("log", "close"):
+            if not callable(getattr(self._tracker, name, None)):
+                found = f"{use!r}, which made an object of type {type_name(self._tracker)} without {name}"
+                raise RecipeError("track.own", found, PARTS["tracker"].expected, GUIDE)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        guarded(self._tracker.log, self._what)(step, metrics)
+
+    def close(self) -> None:
+        guarded(self._tracker.close, self._what)()
+
+
 def require_trackers(recipe: Recipe) -> None:
     """The trackers that the recipe asks for are installed, or a MissingExtraError names the extra."""
     for name, wanted in (("tensorboard", recipe.track.tensorboard), ("wandb", recipe.track.wandb)):
@@ -79,4 +99,5 @@ def make_trackers(recipe: Recipe, folder: Path) -> list[Tracker]:
         trackers.append(TensorBoard(folder))
     if recipe.track.wandb:
         trackers.append(WandB(recipe.track.wandb, recipe, folder))
+    trackers += [OwnTracker(use, recipe, folder) for use in recipe.track.own]
     return trackers

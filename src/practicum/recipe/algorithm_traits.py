@@ -1,12 +1,18 @@
 """What each advantage estimator and policy loss needs and reads: the one place that knows them by name.
 
-The recipe's checks, the plan, the step, the mini-batches and the learner ask these tables; the functions
-themselves are in the registries of `algorithms`.
+The recipe's checks, the plan, the step, the mini-batches and the learner ask `estimator_traits` and
+`loss_traits`; the functions themselves are in the registries of `algorithms`. A user's own function says its
+traits by a decorator of `practicum.parts`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
+
+from practicum.errors import RecipeError
+from practicum.recipe.own_parts import PARTS, find_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,33 @@ LOSSES: dict[str, LossTraits] = {
     "cispo": LossTraits(reads=_CLIPPED),
     "reinforce": LossTraits(ratio=False, reads=frozenset({"entropy"})),
 }
+
+
+ESTIMATOR_OPTIONS = frozenset[str]().union(*(traits.reads for traits in ESTIMATORS.values()))
+LOSS_OPTIONS = frozenset[str]().union(*(traits.reads for traits in LOSSES.values()))
+OWN_ESTIMATOR, OWN_LOSS = EstimatorTraits(reads=ESTIMATOR_OPTIONS), LossTraits(reads=LOSS_OPTIONS)
+"""Traits of a user's function that says nothing of itself: it may read every option."""
+Traits = TypeVar("Traits", EstimatorTraits, LossTraits)
+
+
+def estimator_traits(name: str) -> EstimatorTraits:
+    """What the advantage estimator of this name needs and reads."""
+    return _traits("advantage", name, ESTIMATORS, OWN_ESTIMATOR)
+
+
+def loss_traits(name: str) -> LossTraits:
+    """What the loss of this name needs and reads."""
+    return _traits("policy_loss", name, LOSSES, OWN_LOSS)
+
+
+def _traits(kind: str, name: str, builtin: Mapping[str, Traits], silent: Traits) -> Traits:
+    if name in builtin:
+        return builtin[name]
+    traits = getattr(find_part(kind, name, builtin), "traits", silent)
+    if not isinstance(traits, type(silent)):
+        found = f"{name!r}, which is decorated as another kind of part"
+        raise RecipeError(PARTS[kind].key, found, f"a function that is decorated with @{kind}, or not at all")
+    return traits
 
 
 def readers(option: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from practicum.recipe.algorithm_traits import ESTIMATORS
+from practicum.recipe.algorithm_traits import estimator_traits
 from practicum.recipe.schema.recipe import Recipe
 
 CHUNK_LOGITS = 2**25
@@ -72,7 +72,7 @@ def count(recipe: Recipe) -> Counts:
         steps=train.steps,
         prompts=train.prompts,
         samples=1 if supervised else recipe.rollout.samples,
-        baselines=train.prompts if ESTIMATORS[recipe.algorithm.advantage].greedy_baseline else 0,
+        baselines=train.prompts if estimator_traits(recipe.algorithm.advantage).greedy_baseline else 0,
         epochs=train.epochs,
         minibatches=train.minibatches,
         minibatch_rows=train.minibatch_rows,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from practicum.recipe.algorithm_traits import LOSSES
+from practicum.recipe.algorithm_traits import loss_traits
 from practicum.recipe.schema.teacher_sections import Own, OwnPlacement, Placement, RewardModel, Teacher
 
 if TYPE_CHECKING:  # these sections ask this module when their keys are read
@@ -63,7 +63,7 @@ def uses_old_logprobs(recipe: Recipe) -> bool:
     if not has_policy_loss(recipe):
         return False
     in_reward = recipe.algorithm.kl.place == "reward" or distils_by_policy(recipe)
-    return LOSSES[recipe.algorithm.loss].ratio or in_reward or corrects_mismatch(recipe)
+    return loss_traits(recipe.algorithm.loss).ratio or in_reward or corrects_mismatch(recipe)
 
 
 def cuts_sampling(recipe: Recipe) -> bool:

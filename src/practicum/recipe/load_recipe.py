@@ -55,7 +55,11 @@ def load_recipe(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str]
     except ValidationError as error:
         raise RecipeErrors(str(source), explain(error, layers.origins)) from None
     origins = {leaf: _origin(leaf, layers.origins) for leaf, _ in leaves(checked.model_dump())}
-    if problems := combinations(checked):
+    try:
+        problems = combinations(checked)
+    except RecipeError as error:  # a part of the user's that the checks ask for its traits
+        problems = [error]
+    if problems:
         raise RecipeErrors(str(source), [_with_origin(p, layers.origins) for p in problems])
     return LoadedRecipe(checked, origins, source, places)
 

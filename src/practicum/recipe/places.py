@@ -34,8 +34,20 @@ _FUNCTIONS = (
     "agent.loop",
     "agent.tools.*",
     "agent.tools.*.use",
+    "algorithm.advantage",
+    "algorithm.loss",
+    "algorithm.aggregation",
+    "algorithm.kl.estimator",
+    "distill.divergence",
+    "train.schedule",
+    "train.optimizer",
+    "tasks.*.kind",
+    "checks.own.*",
+    "checks.own.*.use",
+    "track.own.*",
+    "stages.*",
 )
-"""Keys whose values may name a function of the user's as module:function."""
+"""Keys whose values may name a function or another part of the user's as module:name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Functions of the user's that a recipe names as package.module:function."""
+"""What a recipe names as package.module:name: functions and other objects of the user's."""
 
 from __future__ import annotations
 
@@ -31,23 +31,28 @@ def module_file(folder: Path, module: str) -> Path | None:
 
 
 def import_function(use: str, path: str) -> Callable[..., Any]:
-    """The function that `use` names; modules of its folder, or of the working directory, are found first.
-
-    `path` is for errors.
-    """
-    parts = split_function(use)
-    if parts is None:
-        raise RecipeError(path, repr(use), "package.module:function", meant(use, ()))
-    folder, module_name, attribute = parts
-    module = _import(module_name, Path(folder).absolute(), use, path)
-    function = getattr(module, attribute, None)
-    if function is None:
-        near = get_close_matches(attribute, vars(module), n=1)
-        hint = f"did you mean {module_name}:{near[0]}?" if near else ""
-        raise RecipeError(path, repr(use), f"a function of module {module_name}", hint)
+    """The function that `use` names, found as by `import_object`."""
+    function = import_object(use, path, "function")
     if not callable(function) or isinstance(function, type):
         raise RecipeError(path, f"{use!r}, a {type(function).__name__}", "a function")
     return function
+
+
+def import_object(use: str, path: str, what: str = "name") -> Any:
+    """What `use` names; modules of its folder, or of the working directory, are found first.
+
+    `path` and `what` are for errors.
+    """
+    parts = split_function(use)
+    if parts is None:
+        raise RecipeError(path, repr(use), f"package.module:{what}", meant(use, ()))
+    folder, module_name, attribute = parts
+    module = _import(module_name, Path(folder).absolute(), use, path)
+    if not hasattr(module, attribute):
+        near = get_close_matches(attribute, vars(module), n=1)
+        hint = f"did you mean {module_name}:{near[0]}?" if near else ""
+        raise RecipeError(path, repr(use), f"a {what} of module {module_name}", hint)
+    return getattr(module, attribute)
 
 
 def _import(module_name: str, folder: Path, use: str, path: str) -> Any:

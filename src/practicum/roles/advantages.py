@@ -14,6 +14,7 @@ from practicum.dataplane.ragged import Column, Ragged
 from practicum.dataplane.stages import Columns, Plan, StepInfo, stage
 from practicum.dataplane.store import Store
 from practicum.recipe.derived import corrects_mismatch, has_advantage_estimator
+from practicum.recipe.own_parts import find_part
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.stage_table import old_source
 
@@ -81,7 +82,8 @@ class AdvantageRole:
         if in_reward:
             assert taught_N is not None
             token_rewards_N, taught_N = token_rewards_N + taught_N, None
-        result = ADVANTAGES[algorithm.advantage](
+        estimate = find_part("advantage", algorithm.advantage, ADVANTAGES)
+        result = estimate(
             AdvantageInputs(
                 token_rewards_N=token_rewards_N,
                 mask_N=mask_N,
@@ -124,7 +126,8 @@ class AdvantageRole:
             return None, {}
         student_N = columns.ragged(old_source(self.recipe)).values
         teacher_N = columns.ragged("teacher_logprobs").values
-        terms = token_kl(distill.divergence, student_N, teacher_N, mask_N, clamp=distill.clamp)
+        kind, part = distill.divergence, "sampled_divergence"
+        terms = token_kl(kind, student_N, teacher_N, mask_N, distill.clamp, part=part)
         stats = {}
         if mask_N.any():
             stats["teacher_kl"] = float(terms.kl_N[mask_N].mean())

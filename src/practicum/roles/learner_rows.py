@@ -13,14 +13,14 @@ from practicum.learning.minibatches import Cut, Minibatch, running_cuts, spread
 from practicum.learning.packing import RowExtras
 from practicum.learning.parallel import Parallel
 from practicum.models.images import Images
-from practicum.recipe.algorithm_traits import LOSSES
+from practicum.recipe.algorithm_traits import loss_traits
 from practicum.recipe.derived import has_policy_loss
 from practicum.recipe.schema.recipe import Recipe
 
 
 def whole_sessions(recipe: Recipe) -> bool:
     """Whether no session may be cut."""
-    return LOSSES[recipe.algorithm.loss].whole_sessions and has_policy_loss(recipe)
+    return loss_traits(recipe.algorithm.loss).whole_sessions and has_policy_loss(recipe)
 
 
 @dataclass(frozen=True, slots=True)

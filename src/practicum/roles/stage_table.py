@@ -1,17 +1,18 @@
 """The one table of stages: each with its role, the fields it reads and writes, and who runs it.
 
-A stage is a line here and a method of its role that is decorated with `@stage`. `register_stage` adds one
-from outside. Imports no torch: `practicum explain` and `practicum check` draw the plan without it.
+A stage is a line here and a method of its role that is decorated with `@stage`; a recipe's `stages` add the
+user's. Imports no torch: `practicum explain` and `practicum check` draw the plan without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
+from practicum.dataplane.own_stage import OwnStage
 from practicum.dataplane.stages import Plan, StageSpec, resolve
-from practicum.recipe.algorithm_traits import ESTIMATORS, LOSSES
+from practicum.errors import RecipeError
+from practicum.recipe.algorithm_traits import estimator_traits, loss_traits
 from practicum.recipe.counts import count
 from practicum.recipe.derived import (
     Traits,
@@ -25,10 +26,10 @@ from practicum.recipe.derived import (
     model_traits,
     uses_reward,
 )
+from practicum.recipe.own_parts import find_part
 from practicum.recipe.schema.recipe import Recipe
 
 OldSource = Literal["own", "old_logprobs", "rollout_logprobs"]
-MakeSpec = Callable[[Recipe], StageSpec]
 
 _TOKENS = ("prompt_ids", "response_ids")
 _ROWS = (*_TOKENS, "response_mask")
@@ -37,23 +38,6 @@ VISION_FIELDS = ("position_ids", "multi_modal_inputs")
 _REWARD = StageSpec(
     "reward", _ROWS, ("reward", "reward_tokens"), "reward", "controller", about="judge each session"
 )
-_registered: dict[str, tuple[str, MakeSpec]] = {}
-"""Stages from outside: by name, the stage that each comes after, and what makes its spec."""
-
-
-def register_stage(name: str, *, after: str) -> Callable[[MakeSpec], MakeSpec]:
-    """Add a stage after the stage `after`; the decorated function gives its spec for a recipe.
-
-    Its spec names its role by `use`. The class is imported and made as `Class(rank)` wherever the student
-    learns, and its method that is decorated with `@stage(name)` runs with the learner's other stages, after
-    `pad` and before `sync`.
-    """
-
-    def register(make: MakeSpec) -> MakeSpec:
-        _registered[name] = after, make
-        return make
-
-    return register
 
 
 def make_plan(recipe: Recipe, traits: Traits | None = None) -> Plan:
@@ -86,7 +70,7 @@ def old_source(recipe: Recipe) -> OldSource:
 def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
     """Every stage there is, in order, with this recipe's reads and writes."""
     estimator = recipe.algorithm.advantage
-    critic, supervised = ESTIMATORS[estimator].critic, is_supervised(recipe)
+    critic, supervised = estimator_traits(estimator).critic, is_supervised(recipe)
     loss = f"algorithm.loss is {recipe.algorithm.loss}"
     vision = VISION_FIELDS if traits.vision else ()
     images = ("multi_modal_inputs",) if traits.vision else ()
@@ -166,20 +150,22 @@ def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
         ),
         StageSpec("clear", role="step", ranks="controller", effect=True, about="the store forgets the step"),
     ]
-    for name, (after, make) in _registered.items():
-        _insert(stages, replace(make(recipe), name=name), after)
+    for use in recipe.stages:
+        own = find_part("stage", use, of=OwnStage)
+        _insert(stages, own.spec(use), own.after)
     return stages
 
 
 def _insert(stages: list[StageSpec], spec: StageSpec, after: str) -> None:
-    """Put a stage from outside among the learner's."""
+    """Put a stage of the user's among the learner's."""
     names = [stage.name for stage in stages]
     allowed = names[names.index("pad") : names.index("sync")]
-    if after not in allowed or spec.ranks == "controller" or not spec.use:
-        raise ValueError(
-            f'stage {spec.name!r} can\'t be registered: it needs use="package.module:Class", ranks all or '
-            f"first, and to come after one of {', '.join(allowed)}; it comes after {after!r}"
-        )
+    if after not in allowed:
+        found = f"{spec.use!r}, which comes after {after!r}"
+        raise RecipeError("stages", found, f"a stage that comes after one of {', '.join(allowed)}")
+    if spec.name in names:
+        advice = "call its function something else"
+        raise RecipeError("stages", f"{spec.use!r}, a second stage {spec.name}", "a name of its own", advice)
     stages.insert(names.index(after) + 1, spec)
 
 
@@ -211,7 +197,7 @@ def _advantage_reads(recipe: Recipe) -> tuple[str, ...]:
     reads = ["response_mask"]
     if uses_reward(recipe):
         reads.append("reward_tokens")
-    if has_advantage_estimator(recipe) and ESTIMATORS[algorithm.advantage].critic:
+    if has_advantage_estimator(recipe) and estimator_traits(algorithm.advantage).critic:
         reads.append("values")
     if algorithm.kl.place == "reward":
         reads.append("ref_logprobs")
@@ -258,7 +244,7 @@ def _loss_text(recipe: Recipe) -> str:
 
 
 def _has_ratio(recipe: Recipe) -> bool:
-    return has_policy_loss(recipe) and LOSSES[recipe.algorithm.loss].ratio
+    return has_policy_loss(recipe) and loss_traits(recipe.algorithm.loss).ratio
 
 
 def _advantages_need_old(recipe: Recipe) -> bool:

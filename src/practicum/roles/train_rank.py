@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -18,7 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.stages import Columns, Plan, StepInfo, stage_method
+from practicum.dataplane.own_stage import OwnStage
+from practicum.dataplane.stages import Columns, Plan, StageSpec, StepInfo, stage, stage_method
 from practicum.dataplane.store import Store
 from practicum.dataplane.store_files import write_rows
 from practicum.errors import RecipeError
@@ -30,9 +30,11 @@ from practicum.learning.value_learner import ValueLearner
 from practicum.models.export_model import save_description
 from practicum.models.load_model import load_model, load_tokenizer, stop_ids
 from practicum.models.processor import save_processor
+from practicum.recipe.own_parts import find_part, guarded
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.advantages import AdvantageRole
 from practicum.roles.critic import CriticRole
+from practicum.roles.learner_rows import rank_share
 from practicum.roles.load_teachers import teacher_losses
 from practicum.roles.padding import PaddingRole, check_fields, field_widths
 from practicum.roles.student import StudentRole
@@ -58,15 +60,19 @@ class TrainRank:
         self.encoder = make_encoder(recipe, load_tokenizer(recipe.model))
         self.stop = stop_ids(getattr(model, "generation_config", None), self.tokenizer, recipe.rollout.stop)
         roles = self._make_roles(model, teachers)
-        for spec in plan:  # roles from outside may declare fields, which padding needs to know
-            if spec.use and spec.use not in roles:
-                roles[spec.use] = resolve_name(spec.use)(self)
-        check_fields(plan, model)
         self._stages: dict[str, Callable[[StepInfo], Any]] = {
-            spec.name: stage_method(roles[spec.use or spec.role], spec.name)
+            spec.name: self._own_stage(spec) if spec.use else stage_method(roles[spec.role], spec.name)
             for spec in plan
             if spec.ranks != "controller"
         }
+        check_fields(plan, model)
+
+    def _own_stage(self, spec: StageSpec) -> Callable[[StepInfo], Any]:
+        """A stage of the user's, with the rows of this rank or, on the first rank alone, all of them."""
+        own = find_part("stage", spec.use, of=OwnStage)
+        own.spec(spec.use)  # its fields, which padding and the store need to know
+        rows = rank_share if spec.ranks == "all" else None
+        return partial(stage(spec.name, rows=rows)(guarded(own.run, f"stages: {spec.use}")), self)
 
     def _make_roles(self, model: PreTrainedModel, teachers: Teachers | None) -> dict[str, object]:
         recipe, plan, store, parallel = self.recipe, self.plan, self.store, self.parallel

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from practicum.errors import RecipeError, RecipeErrors
+from practicum.errors import DataError, RecipeError, RecipeErrors
+from practicum.recipe.own_parts import find_part, guarded
+from practicum.tasks.draws import Draws
 from practicum.tasks.kinds.add import ADD
 from practicum.tasks.kinds.colour import COLOUR
 from practicum.tasks.kinds.compare import COMPARE
@@ -18,7 +20,8 @@ from practicum.tasks.kinds.reverse import REVERSE
 from practicum.tasks.kinds.rotate import ROTATE
 from practicum.tasks.kinds.sort import SORT
 from practicum.tasks.kinds.total import TOTAL
-from practicum.tasks.procedural import BuiltinTask, Procedural
+from practicum.tasks.procedural import BuiltinTask, Example, Procedural, Settings
+from practicum.user_code import repr_of
 
 TASKS: dict[str, Procedural] = {
     kind.name: kind
@@ -27,13 +30,31 @@ TASKS: dict[str, Procedural] = {
 """By name, roughly from easy to hard; then the one for tools and those on pictures."""
 
 
+def find_kind(name: str, task: str = "<name>") -> Procedural:
+    """The kind of this name, built in or the user's own; a RecipeError at the task if there is none."""
+    kind = find_part("task_kind", name, TASKS, path=f"tasks.{task}.kind", of=Procedural)
+    return kind if name in TASKS else _guarded(kind, f"tasks.{task}.kind: {name}")
+
+
+def _guarded(kind: Procedural, what: str) -> Procedural:
+    """A kind of the user's whose functions say where they raised, and which makes only examples."""
+
+    def make(draws: Draws, settings: Settings) -> Example:
+        example = guarded(kind.make, what)(draws, settings)
+        if not isinstance(example, Example):
+            raise DataError(f"{what} made {repr_of(example)}, expected an Example(prompt, answer)")
+        return example
+
+    check, demonstrate = guarded(kind.check, what), guarded(kind.demonstrate, what)
+    return replace(kind, make=make, check=check, demonstrate=demonstrate)
+
+
 def find_problems(task: str, kind: str, options: Mapping[str, Any]) -> list[RecipeError]:
     """Every mistake in the kind and the options of the recipe's task `task`."""
-    if kind not in TASKS:
-        near = get_close_matches(kind, TASKS, n=1)
-        hint = f"did you mean {near[0]}?" if near else "`practicum tasks` describes them."
-        return [RecipeError(f"tasks.{task}.kind", repr(kind), f"one of {', '.join(TASKS)}", hint)]
-    return TASKS[kind].settle(task, options)[1]
+    try:
+        return find_kind(kind, task).settle(task, options)[1]
+    except RecipeError as problem:
+        return [problem]
 
 
 def bind(task: str, kind: str, options: Mapping[str, Any]) -> BuiltinTask:
@@ -43,8 +64,8 @@ def bind(task: str, kind: str, options: Mapping[str, Any]) -> BuiltinTask:
         raise problems[0]
     if problems:
         raise RecipeErrors(f"tasks.{task}", problems)
-    settings, _ = TASKS[kind].settle(task, options)
-    return BuiltinTask(task, TASKS[kind], settings)
+    found = find_kind(kind, task)
+    return BuiltinTask(task, kind, found, found.settle(task, options)[0])
 
 
 class TaskDescription(NamedTuple):

@@ -8,7 +8,7 @@ from pathlib import Path
 from practicum.errors import DataError, RecipeError, RecipeErrors
 from practicum.recipe.checks.combinations import check_source
 from practicum.recipe.schema.recipe import Recipe, RewardFunction, Task
-from practicum.tasks.builtin import TASKS, bind, find_problems
+from practicum.tasks.builtin import TASKS, bind, find_kind, find_problems
 from practicum.tasks.files import READERS, expand
 from practicum.tasks.locations import eval_location, open_rows, train_location
 from practicum.tasks.messages import image_parts
@@ -67,7 +67,7 @@ def _find_problems(name: str, task: Task) -> list[RecipeError]:
         if task.eval_file is not None:
             hint = "leave it out: a built-in task holds out its own evaluation prompts."
             problems.append(RecipeError(f"{at}.eval_file", repr(task.eval_file), "none", hint))
-        shows = task.kind in TASKS and TASKS[task.kind].pictures
+        shows = not problems and find_kind(task.kind, name).pictures
         if task.system is not None and not task.chat and not shows:
             problems.append(_useless_system(at))
         return problems
@@ -131,7 +131,8 @@ def _check_builtin(recipe: Recipe, name: str) -> list[str]:
     for picture in example.pictures:
         picture.draw()
     held_out = eval_prompts({name: task}, recipe.eval.rows, recipe.seed)
-    findings = [f"tasks.{name}: built-in {task.kind}, {len(held_out)} evaluation prompts held out"]
+    built_in = "built-in " if task.kind in TASKS else ""
+    findings = [f"tasks.{name}: {built_in}{task.kind}, {len(held_out)} evaluation prompts held out"]
     if len(held_out) < recipe.eval.rows:
         findings.append(
             f"tasks.{name}: its options leave only {len(held_out)} distinct evaluation prompts "

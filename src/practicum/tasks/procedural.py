@@ -1,4 +1,4 @@
-"""What a built-in task is: options, a generator, an exact checker, splits that cannot overlap."""
+"""What a kind of task is: options, a generator, an exact checker, splits that cannot overlap."""
 
 from __future__ import annotations
 
@@ -140,9 +140,10 @@ def split_of(key: str) -> Split:
 
 @dataclass(frozen=True, slots=True)
 class BuiltinTask:
-    """A kind with its options, under the name it has in the recipe."""
+    """A kind with its options, under the task's name; `use` is the recipe's name of the kind."""
 
     name: str
+    use: str
     kind: Procedural
     settings: Settings
 

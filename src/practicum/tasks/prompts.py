@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from practicum.errors import DataError, PracticumError, RecipeError
-from practicum.tasks.builtin import TASKS
+from practicum.tasks.builtin import find_kind
 from practicum.tasks.messages import Content, Message, image_parts, prompt_text
 from practicum.tasks.pictures import open_picture
 from practicum.tasks.procedural import Example
@@ -71,7 +71,7 @@ def demonstrated_turn(prompt: Prompt, messages: list[Message]) -> str:
     """What a demonstrator would say next in a conversation that began with the prompt; else its answer."""
     if prompt.kind is None or prompt.example is None:
         return demonstration(prompt)
-    return TASKS[prompt.kind].demonstrate(prompt.example, messages)
+    return find_kind(prompt.kind, prompt.task).demonstrate(prompt.example, messages)
 
 
 def encode_prompt(

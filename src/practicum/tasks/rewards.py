@@ -12,7 +12,7 @@ from typing import Any
 from practicum.errors import RecipeError, RecipeErrors, RewardError
 from practicum.recipe.schema.recipe import Reward, RewardFunction, Task
 from practicum.recipe.user_functions import import_function, meant
-from practicum.tasks.builtin import TASKS
+from practicum.tasks.builtin import find_kind
 from practicum.tasks.scorers import INLINE, SCORERS, RewardSample, exact
 from practicum.tasks.user_calls import CallResult, call_each, is_async, raised
 from practicum.user_code import error_line, frames, is_masked, place, repr_of, shorten, trace, type_name
@@ -51,7 +51,7 @@ class RewardFunctions:
     def __init__(self, tasks: Mapping[str, Task], reward: Reward) -> None:
         self._stop = reward.on_error == "stop"
         self._gates: dict[int, asyncio.Semaphore] = {}
-        self._checkers = {name: _checker(task) for name, task in tasks.items()}
+        self._kinds = {name: task.kind for name, task in tasks.items()}
         problems: list[RecipeError] = []
         common = self._load(reward.functions, "reward.functions", problems)
         self._functions = {
@@ -127,7 +127,11 @@ class RewardFunctions:
         return self._gates[id(function)]
 
     def _check(self, sample: RewardSample) -> float:
-        return self._checkers[sample.task](sample)
+        """By the checker of the task's kind; of a file task, equality with its answer."""
+        kind = self._kinds[sample.task]
+        if kind is None:
+            return exact(sample)
+        return find_kind(kind, sample.task).check(sample.response_text, sample.answer, sample.row)
 
     def _group(self, samples: Sequence[RewardSample]) -> list[tuple[_Function, list[int]]]:
         """Each function with the samples it judges; tasks without own rewards share functions."""
@@ -172,14 +176,6 @@ def load_function(spec: RewardFunction, path: str) -> Callable[[Any], Any]:
         wanted = f"{', '.join(known)} or package.module:function"
         raise RecipeError(path, repr(spec.use), wanted, meant(spec.use, known))
     return import_function(spec.use, path)
-
-
-def _checker(task: Task) -> Callable[[RewardSample], float]:
-    """The built-in task's own checker; of a file task, equality with its answer."""
-    kind = TASKS.get(task.kind or "")
-    if kind is None:
-        return exact
-    return lambda sample: kind.check(sample.response_text, sample.answer, sample.row)
 
 
 def _unjudged(parts: dict[str, float], outcome: CallResult) -> RewardResult:

@@ -60,7 +60,7 @@ class BuiltinSource:
     def draw(self, index: int) -> Drawn:
         example = self.task.example(self.seed, self.split, index)
         kind = self.task.kind
-        return Drawn(kind.content(example), example.answer, {}, 0, index, kind.name, example)
+        return Drawn(kind.content(example), example.answer, {}, 0, index, self.task.use, example)
 
 
 @dataclass(frozen=True)

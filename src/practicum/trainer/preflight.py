@@ -36,13 +36,14 @@ from practicum.roles.stage_table import make_plan
 from practicum.roles.train_rank import load_reference
 from practicum.runtime.ray.cluster import check_cluster
 from practicum.sessions.loops import find_loop
-from practicum.tasks.builtin import TASKS
+from practicum.tasks.builtin import find_kind
 from practicum.tasks.check_tasks import check_tasks
 from practicum.tasks.locations import eval_location, open_rows, train_location
 from practicum.tasks.mixture import share_places
 from practicum.tasks.stream import eval_prompts, used_rows
 from practicum.teachers.check_routes import check_routes
 from practicum.teachers.teacher_checks import check_teachers, longest_prompts
+from practicum.trainer.check_parts import check_parts
 from practicum.trainer.check_tokenizer import describe_tokenizer, tokenizer_problems
 from practicum.trainer.measure_prompts import measure_prompts
 from practicum.trainer.saver import crash_cost
@@ -85,7 +86,7 @@ def preflight(loaded: LoadedRecipe) -> Preflight:
 def check_without_models(recipe: Recipe) -> Preflight:
     """All that files, tokenizers, configs and servers tell, before any weights are loaded."""
     require_extras(recipe)
-    findings = check_tasks(recipe)
+    findings = [*check_tasks(recipe), *check_parts(recipe)]
     if on_ray(recipe):
         findings += check_cluster(recipe)
     find_loop(recipe.agent.loop)
@@ -158,7 +159,7 @@ def _raise(recipe: Recipe, problems: list[RecipeError]) -> None:
 def _uses_chat(recipe: Recipe) -> bool:
     """Whether some prompt goes through the chat template."""
     tasks = recipe.tasks
-    if any(task.chat or (task.kind in TASKS and TASKS[task.kind].pictures) for task in tasks.values()):
+    if any(task.chat or (task.kind is not None and find_kind(task.kind).pictures) for task in tasks.values()):
         return True
     return any(
         open_rows(name, task, at).has_messages

@@ -19,7 +19,7 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.stages import Plan, StepInfo
 from practicum.engines.protocol import Sampling
 from practicum.errors import PracticumError
-from practicum.recipe.algorithm_traits import ESTIMATORS
+from practicum.recipe.algorithm_traits import estimator_traits
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.learner_rows import balance_metrics
 from practicum.roles.student import UpdateReport
@@ -70,6 +70,7 @@ class StepRunner:
         self.learnt = number, metrics
         self._run("sync", self.roles.sync_weights)
         self._run("clear", lambda: self._clear(step.batch))
+        self.watch.after_step(metrics, step.batch.real())
 
         metrics |= self.roles.incidents()
         metrics |= {f"checks/{name}": count for name, count in self.watch.fired.items()}
@@ -126,7 +127,7 @@ class StepRunner:
 
     def _with_baseline(self, taken: TakenGroups) -> tuple[BatchRef, Metrics]:
         """Leave out and count the groups whose greedy session failed, if the estimator needs it."""
-        if not ESTIMATORS[self.recipe.algorithm.advantage].greedy_baseline:
+        if not estimator_traits(self.recipe.algorithm.advantage).greedy_baseline:
             return taken.batch, {}
         batch = taken.batch.where(lambda key, _: key.prompt in taken.baselines)
         lost = {key for key in taken.batch.keys if key.prompt not in taken.baselines}
@@ -139,7 +140,7 @@ class StepRunner:
         attempts = training_attempts(recipe, prompts, self.roles.stop)
         rolled = self._run("rollout", lambda: rollout.rollout(attempts, TRAIN, seed=recipe.seed))
         assert rolled is not None
-        baseline = ESTIMATORS[recipe.algorithm.advantage].greedy_baseline
+        baseline = estimator_traits(recipe.algorithm.advantage).greedy_baseline
         self.watch("weight_version", invariants.weight_version(rolled, self.roles.version))
         self.watch("groups", invariants.groups(rolled, recipe.rollout.samples + baseline))
         done = rolled.where(lambda _, tags: tags.status == "ready")
@@ -224,7 +225,7 @@ def training_attempts(recipe: Recipe, prompts: list[Prompt], stop: frozenset[int
         min_p=rollout.min_p,
     )
     attempts = [Attempt(p, i, drawn) for p in prompts for i in range(rollout.samples)]
-    if ESTIMATORS[recipe.algorithm.advantage].greedy_baseline:
+    if estimator_traits(recipe.algorithm.advantage).greedy_baseline:
         greedy = Sampling(max_new_tokens=rollout.max_new_tokens, stop=stop, greedy=True)
         attempts += [Attempt(p, rollout.samples, greedy, is_baseline=True) for p in prompts]
     return attempts

@@ -12,7 +12,7 @@ from practicum.algorithms.distill.jsd import jsd
 from practicum.algorithms.distill.reverse_kl import reverse_kl
 from practicum.algorithms.distill.sampled import SAMPLED
 from practicum.algorithms.distill.types import Buckets, BucketTerms
-from practicum.errors import PracticumError
+from practicum.recipe.own_parts import find_part
 
 Compare = Callable[[Buckets], BucketTerms]
 
@@ -27,7 +27,4 @@ PAIRS: tuple[tuple[str, str], ...] = (
 
 def distribution_divergence(kind: str) -> Compare:
     """The divergence of distributions with this name."""
-    if kind not in DISTRIBUTIONS:
-        known = ", ".join(DISTRIBUTIONS)
-        raise PracticumError(f"Divergence {kind!r} of distributions does not exist: use one of {known}.")
-    return DISTRIBUTIONS[kind]
+    return find_part("divergence", kind, DISTRIBUTIONS)

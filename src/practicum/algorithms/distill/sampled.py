@@ -20,7 +20,7 @@ from torch import Tensor
 
 from practicum.algorithms.distill.types import DistillTerms
 from practicum.algorithms.kl import k1, k2, k3
-from practicum.errors import PracticumError
+from practicum.recipe.own_parts import find_part
 
 
 def k1_straight(log_ratio_N: Tensor) -> Tensor:
@@ -53,12 +53,10 @@ def sampled_divergence(
     kind: str, logprobs_N: Tensor, teacher_logprobs_N: Tensor, *, clamp: float | None = None
 ) -> DistillTerms:
     """Divergence of each sampled token; `clamp` bounds the log-ratio to ± itself."""
-    if kind not in SAMPLED:
-        known = ", ".join(SAMPLED)
-        raise PracticumError(f"Divergence {kind!r} of sampled tokens does not exist: use one of {known}.")
+    divergence = find_part("sampled_divergence", kind, SAMPLED)
     log_ratio_N = logprobs_N - teacher_logprobs_N.detach()
     clamped_N = torch.zeros_like(log_ratio_N, dtype=torch.bool)
     if clamp is not None:
         clamped_N = log_ratio_N.detach().abs() > clamp
         log_ratio_N = log_ratio_N.clamp(-clamp, clamp)
-    return DistillTerms(SAMPLED[kind](log_ratio_N), clamped_N)
+    return DistillTerms(divergence(log_ratio_N), clamped_N)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from practicum.dataplane.check_columns import DTYPES
+from practicum.dataplane.check_columns import dtype_of
 from practicum.dataplane.fields import FIELDS, Field
 from practicum.dataplane.ragged import Column, Ragged
 from practicum.dataplane.ray_store.row_locations import ColumnLocations, Pack, PackedColumn, PackedTensor
@@ -90,7 +90,7 @@ class OpenPack:
         column = self.pack.columns[field.name]
         assert isinstance(column, PackedColumn)
         data = np.frombuffer(column.data, np.uint8) if isinstance(column.data, bytes) else column.data
-        size = DTYPES[field.dtype].itemsize * prod(column.trailing)
+        size = dtype_of(field).itemsize * prod(column.trailing)
         if field.extent == "scalar":
             return _Table(column.trailing, data, range(0, len(data) + size, size))
         begins = self._begins.get((field.extent, size))
@@ -137,7 +137,7 @@ def _join(field: Field, pieces: Sequence[PackedColumn], count: int) -> Tensor:
         raise StoreError(f"{field.name} was put in several widths, {sorted(widths)}: get those apart")
     parts = [np.asarray(piece.data) for piece in pieces]
     data = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    return _tensor(data, DTYPES[field.dtype], (count, *widths.pop()))
+    return _tensor(data, dtype_of(field), (count, *widths.pop()))
 
 
 def _map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -19,7 +19,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from practicum.dataplane.check_columns import DTYPES
+from practicum.dataplane.check_columns import dtype_of
 from practicum.dataplane.fields import FIELDS
 from practicum.dataplane.ragged import Ragged
 from practicum.dataplane.ray_store.column_packing import OpenPack, pack_bytes
@@ -103,7 +103,7 @@ def _row_bytes(pack: Pack, rows: int) -> list[int]:
     for name, column in pack.columns.items():
         if isinstance(column, PackedColumn):
             field = FIELDS[name]
-            width = DTYPES[field.dtype].itemsize * prod(column.trailing)
+            width = dtype_of(field).itemsize * prod(column.trailing)
             lengths = pack.lengths[field.extent] if field.extent != "scalar" else [1] * rows
             sizes = [size + width * n for size, n in zip(sizes, lengths, strict=True)]
         else:

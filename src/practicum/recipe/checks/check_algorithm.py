@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from practicum.errors import RecipeError
-from practicum.recipe.algorithm_traits import ESTIMATORS
+from practicum.recipe.algorithm_traits import ESTIMATORS, estimator_traits
 from practicum.recipe.checks.divergences import why_k1_is_dead
 from practicum.recipe.counts import count
 from practicum.recipe.derived import (
@@ -80,7 +80,7 @@ def _kl(recipe: Recipe) -> Iterator[RecipeError]:
 
 def _critic(recipe: Recipe) -> Iterator[RecipeError]:
     advantage, critic = recipe.algorithm.advantage, recipe.critic
-    if not ESTIMATORS[advantage].critic or not has_advantage_estimator(recipe):
+    if not estimator_traits(advantage).critic or not has_advantage_estimator(recipe):
         return
     if critic is None:
         found = f"no critic with algorithm.advantage {advantage}"
@@ -93,7 +93,7 @@ def _critic(recipe: Recipe) -> Iterator[RecipeError]:
 
 def _groups(recipe: Recipe) -> Iterator[RecipeError]:
     advantage, samples = recipe.algorithm.advantage, recipe.rollout.samples
-    compares = ESTIMATORS[advantage].compares_groups
+    compares = estimator_traits(advantage).compares_groups
     if compares and samples < 2 and has_advantage_estimator(recipe):
         yield RecipeError(
             "rollout.samples",

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import get_args
 
 from practicum.errors import RecipeError
-from practicum.recipe.algorithm_traits import ESTIMATORS
+from practicum.recipe.algorithm_traits import estimator_traits
 from practicum.recipe.derived import compare_temperature, distils_by_policy
 from practicum.recipe.schema.recipe import Recipe
-from practicum.recipe.schema.teacher_sections import ON_DISTRIBUTIONS, Distill, Divergence
+from practicum.recipe.schema.teacher_sections import ON_DISTRIBUTIONS, ON_SAMPLED, Distill
 
-ON_SAMPLED = frozenset(get_args(Divergence)) - ON_DISTRIBUTIONS
-"""Divergences of the sampled token's logprob (signal sampled)."""
 AS_REWARD = ("k1", "k2", "k3")
 """Divergences whose negative value may be a token's advantage or reward."""
 
@@ -25,7 +22,7 @@ def check_distill(recipe: Recipe) -> Iterator[RecipeError]:
     if distill is None:
         return
     yield from _pair(distill)
-    baseline = ESTIMATORS[recipe.algorithm.advantage].greedy_baseline
+    baseline = estimator_traits(recipe.algorithm.advantage).greedy_baseline
     if distill.through == "reward" and recipe.reward.weight == 0 and baseline:
         yield RecipeError(
             "algorithm.advantage",
@@ -115,7 +112,7 @@ def _why_no_reward(divergence: str, signal: str, through: str) -> str | None:
             f"{divergence} differs from {plain} only in its gradient, and through {through} none is taken: "
             f"use {plain}" + ("" if signal == "sampled" else " with signal sampled")
         )
-    if divergence not in AS_REWARD:
+    if divergence in ON_DISTRIBUTIONS | ON_SAMPLED - {*AS_REWARD}:
         return (
             f"through {through} takes an estimate of the reverse KL for each sampled token, and {divergence} "
             "is none: use k1, k2 or k3 with signal sampled"

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import Literal
 
-from practicum.recipe.algorithm_traits import readers
+from practicum.recipe.algorithm_traits import estimator_traits, loss_traits, readers
 from practicum.recipe.derived import (
     has_advantage_estimator,
     has_policy_loss,
     is_supervised,
     uses_old_logprobs,
 )
-from practicum.recipe.schema.section import ReadWhen, Section, key, read_if, read_with
+from practicum.recipe.schema.section import Chain, OwnName, ReadWhen, Section, key, read_if, read_with
 
-AdvantageName = Literal[
-    "none", "gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax"
-]
-LossName = Literal["supervised", "ppo_clip", "gspo", "cispo", "reinforce"]
+AdvantageName = (
+    Literal["none", "gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax"]
+    | OwnName
+)
+LossName = Literal["supervised", "ppo_clip", "gspo", "cispo", "reinforce"] | OwnName
 
 _WITHOUT_REWARD = "with reward.weight 0 and distill.through {0.distill.through}"
 ESTIMATES = read_if(
@@ -42,8 +43,13 @@ _MASKED = _WEIGHED, read_with("algorithm.mismatch.outside", "mask")
 
 def _option(chooser: str, name: str) -> tuple[ReadWhen, ReadWhen]:
     """When an option is read that only some estimators (chooser advantage) or losses read."""
-    used = ESTIMATES if chooser == "advantage" else _POLICY
-    return used, read_with(f"algorithm.{chooser}", *readers(name))
+    used, traits = (ESTIMATES, estimator_traits) if chooser == "advantage" else (_POLICY, loss_traits)
+
+    def obstacle(chain: Chain) -> str | None:
+        chosen = getattr(chain[0].algorithm, chooser)
+        return None if name in traits(chosen).reads else f"with algorithm.{chooser} {chosen}"
+
+    return used, ReadWhen(obstacle, f"remove it, or set algorithm.{chooser} to {' or '.join(readers(name))}")
 
 
 _CLIP, _DUAL_CLIP = _option("loss", "clip_low"), _option("loss", "dual_clip")
@@ -55,7 +61,7 @@ class Kl(Section):
 
     place: Literal["off", "reward", "loss"] = key("off", "Where the penalty enters.")
     coefficient: float = key(0.05, "Weight of the penalty (start, if adaptive).", _PENALTY, ge=0)
-    estimator: Literal["k1", "k2", "k3"] = key("k3", "Estimator of the divergence.", _PENALTY)
+    estimator: Literal["k1", "k2", "k3"] | OwnName = key("k3", "Estimator of the divergence.", _PENALTY)
     target: float | None = key(None, "Adapt the weight towards this KL (reward only).", _ADAPTED[0], gt=0)
     horizon: int = key(10_000, "Sessions over which the adaptation acts.", *_ADAPTED, ge=1)
     clamp: float | None = key(None, "Clamp log-ratios to ± this; off if unset.", _PENALTY, gt=0)
@@ -94,7 +100,7 @@ class Algorithm(Section):
         "grpo", "Estimator of the advantage; none only for supervised training.", ESTIMATES
     )
     loss: LossName = key("ppo_clip", "Policy loss, or supervised training on demonstrations.", _POLICY)
-    aggregation: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] = key(
+    aggregation: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] | OwnName = key(
         "token_mean", "How token losses become one number, by global real counts."
     )
     clip_low: float = key(0.2, "Lower clip range of the ratio (1 - this).", *_CLIP, ge=0)

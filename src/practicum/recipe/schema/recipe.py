@@ -8,21 +8,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from practicum.recipe.algorithm_traits import ESTIMATORS
+from practicum.recipe.algorithm_traits import ESTIMATORS, estimator_traits
 from practicum.recipe.derived import computes_reward, evaluates, is_supervised
 from practicum.recipe.schema.algorithm_sections import ESTIMATES, Algorithm, CriticSection
 from practicum.recipe.schema.rollout_sections import ON_RAY, Agent, Rollout
 from practicum.recipe.schema.runtime_section import Pools, Runtime
-from practicum.recipe.schema.section import Section, key, read_if, read_with
+from practicum.recipe.schema.section import OwnName, Section, key, read_if, read_with
 from practicum.recipe.schema.teacher_sections import Distill, RewardModel, Route, Teacher
 
 _KV_HEADS = read_with(".family", "qwen3", "llama", "qwen3_moe", "qwen2_5_vl", refused=False)
 _HEAD_DIM = read_with(".family", "qwen3", "llama", "qwen3_moe", refused=False)
 _MOE = read_with(".family", "qwen3_moe")
 _SAMPLED = read_with("eval.samples")
-_CRITICS = [name for name, traits in ESTIMATORS.items() if traits.critic]
+_WITH_CRITIC = read_if(
+    lambda recipe: estimator_traits(recipe.algorithm.advantage).critic,
+    "with algorithm.advantage {0.algorithm.advantage}",
+    "remove it, or set algorithm.advantage to "
+    + " or ".join(name for name, traits in ESTIMATORS.items() if traits.critic),
+)
 _ON_POLICY = read_if(
     lambda r: not is_supervised(r), "with algorithm.loss supervised", "demonstrations are not judged"
 )
@@ -49,6 +54,11 @@ _IN_CHAT = read_if(
 _TAUGHT = read_if(lambda r: r.teachers or r.distill, "without teachers", "add teachers, or remove it")
 _SHARED = read_if(
     lambda r: len(r.teachers) != 1, "with one teacher", "it takes every prompt and has all of the loss"
+)
+_DECAYS = read_if(
+    lambda recipe: recipe.train.schedule != "constant",
+    "with train.schedule constant",
+    "remove it, or set train.schedule to linear or cosine",
 )
 _EVALUATED = read_if(evaluates, "with eval.greedy false and eval.samples 0", refused=False)
 _FILE, _DATASET = read_with(".file"), read_with(".dataset")
@@ -123,7 +133,9 @@ class Task(Section):
     """Where prompts come from: a built-in task, files or a dataset."""
 
     kind: str | None = key(
-        None, "Built-in task (see `practicum tasks`); one of kind, file and dataset is needed."
+        None,
+        "Built-in task (see `practicum tasks`), or package.module:name; one of kind, file and dataset is "
+        "needed.",
     )
     options: dict[str, Any] = key(
         {}, "Options of the built-in task, such as length: [4, 8].", read_with(".kind")
@@ -176,14 +188,17 @@ class Train(Section):
         None, "Rows of one optimizer step, in place of minibatches: their number follows the batch's.", ge=1
     )
     lr: float = key(1e-4, "Peak learning rate.", gt=0)
-    schedule: Literal["constant", "linear", "cosine"] = key("constant", "Learning rate after the warm-up.")
+    schedule: Literal["constant", "linear", "cosine"] | OwnName = key(
+        "constant", "Learning rate after the warm-up."
+    )
     warmup_steps: int = key(0, "Steps of linear learning-rate warm-up.", ge=0)
     final_lr: float = key(
         0.0,
         "Learning rate at the last step of a decay.",
-        read_with("train.schedule", "linear", "cosine"),
+        _DECAYS,
         ge=0,
     )
+    optimizer: Literal["adamw"] | OwnName = key("adamw", "What changes the weights.")
     weight_decay: float = key(0.0, "AdamW weight decay of matrices.", ge=0)
     betas: tuple[Beta, Beta] = key((0.9, 0.999), "AdamW betas.", strict=False)
     eps: float = key(1e-8, "AdamW epsilon.", gt=0)
@@ -236,10 +251,22 @@ class Track(Section):
 
     tensorboard: bool = key(False, "Write TensorBoard events into the run folder.")
     wandb: str | None = key(None, "Weights & Biases project to log to.")
+    own: list[OwnName] = key([], "Trackers of your own, as package.module:name.")
     trajectories: int = key(4, "Trajectories written to samples.jsonl per step.", ge=0)
 
 
 Level = Literal["error", "warn", "off"]
+
+
+class OwnCheck(Section):
+    """A check of your own, called after each step."""
+
+    use: OwnName = key(..., "The function, as package.module:name.")
+    level: Level = key("error", "What happens when it finds something.")
+
+
+def _own_check(value: Any) -> Any:
+    return {"use": value} if isinstance(value, str) else value
 
 
 class Checks(Section):
@@ -270,6 +297,9 @@ class Checks(Section):
     )
     store_empty: Level = key("error", "Nothing of a finished step stays in the store.")
     finite: Level = key("error", "No non-finite loss or gradient reaches the optimizer.")
+    own: list[Annotated[OwnCheck, BeforeValidator(_own_check)]] = key(
+        [], "Checks of your own, such as [package.module:name]."
+    )
 
 
 class Recipe(Section):
@@ -290,9 +320,8 @@ class Recipe(Section):
     agent: Agent = key(Agent(), "What happens in a session.")
     algorithm: Algorithm = key(Algorithm(), "What is learnt.")
     train: Train = key(Train(), "Optimizer and size of a step.")
-    critic: CriticSection | None = key(
-        None, "Value model; needed by advantage gae.", ESTIMATES, read_with("algorithm.advantage", *_CRITICS)
-    )
+    critic: CriticSection | None = key(None, "Value model; needed by advantage gae.", ESTIMATES, _WITH_CRITIC)
+    stages: list[OwnName] = key([], "Stages of your own, as package.module:name, in order.")
     buffer: Buffer = key(Buffer(), "Which groups are trained on.")
     eval: Eval = key(Eval(), "Evaluation on held-out prompts.")
     checkpoint: Checkpoint = key(Checkpoint(), "What is kept.")

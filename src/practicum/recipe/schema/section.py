@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from practicum.recipe.own_parts import registered_names
+from practicum.recipe.user_functions import split_function
 
 
 class Section(BaseModel):
@@ -17,6 +20,15 @@ class Section(BaseModel):
         extra="forbid", frozen=True, validate_default=True, strict=True, allow_inf_nan=False
     )
 
+
+def _own_name(name: str) -> str:
+    if split_function(name) is None and name not in registered_names():
+        raise ValueError("neither package.module:name nor a registered name")
+    return name
+
+
+OwnName = Annotated[str, AfterValidator(_own_name)]
+"""A part of the user's, beside the built-in ones: package.module:name, or a name that a package registers."""
 
 Chain = Sequence[Any]
 """The sections that a key is in: the recipe first, the key's own section last."""

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from practicum.recipe.schema.rollout_sections import ON_RAY, EngineKind, Vllm
-from practicum.recipe.schema.section import Chain, ReadWhen, Section, key, read_with, read_without
+from practicum.recipe.schema.section import (
+    Chain,
+    OwnName,
+    ReadWhen,
+    Section,
+    key,
+    read_if,
+    read_with,
+    read_without,
+)
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 
@@ -127,23 +136,29 @@ class Route(Section):
     )
 
 
-Divergence = Literal[
-    "forward_kl", "reverse_kl", "jsd", "k1", "k2", "k3", "k1_straight", "k3_straight", "abs", "mse"
-]
-ON_DISTRIBUTIONS = frozenset({"forward_kl", "reverse_kl", "jsd"})
-"""Divergences of distributions (signals top_k and full); the others compare sampled tokens."""
+OnDistributions = Literal["forward_kl", "reverse_kl", "jsd"]
+OnSampled = Literal["k1", "k2", "k3", "k1_straight", "k3_straight", "abs", "mse"]
+Divergence = Literal[OnDistributions, OnSampled]
+ON_DISTRIBUTIONS: frozenset[str] = frozenset(get_args(OnDistributions))
+"""Built-in divergences of distributions (signals top_k and full)."""
+ON_SAMPLED: frozenset[str] = frozenset(get_args(OnSampled))
+"""Built-in divergences of the sampled token's logprob (signal sampled)."""
 
 
-_JSD = read_with("distill.divergence", "jsd")
+_JSD = read_if(
+    lambda recipe: recipe.distill.divergence not in {*get_args(Divergence)} - {"jsd"},
+    "with distill.divergence {0.distill.divergence}",
+    "remove it, or set distill.divergence to jsd",
+)
 
 
 class Distill(Section):
     """What is learnt from the teachers."""
 
-    divergence: Divergence = key(
+    divergence: Divergence | OwnName = key(
         "reverse_kl",
         "forward_kl, reverse_kl or jsd of distributions; k1, k2, k3, k1_straight, k3_straight, abs or "
-        "mse of the sampled tokens' logprobs.",
+        "mse of the sampled tokens' logprobs; one of your own is of what signal gives.",
     )
     signal: Literal["sampled", "top_k", "full"] = key(
         "top_k",

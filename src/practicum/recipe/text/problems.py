@@ -9,6 +9,7 @@ from typing import Any, get_origin
 from pydantic import BaseModel, ValidationError
 
 from practicum.errors import RecipeError
+from practicum.recipe.own_parts import registered_names
 from practicum.recipe.text.origins import Origin
 from practicum.recipe.text.type_text import (
     Spot,
@@ -18,8 +19,10 @@ from practicum.recipe.text.type_text import (
     find_key,
     nearest,
     section_of,
+    takes_own,
     unwrap,
 )
+from practicum.recipe.user_functions import meant
 
 _YES_NO = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 
@@ -117,6 +120,8 @@ def _explain(details: Any, spot: Spot, origins: Mapping[str, Origin]) -> RecipeE
 def _advice(kind: Any, value: Any, path: str, optional: bool) -> str:
     inner, _ = unwrap(kind)
     if words := choices(kind):
+        if takes_own(kind):
+            return meant(str(value), [*words, *registered_names(path)])
         close = nearest(str(value), words)
         return f"did you mean {close}?" if close else ""
     if inner is bool and str(value).lower() in _YES_NO:

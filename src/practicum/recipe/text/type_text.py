@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from practicum.recipe.schema.recipe import Recipe
 
 NAME = "<name>"
+OWN_NAME = "package.module:name"
 _SECTIONS = {"Task": "tasks", "Teacher": "teachers", "RewardModel": "reward models"}
 _SIMPLE = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
@@ -68,9 +69,17 @@ def choices(annotation: Any) -> list[str]:
     return [str(word) for kind in kinds for word in get_args(kind)]
 
 
+def takes_own(annotation: Any) -> bool:
+    """Whether a key is a choice that may also name a part of the user's."""
+    return str in forms_of(annotation) and bool(choices(annotation))
+
+
 def type_words(annotation: Any) -> str:
     """A type for people: 'a whole number', 'one of k1, k2, k3', 'a list of text'."""
     forms = forms_of(annotation)
+    if takes_own(annotation):
+        words = choices(annotation)
+        return f"{'one of ' if len(words) > 1 else ''}{', '.join(words)}, or {OWN_NAME}"
     if len(forms) > 1:
         return ", or ".join(_form_words(form) for form in forms)
     kind = forms[0]
@@ -96,7 +105,7 @@ def expected(info: FieldInfo) -> str:
 def expected_type(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     """`expected` for a type that is not a key of its own, such as the items of a list."""
     if get_origin(annotation) is Annotated:
-        metadata = get_args(annotation)[1].metadata
+        metadata = getattr(get_args(annotation)[1], "metadata", ())
     parts = [type_words(annotation)]
     if bounds := [words for rule in metadata if (words := _bound(rule))]:
         parts.append(" and ".join(bounds))
@@ -154,6 +163,8 @@ def _step_into(kind: Any, step: str | int) -> tuple[FieldInfo | None, Any]:
 
 def _is_tag(step: str | int, form: Any) -> bool:
     """Whether pydantic's location names a form of a union so: Section, str, literal[…], dict[…]."""
+    if form is str and str(step).startswith("function-after["):
+        return True
     if _is_section(form) or form in _SIMPLE:
         return step == form.__name__
     kind = {Literal: "literal"}.get(get_origin(form), getattr(get_origin(form), "__name__", ""))
@@ -191,7 +202,8 @@ def _plural(annotation: Any) -> str:
         return f"mappings of names to {_plural(get_args(kind)[1])}"
     plural = {int: "whole numbers", float: "numbers", str: "text"}.get(kind, "values")
     if get_origin(annotation) is Annotated:
-        bounds = [words for r in get_args(annotation)[1].metadata if (words := _bound(r))]
+        rules = getattr(get_args(annotation)[1], "metadata", ())
+        bounds = [words for rule in rules if (words := _bound(rule))]
         return f"{plural}, each {' and '.join(bounds)}" if bounds else plural
     return plural
 

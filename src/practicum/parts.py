@@ -1,0 +1,133 @@
+"""What a user's own parts are made of: decorators that declare them, and the types that they take and give.
+
+A recipe names a part as package.module:name; `docs/extend.md` shows one of each kind. Nothing in practicum
+imports this module.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeVar
+
+from practicum.algorithms.advantages.groups import session_scores, to_tokens
+from practicum.algorithms.advantages.types import AdvantageInputs, AdvantageResult
+from practicum.algorithms.aggregation import session_count
+from practicum.algorithms.distill.types import Buckets, BucketTerms
+from practicum.algorithms.policy_losses.ratios import policy_terms, token_log_ratios
+from practicum.algorithms.policy_losses.types import PolicyInputs, PolicyTerms
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.fields import Field
+from practicum.dataplane.own_stage import OwnStage
+from practicum.dataplane.ragged import Ragged
+from practicum.dataplane.stages import Columns, StepInfo
+from practicum.recipe.algorithm_traits import (
+    ESTIMATOR_OPTIONS,
+    LOSS_OPTIONS,
+    EstimatorTraits,
+    LossTraits,
+)
+from practicum.recipe.schema.recipe import Recipe, Train
+from practicum.tasks.draws import Draws
+from practicum.tasks.procedural import Example, Option, Procedural, Settings
+
+__all__ = [
+    "AdvantageInputs",
+    "AdvantageResult",
+    "BatchRef",
+    "BucketTerms",
+    "Buckets",
+    "Columns",
+    "Draws",
+    "Example",
+    "Field",
+    "Option",
+    "PolicyInputs",
+    "PolicyTerms",
+    "Procedural",
+    "Ragged",
+    "Recipe",
+    "Settings",
+    "StepInfo",
+    "Train",
+    "advantage",
+    "policy_loss",
+    "policy_terms",
+    "session_count",
+    "session_scores",
+    "stage",
+    "to_tokens",
+    "token_log_ratios",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+_STAGE_TAKES = ("rank", "batch", "columns", "step")
+
+
+def advantage(
+    *,
+    compares_groups: bool = False,
+    greedy_baseline: bool = False,
+    critic: bool = False,
+    reads: Iterable[str] | None = None,
+) -> Callable[[F], F]:
+    """Declare what an advantage estimator needs, as `EstimatorTraits` says; undecorated, it needs nothing.
+
+    `reads` are the options among gamma, lam and whiten that it reads; None: all of them.
+    """
+    options = _options(reads, ESTIMATOR_OPTIONS)
+    return _with_traits(EstimatorTraits(compares_groups, greedy_baseline, critic, options))
+
+
+def policy_loss(
+    *, ratio: bool = True, whole_sessions: bool = False, reads: Iterable[str] | None = None
+) -> Callable[[F], F]:
+    """Declare what a policy loss needs, as `LossTraits` says; undecorated, it has a ratio.
+
+    `reads` are the options that it reads, such as clip_low; None: all of them.
+    """
+    # The bonus is added to every policy loss.
+    options = _options(reads, LOSS_OPTIONS) | {"entropy"}
+    return _with_traits(LossTraits(ratio, whole_sessions, options))
+
+
+def stage(
+    *,
+    after: str,
+    reads: Sequence[str] = (),
+    writes: Sequence[str | Field] = (),
+    ranks: Literal["all", "first"] = "all",
+    about: str = "",
+) -> Callable[[Callable[..., Any]], OwnStage]:
+    """Make `function(rank, batch, columns, step)` a stage of its name, which runs after the stage `after`.
+
+    It runs where the student learns (`rank.recipe`, `rank.tokenizer`, `rank.student`): on all ranks, each
+    with its rows, or on the first with all rows. It returns its writes, or (writes, metrics); a `Field` among
+    `writes` is one of its own.
+    """
+
+    def declare(function: Callable[..., Any]) -> OwnStage:
+        try:
+            inspect.signature(function).bind(*_STAGE_TAKES)
+        except TypeError as error:
+            takes, expected = inspect.signature(function), ", ".join(_STAGE_TAKES)
+            text = f"stage {function.__name__} takes {takes}, expected ({expected}): {error}"
+            raise TypeError(text) from None
+        return OwnStage(function, function.__name__, after, tuple(reads), tuple(writes), ranks, about)
+
+    return declare
+
+
+def _options(reads: Iterable[str] | None, known: frozenset[str]) -> frozenset[str]:
+    options = known if reads is None else frozenset(reads)
+    if unknown := sorted(options - known):
+        raise ValueError(f"reads has {', '.join(unknown)}, expected some of {', '.join(sorted(known))}")
+    return options
+
+
+def _with_traits(traits: EstimatorTraits | LossTraits) -> Callable[[F], F]:
+    def declare(function: F) -> F:
+        function.__dict__["traits"] = traits
+        return function
+
+    return declare

@@ -1,0 +1,177 @@
+"""Parts that a recipe names: built in, registered by a package, or the user's own package.module:name.
+
+One way for all of them, in every process: `find_part`. The built-in ones are in the registries of the layers
+above. A package registers a name by an entry point of the group `practicum.<kind>`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from importlib.metadata import entry_points
+from typing import Any, TypeVar
+
+from practicum.errors import PracticumError, RecipeError
+from practicum.recipe.user_functions import import_object, meant
+from practicum.user_code import error_line, frames, trace, type_name
+
+T = TypeVar("T")
+GUIDE = "docs/extend.md has an example"
+
+
+@dataclass(frozen=True, slots=True)
+class PartKind:
+    """A kind of part: the key that names it, what it is, and what it is called with and gives.
+
+    A kind without `takes` is an object that its own constructor or decorator makes.
+    """
+
+    key: str
+    about: str
+    takes: tuple[str, ...] | None
+    gives: str
+
+    @property
+    def expected(self) -> str:
+        """The sentence about its signature."""
+        if self.takes is None:
+            return f"{self.about}: {self.gives}"
+        return f"{self.about}: a function of ({', '.join(self.takes)}) that gives {self.gives}"
+
+
+PARTS: dict[str, PartKind] = {
+    "advantage": PartKind("algorithm.advantage", "an advantage estimator", ("inputs",), "an AdvantageResult"),
+    "policy_loss": PartKind("algorithm.loss", "a policy loss", ("inputs",), "PolicyTerms"),
+    "aggregation": PartKind(
+        "algorithm.aggregation", "an aggregation", ("tokens_S", "whole_S"), "the divisor of each session [S]"
+    ),
+    "kl_estimator": PartKind(
+        "algorithm.kl.estimator", "a KL estimator", ("log_ratio_N",), "the estimate of each token [N]"
+    ),
+    "sampled_divergence": PartKind(
+        "distill.divergence",
+        "a divergence of sampled tokens",
+        ("log_ratio_N",),
+        "the divergence of each token [N]",
+    ),
+    "divergence": PartKind(
+        "distill.divergence", "a divergence of distributions", ("buckets",), "BucketTerms"
+    ),
+    "schedule": PartKind(
+        "train.schedule", "a learning-rate schedule", ("step", "train"), "the learning rate"
+    ),
+    "optimizer": PartKind(
+        "train.optimizer", "an optimizer", ("parameters", "train"), "a torch.optim.Optimizer"
+    ),
+    "task_kind": PartKind("tasks.<name>.kind", "a kind of task", None, "a Procedural"),
+    "check": PartKind(
+        "checks.own", "a check", ("metrics", "batch"), "a sentence where something is wrong, else None"
+    ),
+    "tracker": PartKind(
+        "track.own", "a tracker", ("recipe", "folder"), "an object with log(step, metrics) and close()"
+    ),
+    "stage": PartKind("stages", "a stage", None, "a function that is decorated with @stage(after=…)"),
+}
+"""By the name that is the end of the group of entry points."""
+_found: dict[tuple[str, str, str], Any] = {}
+"""Parts that were found: by kind, name and working directory."""
+
+
+def find_part(
+    kind: str,
+    name: str,
+    builtin: Mapping[str, T] | None = None,
+    *,
+    path: str = "",
+    of: type[T] | None = None,
+) -> T:
+    """The part of this kind and name; a RecipeError at `path`, or the kind's key, if there is none.
+
+    A function of the user's is checked by its signature, and tells where it raised; an object must be `of` a
+    type.
+    """
+    known: Mapping[str, T] = builtin or {}
+    if name in known:
+        return known[name]
+    place = kind, name, os.getcwd()
+    if place not in _found:
+        path = path or PARTS[kind].key
+        if ":" in name:
+            part = import_object(name, path)
+        else:
+            part = _registered(kind, name, known, path)
+        _found[place] = _checked(PARTS[kind], part, name, path, of)
+    return _found[place]
+
+
+def registered_names(key: str | None = None) -> set[str]:
+    """The names of parts that installed packages register, for one key of the recipe or all."""
+    kinds = [kind for kind, part in PARTS.items() if key in (None, part.key)]
+    return {name for kind in kinds for name in entry_points(group=f"practicum.{kind}").names}
+
+
+def guarded(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+    """The user's function; what it raises is a PracticumError with the user's frames."""
+
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            return function(*args, **options)
+        except PracticumError:
+            raise
+        except Exception as error:
+            found = PracticumError(f"{what} raised {error_line(error)}\n{frames(error)}".rstrip())
+            found.details = trace(error)
+            raise found from None
+
+    return call
+
+
+def short_name(name: str) -> str:
+    """The name without its module: what metrics and stages are called."""
+    return name.rpartition(":")[2]
+
+
+def _registered(kind: str, name: str, known: Mapping[str, Any], path: str) -> Any:
+    """What an installed package registers by this name."""
+    offered = entry_points(group=f"practicum.{kind}")
+    entries = {entry.value: entry for entry in offered if entry.name == name}
+    if not entries:
+        names = [*known, *sorted(offered.names)]
+        listed = f"one of {', '.join(names)}, or " if names else ""
+        raise RecipeError(path, repr(name), f"{listed}package.module:name", meant(name, names))
+    if len(entries) > 1:
+        found = f"{name!r}, which is registered as {' and as '.join(entries)}"
+        raise RecipeError(path, found, "a name of one package", f"name it directly: {next(iter(entries))}")
+    ((value, entry),) = entries.items()
+    try:
+        return entry.load()
+    except (Exception, SystemExit) as error:
+        hint = f"importing {value} raised {error_line(error)}\n{frames(error, '    ')}".rstrip()
+        raise RecipeError(path, repr(name), "a registered part that can be imported", hint) from None
+
+
+def _checked(kind: PartKind, part: Any, name: str, path: str, of: type | None) -> Any:
+    """The part, if it is what its kind must be."""
+    if kind.takes is None:
+        assert of is not None
+        if not isinstance(part, of):
+            raise RecipeError(path, f"{name!r} of type {type_name(part)}", kind.expected, GUIDE)
+        return part
+    if not callable(part):
+        raise RecipeError(path, f"{name!r} of type {type_name(part)}", kind.expected, GUIDE)
+    if inspect.iscoroutinefunction(part):
+        raise RecipeError(path, f"{name!r}, an async function", kind.expected, "declare it without async")
+    try:
+        signature = inspect.signature(part)
+    except (TypeError, ValueError):  # some functions written in C have none
+        return guarded(part, f"{path}: {name}")
+    try:
+        signature.bind(*kind.takes)
+    except TypeError as error:
+        found = f"{name!r}, which takes {signature}"
+        raise RecipeError(path, found, kind.expected, f"{error}; {GUIDE}") from None
+    return guarded(part, f"{path}: {name}")

@@ -1,0 +1,324 @@
+"""Parts of the user's own, those of docs/extend.md: used in both runtimes, refused with a sentence."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from practicum.cli import app
+from practicum.errors import CheckError, PracticumError, RecipeError, RecipeErrors
+from practicum.recipe.load_recipe import LoadedRecipe
+from practicum.roles.stage_table import make_plan
+from practicum.trainer.check_parts import check_parts, parts_of
+from practicum.trainer.preflight import check_without_models
+from practicum.trainer.run import train_loaded
+from tests.cluster import local_ray
+from tests.docs.pages import ROOT, blocks_of
+
+from .recipes import tiny
+from .test_ray import assert_same_run, on_ray
+from .test_run import metrics_of, weights_of
+
+PAGE = ROOT / "docs/extend.md"
+ALL: dict[str, Any] = {
+    "tasks": {"twice": {"kind": "letters:TWICE", "options": {"length": [1, 2]}}, "copy": {"kind": "copy"}},
+    "algorithm": {
+        "advantage": "median:median",
+        "loss": "spo:spo",
+        "aggregation": "roots:root_mean",
+        "kl": {"place": "loss", "estimator": "kl:log_cosh"},
+    },
+    "train": {
+        "steps": 2,
+        "prompts": 3,
+        "minibatches": 2,
+        "lr": 1e-2,
+        "schedule": "training:inverse_root",
+        "optimizer": "training:sgd",
+    },
+    "checks": {"own": [{"use": "watchers:long_answers", "level": "warn"}]},
+    "track": {"own": ["csv_tracker:Csv"]},
+    "stages": ["surprises:surprise", "surprises:mean_surprise"],
+    "eval": {"rows": 2},
+}
+"""A part of each kind but divergences, which need teachers."""
+
+
+@pytest.fixture(autouse=True)
+def forgotten(own_parts: None) -> None:
+    """Parts of one test are not those of another."""
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> Path:
+    """A folder with the files of the page."""
+    for block in blocks_of(PAGE, "python"):
+        assert block.file is not None
+        (tmp_path / block.file).write_text(block.text)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[None]:
+    with local_ray(cpus=8):
+        yield
+
+
+def written(folder: Path, text: str, **sections: Any) -> LoadedRecipe:
+    """The tiny recipe beside a module `mine` with this text."""
+    (folder / "mine.py").write_text(text)
+    return tiny(folder, **sections)
+
+
+def test_each_part_of_the_page_has_under_twenty_lines():
+    assert [b.file for b in blocks_of(PAGE, "python") if len(b.text.splitlines()) >= 20] == []
+
+
+def test_a_run_of_parts_of_ones_own_alone_is_the_same_after_a_stop(beside: Path):
+    loaded = tiny(beside, **ALL)
+    kinds = [kind for kind, _ in parts_of(loaded.recipe)]
+    assert kinds == [*("advantage", "policy_loss", "aggregation", "kl_estimator"), *kinds[4:]]
+    assert kinds[4:] == ["schedule", "optimizer", "check", "tracker"]
+    names = [stage.name for stage in make_plan(loaded.recipe)]
+    assert names[names.index("advantages") :][:3] == ["advantages", "surprise", "mean_surprise"]
+    train_loaded(loaded, beside / "run")
+    rows = metrics_of(beside / "run")[1:]
+    assert [row["train/lr"] for row in rows] == pytest.approx([1e-2, 1e-2 / 2**0.5])
+    for row in rows:
+        assert row["mean_surprise/rows"] == 12, "padding is no row of a stage"
+        assert row["mean_surprise/mean"] > 0
+    logged = list(csv.reader((beside / "run/reward.csv").open()))
+    assert [step for step, _ in logged] == ["0", "1", "2"]
+    train_loaded(tiny(beside, "train.steps=1", **ALL), beside / "part")
+    train_loaded(loaded, beside / "part", resume=True, change=True)
+    assert all(
+        weight.equal(weights_of(beside / "run")[name]) for name, weight in weights_of(beside / "part").items()
+    )
+
+
+@pytest.mark.slow
+def test_ray_workers_import_the_parts_themselves(beside: Path, ray_cluster: None):
+    train_loaded(tiny(beside, **ALL), beside / "local")
+    train_loaded(tiny(beside, **on_ray(ALL, ranks=2)), beside / "ray")
+    assert_same_run(beside / "local", beside / "ray", tolerance=1e-6)
+
+
+@pytest.mark.parametrize("signal", ["full", "sampled"])
+def test_a_divergence_of_ones_own_is_learnt_from(beside: Path, signal: str):
+    own = "hellinger:hellinger" if signal == "full" else "kl:log_cosh"
+    sections: dict[str, Any] = {
+        "teachers": {"old": {"student": {}, "before": "1"}},
+        "distill": {"divergence": own, "signal": signal},
+        "reward": {"weight": 0.0},
+        "train": {"steps": 1, "prompts": 2},
+        "eval": {"rows": 2},
+    }
+    train_loaded(tiny(beside, **sections), beside / "run")
+    row = metrics_of(beside / "run")[1]
+    assert row["train/distill_loss"] > 0
+    assert row["train/grad_norm"] > 0
+
+
+def algorithm(**keys: Any) -> dict[str, Any]:
+    return {"algorithm": keys}
+
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "def f(a, b): ...",
+        algorithm(advantage="mine:f"),
+        r"'.*mine:f', which takes \(a, b\) .*expected an advant",
+    ),
+    (
+        "def f(x): return x",
+        algorithm(advantage="mine:f"),
+        "which gave an object of type AdvantageInputs, expected an",
+    ),
+    (
+        "f = 3",
+        algorithm(loss="mine:f"),
+        r"of type int .*expected a policy loss: a function of \(inputs\) that gives",
+    ),
+    (
+        "def f(x): return x.mask_N",
+        algorithm(loss="mine:f"),
+        r"which gave a tensor of shape \[8\], expected a policy loss",
+    ),
+    ("def f(a, b): return a - 2", algorithm(aggregation="mine:f"), "gave a divisor that is not above 0"),
+    (
+        "def f(x): return x.mean()",
+        algorithm(kl={"place": "loss", "estimator": "mine:f"}),
+        r"gave a tensor of shape \[\] as its result for 8 tokens",
+    ),
+    (
+        "def f(x): return x.detach()",
+        algorithm(kl={"place": "loss", "estimator": "mine:f"}),
+        "gave its result without a gradient to log_ratio_N",
+    ),
+    ("def f(step, train): return -1.0", {"train": {"steps": 2, "schedule": "mine:f"}}, "gave -1.0 at step 0"),
+    (
+        "def f(parameters, train): ...",
+        {"train": {"steps": 2, "optimizer": "mine:f"}},
+        "which gave nothing, expected an optimizer",
+    ),
+    ("def f(metrics): ...", {"checks": {"own": ["mine:f"]}}, r"\(metrics\), expected a check: a function of"),
+    ("def groups(m, b): ...", {"checks": {"own": ["mine:groups"]}}, "a second check named groups"),
+    (
+        "class f:\n def __init__(s, r, f): ...",
+        {"track": {"own": ["mine:f"]}},
+        "which has no log, expected a tr",
+    ),
+    (
+        "def f(draws): ...",
+        {"tasks": {"t": {"kind": "mine:f"}}},
+        "tasks.t.kind: found '.*' of type function, expected a",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "sections", "sentence"), WRONG, ids=[text for text, *_ in WRONG])
+def test_a_part_that_can_not_be_used_is_refused_with_its_signature(
+    tmp_path: Path, text: str, sections: dict[str, Any], sentence: str
+):
+    with pytest.raises(PracticumError, match=sentence):
+        check_without_models(written(tmp_path, text, **sections).recipe)
+
+
+def test_a_pull_that_is_not_the_derivative_is_refused(tmp_path: Path):
+    sections: dict[str, Any] = {"teachers": {"t": {"student": {}}}, "distill": {"divergence": "mine:f"}}
+    text = "from practicum.parts import BucketTerms\ndef f(b): return BucketTerms((b.p - b.q).square(), b.p)"
+    with pytest.raises(RecipeError, match=r"a pull that differs from p d\(value\)/dp by"):
+        check_parts(written(tmp_path, text, **sections).recipe)
+
+
+@pytest.mark.parametrize(
+    ("declared", "sentence"),
+    [
+        ("after='rollout'", "which comes after 'rollout', expected a stage that comes after one of pad, "),
+        ("after='advantages', writes=['advantage']", "did you mean advantages"),
+        ("after='advantages', reads=['surprise']", "reads surprise, which no stage before it writes"),
+        (
+            f"after='advantages', writes=[Field('a', 'float31', *{('response', '', '', 'zero')})]",
+            "dtype float31",
+        ),
+        ("after='advantages', writes=[Field('a', 'float32', 'response', '', '')]", "has no padding rule"),
+        (
+            "after='advantages', writes=[Field('a', 'float32', 'response', '', '', 'zero', ('Y',))]",
+            "axis 'Y'",
+        ),
+    ],
+)
+def test_a_stage_that_could_not_run_is_refused(tmp_path: Path, declared: str, sentence: str):
+    text = "from practicum.parts import Field, stage\n"
+    text += f"@stage({declared})\ndef f(rank, batch, columns, step): ..."
+    with pytest.raises(RecipeError, match=re.escape(sentence)):
+        make_plan(written(tmp_path, text, stages=["mine:f"]).recipe)
+
+
+def test_a_field_may_have_any_number_type_and_further_axes(tmp_path: Path):
+    text = """
+import torch
+from practicum.parts import Field, Ragged, stage
+PAIRS = Field("pairs", "bfloat16", "response", "pairs", "two numbers", padding="zero", trailing=(2,))
+@stage(after="pad", reads=["response_mask"], writes=[PAIRS])
+def pairs(rank, batch, columns, step):
+    mask = columns.ragged("response_mask")
+    return {"pairs": Ragged.packed(torch.ones(len(mask.values), 2, dtype=torch.bfloat16), mask.lengths)}
+@stage(after="pairs", reads=["pairs"])
+def total(rank, batch, columns, step):
+    return {}, {"sum": float(columns.ragged("pairs").values.sum())}
+"""
+    sections = {"train": {"steps": 1, "prompts": 3, "minibatch_rows": 8}, "eval": {"rows": 2}}
+    loaded = written(tmp_path, text, stages=["mine:pairs", "mine:total"], **sections)
+    train_loaded(loaded, tmp_path / "run")
+    row = metrics_of(tmp_path / "run")[1]
+    assert row["padding/rows"] == 4
+    assert row["total/sum"] > 0
+
+
+def test_traits_of_ones_own_estimator_are_respected(beside: Path):
+    with pytest.raises(RecipeErrors) as caught:
+        tiny(beside, "rollout.samples=1", "algorithm.gamma=0.9", **algorithm(advantage="median:median"))
+    assert [error.path for error in caught.value.errors] == ["algorithm.gamma", "rollout.samples"]
+    text = "def silent(inputs): ..."
+    assert (
+        written(beside, text, **algorithm(advantage="mine:silent", gamma=0.9)).recipe.algorithm.gamma == 0.9
+    )
+
+
+@pytest.mark.parametrize("level", ["error", "warn"])
+def test_a_check_of_ones_own_stops_the_run_or_is_counted(tmp_path: Path, level: str):
+    text = "def always(metrics, batch): return f'{len(batch)} rows, reward {metrics[\"reward/mean\"]:.1f}'"
+    train = {"steps": 1, "prompts": 2, "minibatches": 1}
+    loaded = written(tmp_path, text, checks={"own": [{"use": "mine:always", "level": level}]}, train=train)
+    if level == "warn":
+        train_loaded(loaded, tmp_path / "run")
+        assert metrics_of(tmp_path / "run")[1]["checks/always"] == 1
+        return
+    with pytest.raises(CheckError, match=r"check always: 8 rows, reward .*level in checks.own: warn lets"):
+        train_loaded(loaded, tmp_path / "run")
+
+
+def test_a_part_that_raises_shows_the_users_lines(tmp_path: Path):
+    text = "def f(inputs):\n    return inputs.nothing\n"
+    with pytest.raises(PracticumError) as caught:
+        check_without_models(written(tmp_path, text, **algorithm(advantage="mine:f")).recipe)
+    assert "AttributeError: 'AdvantageInputs' object has no attribute 'nothing'" in str(caught.value)
+    assert 'mine.py", line 2, in f\n' in str(caught.value)
+    assert "own_parts.py" not in str(caught.value)
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Installs a package of this name that has the page's estimator, as the page says."""
+
+    def install(name: str) -> None:
+        (entries,) = [block.text for block in blocks_of(PAGE, "toml")]
+        (estimator,) = [block.text for block in blocks_of(PAGE, "python") if block.file == "median.py"]
+        folder, info = tmp_path / "site" / name, tmp_path / f"site/{name}-1.0.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").touch()
+        (folder / "median.py").write_text(estimator)
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        text = entries.replace("my_package", name).replace('"', "").replace("[project.entry-points.", "[")
+        (info / "entry_points.txt").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path / "site")
+
+    return install
+
+
+def test_an_installed_package_registers_a_name(tmp_path: Path, package: Callable[[str], None]):
+    package("first_package")
+    loaded = tiny(tmp_path, "train.steps=1", **algorithm(advantage="median"))
+    assert check_parts(loaded.recipe) == [
+        "algorithm.advantage: median is an advantage estimator that can be used"
+    ]
+    with pytest.raises(RecipeErrors, match="did you mean median"):
+        tiny(tmp_path, **algorithm(advantage="medain"))
+    with pytest.raises(
+        RecipeErrors, match=r"'median' .*, expected one of supervised, ppo_clip.*, or package"
+    ):
+        tiny(tmp_path, **algorithm(loss="median"))
+
+
+def test_a_name_of_two_packages_is_refused(tmp_path: Path, package: Callable[[str], None]):
+    package("one_package")
+    package("other_package")
+    with pytest.raises(RecipeErrors, match=r"registered as o\w+_package.median:median and as o\w+_package"):
+        tiny(tmp_path, **algorithm(advantage="median"))
+
+
+def test_the_command_line_checks_parts_beside_the_recipe(beside: Path, monkeypatch: pytest.MonkeyPatch):
+    tiny(beside, **ALL)
+    (beside / "elsewhere").mkdir()
+    monkeypatch.chdir(beside / "elsewhere")
+    found = CliRunner().invoke(app, ["check", "../recipe.yaml"])
+    assert found.exit_code == 0, found.output
+    assert re.search(r"algorithm.loss: .*spo:spo is a policy loss that can be used", found.output)
