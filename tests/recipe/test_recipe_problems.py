@@ -68,7 +68,7 @@ def test_an_unknown_key_like_no_other_gets_the_list(write: Write) -> None:
         (
             "train.schedule=cosin",
             "'cosin'",
-            "one of constant, linear, cosine",
+            "one of constant, linear, cosine, or package.module:name",
             "did you mean cosine?",
         ),
         ("runtime.kind=rey", "'rey'", "one of local, ray", "did you mean ray?"),

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from practicum.algorithms.distill.sampled import sampled_divergence
+from practicum.checks.watch import Watch
 from practicum.cli import app
+from practicum.dataplane.batch import BatchRef
 from practicum.errors import CheckError, PracticumError, RecipeError, RecipeErrors
 from practicum.recipe.load_recipe import LoadedRecipe
+from practicum.recipe.own_parts import PARTS
 from practicum.roles.stage_table import make_plan
 from practicum.trainer.check_parts import check_parts, parts_of
 from practicum.trainer.preflight import check_without_models
@@ -80,6 +86,13 @@ def test_each_part_of_the_page_has_under_twenty_lines():
     assert [b.file for b in blocks_of(PAGE, "python") if len(b.text.splitlines()) >= 20] == []
 
 
+def test_the_page_names_every_kind():
+    text = PAGE.read_text()
+    for kind, part in PARTS.items():
+        assert re.search(rf"`(practicum\.)?{kind}`", text), kind
+        assert f"`{part.key}`" in text or kind in ("reward", "loop", "tool")
+
+
 def test_a_run_of_parts_of_ones_own_alone_is_the_same_after_a_stop(beside: Path):
     loaded = tiny(beside, **ALL)
     kinds = [kind for kind, _ in parts_of(loaded.recipe)]
@@ -109,12 +122,10 @@ def test_ray_workers_import_the_parts_themselves(beside: Path, ray_cluster: None
     assert_same_run(beside / "local", beside / "ray", tolerance=1e-6)
 
 
-@pytest.mark.parametrize("signal", ["full", "sampled"])
-def test_a_divergence_of_ones_own_is_learnt_from(beside: Path, signal: str):
-    own = "hellinger:hellinger" if signal == "full" else "kl:log_cosh"
+def test_a_divergence_of_ones_own_is_learnt_from(beside: Path):
     sections: dict[str, Any] = {
         "teachers": {"old": {"student": {}, "before": "1"}},
-        "distill": {"divergence": own, "signal": signal},
+        "distill": {"divergence": "hellinger:hellinger", "signal": "full"},
         "reward": {"weight": 0.0},
         "train": {"steps": 1, "prompts": 2},
         "eval": {"rows": 2},
@@ -123,6 +134,18 @@ def test_a_divergence_of_ones_own_is_learnt_from(beside: Path, signal: str):
     row = metrics_of(beside / "run")[1]
     assert row["train/distill_loss"] > 0
     assert row["train/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("through", ["loss", "advantage"])
+def test_with_the_signal_sampled_a_divergence_is_of_log_ratios(beside: Path, through: str):
+    distill = {"divergence": "kl:log_cosh", "signal": "sampled", "through": through}
+    recipe = tiny(beside, teachers={"old": {"student": {}}}, distill=distill).recipe
+    assert recipe.distill is not None
+    (finding,) = check_parts(recipe)
+    assert finding.endswith("kl:log_cosh is a divergence of sampled tokens that can be used")
+    logprobs_N, teacher_N = torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -1.0])
+    found = sampled_divergence(recipe.distill.divergence, logprobs_N, teacher_N).loss_N
+    assert found.tolist() == pytest.approx([0.0, math.log(math.cosh(1.0))])
 
 
 def algorithm(**keys: Any) -> dict[str, Any]:
@@ -252,17 +275,16 @@ def test_traits_of_ones_own_estimator_are_respected(beside: Path):
     )
 
 
-@pytest.mark.parametrize("level", ["error", "warn"])
-def test_a_check_of_ones_own_stops_the_run_or_is_counted(tmp_path: Path, level: str):
+def test_a_check_of_ones_own_is_counted_or_stops_the_run(tmp_path: Path):
     text = "def always(metrics, batch): return f'{len(batch)} rows, reward {metrics[\"reward/mean\"]:.1f}'"
-    train = {"steps": 1, "prompts": 2, "minibatches": 1}
-    loaded = written(tmp_path, text, checks={"own": [{"use": "mine:always", "level": level}]}, train=train)
-    if level == "warn":
-        train_loaded(loaded, tmp_path / "run")
-        assert metrics_of(tmp_path / "run")[1]["checks/always"] == 1
-        return
-    with pytest.raises(CheckError, match=r"check always: 8 rows, reward .*level in checks.own: warn lets"):
-        train_loaded(loaded, tmp_path / "run")
+    sections: dict[str, Any] = {"train": {"steps": 1, "prompts": 2}, "eval": {"rows": 2}}
+    own = {"use": "mine:always", "level": "warn"}
+    train_loaded(written(tmp_path, text, checks={"own": [own]}, **sections), tmp_path / "run")
+    assert metrics_of(tmp_path / "run")[1]["checks/always"] == 1
+    assert "check always: 8 rows, reward" in (tmp_path / "run/log.txt").read_text()
+    watch = Watch(tiny(tmp_path, checks={"own": ["mine:always"]}).recipe.checks, lambda sentence: None)
+    with pytest.raises(CheckError, match=r"check always: 0 rows.*level in checks.own: warn lets"):
+        watch.after_step({"reward/mean": 0.5}, BatchRef("train", (), ()))
 
 
 def test_a_part_that_raises_shows_the_users_lines(tmp_path: Path):

@@ -70,7 +70,7 @@ _BYTES = {
 }
 """Bytes of one entry, by dtype: the dtypes that a field may have."""
 FIELDS: dict[str, Field] = {field.name: field for field in _FIELDS}
-_LETTERS = {axis for field in _FIELDS for axis in field.trailing}
+_LETTERS = {str(axis) for field in _FIELDS for axis in field.trailing}
 
 
 def register_field(field: Field) -> None:

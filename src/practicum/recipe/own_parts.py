@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from practicum.errors import PracticumError, RecipeError
-from practicum.recipe.user_functions import import_object, meant
+from practicum.recipe.user_functions import import_function, import_object, meant
 from practicum.user_code import error_line, frames, trace, type_name
 
 T = TypeVar("T")
@@ -74,6 +74,9 @@ PARTS: dict[str, PartKind] = {
         "track.own", "a tracker", ("recipe", "folder"), "an object with log(step, metrics) and close()"
     ),
     "stage": PartKind("stages", "a stage", None, "a function that is decorated with @stage(after=…)"),
+    "reward": PartKind("reward.functions", "a reward function", ("sample",), "a number"),
+    "loop": PartKind("agent.loop", "a loop", ("session",), "nothing, as a coroutine function"),
+    "tool": PartKind("agent.tools", "a tool", ("arguments",), "what the model is told"),
 }
 """By the name that is the end of the group of entry points."""
 _found: dict[tuple[str, str, str], Any] = {}
@@ -107,6 +110,11 @@ def find_part(
     return _found[place]
 
 
+def find_function(kind: str, name: str, known: Iterable[str], path: str) -> Callable[..., Any]:
+    """A function that is none of the `known` ones, of a kind that itself checks it and watches its calls."""
+    return import_function(name, path) if ":" in name else _registered(kind, name, known, path)
+
+
 def registered_names(key: str | None = None) -> set[str]:
     """The names of parts that installed packages register, for one key of the recipe or all."""
     kinds = [kind for kind, part in PARTS.items() if key in (None, part.key)]
@@ -135,14 +143,15 @@ def short_name(name: str) -> str:
     return name.rpartition(":")[2]
 
 
-def _registered(kind: str, name: str, known: Mapping[str, Any], path: str) -> Any:
+def _registered(kind: str, name: str, known: Iterable[str], path: str) -> Any:
     """What an installed package registers by this name."""
     offered = entry_points(group=f"practicum.{kind}")
     entries = {entry.value: entry for entry in offered if entry.name == name}
     if not entries:
         names = [*known, *sorted(offered.names)]
         listed = f"one of {', '.join(names)}, or " if names else ""
-        raise RecipeError(path, repr(name), f"{listed}package.module:name", meant(name, names))
+        what = "name" if PARTS[kind].takes is None else "function"
+        raise RecipeError(path, repr(name), f"{listed}package.module:{what}", meant(name, names))
     if len(entries) > 1:
         found = f"{name!r}, which is registered as {' and as '.join(entries)}"
         raise RecipeError(path, found, "a name of one package", f"name it directly: {next(iter(entries))}")

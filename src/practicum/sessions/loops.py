@@ -6,7 +6,7 @@ import inspect
 
 from practicum.concurrency.gather import gather_all
 from practicum.errors import EngineError, RecipeError
-from practicum.recipe.user_functions import import_function, meant
+from practicum.recipe.own_parts import find_function
 from practicum.sessions.attempts import Loop
 from practicum.sessions.chat import tool_result, user
 from practicum.sessions.session import Session
@@ -111,10 +111,7 @@ def find_loop(name: str) -> Loop:
     """A built-in loop, or a user's `package.module:function`."""
     if name in LOOPS:
         return LOOPS[name]
-    if ":" not in name:
-        wanted = f"one of {', '.join(LOOPS)}, or package.module:function"
-        raise RecipeError("agent.loop", repr(name), wanted, meant(name, LOOPS))
-    function = import_function(name, "agent.loop")
+    function = find_function("loop", name, LOOPS, "agent.loop")
     if not inspect.iscoroutinefunction(function):
         raise RecipeError("agent.loop", repr(name), "a coroutine function", "declare it `async def`")
     return function

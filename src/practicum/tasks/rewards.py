@@ -10,8 +10,8 @@ from numbers import Real
 from typing import Any
 
 from practicum.errors import RecipeError, RecipeErrors, RewardError
+from practicum.recipe.own_parts import find_function
 from practicum.recipe.schema.recipe import Reward, RewardFunction, Task
-from practicum.recipe.user_functions import import_function, meant
 from practicum.tasks.builtin import find_kind
 from practicum.tasks.scorers import INLINE, SCORERS, RewardSample, exact
 from practicum.tasks.user_calls import CallResult, call_each, is_async, raised
@@ -171,11 +171,7 @@ def load_function(spec: RewardFunction, path: str) -> Callable[[Any], Any]:
     path = f"{path}.use"
     if spec.use in SCORERS:
         return SCORERS[spec.use]()
-    known = ("checker", *SCORERS)
-    if ":" not in spec.use:
-        wanted = f"{', '.join(known)} or package.module:function"
-        raise RecipeError(path, repr(spec.use), wanted, meant(spec.use, known))
-    return import_function(spec.use, path)
+    return find_function("reward", spec.use, ("checker", *SCORERS), path)
 
 
 def _unjudged(parts: dict[str, float], outcome: CallResult) -> RewardResult:

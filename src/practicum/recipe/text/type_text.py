@@ -167,7 +167,8 @@ def _is_tag(step: str | int, form: Any) -> bool:
         return True
     if _is_section(form) or form in _SIMPLE:
         return step == form.__name__
-    kind = {Literal: "literal"}.get(get_origin(form), getattr(get_origin(form), "__name__", ""))
+    origin: Any = get_origin(form)
+    kind = {Literal: "literal"}.get(origin, getattr(origin, "__name__", ""))
     return str(step).startswith(f"{kind}[")
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from practicum.errors import RecipeError
+from practicum.recipe.own_parts import find_function
 from practicum.recipe.schema.rollout_sections import ToolSection as ToolSpec
-from practicum.recipe.user_functions import import_function, meant
 from practicum.sessions.tools.calculator import CALCULATOR
 from practicum.sessions.tools.python_tool import python_tool
 from practicum.sessions.tools.tool import Tool, ToolError
@@ -82,10 +82,8 @@ class Toolbox:
 def _make(spec: ToolSpec, path: str) -> Tool:
     if spec.use in TOOLS:
         return TOOLS[spec.use](spec)
-    if ":" not in spec.use:
-        wanted = f"one of {', '.join(TOOLS)}, or package.module:function"
-        raise RecipeError(path, repr(spec.use), wanted, meant(spec.use, TOOLS))
-    return function_tool(import_function(spec.use, path), path, spec.timeout_s, spec.output_chars)
+    function = find_function("tool", spec.use, TOOLS, path)
+    return function_tool(function, path, spec.timeout_s, spec.output_chars)
 
 
 def _speakable(text: str) -> str:
