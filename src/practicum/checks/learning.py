@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from practicum.recipe.algorithm_traits import ESTIMATORS
+from practicum.recipe.algorithm_traits import estimator_traits
 from practicum.recipe.derived import has_advantage_estimator, uses_reward
 from practicum.recipe.schema.recipe import Recipe
 
@@ -45,7 +45,7 @@ class LearningWatch:
 
 def flat_groups(rows: Rows, recipe: Recipe) -> str | None:
     """An estimator that compares the answers to a prompt has found no difference for several steps."""
-    compares = ESTIMATORS[recipe.algorithm.advantage].compares_groups and has_advantage_estimator(recipe)
+    compares = estimator_traits(recipe.algorithm.advantage).compares_groups and has_advantage_estimator(recipe)
     flat = _last(rows, _FLAT, SEVERAL)
     if not (compares and uses_reward(recipe) and flat and min(flat) == 1.0) or _has_risen(rows):
         return None
