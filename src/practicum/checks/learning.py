@@ -45,7 +45,8 @@ class LearningWatch:
 
 def flat_groups(rows: Rows, recipe: Recipe) -> str | None:
     """An estimator that compares the answers to a prompt has found no difference for several steps."""
-    compares = estimator_traits(recipe.algorithm.advantage).compares_groups and has_advantage_estimator(recipe)
+    traits = estimator_traits(recipe.algorithm.advantage)
+    compares = traits.compares_groups and has_advantage_estimator(recipe)
     flat = _last(rows, _FLAT, SEVERAL)
     if not (compares and uses_reward(recipe) and flat and min(flat) == 1.0) or _has_risen(rows):
         return None

@@ -30,15 +30,15 @@ _TRIED_STEPS = 1000
 
 
 def check_parts(recipe: Recipe) -> list[str]:
-    """What was found, in sentences; a part that can't be used is a RecipeError."""
-    findings = []
+    """What was found, in a sentence; a part that can't be used is a RecipeError."""
+    shown = []
     for kind, name in parts_of(recipe):
         part = find_part(kind, name)
         if kind in _TRIES and (wrong := _TRIES[kind](part, recipe)):
             raise RecipeError(PARTS[kind].key, f"{name!r}, which {wrong}", PARTS[kind].expected, GUIDE)
-        findings.append(f"{PARTS[kind].key}: {name} is {PARTS[kind].about} that can be used")
+        shown.append(f"{PARTS[kind].key} {name.rpartition('/')[2]}")
     _check_names(recipe)
-    return findings
+    return [f"parts of your own that can be used: {', '.join(shown)}"] if shown else []
 
 
 def parts_of(recipe: Recipe) -> Iterator[tuple[str, str]]:
