@@ -28,6 +28,8 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         if "datasets.config" in sys.modules:
             monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
         monkeypatch.setenv("no_proxy", "127.0.0.1")
+        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+            monkeypatch.delenv(name, raising=False)
         hub._answers.cache_clear()
         yield
         hub._answers.cache_clear()
@@ -47,6 +49,13 @@ def test_a_dataset_of_the_hub(no_network: None):
         make_stream({"t": Task(dataset="somebody/some-data")}, 0)
     found = f"found 'somebody/some-data', {LOST}"
     assert str(caught.value) == f"tasks.t.dataset: {found}, expected a folder, or a dataset of the hub."
+
+
+def test_a_hub_that_is_not_to_be_asked_is_told(no_network: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(RecipeError, match="nor in the cache, and HF_HUB_OFFLINE is set, expected"):
+        load_tokenizer(Model(path="somebody/some-model"))
 
 
 def test_a_hub_that_answers_is_used(no_network: None, monkeypatch: pytest.MonkeyPatch):

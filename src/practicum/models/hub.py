@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import threading
@@ -25,9 +26,9 @@ def is_unreachable(source: str) -> bool:
 
 def not_found(key: str, source: str, what: str) -> RecipeError:
     """What the user is told of a model or dataset that `is_unreachable`."""
-    found = (
-        f"{source!r}, which is neither a folder nor in the cache, and {_endpoint().hostname} can't be reached"
-    )
+    asked = next((name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name)), None)
+    why = f"{asked} is set" if asked else f"{_endpoint().hostname} can't be reached"
+    found = f"{source!r}, which is neither a folder nor in the cache, and {why}"
     return RecipeError(key, found, f"a folder, or a {what} of the hub")
 
 
