@@ -62,6 +62,11 @@ STATIC = {
     "train.minibatch_rows: found 17 with 16 rows per step": {
         "train": {"steps": 4, "prompts": 4, "minibatch_rows": 17}
     },
+    "train.compile: found true with 2 data-parallel ranks": {
+        "train": {"steps": 4, "prompts": 4, "compile": True},
+        "runtime": {"kind": "ray"},
+        "pools": {"train": {"devices": 2}},
+    },
     "checkpoint.keep_best: found 'eval/mean@4'": {"eval": EVERY, "checkpoint": {"keep_best": "eval/mean@4"}},
 }
 
@@ -128,6 +133,7 @@ def test_a_chat_template_whose_turns_never_stop(tmp_path: Path):
         ("tensorboard", "tensorboard", {"track": {"tensorboard": True}}),
         ("ray", "ray", {"runtime": {"kind": "ray"}}),
         ("vllm", "vllm", {"rollout": {"engine": "vllm", "max_new_tokens": 6}}),
+        ("datasets", "datasets", {"tasks": {"mine": {"dataset": "somebody/data"}}}),
         ("math_verify", "math", {"reward": {"functions": [{"use": "math_verify"}]}}),
     ],
 )
@@ -140,7 +146,9 @@ def test_an_extra_that_is_not_installed(
 
 
 def test_the_whole_check_is_one_screen_and_begins_with_warnings(tmp_path: Path):
-    tiny(tmp_path)
+    tiny(tmp_path, out=str(tmp_path / "run"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
     path = str(tmp_path / "recipe.yaml")
     result = CliRunner().invoke(app, ["check", path])
     assert result.exit_code == 0, result.output
@@ -150,6 +158,7 @@ def test_the_whole_check_is_one_screen_and_begins_with_warnings(tmp_path: Path):
     titles = [line for line in lines if line in ("findings", "differs from the defaults", "sizes")]
     assert titles == ["findings", "differs from the defaults", "sizes"]
     assert lines[3].startswith("  warning: the student starts with random weights (model.make)")
+    assert "files that are not a run's: train needs --out DIR" in " ".join(result.stdout.split())
     for text in ("a crash: an error costs", "0.03M parameters", "352 per step", "memory: about"):
         assert text in result.stdout
     assert "# default" not in result.stdout

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from practicum.dataplane.ragged import Ragged
-from practicum.errors import DataError, EngineError, RecipeError
+from practicum.errors import DataError, EngineError
 from practicum.learning.norms import fuse_norms
 from practicum.learning.packing import Packed, RowExtras, RowSpans
 from practicum.learning.parallel import Parallel, run_in
@@ -57,7 +57,7 @@ class PackedModel:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._forward: Callable[..., Tensor] = packed_forward
         if train.compile:
-            _refuse_compile(parallel)
+            assert parallel is None, "the recipe's checks refuse it"
             self._forward = torch.compile(packed_forward, dynamic=True)
         self.self_test()
         self._root = None
@@ -244,9 +244,3 @@ class PackedModel:
         with self.routes.record() as taken:
             out = self.model.base_model(input_ids=ids_1N, use_cache=False)
         return out.last_hidden_state[0], taken.tensor().cpu()
-
-
-def _refuse_compile(parallel: Parallel | None) -> None:
-    if parallel is not None:
-        found = f"true with {parallel.world} data-parallel ranks"
-        raise RecipeError("train.compile", found, "false", "Sharded weights are gathered between its graphs.")

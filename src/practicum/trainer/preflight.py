@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from practicum.errors import MissingExtraError, RecipeError, RecipeErrors
 from practicum.forecast.cluster_spec import GIB, this_machine
@@ -46,6 +47,7 @@ from practicum.teachers.teacher_checks import check_teachers, longest_prompts
 from practicum.trainer.check_parts import check_parts
 from practicum.trainer.check_tokenizer import describe_tokenizer, tokenizer_problems
 from practicum.trainer.measure_prompts import measure_prompts
+from practicum.trainer.run_folder import RunFolder
 from practicum.trainer.saver import crash_cost
 from practicum.trainer.trial import describe_tools, try_rewards
 
@@ -69,7 +71,7 @@ def preflight(loaded: LoadedRecipe) -> Preflight:
     """All that `check` finds; mistakes are RecipeErrors."""
     recipe = loaded.recipe
     found = check_without_models(recipe)
-    findings = [crash_cost(recipe.checkpoint, recipe.train.steps), *found.findings]
+    findings = [*_folder(recipe), crash_cost(recipe.checkpoint, recipe.train.steps), *found.findings]
     findings += [*try_rewards(recipe), *describe_tools(recipe)]
     model = load_model(recipe.model, recipe.seed)
     plan = make_plan(recipe, known_traits(recipe.model))
@@ -219,6 +221,16 @@ def _warnings(recipe: Recipe) -> list[str]:
         "earn nothing teach nothing. Train it on demonstrations first (algorithm.loss: supervised, "
         "algorithm.advantage: none) and set model.path to that run"
     ]
+
+
+def _folder(recipe: Recipe) -> list[str]:
+    """What `train` will want to be told, unless it writes elsewhere."""
+    folder = RunFolder(Path(recipe.out or Path("runs") / recipe.name))
+    if folder.is_used:
+        return [f"run folder: {folder.path} holds a run already: train needs --resume, --fresh or --out DIR"]
+    if folder.is_foreign:
+        return [f"run folder: {folder.path} has files that are not a run's: train needs --out DIR"]
+    return []
 
 
 def _sizes(recipe: Recipe, found: Preflight) -> list[str]:

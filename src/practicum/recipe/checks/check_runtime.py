@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from practicum.errors import RecipeError
 from practicum.recipe.checks.bin_packing import fit
-from practicum.recipe.derived import engine_replicas, on_ray, own_models, own_options
+from practicum.recipe.derived import data_parallel, engine_replicas, on_ray, own_models, own_options
 from practicum.recipe.schema.recipe import Recipe
 
 
@@ -18,6 +18,7 @@ def check_runtime(recipe: Recipe) -> Iterator[RecipeError]:
     if not on_ray(recipe):
         return
     yield from _devices(recipe)
+    yield from _compile(recipe)
     yield from _rollout(recipe)
     yield from _teachers(recipe)
 
@@ -30,6 +31,14 @@ def _devices(recipe: Recipe) -> Iterator[RecipeError]:
         if device.startswith("cuda:"):
             found, advice = f"{device} with runtime.kind ray", "Ray chooses which GPU a process gets"
             yield RecipeError(f"{path}.device", found, "auto, cuda or cpu", advice)
+
+
+def _compile(recipe: Recipe) -> Iterator[RecipeError]:
+    ranks = data_parallel(recipe)
+    if recipe.train.compile and ranks > 1:
+        found = f"true with {ranks} data-parallel ranks (pools.train)"
+        advice = "sharded weights are gathered between its graphs"
+        yield RecipeError("train.compile", found, "false", advice)
 
 
 def _rollout(recipe: Recipe) -> Iterator[RecipeError]:
