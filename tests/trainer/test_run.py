@@ -347,7 +347,8 @@ def test_a_tracker_that_is_not_installed_names_its_extra(tmp_path: Path, monkeyp
         train_loaded(tiny(tmp_path, "track.wandb=project"), tmp_path / "run")
 
 
-def test_fresh_never_touches_files_that_are_not_a_runs(tmp_path: Path):
+def test_fresh_never_touches_files_that_are_not_a_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it was not installed
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "recipe.yaml").write_text("mine")
