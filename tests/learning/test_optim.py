@@ -52,7 +52,8 @@ def test_gradients_are_clipped_by_their_global_norm(clip):
     def keep(metrics):
         seen.extend(p.grad.clone() for p in parameters if p.grad is not None)
 
-    stepper = OptimizerStepper(parameters, Train(clip_norm=clip), before_step=keep)
+    stepper = OptimizerStepper(parameters, Train(clip_norm=clip))
+    stepper.before_step = keep
     for p in parameters:
         p.grad = torch.ones_like(p)
     metrics = {"loss": 1.0, "tokens": 3.0}

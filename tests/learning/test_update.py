@@ -211,7 +211,8 @@ def test_a_check_before_the_step_can_refuse_it():
         assert {"loss", "grad_norm", "tokens"} <= metrics.keys()
         raise CheckError("no")
 
-    learner = Learner(tiny(), TRAIN, algorithm(), before_step=refuse)
+    learner = Learner(tiny(), TRAIN, algorithm())
+    learner.stepper.before_step = refuse
     before = {name: w.clone() for name, w in learner.named_weights()}
     with pytest.raises(CheckError, match="no"):
         learner.update(random_batch(1))

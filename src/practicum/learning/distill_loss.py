@@ -35,11 +35,13 @@ class TeacherColumns:
 
 @dataclass(frozen=True, slots=True)
 class DistillResult:
-    """Per sampled token [M]: the divergence to add to the loss, if it enters there; k1; top-k overlap."""
+    """Per sampled token [M]: the divergence to add to the loss, if it enters there."""
 
     loss_M: Tensor | None
     kl_M: Tensor
+    """k1 of each token to its teacher, without gradient."""
     overlap_M: Tensor | None
+    """Share of the teacher's top-k in the student's own, where the signal tells."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,6 @@ class Learner(TrainedModel):
         temperature: float = 1.0,
         teaching: DistillSettings | None = None,
         on_nonfinite: Callable[[str], None] = stop_on_nonfinite,
-        before_step: Callable[[Metrics], None] | None = None,
         parallel: Parallel | None = None,
     ) -> None:
         self.model = model
@@ -64,7 +63,7 @@ class Learner(TrainedModel):
         self.temperature = 1.0 if algorithm.loss == "supervised" else temperature
         self.trunk = PackedModel(model, train, parallel)
         self.scorer = LogprobScorer(self.trunk)
-        super().__init__(model, train, parallel, on_nonfinite=on_nonfinite, before_step=before_step)
+        super().__init__(model, train, parallel, on_nonfinite)
 
     def update(self, batch: UpdateBatch) -> Metrics:
         """One optimizer step on one mini-batch; metrics as in `update_metrics.METRICS`.
@@ -122,14 +121,15 @@ class Learner(TrainedModel):
         report.add("loss", float(loss.detach()))
         if losses.policy_M is not None:
             report.add("policy_loss", float((columns["weights"] * losses.policy_M.detach()).sum()))
+        taught = losses.taught
         if "group" in columns:
             report.groups.add(
                 columns["group"],
                 weight=columns["weights"],
                 loss=weighted_M,
                 entropy=found.entropy_M,
-                kl=losses.teacher_kl_M,
-                overlap=losses.overlap_M,
+                kl=None if taught is None else taught.kl_M,
+                overlap=None if taught is None else taught.overlap_M,
             )
         return loss
 

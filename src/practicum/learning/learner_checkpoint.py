@@ -11,7 +11,6 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
@@ -60,16 +59,12 @@ class TrainedModel:
         model: nn.Module,
         train: Train,
         parallel: Parallel | None,
-        *,
         on_nonfinite: Callable[[str], None],
-        before_step: Callable[[Metrics], None] | None,
     ) -> None:
         self.train, self.parallel = train, parallel
         self.version = self.step = 0
         self._trained = model
-        self.stepper = OptimizerStepper(
-            model.parameters(), train, on_nonfinite=on_nonfinite, before_step=before_step
-        )
+        self.stepper = OptimizerStepper(model.parameters(), train, on_nonfinite)
 
     def join(self, report: R) -> R:
         """What all ranks measured; every rank gets the same."""
@@ -88,83 +83,61 @@ class TrainedModel:
         return metrics
 
     def save(self, folder: Path) -> None:
-        """Write weights, optimizer and <NAME>.json, for a bit-exact continuation on any number of ranks."""
-        counters = Counters(version=self.version, step=self.step)
-        save_learner(folder, self.NAME, self._trained, self.stepper, counters, self.parallel)
+        """Write weights, optimizer and <NAME>.json, for a bit-exact continuation on any number of ranks.
 
+        The folder is made if it is not there; all ranks together.
+        """
+        model, parallel, optimizer = self._trained, self.parallel, self.stepper.optimizer
+        if parallel is not None and not all(isinstance(p, DTensor) for p in model.parameters()):
+            raise PracticumError("an error in the middle of a forward pass left the weights gathered")
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = _weights(model)
+        for key, p in model.named_parameters():
+            state = optimizer.state.get(p, {})
+            kept = {name: _as_tensor(value) for name, value in state.items() if value is not None}
+            if "step" in kept:
+                tensors[_STEP] = kept.pop("step")  # all take every step
+            if parallel is not None and any(x.ndim and not isinstance(x, DTensor) for x in kept.values()):
+                raise PracticumError(
+                    "the optimizer keeps state that is not of the shape of its parameters, which can't be "
+                    "saved on several ranks: use one rank, or another optimizer"
+                )
+            tensors |= {f"optimizer.{key}.{name}": value for name, value in kept.items()}
+        with _one_process(parallel):
+            save(tensors, checkpoint_id=folder, no_dist=parallel is None)
+        if parallel is None or parallel.rank == 0:
+            counters = {"version": self.version, "step": self.step}
+            (folder / f"{self.NAME}.json").write_text(json.dumps(counters) + "\n")
+
+    @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote; weights are copied into the tensors that are there."""
-        counters = load_learner(folder, self.NAME, self._trained, self.stepper, self.parallel)
-        self.version, self.step = counters.version, counters.step
-
-
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """How many updates the weights have had, and the training step of the schedule."""
-
-    version: int
-    step: int
-
-
-def save_learner(
-    folder: Path,
-    name: str,
-    model: nn.Module,
-    stepper: OptimizerStepper,
-    counters: Counters,
-    parallel: Parallel | None = None,
-) -> None:
-    """Write model, optimizer and <name>.json into a folder, made if it is not there; all ranks together."""
-    if parallel is not None and not all(isinstance(p, DTensor) for p in model.parameters()):
-        raise PracticumError("an error in the middle of a forward pass left the weights gathered")
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = _weights(model)
-    state = stepper.optimizer.state
-    for key, p in model.named_parameters():
-        kept = {name: _as_tensor(value) for name, value in state.get(p, {}).items() if value is not None}
-        if "step" in kept:
-            tensors[_STEP] = kept.pop("step")  # all take every step
-        if parallel is not None and any(x.ndim and not isinstance(x, DTensor) for x in kept.values()):
+        """Continue from what `save` wrote; the weights are copied in place, so who shares them sees them."""
+        model, parallel, optimizer = self._trained, self.parallel, self.stepper.optimizer
+        _require(folder, [_INDEX, f"{self.NAME}.json"])
+        index = _read_index(folder)
+        tensors = _weights(model)
+        shapes = {key: tuple(saved.size) for key, saved in index.state_dict_metadata.items()}  # pyright: ignore
+        saved = {key: shape for key, shape in shapes.items() if key.startswith("model.")}
+        if saved != {key: tuple(x.shape) for key, x in tensors.items()}:
             raise PracticumError(
-                "the optimizer keeps state that is not of the shape of its parameters, which can't be saved "
-                "on several ranks: use one rank, or another optimizer"
+                f"checkpoint {folder} holds another model than this run's: resume with the recipe that wrote "
+                "it"
             )
-        tensors |= {f"optimizer.{key}.{name}": value for name, value in kept.items()}
-    with _one_process(parallel):
-        save(tensors, checkpoint_id=folder, no_dist=parallel is None)
-    if parallel is None or parallel.rank == 0:
-        (folder / f"{name}.json").write_text(json.dumps(asdict(counters)) + "\n")
-
-
-@torch.no_grad()
-def load_learner(
-    folder: Path, name: str, model: nn.Module, stepper: OptimizerStepper, parallel: Parallel | None = None
-) -> Counters:
-    """Read what `save_learner` wrote; the weights are copied in place, so who shares them sees them."""
-    _require(folder, [_INDEX, f"{name}.json"])
-    index = _read_index(folder)
-    tensors = _weights(model)
-    shapes = {key: tuple(saved.size) for key, saved in index.state_dict_metadata.items()}  # pyright: ignore
-    if {k: s for k, s in shapes.items() if k.startswith("model.")} != {
-        k: tuple(x.shape) for k, x in tensors.items()
-    }:
-        raise PracticumError(
-            f"checkpoint {folder} holds another model than this run's: resume with the recipe that wrote it"
-        )
-    states = {key: p for key, p in model.named_parameters() if p.requires_grad}
-    empty = _empty_states(states, index)
-    for key, state in empty.items():
-        tensors |= {f"optimizer.{key}.{name}": x for name, x in state.items()}
-    if _STEP in shapes:
-        tensors[_STEP] = torch.zeros(())
-    with _one_process(parallel):
-        load(tensors, checkpoint_id=folder, no_dist=parallel is None)
-    stepper.optimizer.state.clear()
-    for key, p in states.items():
-        step = {"step": tensors[_STEP].to(p.device, copy=True)} if _STEP in shapes else {}
-        if step or empty[key]:
-            stepper.optimizer.state[p] = {**step, **empty[key]}
-    return Counters(**json.loads((folder / f"{name}.json").read_text()))
+        states = {key: p for key, p in model.named_parameters() if p.requires_grad}
+        empty = _empty_states(states, index)
+        for key, state in empty.items():
+            tensors |= {f"optimizer.{key}.{name}": x for name, x in state.items()}
+        if _STEP in shapes:
+            tensors[_STEP] = torch.zeros(())
+        with _one_process(parallel):
+            load(tensors, checkpoint_id=folder, no_dist=parallel is None)
+        optimizer.state.clear()
+        for key, p in states.items():
+            step = {"step": tensors[_STEP].to(p.device, copy=True)} if _STEP in shapes else {}
+            if step or empty[key]:
+                optimizer.state[p] = {**step, **empty[key]}
+        counters = json.loads((folder / f"{self.NAME}.json").read_text())
+        self.version, self.step = counters["version"], counters["step"]
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

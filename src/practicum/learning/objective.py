@@ -14,7 +14,7 @@ from torch import Tensor
 from practicum.algorithms.kl import k3, token_kl
 from practicum.algorithms.policy_losses.registry import POLICY_LOSSES
 from practicum.algorithms.policy_losses.types import PolicyInputs
-from practicum.learning.distill_loss import DistillSettings
+from practicum.learning.distill_loss import DistillResult, DistillSettings
 from practicum.learning.logprobs import TokenLogprobs
 from practicum.learning.update_batch import UpdateBatch, need_column, token_column
 from practicum.learning.update_metrics import TokenMeans
@@ -74,10 +74,7 @@ class TokenLosses:
 
     loss_M: Tensor
     policy_M: Tensor | None
-    teacher_kl_M: Tensor | None
-    """k1 of each token to its teacher, without gradient."""
-    overlap_M: Tensor | None
-    """Share of the teacher's top-k in the student's own, where the signal tells."""
+    taught: DistillResult | None
 
 
 def token_losses(
@@ -118,8 +115,7 @@ def token_losses(
     if "plain_logprobs" in columns:
         assert found.plain_M is not None
         _count_gap(found.plain_M - columns["plain_logprobs"], means)
-    kl_M, overlap_M = (taught.kl_M, taught.overlap_M) if taught is not None else (None, None)
-    return TokenLosses(loss_M, policy_M, kl_M, overlap_M)
+    return TokenLosses(loss_M, policy_M, taught)
 
 
 def _policy_loss(

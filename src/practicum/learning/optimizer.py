@@ -85,14 +85,13 @@ class OptimizerStepper:
         self,
         parameters: Iterable[nn.Parameter],
         train: Train,
-        *,
         on_nonfinite: Callable[[str], None] = stop_on_nonfinite,
-        before_step: Callable[[Metrics], None] | None = None,
     ) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.optimizer = find_part("optimizer", train.optimizer, OPTIMIZERS)(self.parameters, train)
         self.clip_norm = math.inf if train.clip_norm is None else train.clip_norm
-        self.on_nonfinite, self.before_step = on_nonfinite, before_step
+        self.on_nonfinite = on_nonfinite
+        self.before_step: Callable[[Metrics], None] | None = None
         self.begun = 0
         """Optimizer steps that were begun, also those that failed half-way."""
 

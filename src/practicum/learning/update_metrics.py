@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
@@ -46,15 +47,15 @@ class TokenMeans:
     """Sums of per-token numbers over micro-batches, in double precision."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
-        self._counts: dict[str, int] = {}
+        self._sums: dict[str, float] = defaultdict(float)
+        self._counts: dict[str, int] = defaultdict(int)
         self._largest: dict[str, float] = {}
 
     def add(self, name: str, value_M: Tensor) -> None:
         """Count these tokens into the mean of `name`."""
         assert name in METRICS, name
-        self._sums[name] = self._sums.get(name, 0.0) + float(value_M.detach().double().sum())
-        self._counts[name] = self._counts.get(name, 0) + value_M.numel()
+        self._sums[name] += float(value_M.detach().double().sum())
+        self._counts[name] += value_M.numel()
 
     def add_max(self, name: str, value_M: Tensor) -> None:
         """Count these tokens into the maximum of `name`."""
@@ -66,8 +67,8 @@ class TokenMeans:
     def merge(self, other: TokenMeans) -> None:
         """Add what another one counted."""
         for name, count in other._counts.items():
-            self._sums[name] = self._sums.get(name, 0.0) + other._sums[name]
-            self._counts[name] = self._counts.get(name, 0) + count
+            self._sums[name] += other._sums[name]
+            self._counts[name] += count
         for name, largest in other._largest.items():
             self._largest[name] = max(self._largest.get(name, largest), largest)
 
@@ -158,7 +159,7 @@ class TeacherSums:
     """
 
     def __init__(self) -> None:
-        self.tokens: dict[int, int] = {}
+        self.tokens: dict[int, int] = defaultdict(int)
         self.sums: dict[int, dict[str, float]] = {}
 
     def add(self, group_M: Tensor, **numbers_M: Tensor | None) -> None:
@@ -169,16 +170,17 @@ class TeacherSums:
         summed = {name: torch.bincount(group_M, weights=x).tolist() for name, x in columns.items()}
         for group, count in enumerate(counts):
             if count:
-                self.tokens[group] = self.tokens.get(group, 0) + count
-                sums = self.sums.setdefault(group, {})
-                for name, values in summed.items():
-                    sums[name] = sums.get(name, 0.0) + values[group]
+                self.tokens[group] += count
+                self._add(group, {name: values[group] for name, values in summed.items()})
 
     def merge(self, other: TeacherSums) -> None:
         """Add what another one counted."""
         for group, count in other.tokens.items():
-            self.tokens[group] = self.tokens.get(group, 0) + count
+            self.tokens[group] += count
         for group, numbers in other.sums.items():
-            sums = self.sums.setdefault(group, {})
-            for name, value in numbers.items():
-                sums[name] = sums.get(name, 0.0) + value
+            self._add(group, numbers)
+
+    def _add(self, group: int, numbers: dict[str, float]) -> None:
+        sums = self.sums.setdefault(group, {})
+        for name, value in numbers.items():
+            sums[name] = sums.get(name, 0.0) + value

@@ -36,7 +36,6 @@ class ValueLearner(TrainedModel):
         critic: CriticRecipe,
         *,
         on_nonfinite: Callable[[str], None] = stop_on_nonfinite,
-        before_step: Callable[[Metrics], None] | None = None,
         parallel: Parallel | None = None,
     ) -> None:
         """Starts as a copy of the student's trunk; the head starts at zero, and so do the values.
@@ -56,7 +55,7 @@ class ValueLearner(TrainedModel):
         nn.init.zeros_(self.head.bias)
         self.trunk = PackedModel(base, train, parallel, self.head)
         self.model = nn.ModuleDict({"base": base, "head": self.head})
-        super().__init__(self.model, train, parallel, on_nonfinite=on_nonfinite, before_step=before_step)
+        super().__init__(self.model, train, parallel, on_nonfinite)
 
     def _values(self, packed: Packed) -> Tensor:
         with self.trunk.precision():
