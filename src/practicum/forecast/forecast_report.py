@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from practicum.forecast.cluster_spec import GIB
 from practicum.forecast.forecast import Forecast
-from practicum.forecast.traffic import metadata_bytes
+from practicum.forecast.workload import metadata_bytes
 from practicum.runtime.ray.placement import ActorPlacement
 
 _CAUSES = {

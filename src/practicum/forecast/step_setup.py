@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from practicum.dataplane.stages import Plan
 from practicum.forecast.cluster_spec import ClusterSpec, Device, Machine
 from practicum.forecast.model_sizes import Models, Sizes, models_of
-from practicum.forecast.traffic import Traffic, traffic
-from practicum.forecast.workload import MeasuredRun, Workload, workload
+from practicum.forecast.workload import MeasuredRun, Traffic, Workload, traffic, workload
 from practicum.recipe.derived import data_parallel, engine_replicas, on_ray, own_models
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.stage_table import make_plan
