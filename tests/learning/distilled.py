@@ -17,8 +17,8 @@ from practicum.dataplane.ragged import Ragged
 from practicum.learning.distill_loss import DistillSettings, TeacherColumns
 from practicum.learning.norms import fuse_norms
 from practicum.learning.update_batch import UpdateBatch
+from practicum.models.attention import OutputHead
 from practicum.models.load_model import ready
-from practicum.models.output_head import OutputHead
 from practicum.recipe.schema.teacher_sections import Distill
 
 from .reference import VOCAB, take, tiny

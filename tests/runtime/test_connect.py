@@ -178,7 +178,9 @@ def test_a_cluster_that_is_there_is_joined_used_by_the_layout_and_left(
     at = f"runtime.address={machines.address}"
     aligned = recipe(tmp_path, at, "pools.train={nodes: 2, devices: 2}")
     with closing(Cluster.open(aligned)) as cluster:
-        assert cluster.layout.aligned
+        places = cluster.layout.places
+        assert places[0] == places[1]
+        assert places[2] == places[3]
         workers = {n: start(cluster, "train", n) for n in range(4)}
         for n, (_, node, *_) in enumerate(ray.get([w.where.remote() for w in workers.values()], timeout=90)):
             bundle = cluster.needs.actor("train", n).bundle

@@ -26,9 +26,8 @@ from transformers import (
 
 from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
 from practicum.errors import TeacherError
-from practicum.models.attention import head_logits
+from practicum.models.attention import OutputHead, head_logits
 from practicum.models.load_model import load_model
-from practicum.models.output_head import OutputHead
 from practicum.places.model_processes import ModelFacts
 from practicum.places.place import score_rows
 from practicum.places.torch_teacher import OwnTeacher

@@ -24,8 +24,7 @@ from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
 from practicum.recipe.schema.recipe import Checks
 from practicum.runtime.ray import start_ray as start
 from practicum.runtime.ray.actor_calls import WorkerDied
-from practicum.runtime.ray.ray_roles import RayRoles
-from practicum.runtime.ray.train_group import TrainGroup
+from practicum.runtime.ray.ray_roles import RayRoles, TrainGroup
 from practicum.trainer.run import train_loaded
 from practicum.trainer.step import TRAIN, StepRunner
 from tests.cluster import local_ray

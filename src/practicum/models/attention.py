@@ -9,7 +9,7 @@ without a layout gets plain SDPA attention.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import torch
@@ -128,7 +128,38 @@ class LogitScalings:
 
 def head_logits(model: PreTrainedModel, hidden_N: Tensor) -> Tensor:
     """Logits [N, V] of last hidden states, with the scalings that some families put after the head."""
+    return LogitScalings.of(model).apply(_head(model)(hidden_N))
+
+
+def _head(model: PreTrainedModel) -> nn.Module:
     head = model.get_output_embeddings()
     if head is None:
         raise EngineError(f"{type(model).__name__} has no output head; a causal language model is needed")
-    return LogitScalings.of(model).apply(head(hidden_N))
+    return head
+
+
+@dataclass(frozen=True, slots=True)
+class OutputHead:
+    """A model's output head on its own: with last hidden states it gives the whole distribution."""
+
+    weight: Tensor
+    """[V, H]"""
+    bias: Tensor | None = None
+    """[V]"""
+    scalings: LogitScalings = field(default_factory=LogitScalings)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> OutputHead:
+        """A copy of the model's head, which later changes of the model do not reach."""
+        head = _head(model)
+        bias = getattr(head, "bias", None)
+        return cls(
+            head.weight.detach().clone(),  # pyright: ignore[reportCallIssue]  (a module's attribute)
+            None if bias is None else bias.detach().clone(),
+            LogitScalings.of(model),
+        )
+
+    def logits(self, hidden_MH: Tensor) -> Tensor:
+        """Logits [M, V] as the model itself computes them (see `head_logits`)."""
+        hidden_MH = hidden_MH.to(self.weight.dtype)
+        return self.scalings.apply(torch.nn.functional.linear(hidden_MH, self.weight, self.bias))

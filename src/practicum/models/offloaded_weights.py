@@ -1,11 +1,11 @@
-"""Weights of an engine: taken from a learner by name, or offloaded while the engine sleeps."""
+"""Weights of an engine: taken by name, sent in buckets, or offloaded while the engine sleeps."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO, Literal, cast
 
 import torch
@@ -37,6 +37,20 @@ def take_weights(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) 
         for name, tensor in given.items():
             if not _is_same_memory(tensor, own[name]):
                 own[name].copy_(tensor)
+
+
+def in_buckets(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Weights that travel together: of at most this many bytes, or one that is larger."""
+    bucket: list[tuple[str, Tensor]] = []
+    filled = 0
+    for name, tensor in weights:
+        if bucket and filled + tensor.nbytes > most:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append((name, tensor))
+        filled += tensor.nbytes
+    if bucket:
+        yield bucket
 
 
 def _is_same_memory(a: Tensor, b: Tensor) -> bool:

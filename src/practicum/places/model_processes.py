@@ -23,34 +23,25 @@ class ModelFacts(NamedTuple):
     threads: int
 
 
-class LoadedModel(NamedTuple):
-    """A model in its process: what answers requests, and its longest sequence."""
+Loader = Callable[[], tuple[Served, int | None]]
+"""Loads the model in its process: gives what answers requests, and its longest sequence.
 
-    served: Served
-    context: int | None
-
-
-Loader = Callable[[], LoadedModel]
-"""Loads the model in its process: a module-level function, or a `functools.partial` of one."""
+A module-level function, or a `functools.partial` of one.
+"""
 
 
-class _Setup(NamedTuple):
-    load: Loader
-    threads: int
+def _main(pipe: Connection, setup: tuple[Loader, int]) -> None:
+    serve(pipe, lambda: _load(*setup))
 
 
-def _main(pipe: Connection, setup: _Setup) -> None:
-    serve(pipe, lambda: _load(setup))
-
-
-def _load(setup: _Setup) -> tuple[Served, ModelFacts]:
+def _load(load: Loader, threads: int) -> tuple[Served, ModelFacts]:
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    torch.set_num_threads(setup.threads)
+    torch.set_num_threads(threads)
     disable_progress_bar()  # bars of several processes would draw over each other
-    loaded = setup.load()
-    return loaded.served, ModelFacts(loaded.context, torch.get_num_threads())
+    served, context = load()
+    return served, ModelFacts(context, torch.get_num_threads())
 
 
 class ModelProcesses:
@@ -62,7 +53,7 @@ class ModelProcesses:
     def __init__(self, who: str, path: str, load: Loader, options: Own, *, deadline_s: float) -> None:
         self.who, self.path = who, path
         self._deadline_s = deadline_s
-        setup = _Setup(load, options.threads)
+        setup = load, options.threads
         # In the environment from the start: torch reads the number of threads when it is imported.
         env = {"OMP_NUM_THREADS": str(options.threads)}
         self._replicas = [

@@ -17,13 +17,13 @@ from transformers import PreTrainedModel
 from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import TeacherError
+from practicum.models.attention import OutputHead
 from practicum.models.images import Images
 from practicum.models.load_model import context_length, load_model
-from practicum.models.output_head import OutputHead
 from practicum.places.model_cache import ColocatedModel
-from practicum.places.model_processes import LoadedModel, ModelProcesses
+from practicum.places.model_processes import ModelProcesses
 from practicum.places.place import UNDECLARED, too_long
-from practicum.processes.child_main import ChildRequest
+from practicum.processes.child_main import ChildRequest, Served
 from practicum.recipe.derived import own_options
 from practicum.recipe.schema.recipe import Model
 from practicum.recipe.schema.teacher_sections import Teacher
@@ -138,10 +138,10 @@ class _ServedTeacher:
         return _packed(**tensors), scores.version
 
 
-def _load_served(teacher: Teacher, source: Model, seed: int, key: str) -> LoadedModel:
+def _load_served(teacher: Teacher, source: Model, seed: int, key: str) -> tuple[Served, int | None]:
     model = load_model(source, seed, key=key)
     engine = _scoring_engine(teacher, model)
-    return LoadedModel(_ServedTeacher(engine, model), _context(teacher, model))
+    return _ServedTeacher(engine, model), _context(teacher, model)
 
 
 def _packed(**tensors: Tensor | None) -> bytes:

@@ -15,9 +15,9 @@ from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
 from practicum.engines.vllm.make_vllm import EngineSize, engine_of_folder, engine_of_model
 from practicum.engines.vllm.vllm_engine import VllmEngine, Weights
 from practicum.errors import EngineError, TeacherError
+from practicum.models.attention import OutputHead
 from practicum.models.model_files import read_config
 from practicum.models.offloaded_weights import OffloadTarget
-from practicum.models.output_head import OutputHead
 from practicum.places.place import UNDECLARED, too_long
 from practicum.recipe.derived import has_own_process, own_options
 from practicum.recipe.schema.teacher_sections import Teacher

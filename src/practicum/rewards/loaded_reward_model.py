@@ -22,8 +22,8 @@ from practicum.models.load_model import (
 )
 from practicum.models.model_files import must_read, read_tokenizer
 from practicum.places.model_cache import ColocatedModel, SleepableEngine
-from practicum.places.model_processes import LoadedModel, ModelProcesses
-from practicum.processes.child_main import ChildRequest
+from practicum.places.model_processes import ModelProcesses
+from practicum.processes.child_main import ChildRequest, Served
 from practicum.recipe.derived import own_options
 from practicum.recipe.schema.recipe import Model
 from practicum.recipe.schema.teacher_sections import RewardModel
@@ -92,9 +92,9 @@ class _ServedRewardModel:
             return None, str(failure)
 
 
-def _load_served(name: str, spec: RewardModel, room: int) -> LoadedModel:
+def _load_served(name: str, spec: RewardModel, room: int) -> tuple[Served, int | None]:
     engine = load_reward_model(name, spec, room)
-    return LoadedModel(_ServedRewardModel(engine), context_length(engine.model))
+    return _ServedRewardModel(engine), context_length(engine.model)
 
 
 def load_reward_model(name: str, spec: RewardModel, room: int) -> LoadedRewardModel:

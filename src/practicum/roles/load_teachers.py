@@ -13,8 +13,8 @@ from practicum.concurrency.event_loop import run_async
 from practicum.engines.protocol import ScoreOptions
 from practicum.errors import RecipeError
 from practicum.learning.distill_loss import DistillSettings, Head
+from practicum.models.attention import OutputHead
 from practicum.models.model_files import read_config
-from practicum.models.output_head import OutputHead
 from practicum.places.model_cache import ModelCache, Sleepable
 from practicum.places.place import TeacherPlace
 from practicum.places.remote_teacher import RemoteTeacher, probe_teacher

@@ -29,7 +29,7 @@ from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
 from practicum.errors import DeadlineError, TeacherError
 from practicum.learning.minibatches import spread_evenly
 from practicum.learning.parallel import Parallel
-from practicum.models.output_head import OutputHead
+from practicum.models.attention import OutputHead
 from practicum.places.model_cache import ModelCache
 from practicum.places.place import TeacherPlace, score_rows
 from practicum.places.torch_teacher import ColocatedTeacher, OwnTeacher

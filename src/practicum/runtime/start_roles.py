@@ -1,17 +1,100 @@
-"""The roles of a run, in the runtime that its recipe names."""
+"""Who takes part in a run, as the trainer sees them: keys and tags go in and out, never a tensor.
+
+Each runtime has its own: `local.LocalRoles` in this process, `ray.ray_roles.RayRoles` on Ray. They differ in
+where the roles of `roles/` live, not in what these do.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
 from practicum.checks.watch import Watch
-from practicum.dataplane.stages import Plan
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.stages import Plan, StepInfo
+from practicum.dataplane.store import Store
 from practicum.recipe.schema.recipe import Recipe
+from practicum.roles.rollout import RolloutRole
 from practicum.runtime.local import start_local
 from practicum.runtime.ray.init_ray import set_environment
-from practicum.runtime.roles_protocol import Roles
+
+
+class Roles(Protocol):
+    """All roles of a run. What the plan leaves out is never called."""
+
+    ranks: int
+    """Data-parallel ranks of the learner."""
+    stop: frozenset[int]
+    """Tokens that end an answer."""
+    rollout: RolloutRole
+    eval_rollout: RolloutRole
+
+    @property
+    def store(self) -> Store:
+        """The data plane; the trainer asks it for keys and tags alone."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Updates that the student's weights have had."""
+        ...
+
+    def run(self, stage: str, step: StepInfo) -> Any:
+        """Run a stage of the plan on the learner's ranks; gives its report, or None if it had no row."""
+        ...
+
+    def describe(self) -> list[str]:
+        """Engines with their own processes, in sentences for the log: their memory, their threads."""
+        ...
+
+    def refresh_copies(self, step: int) -> None:
+        """Before a step: teachers that are copies of the student take its weights when the recipe says."""
+        ...
+
+    def teachers_spent(self) -> tuple[dict[str, float], dict[str, int]]:
+        """Seconds and wakes of each teacher since the last call."""
+        ...
+
+    def sync_weights(self) -> None:
+        """Give the engines the learner's weights and version."""
+        ...
+
+    def texts(self, batch: BatchRef) -> list[tuple[str, str]]:
+        """Prompt and response of each row as text."""
+        ...
+
+    def kl_state(self) -> dict[str, float]:
+        """State of the controller of a KL in the reward."""
+        ...
+
+    def updates(self) -> tuple[int, ...]:
+        """Optimizer steps begun so far, wherever they are counted: while it stays, the weights do."""
+        ...
+
+    def save(self, folder: Path, *, rows: bool = True) -> None:
+        """Write all that the roles hold between two steps; without `rows`, with an empty store."""
+        ...
+
+    def load(self, folder: Path, kl_state: Mapping[str, float]) -> Any:
+        """Continue from what `save` wrote; the engines get the weights too."""
+        ...
+
+    def export(self, folder: Path) -> None:
+        """Write the student in HuggingFace format, with its tokenizer and processor."""
+        ...
+
+    def incidents(self) -> dict[str, Any]:
+        """What failed and was repaired since the last call, as metrics; empty if nothing did."""
+        ...
+
+    def close(self) -> None:
+        """Stop what runs in the background."""
+        ...
 
 
 def start_roles(recipe: Recipe, plan: Plan, watch: Watch) -> Roles:
-    """Everyone who takes part, ready to work; if that fails, nothing stays behind."""
+    """Everyone who takes part, in the runtime that the recipe names; if that fails, nothing stays behind."""
     if recipe.runtime.kind == "local":
         return start_local(recipe, plan, watch)
     set_environment(recipe.runtime)

@@ -10,7 +10,7 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
 from practicum.engines.protocol import Sampling
 from practicum.recipe.schema.recipe import Recipe
-from practicum.runtime.roles_protocol import Roles
+from practicum.runtime.start_roles import Roles
 from practicum.sessions.attempts import Attempt
 from practicum.tasks.prompts import Prompt
 

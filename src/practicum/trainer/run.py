@@ -28,8 +28,7 @@ from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.stage_table import evaluation_plan, make_plan
 from practicum.runtime.random_state import seed_generators, set_random_state
-from practicum.runtime.roles_protocol import Roles
-from practicum.runtime.start_roles import start_roles
+from practicum.runtime.start_roles import Roles, start_roles
 from practicum.tasks.check_tasks import tasks_needing_answer
 from practicum.tasks.stream import eval_prompts, make_stream
 from practicum.teachers.ledger import totals

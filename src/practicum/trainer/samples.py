@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from practicum.dataplane.batch import BatchRef
-from practicum.runtime.roles_protocol import Roles
+from practicum.runtime.start_roles import Roles
 
 
 def sample_rows(roles: Roles, batch: BatchRef, count: int) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import torch
 from practicum.errors import PracticumError
 from practicum.recipe.schema.recipe import Checkpoint, Recipe
 from practicum.runtime.random_state import random_state
-from practicum.runtime.roles_protocol import Roles
+from practicum.runtime.start_roles import Roles
 from practicum.trainer.checkpoints import Checkpoints, Progress
 from practicum.trainer.run_folder import RunFolder
 from practicum.trainer.step import StepRunner

@@ -24,7 +24,7 @@ from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.learner_rows import balance_metrics
 from practicum.roles.student import UpdateReport
 from practicum.roles.teachers import prompts_read, waiting_rows
-from practicum.runtime.roles_protocol import Roles
+from practicum.runtime.start_roles import Roles
 from practicum.sessions.attempts import Attempt
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import PromptStream

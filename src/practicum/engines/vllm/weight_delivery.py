@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from practicum.models.offloaded_weights import in_buckets
+
 BUCKET_BYTES = 64 * 2**20
 _ALIGN = 64
 _BUCKET_S = 120.0
@@ -51,17 +53,7 @@ class SharedBlock:
         self, weights: Iterable[tuple[str, Tensor]], most: int = BUCKET_BYTES
     ) -> Iterator[MemoryBucket]:
         """Fill the memory; each bucket must have been read before the next one is asked for."""
-        held: list[tuple[str, Tensor]] = []
-        filled = 0
-        for name, tensor in weights:
-            size = _aligned(tensor.nbytes)
-            if held and filled + size > most:
-                yield self._fill(held, filled)
-                held, filled = [], 0
-            held.append((name, tensor))
-            filled += size
-        if held:
-            yield self._fill(held, filled)
+        return map(self._fill, in_buckets(weights, most))
 
     def close(self) -> None:
         """Give the memory back."""
@@ -69,7 +61,8 @@ class SharedBlock:
             self._memory.close()
         os.close(self._file)
 
-    def _fill(self, held: list[tuple[str, Tensor]], size: int) -> MemoryBucket:
+    def _fill(self, held: list[tuple[str, Tensor]]) -> MemoryBucket:
+        size = sum(_aligned(tensor.nbytes) for _, tensor in held)
         if size > self._size:
             os.ftruncate(self._file, size)
             self._memory, self._size = mmap.mmap(self._file, size), size

@@ -57,7 +57,7 @@ class Cluster:
             groups = _reserve(layout, starts, undo)
             return cls(layout, groups, env if starts else {}, undo.pop_all())
 
-    def options(self, role: str, index: int = 0, *, concurrency: int | None = None) -> dict[str, Any]:
+    def options(self, role: str, index: int = 0) -> dict[str, Any]:
         """What `Actor.options(**…)` takes for this actor of the recipe."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -70,8 +70,6 @@ class Cluster:
         changed = {k: v for k, v in self._environment(actor).items() if self._env.get(k) != v}
         if changed:  # it costs seconds
             options["runtime_env"] = {"env_vars": changed}
-        if concurrency is not None:
-            options["max_concurrency"] = concurrency
         if actor.bundle is not None and (pool := self.needs.bundles[actor.bundle].pool) in self._groups:
             number = _numbers(self.layout, pool).index(actor.bundle)
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(

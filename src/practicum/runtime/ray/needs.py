@@ -104,27 +104,20 @@ def needs(recipe: Recipe, plan: Plan | None = None, *, gpus: bool) -> Needs:
 
     A device is a GPU for models whose device is not cpu, with the CPUs that feed it, else CPUs alone.
     """
-    actors: list[Actor] = []
-    bundles: list[Bundle] = []
-
-    def add(bundle: Bundle, *shares: tuple[str, int, int]) -> None:
-        """A bundle whose roles (with number and threads) share it evenly."""
-        number = len(bundles)
-        bundles.append(bundle)
+    shared = [*_student(recipe, gpus), *_own(recipe, gpus), *_services(recipe)]
+    if plan is not None and "teachers" not in plan:
+        shared = [entry for entry in shared if not any(role.startswith("teachers.") for role, *_ in entry[1])]
+    actors = [Actor(STORE, 0, None, 0.0)]
+    for number, (bundle, shares) in enumerate(shared):
         cpus, devices = (_share(amount, len(shares)) for amount in (bundle.cpus, bundle.gpus))
-        actors.extend(Actor(role, index, number, cpus, devices, threads) for role, index, threads in shares)
-
-    has_teachers = plan is None or "teachers" in plan
-    for bundle, shares in (*_student(recipe, gpus), *_own(recipe, gpus), *_services(recipe)):
-        if has_teachers or not any(role.startswith("teachers.") for role, _, _ in shares):
-            add(bundle, *shares)
-    actors.append(Actor(STORE, 0, None, 0.0))
+        actors += [Actor(role, index, number, cpus, devices, threads) for role, index, threads in shares]
     actors.sort(key=lambda actor: (actor.role, actor.index))
-    return Needs(tuple(actors), tuple(bundles), 0 if plan is None else step_bytes(recipe, plan))
+    bundles = tuple(bundle for bundle, _ in shared)
+    return Needs(tuple(actors), bundles, 0 if plan is None else step_bytes(recipe, plan))
 
 
 Shared = tuple[Bundle, list[tuple[str, int, int]]]
-"""A bundle, and the actors that share it: role, number, threads."""
+"""A bundle, and the actors that share it evenly: role, number, threads."""
 
 
 def _student(recipe: Recipe, gpus: bool) -> Iterator[Shared]:

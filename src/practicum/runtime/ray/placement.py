@@ -32,12 +32,11 @@ class Node:
 
 @dataclass(frozen=True)
 class ActorPlacement:
-    """For each bundle of `needs` the index of its node. `aligned`: each group of a pool is on one machine."""
+    """For each bundle of `needs` the index of its node."""
 
     needs: Needs
     nodes: tuple[Node, ...]
     places: tuple[int, ...]
-    aligned: bool
 
     def node_of(self, bundle: int) -> Node:
         """The machine of a bundle."""
@@ -57,7 +56,7 @@ def lay_out(needs: Needs, nodes: Sequence[Node], *, started_here: bool = False) 
             if nodes_of is not None:
                 places = {b: place for group, place in zip(groups, nodes_of, strict=True) for b in group}
                 ordered = tuple(places[b] for b in range(len(needs.bundles)))
-                return ActorPlacement(needs, tuple(nodes), ordered, _is_aligned(needs.bundles, ordered))
+                return ActorPlacement(needs, tuple(nodes), ordered)
     raise ClusterError(refusal(needs, nodes, started_here=started_here))
 
 
@@ -125,10 +124,6 @@ def _groups(bundles: Sequence[Bundle]) -> list[list[int]]:
     for number, bundle in enumerate(bundles):
         groups.setdefault((bundle.pool, bundle.group), []).append(number)
     return list(groups.values())
-
-
-def _is_aligned(bundles: Sequence[Bundle], places: Sequence[int]) -> bool:
-    return all(len({places[b] for b in group}) == 1 for group in _groups(bundles))
 
 
 def _number(what: str, amount: float) -> str:

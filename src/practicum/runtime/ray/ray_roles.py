@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from ray import ObjectRef
 
 from practicum.checks.watch import Watch
 from practicum.concurrency.event_loop import run_async
@@ -21,24 +23,78 @@ from practicum.roles.stage_table import evaluation_plan
 from practicum.roles.student import UpdateReport
 from practicum.roles.sync import SyncProbe
 from practicum.roles.teachers import takes_new_weights
-from practicum.runtime.ray.actor_calls import ask, ask_async
+from practicum.runtime.ray.actor_calls import ask, ask_async, first_death
 from practicum.runtime.ray.cluster import Cluster
-from practicum.runtime.ray.controller_store import ControllerStore
 from practicum.runtime.ray.ray_rollout import RayWorkers, ReplicaPools, output_head
 from practicum.runtime.ray.replica_pool import ReplicaPool
-from practicum.runtime.ray.train_group import TrainGroup
 from practicum.runtime.ray.train_worker import StudentFacts
 from practicum.runtime.ray.weight_transport import Manifest
-from practicum.runtime.ray.worker import StoreHandle
+from practicum.runtime.ray.worker import RankReply, StoreHandle
 
 END_S = 5.0
 """Seconds that workers may take to end by themselves."""
 IDLE_S = 60.0
 """Seconds in which ranks that are not in the middle of a stage answer."""
+NEWS_S = 5.0
+"""Seconds in which Ray tells of a death that the other ranks have felt already."""
+
+
+class TrainGroup:
+    """The learner's ranks as one, in order. A rank that dies ends the call at once with its name."""
+
+    def __init__(self, workers: Sequence[Any], watch: Watch, timeout_s: float) -> None:
+        self.workers, self.watch, self.timeout_s = list(workers), watch, timeout_s
+        self.names = [f"rank {rank} of {len(workers)} of the learner" for rank in range(len(workers))]
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def all(self, method: str, *args: Any) -> Any:
+        """Call a method of all ranks alike; the first one's answer is everybody's."""
+        return self.each(method, [args] * len(self))[0]
+
+    def first(self, method: str, *args: Any) -> Any:
+        """Call the first rank alone, with what needs the whole batch in one place."""
+        return self.each(method, [args])[0]
+
+    def each(self, method: str, args: Sequence[tuple[Any, ...]], timeout_s: float | None = None) -> list[Any]:
+        """Call as many ranks as there are arguments, each with its own; their answers in order."""
+        workers, names = self.workers[: len(args)], self.names[: len(args)]
+        refs: list[ObjectRef[Any]] = [
+            worker.call.remote(method, *own) for worker, own in zip(workers, args, strict=True)
+        ]
+        owner = f"stage {args[0][0]}" if method == "run" else method
+        try:
+            replies = ask(refs, timeout=timeout_s or self.timeout_s, owner=owner, who=names)
+        except PracticumError:
+            raise
+        except Exception as error:  # a rank that lost another one says only that a connection broke
+            if (death := first_death(refs, names, timeout=NEWS_S)) is not None:
+                raise death from error
+            raise
+        # Ranks check the same numbers, so the first one's reports are enough.
+        first: RankReply = replies[0]
+        for sentence in first.sentences:
+            self.watch.report(sentence)
+        self.watch.fired.update(first.fired)
+        return [reply.value for reply in replies]
+
+
+class ControllerStore:
+    """The store as the controller has it: keys and tags, and never a column."""
+
+    def __init__(self, store: Store) -> None:
+        self.batch, self.tag, self.clear, self.size = store.batch, store.tag, store.clear, store.size
+
+    def put(self, *_: object, **__: object) -> NoReturn:
+        """Reading and writing columns, and saving and loading them, is the workers': here it is a bug."""
+        raise AssertionError("the controller asked its store for columns: a worker does that")
+
+    get = save = load = put
 
 
 class RayRoles:
-    """See `roles_protocol.Roles`. Made by `start_ray`."""
+    """See `start_roles.Roles`. Made by `start_ray`."""
 
     def __init__(
         self,
@@ -56,7 +112,7 @@ class RayRoles:
         self.recipe, self.plan, self.cluster, self.handle = recipe, plan, cluster, handle
         self.group, self.pools, self.latest = group, pools, latest
         self.stop, self.version, self.ranks = facts.stop, facts.version, len(group)
-        self.store: Store = ControllerStore(handle.connect(recipe.runtime.store_s, lasting=False), group)
+        self.store: Store = ControllerStore(handle.connect(recipe.runtime.store_s, lasting=False))
         workers = RayWorkers(recipe, self.store, pools, is_eval=False)
         self.rollout = RolloutRole(recipe, plan, self.store, workers)
         eval_workers = RayWorkers(recipe, self.store, pools, is_eval=True)

@@ -33,14 +33,12 @@ except ModuleNotFoundError as error:  # pragma: no cover
 
 from practicum.runtime.ray.actor_calls import ask_async
 from practicum.runtime.ray.cluster import Cluster
-from practicum.runtime.ray.ray_roles import RayRoles
+from practicum.runtime.ray.ray_roles import RayRoles, TrainGroup
 from practicum.runtime.ray.ray_rollout import ReplicaPools, output_head
 from practicum.runtime.ray.replica_pool import ReplicaPool
-from practicum.runtime.ray.reward_model_worker import RewardModelWorker
-from practicum.runtime.ray.reward_worker import RewardWorker
+from practicum.runtime.ray.reward_worker import RewardModelWorker, RewardWorker
 from practicum.runtime.ray.rollout_worker import RolloutWorker
 from practicum.runtime.ray.teacher_worker import TeacherWorker
-from practicum.runtime.ray.train_group import TrainGroup
 from practicum.runtime.ray.train_worker import StudentFacts, TrainWorker
 from practicum.runtime.ray.weight_transport import Manifest
 from practicum.runtime.ray.worker import StoreHandle
@@ -118,7 +116,7 @@ class _Starter:
             heads = {
                 name: await output_head(pool, self.recipe.runtime.start_s) for name, pool in teachers.items()
             }
-        first = group.workers[0].meeting_point.remote(len(group))
+        first = group.workers[0].meeting_point.remote()
         meeting = await self._ask(first, group.names[0])
         calls = [w.begin.remote(meeting, list(heads), *heads.values()) for w in group.workers]
         asked = zip(calls, group.names, strict=True)

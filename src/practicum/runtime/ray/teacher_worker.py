@@ -13,8 +13,8 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
 from practicum.dataplane.stages import Plan
 from practicum.errors import TeacherError
+from practicum.models.attention import OutputHead
 from practicum.models.load_model import load_model, load_tokenizer, model_facts
-from practicum.models.output_head import OutputHead
 from practicum.places.remote_teacher import RemoteTeacher
 from practicum.places.torch_teacher import ColocatedTeacher, load_teacher
 from practicum.places.vllm_teacher import VllmTeacher

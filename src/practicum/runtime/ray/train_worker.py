@@ -16,24 +16,15 @@ from transformers import PreTrainedModel
 from practicum.checks.watch import Watch
 from practicum.dataplane.stages import Plan
 from practicum.learning.parallel import Parallel, free_port
+from practicum.models.attention import OutputHead
 from practicum.models.load_model import load_model
-from practicum.models.output_head import OutputHead
-from practicum.recipe.derived import scores_during_rollout
+from practicum.recipe.derived import data_parallel, scores_during_rollout
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.load_teachers import load_teachers
 from practicum.roles.teachers import Teachers, copy_file, read_copy
 from practicum.roles.train_rank import TrainRank
 from practicum.runtime.ray.weight_transport import Manifest, publish
 from practicum.runtime.ray.worker import RankReply, StoreHandle, Worker
-
-
-@dataclass(frozen=True, slots=True)
-class RankAddress:
-    """Where the ranks of a group find each other."""
-
-    address: str
-    port: int
-    world: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +76,21 @@ class TrainWorker(Worker):
         self.watch = Watch(recipe.checks, self._sentences.append)
         self.parallel: Parallel | None = None
 
-    def meeting_point(self, world: int) -> RankAddress:
+    def meeting_point(self) -> tuple[str, int]:
         """An address of this rank's machine, and a port that is free on it."""
         address = ray.util.get_node_ip_address()
-        return RankAddress(address, free_port(address), world)
+        return address, free_port(address)
 
-    def begin(self, meeting: RankAddress, names: Sequence[str] = (), *heads: OutputHead) -> StudentFacts:
-        """Join the others and load the models; `heads` are those of the teachers elsewhere of these names."""
-        recipe, plan = self.recipe, self.plan
+    def begin(self, meeting: tuple[str, int], names: Sequence[str] = (), *heads: OutputHead) -> StudentFacts:
+        """Join the others at this address and port, and load the models.
+
+        `heads` are those of the teachers elsewhere of these names.
+        """
+        recipe, plan, world = self.recipe, self.plan, data_parallel(self.recipe)
         model = load_model(recipe.model, recipe.seed)
-        if meeting.world > 1:
-            where = meeting.world, meeting.address, meeting.port, recipe.runtime.stage_s
-            self.parallel = Parallel.join(self.rank, *where, device=model.device.type)
+        if world > 1:
+            timeout_s, device = recipe.runtime.stage_s, model.device.type
+            self.parallel = Parallel.join(self.rank, world, *meeting, timeout_s, device)
         teachers = self._load_teachers(model, dict(zip(names, heads, strict=True)))
         self.roles = PublishingRank(recipe, plan, self.store, self.watch, model, teachers, self.parallel)
         return StudentFacts(self.roles.stop, self.roles.version)

@@ -22,6 +22,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, OwnerDiedError
 from torch import Tensor
 
 from practicum.errors import DeadlineError, EngineError
+from practicum.models.offloaded_weights import in_buckets
 
 _SAMPLE = 512
 """Bytes at either end of a tensor that its checksum covers: all of them would take too long."""
@@ -67,21 +68,7 @@ def publish(
 
     The process that calls this owns the bytes: they die with it. A tensor above bucket_bytes goes alone.
     """
-    buckets: list[Bucket] = []
-    entries: list[Entry] = []
-    arrays: list[_Bytes] = []
-    filled = 0
-    for name, tensor in weights:
-        size = tensor.numel() * tensor.element_size()
-        if entries and filled + size > bucket_bytes:
-            buckets.append(_put(entries, arrays))
-            entries, arrays, filled = [], [], 0
-        entries.append(Entry(name, tensor.dtype, tuple(tensor.shape)))
-        arrays.append(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        filled += size
-    if entries:
-        buckets.append(_put(entries, arrays))
-    return Manifest(version, tuple(buckets))
+    return Manifest(version, tuple(map(_put, in_buckets(weights, bucket_bytes))))
 
 
 def receive(manifest: Manifest, *, timeout: float) -> Iterator[tuple[str, Tensor]]:
@@ -108,10 +95,11 @@ def receive(manifest: Manifest, *, timeout: float) -> Iterator[tuple[str, Tensor
             yield entry.name, _tensor(array).view(entry.dtype).view(entry.shape)
 
 
-def _put(entries: Sequence[Entry], arrays: list[_Bytes]) -> Bucket:
+def _put(weights: Sequence[tuple[str, Tensor]]) -> Bucket:
+    entries = tuple(Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights)
+    arrays = [x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for _, x in weights]
     # Ray copies the arrays of a list one after the other, aligned: packing them here would be a second copy.
-    nbytes = sum(array.nbytes for array in arrays)
-    return Bucket(ray.put(arrays), tuple(entries), nbytes, _checksum(arrays))
+    return Bucket(ray.put(arrays), entries, sum(array.nbytes for array in arrays), _checksum(arrays))
 
 
 def _check(what: str, bucket: Bucket, arrays: Sequence[_Bytes]) -> None:
