@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
@@ -25,7 +26,9 @@ class BatchRef:
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.tags):
             raise StoreError(f"a batch of {len(self.keys)} keys came with {len(self.tags)} tags")
-        check_distinct(self.keys, "the batch")
+        if len(set(self.keys)) < len(self.keys):
+            twice = next(key for key, times in Counter(self.keys).items() if times > 1)
+            raise StoreError(f"{twice} is in the batch more than once")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Batches travel with every call between processes.
@@ -76,14 +79,3 @@ def plain_keys(keys: Sequence[Key]) -> list[tuple[int, ...]]:
 
 def _rebuilt(partition: str, keys: list[Any], tags: list[Any]) -> BatchRef:
     return BatchRef(partition, tuple(map(Key._make, keys)), tuple(Tags(*values) for values in tags))
-
-
-def check_distinct(keys: Sequence[Key], what: str) -> None:
-    """A StoreError naming the first key that is in `keys` more than once."""
-    if len(set(keys)) == len(keys):
-        return
-    seen: set[Key] = set()
-    for key in keys:
-        if key in seen:
-            raise StoreError(f"{key} is in {what} more than once")
-        seen.add(key)

@@ -6,7 +6,7 @@ no group, and each of its fields follows the padding rule of the fields table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import torch
@@ -52,7 +52,7 @@ def _column(field: Field, count: int, end_id: int, widths: Mapping[str, int]) ->
     assert field.padding is not None
     if field.padding == "empty":
         return [{} for _ in range(count)]
-    value = _RULES[field.padding](_shape(field, widths), dtype_of(field), end_id)
+    value = _value(field.padding, _shape(field, widths), dtype_of(field), end_id)
     # A plain copy: one of a single row keeps the stride 0 of the expansion, and has no bytes to look at.
     values = value.expand(count, *value.shape).clone(memory_format=torch.contiguous_format)
     if field.extent == "scalar":
@@ -71,21 +71,7 @@ def _shape(field: Field, widths: Mapping[str, int]) -> tuple[int, ...]:
     return (*tokens, *(axis if isinstance(axis, int) else widths[axis] for axis in field.trailing))
 
 
-def _end_token(shape: tuple[int, ...], dtype: torch.dtype, end_id: int) -> Tensor:
-    return torch.full(shape, end_id, dtype=dtype)
-
-
-def _zero(shape: tuple[int, ...], dtype: torch.dtype, end_id: int) -> Tensor:
-    return torch.zeros(shape, dtype=dtype)
-
-
-def _positions(shape: tuple[int, ...], dtype: torch.dtype, end_id: int) -> Tensor:
-    axes = prod(shape[1:])
-    return torch.arange(shape[0], dtype=dtype).repeat_interleave(axes).view(shape)
-
-
-_RULES: dict[Padding, Callable[[tuple[int, ...], torch.dtype, int], Tensor]] = {
-    "end_token": _end_token,
-    "zero": _zero,
-    "positions": _positions,
-}
+def _value(rule: Padding, shape: tuple[int, ...], dtype: torch.dtype, end_id: int) -> Tensor:
+    if rule == "positions":
+        return torch.arange(shape[0], dtype=dtype).repeat_interleave(prod(shape[1:])).view(shape)
+    return torch.full(shape, end_id if rule == "end_token" else 0, dtype=dtype)

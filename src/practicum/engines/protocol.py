@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -115,18 +115,6 @@ class Memory:
 
     weights: int
     kv: int
-
-
-class Rests(Protocol):
-    """What frees memory for others until it is needed again."""
-
-    def sleep(self) -> Any:
-        """Free memory until `wake`."""
-        ...
-
-    def wake(self) -> None:
-        """Be ready again."""
-        ...
 
 
 class Engine(Protocol):

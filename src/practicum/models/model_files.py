@@ -21,8 +21,8 @@ from transformers import (
 from practicum.errors import RecipeError
 from practicum.models.hub import is_unreachable, not_found
 
-KEPT = 64
-"""How many of each are remembered."""
+KEPT = 192
+"""How many are remembered."""
 
 
 @contextmanager
@@ -38,17 +38,17 @@ def must_read(source: str, key: str, expected: str) -> Iterator[None]:
 
 def read_tokenizer(source: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or hub name; OSError or ValueError if there is none."""
-    return _tokenizer(source, _stamp(source))
+    return _read(AutoTokenizer, source, _stamp(source))
 
 
 def read_config(source: str) -> Any:
     """The config of a folder or hub name; OSError or ValueError if there is none."""
-    return _config(source, _stamp(source))
+    return _read(AutoConfig, source, _stamp(source))
 
 
 def read_image_processor(source: str) -> Any:
     """The image processor of a folder or hub name; OSError or ValueError if there is none."""
-    return _image_processor(source, _stamp(source))
+    return _read(AutoImageProcessor, source, _stamp(source))
 
 
 def read_generation(source: str) -> Any:
@@ -64,18 +64,8 @@ def _stamp(source: str) -> tuple[int, ...]:
 
 
 @lru_cache(KEPT)
-def _tokenizer(source: str, stamp: tuple[int, ...]) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(source)
-
-
-@lru_cache(KEPT)
-def _config(source: str, stamp: tuple[int, ...]) -> Any:
-    return AutoConfig.from_pretrained(source)
-
-
-@lru_cache(KEPT)
-def _image_processor(source: str, stamp: tuple[int, ...]) -> Any:
-    return AutoImageProcessor.from_pretrained(source)
+def _read(reader: Any, source: str, stamp: tuple[int, ...]) -> Any:
+    return reader.from_pretrained(source)
 
 
 @lru_cache(KEPT)
@@ -83,4 +73,4 @@ def _generation(source: str, stamp: tuple[int, ...]) -> Any:
     try:
         return GenerationConfig.from_pretrained(source)
     except OSError:
-        return _config(source, stamp).get_text_config()
+        return _read(AutoConfig, source, stamp).get_text_config()

@@ -12,7 +12,7 @@ from transformers.utils.import_utils import is_vision_available
 
 from practicum.errors import MissingExtraError, RecipeError
 from practicum.models.images import Images
-from practicum.models.model_files import read_config, read_image_processor
+from practicum.models.model_files import must_read, read_config, read_image_processor
 from practicum.models.tokenizer import make_tokenizer
 from practicum.models.vision import is_vision
 from practicum.recipe.schema.recipe import Model
@@ -73,11 +73,8 @@ def read_processor(source: str, tokenizer: PreTrainedTokenizerBase, key: str = "
     """The processor of a vision model's folder or hub name; `key` is for errors."""
     if not is_vision_available():
         raise MissingExtraError(f"the vision model {source}", "vision")
-    try:
+    with must_read(source, key, "a vision model with preprocessor_config.json or processor_config.json"):
         cutter = read_image_processor(source)
-    except (OSError, ValueError) as error:
-        lacks = "a vision model with preprocessor_config.json or processor_config.json"
-        raise RecipeError(key, source, lacks, str(error).splitlines()[0]) from error
     if "image_grid_thw" not in cutter.model_input_names or not hasattr(cutter, "merge_size"):
         expected = "one that cuts pictures into a grid of patches, as Qwen2-VL's and its followers' do"
         raise RecipeError(key, f"{source} with {type(cutter).__name__}", expected)

@@ -20,26 +20,7 @@ from practicum.models.offloaded_weights import OffloadTarget, distinct_tensors
 Level = Literal["device", "host", "disk"]
 
 
-class Sleepable(Protocol):
-    """A model that sleeps and wakes; `nbytes` is the size of its weights. `on_cpu`: its memory is the host's.
-
-    Names are unique among all models of a cache.
-    """
-
-    name: str
-    nbytes: int
-    on_cpu: bool
-
-    def wake(self) -> None: ...
-
-    def sleep(self) -> None: ...
-
-    def offload(self, where: OffloadTarget) -> None: ...
-
-
-class SleepableEngine(Protocol):
-    """What computes a colocated model; it is awake at first."""
-
+class _Sleeps(Protocol):
     def wake(self) -> None:
         """Be ready, with the weights on the device."""
         ...
@@ -52,6 +33,21 @@ class SleepableEngine(Protocol):
         """Move a sleeping model's weights to the host's memory or to disk."""
         ...
 
+
+class Sleepable(_Sleeps, Protocol):
+    """A model that sleeps and wakes; `nbytes` is the size of its weights. `on_cpu`: its memory is the host's.
+
+    Names are unique among all models of a cache.
+    """
+
+    name: str
+    nbytes: int
+    on_cpu: bool
+
+
+class SleepableEngine(_Sleeps, Protocol):
+    """What computes a colocated model; it is awake at first."""
+
     def close(self) -> None:
         """Stop; work under way fails."""
         ...
@@ -62,6 +58,7 @@ class ColocatedModel:
 
     def __init__(self, name: str, who: str, model: PreTrainedModel, engine: SleepableEngine) -> None:
         self.name, self.who, self.model, self._engine = name, who, model, engine
+        self.offload, self.close = engine.offload, engine.close
         self.nbytes = sum(tensor.nbytes for tensor in distinct_tensors(model))
         self.on_cpu = model.device.type == "cpu"
         self.busy_s, self._woken = 0.0, time.perf_counter()
@@ -75,14 +72,6 @@ class ColocatedModel:
         """Stop working; the weights stay where they are until `offload`."""
         self._engine.sleep()
         self.busy_s += time.perf_counter() - self._woken
-
-    def offload(self, where: OffloadTarget) -> None:
-        """Move a sleeping model's weights to the host's memory or to disk."""
-        self._engine.offload(where)
-
-    def close(self) -> None:
-        """Stop."""
-        self._engine.close()
 
     @contextmanager
     def named_errors(self, about: str) -> Iterator[None]:

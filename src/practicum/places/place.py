@@ -9,25 +9,29 @@ from practicum.concurrency.gather import gather_all
 from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
 
 
-class TeacherPlace(Protocol):
-    """Where a teacher lives. `score` is a coroutine of the process's one event loop."""
+class ModelPlace(Protocol):
+    """Where a frozen model lives. Its work is coroutines of the process's one event loop."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of work so far."""
+        ...
+
+    def close(self) -> None:
+        """Release what it holds; work under way fails."""
+        ...
+
+
+class TeacherPlace(ModelPlace, Protocol):
+    """Where a teacher lives."""
 
     @property
     def name(self) -> str:
         """The teacher's name in the recipe."""
         ...
 
-    @property
-    def busy_s(self) -> float:
-        """Seconds of scoring so far."""
-        ...
-
     async def score(self, row: ScoreRequest, options: ScoreOptions) -> Scores:
         """Scores of one row; a TeacherError names the teacher and the row."""
-        ...
-
-    def close(self) -> None:
-        """Release what it holds; rows under way fail."""
         ...
 
 

@@ -21,7 +21,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 LINES = 400
 """Last lines of the log that are kept."""
@@ -52,12 +51,7 @@ class GuardedCommand:
     def __enter__(self) -> GuardedCommand:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End the command: SIGTERM, then SIGKILL. A second Ctrl-C kills at once."""
         assert self._guard.stdin is not None
         self._guard.stdin.close()

@@ -9,7 +9,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from practicum.engines.protocol import Counter, GenerateRequest, Sampling
 from practicum.engines.torch.torch_engine import TorchEngine
-from practicum.models.offloaded_weights import OffloadTarget
 from practicum.recipe.checks.value_forms import fields_of, fill
 from practicum.recipe.schema.teacher_sections import RewardModel
 from practicum.rewards.reward_place import CannotScore, JudgeInput
@@ -64,6 +63,8 @@ class PromptedJudge:
         self._engine = TorchEngine(
             model, slots=SLOTS, context=context, prefill_tokens=spec.batch_tokens, owns_weights=True
         )
+        self.wake, self.sleep = self._engine.wake, self._engine.sleep
+        self.offload, self.close = self._engine.offload, self._engine.close
 
     async def judge(self, case: JudgeInput) -> float:
         """The number in the model's reply about an answer."""
@@ -75,19 +76,3 @@ class PromptedJudge:
             )
         made = await self._engine.generate(GenerateRequest(ids, self._sampling, Counter(0, 0)))
         return read_score(self.spec, str(self._tokenizer.decode(made.tokens, skip_special_tokens=True)))
-
-    def wake(self) -> None:
-        """Be ready, with the weights on the device."""
-        self._engine.wake()
-
-    def sleep(self) -> None:
-        """Free the KV memory; not while cases are under way."""
-        self._engine.sleep()
-
-    def offload(self, where: OffloadTarget) -> None:
-        """Move the weights away while it sleeps."""
-        self._engine.offload(where)
-
-    def close(self) -> None:
-        """Stop; cases under way fail."""
-        self._engine.close()

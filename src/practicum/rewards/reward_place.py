@@ -8,6 +8,7 @@ from typing import Protocol
 
 from practicum.concurrency.gather import gather_all
 from practicum.errors import TeacherError
+from practicum.places.place import ModelPlace
 
 
 class CannotScore(TeacherError):
@@ -28,20 +29,11 @@ class JudgeInput:
     """The conversation with the response as its last message, if the prompt is a chat."""
 
 
-class RewardPlace(Protocol):
-    """Where a reward model lives. `judge` is a coroutine of the process's one event loop."""
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds of judging so far."""
-        ...
+class RewardPlace(ModelPlace, Protocol):
+    """Where a reward model lives."""
 
     async def judge(self, case: JudgeInput) -> float:
         """The model's score; CannotScore if this case has none, a TeacherError if the model has failed."""
-        ...
-
-    def close(self) -> None:
-        """Release what it holds; cases under way fail."""
         ...
 
 

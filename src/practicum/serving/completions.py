@@ -75,7 +75,7 @@ class RequestScorer:
         if request.max_tokens:
             assert scores.topk_ids is not None
             token = int(scores.topk_ids[-1, 0])
-        entries = None if k is None else prompt_logprobs(_first(scores, len(ids) - 1), ids, k)
+        entries = None if k is None else prompt_logprobs(scores, ids, k)
         return completion(self.name, request, entries, token)
 
     async def _packed(self, request: Completion, wanted: PackedRequest) -> Any:
@@ -107,17 +107,11 @@ class RequestScorer:
             raise Refusal(400, f"{k} logprobs for each position were asked for, the limit is {outputs}")
 
 
-def _first(scores: Any, count: int) -> Any:
-    """The scores of the first tokens."""
-    ids, best = scores.topk_ids, scores.topk_logprobs
-    top = (None, None) if ids is None else (ids[:count], best[:count])
-    return type(scores)(scores.logprobs[:count], *top, scores.version)
-
-
 def prompt_logprobs(scores: Scores, ids: Sequence[int], k: int) -> list[Any]:
     """Scores of ids[1:] in vLLM's form: nothing for the first token, then entries by token id.
 
-    The prompt's own token has the rank k + 1 where it is not among the k most likely.
+    Scores of a token after them are left out. The prompt's own token has the rank k + 1 where it is not among
+    the k most likely.
     """
     entries: list[Any] = [None]
     if k:
@@ -126,7 +120,7 @@ def prompt_logprobs(scores: Scores, ids: Sequence[int], k: int) -> list[Any]:
         best = zip(scores.topk_ids[:, :k].tolist(), scores.topk_logprobs[:, :k].tolist(), strict=True)
     else:
         best = (([], []) for _ in ids[1:])
-    for token, logprob, (top_ids, top_logprobs) in zip(ids[1:], scores.logprobs.tolist(), best, strict=True):
+    for token, logprob, (top_ids, top_logprobs) in zip(ids[1:], scores.logprobs.tolist(), best, strict=False):
         entry = {str(token): {"logprob": logprob, "rank": k + 1, "decoded_token": None}}
         ranked = enumerate(zip(top_ids, top_logprobs, strict=True), start=1)
         entry |= {str(i): {"logprob": p, "rank": rank, "decoded_token": None} for rank, (i, p) in ranked}

@@ -65,7 +65,8 @@ class VllmEngine:
         self.version = 0
         self._asleep = False
         self._open = 0
-        self._facts = VllmFacts.unknown()
+        self.facts = VllmFacts()
+        """What vLLM told of itself when it started."""
         who = f"vLLM of {setup.where}"
         self._child: ChildProcess | None = ChildProcess(
             who, host.main, setup, error=EngineError, env=setup.environment()
@@ -74,15 +75,10 @@ class VllmEngine:
         if wait:
             self.ready()
 
-    @property
-    def facts(self) -> VllmFacts:
-        """What vLLM told of itself when it started."""
-        return self._facts
-
     def ready(self) -> None:
         """Wait until vLLM can work; if it can't, its process is ended."""
         try:
-            self._facts = self._alive().hello.result(self._start_s)
+            self.facts = self._alive().hello.result(self._start_s)
         except TimeoutError:
             self.close()
             raise EngineError(
@@ -100,7 +96,7 @@ class VllmEngine:
 
     def describe(self) -> str:
         """What was started, in a sentence for the log."""
-        facts = self._facts
+        facts = self.facts
         return (
             f"{self._setup.where}: vLLM {facts.release} in process {self.pid}, {facts.threads} "
             f"thread{'s' * (facts.threads > 1)} ({self._setup.where}.vllm.threads), "
@@ -187,7 +183,7 @@ class VllmEngine:
     def memory(self) -> Memory:
         """Bytes of vLLM's weights and KV memory now."""
         rests = self._asleep or self._child is None
-        return Memory(0, 0) if rests else Memory(self._facts.weights, self._facts.kv)
+        return Memory(0, 0) if rests else Memory(self.facts.weights, self.facts.kv)
 
     def fingerprint(self) -> Tensor:
         """Logprobs of a fixed token sequence, to compare with the learner's.
@@ -195,8 +191,8 @@ class VllmEngine:
         The last is that of a token that is sampled after the others, of which vLLM keeps a whole block: if it
         was computed with older weights, and is still used, this shows it. Scores never use what is kept.
         """
-        child, length = self._awake(), min(self._setup.context - 1, self._facts.block + LENGTH)
-        ids = fingerprint_ids(self._facts.vocab, length)
+        child, length = self._awake(), min(self._setup.context - 1, self.facts.block + LENGTH)
+        ids = fingerprint_ids(self.facts.vocab, length)
         wish = GenerateMessage(ids[:-1], Sampling(1, frozenset(), greedy=True), 0, only=ids[-1])
         # First: a score of the sequence would leave a block of the new weights.
         sampled: GenerateReply = _result(self._post(child, "generate", (wish,), "a fingerprint"), _LOAD_S)
@@ -206,15 +202,11 @@ class VllmEngine:
 
     def close(self) -> None:
         """Stop; requests under way fail with an EngineError."""
-        self._stop()
+        child, self._child = self._child, None
+        if child is not None:
+            end_processes([child], (_GRACE_S, _GRACE_S, _GRACE_S))
         if self._folder is not None:
             self._folder.cleanup()
-
-    def _stop(self) -> None:
-        child, self._child = self._child, None
-        if child is None:
-            return
-        end_processes([child], (_GRACE_S, _GRACE_S, _GRACE_S))
 
     def _alive(self) -> ChildProcess:
         if self._child is None:
@@ -253,7 +245,7 @@ class VllmEngine:
             raise EngineError(
                 f"{len(ids)} tokens to score are more than the engine's {self._setup.context - 1}"
             )
-        outputs = min(options.vocab or self._facts.vocab, self._facts.vocab)
+        outputs = min(options.vocab or self.facts.vocab, self.facts.vocab)
         if max(ids[start:], default=0) >= outputs:
             raise EngineError(f"the tokens to score have ids outside of 0 to {outputs - 1}, the vocabulary")
         most = min(outputs, self._setup.max_logprobs)
@@ -266,8 +258,8 @@ class VllmEngine:
     def _check_ids(self, ids: Sequence[int], what: str) -> None:
         if not ids:
             raise EngineError(f"the {what} is empty: at least one token is needed")
-        if min(ids) < 0 or max(ids) >= self._facts.vocab:
-            raise EngineError(f"the {what} has token ids outside of 0 to {self._facts.vocab - 1}")
+        if min(ids) < 0 or max(ids) >= self.facts.vocab:
+            raise EngineError(f"the {what} has token ids outside of 0 to {self.facts.vocab - 1}")
 
 
 def _refuse(images: Images | None, experts: Tensor | None) -> None:

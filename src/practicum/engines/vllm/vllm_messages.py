@@ -69,20 +69,15 @@ class VllmSetup:
 
 
 class VllmFacts(NamedTuple):
-    """What a vLLM engine reports when it is ready."""
+    """What a vLLM engine reports when it is ready; nothing before that."""
 
-    weights: int
-    kv: int
-    vocab: int
-    threads: int
-    block: int
+    weights: int = 0
+    kv: int = 0
+    vocab: int = 0
+    threads: int = 0
+    block: int = 0
     """Tokens of a block of KV memory: prompts share whole ones."""
-    release: str
-
-    @classmethod
-    def unknown(cls) -> VllmFacts:
-        """Of an engine that is not ready yet."""
-        return cls(0, 0, 0, 0, 0, "")
+    release: str = ""
 
 
 class GenerateMessage(NamedTuple):
