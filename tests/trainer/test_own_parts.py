@@ -190,6 +190,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         {"train": {"steps": 2, "optimizer": "mine:f"}},
         "which gave nothing, expected an optimizer",
     ),
+    ("", {"train": {"steps": 2, "optimizer": "torch.optim:SGD"}}, "which is the optimizer's class, expected"),
     ("def f(metrics): ...", {"checks": {"own": ["mine:f"]}}, r"\(metrics\), expected a check: a function of"),
     ("def groups(m, b): ...", {"checks": {"own": ["mine:groups"]}}, "a second check named groups"),
     (

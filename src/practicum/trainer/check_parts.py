@@ -181,6 +181,9 @@ def _schedule(schedule: Callable[..., Any], recipe: Recipe) -> str | None:
 
 
 def _optimizer(make: Callable[..., Any], recipe: Recipe) -> str | None:
+    plain = getattr(make, "__wrapped__", make)
+    if isinstance(plain, type) and issubclass(plain, torch.optim.Optimizer):
+        return "is the optimizer's class"
     parameters = [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3))]
     optimizer = make(parameters, recipe.train)
     if not isinstance(optimizer, torch.optim.Optimizer):
