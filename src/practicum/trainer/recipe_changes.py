@@ -28,6 +28,7 @@ _FIXED = {
     "model.make": "the checkpoint holds the weights of another model",
     "model.path": "the weights are the checkpoint's",
     "model.tokenizer": "the model was trained with the tokens of the other one",
+    "train.optimizer": "the checkpoint holds the state of the other optimizer",
     "model.dtype": "weights and optimizer state in the checkpoint have the other number type",
 }
 """Keys that can't change, and why."""
