@@ -132,7 +132,7 @@ def evaluate(
         model = model or recipe.folder
         recipe = LoadedRecipe(recipe.recipe, {}, recipe.folder / "recipe.yaml")
     loaded = _loaded(recipe)
-    from practicum.trainer.run import evaluate_recipe
+    from practicum.trainer.evaluate import evaluate_recipe
 
     return evaluate_recipe(loaded, None if model is None else str(model), quiet=quiet)
 

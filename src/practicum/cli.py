@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -277,6 +282,13 @@ def evaluate(
         str | None,
         typer.Option("--model", metavar="PATH", help="Folder, hub name, run or checkpoint to evaluate."),
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the scores as JSON; all else goes to stderr.")
+    ] = False,
+    answers: Annotated[
+        Path | None,
+        typer.Option("--answers", metavar="FILE", help="Write the answers too, as lines of JSON."),
+    ] = None,
 ) -> None:
     """Evaluate a model on the held-out prompts of a recipe.
 
@@ -286,9 +298,13 @@ def evaluate(
 
     loaded = load_recipe(recipe, overrides or [])
     _say_loading()
-    from practicum.trainer.run import evaluate_recipe
+    from practicum.trainer.evaluate import evaluate_recipe
 
-    evaluate_recipe(loaded, model)
+    with _stdout_to_stderr() if as_json else nullcontext():
+        scores = evaluate_recipe(loaded, model, quiet=as_json, answers=answers)
+    if as_json:
+        named = {"recipe": loaded.recipe.name, "model": model or loaded.recipe.model.path}
+        typer.echo(json.dumps({**named, "scores": scores}, indent=2))
 
 
 @app.command(no_args_is_help=True)
@@ -399,6 +415,20 @@ def demo(
     from practicum.trainer.demo import run_demo
 
     run_demo(out, seed)
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """What anybody prints meanwhile goes to stderr: users' functions and other processes too."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _say_loading(what: str = "torch") -> None:

@@ -41,6 +41,11 @@ def test_an_unknown_key_names_the_one_that_was_meant(
     assert found.suggestion == f"did you mean {meant}"
 
 
+def test_a_key_with_another_name_now_says_it(write: Write) -> None:
+    found = problem(write(), "track.trajectories=8")
+    assert found.suggestion == "use track.groups, the number of whole groups per step"
+
+
 def test_an_unknown_key_like_no_other_gets_the_list(write: Write) -> None:
     found = problem(write(), "checkpoint.zzz=1")
     assert found.expected == "a key of checkpoint: every, every_minutes, keep_last, keep_best"

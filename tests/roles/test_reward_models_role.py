@@ -89,9 +89,14 @@ def roll_out(loaded: LoadedRecipe, roles: LocalRoles) -> BatchRef:
 
 
 def rewards(loaded: LoadedRecipe, roles: LocalRoles) -> tuple[BatchRef, dict[str, list[float]]]:
+    """The batch with its rewards, and what each part of them said of each session that has one."""
     batch = roll_out(loaded, roles)
-    parts = roles.rollout.reward(batch)
-    return roles.store.batch("train", batch.keys), parts
+    roles.rollout.reward(batch)
+    batch, parts = roles.store.batch("train", batch.keys), {}
+    for tags in batch.tags:
+        for name, value in (tags.reward_parts or {}).items() if tags.reward is not None else ():
+            parts.setdefault(name, []).append(value)
+    return batch, parts
 
 
 def answers(roles: LocalRoles, batch: BatchRef) -> list[str]:

@@ -13,8 +13,9 @@ from practicum.errors import RecipeErrors
 from practicum.models.load_model import load_model, load_tokenizer
 from practicum.models.processor import make_processor, save_processor
 from practicum.recipe.schema.recipe import Model
+from practicum.trainer.evaluate import evaluate_model
 from practicum.trainer.preflight import preflight
-from practicum.trainer.run import evaluate_model, train_loaded
+from practicum.trainer.run import train_loaded
 
 from ..teachers.tiny_teachers import save_teacher
 from .recipes import tiny
@@ -110,7 +111,7 @@ def test_what_a_vision_run_exports_can_be_evaluated_and_trained_on(tmp_path: Pat
     trained(tmp_path, model=EYES, tasks=PICTURES)
     export = tmp_path / "run" / "export"
     loaded = tiny(tmp_path, model=EYES, tasks=PICTURES)
-    assert "eval/greedy" in evaluate_model(loaded.recipe, export)
+    assert "eval/greedy" in evaluate_model(loaded.recipe, export).scores
     rows = trained(tmp_path / "next", model={"path": str(export)}, tasks=PICTURES)
     assert rows[0]["train/gap_max"] < 1e-4
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -95,6 +96,16 @@ def test_a_run_on_ray_is_the_local_run(
         monkeypatch.setattr(RayStore, method, _forbidden)
     train_loaded(tiny(tmp_path, **on_ray(sections, ranks=ranks, store=store)), tmp_path / "ray")
     assert_same_run(tmp_path / "local", tmp_path / "ray", 0.0 if ranks == 1 else 1e-6)
+    for name in ("samples.jsonl", "eval.jsonl"):
+        here, there = (lines_of(tmp_path / run / name) for run in ("local", "ray"))
+        assert [row.pop("advantage") for row in here] == pytest.approx(
+            [row.pop("advantage") for row in there], abs=1e-6
+        )
+        assert here == there
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _forbidden(*_: object, **__: object) -> None:

@@ -46,6 +46,8 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def same_run(a: Path, b: Path) -> None:
+    for name in ("samples.jsonl", "eval.jsonl"):
+        assert (a / name).read_bytes() == (b / name).read_bytes()
     assert without_times(metrics_of(a)) == without_times(metrics_of(b))
     one, other = weights_of(a), weights_of(b)
     assert one.keys() == other.keys()
@@ -245,14 +247,12 @@ def test_a_recipe_that_can_not_start_costs_no_folder(tmp_path: Path):
 
 
 def test_the_run_folder_has_recipe_versions_samples_and_log(tmp_path: Path):
-    train_loaded(tiny(tmp_path, "track.tensorboard=true"), tmp_path / "run")
+    train_loaded(tiny(tmp_path), tmp_path / "run")
     folder = tmp_path / "run"
     samples = [json.loads(s) for s in (folder / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 4 * 4
-    assert {"prompt", "response", "reward", "version", "finish"} <= samples[0].keys()
     assert "torch" in json.loads((folder / "versions.json").read_text())
     assert "checkpoint step-000004" in (folder / "log.txt").read_text()
-    assert list((folder / "tensorboard").iterdir())
 
 
 def test_the_best_checkpoint_is_kept(tmp_path: Path):

@@ -23,6 +23,11 @@ def trained(folder: Path, loop: str, *overrides: str, **sections: Any) -> list[d
     return metrics_of(folder / "run")[1:]
 
 
+def samples_of(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "run" / "samples.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
 def test_sessions_of_unequal_numbers_of_trajectories_are_learnt_from_whole(tmp_path: Path):
     rows = trained(tmp_path, "uneven", "train.minibatches=3")
     for row in rows:
@@ -40,13 +45,16 @@ def test_a_failed_session_is_left_out_and_its_reason_is_told(tmp_path: Path):
         assert row["rollout/tokens"] == row["train/tokens"]
     reason = "raised ValueError: session 1 does not like it"
     assert reason in (tmp_path / "run" / "log.txt").read_text()
-    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-    assert any(reason in (sample["failure"] or "") for sample in samples)
+    for sample in samples_of(tmp_path):
+        assert (reason in (sample["failure"] or "")) == (sample["session"] == 1)
+        assert (sample["advantage"] is None) == (sample["session"] % 2 == 1)
 
 
 def test_a_group_with_a_failed_session_can_be_dropped(tmp_path: Path):
     with pytest.raises(PracticumError, match=r"8 sessions failed, the first: .* raised ValueError"):
         trained(tmp_path, "some_fail", "agent.on_failure=drop_group")
+    failed = [sample for sample in samples_of(tmp_path) if sample["failure"]]
+    assert [sample["session"] for sample in failed] == [1, 3], "a step that fails leaves its answers"
 
 
 def test_a_failed_session_can_be_run_again_with_other_randomness(tmp_path: Path):
@@ -89,10 +97,12 @@ def test_runs_with_sessions_repeat_and_resume(tmp_path: Path, loop: str):
 
 def test_a_session_with_a_helper_is_judged_on_its_own_last_turn(tmp_path: Path):
     function = 'reward.functions=[{use: "tests.trainer.rewards:answer_length"}]'
-    rows = trained(tmp_path, "asks_a_helper", function, "train.steps=2", "track.trajectories=4")
-    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-    assert [sample["trajectory"] for sample in samples[:2]] == [0, 1]
-    assert samples[0]["prompt"] == "copy"
+    rows = trained(tmp_path, "asks_a_helper", function, "train.steps=2")
+    for sample in samples_of(tmp_path):
+        helper, own = sample["trajectories"]
+        assert helper["prompt"] == "copy"
+        assert sample["prompt"] == own["prompt"] != "copy"
+        assert sample["response"] == "".join(span["text"] for span in own["spans"])
     assert all(row["reward/mean"] <= 2 for row in rows)
 
 
@@ -107,7 +117,6 @@ def test_without_tools_demonstrations_are_answers(tmp_path: Path):
     supervised = {"algorithm": {"loss": "supervised", "advantage": "none"}}
     loaded = tiny(tmp_path, "train.steps=1", **options, **supervised)
     train_loaded(loaded, tmp_path / "run")
-    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-    shown = [sample["response"].removesuffix("<eos>") for sample in samples]
+    shown = [sample["response"].removesuffix("<eos>") for sample in samples_of(tmp_path)]
     assert shown
     assert all(text.isdecimal() for text in shown), shown

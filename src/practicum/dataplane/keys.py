@@ -54,6 +54,8 @@ class Tags:
     """The reward that the agent loop gave this trajectory; trajectories without one are scored."""
     reward: float | None = None
     """The reward of the whole session."""
+    reward_parts: dict[str, float] | None = None
+    """What each reward function and model said of the session, before its weight."""
     is_baseline: bool = False
     is_padding: bool = False
     failure: str | None = None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import html
 import math
+import re
 import unicodedata
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 from rich.console import Console
 
@@ -42,6 +45,23 @@ def shorten(text: str, width: int) -> str:
     head = max(1, (width - 1) * 2 // 3)
     tail = max(0, width - 1 - head)
     return f"{text[:head]}…{text[len(text) - tail :]}"
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A table whose cells show texts as they are: nothing in them is Markdown or HTML."""
+    lines = [_markdown_row(columns), "|" + "---|" * len(columns), *map(_markdown_row, rows)]
+    return "\n".join(lines)
+
+
+def _markdown_row(cells: Sequence[Any]) -> str:
+    return f"| {' | '.join(_markdown_cell(cell) for cell in cells)} |"
+
+
+def _markdown_cell(cell: Any) -> str:
+    if isinstance(cell, float):
+        return f"{cell:.4g}"
+    text = "" if cell is None else html.escape(plain(str(cell)), quote=False)
+    return re.sub(r"([\\`*_{}\[\]()#+\-.!|])", r"\\\1", text)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -1,23 +1,48 @@
-"""Optional trackers beside metrics.jsonl: TensorBoard, Weights & Biases, and the user's own."""
+"""Optional trackers beside the files of a run: TensorBoard, Weights & Biases, trackio, and the user's own."""
 
 from __future__ import annotations
 
 import importlib
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from practicum.errors import MissingExtraError, RecipeError
+from practicum.observe.text import markdown_table
 from practicum.recipe.own_parts import GUIDE, PARTS, find_part, guarded
 from practicum.recipe.schema.recipe import Recipe
 from practicum.user_code import type_name
 
+TABLE_ROWS = 64
+"""Answers of a step that a tracker's table has; the files have all that were recorded."""
+COLUMNS = (
+    *("id", "task", "prompt", "response", "expected", "reward", "parts", "advantage"),
+    *("response_tokens", "finish", "teacher", "failure"),
+)
+"""Keys of a recorded answer that are columns of such a table."""
+_NUMBERS = ("reward", "advantage", "response_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class StepDetails:
+    """What a step has besides numbers: recorded answers, and values of all its sessions."""
+
+    tables: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    """Lines of samples.jsonl and eval.jsonl, by `samples` and `eval`; none is empty."""
+    distributions: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Rewards, lengths and advantages of the sessions, by name; none is empty."""
+
 
 class Tracker(Protocol):
-    """Takes a step's metrics."""
+    """Takes a step's metrics, and its answers and distributions."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def log_details(self, step: int, details: StepDetails) -> None: ...
 
     def close(self) -> None: ...
 
@@ -34,6 +59,12 @@ class TensorBoard:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
+    def log_details(self, step: int, details: StepDetails) -> None:
+        for name, values in details.distributions.items():
+            self._writer.add_histogram(name, np.asarray(values), step)
+        for name, answers in details.tables.items():
+            self._writer.add_text(name, markdown_table(COLUMNS, table_rows(answers)), step)
+
     def close(self) -> None:
         self._writer.close()
 
@@ -42,23 +73,24 @@ class WandB:
     """A run of a Weights & Biases project; a resumed run continues it, by the id in its folder."""
 
     def __init__(self, project: str, recipe: Recipe, folder: Path) -> None:
-        import wandb  # pyright: ignore[reportMissingImports]
-
-        config: dict[str, Any] = recipe.model_dump(mode="json")
-        id_file = folder / "wandb.id"
-        if not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex)
-        self._run = wandb.init(
+        self._wandb: Any = importlib.import_module("wandb")
+        self._run = self._wandb.init(
             project=project,
             name=recipe.name,
-            id=id_file.read_text(),
+            id=lasting_id(folder / "wandb.id"),
             dir=str(folder),
-            config=config,
+            config=recipe.model_dump(mode="json"),
             resume="allow",
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
+
+    def log_details(self, step: int, details: StepDetails) -> None:
+        logged = {n: self._wandb.Histogram(list(v)) for n, v in details.distributions.items()}
+        for name, answers in details.tables.items():
+            logged[name] = self._wandb.Table(columns=list(COLUMNS), data=table_rows(answers))
+        self._run.log(logged, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -78,26 +110,80 @@ class OwnTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         guarded(self._tracker.log, self._what)(step, metrics)
 
+    def log_details(self, step: int, details: StepDetails) -> None:
+        """For a tracker that has it: answers and distributions."""
+        if callable(log := getattr(self._tracker, "log_details", None)):
+            guarded(log, self._what)(step, details)
+
     def close(self) -> None:
         guarded(self._tracker.close, self._what)()
 
 
+class Trackio:
+    """A run of a trackio project on this machine; a resumed run continues it, by the id in its folder."""
+
+    def __init__(self, project: str, recipe: Recipe, folder: Path) -> None:
+        self._trackio: Any = importlib.import_module("trackio")
+        self._run = self._trackio.init(
+            project=project,
+            name=f"{recipe.name}-{lasting_id(folder / 'trackio.id')[:8]}",
+            config=recipe.model_dump(mode="json"),
+            resume="allow",
+            embed=False,
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_details(self, step: int, details: StepDetails) -> None:
+        logged = {n: self._trackio.Histogram(list(v)) for n, v in details.distributions.items()}
+        for name, answers in details.tables.items():
+            logged[name] = self._trackio.Table(columns=list(COLUMNS), data=table_rows(answers))
+        self._run.log(logged, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def table_rows(answers: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """The first answers as rows of `COLUMNS`; a column holds numbers or texts, never both."""
+    return [[_cell(name, answer.get(name)) for name in COLUMNS] for answer in answers[:TABLE_ROWS]]
+
+
+def _cell(name: str, value: Any) -> float | str | None:
+    if value is None or name in _NUMBERS:
+        return value
+    if isinstance(value, Mapping):
+        return ", ".join(f"{part} {number}" for part, number in value.items())
+    return str(value)
+
+
+def lasting_id(file: Path) -> str:
+    """The id in this file, which a tracker knows the run by; a new one if there is none."""
+    if not file.exists():
+        file.write_text(uuid.uuid4().hex)
+    return file.read_text()
+
+
 def require_trackers(recipe: Recipe) -> None:
     """The trackers that the recipe asks for are installed, or a MissingExtraError names the extra."""
-    for name, wanted in (("tensorboard", recipe.track.tensorboard), ("wandb", recipe.track.wandb)):
+    track = recipe.track
+    asked = {"tensorboard": track.tensorboard, "wandb": track.wandb, "trackio": track.trackio}
+    for name in (name for name, wanted in asked.items() if wanted):
         try:
-            if wanted:
-                importlib.import_module(name)
+            importlib.import_module(name)
         except ImportError as error:
             raise MissingExtraError(f"track.{name}", name) from error
 
 
 def make_trackers(recipe: Recipe, folder: Path) -> list[Tracker]:
     """Those that the recipe asks for."""
-    trackers: list[Tracker] = []
-    if recipe.track.tensorboard:
+    track, trackers = recipe.track, list[Tracker]()
+    if track.tensorboard:
         trackers.append(TensorBoard(folder))
-    if recipe.track.wandb:
-        trackers.append(WandB(recipe.track.wandb, recipe, folder))
-    trackers += [OwnTracker(use, recipe, folder) for use in recipe.track.own]
+    if track.wandb:
+        trackers.append(WandB(track.wandb, recipe, folder))
+    if track.trackio:
+        trackers.append(Trackio(track.trackio, recipe, folder))
+    trackers += [OwnTracker(use, recipe, folder) for use in track.own]
     return trackers

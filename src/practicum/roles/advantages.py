@@ -152,6 +152,16 @@ class AdvantageRole:
             stats["kl_clamped"] = float(terms.clamped_N[mask_N].float().mean())
         return token_rewards_N - coefficient * terms.kl_N, stats
 
+    def session_means(self, batch: BatchRef) -> dict[tuple[int, ...], float]:
+        """Each session's mean advantage over its sampled tokens; sessions without any are left out."""
+        columns = Columns("records", self.store.get(batch, ("advantages", "response_mask")))
+        sums: dict[tuple[int, ...], tuple[float, int]] = {}
+        rows = zip(columns.ragged("advantages").rows, columns.ragged("response_mask").rows, strict=True)
+        for key, (advantages, mask) in zip(batch.keys, rows, strict=True):
+            total, count = sums.get(key[:2], (0.0, 0))
+            sums[key[:2]] = total + float(advantages[mask].sum()), count + int(mask.sum())
+        return {name: total / count for name, (total, count) in sums.items() if count}
+
     def state_dict(self) -> dict[str, float]:
         return self.kl.state_dict()
 

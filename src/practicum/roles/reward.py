@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,12 +26,10 @@ from practicum.tasks.rewards import RewardFunctions, RewardResult, RewardSample
 
 SessionName = tuple[int, ...]
 Sessions = dict[SessionName, list[int]]
-RewardParts = dict[str, list[float]]
-"""Scores of each reward function and model, for metrics."""
 _TEXTS = 4096
 """Prompt texts that are kept for the sessions that share them."""
 LOOP = "loop"
-"""The name in metrics of rewards that the agent's loop gave itself."""
+"""The name, among the parts of a reward, of what the agent's loop gave itself."""
 
 
 class RewardRole:
@@ -55,13 +54,8 @@ class RewardRole:
         self._prompt_texts: dict[int, str] = {}
 
     @stage("reward")
-    def reward(
-        self, batch: BatchRef, columns: Columns, step: StepInfo
-    ) -> tuple[dict[str, Column], RewardParts]:
-        """Score each session once; one that can't be scored is marked failed, not scored zero.
-
-        Reports the scores of each reward function and model.
-        """
+    def reward(self, batch: BatchRef, columns: Columns, step: StepInfo) -> dict[str, Column]:
+        """Score each session once; one that can't be scored is marked failed, not scored zero."""
         sessions = _sessions(batch)
         samples = self._samples(batch, columns, step.prompts, sessions)
         work, deadline_s = self.functions.score(list(samples.values())), self.recipe.rollout.deadline_s
@@ -71,7 +65,7 @@ class RewardRole:
             results = self.models.add(results, inputs)
         return self._written(batch, columns, sessions, dict(zip(samples, results, strict=True)))
 
-    async def score_session(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> RewardParts:
+    async def score_session(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
         """Score a finished session and write its reward; as the stage does, on the event loop."""
         columns, sessions = (
             Columns("reward", self.store.get(batch, self.plan["reward"].reads)),
@@ -82,9 +76,8 @@ class RewardRole:
         if self.models is not None:
             inputs = self._model_inputs(batch, prompts, sessions, samples)
             results = await self.models.add_streamed(results, inputs)
-        writes, parts = self._written(batch, columns, sessions, dict(zip(samples, results, strict=True)))
+        writes = self._written(batch, columns, sessions, dict(zip(samples, results, strict=True)))
         self.store.put(batch, writes, keep_tags=True)
-        return parts
 
     def _samples(
         self, batch: BatchRef, columns: Columns, prompts: Mapping[Key, Prompt], sessions: Sessions
@@ -142,27 +135,25 @@ class RewardRole:
         columns: Columns,
         sessions: Sessions,
         results: Mapping[SessionName, RewardResult],
-    ) -> tuple[dict[str, Column], RewardParts]:
-        """The columns of these results, with the rows' tags set; and the scores of each part, for metrics."""
+    ) -> dict[str, Column]:
+        """The columns of these results, with the rows' tags set."""
         rewards_B, placed_B, tags = torch.zeros(len(batch)), torch.zeros(len(batch)), {}
-        parts: RewardParts = {}
         for name, rows in sessions.items():
             result = results[name] if name in results else _given(batch, rows)
             # A failure of what nothing is learnt from does not take a row away from the teachers.
             failed = result.reward is None and uses_reward(self.recipe)
             for i in rows:
                 rewards_B[i] = torch.nan if result.reward is None else result.reward
-                status = {"status": "failed", "failure": result.failure} if failed else {}
-                trace = result.trace or batch.tags[i].trace
-                tags[batch.keys[i]] = replace(batch.tags[i], reward=result.reward, trace=trace, **status)
+                changed: dict[str, Any] = {"reward": result.reward, "reward_parts": result.parts}
+                changed["trace"] = result.trace or batch.tags[i].trace
+                if failed:
+                    changed |= {"status": "failed", "failure": result.failure}
+                tags[batch.keys[i]] = replace(batch.tags[i], **changed)
             for i, value in _earned(batch, rows, result).items():
                 placed_B[i] = value
-            if result.reward is not None and not batch.tags[rows[0]].is_baseline:
-                for part, value in result.parts.items():
-                    parts.setdefault(part, []).append(value)
         self.store.tag(batch.partition, tags)
         reward_tokens = at_last_sampled(placed_B, columns.ragged("response_mask"))
-        return {"reward": rewards_B, "reward_tokens": reward_tokens}, parts
+        return {"reward": rewards_B, "reward_tokens": reward_tokens}
 
 
 def rewards_at_once(recipe: Recipe, plan: Plan, functions: RewardFunctions, task: str) -> bool:

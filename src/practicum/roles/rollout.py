@@ -26,7 +26,7 @@ from practicum.errors import PracticumError
 from practicum.models.vision import sequence_positions
 from practicum.recipe.derived import scores_during_rollout, session_deadline
 from practicum.recipe.schema.recipe import Recipe
-from practicum.roles.reward import RewardParts, SessionName, rewards_at_once
+from practicum.roles.reward import SessionName, rewards_at_once
 from practicum.roles.reward_models import waits_for_models
 from practicum.roles.stage_table import VISION_FIELDS
 from practicum.roles.teachers import prompts_read
@@ -73,11 +73,11 @@ class SessionWorkers(Protocol):
         """Write what a demonstrator does with each prompt, in the prompts' order."""
         ...
 
-    async def reward_session(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> RewardParts:
+    async def reward_session(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
         """Score one finished session and write its reward."""
         ...
 
-    def reward(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> RewardParts:
+    def reward(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
         """Score sessions after the rollout and write their rewards."""
         ...
 
@@ -101,7 +101,7 @@ class RolloutRole:
         self._functions = RewardFunctions(recipe.tasks, recipe.reward)
         teachers = recipe.teachers.items() if "teachers" in plan else ()
         self._own_teachers = {name for name, teacher in teachers if scores_during_rollout(teacher)}
-        self._rewarded: dict[SessionName, RewardParts] = {}
+        self._rewarded: set[SessionName] = set()
         """Sessions that were scored during the rollout."""
 
     def demonstrate(self, prompts: Sequence[Prompt], partition: str) -> BatchRef:
@@ -130,22 +130,19 @@ class RolloutRole:
         # Sessions finish in any order; the batch is in the order of its keys.
         return self.store.batch(partition, sorted(keys))
 
-    def reward(self, batch: BatchRef) -> RewardParts:
-        """Score the sessions that were not scored during the rollout; gives the scores of all."""
-        names = {key[:2] for key in batch.keys}
-        scores = {name: self._rewarded.pop(name) for name in names if name in self._rewarded}
-        left = batch.where(lambda key, _: key[:2] not in scores)
-        parts = list(scores.values())
+    def reward(self, batch: BatchRef) -> None:
+        """Score the sessions that were not scored during the rollout."""
+        left = batch.where(lambda key, _: key[:2] not in self._rewarded)
+        self._rewarded -= {key[:2] for key in batch.keys}
         if left:
             with self.workers.engines_asleep() if waits_for_models(self.recipe) else nullcontext():
-                parts.append(self.workers.reward(left, {key: self.prompts[key] for key in left.keys}))
-        return joined_parts(parts)
+                self.workers.reward(left, {key: self.prompts[key] for key in left.keys})
 
     def forget(self, keys: Iterable[Key]) -> None:
         """Drop what is remembered of rows that leave the store."""
         for key in keys:
             self.prompts.pop(key, None)
-            self._rewarded.pop(key[:2], None)
+            self._rewarded.discard(key[:2])
 
     def _remember(self, rows: BatchRef, prompts: Sequence[Prompt]) -> None:
         by_uid = {prompt.uid: prompt for prompt in prompts}
@@ -174,7 +171,8 @@ class RolloutRole:
 
     async def _reward_session(self, batch: BatchRef) -> None:
         prompts = {key: self.prompts[key] for key in batch.keys}
-        self._rewarded[batch.keys[0][:2]] = await self.workers.reward_session(batch, prompts)
+        await self.workers.reward_session(batch, prompts)
+        self._rewarded.add(batch.keys[0][:2])
 
     async def _teach_session(self, batch: BatchRef) -> None:
         teacher = batch.tags[0].teacher
@@ -210,15 +208,6 @@ class HiddenShare:
         tail_s, scoring_s = self._tail_s, self._scoring_s
         self._tail_s = self._scoring_s = 0.0
         return 1.0 - min(1.0, tail_s / scoring_s) if scoring_s else None
-
-
-def joined_parts(parts: Iterable[RewardParts]) -> RewardParts:
-    """The scores of several batches as one."""
-    joined: RewardParts = {}
-    for part in parts:
-        for name, scores in part.items():
-            joined.setdefault(name, []).extend(scores)
-    return joined
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.own_stage import OwnStage
-from practicum.dataplane.stages import Columns, Plan, StageSpec, StepInfo, stage, stage_method
+from practicum.dataplane.stages import Plan, StageSpec, StepInfo, stage, stage_method
 from practicum.dataplane.store import Store
 from practicum.dataplane.store_files import write_rows
 from practicum.errors import RecipeError
@@ -39,6 +39,7 @@ from practicum.roles.load_teachers import teacher_losses
 from practicum.roles.padding import PaddingRole, check_fields, field_widths
 from practicum.roles.student import StudentRole
 from practicum.roles.teachers import TeacherRole, Teachers
+from practicum.roles.transcripts import Transcript, read_transcripts
 from practicum.sessions.chat import make_encoder
 
 
@@ -138,18 +139,13 @@ class TrainRank:
         """Logprobs of a fixed sequence of tokens by the learner's weights; all ranks must be called."""
         return self.student.learner.fingerprint(length).tolist()
 
-    def texts(self, batch: BatchRef) -> list[tuple[str, str]]:
-        """Prompt and response of each row as text; a failed session may have left no tokens."""
-        written = batch.where(lambda _, tags: tags.prompt_tokens > 0)
-        texts: dict = {}
-        if len(written):
-            names = ("prompt_ids", "response_ids")
-            columns = Columns("samples", self.store.get(written, names))
-            decoded = [
-                [str(self.tokenizer.decode(ids)) for ids in columns.ragged(name).rows] for name in names
-            ]
-            texts = dict(zip(written.keys, zip(*decoded, strict=True), strict=True))
-        return [texts.get(key, ("", "")) for key in batch.keys]
+    def transcripts(self, batch: BatchRef) -> list[Transcript]:
+        """The rows as text."""
+        return read_transcripts(self.store, self.tokenizer, batch)
+
+    def session_advantages(self, batch: BatchRef) -> dict[tuple[int, ...], float]:
+        """Each session's mean advantage over its sampled tokens; sessions without any are left out."""
+        return self.advantages.session_means(batch)
 
     def kl_state(self) -> dict[str, float]:
         """State of the controller of a KL in the reward."""

@@ -23,7 +23,7 @@ from practicum.recipe.derived import evaluates, rollout_context
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.load_teachers import load_teachers, make_model_cache
 from practicum.roles.make_engine import describe_engines, make_engine
-from practicum.roles.reward import RewardParts, RewardRole
+from practicum.roles.reward import RewardRole
 from practicum.roles.reward_models import RewardModelRole, RewardModels, load_reward_models
 from practicum.roles.rollout import Finished, RolloutRole, SessionRunner
 from practicum.roles.stage_table import evaluation_plan
@@ -89,11 +89,11 @@ class LocalWorkers:
         rows = [row for session in sessions for row in session]
         return self.sessions.put(partition, rows, self.sessions.plan["demonstrate"].writes)
 
-    async def reward_session(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> RewardParts:
-        return await self.rewards.score_session(batch, prompts)
+    async def reward_session(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
+        await self.rewards.score_session(batch, prompts)
 
-    def reward(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> RewardParts:
-        return self.rewards.reward(StepInfo(batch, prompts=prompts)) or {}
+    def reward(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
+        self.rewards.reward(StepInfo(batch, prompts=prompts))
 
     async def teach(self, teacher: str, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
         assert self.teachers is not None

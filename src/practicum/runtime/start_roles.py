@@ -14,8 +14,10 @@ from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.stages import Plan, StepInfo
 from practicum.dataplane.store import Store
+from practicum.recipe.derived import on_ray
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.rollout import RolloutRole
+from practicum.roles.transcripts import Transcript
 from practicum.runtime.local import start_local
 from practicum.runtime.ray.init_ray import set_environment
 
@@ -60,8 +62,12 @@ class Roles(Protocol):
         """Give the engines the learner's weights and version."""
         ...
 
-    def texts(self, batch: BatchRef) -> list[tuple[str, str]]:
-        """Prompt and response of each row as text."""
+    def transcripts(self, batch: BatchRef) -> list[Transcript]:
+        """Each row as text: for the few that are recorded."""
+        ...
+
+    def session_advantages(self, batch: BatchRef) -> dict[tuple[int, ...], float]:
+        """Each session's mean advantage over its sampled tokens, after the stage `advantages`."""
         ...
 
     def kl_state(self) -> dict[str, float]:
@@ -101,3 +107,12 @@ def start_roles(recipe: Recipe, plan: Plan, watch: Watch) -> Roles:
     from practicum.runtime.ray.start_ray import start_ray
 
     return start_ray(recipe, plan, watch)
+
+
+def loading(recipe: Recipe) -> str:
+    """What the start of a recipe's roles is busy with, in words."""
+    spec, frozen = recipe.model, [*recipe.teachers.items(), *recipe.reward.models.items()]
+    what = "making a model with random weights" if spec.path is None else f"loading model {spec.path}"
+    beside = ", ".join(name for name, model in frozen if model.url is None)
+    where = "starting Ray: " if on_ray(recipe) else ""
+    return f"{where}{what}{f' and {beside}' if beside else ''}"

@@ -11,9 +11,10 @@ from rich.console import Console
 from practicum.observe.tables import score_table
 from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
 from practicum.recipe.shipped import shipped_recipes
+from practicum.trainer.evaluate import evaluate_model
 from practicum.trainer.finished_run import Run
 from practicum.trainer.interrupt import Stopped
-from practicum.trainer.run import evaluate_model, show_ledger, train_loaded
+from practicum.trainer.run import show_ledger, train_loaded
 
 BASE, STUDENT, WAY = "base", "student", "student, of the way"
 Scores = Mapping[str, float]
@@ -42,7 +43,7 @@ def run_demo(out: Path = Path("runs/mopd"), seed: int | None = None) -> dict[str
             raise Stopped(student.signal)
     assert student is not None
     show_ledger(student.folder)
-    exam = {name: evaluate_model(recipes[STUDENT].recipe, out / name / "export") for name in recipes}
+    exam = {name: evaluate_model(recipes[STUDENT].recipe, out / name / "export").scores for name in recipes}
     rows = demo_rows(exam)
     console.print(score_table("share of held-out prompts answered right", rows, list(rows[BASE])))
     for sentence in shortfalls(rows):

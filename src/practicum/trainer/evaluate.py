@@ -3,31 +3,55 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
+from rich.console import Console
+
+from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
 from practicum.engines.protocol import Sampling
+from practicum.errors import PracticumError
+from practicum.observe.tables import score_table
+from practicum.observe.text import say
+from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.recipe.schema.recipe import Recipe
-from practicum.runtime.start_roles import Roles
+from practicum.roles.stage_table import evaluation_plan
+from practicum.runtime.start_roles import Roles, loading, start_roles
 from practicum.sessions.attempts import Attempt
 from practicum.tasks.prompts import Prompt
+from practicum.tasks.stream import eval_prompts
+from practicum.trainer.run_folder import append_lines
+from practicum.trainer.run_models import resolve_models
+from practicum.trainer.samples import choose_groups, describe
 
 EVAL = "eval"
 SEED_OFFSET = 1_000_000_007
 """Added to the run's seed, so that an evaluation prompt never draws a training prompt's numbers."""
 
 
-def evaluate(
-    recipe: Recipe, roles: Roles, prompts: Sequence[Prompt], log: Callable[[str], None]
-) -> dict[str, float]:
-    """Greedy score, mean@k and pass@k, over all prompts and by domain.
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Scores by metric, and answers as in eval.jsonl; both empty if nothing was evaluated."""
 
-    Failed sessions are left out; `log` is told why they failed.
+    scores: dict[str, float] = field(default_factory=dict)
+    answers: list[dict[str, Any]] = field(default_factory=list)
+
+
+def evaluate(
+    recipe: Recipe, roles: Roles, prompts: Sequence[Prompt], log: Callable[[str], None], *, step: int = 0
+) -> Evaluation:
+    """Greedy score, mean@k and pass@k, over all prompts and by domain; and answers of track.eval_prompts.
+
+    Failed sessions are left out of the scores; `log` is told why they failed.
     """
     if not prompts:
-        return {}
+        return Evaluation()
     rules = recipe.eval
     common = {"max_new_tokens": recipe.rollout.max_new_tokens, "stop": roles.stop}
     drawn = Sampling(temperature=rules.temperature, **common)
@@ -36,7 +60,7 @@ def evaluate(
         greedy = Sampling(greedy=True, **common)
         attempts += [Attempt(p, rules.samples, greedy, is_baseline=True) for p in prompts]
     if not attempts:
-        return {}
+        return Evaluation()
     try:
         batch = roles.eval_rollout.rollout(attempts, EVAL, seed=recipe.seed + SEED_OFFSET)
         roles.eval_rollout.reward(batch.where(lambda _, tags: tags.status == "ready"))
@@ -46,11 +70,56 @@ def evaluate(
         for failure, count in Counter(tags.failure for tags in failed).most_common():
             trace = traces[failure]
             log(f"failed in the evaluation ({count}×): {failure}{f'{chr(10)}{trace}' if trace else ''}")
-        return scores(batch, rules.samples, rules.pass_threshold)
+        shown = choose_groups(batch, recipe.track.eval_prompts)
+        answers = describe(step, roles, shown, roles.eval_rollout.prompts)
+        return Evaluation(scores(batch, rules.samples, rules.pass_threshold), answers)
     finally:
         left = roles.store.batch(EVAL).keys
         roles.store.clear(EVAL)
         roles.eval_rollout.forget(left)
+
+
+def evaluate_recipe(
+    loaded: LoadedRecipe, model: str | None = None, *, quiet: bool = False, answers: Path | None = None
+) -> dict[str, float]:
+    """Scores of the recipe's model (or `model`) on its held-out prompts, shown as a table unless `quiet`.
+
+    `answers` is a file that gets the answers, as lines of JSON.
+    """
+    console = Console(quiet=quiet)
+    if model is not None:
+        loaded = replace(loaded, recipe=_with_model(loaded.recipe, model))
+    loaded, taken = resolve_models(loaded)
+    for sentence in taken:
+        say(sentence, console)
+    recipe = loaded.recipe
+    if not quiet:
+        print(f"{loading(recipe)} …", file=sys.stderr)
+    found = evaluate_model(recipe)
+    if not found.scores:
+        raise PracticumError("nothing to evaluate: no task is built-in or has an eval_file or eval_split")
+    if answers is not None:
+        answers.unlink(missing_ok=True)
+        append_lines(answers, found.answers)
+    rows = {name.removeprefix("eval/"): {"score": value} for name, value in found.scores.items()}
+    console.print(score_table(f"{model or recipe.model.path or 'a new model'}", rows, ["score"]))
+    return found.scores
+
+
+def evaluate_model(recipe: Recipe, model: Path | None = None) -> Evaluation:
+    """Scores and answers of the recipe's model, or of the one in this folder, on its held-out prompts."""
+    if model is not None:
+        recipe = _with_model(recipe, str(model))
+    roles = start_roles(recipe, evaluation_plan(), Watch(recipe.checks, say))
+    try:
+        return evaluate(recipe, roles, eval_prompts(recipe.tasks, recipe.eval.rows, recipe.seed), say)
+    finally:
+        roles.close()
+
+
+def _with_model(recipe: Recipe, model: str) -> Recipe:
+    spec = recipe.model.model_copy(update={"path": model, "make": None})
+    return recipe.model_copy(update={"model": spec})
 
 
 def scores(batch: BatchRef, k: int, pass_threshold: float) -> dict[str, float]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import shutil
-import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +18,19 @@ from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.errors import PracticumError
 from practicum.observe.progress import ProgressView
-from practicum.observe.tables import ledger_table, score_table
+from practicum.observe.tables import ledger_table
 from practicum.observe.text import say
-from practicum.observe.trackers import Tracker, make_trackers
-from practicum.recipe.derived import on_ray
+from practicum.observe.trackers import StepDetails, Tracker, make_trackers
 from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.recipe.schema.recipe import Recipe
-from practicum.roles.stage_table import evaluation_plan, make_plan
+from practicum.roles.stage_table import make_plan
 from practicum.runtime.random_state import seed_generators, set_random_state
-from practicum.runtime.start_roles import Roles, start_roles
+from practicum.runtime.start_roles import Roles, loading, start_roles
 from practicum.tasks.check_tasks import tasks_needing_answer
 from practicum.tasks.stream import eval_prompts, make_stream
 from practicum.teachers.ledger import totals
 from practicum.trainer.checkpoints import Checkpoints, Progress
-from practicum.trainer.evaluate import evaluate
+from practicum.trainer.evaluate import Evaluation, evaluate
 from practicum.trainer.failures import Failures
 from practicum.trainer.finished_run import Run
 from practicum.trainer.interrupt import Interrupt, Stopped
@@ -41,9 +38,10 @@ from practicum.trainer.preflight import check_without_models, known_traits
 from practicum.trainer.recipe_changes import Change, allowed_changes
 from practicum.trainer.run_folder import RunFolder, choose_folder
 from practicum.trainer.run_models import finish_export, resolve_models
-from practicum.trainer.samples import sample_rows
+from practicum.trainer.samples import StepSamples
 from practicum.trainer.saver import Saver, best_metric
 from practicum.trainer.step import TRAIN, StepRunner
+from practicum.trainer.versions import describe_start
 from practicum.user_code import text_of
 
 LEDGER_WIDTH = 150
@@ -84,13 +82,15 @@ class Trainer:
         # After all that may fail: whoever it starts is stopped by `close` alone.
         self.roles: Roles = start_roles(recipe, self.plan, self.watch)
         self.runner = StepRunner(recipe, self.plan, self.roles, stream, self.watch)
-        self.runner.on_stage, self.runner.on_batch = view.stage, self._keep_samples
+        self.samples = StepSamples(self.roles, recipe.track.groups)
+        self.runner.on_stage, self.runner.on_batch = view.stage, self._note_batch
+        if "advantages" in self.plan:
+            self.runner.on_learnt = self.samples.learnt
         self.saver = Saver(recipe, folder, self.roles, self.runner)
         self.trackers: list[Tracker] = []
         self.failures = Failures(view.say, folder.log)
         self.learning = LearningWatch(recipe)
         self._to_warn_of = list(checked.warnings)
-        self._samples: list[dict[str, Any]] = []
         self._began = time.monotonic()
 
     def begin(self, changes: Sequence[Change] = (), findings: Sequence[str] = ()) -> None:
@@ -106,6 +106,7 @@ class Trainer:
             self._load(self.checkpoint)
             self._record_changes(changes)
         self.trackers = make_trackers(self.recipe, self.folder.path)
+        self.samples.for_trackers = bool(self.trackers)
         for sentence in [*findings, *self.roles.describe()]:
             self._report(sentence)
         for sentence in self._to_warn_of:
@@ -135,8 +136,9 @@ class Trainer:
         """All steps that are left, then the export."""
         steps = self.recipe.train.steps
         if not self.folder.positions()["metrics.jsonl"]:
-            self.progress.first_eval = self.evaluate()
-            self._record(0, dict(self.progress.first_eval))
+            first = self.evaluate()
+            self.progress.first_eval = first.scores
+            self._record(0, dict(first.scores), {"eval": first.answers})
         if self.progress.pending:
             self._complete_step()
         self._mark()
@@ -161,12 +163,14 @@ class Trainer:
             interrupt.number,
         )
 
-    def evaluate(self) -> dict[str, float]:
-        """Scores on the held-out prompts with the current weights."""
+    def evaluate(self) -> Evaluation:
+        """Scores and answers on the held-out prompts with the current weights."""
         self.view.stage("eval")
-        began = time.perf_counter()
-        metrics = evaluate(self.recipe, self.roles, self.eval_prompts, self.folder.log)
-        return metrics | {"time/eval": time.perf_counter() - began} if metrics else {}
+        began, step = time.perf_counter(), self.progress.step
+        found = evaluate(self.recipe, self.roles, self.eval_prompts, self.folder.log, step=step)
+        if found.scores:
+            found.scores["time/eval"] = time.perf_counter() - began
+        return found
 
     def _one_step(self, number: int) -> None:
         self._end_step(number, self.runner.step(number))
@@ -175,17 +179,22 @@ class Trainer:
     def _end_step(self, number: int, metrics: dict[str, float]) -> None:
         """All is learnt: from now on a checkpoint is of this step."""
         self.progress.step = number
-        self.progress.pending = {"metrics": metrics, "samples": self._samples}
+        recorded = {"samples": self.samples.answers, "distributions": self.samples.distributions}
+        self.progress.pending = {"metrics": metrics, **recorded}
+        self.samples.clear()
         self._mark()
 
     def _complete_step(self) -> None:
         """Evaluate, record and keep the step that was learnt last."""
         every, steps, number = self.recipe.eval.every, self.recipe.train.steps, self.progress.step
-        metrics, self._samples = dict(self.progress.pending["metrics"]), self.progress.pending["samples"]
+        pending = self.progress.pending
+        metrics, tables = dict(pending["metrics"]), {"samples": pending["samples"]}
         if number == steps or (every and number % every == 0):
-            self.progress.last_eval = self.evaluate()
-            metrics |= self.progress.last_eval
-        self._record(number, metrics)
+            found = self.evaluate()
+            self.progress.last_eval = found.scores
+            metrics |= found.scores
+            tables["eval"] = found.answers
+        self._record(number, metrics, tables, pending["distributions"])
         self.progress.pending = {}
         is_best = self._is_best(metrics)
         self._mark()
@@ -202,6 +211,9 @@ class Trainer:
         except Exception as error:  # the first error is the one to show
             self.folder.log(f"no checkpoint of step {self.progress.step}: {type(error).__name__}: {error}")
             lost = f"no checkpoint of step {self.progress.step} could be written: {error}\n"
+        if self.samples.answers:  # of the step under way, for whoever looks why it failed; cut when resumed
+            with suppress(OSError):
+                self.folder.append("samples.jsonl", self.samples.answers)
         if not (saved := self.saver.checkpoints.steps()):
             return f"{lost}{self.folder.path} has no checkpoint: start again with --fresh"
         return f"{lost}{self.folder.path} has a checkpoint of step {saved[-1]}: --resume continues from it"
@@ -221,13 +233,21 @@ class Trainer:
         self.progress.best, self.progress.best_step = metrics[name], self.progress.step
         return True
 
-    def _record(self, number: int, metrics: dict[str, float]) -> None:
+    def _record(
+        self,
+        number: int,
+        metrics: dict[str, float],
+        tables: Mapping[str, list[dict[str, Any]]],
+        distributions: Mapping[str, list[float]] | None = None,
+    ) -> None:
         row = {"step": number, **metrics}
         self.folder.append("metrics.jsonl", [row])
-        self.folder.append("samples.jsonl", [{"step": number, **s} for s in self._samples])
-        self._samples = []
+        for name, answers in tables.items():
+            self.folder.append(f"{name}.jsonl", answers)
+        details = StepDetails({name: rows for name, rows in tables.items() if rows}, distributions or {})
         for tracker in self.trackers:
             tracker.log(number, metrics)
+            tracker.log_details(number, details)
         self.view.step(number, metrics)
         for sentence in self.learning.note(metrics):
             self.view.warn(sentence)
@@ -235,13 +255,11 @@ class Trainer:
         if self.on_step is not None:
             self.on_step(row)
 
-    def _keep_samples(self, batch: BatchRef) -> None:
+    def _note_batch(self, batch: BatchRef) -> None:
         self.failures.note(batch)
-        wanted = self.recipe.track.trajectories - len(self._samples)
-        if wanted > 0:
-            self._samples += sample_rows(self.roles, batch, wanted)
-            if self._samples:
-                self.view.sample(self._samples[-1])
+        self.samples.rolled_out(self.progress.step + 1, batch)
+        if self.samples.answers:
+            self.view.sample(self.samples.answers[-1])
 
     def _report(self, sentence: str) -> None:
         self.view.say(sentence)
@@ -274,6 +292,7 @@ def train_loaded(
 
     With `change` a resumed run may have a recipe with other values than the run had.
     """
+    start = describe_start(loaded.source)
     folder = choose_folder(loaded.recipe, out, resume=resume, fresh=fresh)
     loaded, taken = resolve_models(loaded, resumed=folder if resume else None)
     recipe = loaded.recipe
@@ -288,14 +307,19 @@ def train_loaded(
         run = stack.enter_context(closing(Trainer(recipe, folder, view, resume=resume, on_step=on_step)))
         try:
             run.begin(changes, taken)
-            return run.train(interrupt)
+            folder.note_start(start)
+            outcome = run.train(interrupt)
+            folder.note_end("interrupted" if outcome.interrupted else "done", outcome.steps)
+            return outcome
         except BaseException as error:
             kind = "" if isinstance(error, Stopped) else f"{type(error).__name__}: "
-            folder.log(f"stopped by {kind}{text_of(error)}")
+            reason = f"stopped by {kind}{text_of(error)}"
+            folder.log(reason)
             if details := getattr(error, "details", ""):
                 folder.log(f"traceback:\n{details}")
             if isinstance(error, Exception):
                 error.add_note(run.rescue())
+            folder.note_end(reason, run.progress.step)
             raise
 
 
@@ -341,49 +365,3 @@ def show_ledger(folder: Path) -> None:
     lines = totals(RunFolder(folder).metrics())
     if lines:
         Console(width=max(Console().width, LEDGER_WIDTH)).print(ledger_table(lines))
-
-
-def loading(recipe: Recipe) -> str:
-    """What the start of a recipe's roles is busy with, in words."""
-    spec, frozen = recipe.model, [*recipe.teachers.items(), *recipe.reward.models.items()]
-    what = "making a model with random weights" if spec.path is None else f"loading model {spec.path}"
-    beside = ", ".join(name for name, model in frozen if model.url is None)
-    where = "starting Ray: " if on_ray(recipe) else ""
-    return f"{where}{what}{f' and {beside}' if beside else ''}"
-
-
-def evaluate_recipe(
-    loaded: LoadedRecipe, model: str | None = None, *, quiet: bool = False
-) -> dict[str, float]:
-    """Scores of the recipe's model (or `model`) on its held-out prompts, shown as a table unless `quiet`."""
-    console = Console(quiet=quiet)
-    if model is not None:
-        loaded = replace(loaded, recipe=_with_model(loaded.recipe, model))
-    loaded, taken = resolve_models(loaded)
-    for sentence in taken:
-        say(sentence, console)
-    recipe = loaded.recipe
-    if not quiet:
-        print(f"{loading(recipe)} …", file=sys.stderr)
-    scores = evaluate_model(recipe)
-    if not scores:
-        raise PracticumError("nothing to evaluate: no task is built-in or has an eval_file or eval_split")
-    rows = {name.removeprefix("eval/"): {"score": value} for name, value in scores.items()}
-    console.print(score_table(f"{model or recipe.model.path or 'a new model'}", rows, ["score"]))
-    return scores
-
-
-def evaluate_model(recipe: Recipe, model: Path | None = None) -> dict[str, float]:
-    """Scores of the recipe's model, or of the one in this folder, on the recipe's held-out prompts."""
-    if model is not None:
-        recipe = _with_model(recipe, str(model))
-    roles = start_roles(recipe, evaluation_plan(), Watch(recipe.checks, say))
-    try:
-        return evaluate(recipe, roles, eval_prompts(recipe.tasks, recipe.eval.rows, recipe.seed), say)
-    finally:
-        roles.close()
-
-
-def _with_model(recipe: Recipe, model: str) -> Recipe:
-    spec = recipe.model.model_copy(update={"path": model, "make": None})
-    return recipe.model_copy(update={"model": spec})

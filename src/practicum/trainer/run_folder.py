@@ -1,11 +1,9 @@
-"""The run folder: resolved recipe, versions, metrics, sampled trajectories, log, checkpoints, export."""
+"""The run folder: resolved recipe, versions, metrics, recorded answers, log, checkpoints, export."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
-import platform
 import shutil
 import tempfile
 import time
@@ -19,15 +17,16 @@ import yaml
 from practicum.errors import PracticumError
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.text.show_recipe import resolved_yaml
+from practicum.trainer.versions import now, versions
 
-PACKAGES = ("practicum", "torch", "transformers", "numpy", "pydantic", "safetensors")
-APPENDED = ("metrics.jsonl", "samples.jsonl")
+APPENDED = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
 OWNED = (
     *APPENDED,
     "changes.jsonl",
     "recipe.yaml",
     "log.txt",
     "wandb.id",
+    "trackio.id",
     "checkpoints",
     "export",
     "exports",
@@ -44,6 +43,7 @@ class RunFolder:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.export = path / "export"
+        self._has_started = False
 
     @property
     def is_used(self) -> bool:
@@ -66,9 +66,25 @@ class RunFolder:
                 path.unlink(missing_ok=True)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         self.write_recipe(recipe)
-        versions = {name: _version(name) for name in PACKAGES}
-        versions |= {"python": platform.python_version(), "machine": platform.platform()}
-        write_atomic(self.path / "versions.json", json.dumps(versions, indent=2))
+        self._write_versions([])
+
+    def note_start(self, start: Mapping[str, Any]) -> None:
+        """Add a start of the run to versions.json: the first, or one that resumes it."""
+        self._write_versions([*self._starts(), start])
+        self._has_started = True
+
+    def note_end(self, outcome: str, step: int) -> None:
+        """How this start of the run ended, after which step; nothing if it never used the folder."""
+        if self._has_started:
+            *before, last = self._starts()
+            self._write_versions([*before, last | {"ended": now(), "outcome": outcome, "last_step": step}])
+
+    def _starts(self) -> list[dict[str, Any]]:
+        return json.loads((self.path / "versions.json").read_text()).get("starts", [])
+
+    def _write_versions(self, starts: Sequence[Mapping[str, Any]]) -> None:
+        text = json.dumps({**versions(), "starts": starts}, indent=2, ensure_ascii=False)
+        write_atomic(self.path / "versions.json", text)
 
     def write_recipe(self, recipe: Recipe) -> None:
         """The recipe as resolved: every value that the run goes by."""
@@ -79,9 +95,8 @@ class RunFolder:
         return yaml.safe_load((self.path / "recipe.yaml").read_text())
 
     def append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add JSON lines to metrics.jsonl, samples.jsonl or changes.jsonl."""
-        with (self.path / name).open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        """Add JSON lines to one of `APPENDED` or changes.jsonl."""
+        append_lines(self.path / name, rows)
 
     def metrics(self) -> list[dict[str, float]]:
         """The metrics of every step so far."""
@@ -151,6 +166,13 @@ def require_possible(path: Path) -> None:
                 place.rmdir()
 
 
+def append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Add JSON lines to a file."""
+    # Half of a surrogate pair, which JSON can say and UTF-8 can't, is written as its escape.
+    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
 def write_atomic(path: Path, text: str) -> None:
     """Write a file so that it is there whole or not at all."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -169,10 +191,3 @@ def follow_umask(folder: Path) -> None:
         held = path.stat().st_mode
         if held & 0o777 != wanted:
             path.chmod(held & 0o7000 | wanted)
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

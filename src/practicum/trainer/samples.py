@@ -1,44 +1,137 @@
-"""Sampled trajectories as people read them, for samples.jsonl."""
+"""Answers as people and programs read them: lines of samples.jsonl and eval.jsonl, one for each session."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.keys import Key, Tags
+from practicum.roles.transcripts import Transcript
 from practicum.runtime.start_roles import Roles
+from practicum.tasks.prompts import Prompt
+from practicum.trainer.step_metrics import session_tags
+
+Row = tuple[Key, Tags, Transcript]
+_COUNTED = ("response_tokens", "sampled_tokens", "turns", "tool_calls", "tool_errors")
+"""Tags whose sums over a session's trajectories are recorded."""
 
 
-def sample_rows(roles: Roles, batch: BatchRef, count: int) -> list[dict[str, Any]]:
-    """All trajectories of the first sessions of distinct prompts, and of the first that failed."""
-    firsts: dict[int, tuple[int, ...]] = {}
-    failed: list[tuple[int, ...]] = []
+class StepSamples:
+    """What is recorded of the step under way: whole groups, and values of all its sessions.
+
+    Each step has `track.groups` groups, or all it rolled out if those are fewer; the tasks take turns, and
+    each step begins with another one.
+    """
+
+    def __init__(self, roles: Roles, groups: int) -> None:
+        self.roles, self.groups = roles, groups
+        self.answers: list[dict[str, Any]] = []
+        self.distributions: dict[str, list[float]] = {}
+        self.for_trackers = False
+        """Whether distributions are asked for."""
+        self._keys: set[Key] = set()
+
+    def rolled_out(self, step: int, batch: BatchRef) -> None:
+        """Record groups of a rollout, of which a step may have several."""
+        wanted = self.groups - len({answer["group"] for answer in self.answers})
+        chosen = choose_groups(batch, wanted, turn=step)
+        self.answers += describe(step, self.roles, chosen, self.roles.rollout.prompts)
+        self._keys |= set(chosen.keys)
+        if self.for_trackers:
+            ready = [tags for tags in session_tags(batch) if tags.status == "ready"]
+            self._add("sessions/reward", [tags.reward for tags in ready if tags.reward is not None])
+            self._add("sessions/response_tokens", [tags.response_tokens for tags in ready])
+
+    def learnt(self, batch: BatchRef) -> None:
+        """Add the advantages of the batch that was learnt from; it is still in the store."""
+        part = batch if self.for_trackers else batch.where(lambda key, _: key in self._keys)
+        means = self.roles.session_advantages(part) if part else {}
+        for answer in self.answers:
+            answer["advantage"] = means.get((answer["group"], answer["session"]))
+        if self.for_trackers:
+            self._add("sessions/advantage", list(means.values()))
+
+    def clear(self) -> None:
+        """Begin another step."""
+        self.answers, self.distributions, self._keys = [], {}, set()
+
+    def _add(self, name: str, values: Sequence[float]) -> None:
+        if values:
+            self.distributions.setdefault(name, []).extend(values)
+
+
+def choose_groups(batch: BatchRef, count: int | None, turn: int = 0) -> BatchRef:
+    """The rows of `count` prompts, or of all if there are fewer or `count` is None.
+
+    The tasks take turns, in the order of their names from number `turn` on; prompts of a task are in order.
+    """
+    by_task: dict[str, set[int]] = {}
     for key, tags in batch:
-        if tags.failure is None:
-            firsts.setdefault(key.prompt, key[:2])
-        else:
-            failed.append(key[:2])
-    chosen = {*list(firsts.values())[:count], *failed[:count]}
-    part = batch.where(lambda key, _: key[:2] in chosen)
-    return [_described(part.take([i]), *texts) for i, texts in enumerate(roles.texts(part))]
+        by_task.setdefault(tags.task, set()).add(key.prompt)
+    places = [
+        (place, (number - turn) % len(by_task), prompt)
+        for number, task in enumerate(sorted(by_task))
+        for place, prompt in enumerate(sorted(by_task[task]))
+    ]
+    chosen = {prompt for _, _, prompt in sorted(places)[:count]}
+    return batch.where(lambda key, _: key.prompt in chosen)
 
 
-def _described(row: BatchRef, prompt: str, response: str) -> dict[str, Any]:
-    """Texts, reward, versions and failure of one row."""
-    key, tags = row.keys[0], row.tags[0]
+def describe(step: int, roles: Roles, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> list[dict[str, Any]]:
+    """A line for each session of a batch, in its order; the batch has all rows of its sessions."""
+    sessions: dict[tuple[int, ...], list[Row]] = {}
+    for (key, tags), transcript in zip(batch, roles.transcripts(batch), strict=True):
+        sessions.setdefault(key[:2], []).append((key, tags, transcript))
+    return [_described(step, rows, prompts[rows[0][0]]) for rows in sessions.values()]
+
+
+def _described(step: int, rows: Sequence[Row], prompt: Prompt) -> dict[str, Any]:
+    """One session: its answer is its last trajectory, counts are of all of them."""
+    key, tags, last = rows[-1]
     return {
-        "prompt_uid": key.prompt,
+        "step": step,
+        "id": f"{step}/{key.prompt}/{key.session}",
+        "group": key.prompt,
         "session": key.session,
-        "trajectory": key.trajectory,
         "task": tags.task,
         "domain": tags.domain,
         "teacher": tags.teacher,
-        "response_tokens": tags.response_tokens,
-        "prompt": prompt,
-        "response": response,
+        "greedy": tags.is_baseline,
+        "prompt": last.prompt,
+        "response": last.response,
+        "expected": _as_json(prompt.answer),
         "reward": tags.reward,
+        "parts": tags.reward_parts,
+        "advantage": None,
+        "prompt_tokens": tags.prompt_tokens,
+        **{name: sum(getattr(t, name) for _, t, _ in rows) for name in _COUNTED},
         "finish": tags.finish,
-        "turns": tags.turns,
-        "tool_calls": tags.tool_calls,
-        "version": [tags.version_min, tags.version_max],
+        "version": [min(t.version_min for _, t, _ in rows), max(t.version_max for _, t, _ in rows)],
         "failure": tags.failure,
+        "trajectories": _trajectories(rows),
     }
+
+
+def _trajectories(rows: Sequence[Row]) -> list[dict[str, Any]] | None:
+    """The session turn by turn; None for an answer of one turn, which `prompt` and `response` show."""
+    if len(rows) == 1 and len(rows[0][2].spans) < 2:
+        return None
+    return [
+        {
+            "prompt": text.prompt,
+            "spans": [{"sampled": s.sampled, "text": s.text, "tokens": s.tokens} for s in text.spans],
+            "finish": tags.finish,
+        }
+        for _, tags, text in rows
+    ]
+
+
+def _as_json(value: Any) -> Any:
+    """An expected answer as JSON has it; what JSON does not know is text."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return str(value)
+    return value

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean
 from typing import TypeVar
 
 from practicum.checks import invariants
@@ -48,13 +47,13 @@ class StepRunner:
         self.on_batch: Callable[[BatchRef], None] = lambda batch: None
         self.learnt: tuple[int, Metrics] | None = None
         """The step under way and its metrics so far, once its update is done and can't be undone."""
+        self.on_learnt: Callable[[BatchRef], None] = lambda batch: None
         self._seconds: Metrics = {}
-        self._parts: dict[str, list[float]] = {}
 
     def step(self, number: int) -> Metrics:
         """Roll out, score, learn, and leave the store as it was. Returns the step's metrics."""
         began = time.perf_counter()
-        self._seconds, self._parts, self.learnt = {}, {}, None
+        self._seconds, self.learnt = {}, None
         self.watch.fired.clear()
 
         if "teachers" in self.plan:
@@ -68,6 +67,7 @@ class StepRunner:
         for stage in self.plan.learner_stages():  # old_logprobs, … advantages, update_critic, update_student
             metrics |= self._learn(stage.name, step)
         self.learnt = number, metrics
+        self.on_learnt(step.batch.real())
         self._run("sync", self.roles.sync_weights)
         self._run("clear", lambda: self._clear(step.batch))
         self.watch.after_step(metrics, step.batch.real())
@@ -117,7 +117,6 @@ class StepRunner:
 
     def _rollout_metrics(self, rolled: Sequence[BatchRef], groups: Sequence[Group]) -> Metrics:
         metrics = rollout_metrics([tags for batch in rolled for tags in session_tags(batch)], groups)
-        metrics |= {f"reward/part/{name}": fmean(scores) for name, scores in self._parts.items()}
         left = trajectories(BatchRef.concat(rolled))
         if left is not None and left != 1:
             metrics["rollout/trajectories"] = left
@@ -144,9 +143,7 @@ class StepRunner:
         self.watch("weight_version", invariants.weight_version(rolled, self.roles.version))
         self.watch("groups", invariants.groups(rolled, recipe.rollout.samples + baseline))
         done = rolled.where(lambda _, tags: tags.status == "ready")
-        parts = self._run("reward", lambda: rollout.reward(done)) or {}
-        for name, scores in parts.items():
-            self._parts.setdefault(name, []).extend(scores)
+        self._run("reward", lambda: rollout.reward(done))
         batch = self.roles.store.batch(TRAIN, rolled.keys)
         self.on_batch(batch)
         return batch

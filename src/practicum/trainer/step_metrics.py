@@ -18,7 +18,7 @@ METRICS: dict[str, str] = {
     "reward/mean/<domain>": "Mean reward of one domain.",
     "reward/part/<name>": "Mean of one reward function or model, before its weight.",
     "rollout/sessions": "Sessions rolled out, failed ones included.",
-    "rollout/failed": "Sessions that failed (their reasons are in samples.jsonl and the log).",
+    "rollout/failed": "Sessions that failed (their reasons are in log.txt).",
     "rollout/retries": "Further tries of sessions that failed (agent.on_failure).",
     "rollout/trajectories": "Mean number of trajectories that a session left.",
     "rollout/turns": "Mean number of turns of a session.",
@@ -107,6 +107,7 @@ def rollout_metrics(tags: Iterable[Tags], groups: Iterable[Group]) -> dict[str, 
         out["rollout/truncated"] = statistics.fmean(t.finish in ("length", "context") for t in ready)
         out |= _agent_metrics(tags, ready)
         out |= by_domain("reward/mean", ready)
+        out |= _reward_parts(ready)
     judged = [group for group in groups if group.rewards()]
     if judged:
         out["groups/flat"] = statistics.fmean(group.is_flat for group in judged)
@@ -126,6 +127,15 @@ def _agent_metrics(tags: Sequence[Tags], ready: Sequence[Tags]) -> dict[str, flo
         out["rollout/tool_calls"] = calls / len(ready)
         out["rollout/tool_errors"] = sum(t.tool_errors for t in ready) / calls
     return out
+
+
+def _reward_parts(ready: Sequence[Tags]) -> dict[str, float]:
+    """Mean of each reward function and model over the sessions that have a reward."""
+    parts: dict[str, list[float]] = {}
+    for tags in ready:
+        for name, value in (tags.reward_parts or {}).items() if tags.reward is not None else ():
+            parts.setdefault(name, []).append(value)
+    return {f"reward/part/{name}": statistics.fmean(values) for name, values in parts.items()}
 
 
 def by_domain(name: str, tags: Iterable[Tags]) -> dict[str, float]:

@@ -251,8 +251,14 @@ class Track(Section):
 
     tensorboard: bool = key(False, "Write TensorBoard events into the run folder.")
     wandb: str | None = key(None, "Weights & Biases project to log to.")
+    trackio: str | None = key(None, "trackio project on this machine to log to.")
     own: list[OwnName] = key([], "Trackers of your own, as package.module:name.")
-    trajectories: int = key(4, "Trajectories written to samples.jsonl per step.", ge=0)
+    groups: int = key(
+        1, "Groups per step written to samples.jsonl whole, the tasks taking turns; 0 = none.", ge=0
+    )
+    eval_prompts: int | None = key(
+        None, "Prompts per evaluation whose answers are written to eval.jsonl; unset: all.", ge=0
+    )
 
 
 Level = Literal["error", "warn", "off"]

@@ -24,6 +24,8 @@ from practicum.recipe.text.type_text import (
 )
 from practicum.recipe.user_functions import meant
 
+RENAMED = {"track.trajectories": "track.groups, the number of whole groups per step"}
+"""Keys that have another name and meaning now."""
 _YES_NO = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 
 
@@ -107,6 +109,7 @@ def _explain(details: Any, spot: Spot, origins: Mapping[str, Origin]) -> RecipeE
     path = dotted(spot.path)
     if details["type"] == "extra_forbidden":
         where, meant = unknown_key(spot.path)
+        meant = f"use {RENAMED[path]}" if path in RENAMED else meant
         return RecipeError(path, with_origin("an unknown key", path, origins), where, meant)
     wanted = expected_type(kind, info.metadata if info else ())
     if details["type"] == "missing":

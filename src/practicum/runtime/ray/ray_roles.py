@@ -23,6 +23,7 @@ from practicum.roles.stage_table import evaluation_plan
 from practicum.roles.student import UpdateReport
 from practicum.roles.sync import SyncProbe
 from practicum.roles.teachers import takes_new_weights
+from practicum.roles.transcripts import Transcript
 from practicum.runtime.ray.actor_calls import ask, ask_async, first_death
 from practicum.runtime.ray.cluster import Cluster
 from practicum.runtime.ray.ray_rollout import RayWorkers, ReplicaPools, output_head
@@ -204,8 +205,11 @@ class RayRoles:
 
         return work
 
-    def texts(self, batch: BatchRef) -> list[tuple[str, str]]:
-        return self.group.first("texts", batch) if batch else []
+    def transcripts(self, batch: BatchRef) -> list[Transcript]:
+        return self.group.first("transcripts", batch) if batch else []
+
+    def session_advantages(self, batch: BatchRef) -> dict[tuple[int, ...], float]:
+        return self.group.first("session_advantages", batch)
 
     def kl_state(self) -> dict[str, float]:
         return self.group.first("kl_state")

@@ -19,8 +19,7 @@ from practicum.dataplane.keys import Key
 from practicum.dataplane.store import Store
 from practicum.errors import DeadlineError
 from practicum.recipe.schema.recipe import Recipe
-from practicum.roles.reward import RewardParts
-from practicum.roles.rollout import Finished, joined_parts
+from practicum.roles.rollout import Finished
 from practicum.runtime.ray.actor_calls import ask_async, each_report
 from practicum.runtime.ray.replica_pool import ReplicaPool
 from practicum.runtime.ray.rollout_worker import RolloutRequest
@@ -139,18 +138,18 @@ class RayWorkers:
             await self.pools.rollout.run(work, load=len(request.attempts), sticky=first, again=clean_up)
         return list(reported)
 
-    async def reward_session(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> RewardParts:
-        return await self._call(self.pools.reward, "reward", self.is_eval, batch, prompts, load=len(batch))
+    async def reward_session(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
+        await self._call(self.pools.reward, "reward", self.is_eval, batch, prompts, load=len(batch))
 
-    def reward(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> RewardParts:
-        async def reward_all() -> list[RewardParts]:
+    def reward(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
+        async def reward_all() -> None:
             shares = self._shares(batch)
             works = (
                 self.reward_session(share, {key: prompts[key] for key in share.keys}) for share in shares
             )
-            return await gather_all(works)
+            await gather_all(works)
 
-        return joined_parts(run_async(reward_all(), timeout=self.recipe.rollout.deadline_s, owner="reward"))
+        run_async(reward_all(), timeout=self.recipe.rollout.deadline_s, owner="reward")
 
     def _shares(self, batch: BatchRef) -> list[BatchRef]:
         """Whole prompts for each reward worker; everything for one, if a function takes a whole batch."""

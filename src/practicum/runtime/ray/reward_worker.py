@@ -16,7 +16,7 @@ from practicum.recipe.schema.recipe import Recipe
 from practicum.rewards.loaded_reward_model import ColocatedRewardModel, load_reward_model
 from practicum.rewards.reward_place import CannotScore, JudgeInput, score_all
 from practicum.roles.load_teachers import make_model_cache
-from practicum.roles.reward import RewardParts, RewardRole
+from practicum.roles.reward import RewardRole
 from practicum.roles.reward_models import RewardModelRole, RewardModels, load_reward_models
 from practicum.roles.stage_table import evaluation_plan
 from practicum.roles.train_rank import set_threads
@@ -55,10 +55,10 @@ class RewardWorker(Worker):
 
         self._train, self._eval = make_role(plan), make_role(evaluation_plan())
 
-    def reward(self, is_eval: bool, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> RewardParts:
-        """Score these sessions, all of whose rows are in the batch; gives the scores of each function."""
+    def reward(self, is_eval: bool, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
+        """Score these sessions, all of whose rows are in the batch."""
         role = self._eval if is_eval else self._train
-        return role.reward(StepInfo(batch, prompts=prompts)) or {}
+        role.reward(StepInfo(batch, prompts=prompts))
 
 
 class RewardModelWorker:
