@@ -191,7 +191,7 @@ def test_an_evaluation_counts_the_models_and_sleeps_after(tmp_path: Path, seven:
     recipe = loaded.recipe
     with roles_of(loaded, evaluating=True) as roles:
         prompts = eval_prompts(recipe.tasks, 3, recipe.seed)
-        assert evaluate(recipe, roles, prompts, print)["eval/greedy"] == pytest.approx(7.0)
+        assert evaluate(recipe, roles, prompts, print).scores["eval/greedy"] == pytest.approx(7.0)
         with pytest.raises(TeacherError, match="sleeps"):
             run(rm_of(roles, "asked").judge(JudgeInput("", "1", "2", None)))
 

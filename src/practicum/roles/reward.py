@@ -58,8 +58,10 @@ class RewardRole:
         """Score each session once; one that can't be scored is marked failed, not scored zero."""
         sessions = _sessions(batch)
         samples = self._samples(batch, columns, step.prompts, sessions)
-        work, deadline_s = self.functions.score(list(samples.values())), self.recipe.rollout.deadline_s
-        results = run_async(work, timeout=deadline_s, owner="reward") if samples else []
+        results: list[RewardResult] = []
+        if samples:
+            work, deadline_s = self.functions.score(list(samples.values())), self.recipe.rollout.deadline_s
+            results = run_async(work, timeout=deadline_s, owner="reward")
         if self.models is not None:
             inputs = self._model_inputs(batch, step.prompts, sessions, samples)
             results = self.models.add(results, inputs)

@@ -29,7 +29,7 @@ def describe_start(recipe: Path) -> dict[str, Any]:
     """One start of a run: its command line and commits, of practicum and of the recipe's folder."""
     package = Path(practicum.__file__)
     return {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join(sys.orig_argv),
         "directory": str(Path.cwd()),
         "commits": {"practicum": git_state(package.parent, package.name), "recipe": git_state(recipe.parent)},
         "started": now(),
