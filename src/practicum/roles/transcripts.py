@@ -46,6 +46,6 @@ def read_transcripts(store: Store, tokenizer: PreTrainedTokenizerBase, batch: Ba
             end = at + len(list(run))
             spans.append(TranscriptSpan(sampled, str(tokenizer.decode(response[at:end])), end - at))
             at = end
-        texts = (str(tokenizer.decode(ids)) for ids in (prompt, response))
-        found[key] = Transcript(*texts, tuple(spans))
+        before, after = (str(tokenizer.decode(ids)) for ids in (prompt, response))
+        found[key] = Transcript(before, after, tuple(spans))
     return [found.get(key, Transcript()) for key in batch.keys]
