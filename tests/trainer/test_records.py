@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+import wandb
 from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -175,11 +176,13 @@ def test_eval_prints_json_and_nothing_else(tmp_path: Path):
 
 def test_wandb_gets_metrics_answers_and_distributions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
+    for name in ("SILENT", "DISABLE_GIT", "DISABLE_CODE", "X_DISABLE_STATS", "X_DISABLE_META"):
+        monkeypatch.setenv(f"WANDB_{name}", "true")
     tracker = WandB("records", tiny(tmp_path).recipe, tmp_path)
     tracker.log(1, {"reward/mean": 0.5})
     tracker.log_details(1, DETAILS)
     tracker.close()
+    wandb.teardown()  # ends its process, which writes what it holds
     (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/samples_*.table.json")
     data = json.loads(table.read_text())
     assert data["columns"] == list(COLUMNS)

@@ -257,7 +257,7 @@ class Track(Section):
         1, "Groups per step written to samples.jsonl whole, the tasks taking turns; 0 = none.", ge=0
     )
     eval_prompts: int | None = key(
-        None, "Prompts per evaluation whose answers are written to eval.jsonl; unset: all.", ge=0
+        None, "Prompts per evaluation whose answers are written to eval.jsonl; unset: all.", _EVALUATED, ge=0
     )
 
 
