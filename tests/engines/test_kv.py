@@ -17,6 +17,7 @@ from practicum.engines.torch.kv_memory import (
     runs,
 )
 from practicum.models import packed_attention
+from practicum.models.batch_invariance import padded_keys
 from practicum.models.packed_attention import PackedLayout, padded_length
 from tests.engines.engines import resident
 
@@ -102,8 +103,8 @@ def test_runs_cover_the_slots_and_pad_little(lengths: list[int]):
     assert [first for first, _, _ in found] == [0, *(end for _, end, _ in found[:-1])]
     assert found[-1][1] == len(lengths)
     for first, end, longest in found:
-        assert longest == max(lengths[first:end]) + 1
-        padding = sum(longest - 1 - length for length in lengths[first:end])
+        assert longest == padded_keys(max(lengths[first:end]) + 1)
+        padding = sum(longest - padded_keys(length + 1) for length in lengths[first:end])
         assert padding <= kv.RUN_COST * (end - first)
 
 

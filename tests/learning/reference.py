@@ -23,9 +23,9 @@ from practicum.algorithms.kl import token_kl
 from practicum.algorithms.policy_losses.registry import POLICY_LOSSES
 from practicum.algorithms.policy_losses.types import PolicyInputs
 from practicum.dataplane.ragged import Ragged
-from practicum.learning.norms import fuse_norms
 from practicum.learning.update_batch import UpdateBatch
 from practicum.models.load_model import ready
+from practicum.models.norms import fuse_norms
 from practicum.recipe.schema.algorithm_sections import Algorithm
 from practicum.recipe.schema.recipe import Train
 
@@ -58,7 +58,7 @@ def tiny(family: str = "qwen3", dtype: torch.dtype = torch.float64, seed: int = 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype)
-    # transformers' own norms round double precision to single; tests/learning/test_norms.py compares them.
+    # transformers' own norms round double precision to single; tests/models/test_norms.py compares them.
     fuse_norms(model)
     return ready(model, torch.device("cpu"))
 

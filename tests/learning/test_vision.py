@@ -19,12 +19,12 @@ from practicum.engines.protocol import Counter, GenerateRequest, Generation
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import DataError
 from practicum.learning.learner import Learner
-from practicum.learning.norms import fuse_norms
 from practicum.learning.packing import RowExtras, RowSpans
 from practicum.learning.update_batch import CriticBatch, UpdateBatch
 from practicum.learning.value_learner import ValueLearner
 from practicum.models.images import Images
 from practicum.models.load_model import ready
+from practicum.models.norms import fuse_norms
 from practicum.models.processor import make_vision_tokenizer
 from practicum.models.tiny_models import made_config
 from practicum.models.vision import image_token_id, sequence_positions

@@ -142,6 +142,21 @@ def test_a_run_with_a_copy_of_the_student_resumes_where_it_was(
     _cut_and_resume(tmp_path, monkeypatch, cut, distill={"signal": signal}, **SELF, **LONGER)
 
 
+@pytest.mark.parametrize(
+    "distill",
+    [{"divergence": "abs", "signal": "sampled"}, {"signal": "top_k", "top_k": 8}, {"signal": "full"}],
+    ids=["abs", "top_k", "full"],
+)
+def test_a_teacher_with_the_students_weights_gives_exactly_no_signal(tmp_path: Path, distill: dict[str, Any]):
+    teachers = {"self": {"student": {"every": 1}}}
+    train = {"steps": 1, "prompts": 4, "lr": 1e-2, "microbatch_tokens": 64}
+    loaded = write(tmp_path, teachers=teachers, distill=distill, train=train, reward={"weight": 0.0})
+    train_loaded(loaded, tmp_path / "run")
+    row = metrics_of(tmp_path / "run")[1]
+    assert row["train/tokens"] > 0
+    assert row["train/loss"] == row["train/grad_norm"] == 0.0
+
+
 @pytest.mark.long
 def test_a_run_with_an_own_copy_of_the_student_resumes_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

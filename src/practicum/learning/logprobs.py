@@ -17,6 +17,7 @@ from practicum.dataplane.ragged import Ragged
 from practicum.learning.packed_model import PackedModel
 from practicum.learning.packing import Packed, RowExtras, RowSpans
 from practicum.models.attention import head_logits
+from practicum.models.batch_invariance import ROWS
 from practicum.models.fingerprint import LENGTH, fingerprint_ids
 from practicum.recipe.counts import CHUNK_LOGITS
 
@@ -50,7 +51,7 @@ def map_logits(
         return reduce(scaled_logits(head_logits(model, hidden_C), 1.0), rows)
 
     tokens = hidden_M.shape[0]
-    size = max(1, chunk_logits // model.config.get_text_config().vocab_size)
+    size = max(ROWS, chunk_logits // model.config.get_text_config().vocab_size)
     if size >= tokens:
         return chunk(hidden_M, slice(0, tokens))
 

@@ -14,7 +14,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from practicum.dataplane.ragged import Ragged
 from practicum.errors import DataError, EngineError
-from practicum.learning.norms import fuse_norms
 from practicum.learning.packing import Packed, RowExtras, RowSpans
 from practicum.learning.parallel import Parallel, run_in
 from practicum.learning.update_metrics import RouterLoad
@@ -52,7 +51,6 @@ class PackedModel:
         self.autocast = train.autocast == "bfloat16"
         self.gradient_checkpointing = train.gradient_checkpointing
         self.routes = routes_of(model)
-        fuse_norms(model)
         if self.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._forward: Callable[..., Tensor] = packed_forward
@@ -171,7 +169,7 @@ class PackedModel:
         elif load is not None:
             with self._need_routes().record() as taken:
                 yield
-            load.add(taken.tensor())
+            load.add(taken.tensor()[: len(packed.ids_N)])
         else:
             yield
 

@@ -19,6 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from practicum.errors import EngineError
+from practicum.models.batch_invariance import mlp_width, pad_rows, padded_tokens
 from practicum.models.images import Images
 from practicum.models.vision import embed, is_vision
 
@@ -71,6 +72,24 @@ def prepare_attention(model: PreTrainedModel) -> None:
     model.set_attn_implementation({"": IMPLEMENTATION, "text_config": IMPLEMENTATION})
 
 
+@dataclass(frozen=True, slots=True)
+class _PaddedLayout:
+    """A layout of the first `tokens` rows; those after them are padding, of which nothing is read."""
+
+    layout: Layout
+    tokens: int
+    rows: int
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        query, key, value = (x[: self.tokens] for x in (query, key, value))
+        return pad_rows(self.layout.attend(layer, query, key, value, scale), self.rows)
+
+
+def padded_layout(layout: Layout, tokens: int, rows: int) -> Layout:
+    """The same layout, for tokens that `pad_rows` has padded to so many rows."""
+    return layout if tokens == rows else _PaddedLayout(layout, tokens, rows)
+
+
 def packed_forward(
     model: PreTrainedModel,
     ids_N: Tensor,
@@ -83,10 +102,14 @@ def packed_forward(
 
     Pictures come in the order of their tokens: those of `picture_N`, or unset the first image tokens.
     """
+    tokens = len(ids_N)
+    rows = padded_tokens(tokens, mlp_width(model))
     if is_vision(model.config):
-        inputs = {"inputs_embeds": embed(model, ids_N, positions_N, images, picture_N).unsqueeze(0)}
+        embedded_N = embed(model, ids_N, positions_N, images, picture_N)
+        inputs = {"inputs_embeds": pad_rows(embedded_N, rows).unsqueeze(0)}
     else:
-        inputs = {"input_ids": ids_N.unsqueeze(0)}
+        inputs = {"input_ids": pad_rows(ids_N, rows).unsqueeze(0)}
+    positions_N, layout = pad_rows(positions_N, rows), padded_layout(layout, tokens, rows)
     # Positions of one axis become [1, N], of several [D, 1, N].
     positions = positions_N.unsqueeze(0) if positions_N.dim() == 1 else positions_N.t().unsqueeze(1)
     # A mask that is already 4-D is passed through unread, so no [N, N] mask is ever built.
@@ -98,7 +121,7 @@ def packed_forward(
         use_cache=False,
         layout=layout,
     )
-    return out.last_hidden_state.squeeze(0)
+    return out.last_hidden_state.squeeze(0)[:tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +151,7 @@ class LogitScalings:
 
 def head_logits(model: PreTrainedModel, hidden_N: Tensor) -> Tensor:
     """Logits [N, V] of last hidden states, with the scalings that some families put after the head."""
-    return LogitScalings.of(model).apply(_head(model)(hidden_N))
+    return LogitScalings.of(model).apply(_head(model)(pad_rows(hidden_N))[: len(hidden_N)])
 
 
 def _head(model: PreTrainedModel) -> nn.Module:
@@ -161,5 +184,6 @@ class OutputHead:
 
     def logits(self, hidden_MH: Tensor) -> Tensor:
         """Logits [M, V] as the model itself computes them (see `head_logits`)."""
-        hidden_MH = hidden_MH.to(self.weight.dtype)
-        return self.scalings.apply(torch.nn.functional.linear(hidden_MH, self.weight, self.bias))
+        padded_MH = pad_rows(hidden_MH.to(self.weight.dtype))
+        logits_MV = torch.nn.functional.linear(padded_MH, self.weight, self.bias)
+        return self.scalings.apply(logits_MV[: len(hidden_MH)])

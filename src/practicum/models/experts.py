@@ -12,13 +12,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 from practicum.errors import EngineError
+from practicum.models.batch_invariance import LANES, ROWS, mlp_width, padded_tokens
 
+IMPLEMENTATION = "practicum"
 _SEAT = "practicum_seat"
 _TOLERANCE = 1e-2
 """Largest difference of a router's own weights from ours: number types differ, rules would differ by more."""
@@ -29,6 +34,8 @@ class _RouterHook:
     """What a router is asked to do beside its work."""
 
     layer: int = 0
+    width: int = LANES
+    """How wide the model's layers are, by which packed tokens are padded."""
     taken: RecordedRoutes | None = None
     replay: Tensor | None = None
     """Experts to take [N, E]; -1: the router's own choice."""
@@ -42,7 +49,7 @@ class RecordedRoutes:
     layers: list[list[Tensor]]
 
     def tensor(self) -> Tensor:
-        """[N, L, E] int64, tokens in the order of the forward calls."""
+        """[N, L, E] int64, tokens in the order of the forward calls, with the padding of each."""
         return torch.stack([torch.cat(calls) for calls in self.layers], dim=1)
 
 
@@ -116,12 +123,34 @@ class Routes:
             return bool((_weights(router, logits, indices) - weights).abs().max() <= _TOLERANCE)
 
 
+def _padded_experts(module: Any, hidden_N: Tensor, index_NE: Tensor, weights_NE: Tensor) -> Tensor:
+    """transformers' grouped products, with a multiple of ROWS tokens for each expert: see `batch_invariance`.
+
+    Tokens of 0 with weights of 0 fill them up.
+    """
+    tokens, per_token = index_NE.shape
+    missing_X = -index_NE.flatten().bincount(minlength=module.num_experts) % ROWS
+    more = torch.arange(module.num_experts, device=index_NE.device).repeat_interleave(missing_X)
+    # As many as tokens of `per_token` experts have, and as the activation between the products asks for.
+    least, width = index_NE.numel() + len(more), module.down_proj.shape[1 if module.is_transposed else 2]
+    totals = count(least, ROWS)
+    total = next(n for n in totals if n % per_token == 0 and padded_tokens(n, width) == n)
+    more = pad(more, (0, total - least))
+    rows = len(more) // per_token
+    padded_NH, padded_NE = (pad(x, (0, 0, 0, rows)) for x in (hidden_N, weights_NE))
+    index_NE = torch.cat([index_NE, more.view(rows, per_token)])
+    return grouped_mm_experts_forward(module, padded_NH, index_NE, padded_NE)[:tokens]
+
+
+ExpertsInterface.register(IMPLEMENTATION, _padded_experts)
+
+
 def routes_of(model: nn.Module) -> Routes | None:
     """The routers of a model, prepared the first time; None if it has none."""
     routers = [module for module in model.modules() if _is_router(module)]
     for layer, router in enumerate(routers):
         if not hasattr(router, _SEAT):
-            setattr(router, _SEAT, _RouterHook(layer))
+            setattr(router, _SEAT, _RouterHook(layer, mlp_width(model)))
             # A hook, not another forward: a copy of the model calls it with the copied router.
             router.register_forward_hook(_routed)
     return Routes(routers) if routers else None
@@ -153,12 +182,14 @@ def _routed(router: nn.Module, args: Any, output: Any) -> tuple[Tensor, Tensor, 
     logits, weights, indices = output
     if seat.replay is not None:
         given, own = seat.replay, indices
-        if len(given) != len(own):
-            raise EngineError(f"experts of {len(given)} tokens are replayed in a forward of {len(own)}")
+        tokens = len(given)
+        if len(own) not in (tokens, padded_tokens(tokens, seat.width)):
+            raise EngineError(f"experts of {tokens} tokens are replayed in a forward of {len(own)}")
+        given = pad(given, (0, 0, 0, len(own) - tokens), value=-1)
         indices = torch.where(given < 0, own, given)
         weights = _weights(router, logits, indices).to(weights.dtype)
         if seat.moved is not None:
-            differs = (indices.sort(-1).values != own.sort(-1).values).any(-1)
+            differs = (indices.sort(-1).values != own.sort(-1).values).any(-1)[:tokens]
             seat.moved.layers[seat.layer] = differs.detach()
     if seat.taken is not None:
         seat.taken.layers[seat.layer].append(indices.detach())

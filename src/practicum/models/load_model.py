@@ -16,8 +16,10 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from practicum.errors import RecipeError
+from practicum.models import experts
 from practicum.models.attention import prepare_attention
 from practicum.models.model_files import must_read, read_config, read_tokenizer
+from practicum.models.norms import fuse_norms
 from practicum.models.processor import make_vision_tokenizer
 from practicum.models.tiny_models import made_config
 from practicum.models.tokenizer import make_tokenizer
@@ -97,13 +99,17 @@ def load_model(
 
 
 def ready(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Without dropout (sampling and training must see one distribution), with packed attention."""
+    """Without dropout (sampling and training must see one distribution), with packed attention, and with
+    norms and experts that give learner and engines the same bits."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     prepare_attention(model)
+    fuse_norms(model)
     if model.dtype == torch.float64:
         model.set_experts_implementation("eager")  # the grouped matrix product knows no doubles
+    elif device.type == "cpu":
+        model.set_experts_implementation(experts.IMPLEMENTATION)
     model.to(device)  # pyright: ignore[reportArgumentType]  (transformers' wrapper hides the signature)
     return model.eval()
 

@@ -2,7 +2,8 @@
 
 A segment is a run of packed tokens. Each of its tokens sees the segment's prefix, which is another segment,
 and what came before it in its own. Segments of like length are gathered into padded blocks, so the cost is
-that of attention over short sequences, never [N, N].
+that of attention over short sequences, never [N, N]. A token's keys lie in the order of its sequence, padded
+as `batch_invariance` says: its output is the same bits in any block.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from practicum.models.batch_invariance import padded_keys, padded_rows
 
 QUERY_CHUNK = 512
 """Longer segments of the learner attend in pieces of this many queries, each to no later keys."""
@@ -46,7 +49,7 @@ class Segments:
 class _Block:
     """Queries [B, Q] and their keys [B, J] as packed indices, with padding; what each query may see.
 
-    Without `sees_B1QJ`, keys are the queries' own tokens and attention is causal.
+    Without `sees_B1QJ`, queries are the first of the keys and attention is causal.
     """
 
     query_BQ: Tensor
@@ -104,7 +107,7 @@ class PackedLayout:
         """For learning: blocks with little padding, whatever it takes to share one."""
         pieces = _pieces(segments)
         blocks = (pieces.take(np.arange(*cut)) for cut in _cuts(pieces))
-        return cls([_block(block, block.widths(), keeps_mask=True) for block in blocks])
+        return cls([_block(block, *block.widths(), keeps_mask=True) for block in blocks])
 
     @classmethod
     def of_sequences(
@@ -124,12 +127,12 @@ class PackedLayout:
         start = ends[-1]
         for number, length in continuations:
             before = lengths[number]
-            shape = padded_length(length), padded_length(before)
+            shape = padded_length(length), padded_length(before + length)
             masked.setdefault(shape, []).append((start, 0, length, ends[number] - before, before))
             start += length
         return cls(
-            [_block(_Pieces.of(rows), (width, width, 0), masked=False) for width, rows in causal.items()]
-            + [_block(_Pieces.of(rows), (own, own, prefix)) for (own, prefix), rows in masked.items()]
+            [_block(_Pieces.of(rows), width, width, masked=False) for width, rows in causal.items()]
+            + [_block(_Pieces.of(rows), own, whole) for (own, whole), rows in masked.items()]
         )
 
     def to(self, device: torch.device) -> PackedLayout:
@@ -193,9 +196,17 @@ class _Pieces:
     def take(self, index: Ints) -> _Pieces:
         return _Pieces(*(getattr(self, name)[index] for name in self.__slots__))
 
-    def widths(self) -> tuple[int, int, int]:
-        """Most queries, own keys and prefix keys."""
-        return int((self.stop - self.start).max()), int(self.stop.max()), int(self.prefix.max())
+    @property
+    def queries(self) -> Ints:
+        return self.stop - self.start
+
+    @property
+    def keys(self) -> Ints:
+        return self.prefix + self.stop
+
+    def widths(self) -> tuple[int, int]:
+        """Most queries and keys."""
+        return int(self.queries.max()), int(self.keys.max())
 
 
 def _pieces(segments: Segments) -> _Pieces:
@@ -212,46 +223,46 @@ def _pieces(segments: Segments) -> _Pieces:
         prefix_origin=np.where(has_prefix, segments.starts[segments.prefixes], 0)[segment],
         prefix=prefix[segment],
     )
-    order = np.lexsort((-pieces.prefix, -pieces.stop, pieces.start - pieces.stop, ~has_prefix[segment]))
+    order = np.lexsort((-pieces.keys, -pieces.queries, ~has_prefix[segment]))
     return pieces.take(order)
 
 
 def _cuts(pieces: _Pieces) -> Iterator[tuple[int, int]]:
     """Ranges of pieces that become one block each: little padding, or too little to be worth a block."""
-    first = real = queries = keys = prefix = 0
-    columns = (pieces.stop - pieces.start, pieces.stop, pieces.prefix)
-    for i, (n, stop, before) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
-        area = n * (stop + before)
-        wide = max(queries, n), max(keys, stop), max(prefix, before)
-        padded = (i + 1 - first) * wide[0] * (wide[1] + wide[2])
-        waste = padded - real - area
+    first = real = queries = keys = 0
+    widths = zip(
+        map(padded_rows, pieces.queries.tolist()), map(padded_keys, pieces.keys.tolist()), strict=True
+    )
+    for i, (n, seen) in enumerate(widths):
+        wide = max(queries, n), max(keys, seen)
+        padded = (i + 1 - first) * wide[0] * wide[1]
+        waste = padded - real - n * seen
         if i > first and waste > max(FEW_SCORES, min(WASTE * padded, MANY_SCORES)):
             yield first, i
-            first, real, wide = i, 0, (n, stop, before)
-        real += area
-        queries, keys, prefix = wide
+            first, real, wide = i, 0, (n, seen)
+        real += n * seen
+        queries, keys = wide
     yield first, len(pieces.start)
 
 
 def _block(
-    pieces: _Pieces, widths: tuple[int, int, int], *, masked: bool = True, keeps_mask: bool = False
+    pieces: _Pieces, queries: int, keys: int, *, masked: bool = True, keeps_mask: bool = False
 ) -> tuple[_Block, Ints]:
-    """Pieces padded to these widths, and the packed token of each of the block's queries (-1: padding)."""
-    origin, start, stop = pieces.origin[:, None], pieces.start[:, None], pieces.stop[:, None]
-    i_Q, j_J, p_P = (np.arange(width) for width in widths)
+    """Pieces padded to these widths or more, and the packed token of each of the block's queries, or -1."""
+    origin, start, stop, prefix = (
+        column[:, None] for column in (pieces.origin, pieces.start, pieces.stop, pieces.prefix)
+    )
+    i_Q, j_J = np.arange(padded_rows(queries)), np.arange(padded_keys(keys))
     real_BQ = i_Q < stop - start
     token_BQ = origin + start + i_Q
-    own_BJ = np.where(j_J < stop, origin + j_J, origin)
-    sees_prefix_BP = p_P < pieces.prefix[:, None]
-    prefix_BP = np.where(sees_prefix_BP, pieces.prefix_origin[:, None] + p_P, origin)
+    own_BJ = np.where(j_J < prefix + stop, origin + j_J - prefix, origin)
+    key_BJ = np.where(j_J < prefix, pieces.prefix_origin[:, None] + j_J, own_BJ)
     sees = None
     if masked:
-        sees_own_BQJ = j_J <= (start + i_Q)[:, :, None]
-        shared_BQP = np.broadcast_to(sees_prefix_BP[:, None], (*real_BQ.shape, len(p_P)))
-        sees = torch.from_numpy(np.concatenate([shared_BQP, sees_own_BQJ], axis=2)).unsqueeze(1)
+        sees = torch.from_numpy(j_J <= (prefix + start + i_Q)[:, :, None]).unsqueeze(1)
     block = _Block(
         query_BQ=torch.from_numpy(np.where(real_BQ, token_BQ, origin)),
-        key_BJ=torch.from_numpy(np.concatenate([prefix_BP, own_BJ], axis=1)),
+        key_BJ=torch.from_numpy(key_BJ),
         sees_B1QJ=sees,
         keeps_mask=keeps_mask,
     )

@@ -112,9 +112,17 @@ def embed(
             f"{len(place_K)} image tokens do not fit {len(counts)} pictures of {sum(counts)} tokens, or "
             "their positions are not those of these pictures"
         )
-    pixels = torch.cat([each.pixels for each in images]).to(ids_N.device)
-    grid = torch.cat([each.grid for each in images]).to(ids_N.device)
-    features = torch.cat(base.get_image_features(pixels, grid).pooler_output)
+    # One by one, so that what a picture becomes does not depend on those beside it.
+    features = torch.cat(
+        [
+            part
+            for each in images
+            for pixels, grid in zip(each.pixels.split(each.grid.prod(1).tolist()), each.grid, strict=True)
+            for part in base.get_image_features(
+                pixels.to(ids_N.device), grid.unsqueeze(0).to(ids_N.device)
+            ).pooler_output
+        ]
+    )
     return embedded_N.index_copy(0, place_K, features.to(embedded_N.dtype))
 
 

@@ -22,11 +22,19 @@ Weights = Iterable[tuple[str, Tensor]]
 
 
 def describe_engines(*parts: Engine | TeacherPlace) -> list[str]:
-    """Of those that are vLLM's, and a warning if they have more threads than the machine has cores."""
+    """What there is to say of vLLM's, and warnings: of more threads than the machine has cores, and of a
+    torch engine whose numbers depend on its batch."""
     told: list[str] = []
+    depends: list[str] = []
     at_once = torch.get_num_threads()
     for part in parts:
-        if isinstance(part, VllmEngine):
+        if isinstance(part, TorchEngine) and not part.runner.invariant:
+            kind = f"{part.runner.device.type}, {str(part.runner.model.dtype).removeprefix('torch.')}"
+            depends.append(
+                f"logprobs depend in their last bits on what else is in the engine's batch ({kind}): two "
+                "runs whose sessions have several turns are equal up to rounding only"
+            )
+        elif isinstance(part, VllmEngine):
             told.append(part.describe())
         elif isinstance(part, VllmTeacher):
             told += part.describe()
@@ -37,7 +45,7 @@ def describe_engines(*parts: Engine | TeacherPlace) -> list[str]:
             f"{at_once} threads may work at once on {cores} cores, and slow each other down: lower "
             "runtime.threads or vllm.threads"
         )
-    return told
+    return told + depends
 
 
 def make_engine(recipe: Recipe, model: PreTrainedModel, weights: Callable[[], tuple[Weights, int]]) -> Engine:

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from practicum.errors import EngineError
+from practicum.models.batch_invariance import ROWS, WHOLE, padded_keys, padded_rows
 from practicum.models.packed_attention import PackedLayout, attend_folded, fold_mask
 
 RUN_COST = 512
@@ -59,13 +60,14 @@ def lazy_zeros(size: tuple[int, ...], like: Tensor) -> Tensor:
 class KvMemory:
     """keys and values [layers, slots, kv heads, context, D], all 0 at first.
 
-    Zeros, because attention multiplies what lies behind a sequence's end by 0, and 0 x NaN is NaN.
+    Zeros, because attention multiplies what lies behind a sequence's end by 0, and 0 x NaN is NaN. A slot has
+    room for the padding that attention adds to the longest sequence.
     """
 
     def __init__(self, like: PromptKv, slots: int, context: int) -> None:
         def allocate(part: Tensor) -> Tensor:
             layers, heads, _, width = part.shape
-            return lazy_zeros((layers, slots, heads, context, width), part)
+            return lazy_zeros((layers, slots, heads, padded_keys(context), width), part)
 
         self.keys, self.values = allocate(like.keys), allocate(like.values)
 
@@ -129,8 +131,8 @@ class DecodeLayout:
         slots, heads, context = memory.keys.shape[1:4]
         lanes = torch.arange(slots * heads, device=length_B.device).view(slots, heads)[: len(length_B)]
         self._places = (lanes * context + length_B.unsqueeze(1)).view(-1)
-        longest = int(length_B.max()) + 1
-        self._runs = [(0, len(length_B), longest)] if longest <= RUN_COST else runs(length_B.tolist())
+        longest = padded_keys(int(length_B.max()) + 1)
+        self._runs = [(0, len(length_B), longest)] if longest <= WHOLE else runs(length_B.tolist())
         place_J = torch.arange(longest, device=length_B.device)
         mask_BJ = torch.zeros(len(length_B), longest, dtype=memory.keys.dtype, device=length_B.device)
         mask_BJ.masked_fill_(place_J > length_B.unsqueeze(1), float("-inf"))
@@ -141,6 +143,8 @@ class DecodeLayout:
         keys, values = self._memory.write(layer, self._places, key, value)
         # The query heads that share a kv head become its query length: no key is repeated.
         folded = query.unflatten(1, (key.shape[1], -1))
+        group = folded.shape[2]
+        folded = pad(folded, (0, 0, 0, -group % ROWS))
         outs = [
             scaled_dot_product_attention(
                 folded[first:end],
@@ -151,17 +155,16 @@ class DecodeLayout:
             )
             for first, end, longest in self._runs
         ]
-        return (outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1, 2)
+        return (outs[0] if len(outs) == 1 else torch.cat(outs))[:, :, :group].flatten(1, 2)
 
 
 def runs(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Neighbouring slots that attend together, (first, end, longest), with the new token counted in.
+    """Neighbouring slots that attend together, (first, end, longest), with the new token and padding.
 
     A run pads its rows to the longest of them: slots are parted where that costs more than a further call.
     """
     parts: list[tuple[int, int, int]] = []
-    for slot, length in enumerate(lengths):
-        length += 1
+    for slot, length in enumerate(map(padded_keys, (length + 1 for length in lengths))):
         if parts:
             first, end, longest = parts[-1]
             padding = (end - first) * max(0, length - longest) + max(0, longest - length)
@@ -251,7 +254,8 @@ def blocks(extensions: Sequence[Extension]) -> list[list[Extension]]:
 def _block(extensions: Sequence[Extension], start: int, device: torch.device) -> _SlotBlock:
     _, filled, new = (torch.tensor(column).unsqueeze(1) for column in zip(*extensions, strict=True))
     start_B1 = start + new.cumsum(0) - new
-    q_Q, place_J = torch.arange(int(new.max())), torch.arange(int((filled + new).max()))
+    q_Q = torch.arange(padded_rows(int(new.max())))
+    place_J = torch.arange(padded_keys(int((filled + new).max())))
     real_BQ = q_Q < new
     query_BQ = torch.where(real_BQ, start_B1 + q_Q, start_B1)
     mask_BQJ = place_J <= (filled + q_Q).unsqueeze(2)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 from transformers import PreTrainedModel
 
-from practicum.models.attention import Layout
+from practicum.models.attention import Layout, padded_layout
+from practicum.models.batch_invariance import mlp_width, pad_rows, padded_tokens
 
 _FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 
@@ -51,11 +52,15 @@ class LeanDecoder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._base: Any = model.base_model
+        self._width = mlp_width(model)
         self._eps = torch.tensor(model.config.rms_norm_eps, device=model.device)
 
     def __call__(self, ids_N: Tensor, positions_N: Tensor, layout: Layout) -> Tensor:
-        """As `models.attention.packed_forward`."""
-        base, eps = self._base, self._eps
+        """As `models.attention.packed_forward`, to the bit."""
+        base, eps, tokens = self._base, self._eps, len(ids_N)
+        rows = padded_tokens(tokens, self._width)
+        ids_N, positions_N = pad_rows(ids_N, rows), pad_rows(positions_N, rows)
+        layout = padded_layout(layout, tokens, rows)
         hidden_N = base.embed_tokens(ids_N)
         cos, sin = (x.squeeze(0).unsqueeze(1) for x in base.rotary_emb(hidden_N, positions_N.unsqueeze(0)))
         half = cos.shape[-1] // 2
@@ -64,11 +69,11 @@ class LeanDecoder:
         for i, layer in enumerate(base.layers):
             normed = _norm(hidden_N, layer.input_layernorm, eps)
             attended = _attention(i, layer.self_attn, normed, (cos, sin, eps), layout)
-            _add_linear(hidden_N, attended, layer.self_attn.o_proj)
+            hidden_N.add_(_linear(attended, layer.self_attn.o_proj))
             normed = _norm(hidden_N, layer.post_attention_layernorm, eps)
             gate = silu(_linear(normed, layer.mlp.gate_proj), inplace=True)
-            _add_linear(hidden_N, gate.mul_(_linear(normed, layer.mlp.up_proj)), layer.mlp.down_proj)
-        return _norm(hidden_N, base.norm, eps)
+            hidden_N.add_(_linear(gate.mul_(_linear(normed, layer.mlp.up_proj)), layer.mlp.down_proj))
+        return _norm(hidden_N, base.norm, eps)[:tokens]
 
 
 def _attention(
@@ -84,12 +89,12 @@ def _attention(
         query, key = _norm(query, module.q_norm, eps), _norm(key, module.k_norm, eps)
     heads = query.shape[1]
     both = torch.cat((query, key), 1)
-    both = (both * cos).addcmul_(both.roll(width // 2, -1), sin)
+    both = (both * cos).add_(both.roll(width // 2, -1).mul_(sin))
     return layout.attend(index, both[:, :heads], both[:, heads:], value, module.scaling).flatten(1)
 
 
 def _norm(x: Tensor, module: Any, eps: Tensor) -> Tensor:
-    """RMSNorm in fewer passes than torch's own takes on a CPU."""
+    """RMSNorm in fewer passes than torch's own takes on a CPU, the same bits as `models.norms`."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     inverse = torch.addcmul(eps, length, length, value=1 / x.shape[-1]).rsqrt_()
     return (x * inverse).mul_(module.weight)
@@ -97,9 +102,3 @@ def _norm(x: Tensor, module: Any, eps: Tensor) -> Tensor:
 
 def _linear(x: Tensor, module: Any) -> Tensor:
     return linear(x, module.weight, module.bias)
-
-
-def _add_linear(total: Tensor, x: Tensor, module: Any) -> None:
-    total.addmm_(x, module.weight.t())
-    if module.bias is not None:
-        total.add_(module.bias)

@@ -18,6 +18,7 @@ from practicum.engines.torch.prompt_cache import CachedSequence, PrefilledPrompt
 from practicum.engines.torch.sampler import Draw, Sampled, sample
 from practicum.errors import EngineError
 from practicum.models.attention import IMPLEMENTATION, Layout, head_logits, packed_forward
+from practicum.models.batch_invariance import ROWS, attention_is_invariant
 from practicum.models.experts import routes_of
 from practicum.models.fingerprint import fingerprint_ids
 from practicum.models.images import Images
@@ -81,6 +82,8 @@ class ModelRunner:
         with torch.no_grad():
             self.token_kv = prefill(self, [PromptKey((0,))])[0].kv
             """What the model keeps of one token, for the shape of KV memory."""
+            self.invariant = _is_invariant(self)
+            """Whether a token's bits do not depend on its batch here: `models/batch_invariance.py`."""
 
     def hidden(self, inputs: StepInputs, layout: Layout) -> Tensor:
         """Last hidden states [N, hidden] of packed tokens."""
@@ -96,7 +99,8 @@ class ModelRunner:
         if routes is None:
             return self.hidden(inputs, layout), None
         with routes.record() as taken, nullcontext() if known_N is None else routes.replay(known_N):
-            return self.hidden(inputs, layout), taken.tensor()
+            hidden_N = self.hidden(inputs, layout)
+        return hidden_N, taken.tensor()[: len(hidden_N)]
 
     def logits(self, hidden_N: Tensor) -> Tensor:
         """Logits [N, V] of last hidden states."""
@@ -160,7 +164,7 @@ def decode(
 
 def sample_hidden(runner: ModelRunner, hidden_B: Tensor, draw: Draw, uniform_B: Tensor) -> Sampled:
     """Sample every row in the same way, never holding more than LOGITS_AT_ONCE logits."""
-    rows, fine_rows = (max(1, most // runner.vocab) for most in (LOGITS_AT_ONCE, SAMPLED_AT_ONCE))
+    rows, fine_rows = (max(ROWS, most // runner.vocab) for most in (LOGITS_AT_ONCE, SAMPLED_AT_ONCE))
     parts: list[Sampled] = []
     for hidden, uniform in zip(hidden_B.split(rows), uniform_B.split(rows), strict=True):
         logits = runner.logits(hidden)
@@ -251,6 +255,35 @@ def _probe(runner: ModelRunner) -> tuple[float, float]:
         plain = runner.model(**plain_inputs, use_cache=False).logits[0, half - 1 :]
     tolerance = _TOLERANCE.get(plain.dtype, 5e-2)
     return float((packed - plain).abs().max()), tolerance * float(plain.abs().max())
+
+
+def _is_invariant(runner: ModelRunner) -> bool:
+    """Whether a sequence has the same keys, values and logits computed alone, among others, and decoded."""
+    keys = runner.token_kv.keys
+    if not attention_is_invariant(keys.shape[-1], keys.dtype, keys.device, torch.get_num_threads()):
+        return False
+    half_of, plain_inputs = _probe_inputs(runner)
+    whole_of = PromptKey.of(plain_inputs["input_ids"][0].tolist(), half_of.images)
+    (whole,) = prefill(runner, [whole_of])
+    *_, again, half = prefill(runner, [PromptKey((0,)), PromptKey((1, 0)), whole_of, half_of])
+    memory = KvMemory(half.kv, 3, len(whole_of))
+    memory.put_prompt(half.kv, 0, 2)
+    for at in range(len(half_of), len(whole_of)):
+        # First alone, then beside a neighbour, then beside two.
+        rows = 1 + at % 3
+        token_B, length_B = torch.tensor(
+            [[whole_of.ids[at], *whole_of.ids[:2]], [at, 0, 1]], device=runner.device
+        )
+        hidden_B, _ = decode(runner, memory, token_B[:rows], length_B[:rows], length_B[:rows] + half.shift)
+        half.hidden = hidden_B[0]
+    half.kv = memory.prompt(0, len(whole_of))
+    first = runner.logits(whole.hidden.unsqueeze(0))
+    return all(
+        torch.equal(whole.kv.keys, other.kv.keys)
+        and torch.equal(whole.kv.values, other.kv.values)
+        and torch.equal(first, runner.logits(other.hidden.expand(2 * ROWS, -1))[-1:])
+        for other in (again, half)
+    )
 
 
 def _probe_inputs(runner: ModelRunner) -> tuple[PromptKey, dict[str, Tensor]]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from practicum.algorithms.token_logprobs import log_distribution, scaled_logits
 from practicum.engines.protocol import Counter, Sampling
 from practicum.errors import EngineError
 
@@ -52,36 +53,40 @@ class Sampled(NamedTuple):
 def sample(logits_BV: Tensor, draw: Draw, uniform_B: Tensor) -> Sampled:
     """One token per row. Cuts apply in this order: temperature, top-k, top-p, min-p.
 
-    Greedy takes the best token, with its logprob at temperature 1. Softmax is float32 at least.
+    Greedy takes the best token, with its logprob at temperature 1. Where nothing is cut, logprobs are those
+    that learner and teachers compute of the same logits.
     """
-    if logits_BV.dtype != torch.float64:
-        logits_BV = logits_BV.float()
-    shifted_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
-    plain_BV = shifted_BV.exp()
+    plain_BV = log_distribution(scaled_logits(logits_BV, 1.0))
     if draw.greedy:
         tokens_B = logits_BV.argmax(-1)
-        logprobs_B = _logprob(shifted_BV, tokens_B, plain_BV.sum(-1, dtype=torch.float64))
+        _check_finite(plain_BV.amax(-1))
+        logprobs_B = _pick(plain_BV, tokens_B)
         return Sampled(tokens_B, logprobs_B, logprobs_B)
-    if draw.temperature == 1.0 and not draw.cuts:
-        tokens_B, total_B = inverse_cdf(plain_BV, uniform_B)
-        logprobs_B = _logprob(shifted_BV, tokens_B, total_B)
-        return Sampled(tokens_B, logprobs_B, logprobs_B)
-    scaled_BV = shifted_BV / draw.temperature
-    tokens_B, total_B = inverse_cdf(cut(scaled_BV.exp(), draw), uniform_B)
-    plain_B = _logprob(shifted_BV, tokens_B, plain_BV.sum(-1, dtype=torch.float64))
-    return Sampled(tokens_B, _logprob(scaled_BV, tokens_B, total_B), plain_B)
+    tempered_BV = plain_BV
+    if draw.temperature != 1.0:
+        tempered_BV = log_distribution(scaled_logits(logits_BV, draw.temperature))
+    weights_BV = tempered_BV.exp()
+    tokens_B, total_B = inverse_cdf(cut(weights_BV, draw) if draw.cuts else weights_BV, uniform_B)
+    _check_finite(total_B)
+    logprobs_B = _pick(tempered_BV, tokens_B)
+    if draw.cuts:
+        logprobs_B = logprobs_B - total_B.log()
+    return Sampled(tokens_B, logprobs_B, _pick(plain_BV, tokens_B))
 
 
-def _logprob(scores_BV: Tensor, tokens_B: Tensor, total_B: Tensor) -> Tensor:
-    if not bool(total_B.isfinite().all()):
+def _pick(logprobs_BV: Tensor, tokens_B: Tensor) -> Tensor:
+    return logprobs_BV.gather(-1, tokens_B.unsqueeze(-1)).squeeze(-1)
+
+
+def _check_finite(sum_B: Tensor) -> None:
+    if not bool(sum_B.isfinite().all()):
         raise EngineError(
             "the model gives logits that are not finite: its weights are broken, or its number type overflows"
         )
-    return scores_BV.gather(-1, tokens_B.unsqueeze(-1)).squeeze(-1) - total_B.log()
 
 
 def cut(weights_BV: Tensor, draw: Draw) -> Tensor:
-    """Weights with what top-k, top-p and min-p cut set to 0. The best token's weight must be 1.
+    """Probabilities with what top-k, top-p and min-p cut set to 0.
 
     top-k keeps exactly k; top-p the smallest set of best tokens that has this share of what top-k left; min-p
     what has at least this share of the best token's probability.
@@ -89,7 +94,7 @@ def cut(weights_BV: Tensor, draw: Draw) -> Tensor:
     if draw.top_k > 0 or draw.top_p < 1.0:
         weights_BV = _cut_ranked(weights_BV, draw.top_k, draw.top_p, _FIRST_LOOK)
     if draw.min_p > 0.0:
-        weights_BV = weights_BV * (weights_BV >= draw.min_p)
+        weights_BV = weights_BV * (weights_BV >= draw.min_p * weights_BV.amax(-1, keepdim=True))
     return weights_BV
 
 

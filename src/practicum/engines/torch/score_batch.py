@@ -1,9 +1,7 @@
 """Logprobs of given tokens: packed without padding, and never all tokens times the vocabulary at once.
 
 What comes before the scored tokens is computed once for all jobs that share it. A job's numbers are the same,
-bit for bit, whatever else is in its batch: attention sees sequences padded by their own lengths alone, and
-matrices have at least FEWEST_TOKENS rows, because small ones take other ways through the algebra libraries.
-(Experts and vision towers see as many tokens and patches as there are: theirs are the same up to rounding.)
+bit for bit, whatever else is in its batch (`models/batch_invariance.py`).
 """
 
 from __future__ import annotations
@@ -18,10 +16,10 @@ from practicum.engines.protocol import ScoreOptions, Scores
 from practicum.engines.torch.model_runner import ModelRunner, pack
 from practicum.engines.torch.prompt_cache import PromptKey
 from practicum.engines.torch.request_queue import ScoreJob
+from practicum.models.batch_invariance import ROWS
 from practicum.models.packed_attention import PackedLayout
 
 LOGITS_AT_ONCE = 2**22
-FEWEST_TOKENS = 256
 
 
 def score_batch(runner: ModelRunner, jobs: Sequence[ScoreJob], version: int) -> list[Scores]:
@@ -51,8 +49,6 @@ def _hidden(runner: ModelRunner, jobs: Sequence[ScoreJob]) -> list[Tensor]:
     # The last token predicts nothing that was asked for, so it is no input.
     tails = [job.targets[:-1] for job in jobs]
     prefixes = list(numbers)
-    if (lacking := FEWEST_TOKENS - sum(map(len, prefixes)) - sum(map(len, tails))) > 0:
-        prefixes += [PromptKey(prefixes[0].ids)] * -(-lacking // len(prefixes[0]))
     lengths = [len(prefix) for prefix in prefixes]
     continuations = [(parent, len(tail)) for parent, tail in zip(parents, tails, strict=True) if tail]
     layout = PackedLayout.of_sequences(lengths, continuations).to(runner.device)
@@ -76,7 +72,7 @@ def _logprobs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """On the CPU: logprobs of the targets [R], ids and logprobs of the most likely tokens [R, K]."""
     logprobs, ids, best = [], [], []
-    rows = max(1, LOGITS_AT_ONCE // runner.vocab)
+    rows = max(ROWS, LOGITS_AT_ONCE // runner.vocab)
     for hidden, target in zip(hidden_R.split(rows), target_R.split(rows), strict=True):
         logits_RV = runner.logits(hidden)[:, : options.vocab or None]
         all_RV = log_distribution(scaled_logits(logits_RV, options.temperature))

@@ -12,7 +12,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from practicum.learning.norms import fuse_norms
+from practicum.models.norms import fuse_norms
 
 
 def norm_of(kind, dtype=torch.float32):
