@@ -8,15 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from practicum.errors import EngineError, PracticumError, RecipeError
+from practicum.errors import EngineError, PracticumError
 from practicum.learning.learner import Learner
 from practicum.learning.learner_checkpoint import read_weights
-from practicum.learning.packed_model import PackedModel
 from practicum.learning.parallel import Parallel, free_port
 from practicum.learning.value_learner import ValueLearner
 from practicum.recipe.schema.algorithm_sections import Algorithm
 from practicum.recipe.schema.algorithm_sections import CriticSection as CriticRecipe
-from practicum.recipe.schema.recipe import Train
 
 from . import roles_on_ranks
 from .ranks import CASES, SINGLE, TRAIN, WORLD, Found, on_ranks
@@ -141,9 +139,7 @@ def test_an_export_of_two_ranks_is_that_of_one(folder, together):
     assert sent.keys() == {name for name, _ in tiny().named_parameters()}, "tied weights are sent once"
 
 
-def test_what_can_t_be_sharded_is_refused_in_words():
-    with pytest.raises(RecipeError, match=r"train\.compile.*2 data-parallel ranks"):
-        PackedModel(tiny(), Train(compile=True), Parallel(0, WORLD))
+def test_a_device_without_collectives_is_refused_in_words():
     with pytest.raises(EngineError, match="use cpu or cuda"):
         Parallel.join(0, 1, "127.0.0.1", free_port(), 1.0, device="mps")
 
