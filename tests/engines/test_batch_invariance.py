@@ -12,6 +12,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 from practicum.engines.protocol import Counter, GenerateRequest, Generation, ScoreRequest
@@ -19,7 +20,7 @@ from practicum.engines.torch import model_runner
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.models import batch_invariance
 from practicum.models.attention import head_logits, packed_forward
-from practicum.models.batch_invariance import KEY_STEP, ROWS, padded_keys
+from practicum.models.batch_invariance import KEY_STEP, ROWS, padded_keys, padded_tokens
 from practicum.models.images import Images
 from practicum.models.packed_attention import PackedLayout
 from practicum.roles.make_engine import describe_engines
@@ -113,6 +114,22 @@ def test_sampled_logprobs_are_those_of_scoring_and_of_the_learners_forward(famil
     learnt = head_logits(model, hidden).log_softmax(-1).gather(1, turn.tokens.unsqueeze(1)).squeeze(1)
     assert torch.equal(scored.logprobs, turn.plain_logprobs)
     assert torch.equal(learnt, turn.plain_logprobs)
+
+
+@pytest.mark.parametrize("threads", [1, 3, 5])
+@pytest.mark.parametrize("width", [64, 100])
+def test_activations_round_alike_on_any_number_of_threads(threads: int, width: int):
+    x = 3 * torch.randn(3000, width, generator=torch.Generator().manual_seed(0))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        expected = torch.cat([silu(rows) for rows in x.split(16)])
+        for count in (1, 7, 1050, 1100, 2600):
+            padded = padded_tokens(count, width)
+            assert count <= padded < count + 16 * threads
+            assert torch.equal(silu(x[:padded])[:count], expected[:count])
+    finally:
+        torch.set_num_threads(before)
 
 
 @given(st.integers(1, 5000))
