@@ -17,7 +17,7 @@ from practicum.errors import DataError, EngineError
 from practicum.learning.packing import Packed, RowExtras, RowSpans
 from practicum.learning.parallel import Parallel, run_in
 from practicum.learning.update_metrics import RouterLoad
-from practicum.models.attention import IMPLEMENTATION, packed_forward
+from practicum.models.attention import IMPLEMENTATION, packed_forward, run_model
 from practicum.models.experts import Routes, routes_of
 from practicum.models.fingerprint import fingerprint_ids
 from practicum.models.vision import is_vision, picture_tokens
@@ -53,10 +53,10 @@ class PackedModel:
         self.routes = routes_of(model)
         if self.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        self._forward: Callable[..., Tensor] = packed_forward
+        self._run: Callable[..., Tensor] = run_model
         if train.compile:
             assert parallel is None, "the recipe's checks refuse it"
-            self._forward = torch.compile(packed_forward, dynamic=True)
+            self._run = torch.compile(run_model, dynamic=True)
         self.self_test()
         self._root = None
         if parallel is not None:
@@ -129,13 +129,14 @@ class PackedModel:
         Recorded experts are replayed; `load` counts those that were taken.
         """
         with self._routed(packed, load):
-            hidden_N = self._forward(
+            hidden_N = packed_forward(
                 self.model,
                 packed.ids_N,
                 packed.positions_N,
                 packed.layout,
                 packed.images,
                 self._picture_tokens(packed),
+                self._run,
             )
         return hidden_N.index_select(0, packed.gather_M)
 

@@ -8,7 +8,7 @@ without a layout gets plain SDPA attention.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from practicum.errors import EngineError
 from practicum.models.batch_invariance import mlp_width, pad_rows, padded_tokens
 from practicum.models.images import Images
+from practicum.models.packed_attention import uncompiled
 from practicum.models.vision import embed, is_vision
 
 IMPLEMENTATION = "practicum"
@@ -80,6 +81,7 @@ class _PaddedLayout:
     tokens: int
     rows: int
 
+    @uncompiled
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         query, key, value = (x[: self.tokens] for x in (query, key, value))
         return pad_rows(self.layout.attend(layer, query, key, value, scale), self.rows)
@@ -90,6 +92,24 @@ def padded_layout(layout: Layout, tokens: int, rows: int) -> Layout:
     return layout if tokens == rows else _PaddedLayout(layout, tokens, rows)
 
 
+def run_model(
+    model: PreTrainedModel, inputs: Mapping[str, Tensor], positions_N: Tensor, layout: Layout
+) -> Tensor:
+    """Last hidden states [N, hidden] of ids or embeddings [1, N, ...], by the names that the model takes."""
+    # Positions of one axis become [1, N], of several [D, 1, N].
+    positions = positions_N.unsqueeze(0) if positions_N.dim() == 1 else positions_N.t().unsqueeze(1)
+    # A mask that is already 4-D is passed through unread, so no [N, N] mask is ever built.
+    unread = torch.empty(1, 1, 1, 1, device=positions_N.device)
+    out = model.base_model(
+        **inputs,
+        position_ids=positions,
+        attention_mask=unread,
+        use_cache=False,
+        layout=layout,
+    )
+    return out.last_hidden_state.squeeze(0)
+
+
 def packed_forward(
     model: PreTrainedModel,
     ids_N: Tensor,
@@ -97,10 +117,12 @@ def packed_forward(
     layout: Layout,
     images: Sequence[Images] = (),
     picture_N: Tensor | None = None,
+    run: Callable[..., Tensor] = run_model,
 ) -> Tensor:
     """Last hidden states [N, hidden] of packed tokens under a layout; positions are [N] or [N, D].
 
     Pictures come in the order of their tokens: those of `picture_N`, or unset the first image tokens.
+    `run` is `run_model`, or the same compiled.
     """
     tokens = len(ids_N)
     rows = padded_tokens(tokens, mlp_width(model))
@@ -109,19 +131,8 @@ def packed_forward(
         inputs = {"inputs_embeds": pad_rows(embedded_N, rows).unsqueeze(0)}
     else:
         inputs = {"input_ids": pad_rows(ids_N, rows).unsqueeze(0)}
-    positions_N, layout = pad_rows(positions_N, rows), padded_layout(layout, tokens, rows)
-    # Positions of one axis become [1, N], of several [D, 1, N].
-    positions = positions_N.unsqueeze(0) if positions_N.dim() == 1 else positions_N.t().unsqueeze(1)
-    # A mask that is already 4-D is passed through unread, so no [N, N] mask is ever built.
-    unread = torch.empty(1, 1, 1, 1, device=ids_N.device)
-    out = model.base_model(
-        **inputs,
-        position_ids=positions,
-        attention_mask=unread,
-        use_cache=False,
-        layout=layout,
-    )
-    return out.last_hidden_state.squeeze(0)[:tokens]
+    hidden_N = run(model, inputs, pad_rows(positions_N, rows), padded_layout(layout, tokens, rows))
+    return hidden_N[:tokens]
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ Ints = NDArray[np.int64]
 Function = TypeVar("Function", bound=Callable[..., Tensor])
 
 
-def _uncompiled(function: Function) -> Function:
+def uncompiled(function: Function) -> Function:
     """Left out of torch.compile: shapes here change with every micro-batch."""
     return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]
 
@@ -142,7 +142,7 @@ class PackedLayout:
         moved.back_N = self.back_N.to(device)
         return moved
 
-    @_uncompiled
+    @uncompiled
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """query [N, heads, D], key and value [N, kv heads, D] → output [N, heads, D]."""
         outs = [block.attend(query, key, value, scale) for block in self.blocks]
