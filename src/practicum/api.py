@@ -15,7 +15,7 @@ from yaml.representer import RepresenterError
 
 from practicum.dataplane.stages import chain
 from practicum.errors import PracticumError, RecipeError
-from practicum.recipe.load_recipe import LoadedRecipe
+from practicum.recipe.load_recipe import LoadedRecipe, problems_of
 from practicum.recipe.load_recipe import load_recipe as load
 from practicum.recipe.text import yamlfile
 from practicum.recipe.text.check_screen import screen
@@ -86,7 +86,8 @@ def check(recipe: RecipeLike, *, static: bool = False) -> Report:
     if not static:
         from practicum.trainer.preflight import preflight
 
-        found = preflight(loaded)
+        with problems_of(loaded):
+            found = preflight(loaded)
         warnings, findings, sizes = found.warnings, findings + found.findings, found.sizes + sizes
     not_run = [f"{stage.name}: {why}" for stage, why in plan.skipped]
     return Report(loaded, tuple(warnings), tuple(findings), tuple(sizes), tuple(not_run))

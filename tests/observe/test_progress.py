@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from practicum.observe.progress import ProgressView
-from practicum.observe.text import duration, plain, shorten, sparkline
+from practicum.observe.text import duration, plain, say, shorten, sparkline
 
 from .screens import terminal
 
@@ -31,6 +31,14 @@ SAMPLE = {
     "expected": "ab",
     "reward": 1.0,
 }
+
+
+def test_a_long_sentence_ends_its_lines_between_words():
+    sentence, path = " ".join(["learning nothing"] * 12), "/" + "deep/" * 20
+    with terminal(80) as seen:
+        say(f"{sentence}\n{path}", Console(file=seen.file, force_terminal=True, width=80))
+    assert " ".join(seen.lines[:3]) == sentence
+    assert "".join(seen.lines[3:]) == path
 
 
 def panel_at(columns: int) -> list[str]:

@@ -102,7 +102,10 @@ def test_a_missing_recipe_names_a_near_file(write: Write) -> None:
 
 
 def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
-    assert "is a directory" in refused(tmp_path)
+    (tmp_path / "recipe.yaml").touch()
+    told = refused(tmp_path)
+    assert f"found the folder {tmp_path}, expected a recipe file" in told
+    assert f"did you mean {tmp_path / 'recipe.yaml'}?" in told
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import pytest
 
 from practicum.errors import RecipeError, RecipeErrors
 from practicum.recipe.load_recipe import load_recipe
+from practicum.recipe.text.problems import OTHER_NAMES
+from practicum.recipe.text.type_text import all_keys
 
 Write = Callable[..., Path]
 
@@ -24,6 +26,8 @@ def problem(path: Path, *overrides: str) -> RecipeError:
         ("train.lrr=1", "train.lrr", "train.lr?"),
         ("lr=1e-5", "lr", "train.lr or critic.lr?"),
         ("train.samples=4", "train.samples", "rollout.samples or eval.samples?"),
+        ("train.learning_rate=1", "train.learning_rate", "train.lr?"),
+        ("num_generations=4", "num_generations", "rollout.samples?"),
         ("max_tokens=5", "max_tokens", "rollout.max_new_tokens?"),
         ("tarin.lr=1", "tarin", "train?"),
         ("model.make.hiden=8", "model.make.hiden", "model.make.hidden?"),
@@ -39,6 +43,12 @@ def test_an_unknown_key_names_the_one_that_was_meant(
     assert found.path == path
     assert "unknown key (--set)" in found.found
     assert found.suggestion == f"did you mean {meant}"
+
+
+def test_names_of_other_trainers_lead_to_keys_and_are_none_themselves() -> None:
+    keys = {key for key, _ in all_keys()}
+    assert keys >= set(OTHER_NAMES.values())
+    assert not {key.rpartition(".")[2] for key in keys} & set(OTHER_NAMES)
 
 
 def test_a_key_with_another_name_now_says_it(write: Write) -> None:

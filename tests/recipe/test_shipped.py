@@ -42,6 +42,8 @@ def test_a_copied_folder_loads_to_the_same_recipes_where_it_lies(folder: str):
     readme = Path("here/README.md").read_text()
     named = sorted(set(re.findall(r"here/[\w/-]+\.(?:yaml|py)", readme)))
     assert f"here/{folder}" not in readme
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", readme) if "://" not in link]
+    assert not [link for link in links if not (Path("here") / link).exists()], "no link leads nowhere"
     assert "recipes/" not in "".join(re.findall(r"```sh\n(.*?)```", readme, re.DOTALL))
     assert not [name for name in named if not Path(name).is_file()], "its commands name files that are there"
     copies = sorted(map(str, Path("here").glob("*.yaml")))

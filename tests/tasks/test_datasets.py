@@ -89,7 +89,7 @@ def test_what_save_to_disk_wrote_is_read(tmp_path: Path):
     for streaming in (False, True):
         saved = Task(dataset=str(tmp_path / "saved"), streaming=streaming)
         assert make_stream({"t": saved}, 0).prompt(3).row == {"prompt": "a", "answer": "1"}
-    with pytest.raises(RecipeError, match=r"split 'test'.*\n.*no such split, only train"):
+    with pytest.raises(RecipeError, match=r"split 'test'.*\n.*no split 'test', only 'train'"):
         make_stream({"t": Task(dataset=str(tmp_path / "saved"), split="test")}, 0)
 
 

@@ -118,13 +118,23 @@ def test_other_column_names(tmp_path):
 
 
 def test_first_ten_bad_rows_are_shown_and_the_rest_counted(tmp_path):
-    path = write(tmp_path / "rows.jsonl", *[{"prompt": ""}] * 14, GOOD)
+    path = write(tmp_path / "rows.jsonl", *[{"prompt": n} for n in range(14)], GOOD)
     with pytest.raises(DataError) as caught:
         source_of(path)
     lines = str(caught.value).splitlines()
     assert len(lines) == 11
     assert lines[9].startswith(f"{path}, line 10: ")
     assert lines[10] == "… and 4 more bad rows"
+
+
+def test_rows_with_the_same_fault_are_one_line(tmp_path):
+    path = write(tmp_path / "rows.jsonl", GOOD, *[{"prompt": ""}] * 14, {"prompt": 3}, {"prompt": 3})
+    with pytest.raises(DataError) as caught:
+        source_of(path)
+    first, second = str(caught.value).splitlines()
+    assert first == f"{path}, line 2: column 'prompt': the prompt is empty (and 13 more rows)"
+    assert second.startswith(f"{path}, line 16: ")
+    assert second.endswith("(and 1 more row)")
 
 
 @pytest.mark.parametrize("content", ["", "\n \n"])
@@ -322,6 +332,7 @@ def test_several_files_and_patterns_are_one_after_the_other(tmp_path):
         ({"question": "q", "answer": 1}, "; set tasks.t.prompt: question"),
         ({"problem": "q", "text": "x"}, "; set tasks.t.prompt: problem"),
         ({"prompt": "q", "solution": 1}, "; set tasks.t.answer: solution"),
+        ({"question": "q", "target": 1}, "; set tasks.t.prompt: question and tasks.t.answer: target"),
         ({"prompts": "q", "level": "x"}, "; did you mean 'prompts'?"),
         ({"cells": "q"}, "only 'cells'"),
     ],

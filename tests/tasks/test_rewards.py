@@ -290,7 +290,7 @@ def test_what_is_no_finite_number_is_a_failure(response):
 
 
 def test_a_batch_of_the_wrong_size_fails_as_a_whole():
-    with pytest.raises(RewardError, match=r"returned 1 values \(for a batch of 2 samples\)"):
+    with pytest.raises(RewardError, match=r"returned 1 values, .* \(for a batch of 2 samples\)"):
         score(judge_for("batch_too_few", batch=True), sample("a"), sample("b"))
     judged = score(judge_for("batch_too_few", batch=True, on_error="skip"), sample("a"), sample("b"))
     assert [j.reward for j in judged] == [None, None]
@@ -312,7 +312,7 @@ def test_names_that_lead_nowhere_are_recipe_errors():
     assert "package.module:function" in str(refuse("some.module"))
     missing = refuse("no_such_module:f")
     assert missing.path == "reward.functions[0].use"
-    assert "ModuleNotFoundError" in str(missing)
+    assert f"there is no module no_such_module in {Path.cwd()}, and none is installed" in str(missing)
     assert refuse(f"{HERE}:lenght").suggestion == f"did you mean {HERE}:length?"
     assert "a str" in str(refuse(f"{HERE}:BUILT_AT"))
     assert "a type" in str(refuse(f"{HERE}:Weigher"))
@@ -322,6 +322,13 @@ def test_a_module_that_raises_is_a_recipe_error(tmp_path, monkeypatch):
     (tmp_path / "broken_rewards.py").write_text("raise RuntimeError('no licence')")
     monkeypatch.chdir(tmp_path)
     assert "RuntimeError: no licence" in str(refuse("broken_rewards:f"))
+
+
+def test_a_misspelt_module_and_one_that_misses_another_are_told_apart(tmp_path, monkeypatch):
+    (tmp_path / "my_scores.py").write_text("import no_such_package")
+    monkeypatch.chdir(tmp_path)
+    assert "did you mean my_scores:f?" in refuse("my_score:f").suggestion
+    assert "No module named 'no_such_package'" in refuse("my_scores:f").suggestion
 
 
 def test_built_in_rewards_take_no_batches():

@@ -97,9 +97,31 @@ def test_fewer_rows_than_prompts_of_a_step(tmp_path: Path):
     assert CliRunner().invoke(app, ["check", str(tmp_path / "recipe.yaml")]).exit_code == 0
 
 
+def test_a_folder_in_place_of_a_file_of_rows(tmp_path: Path):
+    tiny(tmp_path, tasks={"mine": {"file": str(tmp_path)}})
+    named = f"tasks.mine.file: found the folder '{tmp_path}'"
+    refused(tmp_path, f"{tmp_path / 'recipe.yaml'}: 1 problem", named, "tasks.mine.dataset takes")
+
+
+def test_a_run_folder_that_can_not_be(tmp_path: Path):
+    (tmp_path / "file").touch()
+    tiny(tmp_path, out=str(tmp_path / "file"))
+    texts = [said("check", tmp_path), said("train", tmp_path)]
+    assert texts[0] == texts[1]
+    assert f"{tmp_path / 'file'} can't be the run's folder: {tmp_path / 'file'} is a file" in texts[0]
+
+
+def test_a_reward_of_a_batch_that_gives_one_number(tmp_path: Path):
+    (tmp_path / "mine.py").write_text("def one(samples): return [1.0]\n")
+    tiny(tmp_path, reward={"functions": [{"use": "mine:one", "batch": True}]})
+    assert "returned 1 values, expected a list with one number for each sample" in said("check", tmp_path)
+    tiny(tmp_path, reward="mine:one")
+    assert "returned [1.0], expected a finite number (with batch: true" in said("check", tmp_path)
+
+
 def test_more_best_tokens_than_the_vocabulary_has(tmp_path: Path):
     tiny(tmp_path, rollout={"max_new_tokens": 6, "top_k": 64})
-    refused(tmp_path, "rollout.top_k: found 64, expected at most the vocabulary's 63 tokens")
+    refused(tmp_path, "rollout.top_k: found 64 (file:", "), expected at most the vocabulary's 63 tokens")
 
 
 def test_tokens_without_an_embedding(tmp_path: Path):

@@ -164,6 +164,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         "which gave an object of type AdvantageInputs, expected an",
     ),
     (
+        "from practicum.parts import AdvantageResult\ndef f(x): return AdvantageResult(x.mask_N)",
+        algorithm(advantage="mine:f"),
+        "gave advantages_N of type torch.bool, not of a floating-point type",
+    ),
+    (
         "f = 3",
         algorithm(loss="mine:f"),
         r"of type int .*expected a policy loss: a function of \(inputs\) that gives",
@@ -197,6 +202,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         "class f:\n def __init__(s, r, f): ...",
         {"track": {"own": ["mine:f"]}},
         "which has no log, expected a tr",
+    ),
+    (
+        "class f:\n def __init__(s, r, f): ...\n def log(s, m): ...\n def close(s): ...",
+        {"track": {"own": ["mine:f"]}},
+        r"which has log\(s, m\): too many positional arguments, expected a tr",
     ),
     (
         "def f(draws): ...",

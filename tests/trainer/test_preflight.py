@@ -92,7 +92,7 @@ def test_a_context_beyond_the_models_is_refused(tmp_path: Path):
 
 def test_characters_that_the_tokenizer_lacks_are_named(tmp_path: Path):
     tasks = {"odd": {"file": rows(tmp_path, "größe?")}}
-    with pytest.raises(RecipeErrors, match="unknown characters: 'größe"):
+    with pytest.raises(RecipeErrors, match="line 1: a row with unknown characters: 'größe"):
         preflight(tiny(tmp_path, tasks=tasks))
 
 

@@ -223,7 +223,9 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path, monkeypatch: pytest.Mo
         train_loaded(tiny(tmp_path), tmp_path / "run")
 
 
-def test_a_used_folder_is_neither_overwritten_nor_resumed_as_another_run(tmp_path: Path):
+def test_a_used_folder_is_neither_overwritten_nor_resumed_as_another_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     train_loaded(tiny(tmp_path, "train.steps=1"), tmp_path / "run")
     with pytest.raises(PracticumError, match="--resume continues it, --fresh replaces it"):
         train_loaded(tiny(tmp_path), tmp_path / "run")
@@ -233,6 +235,9 @@ def test_a_used_folder_is_neither_overwritten_nor_resumed_as_another_run(tmp_pat
         train_loaded(tiny(tmp_path), tmp_path / "nowhere", resume=True)
     train_loaded(tiny(tmp_path, "train.steps=2"), tmp_path / "run", resume=True)
     assert len(metrics_of(tmp_path / "run")) == 3
+    capsys.readouterr()
+    train_loaded(tiny(tmp_path, "train.steps=2"), tmp_path / "run", resume=True)
+    assert "all 2 steps are done already: --set train.steps=N continues the run" in capsys.readouterr().out
     train_loaded(tiny(tmp_path, "train.steps=1"), tmp_path / "run", fresh=True)
     assert len(metrics_of(tmp_path / "run")) == 2
 

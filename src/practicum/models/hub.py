@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import threading
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
@@ -29,7 +30,10 @@ def not_found(key: str, source: str, what: str) -> RecipeError:
     asked = next((name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name)), None)
     why = f"{asked} is set" if asked else f"{_endpoint().hostname} can't be reached"
     found = f"{source!r}, which is neither a folder nor in the cache, and {why}"
-    return RecipeError(key, found, f"a folder, or a {what} of the hub")
+    path = Path(source).expanduser()
+    near = get_close_matches(path.name, os.listdir(path.parent), n=1) if path.parent.is_dir() else []
+    hint = f"did you mean {path.parent / near[0]}?" if near else ""
+    return RecipeError(key, found, f"a folder, or a {what} of the hub", hint)
 
 
 @lru_cache(1)

@@ -11,8 +11,8 @@ from practicum.observe.text import plain
 
 
 def score_table(title: str, rows: Mapping[str, Mapping[str, float]], columns: Sequence[str]) -> Table:
-    """Scores by name and column; a score that was not measured is shown as a dash."""
-    table = Table(title=Text(plain(title)), title_justify="left", title_style="bold")
+    """Scores by name and column; a score that was not measured is shown as a dash. "" is no title."""
+    table = Table(title=Text(plain(title)) if title else None, title_justify="left", title_style="bold")
     table.add_column("")
     for column in columns:
         table.add_column(Text(plain(column)), justify="right")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import math
 import re
+import textwrap
 import unicodedata
 from collections.abc import Sequence
 from itertools import pairwise
@@ -32,9 +33,21 @@ def _shown(character: str) -> str:
 
 
 def say(text: str, console: Console | None = None) -> None:
-    """Print lines as they are: nothing in them is markup, an emoji's name or steers the terminal."""
-    lines = "\n".join(plain(line) for line in text.splitlines())
-    (console or Console()).print(lines, markup=False, emoji=False, highlight=False, soft_wrap=True)
+    """Print lines as they are: nothing in them is markup, an emoji's name or steers the terminal.
+
+    In a terminal they end between words; a word that is longer than a line, such as a path, stays whole.
+    """
+    console = console or Console()
+    lines = [plain(line) for line in text.splitlines()]
+    if console.is_terminal:
+        lines = [part for line in lines for part in _wrapped(line, console.width)]
+    console.print("\n".join(lines), markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    indent = " " * (len(line) - len(line.lstrip()))
+    options: Any = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(line, width, subsequent_indent=f"{indent}  " if indent else "", **options) or [""]
 
 
 def shorten(text: str, width: int) -> str:

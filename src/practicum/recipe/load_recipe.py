@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,17 @@ def load_recipe(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str]
     return LoadedRecipe(checked, origins, source, places)
 
 
+@contextmanager
+def problems_of(loaded: LoadedRecipe) -> Iterator[None]:
+    """Mistakes that are found later, in files and models, name the recipe's file and lines too."""
+    try:
+        yield
+    except RecipeErrors as several:
+        origins = {leaf: origin for leaf, origin in loaded.origins.items() if origin.kind != "default"}
+        problems = [_with_origin(problem, origins) for problem in several.errors]
+        raise RecipeErrors(str(loaded.source), problems) from None
+
+
 def base_files(source: Path) -> list[Path]:
     """The recipe's file, what it extends, what that extends, and so on."""
     return [Path(os.path.normpath(file)) for file, _ in _chain(source)[::-1]]
@@ -97,6 +109,8 @@ def _read(file: Path, extended_by: tuple[Path, yamlfile.Document] | None) -> yam
     place = "recipe" if extended_by is None else _extends(*extended_by)
     try:
         text = file.read_text(encoding="utf-8-sig")
+    except IsADirectoryError:
+        raise RecipeError(place, f"the folder {file}", "a recipe file (YAML)", _file_inside(file)) from None
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise RecipeError(place, f"{reason}: {file}", "a recipe file (YAML)", _other_file(file)) from None
@@ -112,6 +126,11 @@ def _read(file: Path, extended_by: tuple[Path, yamlfile.Document] | None) -> yam
 def _extends(file: Path, document: yamlfile.Document) -> str:
     line = document.lines.get("extends")
     return f"extends of {file}" if line is None else f"extends (line {line} of {file})"
+
+
+def _file_inside(folder: Path) -> str:
+    there = sorted(file for pattern in ("*.yaml", "*.yml") for file in folder.glob(pattern))
+    return f"did you mean {' or '.join(str(file) for file in there[:3])}?" if there else ""
 
 
 def _other_file(missing: Path) -> str:

@@ -120,7 +120,8 @@ def _with_copies_named(readme: Path, files: dict[Path, Path]) -> str:
     for file, copy in files.items():
         if not file.is_relative_to(readme.parent):
             text = text.replace(f"recipes/{file.relative_to(root)}", str(copy))
-    return text
+    # What a link leads to outside of the folder is not beside the copy.
+    return re.sub(r"\[[^\]]*\]\(\.\./\.\./([^)#]+)[^)]*\)", r"`\1` of the repository", text)
 
 
 def _folders(root: Path) -> list[Path]:

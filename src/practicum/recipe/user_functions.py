@@ -62,11 +62,22 @@ def _import(module_name: str, folder: Path, use: str, path: str) -> Any:
     _used_folders.add(folder)
     try:
         return importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        hint = f"importing {module_name} from {folder} raised {error_line(error)}"
-        where = frames(error, "    ")
-        hint = f"{hint}\n{where}" if where else hint
+    except ModuleNotFoundError as error:
+        if error.name not in (module_name, module_name.partition(".")[0]):  # one that the user's imports
+            raise _not_imported(error, module_name, folder, use, path) from None
+        near = get_close_matches(module_name, [file.stem for file in folder.glob("*.py")], n=1)
+        hint = f"there is no module {module_name} in {folder}, and none is installed"
+        hint += f"; did you mean {near[0]}:{use.rpartition(':')[2]}?" if near else ""
         raise RecipeError(path, repr(use), "a module that can be imported", hint) from None
+    except (Exception, SystemExit) as error:
+        raise _not_imported(error, module_name, folder, use, path) from None
+
+
+def _not_imported(error: BaseException, module_name: str, folder: Path, use: str, path: str) -> RecipeError:
+    hint = f"importing {module_name} from {folder} raised {error_line(error)}"
+    where = frames(error, "    ")
+    hint = f"{hint}\n{where}" if where else hint
+    return RecipeError(path, repr(use), "a module that can be imported", hint)
 
 
 def _forget_namesakes(module_name: str, folder: Path) -> None:

@@ -101,7 +101,8 @@ class AdvantageRole:
         advantages_N = result.advantages_N if after == 1.0 else after * result.advantages_N
         if taught_N is not None:
             advantages_N = advantages_N + taught_N
-        return advantages_N, result.returns_N, stats | result.stats
+        returns_N = None if result.returns_N is None else result.returns_N.float()
+        return advantages_N.float(), returns_N, stats | result.stats  # a user's may be of another type
 
     def _weights(
         self, columns: Columns, mask_N: Tensor, session_N: Tensor

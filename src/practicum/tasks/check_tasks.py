@@ -87,6 +87,10 @@ def _useless_system(at: str) -> RecipeError:
 
 
 def _path_problems(at: str, path: Path) -> list[RecipeError]:
+    if path.is_dir():
+        key = at.rpartition(".")[0]
+        hint = f"name the files in it, such as {path / '*.jsonl'}; {key}.dataset takes a dataset's folder"
+        return [RecipeError(at, f"the folder {str(path)!r}", "a file", hint)]
     if not path.is_file():
         names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         near = get_close_matches(path.name, names, n=1)

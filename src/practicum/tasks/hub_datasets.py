@@ -36,14 +36,15 @@ def load_dataset(task: str, name: str, subset: str | None, split: str, streaming
             raise not_found(key, name, "dataset") from None
         cause = error.__cause__ or error
         found = f"{name!r}, {f'subset {subset!r}, ' if subset else ''}split {split!r}"
-        raise RecipeError(key, found, "a dataset that can be read", error_line(cause)) from None
+        why = str(cause) if isinstance(cause, DataError) else error_line(cause)
+        raise RecipeError(key, found, "a dataset that can be read", why) from None
 
 
 def _saved(data: Any, split: str, streaming: bool) -> Any:
     """A split of what `save_to_disk` wrote."""
     if isinstance(data, dict):
         if split not in data:
-            raise DataError(f"no such split, only {', '.join(data)}")
+            raise DataError(f"it has no split {split!r}, only {', '.join(map(repr, data))}")
         data = data[split]
     return data.to_iterable_dataset() if streaming else data
 

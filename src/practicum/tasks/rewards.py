@@ -195,7 +195,7 @@ def _unpack(outcome: CallResult, count: int) -> list[CallResult]:
             found = f"{len(values)} values" if issubclass(type(values), list | tuple) else type_name(values)
         except BaseException as error:  # a hostile list, or a tensor that holds nothing
             found = f"{repr_of(outcome.value)}, which can't be read ({error_line(error)})"
-        outcome = CallResult(failure=f"returned {found}")
+        outcome = CallResult(failure=f"returned {found}, expected a list with one number for each sample")
     failure = f"{outcome.failure} (for a batch of {count} samples)"
     return [CallResult(failure=failure, error=outcome.error)] * count
 
@@ -210,7 +210,8 @@ def _checked(outcome: CallResult, weight: float) -> CallResult:
         number = math.nan
     if math.isfinite(number) and abs(weight * number) <= _FLOAT32_MAX:
         return CallResult(number)
-    return CallResult(failure=f"returned {repr_of(outcome.value)}, expected a finite number")
+    hint = " (with batch: true, a function gets a list)" if issubclass(type(outcome.value), list) else ""
+    return CallResult(failure=f"returned {repr_of(outcome.value)}, expected a finite number{hint}")
 
 
 def _number(value: Any) -> float:

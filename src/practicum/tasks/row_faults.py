@@ -31,7 +31,10 @@ def find_fault(
     if not isinstance(row, dict):
         return f"a row is an object with named columns, this is {_named(row)}"
     if prompt_column not in row:
-        return _missing(row, prompt_column, "prompt", task)
+        fault = _missing(row, prompt_column, "prompt", task)
+        if needs_answer and answer_column not in row and (likely := _likely(row, "answer")):
+            fault += f"{' and' if _likely(row, 'prompt') else '; set'} tasks.{task}.answer: {likely}"
+        return fault
     fault = _prompt_fault(row[prompt_column])
     if fault:
         return f"column {prompt_column!r}: {fault}"
@@ -69,9 +72,13 @@ def _filled(message: dict[str, Any], paths: Iterator[str], folder: Path) -> dict
     return {**message, "content": parts}
 
 
+def _likely(row: Mapping[str, Any], role: str) -> str | None:
+    return next((name for name in _LIKELY[role] if name in row), None)
+
+
 def _missing(row: Mapping[str, Any], column: str, role: str, task: str) -> str:
     hint = ""
-    if likely := next((name for name in _LIKELY[role] if name in row), None):
+    if likely := _likely(row, role):
         hint = f"; set tasks.{task}.{role}: {likely}"
     elif near := get_close_matches(column, row, n=1):
         hint = f"; did you mean {near[0]!r}?"

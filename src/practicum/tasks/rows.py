@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -95,7 +95,8 @@ class RowSource:
 
     def _check(self) -> str:
         """Check every row, and give the digest: of the files, or of what was read where that may differ."""
-        faults, count = [], 0
+        faults: dict[str, tuple[int, int]] = {}  # the first row with it, and how many have it
+        hidden = 0
         read = blake2b((self._table.digest or "").encode(), digest_size=16)
         is_plain = self._map is None and self._table.digest is not None
         for index, raw in enumerate(self._table.scan()):
@@ -109,15 +110,23 @@ class RowSource:
                 if not is_plain:
                     read.update(row_bytes(row))
             if fault:
-                count += 1
-                if count <= _SHOWN:
-                    faults.append(f"{self.where(index)}: {fault}")
-        if count:
-            more = [f"… and {count - _SHOWN} more bad rows"] if count > _SHOWN else []
-            raise DataError("\n".join([*faults, *more]))
+                first, same = faults.get(fault, (index, 0))
+                if same or len(faults) < _SHOWN:
+                    faults[fault] = first, same + 1
+                else:
+                    hidden += 1
+        if faults:
+            more = [f"… and {hidden:,} more bad rows"] if hidden else []
+            raise DataError("\n".join([*self._describe(faults), *more]))
         if not len(self):
             raise DataError(f"{self.name}: there are no rows in it")
         return self._table.digest if is_plain and self._table.digest else read.hexdigest()
+
+    def _describe(self, faults: Mapping[str, tuple[int, int]]) -> Iterator[str]:
+        """A line for each fault: the first row that has it, and how many more do."""
+        for fault, (first, count) in faults.items():
+            more = "" if count == 1 else f" (and {count - 1:,} more {'row' if count == 2 else 'rows'})"
+            yield f"{self.where(first)}: {fault}{more}"
 
     def _look_at(self, index: int, row: dict[str, Any]) -> None:
         self.has_messages |= isinstance(row[self.reader.prompt], list)

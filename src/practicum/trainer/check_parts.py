@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -98,7 +99,12 @@ def _advantage(estimate: Callable[..., Any], recipe: Recipe) -> str | None:
         return f"gave {_shown(found)}"
     if traits.critic and found.returns_N is None:
         return "gave no returns_N, which the critic learns from"
-    return _tokens("advantages_N", found.advantages_N)
+    for name, tensor in (("advantages_N", found.advantages_N), ("returns_N", found.returns_N)):
+        if tensor is not None and (wrong := _tokens(name, tensor)):
+            return wrong
+        if isinstance(tensor, Tensor) and not tensor.is_floating_point():
+            return f"gave {name} of type {tensor.dtype}, not of a floating-point type"
+    return None
 
 
 def _policy_loss(loss: Callable[..., Any], recipe: Recipe) -> str | None:
@@ -209,7 +215,14 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 def _tracker(make: Any, recipe: Recipe) -> str | None:
     made = getattr(make, "__wrapped__", make)
     missing = [name for name in ("log", "close") if isinstance(made, type) and not hasattr(made, name)]
-    return f"has no {missing[0]}" if missing else None
+    if missing or not isinstance(made, type):
+        return f"has no {missing[0]}" if missing else None
+    signature = inspect.signature(made.log)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        signature.bind(None, 1, {})
+    except TypeError as error:
+        return f"has log{signature}: {error}"
+    return None
 
 
 def _tokens(name: str, found: Any, gradient_to: str = "") -> str | None:

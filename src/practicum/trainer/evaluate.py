@@ -16,7 +16,7 @@ from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
 from practicum.engines.protocol import Sampling
-from practicum.errors import PracticumError
+from practicum.errors import PracticumError, RecipeError
 from practicum.observe.tables import score_table
 from practicum.observe.text import say
 from practicum.recipe.load_recipe import LoadedRecipe
@@ -26,7 +26,7 @@ from practicum.runtime.start_roles import Roles, loading, start_roles
 from practicum.sessions.attempts import Attempt
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import eval_prompts
-from practicum.trainer.run_folder import append_lines
+from practicum.trainer.run_folder import append_lines, folder_of
 from practicum.trainer.run_models import resolve_models
 from practicum.trainer.samples import choose_groups, describe
 
@@ -89,20 +89,29 @@ def evaluate_recipe(
     console = Console(quiet=quiet)
     if model is not None:
         loaded = replace(loaded, recipe=_with_model(loaded.recipe, model))
+    elif (trained := folder_of(loaded.recipe)).is_used:
+        told = f"the model that the recipe starts from; --model {trained.path} is the one it trained"
+        say(told, console)
     loaded, taken = resolve_models(loaded)
     for sentence in taken:
         say(sentence, console)
     recipe = loaded.recipe
     if not quiet:
         print(f"{loading(recipe)} …", file=sys.stderr)
-    found = evaluate_model(recipe)
+    try:
+        found = evaluate_model(recipe)
+    except RecipeError as error:
+        if model is None or error.path != "model.path":
+            raise
+        raise RecipeError("--model", error.found, error.expected, error.suggestion) from None
     if not found.scores:
         raise PracticumError("nothing to evaluate: no task is built-in or has an eval_file or eval_split")
     if answers is not None:
         answers.unlink(missing_ok=True)
         append_lines(answers, found.answers)
     rows = {name.removeprefix("eval/"): {"score": value} for name, value in found.scores.items()}
-    console.print(score_table(f"{model or recipe.model.path or 'a new model'}", rows, ["score"]))
+    say(model or recipe.model.path or "a new model with random weights", console)
+    console.print(score_table("", rows, ["score"]))
     return found.scores
 
 

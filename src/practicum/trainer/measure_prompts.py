@@ -19,6 +19,7 @@ from practicum.tasks.check_tasks import tasks_needing_answer
 from practicum.tasks.locations import Location, eval_location, open_rows, train_location
 from practicum.tasks.prompts import Prompt, demonstration
 from practicum.tasks.stream import draw_row, eval_prompts, make_stream, to_prompt
+from practicum.user_code import shorten
 
 DRAWN = 2_000
 """Prompts of a built-in task that are measured: there is no end to them."""
@@ -75,7 +76,7 @@ def _measure_task(
     too_long: list[tuple[_Row, int, int]] = []
     skipped: dict[Location, set[int]] = {}
     for row in _rows(recipe, name, task):
-        prompt_tokens, answer_tokens = _measure(recipe, encode, row.prompt)
+        prompt_tokens, answer_tokens = _measure(recipe, encode, row, task)
         kept_tokens = min(prompt_tokens, encode.room(name) or prompt_tokens)
         lengths.count += 1
         lengths.cut += kept_tokens < prompt_tokens
@@ -112,15 +113,16 @@ def _rows(recipe: Recipe, name: str, task: Task) -> Iterator[_Row]:
         yield _Row(prompt, held_out, prompt.index)
 
 
-def _measure(recipe: Recipe, encode: Encoder, prompt: Prompt) -> tuple[int, int]:
+def _measure(recipe: Recipe, encode: Encoder, row: _Row, task: Task) -> tuple[int, int]:
     """Tokens of a prompt, whole, and of its answer; a text that the tokenizer can't write is an error."""
-    tokenizer = encode.tokenizer
+    tokenizer, prompt = encode.tokenizer, row.prompt
     ids, answer = encode.whole(prompt).ids, []
     if is_supervised(recipe):
         answer = tokenizer.encode(demonstration(prompt), add_special_tokens=False)
     unknown = tokenizer.unk_token_id
     if unknown is not None and unknown in (*ids, *answer):
-        found = f"a row with unknown characters: {prompt.content!r}"
+        text = prompt.content if unknown in ids else demonstration(prompt)
+        found = f"{_where(row, task)}: a row with unknown characters: {shorten(repr(text))}"
         advice = "use a model whose tokenizer covers them"
         expected = "texts that the model's tokenizer can write"
         problem = RecipeError(f"tasks.{prompt.task}", found, expected, advice)
@@ -128,13 +130,16 @@ def _measure(recipe: Recipe, encode: Encoder, prompt: Prompt) -> tuple[int, int]
     return len(ids), len(answer) + 1 if is_supervised(recipe) else recipe.rollout.max_new_tokens
 
 
+def _where(row: _Row, task: Task) -> str:
+    return str(row.prompt) if row.at is None else open_rows(row.prompt.task, task, row.at).where(row.index)
+
+
 def _too_long(name: str, task: Task, rows: list[tuple[_Row, int, int]], context: int) -> RecipeError:
     """The first rows that do not fit, by file and line."""
     shown, in_file = [], rows[0][0].at is not None
     for row, prompt_tokens, answer_tokens in rows[:_SHOWN]:
-        where = str(row.prompt) if row.at is None else open_rows(name, task, row.at).where(row.index)
-        total = prompt_tokens + answer_tokens
-        shown.append(f"{where}: a prompt of {prompt_tokens} tokens + {answer_tokens} of answer = {total}")
+        total = f"{prompt_tokens} tokens + {answer_tokens} of answer = {prompt_tokens + answer_tokens}"
+        shown.append(f"{_where(row, task)}: a prompt of {total}")
     if len(rows) > _SHOWN:
         shown.append(f"and {len(rows) - _SHOWN:,} more")
     advice = "raise rollout.context (up to the model's), or lower rollout.max_new_tokens"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from practicum.errors import MissingExtraError, RecipeError, RecipeErrors
 from practicum.forecast.cluster_spec import GIB, this_machine
@@ -47,7 +46,7 @@ from practicum.teachers.teacher_checks import check_teachers, longest_prompts
 from practicum.trainer.check_parts import check_parts
 from practicum.trainer.check_tokenizer import describe_tokenizer, tokenizer_problems
 from practicum.trainer.measure_prompts import measure_prompts
-from practicum.trainer.run_folder import RunFolder
+from practicum.trainer.run_folder import folder_of, require_possible
 from practicum.trainer.saver import crash_cost
 from practicum.trainer.trial import describe_tools, try_rewards
 
@@ -225,7 +224,8 @@ def _warnings(recipe: Recipe) -> list[str]:
 
 def _folder(recipe: Recipe) -> list[str]:
     """What `train` will want to be told, unless it writes elsewhere."""
-    folder = RunFolder(Path(recipe.out or Path("runs") / recipe.name))
+    folder = folder_of(recipe)
+    require_possible(folder.path)
     if folder.is_used:
         return [f"run folder: {folder.path} holds a run already: train needs --resume, --fresh or --out DIR"]
     if folder.is_foreign:

@@ -21,7 +21,7 @@ from practicum.observe.progress import ProgressView
 from practicum.observe.tables import ledger_table
 from practicum.observe.text import say
 from practicum.observe.trackers import StepDetails, Tracker, make_trackers
-from practicum.recipe.load_recipe import LoadedRecipe
+from practicum.recipe.load_recipe import LoadedRecipe, problems_of
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.stage_table import make_plan
 from practicum.runtime.random_state import seed_generators, set_random_state
@@ -109,6 +109,9 @@ class Trainer:
         self.samples.for_trackers = bool(self.trackers)
         for sentence in [*findings, *self.roles.describe()]:
             self._report(sentence)
+        steps = self.recipe.train.steps
+        if self.checkpoint is not None and self.progress.step >= steps:
+            self.view.say(f"all {steps} steps are done already: --set train.steps=N continues the run")
         for sentence in self._to_warn_of:
             self.view.warn(sentence)
             if self.checkpoint is None:  # else the log has it
@@ -304,7 +307,9 @@ def train_loaded(
     with ExitStack() as stack:
         stack.enter_context(view)
         interrupt = stack.enter_context(Interrupt(view.say))
-        run = stack.enter_context(closing(Trainer(recipe, folder, view, resume=resume, on_step=on_step)))
+        with problems_of(loaded):
+            trainer = Trainer(recipe, folder, view, resume=resume, on_step=on_step)
+        run = stack.enter_context(closing(trainer))
         try:
             run.begin(changes, taken)
             folder.note_start(start)

@@ -128,9 +128,14 @@ class RunFolder:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
 
+def folder_of(recipe: Recipe) -> RunFolder:
+    """Where a run of the recipe is, unless --out says otherwise."""
+    return RunFolder(Path(recipe.out or Path("runs") / recipe.name))
+
+
 def choose_folder(recipe: Recipe, out: Path | None, *, resume: bool, fresh: bool) -> RunFolder:
     """The run's folder, if this run may use it. Nothing is removed, and nothing of the run is written."""
-    folder = RunFolder(out or Path(recipe.out or Path("runs") / recipe.name))
+    folder = folder_of(recipe) if out is None else RunFolder(out)
     require_possible(folder.path)
     if resume and not folder.is_used:
         raise PracticumError(f"{folder.path} has no run to resume: leave out --resume")

@@ -1,4 +1,4 @@
-"""Users' own code tried before a run: each reward function once, on a real row with a made-up answer."""
+"""Users' own code tried before a run: each reward function once, on real rows with made-up answers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from practicum.recipe.schema.recipe import Recipe
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.check_tasks import tasks_needing_answer
 from practicum.tasks.messages import prompt_text
+from practicum.tasks.prompts import Prompt
 from practicum.tasks.rewards import RewardFunctions, RewardSample
 from practicum.tasks.stream import make_stream
 
@@ -24,24 +25,29 @@ def try_rewards(recipe: Recipe) -> list[str]:
         if not specs:
             continue
         stream = make_stream({name: task}, recipe.seed, needs_answer=tasks_needing_answer(recipe))
-        (prompt,) = stream.take(1)
-        sample = RewardSample(
-            prompt_text=prompt_text(prompt.content),
-            response_text=MADE_UP,
-            answer=prompt.answer,
-            row=prompt.row,
-            task=name,
-            domain=prompt.domain,
-            finish="stop",
-            key=f"{MADE_UP} to {prompt}",
-            response_tokens=len(MADE_UP.split()),
-            turns=(MADE_UP,),
-        )
+        # A function of a batch must give a number for each: with one sample a wrong one may look right.
+        count = 1 if judge.divides(name) else 2
+        samples = [_sample(name, prompt) for prompt in stream.take(count)]
         longest = sum(spec.timeout_s for spec in specs)
-        judged = run_async(judge.judge(sample), timeout=longest + 5.0, owner=f"rewards of tasks.{name}")
+        judged, *_ = run_async(judge.score(samples), timeout=longest + 5.0, owner=f"rewards of tasks.{name}")
         parts = ", ".join(f"{part} {value:g}" for part, value in judged.parts.items())
         findings.append(f"tasks.{name}: rewards of {MADE_UP}: {judged.failure or parts}")
     return findings
+
+
+def _sample(task: str, prompt: Prompt) -> RewardSample:
+    return RewardSample(
+        prompt_text=prompt_text(prompt.content),
+        response_text=MADE_UP,
+        answer=prompt.answer,
+        row=prompt.row,
+        task=task,
+        domain=prompt.domain,
+        finish="stop",
+        key=f"{MADE_UP} to {prompt}",
+        response_tokens=len(MADE_UP.split()),
+        turns=(MADE_UP,),
+    )
 
 
 def describe_tools(recipe: Recipe) -> list[str]:

@@ -26,6 +26,28 @@ from practicum.recipe.user_functions import meant
 
 RENAMED = {"track.trajectories": "track.groups, the number of whole groups per step"}
 """Keys that have another name and meaning now."""
+OTHER_NAMES = {
+    "learning_rate": "train.lr",
+    "max_steps": "train.steps",
+    "batch_size": "train.prompts",
+    "train_batch_size": "train.prompts",
+    "num_generations": "rollout.samples",
+    "group_size": "rollout.samples",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_response_length": "rollout.max_new_tokens",
+    "max_grad_norm": "train.clip_norm",
+    "grad_clip": "train.clip_norm",
+    "gradient_accumulation_steps": "train.microbatch_tokens",
+    "lr_scheduler_type": "train.schedule",
+    "warmup_ratio": "train.warmup_steps",
+    "kl_coef": "algorithm.kl.coefficient",
+    "clip_ratio": "algorithm.clip_high",
+    "save_steps": "checkpoint.every",
+    "eval_steps": "eval.every",
+    "output_dir": "out",
+    "model_name_or_path": "model.path",
+}
+"""What other trainers call the keys."""
 _YES_NO = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 
 
@@ -79,6 +101,8 @@ def unknown_key(path: Sequence[str | int]) -> tuple[str, str]:
     valid = list(here.model_fields) if here else []
     prefix = f"{level}." if level else ""
     where = f"a key of {level}" if level else "a key of the recipe"
+    if word in OTHER_NAMES:
+        return where, f"did you mean {OTHER_NAMES[word]}?"
     if close := nearest(word, valid):
         return where, f"did you mean {prefix}{close}?"
     known = sorted((key for key, _ in all_keys()), key=lambda key: key.count("."))
