@@ -41,19 +41,30 @@ def test_a_long_sentence_ends_its_lines_between_words():
     assert "".join(seen.lines[3:]) == path
 
 
-def panel_at(columns: int) -> list[str]:
+def panel_at(columns: int, rows: int = 40, warnings: int = 1) -> list[str]:
     """The screen in the middle of a run of 80 steps, as it is when the panel was drawn last."""
-    with terminal(columns) as seen:
-        console = Console(file=seen.file, force_terminal=True, width=columns, height=40)
+    with terminal(columns, rows) as seen:
+        console = Console(file=seen.file, force_terminal=True, width=columns, height=rows)
         view = ProgressView("my-run", 80, console=console)
         view.step(0, {"eval/greedy": 0.25})
         for number in range(1, 31):
             view.step(number, STEP | {"reward/mean": number / 40})
         view.stage("rollout")
         view.sample(SAMPLE)
-        view.warn("all groups were flat: see rollout.temperature")
-        console.print(view._panel())
+        for _ in range(warnings):
+            view.warn("all groups were flat: see rollout.temperature")
+        console.print(view._panel(), end="")
     return seen.lines
+
+
+def test_a_low_terminal_has_the_warnings_and_leaves_out_what_says_less():
+    for rows, has_sample, has_speed in ((40, True, True), (18, False, True), (12, False, False)):
+        lines = panel_at(80, rows, warnings=3)
+        assert lines[0].startswith("╭─ my-run")
+        assert lines[-1].startswith("╰─")
+        shown = "\n".join(lines)
+        assert shown.count("! all groups were flat") == 3
+        assert ("newest sample" in shown, "s/step" in shown) == (has_sample, has_speed)
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])

@@ -159,15 +159,24 @@ class ProgressView:
         return f"{duration(fmean(self._durations) * (self.steps - self._step))} left"
 
     def _panel(self) -> Panel:
+        """All parts, or in a low terminal those that fit: without the sample, then without the speed."""
         with self._lock:
             width = self.console.width - BORDER
-            parts = [self._header(width), self._curve_rows(width), self._times(width)]
-            parts += [self._newest(width), self._warned()]
+            header, curves, times = self._header(width), self._curve_rows(width), self._times(width)
+            newest, warned = self._newest(width), self._warned()
+        panel = self._boxed(header, curves, times, newest, warned)
+        for fewer in ((header, curves, times, warned), (header, curves, warned)):
+            if len(self.console.render_lines(panel)) <= self.console.height:
+                break
+            panel = self._boxed(*fewer)
+        return panel
+
+    def _boxed(self, *parts: list[RenderableType]) -> Panel:
         rows: list[RenderableType] = []
         for part in parts:
             if part:
                 rows += [Text(" "), *part] if rows else part
-        title = Text(shorten(self.name, width - 4), style="bold")
+        title = Text(shorten(self.name, self.console.width - BORDER - 4), style="bold")
         return Panel(Group(*rows), box=box.ROUNDED, border_style="dim", title=title, title_align="left")
 
     def _header(self, width: int) -> list[RenderableType]:

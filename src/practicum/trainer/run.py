@@ -78,7 +78,8 @@ class Trainer:
         if resume:
             self.checkpoint, self.progress = Checkpoints(folder.checkpoints, 1).latest()
             stream.load_state_dict(self.progress.stream)
-        view.starting(loading(recipe))
+        resumed = None if self.checkpoint is None else f"continuing from {self.checkpoint.name}"
+        view.starting(resumed or loading(recipe))
         # After all that may fail: whoever it starts is stopped by `close` alone.
         self.roles: Roles = start_roles(recipe, self.plan, self.watch)
         self.runner = StepRunner(recipe, self.plan, self.roles, stream, self.watch)
