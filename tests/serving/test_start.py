@@ -94,7 +94,7 @@ def test_the_command_line_shows_a_port_in_use_as_one_sentence(folder: str):
         port = str(taken.getsockname()[1])
         done = CliRunner().invoke(app, ["serve", folder, "--port", port, "--engine", "torch"])
     assert done.exit_code == 2
-    assert done.output.startswith(f"port {port} of 127.0.0.1 is in use")
+    assert f"\nport {port} of 127.0.0.1 is in use" in done.output
 
 
 def test_the_command_line_refuses_unknown_engines_and_number_types(folder: str):

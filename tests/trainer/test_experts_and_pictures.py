@@ -126,7 +126,7 @@ def test_pictures_of_files_are_trained_on(tmp_path: Path):
         '{"prompt": "none=", "answer": "no"}\n'
     )
     tasks = {"mine": {"file": str(tmp_path / "rows.jsonl"), "chat": True}}
-    rows = trained(tmp_path, model=EYES, tasks=tasks)
+    rows = trained(tmp_path, model=EYES, tasks=tasks, train=CUT["train"] | {"prompts": 4})
     assert all(row["train/gap_max"] < 1e-4 for row in rows)
 
 

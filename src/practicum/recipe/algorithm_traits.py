@@ -34,6 +34,8 @@ class LossTraits:
 
     ratio: bool = True
     """It compares each token's probability with the one before the update."""
+    clips_ratio: bool = False
+    """Ratios outside of 1 - clip_low to 1 + clip_high pull no further."""
     whole_sessions: bool = False
     """Its ratio is of all tokens of a session, which no mini-batch or micro-batch may cut."""
     reads: frozenset[str] = frozenset()
@@ -53,8 +55,8 @@ ESTIMATORS: dict[str, EstimatorTraits] = {
 }
 LOSSES: dict[str, LossTraits] = {
     "supervised": LossTraits(ratio=False),
-    "ppo_clip": LossTraits(reads=_CLIPPED | {"dual_clip"}),
-    "gspo": LossTraits(whole_sessions=True, reads=_CLIPPED | {"dual_clip"}),
+    "ppo_clip": LossTraits(clips_ratio=True, reads=_CLIPPED | {"dual_clip"}),
+    "gspo": LossTraits(clips_ratio=True, whole_sessions=True, reads=_CLIPPED | {"dual_clip"}),
     "cispo": LossTraits(reads=_CLIPPED),
     "reinforce": LossTraits(ratio=False, reads=frozenset({"entropy"})),
 }

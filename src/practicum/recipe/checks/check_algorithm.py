@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from practicum.errors import RecipeError
-from practicum.recipe.algorithm_traits import ESTIMATORS, estimator_traits
+from practicum.recipe.algorithm_traits import ESTIMATORS, estimator_traits, loss_traits
 from practicum.recipe.checks.divergences import why_k1_is_dead
 from practicum.recipe.counts import count
 from practicum.recipe.derived import (
@@ -45,7 +45,7 @@ def _pair(recipe: Recipe) -> Iterator[RecipeError]:
 
 def _clip(recipe: Recipe) -> Iterator[RecipeError]:
     algorithm = recipe.algorithm
-    if algorithm.clip_low >= 1 and algorithm.loss in ("ppo_clip", "gspo"):
+    if algorithm.clip_low >= 1 and loss_traits(algorithm.loss).clips_ratio:
         yield RecipeError(
             "algorithm.clip_low",
             f"{algorithm.clip_low:g} with algorithm.loss {algorithm.loss}",
