@@ -107,6 +107,7 @@ def test_commands_of_pages_that_train_nothing_run(source: str, workplace: Path):
         run(command)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("source", sources(trains=True))
 def test_commands_of_pages_that_train_run(source: str, workplace: Path):

@@ -16,6 +16,7 @@ from practicum.recipe.schema.recipe import Recipe
 from practicum.trainer.preflight import check_without_models
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_without_vllm_its_engine_says_what_to_install_and_no_process_stays(tmp_path: Path):
     setup = VllmSetup(str(tmp_path), "float32", 64, 1, 2**20, 1, 1)

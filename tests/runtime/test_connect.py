@@ -127,6 +127,7 @@ def test_without_the_extra_the_error_names_the_command(tmp_path: Path, monkeypat
         Cluster.open(recipe(tmp_path))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_runs_one_after_another_leave_no_process_and_no_shared_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -171,6 +172,7 @@ def machines() -> Iterator[Any]:
         found.shutdown()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_cluster_that_is_there_is_joined_used_by_the_layout_and_left(
     tmp_path: Path, machines: Any, monkeypatch: pytest.MonkeyPatch

@@ -34,6 +34,7 @@ def score(line: str) -> list[Scores]:
     return asyncio.run(run())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_its_line_makes_a_teacher_until_it_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = save_tiny(tmp_path)

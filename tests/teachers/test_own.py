@@ -268,6 +268,7 @@ def test_a_process_killed_in_mid_request_fails_its_rows_at_once(folder: Path, mo
             score(own, some[:1])
 
 
+@pytest.mark.long
 def test_a_process_that_hangs_is_killed_at_the_deadline_and_not_used_again(
     folder: Path, model: PreTrainedModel
 ):
@@ -282,6 +283,7 @@ def test_a_process_that_hangs_is_killed_at_the_deadline_and_not_used_again(
             score(own, rows(1))
 
 
+@pytest.mark.long
 def test_close_ends_even_a_stopped_process_and_fails_rows_under_way(folder: Path, model: PreTrainedModel):
     async def close_meanwhile(own: OwnTeacher) -> None:
         task = asyncio.ensure_future(own.score(rows(1)[0], ScoreOptions()))
@@ -312,6 +314,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_a_parent_that_is_killed_leaves_no_process(folder: Path, model: PreTrainedModel, tmp_path: Path):
     script = tmp_path / "parent.py"
     script.write_text(PARENT)

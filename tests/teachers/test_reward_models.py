@@ -226,6 +226,7 @@ def test_a_model_that_slept_gives_the_same_scores(classifier: Path, judge: Path,
         assert_same(run(score_all(place, some)), before)
 
 
+@pytest.mark.long
 def test_a_process_that_hangs_is_named_at_the_deadline_and_killed(classifier: Path):
     place = OwnRewardModel("rm", classifier_of(classifier, placement="own", deadline_s=1.0), room=60)
     place.start()

@@ -93,7 +93,7 @@ def same_run(a: Path, b: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signal", ["top_k", "full"])
+@pytest.mark.parametrize("signal", [pytest.param("top_k", marks=pytest.mark.long), "full"])
 def test_an_own_teacher_teaches_as_a_colocated_one_bit_for_bit(
     tmp_path: Path, folders: dict[str, str], said: list[dict[str, Tensor]], signal: str
 ):
@@ -135,7 +135,7 @@ SELF = {"teachers": {"self": {"student": {"every": 2}, "before": "{answer}"}}}
 LONGER = {"train": {"steps": 5, "prompts": 4, "lr": 1e-2}}
 
 
-@pytest.mark.parametrize(("signal", "cut"), [("top_k", 2), ("full", 3)])
+@pytest.mark.parametrize(("signal", "cut"), [("top_k", 2), pytest.param("full", 3, marks=pytest.mark.long)])
 def test_a_run_with_a_copy_of_the_student_resumes_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal: str, cut: int
 ):
@@ -372,6 +372,7 @@ def assert_gone(pids: list[int]) -> None:
     assert until(lambda: not any(alive(pid) for pid in pids))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_own_teacher_that_is_killed_in_a_run_is_named_and_no_process_stays(
     tmp_path: Path, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, pids: list[int]

@@ -115,6 +115,7 @@ def test_a_run_of_parts_of_ones_own_alone_is_the_same_after_a_stop(beside: Path)
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ray_workers_import_the_parts_themselves(beside: Path, ray_cluster: None):
     train_loaded(tiny(beside, **ALL), beside / "local")

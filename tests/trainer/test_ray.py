@@ -81,7 +81,7 @@ def assert_same_run(one: Path, other: Path, tolerance: float) -> None:
     ("ranks", "store"),
     [
         (1, "ray"),
-        (2, "transferqueue"),
+        pytest.param(2, "transferqueue", marks=pytest.mark.long),
         pytest.param(2, "ray", marks=pytest.mark.long),
         pytest.param(1, "transferqueue", marks=pytest.mark.long),
     ],
@@ -121,6 +121,7 @@ def taught(folder: Path, teachers: dict[str, Any], **sections: Any) -> LoadedRec
     return load_recipe(path)
 
 
+@pytest.mark.long
 def test_teachers_streamed_on_ray_teach_as_colocated_ones_here_also_when_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -208,6 +209,7 @@ def test_a_checkpoint_of_two_ranks_is_resumed_in_one_process(tmp_path: Path, mon
     assert_same_run(tmp_path / "whole", tmp_path / "cut", 1e-6)
 
 
+@pytest.mark.long
 def test_what_a_users_reward_raises_in_a_worker_is_shown_with_its_frames(tmp_path: Path):
     reward = {"functions": [{"use": "tests.hostile:always"}]}
     tiny(tmp_path, **on_ray({"train": STEPS | {"steps": 1}, "eval": {"greedy": False}, "reward": reward}))

@@ -248,9 +248,8 @@ STOPS: dict[str, tuple[dict[str, Any], Act, str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "who", ["learner", *(pytest.param(who, marks=pytest.mark.long) for who in STOPS if who != "learner")]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("who", STOPS)
 def test_a_death_that_ends_the_run_is_named_and_the_run_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Path, who: str
 ):

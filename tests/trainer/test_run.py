@@ -181,6 +181,7 @@ def test_filtered_groups_are_refilled_and_the_run_resumes(tmp_path: Path, monkey
     assert all(row["rollout/sessions"] > 16 for row in rows if row["groups/refills"] > 0)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_killed_between_steps_and_resumed_equals_never_stopped(tmp_path: Path):
     args = ["--set", "checkpoint.every=1", "--set", "train.steps=6"]
