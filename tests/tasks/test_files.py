@@ -335,6 +335,7 @@ def test_several_files_and_patterns_are_one_after_the_other(tmp_path):
         ({"question": "q", "target": 1}, "; set tasks.t.prompt: question and tasks.t.answer: target"),
         ({"prompts": "q", "level": "x"}, "; did you mean 'prompts'?"),
         ({"cells": "q"}, "only 'cells'"),
+        ({"prompt;answer": "q;a"}, "; columns of a CSV file are separated by commas"),
     ],
 )
 def test_a_column_that_is_probably_meant_is_suggested(tmp_path, row, hint):

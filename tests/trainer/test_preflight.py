@@ -47,6 +47,16 @@ def test_every_row_is_measured_and_the_long_ones_are_named_by_file_and_line(tmp_
     assert "tasks.long.too_long to skip or cut" in text
 
 
+def test_evaluation_prompts_that_are_trained_on_are_counted(tmp_path: Path):
+    (tmp_path / "held_out").mkdir()
+    train, held_out = rows(tmp_path, "a=", "b=", "c=", "d="), rows(tmp_path / "held_out", "b=", "e=", "b=")
+    found = preflight(tiny(tmp_path, tasks={"mine": {"file": train, "eval_file": held_out}})).findings
+    told = "tasks.mine: 1 of its 2 different evaluation prompts are trained on too"
+    assert [text for text in found if text.startswith(told)]
+    found = preflight(tiny(tmp_path, tasks={"mine": {"file": train}})).findings
+    assert not [text for text in found if "trained on too" in text]
+
+
 def test_rows_that_are_too_long_are_skipped_and_counted(tmp_path: Path):
     file = rows(tmp_path, "1+1=", "a" * 80, "2+2=", "b" * 70)
     task = {"file": file, "eval_file": file, "too_long": "skip"}

@@ -80,6 +80,8 @@ def _missing(row: Mapping[str, Any], column: str, role: str, task: str) -> str:
     hint = ""
     if likely := _likely(row, role):
         hint = f"; set tasks.{task}.{role}: {likely}"
+    elif len(row) == 1 and any(mark in next(iter(row)) for mark in ";\t|"):
+        hint = "; columns of a CSV file are separated by commas"
     elif near := get_close_matches(column, row, n=1):
         hint = f"; did you mean {near[0]!r}?"
     return f"no column {column!r} for the {role}, only {', '.join(map(repr, row)) or 'none'}{hint}"

@@ -37,6 +37,8 @@ class PromptLengths:
     """Rows of each location that are too long, where the task says `too_long: skip`."""
     cut: int = 0
     """Prompts that lose their beginning, where the task says `too_long: cut`."""
+    shared: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Of each task with rows: evaluation prompts that are trained on too, and all of them."""
 
     def findings(self, context: int) -> list[str]:
         """What was measured, in sentences."""
@@ -46,6 +48,10 @@ class PromptLengths:
             told.append(f"too long: {len(rows):,} rows of {path} are left out (too_long: skip)")
         if self.cut:
             told.append(f"too long: {self.cut:,} prompts lose their beginning (too_long: cut)")
+        for name, (shared, count) in self.shared.items():
+            if shared:
+                which = f"{shared:,} of its {count:,} different evaluation prompts are trained on too"
+                told.append(f"tasks.{name}: {which}: its scores are not of held-out prompts")
         return told
 
 
@@ -56,6 +62,7 @@ class _Row:
     prompt: Prompt
     at: Location | None = None
     index: int = 0
+    is_held_out: bool = False
 
 
 def measure_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context: int) -> PromptLengths:
@@ -75,10 +82,12 @@ def _measure_task(
 ) -> list[RecipeError]:
     too_long: list[tuple[_Row, int, int]] = []
     skipped: dict[Location, set[int]] = {}
+    trained, held_out = set[int](), set[int]()
     for row in _rows(recipe, name, task):
         prompt_tokens, answer_tokens = _measure(recipe, encode, row, task)
         kept_tokens = min(prompt_tokens, encode.room(name) or prompt_tokens)
         lengths.count += 1
+        (held_out if row.is_held_out else trained).add(hash(repr(row.prompt.content)))
         lengths.cut += kept_tokens < prompt_tokens
         if kept_tokens + answer_tokens <= context:
             lengths.prompt = max(lengths.prompt, kept_tokens)
@@ -87,6 +96,8 @@ def _measure_task(
             skipped.setdefault(row.at, set()).add(row.index)
         else:
             too_long.append((row, kept_tokens, answer_tokens))
+    if train_location(task) is not None:
+        lengths.shared[name] = len(held_out & trained), len(held_out)
     lengths.left_out |= {str(at): frozenset(rows) for at, rows in skipped.items()}
     if too_long:
         return [_too_long(name, task, too_long, context)]
@@ -110,7 +121,7 @@ def _rows(recipe: Recipe, name: str, task: Task) -> Iterator[_Row]:
     # Where rows are left out, later ones take their place.
     rows = sys.maxsize if task.too_long == "skip" and held_out is not None else recipe.eval.rows
     for prompt in eval_prompts({name: task}, rows, recipe.seed):
-        yield _Row(prompt, held_out, prompt.index)
+        yield _Row(prompt, held_out, prompt.index, is_held_out=True)
 
 
 def _measure(recipe: Recipe, encode: Encoder, row: _Row, task: Task) -> tuple[int, int]:
