@@ -88,7 +88,7 @@ def policy_loss(
     """
     # The bonus is added to every policy loss.
     options = _options(reads, LOSS_OPTIONS) | {"entropy"}
-    return _with_traits(LossTraits(ratio, whole_sessions, options))
+    return _with_traits(LossTraits(ratio, whole_sessions=whole_sessions, reads=options))
 
 
 def stage(
