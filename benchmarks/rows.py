@@ -47,7 +47,9 @@ def make_columns(shape: Shape) -> dict[str, Ragged]:
     generator = torch.Generator().manual_seed(0)
     columns = {}
     for name in shape.fields:
-        trailing = [axis if isinstance(axis, int) else shape.widths.get(axis, 1) for axis in FIELDS[name].trailing]
+        trailing = [
+            axis if isinstance(axis, int) else shape.widths.get(axis, 1) for axis in FIELDS[name].trailing
+        ]
         count = sum(lengths) * prod(trailing)
         if FIELDS[name].dtype == "float32":
             values = torch.rand(count, generator=generator)

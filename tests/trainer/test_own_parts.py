@@ -18,6 +18,7 @@ from practicum.checks.watch import Watch
 from practicum.cli import app
 from practicum.dataplane.batch import BatchRef
 from practicum.errors import CheckError, PracticumError, RecipeError, RecipeErrors
+from practicum.recipe.algorithm_traits import LossTraits, loss_traits
 from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.recipe.own_parts import PARTS
 from practicum.roles.stage_table import make_plan
@@ -285,6 +286,22 @@ def test_traits_of_ones_own_estimator_are_respected(beside: Path):
     assert (
         written(beside, text, **algorithm(advantage="mine:silent", gamma=0.9)).recipe.algorithm.gamma == 0.9
     )
+
+
+def test_traits_of_ones_own_loss_are_respected(tmp_path: Path):
+    text = """
+from practicum.parts import policy_loss
+
+@policy_loss(whole_sessions=True, reads=["clip_low"])
+def mine(inputs): ...
+"""
+    written(tmp_path, text, **algorithm(loss="mine:mine", clip_low=0.1))
+    assert loss_traits("mine:mine") == LossTraits(
+        ratio=True, whole_sessions=True, reads=frozenset({"clip_low", "entropy"})
+    )
+    with pytest.raises(RecipeErrors) as caught:
+        tiny(tmp_path, **algorithm(loss="mine:mine", clip_high=0.1))
+    assert [error.path for error in caught.value.errors] == ["algorithm.clip_high"]
 
 
 def test_a_check_of_ones_own_is_counted_or_stops_the_run(tmp_path: Path):

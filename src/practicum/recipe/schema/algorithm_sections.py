@@ -52,8 +52,10 @@ def _option(chooser: str, name: str) -> tuple[ReadWhen, ReadWhen]:
     return used, ReadWhen(obstacle, f"remove it, or set algorithm.{chooser} to {' or '.join(readers(name))}")
 
 
-_CLIP, _DUAL_CLIP = _option("loss", "clip_low"), _option("loss", "dual_clip")
-_GAMMA, _LAM = _option("advantage", "gamma"), _option("advantage", "lam")
+_CLIP_LOW, _CLIP_HIGH, _DUAL_CLIP, _LOG_RATIO_CLAMP = (
+    _option("loss", name) for name in ("clip_low", "clip_high", "dual_clip", "log_ratio_clamp")
+)
+_GAMMA, _LAM, _WHITEN = (_option("advantage", name) for name in ("gamma", "lam", "whiten"))
 
 
 class Kl(Section):
@@ -103,13 +105,13 @@ class Algorithm(Section):
     aggregation: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] | OwnName = key(
         "token_mean", "How token losses become one number, by global real counts."
     )
-    clip_low: float = key(0.2, "Lower clip range of the ratio (1 - this).", *_CLIP, ge=0)
-    clip_high: float = key(0.2, "Upper clip range of the ratio (1 + this).", *_CLIP, ge=0)
+    clip_low: float = key(0.2, "Lower clip range of the ratio (1 - this).", *_CLIP_LOW, ge=0)
+    clip_high: float = key(0.2, "Upper clip range of the ratio (1 + this).", *_CLIP_HIGH, ge=0)
     dual_clip: float | None = key(None, "Dual-clip bound for negative advantages.", *_DUAL_CLIP, gt=1)
-    log_ratio_clamp: float | None = key(None, "Clamp log-ratios to ± this.", *_CLIP, gt=0)
+    log_ratio_clamp: float | None = key(None, "Clamp log-ratios to ± this.", *_LOG_RATIO_CLAMP, gt=0)
     gamma: float = key(1.0, "Discount per token (gae, reinforce_pp).", *_GAMMA, gt=0, le=1)
     lam: float = key(1.0, "GAE's lambda.", *_LAM, ge=0, le=1)
-    whiten: bool = key(True, "Whiten GAE advantages over the batch's sampled tokens.", *_LAM)
+    whiten: bool = key(True, "Whiten GAE advantages over the batch's sampled tokens.", *_WHITEN)
     entropy: float = key(0.0, "Weight of the entropy bonus.", _option("loss", "entropy")[1], ge=0)
     kl: Kl = key(Kl(), "Penalty against a reference policy.")
     old_logprobs: Literal["auto", "recompute", "rollout"] = key(
