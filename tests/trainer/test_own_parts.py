@@ -49,6 +49,7 @@ ALL: dict[str, Any] = {
         "schedule": "training:inverse_root",
         "optimizer": "training:sgd",
     },
+    "reward": {"functions": [{"use": "tests.trainer.rewards:by_letters"}]},
     "checks": {"own": [{"use": "watchers:long_answers", "level": "warn"}]},
     "track": {"own": ["csv_tracker:Csv"]},
     "stages": ["surprises:surprise", "surprises:mean_surprise"],
