@@ -6,13 +6,15 @@ import ctypes
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from typing import Any, BinaryIO, Literal, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from practicum.errors import EngineError
+
+if TYPE_CHECKING:  # vLLM's process says in its own words what keeps transformers from being imported
+    from transformers import PreTrainedModel
 
 
 def named_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
