@@ -3,11 +3,12 @@ PYTHON ?= python3
 PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
+# Bytecode is written when a module is first imported: pip would compile all that is never imported too.
+INSTALL := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
 # One thread per process: two test processes on two cores must not fight over them. The tests of a file share a
 # process, and so the cluster that some of them start.
 ON_TWO := -m pytest -n 2 --dist loadfile
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python $(ON_TWO)
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python $(ON_TWO)
 
 # vLLM wants other versions than ours: its tests have an environment of their own.
 MACHINE := $(shell uname -s)-$(shell uname -m)
@@ -25,7 +26,7 @@ help:  ## Show what there is.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 11
 
 demo: $(VENV)/.base  ## Train a tiny model from nothing and show that it learnt.
-	$(BIN)/practicum demo
+	PYTHONDONTWRITEBYTECODE= $(BIN)/practicum demo
 
 test: $(VENV)/.dev  ## Lint, types and the tests, in minutes.
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

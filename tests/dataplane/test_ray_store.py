@@ -168,6 +168,7 @@ def start_actor(kind: type, *args: object) -> Any:
     return ray.remote(kind).options(num_cpus=0).remote(*args)  # pyright: ignore
 
 
+@pytest.mark.long
 def test_what_a_process_put_stays_when_it_is_killed(handle: RayStoreHandle, store: RayStore) -> None:
     writer = start_actor(Writer, handle)
     ray.get(writer.put.remote(), timeout=PATIENCE)
@@ -192,6 +193,7 @@ def lost_put(handle: RayStoreHandle, *, lasting: bool) -> None:
     handle.connect(PATIENCE)._commit(put)
 
 
+@pytest.mark.long
 def test_an_object_that_died_with_its_process_is_named_with_its_rows(
     handle: RayStoreHandle, store: RayStore
 ) -> None:
@@ -200,6 +202,7 @@ def test_an_object_that_died_with_its_process_is_named_with_its_rows(
         store.get(BATCH.take([4, 1]), ["response_ids"])
 
 
+@pytest.mark.long
 def test_a_lasting_put_that_died_with_its_process_is_seen_by_nobody(
     handle: RayStoreHandle, store: RayStore
 ) -> None:

@@ -37,6 +37,8 @@ from .bad_columns import uneven
 from .conformance import MakeStore, StoreConformance
 from .conformance_shared import SharedStoreConformance
 from .rows import make_batch, make_columns, make_value, same
+
+pytestmark = pytest.mark.long
 from .threads import PATIENCE
 
 
@@ -205,7 +207,6 @@ def test_options_of_the_backend_are_its_own(ray_cluster: None) -> None:
         start_transferqueue(options={"memory": 3})
 
 
-@pytest.mark.long
 def test_a_unit_has_the_memory_and_the_options_that_it_is_given(ray_cluster: None) -> None:
     full = start_transferqueue(options={"total_storage_size": 2}, unit_gb=0.25)
     try:
@@ -226,7 +227,6 @@ def test_a_backend_that_is_not_there_is_refused(ray_cluster: None, backend: str,
         start_transferqueue(backend=backend)
 
 
-@pytest.mark.long
 def test_what_died_is_named_and_a_closed_store_leaves_the_others(store: Store) -> None:
     # A second set of servers beside those of the other tests, which must not notice.
     batch = make_batch(2)

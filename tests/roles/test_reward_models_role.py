@@ -145,6 +145,7 @@ def test_a_colocated_model_is_mixed_with_rule_rewards_by_weight(tmp_path: Path, 
         assert rm_of(roles).busy_s > 0
 
 
+@pytest.mark.long
 def test_a_model_of_its_own_judges_during_the_rollout_and_a_hung_one_is_named(
     tmp_path: Path, classifier: str
 ):

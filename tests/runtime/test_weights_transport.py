@@ -79,6 +79,7 @@ def test_buckets_are_full_but_not_over(cluster: None, sizes: list[int], limit: i
     assert all(torch.equal(t, dict(weights)[n]) for n, t in receive(manifest, timeout=60))
 
 
+@pytest.mark.long
 def test_versions_do_not_disturb_each_other(learner):
     first, second = published(learner, 1), published(learner, 2)
     reading = receive(first, timeout=60)
@@ -125,6 +126,7 @@ def test_bytes_are_freed_with_the_last_manifest(learner):
     assert held_mib() <= before
 
 
+@pytest.mark.long
 def test_weights_whose_learner_died_are_lost_by_name(cluster: None):
     learner = start(Publisher)
     manifest = published(learner, 7)

@@ -184,6 +184,7 @@ def test_new_weights_change_the_scores_of_every_process(own: OwnTeacher, tmp_pat
         own.load_weights(old, 0)
 
 
+@pytest.mark.long
 def test_a_copy_of_a_made_student_with_threads_and_context_of_the_recipe():
     spec = Model(make=MakeModel(hidden=32, layers=1, heads=2, head_dim=16, context=128), device="cpu")
     placement = OwnPlacement(own=Own(threads=2))
@@ -245,6 +246,7 @@ def test_a_start_past_its_deadline_is_told_and_leaves_no_process(folder: Path, m
     assert not any(alive(pid) for pid in own.pids)
 
 
+@pytest.mark.long
 def test_a_process_killed_in_mid_request_fails_its_rows_at_once(folder: Path, model: PreTrainedModel):
     some = rows(3)
 

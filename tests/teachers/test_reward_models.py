@@ -153,6 +153,7 @@ def test_a_server_without_use_activation_gives_probabilities_and_the_probe_says_
         assert "as the model has them" in probe(url, label=labels - 1)
 
 
+@pytest.mark.long
 def test_a_judge_gives_the_same_verdicts_in_all_places(judge: Path):
     spec, some = judge_of(judge), cases(12)
     here = scores_here(spec, some)

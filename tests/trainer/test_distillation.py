@@ -165,7 +165,7 @@ def test_a_run_with_an_own_copy_of_the_student_resumes_where_it_was(
     _cut_and_resume(tmp_path, monkeypatch, 3, distill={"signal": "full"}, teachers=teachers, **LONGER)
 
 
-@pytest.mark.parametrize("measure_every", [0, 2])
+@pytest.mark.parametrize("measure_every", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_a_run_with_two_teachers_resumes_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folders: dict[str, str], measure_every: int
 ):
@@ -386,6 +386,7 @@ def test_an_own_teacher_that_is_killed_in_a_run_is_named_and_no_process_stays(
     assert "stopped by TeacherError: teacher small" in (tmp_path / "run" / "log.txt").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_that_can_not_start_leaves_no_teacher_behind(
     tmp_path: Path, folders: dict[str, str], pids: list[int]

@@ -79,7 +79,7 @@ def test_experts_with_a_critic_and_a_reference_train(tmp_path: Path):
     assert all("critic/value_loss" in row and "train/kl" in row for row in rows)
 
 
-@pytest.mark.parametrize("signal", [pytest.param("sampled", marks=pytest.mark.long), "full"])
+@pytest.mark.parametrize("signal", ["sampled", "full"])
 def test_a_vision_teacher_gives_the_same_where_it_lives(tmp_path: Path, signal: str):
     folder = saved(tmp_path / "t", EYES, 9)
     divergence = {"divergence": "k2"} if signal == "sampled" else {}
@@ -107,6 +107,7 @@ def test_pictures_reach_critic_and_reference_and_all_learn(tmp_path: Path):
     assert any("visual" not in name for name in moved)
 
 
+@pytest.mark.long
 def test_what_a_vision_run_exports_can_be_evaluated_and_trained_on(tmp_path: Path):
     trained(tmp_path, model=EYES, tasks=PICTURES)
     export = tmp_path / "run" / "export"
