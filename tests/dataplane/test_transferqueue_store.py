@@ -37,9 +37,9 @@ from .bad_columns import uneven
 from .conformance import MakeStore, StoreConformance
 from .conformance_shared import SharedStoreConformance
 from .rows import make_batch, make_columns, make_value, same
+from .threads import PATIENCE
 
 pytestmark = pytest.mark.long
-from .threads import PATIENCE
 
 
 @pytest.fixture(scope="module")
