@@ -20,7 +20,7 @@ VLLM_INSTALL := $(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-
 # each process of vLLM would compile vLLM and torch anew.
 VLLM_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PRACTICUM_REQUIRE_VLLM=1
 
-.PHONY: demo test tests types test-all test-long test-vllm check quick lint bench clean help
+.PHONY: demo test test-all test-long test-vllm check quick lint bench clean help
 
 help:  ## Show what there is.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 11
@@ -30,10 +30,10 @@ demo: $(VENV)/.base  ## Train a tiny model from nothing and show that it learnt.
 
 test: $(VENV)/.dev  ## Lint, types and the tests, in minutes.
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	@$(MAKE) --no-print-directory --jobs 2 types tests
-
-tests:
-	$(PYTEST) -m "not long" --ignore tests/vllm
+	@echo "types are checked beside the tests and shown after them"
+	@$(BIN)/pyright --warnings >$(VENV)/types.log 2>&1 & types=$$!; \
+	$(PYTEST) -m "not long" --ignore tests/vllm; tests=$$?; \
+	wait $$types; types=$$?; cat $(VENV)/types.log; exit $$((tests || types))
 
 test-all: test test-long test-vllm  ## All there is: the above, the long campaigns, vLLM's tests.
 
@@ -55,10 +55,8 @@ check: $(VENV)/.dev  ## The inner loop: lint, types and the quick tests, side by
 quick: $(VENV)/.dev
 	$(PYTEST) -q -m "not slow and not long"
 
-lint: $(VENV)/.dev types
+lint: $(VENV)/.dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
-
-types:
 	$(BIN)/pyright --warnings
 
 bench:  ## Measure against transformers and TRL (its own environment).

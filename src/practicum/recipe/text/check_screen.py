@@ -100,8 +100,10 @@ def _shortened(text: str, width: int) -> str:
 
 def _wrapped(text: str) -> list[str]:
     # Paths stay whole, to be copied.
-    options = {"break_on_hyphens": False, "break_long_words": False}
-    return textwrap.wrap(_nearby(text), COLUMNS - 2, subsequent_indent="  ", **options) or [""]
+    wrapper = textwrap.TextWrapper(
+        COLUMNS - 2, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+    )
+    return wrapper.wrap(_nearby(text)) or [""]
 
 
 def _cut(lines: list[str], most: int) -> list[str]:
