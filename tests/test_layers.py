@@ -18,6 +18,7 @@ RANK = {
     "processes": 2,
     "checks": 3,
     "models": 3,
+    "records": 3,
     "tasks": 4,
     "engines": 4,
     "sessions": 5,

@@ -19,12 +19,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from typer.testing import CliRunner
 
 from practicum.cli import app
-from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.keys import Key, Tags
 from practicum.observe.trackers import COLUMNS, StepDetails, Trackio, WandB
 from practicum.tasks.scorers import RewardSample
 from practicum.trainer.run import train_loaded
-from practicum.trainer.samples import choose_groups
+from practicum.trainer.samples import choose_prompts
 from practicum.trainer.versions import git_state
 
 from .recipes import tiny
@@ -51,7 +49,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that records two groups per step, resumed once."""
     folder = tmp_path_factory.mktemp("records")
-    options = (REWARDS, "track.groups=2", "track.tensorboard=true", "eval.samples=1")
+    options = (REWARDS, "track.record=2", "track.tensorboard=true", "eval.samples=1")
     train_loaded(tiny(folder, *options, "train.steps=1"), folder / "run")
     train_loaded(tiny(folder, *options, "train.steps=2"), folder / "run", resume=True)
     return folder / "run"
@@ -141,15 +139,11 @@ def test_a_commit_is_told_with_whether_files_differ_from_it(tmp_path: Path):
     count=st.none() | st.integers(0, 10),
     turn=st.integers(0, 5),
 )
-def test_chosen_groups_are_whole_as_many_as_asked_and_of_tasks_in_turn(
+def test_chosen_prompts_are_as_many_as_asked_and_of_tasks_in_turn(
     tasks: list[str], count: int | None, turn: int
 ):
-    keys = [Key(prompt, session) for prompt in range(len(tasks)) for session in range(2)]
-    batch = BatchRef("train", tuple(keys), tuple(Tags(task=tasks[key.prompt]) for key in keys))
-    chosen = choose_groups(batch, count, turn)
-    prompts = sorted({key.prompt for key in chosen.keys})
+    prompts = sorted(choose_prompts(dict(enumerate(tasks)), count, turn))
     assert len(prompts) == min(len(tasks), 10 if count is None else count)
-    assert list(chosen.keys) == [key for key in keys if key.prompt in prompts]
     shown = {task: sum(tasks[prompt] == task for prompt in prompts) for task in tasks}
     for task, number in shown.items():
         assert number == tasks.count(task) or number >= max(shown.values()) - 1
@@ -159,9 +153,8 @@ def test_chosen_groups_are_whole_as_many_as_asked_and_of_tasks_in_turn(
 
 
 def test_steps_with_one_group_show_all_tasks():
-    tags = [Tags(task=task) for task in ("copy", "compare", "sort")]
-    batch = BatchRef("train", tuple(Key(i) for i in range(3)), tuple(tags))
-    assert {choose_groups(batch, 1, step).tags[0].task for step in (5, 6, 7)} == {"copy", "compare", "sort"}
+    tasks = {0: "copy", 1: "compare", 2: "sort"}
+    assert {prompt for step in (5, 6, 7) for prompt in choose_prompts(tasks, 1, step)} == {0, 1, 2}
 
 
 def test_eval_prints_json_and_nothing_else(tmp_path: Path):

@@ -58,6 +58,10 @@ class Tags:
     """What each reward function and model said of the session, before its weight."""
     is_baseline: bool = False
     is_padding: bool = False
+    step: int = 0
+    """The training step that rolled it out; 0 in evaluations."""
+    recorded: bool = False
+    """Whether the row is kept in the run's record, with all its columns."""
     failure: str | None = None
     trace: str | None = None
     """The traceback of user code that raised in this session: reward, loop or tool."""

@@ -1,4 +1,4 @@
 """Child processes: a model or engine asked through a pipe, a guarded server, a command with limits.
 
-May be imported by checks, models and the layers above.
+May be imported by checks, models, records and the layers above.
 """

@@ -52,6 +52,14 @@ def has_advantage_estimator(recipe: Recipe) -> bool:
     return not is_supervised(recipe) and (uses_reward(recipe) or through_reward)
 
 
+def recorded_groups(recipe: Recipe) -> int | None:
+    """Groups of a step that are kept in the run's record; None: all."""
+    record = recipe.track.record
+    if isinstance(record, int):
+        return record
+    return None if record == "all" else 0
+
+
 def corrects_mismatch(recipe: Recipe) -> bool:
     """Whether the policy loss is weighed by the ratio of the learner to the engine."""
     mismatch = recipe.algorithm.mismatch

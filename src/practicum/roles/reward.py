@@ -18,6 +18,7 @@ from practicum.dataplane.stages import Columns, Plan, StepInfo, stage
 from practicum.dataplane.store import Store
 from practicum.recipe.derived import uses_reward
 from practicum.recipe.schema.recipe import Recipe
+from practicum.records.recording_store import stage_span
 from practicum.rewards.reward_place import JudgeInput
 from practicum.roles.reward_models import RewardModelRole, waits_for_models
 from practicum.sessions.chat import Encoder
@@ -69,6 +70,10 @@ class RewardRole:
 
     async def score_session(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
         """Score a finished session and write its reward; as the stage does, on the event loop."""
+        with stage_span(self.store, "reward", batch.tags[0].step, rows=len(batch)):
+            await self._score_session(batch, prompts)
+
+    async def _score_session(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
         columns, sessions = (
             Columns("reward", self.store.get(batch, self.plan["reward"].reads)),
             _sessions(batch),

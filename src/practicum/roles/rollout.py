@@ -26,6 +26,7 @@ from practicum.errors import PracticumError
 from practicum.models.vision import sequence_positions
 from practicum.recipe.derived import scores_during_rollout, session_deadline
 from practicum.recipe.schema.recipe import Recipe
+from practicum.records.recording_store import record_more
 from practicum.roles.reward import SessionName, rewards_at_once
 from practicum.roles.reward_models import waits_for_models
 from practicum.roles.stage_table import VISION_FIELDS
@@ -277,7 +278,11 @@ class SessionRunner:
         if failed:
             self.store.put(_batch(partition, failed), {})
         if done:
-            self.store.put(_batch(partition, done), self._columns(done, fields))
+            batch = _batch(partition, done)
+            self.store.put(batch, self._columns(done, fields))
+            if any(tags.version_min != tags.version_max for tags in batch.tags):
+                versions = [row.trajectory.versions() for row in done if row.trajectory is not None]
+                record_more(self.store, "rollout", batch, {"version": versions})
         return _batch(partition, rows)
 
     async def _attempt(
@@ -342,6 +347,8 @@ class SessionRunner:
             trace=trajectory.trace,
             given_reward=reward,
             is_baseline=attempt.is_baseline,
+            step=prompt.step,
+            recorded=prompt.recorded,
         )
 
     def _columns(self, rows: Sequence[SessionRow], fields: Sequence[str]) -> dict[str, Column]:
@@ -369,6 +376,8 @@ def _failed(attempt: Attempt, ended: AttemptResult) -> SessionRow:
         task=prompt.task,
         retries=ended.retries,
         is_baseline=attempt.is_baseline,
+        step=prompt.step,
+        recorded=prompt.recorded,
     )
     return SessionRow(Key(prompt.uid, attempt.session), tags, None)
 

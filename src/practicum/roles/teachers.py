@@ -37,6 +37,7 @@ from practicum.places.vllm_teacher import VllmTeacher
 from practicum.recipe.derived import compare_temperature, scores_during_rollout
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
+from practicum.records.recording_store import stage_span
 from practicum.roles.learner_rows import images_of
 from practicum.tasks.prompts import Prompt
 from practicum.teachers.route import before_text, teacher_of
@@ -120,12 +121,13 @@ class TeacherRole:
 
     async def score_session(self, name: str, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
         """Have rows scored by a teacher with its own resources, and write the scores."""
-        columns = Columns("teachers", self.store.get(batch, self.plan["teachers"].reads))
-        rows = self._rows(batch, columns, prompts)
-        scores = await score_rows(self.loaded.places[name], rows, self.options)
-        for row, score in zip(rows, scores, strict=True):
-            self._check_ids(name, row, score)
-        self.store.put(batch, self._columns(scores), keep_tags=True)
+        with stage_span(self.store, "teachers", batch.tags[0].step, name, len(batch)):
+            columns = Columns("teachers", self.store.get(batch, self.plan["teachers"].reads))
+            rows = self._rows(batch, columns, prompts)
+            scores = await score_rows(self.loaded.places[name], rows, self.options)
+            for row, score in zip(rows, scores, strict=True):
+                self._check_ids(name, row, score)
+            self.store.put(batch, self._columns(scores), keep_tags=True)
 
     def _own_rows(self, step: StepInfo) -> BatchRef:
         """This rank's share of the rows that wait for colocated teachers."""
@@ -141,7 +143,10 @@ class TeacherRole:
         rows = self._rows(batch, columns, step.prompts)
         scores: dict[int, Scores] = {}
         for name, places in _by_teacher(batch).items():
-            with self.loaded.awake(name):
+            with (
+                stage_span(self.store, "teachers", step.number, name, len(places)),
+                self.loaded.awake(name),
+            ):
                 work = score_rows(self.loaded.places[name], [rows[i] for i in places], self.options)
                 scores.update(zip(places, self._in_time(name, work, len(places)), strict=True))
         return self._columns([scores[i] for i in range(len(batch))])

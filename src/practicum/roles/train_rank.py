@@ -32,6 +32,7 @@ from practicum.models.load_model import load_model, load_tokenizer, stop_ids
 from practicum.models.processor import save_processor
 from practicum.recipe.own_parts import find_part, guarded
 from practicum.recipe.schema.recipe import Recipe
+from practicum.records.recording_store import stage_span
 from practicum.roles.advantages import AdvantageRole
 from practicum.roles.critic import CriticRole
 from practicum.roles.learner_rows import rank_share
@@ -122,7 +123,8 @@ class TrainRank:
 
     def run(self, stage: str, step: StepInfo) -> Any:
         """Run a stage on this rank; gives its report."""
-        return self._stages[stage](step)
+        with stage_span(self.store, stage, step.number, rows=len(step.batch)):
+            return self._stages[stage](step)
 
     def refresh_copies(self, step: int) -> None:
         """Before a step: colocated teachers that are copies of the student take its weights when due."""

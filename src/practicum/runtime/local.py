@@ -16,11 +16,15 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
 from practicum.dataplane.memory_store import MemoryStore
 from practicum.dataplane.stages import Plan, StepInfo
+from practicum.dataplane.store import Store
 from practicum.engines.protocol import Engine
 from practicum.models.load_model import context_length, load_model
 from practicum.places.model_cache import ModelCache
 from practicum.recipe.derived import evaluates, rollout_context
 from practicum.recipe.schema.recipe import Recipe
+from practicum.records.record_files import RecordPlace
+from practicum.records.recorder import Recorder
+from practicum.records.recording_store import RecordingStore, stage_span
 from practicum.roles.load_teachers import load_teachers, make_model_cache
 from practicum.roles.make_engine import describe_engines, make_engine
 from practicum.roles.reward import RewardRole
@@ -81,19 +85,22 @@ class LocalWorkers:
                 await scoring
             return batch
 
-        batches = await gather_all(run(attempt, starts[attempt.prompt.uid]) for attempt in attempts)
+        with stage_span(self.sessions.store, "rollout", attempts[0].prompt.step, rows=len(attempts)):
+            batches = await gather_all(run(attempt, starts[attempt.prompt.uid]) for attempt in attempts)
         return [key for batch in batches for key in batch.keys]
 
     async def demonstrate(self, prompts: Sequence[Prompt], partition: str) -> BatchRef:
-        sessions = await gather_all(self.sessions.demonstrate(prompt) for prompt in prompts)
-        rows = [row for session in sessions for row in session]
-        return self.sessions.put(partition, rows, self.sessions.plan["demonstrate"].writes)
+        with stage_span(self.sessions.store, "demonstrate", prompts[0].step, rows=len(prompts)):
+            sessions = await gather_all(self.sessions.demonstrate(prompt) for prompt in prompts)
+            rows = [row for session in sessions for row in session]
+            return self.sessions.put(partition, rows, self.sessions.plan["demonstrate"].writes)
 
     async def reward_session(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
         await self.rewards.score_session(batch, prompts)
 
     def reward(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
-        self.rewards.reward(StepInfo(batch, prompts=prompts))
+        with stage_span(self.rewards.store, "reward", batch.tags[0].step, rows=len(batch)):
+            self.rewards.reward(StepInfo(batch, prompts=prompts))
 
     async def teach(self, teacher: str, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
         assert self.teachers is not None
@@ -112,9 +119,18 @@ class LocalRoles(TrainRank):
     """The only rank of the learner, with the engine and the sessions beside it; see `Roles`."""
 
     def __init__(
-        self, recipe: Recipe, plan: Plan, watch: Watch, model: PreTrainedModel, frozen: FrozenModels
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        watch: Watch,
+        model: PreTrainedModel,
+        frozen: FrozenModels,
+        record: RecordPlace | None = None,
     ) -> None:
-        super().__init__(recipe, plan, MemoryStore(), watch, model, frozen.teachers)
+        store: Store = MemoryStore()
+        if record is not None:
+            store = RecordingStore(store, Recorder(record))
+        super().__init__(recipe, plan, store, watch, model, frozen.teachers)
         learner, self.frozen = self.student.learner, frozen
         self.engine = make_engine(recipe, model, lambda: (learner.named_weights(), learner.version))
         try:
@@ -194,13 +210,13 @@ def load_frozen_models(recipe: Recipe, plan: Plan, student: PreTrainedModel) -> 
     return FrozenModels(teachers, reward_models, residency or make_model_cache(recipe, sleepers))
 
 
-def start_local(recipe: Recipe, plan: Plan, watch: Watch) -> LocalRoles:
+def start_local(recipe: Recipe, plan: Plan, watch: Watch, record: RecordPlace | None = None) -> LocalRoles:
     """Load the models and connect the roles; if that fails, nothing stays behind."""
     set_threads(recipe.runtime.threads)
     model = load_model(recipe.model, recipe.seed)
     frozen = load_frozen_models(recipe, plan, model)
     with ExitStack() as undo:
         undo.callback(frozen.close)
-        roles = LocalRoles(recipe, plan, watch, model, frozen)
+        roles = LocalRoles(recipe, plan, watch, model, frozen, record)
         undo.pop_all()
     return roles

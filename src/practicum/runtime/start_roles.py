@@ -16,6 +16,7 @@ from practicum.dataplane.stages import Plan, StepInfo
 from practicum.dataplane.store import Store
 from practicum.recipe.derived import on_ray
 from practicum.recipe.schema.recipe import Recipe
+from practicum.records.record_files import RecordPlace
 from practicum.roles.rollout import RolloutRole
 from practicum.roles.transcripts import Transcript
 from practicum.runtime.local import start_local
@@ -99,14 +100,17 @@ class Roles(Protocol):
         ...
 
 
-def start_roles(recipe: Recipe, plan: Plan, watch: Watch) -> Roles:
-    """Everyone who takes part, in the runtime that the recipe names; if that fails, nothing stays behind."""
+def start_roles(recipe: Recipe, plan: Plan, watch: Watch, record: RecordPlace | None = None) -> Roles:
+    """Everyone who takes part, in the runtime that the recipe names; if that fails, nothing stays behind.
+
+    With `record`, whoever holds rows that are recorded writes them there.
+    """
     if recipe.runtime.kind == "local":
-        return start_local(recipe, plan, watch)
+        return start_local(recipe, plan, watch, record)
     set_environment(recipe.runtime)
     from practicum.runtime.ray.start_ray import start_ray
 
-    return start_ray(recipe, plan, watch)
+    return start_ray(recipe, plan, watch, record)
 
 
 def loading(recipe: Recipe) -> str:

@@ -21,6 +21,8 @@ class TokenSpan:
     sampled: bool
     logprobs: Tensor
     plain_logprobs: Tensor
+    version: int | None = None
+    """The weights that sampled it; the oldest, if they changed meanwhile."""
 
 
 @dataclass(eq=False, slots=True)
@@ -51,8 +53,9 @@ class Trajectory:
     def add_sampled(self, generation: Generation) -> None:
         """Append a turn that the student sampled."""
         self._merge_experts(generation.experts)
-        self.pieces.append(TokenSpan(generation.tokens, True, generation.logprobs, generation.plain_logprobs))
         first = generation.version_min
+        numbers = generation.tokens, True, generation.logprobs, generation.plain_logprobs
+        self.pieces.append(TokenSpan(*numbers, version=first))
         self.version_min = first if self.version_min is None else min(self.version_min, first)
         self.version_max = max(self.version_max, generation.version_max)
         self.finish = generation.finish
@@ -71,6 +74,10 @@ class Trajectory:
     def sampled(self) -> list[list[int]]:
         """The tokens of each turn of the student."""
         return [piece.ids.tolist() for piece in self.pieces if piece.sampled]
+
+    def versions(self) -> list[int | None]:
+        """The version of the weights that sampled each response token; None for given ones."""
+        return [piece.version for piece in self.pieces for _ in range(len(piece.ids))]
 
     @property
     def sampled_tokens(self) -> int:

@@ -23,7 +23,8 @@ class Prompt:
 
     `uid` is its position in the stream. `row` holds all columns of a file's row (empty for built-in
     tasks); `epoch` and `index` say which pass over the task and which row of it this is. `kind` and
-    `example` are those of a built-in task.
+    `example` are those of a built-in task. `step` is the training step that took it (0 in evaluations), and
+    `recorded` whether its rows are kept in the run's record.
     """
 
     uid: int
@@ -36,6 +37,8 @@ class Prompt:
     index: int
     kind: str | None = None
     example: Example | None = field(default=None, repr=False)
+    step: int = 0
+    recorded: bool = False
 
     def __str__(self) -> str:
         return f"prompt {self.uid} (task {self.task}, epoch {self.epoch}, row {self.index})"

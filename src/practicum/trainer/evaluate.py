@@ -28,7 +28,7 @@ from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import eval_prompts
 from practicum.trainer.run_folder import append_lines, folder_of
 from practicum.trainer.run_models import resolve_models
-from practicum.trainer.samples import choose_groups, describe
+from practicum.trainer.samples import choose_prompts, describe
 
 EVAL = "eval"
 SEED_OFFSET = 1_000_000_007
@@ -70,7 +70,8 @@ def evaluate(
         for failure, count in Counter(tags.failure for tags in failed).most_common():
             trace = traces[failure]
             log(f"failed in the evaluation ({count}×): {failure}{f'{chr(10)}{trace}' if trace else ''}")
-        shown = choose_groups(batch, recipe.track.eval_prompts)
+        chosen = choose_prompts({key.prompt: tags.task for key, tags in batch}, recipe.track.eval_prompts)
+        shown = batch.where(lambda key, _: key.prompt in chosen)
         answers = describe(step, roles, shown, roles.eval_rollout.prompts)
         return Evaluation(scores(batch, rules.samples, rules.pass_threshold), answers)
     finally:

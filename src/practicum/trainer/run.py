@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from practicum.observe.text import say
 from practicum.observe.trackers import StepDetails, Tracker, make_trackers
 from practicum.recipe.load_recipe import LoadedRecipe, problems_of
 from practicum.recipe.schema.recipe import Recipe
+from practicum.records.recorder import Recorder
 from practicum.roles.stage_table import make_plan
 from practicum.runtime.random_state import seed_generators, set_random_state
 from practicum.runtime.start_roles import Roles, loading, start_roles
@@ -81,9 +83,11 @@ class Trainer:
         resumed = None if self.checkpoint is None else f"continuing from {self.checkpoint.name}"
         view.starting(resumed or loading(recipe))
         # After all that may fail: whoever it starts is stopped by `close` alone.
-        self.roles: Roles = start_roles(recipe, self.plan, self.watch)
-        self.runner = StepRunner(recipe, self.plan, self.roles, stream, self.watch)
-        self.samples = StepSamples(self.roles, recipe.track.groups)
+        record = folder.record_place(recipe)
+        self.roles: Roles = start_roles(recipe, self.plan, self.watch, record)
+        recorder = None if record is None else Recorder(replace(record, role="controller"))
+        self.runner = StepRunner(recipe, self.plan, self.roles, stream, self.watch, recorder)
+        self.samples = StepSamples(self.roles)
         self.runner.on_stage, self.runner.on_batch = view.stage, self._note_batch
         if "advantages" in self.plan:
             self.runner.on_learnt = self.samples.learnt

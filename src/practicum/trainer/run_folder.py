@@ -15,8 +15,10 @@ from typing import Any
 import yaml
 
 from practicum.errors import PracticumError
+from practicum.recipe.derived import recorded_groups
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.text.show_recipe import resolved_yaml
+from practicum.records.record_files import FOLDER, RecordPlace, record_files
 from practicum.trainer.versions import now, versions
 
 APPENDED = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
@@ -30,6 +32,7 @@ OWNED = (
     "checkpoints",
     "export",
     "exports",
+    FOLDER,
     "tensorboard",
     "wandb",
 )
@@ -103,15 +106,29 @@ class RunFolder:
         path = self.path / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
+    def record_place(self, recipe: Recipe) -> RecordPlace | None:
+        """Where the run's rows and stages are recorded; None if they are not."""
+        if recorded_groups(recipe) == 0:
+            return None
+        return RecordPlace(self.path.absolute() / FOLDER, "local", everything=recipe.track.record == "all")
+
     def positions(self) -> dict[str, int]:
         """Sizes of the appended files now, for a checkpoint."""
-        return {n: p.stat().st_size if (p := self.path / n).exists() else 0 for n in APPENDED}
+        recorded = [f"{FOLDER}/{path.name}" for path in record_files(self.path / FOLDER)]
+        names = (*APPENDED, *recorded)
+        return {n: p.stat().st_size if (p := self.path / n).exists() else 0 for n in names}
 
     def rewind(self, positions: Mapping[str, int]) -> None:
-        """Cut the appended files back to a checkpoint: what came after it will be written again."""
-        for name, size in positions.items():
+        """Cut the appended files back to a checkpoint: what came after it will be written again.
+
+        Files of the record that were removed are not missed.
+        """
+        recorded = {f"{FOLDER}/{path.name}": 0 for path in record_files(self.path / FOLDER)}
+        for name, size in (recorded | dict(positions)).items():
             path = self.path / name
             held = path.stat().st_size if path.exists() else 0
+            if held < size and name not in APPENDED:
+                continue
             if held < size:
                 raise PracticumError(
                     f"{path} has {held} bytes, the checkpoint was written at {size}: it was cut or "

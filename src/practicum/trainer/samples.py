@@ -19,26 +19,19 @@ _COUNTED = ("response_tokens", "sampled_tokens", "turns", "tool_calls", "tool_er
 
 
 class StepSamples:
-    """What is recorded of the step under way: whole groups, and values of all its sessions.
+    """What is told of the step under way: texts of its recorded groups, and values of all its sessions."""
 
-    Each step has `track.groups` groups, or all it rolled out if those are fewer; the tasks take turns, and
-    each step begins with another one.
-    """
-
-    def __init__(self, roles: Roles, groups: int) -> None:
-        self.roles, self.groups = roles, groups
+    def __init__(self, roles: Roles) -> None:
+        self.roles = roles
         self.answers: list[dict[str, Any]] = []
         self.distributions: dict[str, list[float]] = {}
         self.for_trackers = False
         """Whether distributions are asked for."""
-        self._keys: set[Key] = set()
 
     def rolled_out(self, step: int, batch: BatchRef) -> None:
-        """Record groups of a rollout, of which a step may have several."""
-        wanted = self.groups - len({answer["group"] for answer in self.answers})
-        chosen = choose_groups(batch, wanted, turn=step)
-        self.answers += describe(step, self.roles, chosen, self.roles.rollout.prompts)
-        self._keys |= set(chosen.keys)
+        """Add the recorded groups of a rollout, of which a step may have several."""
+        recorded = batch.where(lambda _, tags: tags.recorded)
+        self.answers += describe(step, self.roles, recorded, self.roles.rollout.prompts)
         if self.for_trackers:
             ready = [tags for tags in session_tags(batch) if tags.status == "ready"]
             self._add("sessions/reward", [tags.reward for tags in ready if tags.reward is not None])
@@ -46,7 +39,7 @@ class StepSamples:
 
     def learnt(self, batch: BatchRef) -> None:
         """Add the advantages of the batch that was learnt from; it is still in the store."""
-        part = batch if self.for_trackers else batch.where(lambda key, _: key in self._keys)
+        part = batch if self.for_trackers else batch.where(lambda _, tags: tags.recorded)
         means = self.roles.session_advantages(part) if part else {}
         for answer in self.answers:
             answer["advantage"] = means.get((answer["group"], answer["session"]))
@@ -55,28 +48,27 @@ class StepSamples:
 
     def clear(self) -> None:
         """Begin another step."""
-        self.answers, self.distributions, self._keys = [], {}, set()
+        self.answers, self.distributions = [], {}
 
     def _add(self, name: str, values: Sequence[float]) -> None:
         if values:
             self.distributions.setdefault(name, []).extend(values)
 
 
-def choose_groups(batch: BatchRef, count: int | None, turn: int = 0) -> BatchRef:
-    """The rows of `count` prompts, or of all if there are fewer or `count` is None.
+def choose_prompts(tasks: Mapping[int, str], count: int | None, turn: int = 0) -> set[int]:
+    """`count` of these prompts, or all if there are fewer or `count` is None; `tasks` are theirs by uid.
 
     The tasks take turns, in the order of their names from number `turn` on; prompts of a task are in order.
     """
-    by_task: dict[str, set[int]] = {}
-    for key, tags in batch:
-        by_task.setdefault(tags.task, set()).add(key.prompt)
+    by_task: dict[str, list[int]] = {}
+    for prompt in sorted(tasks):
+        by_task.setdefault(tasks[prompt], []).append(prompt)
     places = [
         (place, (number - turn) % len(by_task), prompt)
         for number, task in enumerate(sorted(by_task))
-        for place, prompt in enumerate(sorted(by_task[task]))
+        for place, prompt in enumerate(by_task[task])
     ]
-    chosen = {prompt for _, _, prompt in sorted(places)[:count]}
-    return batch.where(lambda key, _: key.prompt in chosen)
+    return {prompt for _, _, prompt in sorted(places)[:count]}
 
 
 def describe(step: int, roles: Roles, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> list[dict[str, Any]]:

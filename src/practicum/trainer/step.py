@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TypeVar
 
@@ -19,7 +20,9 @@ from practicum.dataplane.stages import Plan, StepInfo
 from practicum.engines.protocol import Sampling
 from practicum.errors import PracticumError
 from practicum.recipe.algorithm_traits import estimator_traits
+from practicum.recipe.derived import recorded_groups
 from practicum.recipe.schema.recipe import Recipe
+from practicum.records.recorder import Recorder
 from practicum.roles.learner_rows import balance_metrics
 from practicum.roles.student import UpdateReport
 from practicum.roles.teachers import prompts_read, waiting_rows
@@ -29,6 +32,7 @@ from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import PromptStream
 from practicum.teachers.ledger import make_ledger
 from practicum.trainer.buffer import Group, ReplayBuffer, TakenGroups, groups_of
+from practicum.trainer.samples import choose_prompts
 from practicum.trainer.step_metrics import prefixed, rollout_metrics, session_tags, trajectories
 
 TRAIN = "train"
@@ -39,7 +43,15 @@ Metrics = dict[str, float]
 class StepRunner:
     """Runs steps over a set of roles. Its state is the prompt stream and the replay buffer."""
 
-    def __init__(self, recipe: Recipe, plan: Plan, roles: Roles, stream: PromptStream, watch: Watch) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        roles: Roles,
+        stream: PromptStream,
+        watch: Watch,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.recipe, self.plan, self.roles, self.stream = recipe, plan, roles, stream
         self.watch = watch
         self.buffer = ReplayBuffer(recipe.buffer, TRAIN, recipe.agent.on_failure)
@@ -49,11 +61,14 @@ class StepRunner:
         """The step under way and its metrics so far, once its update is done and can't be undone."""
         self.on_learnt: Callable[[BatchRef], None] = lambda batch: None
         self._seconds: Metrics = {}
+        self._number = self._recorded = 0
+        self.recorder = recorder
 
     def step(self, number: int) -> Metrics:
         """Roll out, score, learn, and leave the store as it was. Returns the step's metrics."""
         began = time.perf_counter()
         self._seconds, self.learnt = {}, None
+        self._number, self._recorded = number, 0
         self.watch.fired.clear()
 
         if "teachers" in self.plan:
@@ -79,8 +94,17 @@ class StepRunner:
             metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / rolled
         return metrics | {"time/step": time.perf_counter() - began}
 
+    def _take(self, count: int) -> list[Prompt]:
+        """The next prompts of the stream; each knows its step, and whether its rows are recorded."""
+        prompts = self.stream.take(count)
+        most = recorded_groups(self.recipe)
+        left = None if most is None else max(most - self._recorded, 0)
+        chosen = choose_prompts({prompt.uid: prompt.task for prompt in prompts}, left, turn=self._number)
+        self._recorded += len(chosen)
+        return [replace(p, step=self._number, recorded=p.uid in chosen) for p in prompts]
+
     def _demonstrate(self) -> tuple[BatchRef, dict[int, float], Metrics]:
-        prompts = self.stream.take(self.recipe.train.prompts)
+        prompts = self._take(self.recipe.train.prompts)
         batch = self._run("demonstrate", lambda: self.roles.rollout.demonstrate(prompts, TRAIN))
         assert batch is not None
         self.on_batch(batch)
@@ -93,7 +117,7 @@ class StepRunner:
         groups: list[Group] = []
         refills, epoch = -1, None
         while len(self.buffer) < needed and refills < self.recipe.buffer.max_refills:
-            prompts = self.stream.take(needed - len(self.buffer))
+            prompts = self._take(needed - len(self.buffer))
             epoch = prompts[0].epoch if epoch is None else epoch
             rolled.append(self._roll_out(prompts))
             new = groups_of(rolled[-1])
@@ -205,7 +229,8 @@ class StepRunner:
         self.on_stage(name)
         began = time.perf_counter()
         try:
-            return work()
+            with nullcontext() if self.recorder is None else self.recorder.span(name, self._number):
+                return work()
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
 

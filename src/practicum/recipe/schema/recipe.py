@@ -253,8 +253,10 @@ class Track(Section):
     wandb: str | None = key(None, "Weights & Biases project to log to.")
     trackio: str | None = key(None, "trackio project on this machine to log to.")
     own: list[OwnName] = key([], "Trackers of your own, as package.module:name.")
-    groups: int = key(
-        1, "Groups per step written to samples.jsonl whole, the tasks taking turns; 0 = none.", ge=0
+    record: Annotated[int, Field(ge=0)] | Literal["all", "none"] = key(
+        2,
+        "Groups of each step that are kept whole, with all their columns, in record/ and as text in "
+        "samples.jsonl, the tasks taking turns; all: every row, whole; none: nothing.",
     )
     eval_prompts: int | None = key(
         None, "Prompts per evaluation whose answers are written to eval.jsonl; unset: all.", _EVALUATED, ge=0

@@ -24,7 +24,10 @@ from practicum.recipe.text.type_text import (
 )
 from practicum.recipe.user_functions import meant
 
-RENAMED = {"track.trajectories": "track.groups, the number of whole groups per step"}
+RENAMED = {
+    "track.trajectories": "track.record, the number of whole groups per step",
+    "track.groups": "track.record, the number of whole groups per step",
+}
 """Keys that have another name and meaning now."""
 OTHER_NAMES = {
     "learning_rate": "train.lr",

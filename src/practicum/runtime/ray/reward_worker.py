@@ -13,6 +13,7 @@ from practicum.dataplane.stages import Plan, StepInfo
 from practicum.models.load_model import load_tokenizer
 from practicum.recipe.derived import evaluates, own_options, rollout_context
 from practicum.recipe.schema.recipe import Recipe
+from practicum.records.recording_store import stage_span
 from practicum.rewards.loaded_reward_model import ColocatedRewardModel, load_reward_model
 from practicum.rewards.reward_place import CannotScore, JudgeInput, score_all
 from practicum.roles.load_teachers import make_model_cache
@@ -58,7 +59,8 @@ class RewardWorker(Worker):
     def reward(self, is_eval: bool, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
         """Score these sessions, all of whose rows are in the batch."""
         role = self._eval if is_eval else self._train
-        role.reward(StepInfo(batch, prompts=prompts))
+        with stage_span(self.store, "reward", batch.tags[0].step, rows=len(batch)):
+            role.reward(StepInfo(batch, prompts=prompts))
 
 
 class RewardModelWorker:

@@ -17,6 +17,7 @@ from practicum.dataplane.stages import Plan
 from practicum.errors import EngineError
 from practicum.models.load_model import context_length, load_model, load_tokenizer
 from practicum.recipe.derived import rollout_context
+from practicum.records.recording_store import stage_span
 from practicum.roles.make_engine import Weights, describe_engines, make_engine
 from practicum.roles.rollout import SessionRow, SessionRunner
 from practicum.roles.stage_table import evaluation_plan
@@ -83,20 +84,22 @@ class RolloutWorker(Worker):
         # Each piece is a trip to the other event loop and back, and a put: sessions that nobody waits for
         # are one piece.
         pieces = [[a] for a in request.attempts] if request.eager else [list(request.attempts)]
-        running = [_begin(self._piece(sessions, piece, starts, request)) for piece in pieces]
-        try:
-            for done in asyncio.as_completed(running):
-                yield await done
-        finally:
-            for future in running:
-                future.cancel()
+        with stage_span(self.store, "rollout", request.attempts[0].prompt.step, rows=len(request.attempts)):
+            running = [_begin(self._piece(sessions, piece, starts, request)) for piece in pieces]
+            try:
+                for done in asyncio.as_completed(running):
+                    yield await done
+            finally:
+                for future in running:
+                    future.cancel()
 
     async def demonstrate(self, prompts: Sequence[Prompt], partition: str) -> BatchRef:
         """Write what a demonstrator does with each prompt."""
-        running = [_begin(self._train.demonstrate(prompt)) for prompt in prompts]
-        rows = [row for rows in await asyncio.gather(*running) for row in rows]
-        writes = self._train.plan["demonstrate"].writes
-        return await asyncio.to_thread(self._train.put, partition, rows, writes)
+        with stage_span(self.store, "demonstrate", prompts[0].step, rows=len(prompts)):
+            running = [_begin(self._train.demonstrate(prompt)) for prompt in prompts]
+            rows = [row for rows in await asyncio.gather(*running) for row in rows]
+            writes = self._train.plan["demonstrate"].writes
+            return await asyncio.to_thread(self._train.put, partition, rows, writes)
 
     async def load(self, manifest: Manifest) -> None:
         """Take the weights of a version; what was computed with older ones is never used again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from practicum.recipe.derived import (
     scores_during_rollout,
 )
 from practicum.recipe.schema.recipe import Recipe
+from practicum.records.record_files import RecordPlace
 
 try:
     import ray
@@ -41,20 +43,20 @@ from practicum.runtime.ray.rollout_worker import RolloutWorker
 from practicum.runtime.ray.teacher_worker import TeacherWorker
 from practicum.runtime.ray.train_worker import StudentFacts, TrainWorker
 from practicum.runtime.ray.weight_transport import Manifest
-from practicum.runtime.ray.worker import StoreHandle
+from practicum.runtime.ray.worker import RecordingHandle, StoreHandle
 
 CONCURRENT = {"rollout": 1000, "reward": 16, "teachers": 64}
 """Calls that one worker may have under way."""
 
 
-def start_ray(recipe: Recipe, plan: Plan, watch: Watch) -> RayRoles:
+def start_ray(recipe: Recipe, plan: Plan, watch: Watch, record: RecordPlace | None = None) -> RayRoles:
     """Everyone who takes part, as actors; if that fails, nothing stays behind."""
     with ExitStack() as undo:
         cluster = Cluster.open(recipe, plan)
         undo.callback(cluster.close)
         handle = _start_store(recipe)
         undo.callback(handle.close)
-        starter = _Starter(recipe, plan, watch, cluster, handle)
+        starter = _Starter(recipe, plan, watch, cluster, handle, record)
         work = starter.everyone()
         group, pools, facts = run_async(
             work, timeout=recipe.runtime.start_s, owner="the start of all workers"
@@ -80,9 +82,16 @@ class _Starter:
     """Starts the workers of a run, and restarts those that died."""
 
     def __init__(
-        self, recipe: Recipe, plan: Plan, watch: Watch, cluster: Cluster, handle: StoreHandle
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        watch: Watch,
+        cluster: Cluster,
+        handle: StoreHandle,
+        record: RecordPlace | None,
     ) -> None:
         self.recipe, self.plan, self.watch, self.cluster, self.handle = recipe, plan, watch, cluster, handle
+        self.record = record
         self.latest: dict[str, Manifest] = {}
 
     async def everyone(self) -> tuple[TrainGroup, ReplicaPools, StudentFacts]:
@@ -126,22 +135,25 @@ class _Starter:
         return ReplicaPool(role, make, count, self.recipe.runtime.max_deaths, self.watch.report)
 
     def _learner(self, rank: int) -> Any:
-        return self._actor(TrainWorker, "train", rank, self.recipe, self.handle, self.plan, rank)
+        return self._actor(
+            TrainWorker, "train", rank, self.recipe, self._handle("train", rank), self.plan, rank
+        )
 
     async def _rollout(self, number: int) -> Any:
-        actor = self._actor(RolloutWorker, "rollout", number, self.recipe, self.handle)
+        actor = self._actor(RolloutWorker, "rollout", number, self.recipe, self._handle("rollout", number))
         return await self._begun(actor, f"rollout {number}", self.latest.get("student"))
 
     async def _reward(self, reward_models: dict[str, list[Any]], number: int) -> Any:
         # Colocated models are woken one at a time, by one call at a time.
         waits = any(not scores_during_rollout(model) for model in self.recipe.reward.models.values())
         options = {"max_concurrency": 1} if waits else {}
-        actor = self._actor(RewardWorker, "reward", number, self.recipe, self.handle, **options)
+        handle = self._handle("reward", number)
+        actor = self._actor(RewardWorker, "reward", number, self.recipe, handle, **options)
         return await self._begun(actor, f"reward {number}", reward_models)
 
     async def _teacher(self, name: str, number: int) -> Any:
         role = f"teachers.{name}"
-        actor = self._actor(TeacherWorker, role, number, self.recipe, self.handle, name)
+        actor = self._actor(TeacherWorker, role, number, self.recipe, self._handle(role, number), name)
         return await self._begun(actor, f"{role} {number}", self.latest.get(name))
 
     def _reward_models(self) -> dict[str, list[Any]]:
@@ -165,6 +177,12 @@ class _Starter:
             for number, actor in enumerate(actors)
         }
         await gather_all(self._ask(call, who) for who, call in calls.items())
+
+    def _handle(self, role: str, number: int) -> StoreHandle:
+        """How a worker comes to the store; with a record, it writes its part of it."""
+        if self.record is None:
+            return self.handle
+        return RecordingHandle(self.handle, replace(self.record, role=role, number=number))
 
     def _actor(self, kind: type, role: str, number: int, *args: Any, **options: Any) -> Any:
         """Start an actor in its place of the cluster; it is loading when this returns."""

@@ -8,6 +8,9 @@ from typing import Any, Protocol
 
 from practicum.dataplane.store import Store
 from practicum.recipe.schema.recipe import Recipe
+from practicum.records.record_files import RecordPlace
+from practicum.records.recorder import Recorder
+from practicum.records.recording_store import RecordingStore
 from practicum.roles.train_rank import set_threads
 from practicum.runtime.random_state import seed_generators
 from practicum.runtime.ray.init_ray import enter_folder
@@ -27,6 +30,23 @@ class StoreHandle(Protocol):
     def close(self) -> None:
         """Stop the store's actors."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingHandle:
+    """A handle of a store for a worker that records what goes through it."""
+
+    handle: StoreHandle
+    place: RecordPlace
+
+    def connect(self, timeout_s: float, *, lasting: bool = True) -> Store:
+        return RecordingStore(self.handle.connect(timeout_s, lasting=lasting), Recorder(self.place))
+
+    def actors(self) -> dict[str, Any]:
+        return self.handle.actors()
+
+    def close(self) -> None:
+        self.handle.close()
 
 
 @dataclass(frozen=True, slots=True)
