@@ -33,6 +33,7 @@ RANK = {
     "observe": 9,
     "trainer": 10,
     "api": 11,
+    "view": 11,
     "parts": 12,
     "cli": 12,
 }

@@ -101,6 +101,9 @@ def train(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Run folder, in place of runs/NAME.")
     ] = None,
+    view: Annotated[
+        bool, typer.Option("--view", help="Show the run in a browser meanwhile: prints the address.")
+    ] = False,
 ) -> None:
     """Train by a recipe, or by several one after another.
 
@@ -114,12 +117,12 @@ def train(
     from practicum.trainer.run_folder import choose_folder
 
     loaded = [load_recipe(file, overrides or []) for file in recipes]
-    for one in loaded:
-        choose_folder(one.recipe, out, resume=resume, fresh=fresh)
-    _say_loading()
-    from practicum.trainer.run import train_recipes
+    folders = [choose_folder(one.recipe, out, resume=resume, fresh=fresh).path for one in loaded]
+    with _viewed(folders) if view else nullcontext():
+        _say_loading()
+        from practicum.trainer.run import train_recipes
 
-    outcomes = train_recipes(loaded, resume=resume, fresh=fresh, change=change, out=out)
+        outcomes = train_recipes(loaded, resume=resume, fresh=fresh, change=change, out=out)
     if (stopped := outcomes[-1].signal) is not None:
         raise typer.Exit(128 + stopped)
 
@@ -415,6 +418,50 @@ def demo(
     from practicum.trainer.demo import run_demo
 
     run_demo(out, seed)
+
+
+@app.command()
+def view(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUN...]", help="Run folders, or folders of runs; unset: those in ./runs."),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option("--port", min=0, max=65535, help="Unset: 8765, or any free one if that is in use."),
+    ] = None,
+    browser: Annotated[bool, typer.Option("--browser", help="Open the page in a browser.")] = False,
+    export: Annotated[
+        Path | None, typer.Option("--export", metavar="FILE", help="Write one HTML file in place of serving.")
+    ] = None,
+) -> None:
+    """Show runs in a browser, live or finished.
+
+    Curves, teachers, answers, tokens, stages, the recipe and the log. For this machine only; Ctrl-C ends it.
+    With --export all of it is one file that opens from disk.
+
+    practicum view runs/short --export short.html
+    """
+    from practicum.view.serve_view import find_runs, serve_runs
+
+    found = find_runs(runs or [])
+    if export is not None:
+        from practicum.view.export_page import export_page
+
+        typer.echo(export_page(found, export))
+        return
+    serve_runs(found, port, typer.echo, open_browser=browser)
+
+
+@contextmanager
+def _viewed(folders: list[Path]) -> Iterator[None]:
+    """The page over these runs while they train."""
+    from practicum.view.serve_view import view_beside
+
+    with view_beside(folders) as address:
+        typer.echo(f"view: {address}")
+        yield
+    typer.echo(f"the page has ended with the run: practicum view {folders[-1]} opens it again")
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from practicum.roles.stage_table import all_stages
 from practicum.tasks.builtin import describe_tasks
 from practicum.tasks.scorers import RewardSample
 from practicum.trainer.step_metrics import METRICS
+from practicum.view.advisories import HINTS, RULES
 
 from .pages import PAGES, ROOT, blocks_of
 
@@ -185,6 +186,12 @@ def _role_file(spec: StageSpec) -> str:
     return next(file for file in files if (ROOT / "src/practicum" / file).is_file())
 
 
+def advisories_table() -> str:
+    """What the viewer's Overview points to."""
+    named = [(rule.__name__.replace("_", " "), inspect.getdoc(rule) or "") for rule in (*RULES, *HINTS)]
+    return table(("rule", "fires when"), named)
+
+
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "stages": ("architecture.md", stages_table),
     "engine protocol": ("rollout.md", engine_table),
@@ -194,6 +201,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "metrics": ("runs.md", metrics_table),
     "update metrics": ("runs.md", update_metrics_table),
     "tasks": ("tasks.md", tasks_table),
+    "advisories": ("view.md", advisories_table),
     "machines": ("recipes.md", machines_table),
     "speeds of engines": ("engines.md", _of_engines(report_engines.speeds)),
     "weights of engines": ("engines.md", _of_engines(report_engines.weights)),

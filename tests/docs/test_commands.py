@@ -18,7 +18,7 @@ from .pages import PAGES, ROOT, Command, commands_of
 from .test_names import help_commands
 
 TRAINING = ("train", "eval")
-NEEDS_A_RUN = (*TRAINING, "export", "serve")
+NEEDS_A_RUN = (*TRAINING, "export", "serve", "view")
 FEW = {
     "train": "train.steps=3 train.warmup_steps=0 train.prompts=4 rollout.samples=2 rollout.max_new_tokens=6 "
     "eval.rows=4 runtime.threads=1 buffer.filter_flat_groups=false train.minibatch_rows=null",
@@ -37,7 +37,9 @@ def run(command: Command) -> None:
     words = command.words
     target: str | None = None
     if words[0] == "serve":
-        return serve(command)
+        return serve(command, "serving ", ["--threads", "1"])
+    if words[0] == "view" and "--export" not in words:
+        return serve(command, "", [])
     if ">" in words:
         words, target = words[: words.index(">")], words[words.index(">") + 1]
     result = CliRunner().invoke(app, [*words, *few(words)])
@@ -51,15 +53,17 @@ def run(command: Command) -> None:
     return None
 
 
-def serve(command: Command) -> None:
+def serve(command: Command, said: str, more: list[str]) -> None:
     """Start the server on any free port, until it says that it serves."""
-    words = [*command.words, "--port", "0", "--threads", "1"]  # the last one counts
+    words = [*command.words, "--port", "0", *more]  # the last one counts
     server = subprocess.Popen(
         [sys.executable, "-m", "practicum.cli", *words], stdout=subprocess.PIPE, text=True
     )
     try:
         assert server.stdout is not None
-        assert server.stdout.readline().startswith("serving "), command
+        line = server.stdout.readline()
+        assert line.startswith(said), command
+        assert "http://" in line, command
     finally:
         server.terminate()
         server.communicate(timeout=60)

@@ -97,6 +97,23 @@ def resolve(candidates: Sequence[StageSpec], why_unread: Mapping[str, str] | Non
     return Plan(tuple(kept), skipped)
 
 
+def plan_data(plan: Plan) -> dict[str, Any]:
+    """The plan as plain data: each stage with what it reads from whom, writes, and who runs it."""
+    stages = [
+        {
+            "name": stage.name,
+            "about": stage.about,
+            "role": stage.role,
+            "ranks": stage.ranks,
+            "reads": {name: plan.writer(stage.name, name) for name in stage.reads},
+            "writes": list(stage.writes),
+        }
+        for stage in plan.stages
+    ]
+    skipped = [{"name": stage.name, "about": stage.about, "why": why} for stage, why in plan.skipped]
+    return {"stages": stages, "skipped": skipped}
+
+
 def draw(plan: Plan) -> str:
     """The plan for people: stages, what they read (from whom) and write, and what is skipped."""
     lines = []

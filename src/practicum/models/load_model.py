@@ -82,6 +82,13 @@ def load_tokenizer(spec: Model) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def save_tokenizer(spec: Model, path: Path) -> None:
+    """The tokenizer as one file that the tokenizers package reads; nothing for one written in Python."""
+    core = getattr(load_tokenizer(spec), "backend_tokenizer", None)
+    if core is not None:
+        core.save(str(path))
+
+
 def load_model(
     spec: Model, seed: int, *, path: str | None = None, key: str = "model.path"
 ) -> PreTrainedModel:

@@ -1,4 +1,4 @@
 """The run: the step, the replay buffer, evaluation, checkpoints, metrics. Start with `step.py`.
 
-May be imported by api and the layers above.
+May be imported by api, view and the layers above.
 """

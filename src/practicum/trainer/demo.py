@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,12 +11,14 @@ from pathlib import Path
 from rich.console import Console
 
 from practicum.observe.tables import score_table
+from practicum.observe.text import say
 from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
 from practicum.recipe.shipped import shipped_recipes
 from practicum.trainer.evaluate import evaluate_model
 from practicum.trainer.finished_run import Run
 from practicum.trainer.interrupt import Stopped
 from practicum.trainer.run import show_ledger, train_loaded
+from practicum.trainer.run_folder import write_atomic
 
 BASE, STUDENT, WAY = "base", "student", "student, of the way"
 Scores = Mapping[str, float]
@@ -48,7 +52,9 @@ def run_demo(out: Path = Path("runs/mopd"), seed: int | None = None) -> dict[str
     console.print(score_table("share of held-out prompts answered right", rows, list(rows[BASE])))
     for sentence in shortfalls(rows):
         console.print(f"[yellow]outside the expected range[/yellow]: {sentence}", highlight=False)
+    write_atomic(student.folder / "scores.json", json.dumps(exam, indent=1))
     console.print(f"{time.monotonic() - began:.0f} s · run folder: {student.folder}", highlight=False)
+    say(f"practicum view {shlex.quote(str(out))}   opens it in a browser")
     return rows
 
 

@@ -18,12 +18,14 @@ from practicum.checks.learning import LearningWatch
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.errors import PracticumError
+from practicum.models.load_model import save_tokenizer
 from practicum.observe.progress import ProgressView
 from practicum.observe.tables import ledger_table
 from practicum.observe.text import say
 from practicum.observe.trackers import StepDetails, Tracker, make_trackers
 from practicum.recipe.load_recipe import LoadedRecipe, problems_of
 from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.text.show_recipe import origin_notes
 from practicum.records.recorder import Recorder
 from practicum.roles.stage_table import make_plan
 from practicum.runtime.random_state import seed_generators, set_random_state
@@ -317,6 +319,9 @@ def train_loaded(
         run = stack.enter_context(closing(trainer))
         try:
             run.begin(changes, taken)
+            folder.write_about(origin_notes(loaded), run.plan)
+            if folder.record_place(recipe) is not None:
+                save_tokenizer(recipe.model, folder.path / "tokenizer.json")
             folder.note_start(start)
             outcome = run.train(interrupt)
             folder.note_end("interrupted" if outcome.interrupted else "done", outcome.steps)

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from practicum.dataplane.stages import Plan, plan_data
 from practicum.errors import PracticumError
 from practicum.recipe.derived import recorded_groups
 from practicum.recipe.schema.recipe import Recipe
@@ -26,6 +27,10 @@ OWNED = (
     *APPENDED,
     "changes.jsonl",
     "recipe.yaml",
+    "origins.json",
+    "plan.json",
+    "scores.json",
+    "tokenizer.json",
     "log.txt",
     "wandb.id",
     "trackio.id",
@@ -92,6 +97,11 @@ class RunFolder:
     def write_recipe(self, recipe: Recipe) -> None:
         """The recipe as resolved: every value that the run goes by."""
         write_atomic(self.path / "recipe.yaml", resolved_yaml(recipe))
+
+    def write_about(self, origins: Mapping[str, str], plan: Plan) -> None:
+        """For people: where each value of the recipe came from, and the stages of a step."""
+        write_atomic(self.path / "origins.json", json.dumps(origins, indent=1, ensure_ascii=False))
+        write_atomic(self.path / "plan.json", json.dumps(plan_data(plan), indent=1, ensure_ascii=False))
 
     def recipe(self) -> dict[str, Any]:
         """The resolved recipe of the run that is here."""

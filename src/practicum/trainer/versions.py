@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import shlex
+import socket
 import subprocess
 import sys
 from datetime import datetime
@@ -32,6 +33,8 @@ def describe_start(recipe: Path) -> dict[str, Any]:
         "command": shlex.join(sys.orig_argv),
         "directory": str(Path.cwd()),
         "commits": {"practicum": git_state(package.parent, package.name), "recipe": git_state(recipe.parent)},
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
         "started": now(),
         "ended": None,
         "outcome": None,

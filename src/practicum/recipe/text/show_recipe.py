@@ -25,15 +25,19 @@ def resolved_yaml(recipe: Recipe) -> str:
 
 def show_recipe(loaded: LoadedRecipe) -> str:
     """Every value with a comment that says where it came from, and why it is not read; valid YAML itself."""
-    notes = unread_notes(loaded.recipe)
-    comments = {path: str(origin) for path, origin in loaded.origins.items()}
-    for path, why in notes.items():
-        for leaf in comments:
-            if leaf == path or leaf.startswith(f"{path}."):
-                comments[leaf] += f", {why}"
-    lines = list(_lines(loaded.recipe.model_dump(mode="json"), "", "", comments))
+    lines = list(_lines(loaded.recipe.model_dump(mode="json"), "", "", origin_notes(loaded)))
     width = min(60, max(len(text) for text, _ in lines))
     return "\n".join(text if comment is None else f"{text:<{width}}  # {comment}" for text, comment in lines)
+
+
+def origin_notes(loaded: LoadedRecipe) -> dict[str, str]:
+    """Where each value came from, and why it is not read, by its dotted path."""
+    notes = {path: str(origin) for path, origin in loaded.origins.items()}
+    for path, why in unread_notes(loaded.recipe).items():
+        for leaf in notes:
+            if leaf == path or leaf.startswith(f"{path}."):
+                notes[leaf] += f", {why}"
+    return notes
 
 
 def _lines(

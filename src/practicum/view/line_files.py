@@ -1,0 +1,86 @@
+"""Append-only files of a run as they grow: each call reads on from where the last one ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Taker = Callable[[dict[str, Any], int, int], None]
+"""Takes a line's mapping, its position in the file and its length in bytes."""
+CHUNK = 1 << 24
+
+
+class LineFile:
+    """JSON lines of one file. `refresh` gives each new whole line to `take`.
+
+    A file that became shorter (a resumed run cut it back) or was replaced is read again from its start:
+    `restart` is called first. A last line without its end is left for later; a line that is no JSON is
+    counted in `broken`.
+    """
+
+    def __init__(self, path: Path, take: Taker, restart: Callable[[], None]) -> None:
+        self.path, self.broken, self.generation = path, 0, 0
+        self._take, self._restart = take, restart
+        self._position, self._file_id, self._tail = 0, 0, b""
+
+    def refresh(self) -> bool:
+        """Read what is new; whether there was anything."""
+        try:
+            status = self.path.stat()
+        except FileNotFoundError:
+            return self._begin_again(0) if self._position else False
+        changed = False
+        if status.st_size < self._position or (self._file_id and status.st_ino != self._file_id):
+            changed = self._begin_again(status.st_ino)
+        self._file_id = status.st_ino
+        if status.st_size == self._position:
+            return changed
+        if not changed and not self._is_continued():
+            self._begin_again(status.st_ino)
+        return self._read_on() or changed
+
+    def _is_continued(self) -> bool:
+        """Whether the last line that was read is still there: a file may be cut and grow again meanwhile."""
+        if not self._tail:
+            return True
+        with self.path.open("rb") as file:
+            file.seek(self._position - len(self._tail))
+            return file.read(len(self._tail)) == self._tail
+
+    def _begin_again(self, file_id: int) -> bool:
+        self._position, self._file_id, self._tail, self.broken = 0, file_id, b"", 0
+        self.generation += 1
+        self._restart()
+        return True
+
+    def _read_on(self) -> bool:
+        found = False
+        with self.path.open("rb") as file:
+            file.seek(self._position)
+            rest = b""
+            while chunk := file.read(CHUNK):
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    self._take_line(line)
+                    found = True
+        return found
+
+    def _take_line(self, line: bytes) -> None:
+        at, self._position = self._position, self._position + len(line) + 1
+        self._tail = line[-200:] + b"\n"
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            self._take(row, at, len(line))
+        elif line.strip():
+            self.broken += 1
+
+    def line_at(self, position: int, length: int) -> dict[str, Any]:
+        """One line again, by where it is."""
+        with self.path.open("rb") as file:
+            file.seek(position)
+            return json.loads(file.read(length))

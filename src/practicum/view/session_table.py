@@ -1,0 +1,76 @@
+"""The recorded sessions of a run in columns, for a table that filters 100,000 of them in the browser."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+TEXT_COLUMNS = ("domain", "task", "teacher", "finish")
+NUMBER_COLUMNS = ("step", "prompt", "session", "reward", "advantage", "tokens", "turns", "tool_calls")
+
+
+class SessionTable:
+    """Columns of lines of samples.jsonl or eval.jsonl; texts are numbers of `words`."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def clear(self) -> None:
+        """Forget all: the file is read from its start."""
+        self.words: dict[str, dict[str, int]] = {name: {} for name in TEXT_COLUMNS}
+        self.columns: dict[str, list[Any]] = {name: [] for name in (*NUMBER_COLUMNS, *TEXT_COLUMNS)}
+        self.places: list[tuple[int, int]] = []
+        """Where each line is in its file: position and length."""
+        self._by_key: dict[tuple[int, int, int], int] = {}
+        self._groups: dict[tuple[int, int], list[int]] = {}
+
+    def add(self, row: Mapping[str, Any], position: int, length: int) -> None:
+        """One line; runs of other versions call some keys otherwise."""
+        group = row.get("group", row.get("prompt_uid", 0))
+        numbers = {
+            "step": row.get("step", 0),
+            "prompt": group,
+            "session": row.get("session", 0),
+            "reward": row.get("reward"),
+            "advantage": row.get("advantage"),
+            "tokens": row.get("sampled_tokens", row.get("response_tokens")),
+            "turns": row.get("turns"),
+            "tool_calls": row.get("tool_calls"),
+        }
+        texts = {name: str(row.get(name) or "") for name in TEXT_COLUMNS}
+        if row.get("failure"):
+            texts["finish"] = "failed"
+        for name, value in numbers.items():
+            self.columns[name].append(value)
+        for name, text in texts.items():
+            words = self.words[name]
+            self.columns[name].append(words.setdefault(text, len(words)))
+        key = (numbers["step"], group, numbers["session"])
+        self._by_key[key] = len(self.places)
+        self._groups.setdefault(key[:2], []).append(len(self.places))
+        self.places.append((position, length))
+
+    def after(self, count: int) -> dict[str, Any]:
+        """The rows from number `count` on, as the page holds them."""
+        return {
+            "from": count,
+            "total": len(self),
+            "words": {name: list(words) for name, words in self.words.items()},
+            "columns": {name: column[count:] for name, column in self.columns.items()},
+        }
+
+    def row_of(self, step: int, prompt: int, session: int) -> int | None:
+        """The number of a session's row."""
+        return self._by_key.get((step, prompt, session))
+
+    def group(self, step: int, prompt: int) -> list[int]:
+        """Numbers of the rows of a group."""
+        return self._groups.get((step, prompt), [])
+
+    @property
+    def newest_group(self) -> list[int]:
+        """The rows of the group that was recorded last."""
+        return next(reversed(self._groups.values()), [])

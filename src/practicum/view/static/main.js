@@ -1,0 +1,245 @@
+// The frame of the page: header, tabs, keys, live updates; each pane is a module with show(place, context).
+
+import { closeCharts, redrawCharts } from "./charts.js";
+import { know } from "./colours.js";
+import { ask, askRun, exportNote, isExport, listen, Refusal } from "./data.js";
+import { duration, empty, h, num, replace } from "./dom.js";
+import { address, go, kept, PANES, parse } from "./place.js";
+import * as diff from "./pane_diff.js";
+import * as group from "./pane_group.js";
+import * as log from "./pane_log.js";
+import * as metrics from "./pane_metrics.js";
+import * as overview from "./pane_overview.js";
+import * as recipe from "./pane_recipe.js";
+import * as rollouts from "./pane_rollouts.js";
+import * as session from "./pane_session.js";
+import * as step from "./pane_step.js";
+import * as teachers from "./pane_teachers.js";
+import * as tokens from "./pane_tokens.js";
+
+const modules = { overview, metrics, teachers, rollouts, group, session, tokens, step, diff, recipe, log };
+const TAB_OF = { group: "rollouts", session: "rollouts", tokens: "rollouts" };
+const AGAIN_MS = 700;
+const KEYS = [
+  ["j  k", "next, previous row"], ["h  l", "previous, next step"], ["[  ]", "previous, next group"],
+  ["Enter", "open the row"], ["Esc", "one level up"], ["/", "search"],
+  ["g o", "Overview"], ["g m", "Metrics"], ["g t", "Teachers"], ["g r", "Rollouts"], ["g s", "Step"],
+  ["g d", "Diff"], ["g e", "Recipe"], ["g l", "Log"], ["c", "next colour of tokens"], ["?", "these keys"],
+];
+const GOES = { o: "overview", m: "metrics", t: "teachers", r: "rollouts", s: "step", d: "diff", e: "recipe", l: "log" };
+
+const runs = new Map();
+const header = document.getElementById("header");
+const tabs = document.getElementById("tabs");
+const notices = document.getElementById("notices");
+const pane = document.getElementById("pane");
+let current = null;
+let place = null;
+let online = true;
+let showing = 0;
+
+const context = {
+  runs,
+  get info() { return runs.get(place.run); },
+  // The run of the place and those compared with it.
+  compared() {
+    const others = (place.query.with ?? "").split(",").filter((id) => runs.has(id) && id !== place.run);
+    return [place.run, ...others];
+  },
+  change(query, options = { replace: true }) {
+    go({ ...place, query: { ...place.query, ...query } }, options);
+  },
+};
+
+async function show() {
+  const number = ++showing;
+  const next = parse(location.hash);
+  if (next.run === null || !runs.has(next.run)) {
+    const wrong = next.run;
+    if (runs.size && wrong === null) return go({ run: runs.keys().next().value, pane: "overview", query: {} }, { replace: true });
+    drawFrame(next);
+    return replace(pane, empty(`No run “${wrong}” is open here.`, `Open are: ${[...runs.keys()].join(", ")}`));
+  }
+  place = next;
+  drawFrame(place);
+  await paint(number);
+}
+
+async function paint(number) {
+  const module = modules[place.pane];
+  if (current?.module === module && current.result?.move && (await current.result.move(place))) return;
+  closeCharts();
+  current?.result?.close?.();
+  current = { module, result: null };
+  const node = h("div", { class: `pane ${place.pane}` });
+  try {
+    if (place.unknown) throw new Refusal(`There is no pane “${place.unknown}”.`);
+    const result = await module.show(place, node, context);
+    if (number !== showing) return result?.close?.();
+    current.result = result;
+  } catch (error) {
+    if (number !== showing) return;
+    if (!(error instanceof Refusal)) console.error(error);
+    replace(node, empty(error.message));
+  }
+  pane.replaceChildren(node);
+  pane.dataset.shown = address(place);
+}
+
+function drawFrame(at) {
+  const info = runs.get(at.run);
+  document.title = info ? `${info.name} · practicum` : "practicum";
+  replace(header, h("a", { class: "brand", href: "#/" }, "practicum"), runChoice(at), h("span", { class: "gap" }),
+    info && facts(info), themeButton());
+  const active = TAB_OF[at.pane] ?? at.pane;
+  replace(tabs, PANES.map((name) => h("a", {
+    href: address({ run: at.run, pane: name, query: at.query.with ? { with: at.query.with } : {} }),
+    class: name === active ? "active" : "", "aria-current": name === active ? "page" : null,
+  }, name[0].toUpperCase() + name.slice(1))), h("span", { class: "gap" }),
+  h("button", { class: "quiet", onclick: search }, "/ search"), h("button", { class: "quiet", onclick: showKeys }, "? keys"));
+  drawNotices(info);
+}
+
+function runChoice(at) {
+  const choice = h("select", { "aria-label": "Run", onchange: (event) => go({ ...parse(location.hash), run: event.target.value }) },
+    [...runs.values()].map((info) => h("option", { value: info.id, selected: info.id === at.run }, label(info))));
+  const others = (at.query.with ?? "").split(",").filter(Boolean);
+  const free = [...runs.values()].filter((info) => info.id !== at.run && !others.includes(info.id));
+  const compared = others.map((id) => h("button", {
+    class: "chip", title: "Remove from the comparison",
+    onclick: () => context.change({ with: others.filter((o) => o !== id).join(",") }),
+  }, `${id} ×`));
+  const add = free.length && h("select", {
+    "aria-label": "Compare with", class: "add",
+    onchange: (event) => context.change({ with: [...others, event.target.value].join(",") }),
+  }, h("option", { value: "" }, "+ compare"), free.map((info) => h("option", { value: info.id }, label(info))));
+  return h("span", { class: "runs" }, choice, compared, add || null);
+}
+
+const label = (info) => (info.id === info.name ? info.name : `${info.name} · ${info.id}`);
+
+function facts(info) {
+  const { kind, sentence } = info.state;
+  const words = { live: "live", done: "done", interrupted: "stopped", died: "died", lost: "lost", waiting: "waiting" };
+  const on = info.checks.filter((check) => check.level !== "off");
+  const good = on.filter((check) => !check.fired).length;
+  return h("span", { class: "facts" },
+    h("span", { class: `state ${kind}`, title: sentence }, h("b", {}, `step ${num(info.step)}${info.steps ? `/${num(info.steps)}` : ""}`),
+      " ", h("i", { class: "dot" }), words[kind]),
+    info.seconds_per_step !== null && h("span", { title: "mean of the last 20 steps" }, `${num(info.seconds_per_step)} s/step`),
+    kind === "live" && info.seconds_left !== null && h("span", {}, `left ${duration(info.seconds_left)}`),
+    on.length > 0 && h("span", { class: good === on.length ? "good" : "bad", title: "checks that hold in the newest step" },
+      `checks ${good}/${on.length} ${good === on.length ? "✓" : "✗"}`));
+}
+
+function drawNotices(info) {
+  const sentences = [];
+  if (!online) sentences.push(["lost", "practicum view has ended. What is shown stays; start it again for more."]);
+  if (isExport) sentences.push(["plain", exportNote]);
+  if (info && ["died", "lost"].includes(info.state.kind)) sentences.push(["died", info.state.sentence]);
+  for (const sentence of info?.problems ?? []) sentences.push(["plain", sentence]);
+  replace(notices, sentences.filter(([, text]) => text).map(([kind, text]) => h("p", { class: `notice ${kind}` }, text)));
+}
+
+function themeButton() {
+  return h("button", { class: "quiet theme", title: "Dark or light", "aria-label": "Dark or light", onclick: () => {
+    const dark = getComputedStyle(document.documentElement).colorScheme.startsWith("dark");
+    setTheme(dark ? "light" : "dark");
+    redrawCharts();
+    current?.result?.themed?.();
+  } }, "◐");
+}
+
+function setTheme(name) {
+  document.documentElement.dataset.theme = name;
+  try { localStorage.setItem("practicum-theme", name); } catch { /* a file may not store anything */ }
+}
+
+function search() {
+  const field = pane.querySelector("input[type=search]");
+  if (field) return field.focus();
+  go({ run: place.run, pane: "metrics", query: kept(place) });
+  setTimeout(() => pane.querySelector("input[type=search]")?.focus(), 200);
+}
+
+function showKeys() {
+  const dialog = document.getElementById("keys");
+  replace(dialog, h("h2", {}, "Keys"), h("dl", {}, KEYS.map(([key, what]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, what)])),
+    h("button", { onclick: () => dialog.close() }, "Close"));
+  if (!dialog.open) dialog.showModal();
+}
+
+let before = "";
+function onKey(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey || document.getElementById("keys").open) return;
+  if (event.target.closest?.("input, select, textarea")) {
+    if (event.key === "Escape") event.target.blur();
+    return;
+  }
+  const { key } = event;
+  const began = before;
+  before = key === "g" ? "g" : "";
+  if (began === "g" && GOES[key]) {
+    go({ run: place.run, pane: GOES[key], step: place.step, query: kept(place) });
+  } else if (key === "/") {
+    event.preventDefault();
+    search();
+  } else if (key === "?") showKeys();
+  else if (key === "Escape") up();
+  else if (current?.result?.keys?.[key]) {
+    event.preventDefault();
+    current.result.keys[key]();
+  }
+}
+
+function up() {
+  const above = { tokens: "session", session: "group", group: "rollouts" }[place.pane];
+  if (above) go({ ...place, pane: above, query: above === "rollouts" ? { ...kept(place), step: place.step } : kept(place) });
+}
+
+const waiting = new Map();
+async function heard(id) {
+  if (waiting.has(id)) return;
+  waiting.set(id, setTimeout(() => refresh(id), AGAIN_MS));
+}
+
+async function refresh(id) {
+  waiting.delete(id);
+  try {
+    remember(await askRun(id));
+  } catch { return; }
+  if (!place) return show();
+  drawFrame(place);
+  if (context.compared().includes(id)) await current?.result?.update?.();
+}
+
+function remember(info) {
+  runs.set(info.id, info);
+  know([...info.teachers, ...info.domains]);
+}
+
+async function start() {
+  try {
+    const kept = localStorage.getItem("practicum-theme");
+    if (kept) document.documentElement.dataset.theme = kept;
+  } catch { /* a file may not store anything */ }
+  if (location.search) history.replaceState(null, "", location.pathname + location.hash);
+  try {
+    for (const info of await ask("api/runs")) remember(info);
+  } catch (error) {
+    return replace(pane, empty(error.message));
+  }
+  window.addEventListener("hashchange", show);
+  window.addEventListener("keydown", onKey);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawCharts);
+  listen(heard, (now) => {
+    if (now !== online) {
+      online = now;
+      if (now) for (const id of runs.keys()) refresh(id);
+      drawNotices(place && runs.get(place.run));
+    }
+  });
+  await show();
+}
+
+start();

@@ -1,0 +1,38 @@
+// Two runs: recipe keys that differ, and the first step, row and field whose numbers do.
+
+import { ask } from "./data.js";
+import { empty, exact, h, num, section } from "./dom.js";
+import { address, go } from "./place.js";
+
+export async function show(place, node, context) {
+  const others = [...context.runs.values()].filter((info) => info.id !== place.run);
+  if (!others.length) {
+    node.append(empty("A diff needs two runs.", "Open both: practicum view RUN RUN. In a terminal: practicum diff RUN RUN."));
+    return {};
+  }
+  const chosen = context.compared()[1] ?? others[0].id;
+  const choice = h("select", { "aria-label": "Compare with", onchange: () => context.change({ with: choice.value }) }, others.map((info) => h("option", { value: info.id, selected: info.id === chosen }, `${info.name} · ${info.id}`)));
+  node.append(h("div", { class: "tools" }, h("b", {}, place.run), " against ", choice, h("button", { onclick: () => go({ ...place, run: chosen, query: { with: place.run } }) }, "⇄")));
+  const found = await ask(`api/diff?${new URLSearchParams({ a: place.run, b: chosen })}`);
+  node.append(h("p", { class: `verdict ${found.equal ? "good" : "bad"}` }, found.sentence), first(found, place, chosen), keys(found, place.run, chosen));
+  return {};
+}
+
+function first(found, place, chosen) {
+  const { first: one } = found;
+  if (!one) return null;
+  const to = (run) => {
+    if (!one.row) return address({ run, pane: "step", step: one.step, query: { with: run === place.run ? chosen : place.run } });
+    const [prompt, session, trajectory] = one.row;
+    return address({ run, pane: "tokens", step: one.step, prompt, session, query: { ...(trajectory ? { trajectory } : {}) } });
+  };
+  const side = (run, value) => h("tr", {}, h("td", {}, h("a", { href: to(run) }, run)), h("td", { class: "n", title: exact(value) }, h("code", {}, typeof value === "number" ? exact(value) : JSON.stringify(value))));
+  return section("First difference", h("p", {}, one.sentence), one.values && h("table", { class: "plain" }, h("tbody", {}, side(place.run, one.values[0]), side(chosen, one.values[1]))));
+}
+
+function keys(found, a, b) {
+  if (!found.keys.length) return section("Recipe", h("p", { class: "muted" }, "No key of the recipes differs."));
+  const value = (one) => h("td", {}, h("code", { class: "text" }, one === null || one === undefined ? "–" : typeof one === "string" ? one : JSON.stringify(one)));
+  return section(`Recipe: ${num(found.keys.length)} keys differ`, h("div", { class: "scroll" }, h("table", { class: "diff" }, h("thead", {}, h("tr", {}, ["key", a, b].map((t) => h("th", {}, t)))),
+    h("tbody", {}, found.keys.map((one) => h("tr", {}, h("td", {}, h("code", {}, one.key)), value(one.a), value(one.b)))))));
+}

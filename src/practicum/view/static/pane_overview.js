@@ -1,0 +1,161 @@
+// Is it learning, and what to look at next.
+
+import { chart } from "./charts.js";
+import { colourOf, DASHES, nth } from "./colours.js";
+import { askRun, series } from "./data.js";
+import { duration, empty, exact, h, num, percent, replace, section } from "./dom.js";
+import { address, go, kept } from "./place.js";
+import { answerCard } from "./answers.js";
+import { pick } from "./picking.js";
+
+const NOT_STAGES = ["time/step", "time/eval", "time/checkpoint"];
+const STAGES_SHOWN = 7;
+
+export async function show(place, node, context) {
+  const advice = h("div", { class: "advice" });
+  const grid = h("div", { class: "grid" });
+  const facts = h("div", { class: "columns" });
+  const newest = h("div", {});
+  node.append(advice, grid, newest, facts);
+
+  async function draw() {
+    const info = context.info;
+    replace(advice, info.advisories.map((one) => advisory(one, place)));
+    if (!info.names.length) {
+      replace(grid, empty(info.state.kind === "waiting" ? info.state.sentence : "No step is done yet.",
+        "Curves appear here after the first evaluation."));
+      return;
+    }
+    const drawn = await curves(place, context);
+    for (const one of drawn) {
+      const known = charts.get(one.title);
+      if (known) {
+        known.options.band = one.band;
+        known.update(one.curves);
+      } else {
+        const made = chart(one);
+        charts.set(one.title, made);
+        grid.append(made.node);
+      }
+    }
+    replace(facts, checks(info, place), await speed(info));
+    const rows = await askRun(place.run, "/newest");
+    replace(newest, newestGroup(rows, place, info));
+  }
+
+  const charts = new Map();
+  await draw();
+  return { update: draw };
+}
+
+function advisory(one, place) {
+  const mark = { alarm: "✗", warning: "⚠", hint: "→" }[one.level];
+  const [path, query = ""] = one.link.split("?");
+  const parts = path.split("/");
+  const to = { ...place, pane: parts[0], step: parts[1], query: { ...kept(place), ...Object.fromEntries(new URLSearchParams(query)) } };
+  const words = { rollouts: "rows", metrics: "curve", log: "log", step: "step" };
+  const rule = h("details", {}, h("summary", {}, "rule"), h("p", {}, one.name, ": ", one.rule,
+    Object.entries(one.numbers).map(([name, value]) => h("span", { class: "number", title: exact(value) }, ` · ${name} ${num(value)}`))));
+  return h("div", { class: `advisory ${one.level}` },
+    h("span", { class: "mark", "aria-label": one.level }, mark), h("span", { class: "said" }, one.sentence), rule,
+    h("a", { href: address(to) }, words[parts[0]] ?? "look"),
+    one.metric && parts[0] !== "metrics" && h("a", { href: address({ run: place.run, pane: "metrics", query: { ...kept(place), q: one.metric } }) }, "curve"));
+}
+
+async function curves(place, context) {
+  const ids = context.compared();
+  const range = place.query.range?.split("-").map(Number) ?? null;
+  const common = {
+    range,
+    onzoom: (to) => context.change({ range: to ? to.join("-") : "" }),
+  };
+  const wanted = ids.map((id) => namesOf(context.runs.get(id)));
+  const found = await Promise.all(ids.map((id, at) => series(id, [...new Set(Object.values(wanted[at]).flat())], range)));
+  const lines = (which, label) => ids.flatMap((id, run) => wanted[run][which].map((name) => {
+    const word = label(name);
+    const plain = word === "" ? (ids.length > 1 ? id : "all") : word;
+    return {
+      label: ids.length > 1 && word !== "" ? `${word} · ${id}` : plain,
+      colour: word === "" ? nth(7) : colourOf(word),
+      dash: DASHES[run % DASHES.length], data: found[run][name], name,
+    };
+  }));
+  const score = wanted[0].score;
+  const info = context.info;
+  const onpick = (name) => (step) => go(pick(place, name, step));
+  return [
+    { ...common, title: `${wanted[0].metric || "evaluation"} by domain`, about: "held-out prompts; the shaded band is what the recipe expects",
+      curves: lines("score", (name) => name.slice(wanted[0].metric.length + 1)), band: info.expected.band, floor: true,
+      more: info.expected.text && h("span", { class: "muted more", title: info.expected.text }, `expected: ${info.expected.text}`),
+      none: "No evaluation yet (eval.every, eval.greedy).", onpick: onpick(score[0] ?? "eval") },
+    ...(wanted[0].reward.length || !wanted[0].other.length ? [{ ...common, title: "reward", about: "mean of the rolled-out sessions, by domain", curves: lines("reward", (name) => name.slice("reward/mean/".length)), floor: true,
+      none: "Answers are not judged in this recipe (reward.weight is 0; reward.watch judges them all the same).", onpick: onpick("reward/mean") }] : [{ ...common, title: "train/loss", curves: lines("loss", () => ""), onpick: onpick("train/loss") }]),
+    ...(wanted[0].kl.length ? [{ ...common, title: "KL to teachers", unit: "nats", about: "k1 estimate of KL(student ‖ teacher), mean over tokens", curves: lines("kl", (name) => name.split("/").slice(1, -1).join("/")),
+      onpick: onpick("kl") }] : [{ ...common, title: wanted[0].other[0] ?? "train/loss", curves: lines("other", () => ""), onpick: onpick("train/loss") }]),
+    { ...common, title: "where a step's time goes", unit: "s", stacked: true, about: "seconds of each stage",
+      curves: lines("time", (name) => name.slice("time/".length)).filter((line) => !line.dash).map((line, at) => ({ ...line, colour: nth(at) })),
+      onpick: (step) => go({ run: place.run, pane: "step", step, query: kept(place) }) },
+  ];
+}
+
+function namesOf(info) {
+  const metric = ["eval/greedy", ...info.names.filter((n) => /^eval\/(mean|pass)@\d+$/.test(n))].find((n) => info.names.includes(n)) ?? "";
+  const below = (prefix) => info.names.filter((name) => name.startsWith(`${prefix}/`));
+  const score = metric ? [...below(metric), ...(below(metric).length === 1 ? [] : [metric])] : [];
+  const domains = below("reward/mean");
+  const reward = info.names.includes("reward/mean") ? [...(domains.length > 1 ? domains : []), "reward/mean"] : [];
+  const kl = info.names.filter((name) => /^teacher\/.+\/kl$/.test(name));
+  const times = info.names.filter((name) => name.startsWith("time/") && !NOT_STAGES.includes(name));
+  times.sort((a, b) => (info.last[b] ?? 0) - (info.last[a] ?? 0));
+  const other = ["train/kl", "advantage/kl_reward", "train/approx_kl", "train/loss"].filter((n) => info.names.includes(n) && info.last[n]).slice(0, 1);
+  return { metric, score, reward, kl, time: times.slice(0, STAGES_SHOWN), other, loss: info.names.filter((n) => n === "train/loss") };
+}
+
+function checks(info, place) {
+  const rows = info.checks.map((check) => {
+    const off = check.level === "off";
+    const state = off ? "off" : check.fired ? `fired ${num(check.fired)}×` : "holds";
+    return h("tr", { class: off ? "muted" : check.fired ? "bad" : "" },
+      h("td", {}, off ? "·" : check.fired ? "✗" : "✓"), h("td", {}, check.name), h("td", {}, state),
+      h("td", { class: "n", title: "in all steps" }, check.in_all ? h("a", { href: address({ run: place.run, pane: "log", query: { ...kept(place), q: `check ${check.name}` } }) }, `${num(check.in_all)}× in all`) : ""),
+      h("td", { class: "muted" }, check.level));
+  });
+  const body = rows.length ? h("table", { class: "plain" }, h("tbody", {}, rows)) : h("p", { class: "muted" }, "The recipe names no checks.");
+  return section(`Checks after step ${num(info.step)}`, body);
+}
+
+async function speed(info) {
+  const rows = [
+    ["one step", duration(info.seconds_per_step)],
+    ["left", info.state.kind === "live" ? duration(info.seconds_left) : "–"],
+    ["rollout", info.last["rollout/tokens_per_second"] ? `${num(info.last["rollout/tokens_per_second"])} tokens/s` : "–"],
+    ["answers", info.last["rollout/response_tokens"] ? `${num(info.last["rollout/response_tokens"])} tokens` : "–"],
+  ];
+  const table = h("table", { class: "plain" }, h("tbody", {}, rows.map(([what, value]) => h("tr", {}, h("td", {}, what), h("td", { class: "n" }, value)))));
+  const box = section("Speed, forecast against measured", table);
+  askRun(info.id, "/forecast").then((found) => box.append(forecast(found))).catch((error) => box.append(h("p", { class: "muted" }, error.message)));
+  return box;
+}
+
+function forecast(found) {
+  if (found.sentence) return h("p", { class: "muted" }, found.sentence);
+  const shown = found.stages.filter((one) => one.measured >= 0.01 * found.step.measured || one.forecast >= 0.01 * found.step.forecast);
+  const line = (one) => h("tr", {}, h("td", {}, one.name), h("td", { class: "n", title: exact(one.forecast) }, duration(one.forecast)),
+    h("td", { class: "n", title: exact(one.measured) }, duration(one.measured)), h("td", { class: "n" }, one.measured ? percent(one.forecast / one.measured) : "–"));
+  return h("table", { class: "plain" }, h("thead", {}, h("tr", {}, ["stage", "forecast", "measured", "ratio"].map((name, at) => h("th", { class: at ? "n" : "" }, name)))),
+    h("tbody", {}, shown.map(line), line({ name: "whole step", ...found.step })));
+}
+
+function newestGroup(rows, place, info) {
+  if (!rows.length) {
+    return section("Newest group", empty("No answers are recorded.", info.step ? "track.groups sets how many groups of each step are written; it is 0 here, or no step is done." : "They come with the first step."));
+  }
+  const first = rows[0];
+  const to = (pane, row) => address({ ...place, pane, step: first.step, prompt: row.group ?? row.prompt_uid, session: row.session, query: kept(place) });
+  return section("Newest group",
+    h("p", { class: "muted" }, h("a", { href: to("group", first) }, `step ${first.step}, prompt ${first.group ?? first.prompt_uid}`), ` · ${first.domain}`,
+      first.teacher ? ` · teacher ${first.teacher}` : ""),
+    h("div", { class: "prompt-line" }, h("span", { class: "muted" }, "prompt "), h("code", { class: "text" }, first.prompt)),
+    first.expected !== null && first.expected !== undefined && h("div", { class: "prompt-line" }, h("span", { class: "muted" }, "expected "), h("code", { class: "text" }, typeof first.expected === "string" ? first.expected : JSON.stringify(first.expected))),
+    h("div", { class: "answers" }, rows.slice(0, 8).map((row) => answerCard(row, to("session", row)))));
+}

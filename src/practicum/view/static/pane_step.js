@@ -1,0 +1,100 @@
+// A step: the timeline of its stages on every process, the plan with reads and writes, skipped stages with the reason.
+
+import { nth } from "./colours.js";
+import { askRun } from "./data.js";
+import { bytes, duration, empty, exact, h, num, section, svg } from "./dom.js";
+import { address, go, kept } from "./place.js";
+
+const LANE = 22;
+const LABEL = 150;
+const WIDE = 1000;
+
+export async function show(place, node) {
+  const wanted = place.step === "last" || place.step === undefined ? 0 : place.step;
+  const page = await askRun(place.run, `/step/${wanted}`);
+  const [first, last] = page.steps ?? [1, 0];
+  const move = (by) => page.step + by >= first && page.step + by <= last && go({ ...place, step: page.step + by });
+  const rows = address({ run: place.run, pane: "rollouts", query: { ...kept(place), step: page.step } });
+  node.append(h("div", { class: "crumbs" }, h("button", { onclick: () => move(-1), disabled: page.step <= first }, "◀"), h("b", {}, `step ${page.step}`),
+    h("button", { onclick: () => move(1), disabled: page.step >= last }, "▶"), h("span", { class: "muted" }, last ? `of ${num(first)} to ${num(last)}` : ""), h("a", { href: rows }, "its rollouts")));
+  const order = page.plan?.stages.map((stage) => stage.name) ?? [...new Set(page.spans.map((span) => span.stage))];
+  const colourOf = (name) => nth(Math.max(0, order.indexOf(name)));
+  if (page.spans.length) node.append(section("Timeline", timeline(page.spans, colourOf)), section("Bytes by stage and field", traffic(page.spans, colourOf)));
+  else node.append(section("Timeline", noSpans(page)));
+  node.append(section("Plan", page.plan ? planGraph(page.plan, colourOf) : empty("This run wrote no plan: an earlier version of practicum made it.")));
+  node.append(section("Metrics of this step", metricsTable(page.metrics, place)));
+  return { keys: { h: () => move(-1), l: () => move(1) }, themed: () => {} };
+}
+
+function noSpans(page) {
+  const times = Object.entries(page.metrics).filter(([name]) => name.startsWith("time/")).sort((a, b) => b[1] - a[1]);
+  if (!times.length) return empty("No step is done yet.");
+  return h("div", {}, h("p", { class: "muted" }, "The timeline of this step is not recorded (track.record is none, or an earlier version made the run). Seconds by stage:"),
+    h("table", { class: "plain" }, h("tbody", {}, times.map(([name, value]) => h("tr", {}, h("td", {}, name.slice(5)), h("td", { class: "n", title: exact(value) }, duration(value)))))));
+}
+
+function timeline(spans, colourOf) {
+  const start = Math.min(...spans.map((span) => span.began));
+  const end = Math.max(...spans.map((span) => span.began + span.seconds));
+  const lanes = [...new Set(spans.map(laneOf))].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+  const whole = end - start || 1e-9;
+  const x = (time) => LABEL + ((time - start) / whole) * (WIDE - LABEL - 10);
+  const ticks = [0, 0.25, 0.5, 0.75, 1].map((share) => {
+    const at = x(start + share * whole);
+    return [svg("line", { x1: at, x2: at, y1: 16, y2: 20 + lanes.length * LANE, class: "tick" }), svg("text", { x: at, y: 11, class: "tick-text", "text-anchor": share === 1 ? "end" : share ? "middle" : "start" }, duration(share * whole))];
+  });
+  const rows = lanes.map((lane, at) => svg("text", { x: 4, y: 34 + at * LANE, class: "lane" }, lane));
+  const bars = spans.map((span) => {
+    const y = 20 + lanes.indexOf(laneOf(span)) * LANE;
+    const wide = Math.max(1.5, x(span.began + span.seconds) - x(span.began));
+    const name = span.part ? `${span.stage} · ${span.part}` : span.stage;
+    const told = `${name} on ${span.role} ${span.number}: ${duration(span.seconds)}, ${num(span.rows)} rows, ${num(span.calls)} calls, read ${bytes(total(span.read))}, wrote ${bytes(total(span.written))}`;
+    return svg("g", { class: "span" }, svg("title", {}, told), svg("rect", { x: x(span.began), y: y + 2, width: wide, height: LANE - 5, rx: 2, fill: colourOf(span.stage) }),
+      wide > 7 * name.length && svg("text", { x: x(span.began) + 5, y: y + 14 }, name));
+  });
+  return h("div", { class: "scroll" }, svg("svg", { class: "timeline", viewBox: `0 0 ${WIDE} ${26 + lanes.length * LANE}`, role: "img" }, ticks, rows, bars));
+}
+
+const laneOf = (span) => (span.part ? `${span.role} ${span.number} · ${span.part}` : `${span.role} ${span.number}`);
+const total = (fields) => Object.values(fields).reduce((a, b) => a + b, 0);
+
+function traffic(spans, colourOf) {
+  const stages = new Map();
+  for (const span of spans) {
+    const one = stages.get(span.stage) ?? { seconds: 0, read: {}, written: {} };
+    one.seconds = Math.max(one.seconds, span.seconds);
+    for (const side of ["read", "written"]) for (const [field, count] of Object.entries(span[side])) one[side][field] = (one[side][field] ?? 0) + count;
+    stages.set(span.stage, one);
+  }
+  const list = (fields) => Object.entries(fields).sort((a, b) => b[1] - a[1]).map(([field, count], at) => [at ? ", " : "", h("code", {}, field), ` ${bytes(count)}`]);
+  return h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["stage", "seconds", "read", "written", "read by field", "written by field"].map((title, at) => h("th", { class: at > 0 && at < 4 ? "n" : "" }, title)))),
+    h("tbody", {}, [...stages].map(([name, one]) => h("tr", {}, h("td", {}, h("i", { class: "swatch", style: { borderColor: colourOf(name) } }), name), h("td", { class: "n", title: exact(one.seconds) }, duration(one.seconds)),
+      h("td", { class: "n" }, bytes(total(one.read))), h("td", { class: "n" }, bytes(total(one.written))), h("td", { class: "wide" }, list(one.read)), h("td", { class: "wide" }, list(one.written)))))));
+}
+
+// Stages from top to bottom; arcs on the left lead from who writes a field to who reads it.
+function planGraph(plan, colourOf) {
+  const tall = 46;
+  const gutter = 120;
+  const names = plan.stages.map((stage) => stage.name);
+  const arcs = plan.stages.flatMap((stage, to) => [...new Set(Object.values(stage.reads))].map((writer) => {
+    const from = names.indexOf(writer);
+    const [y1, y2] = [from * tall + 26, to * tall + 14];
+    const out = gutter - 14 - Math.min(96, 12 * (to - from));
+    const fields = Object.entries(stage.reads).filter(([, by]) => by === writer).map(([field]) => field);
+    return svg("path", { d: `M ${gutter - 6} ${y1} C ${out} ${y1}, ${out} ${y2}, ${gutter - 6} ${y2}`, class: "arc", stroke: colourOf(writer), "data-from": writer, "data-to": stage.name }, svg("title", {}, `${writer} → ${stage.name}: ${fields.join(", ")}`));
+  }));
+  const boxes = plan.stages.map((stage, at) => h("div", { class: "stage", style: { top: `${at * tall}px`, left: `${gutter}px`, borderColor: colourOf(stage.name) } },
+    h("span", {}, h("b", {}, `${at + 1}. ${stage.name}`), " ", h("span", { class: "muted" }, stage.about)),
+    h("span", { class: "fields" }, Object.keys(stage.reads).length > 0 && ["reads ", Object.entries(stage.reads).map(([field, by], i) => [i ? ", " : "", h("code", { title: `from ${by}` }, field)])],
+      Object.keys(stage.reads).length > 0 && stage.writes.length > 0 && " · ", stage.writes.length > 0 && ["writes ", stage.writes.map((field, i) => [i ? ", " : "", h("code", {}, field)])])));
+  const graph = h("div", { class: "plan", style: { height: `${names.length * tall}px` } }, svg("svg", { width: gutter, height: names.length * tall, class: "arcs" }, arcs), boxes);
+  const skipped = plan.skipped.map((stage) => h("tr", { class: "muted" }, h("td", {}, stage.name), h("td", {}, stage.about), h("td", {}, stage.why)));
+  return h("div", {}, h("div", { class: "scroll" }, graph), skipped.length > 0 && h("div", { class: "scroll" }, h("table", { class: "skipped" }, h("thead", {}, h("tr", {}, ["skipped", "what it would do", "why it is not run"].map((t) => h("th", {}, t)))), h("tbody", {}, skipped))));
+}
+
+function metricsTable(metrics, place) {
+  const rows = Object.entries(metrics).sort((a, b) => a[0].localeCompare(b[0]));
+  if (!rows.length) return empty("Nothing was measured in this step.");
+  return h("div", { class: "metric-list" }, rows.map(([name, value]) => h("div", { class: "metric" }, h("a", { href: address({ run: place.run, pane: "metrics", query: { ...kept(place), q: name } }) }, name), h("b", { title: exact(value) }, num(value)))));
+}

@@ -1,0 +1,122 @@
+// The recorded sessions in columns: filters, sorts and histograms over 100,000 of them without a server.
+
+import { askRun } from "./data.js";
+
+const tables = new Map();
+
+// The table of a run, read on as it grows.
+export async function rowTable(run, kind) {
+  const name = `${kind}|${run}`;
+  let table = tables.get(name);
+  const found = await askRun(run, `/rows?kind=${kind}&after=${table?.total ?? 0}`);
+  const isFresh = !table || found.generation !== table.generation || found.from > table.total;
+  if (isFresh && found.from > 0) {
+    tables.delete(name);
+    return rowTable(run, kind);
+  }
+  if (isFresh) table = { run, kind, total: 0, generation: found.generation, columns: {} };
+  for (const [column, values] of Object.entries(found.columns)) {
+    const old = table.columns[column] ?? [];
+    table.columns[column] = old.length ? old.concat(values) : values;
+  }
+  Object.assign(table, { total: found.columns.step.length + (isFresh ? 0 : table.total), words: found.words, flat: null });
+  tables.set(name, table);
+  return table;
+}
+
+export const word = (table, column, row) => table.words[column][table.columns[column][row]];
+
+// Numbers of the rows that a query keeps, in its order. `except` leaves one filter out.
+export function select(table, query, except = "") {
+  const tests = [];
+  const { columns } = table;
+  for (const name of ["step", "prompt"]) {
+    if (query[name] && except !== name) tests.push(equals(columns[name], Number(query[name])));
+  }
+  for (const name of ["domain", "teacher", "task", "finish"]) {
+    if (query[name] && except !== name) tests.push(equals(columns[name], table.words[name].indexOf(query[name])));
+  }
+  for (const name of ["reward", "tokens", "advantage"]) {
+    if (query[name] && except !== name) tests.push(between(columns[name], query[name]));
+  }
+  if (query.flat === "1") {
+    const flat = flatGroups(table);
+    tests.push((row) => flat.has(groupKey(columns, row)));
+  }
+  const kept = [];
+  for (let row = 0; row < table.total; row++) {
+    let good = true;
+    for (const test of tests) if (!test(row)) { good = false; break; }
+    if (good) kept.push(row);
+  }
+  return sorted(table, kept, query.sort ?? "-step");
+}
+
+const equals = (column, value) => (row) => column[row] === value;
+
+function between(column, text) {
+  const [low, high] = text.split("..").map(Number);
+  return (row) => column[row] !== null && column[row] >= low && column[row] <= high;
+}
+
+function sorted(table, rows, sort) {
+  const down = sort.startsWith("-");
+  const name = down ? sort.slice(1) : sort;
+  const column = table.columns[name];
+  if (!column) return rows;
+  const words = table.words[name];
+  const value = words ? (row) => words[column[row]] : (row) => column[row];
+  const sign = down ? -1 : 1;
+  return rows.sort((a, b) => {
+    const [one, other] = [value(a), value(b)];
+    if (one === other) return a - b;
+    if (one === null || one === undefined) return 1;
+    if (other === null || other === undefined) return -1;
+    return (one < other ? -1 : 1) * sign;
+  });
+}
+
+const groupKey = (columns, row) => columns.step[row] * 1e9 + columns.prompt[row];
+
+function flatGroups(table) {
+  if (table.flat) return table.flat;
+  const { columns } = table;
+  const ends = new Map();
+  for (let row = 0; row < table.total; row++) {
+    const reward = columns.reward[row];
+    if (reward === null) continue;
+    const key = groupKey(columns, row);
+    const end = ends.get(key);
+    if (!end) ends.set(key, [reward, reward]);
+    else {
+      end[0] = Math.min(end[0], reward);
+      end[1] = Math.max(end[1], reward);
+    }
+  }
+  table.flat = new Set([...ends].filter(([, [low, high]]) => low === high).map(([key]) => key));
+  return table.flat;
+}
+
+// Counts of a column in equal bins: {low, high, bins: [{from, to, count}]}; null if it has no numbers.
+export function histogram(column, rows, count = 20) {
+  let [low, high] = [Infinity, -Infinity];
+  for (const row of rows) {
+    const value = column[row];
+    if (value === null || value === undefined) continue;
+    if (value < low) low = value;
+    if (value > high) high = value;
+  }
+  if (low > high) return null;
+  const whole = high - low <= 40 && rows.every((row) => column[row] === null || Number.isInteger(column[row]));
+  const width = whole ? 1 : (high - low) / count || 1;
+  const bins = Array.from({ length: low === high ? 1 : whole ? high - low + 1 : count }, (_, at) => ({ from: low + at * width, to: whole ? low + at : low + (at + 1) * width, count: 0 }));
+  bins.at(-1).to = high;
+  for (const row of rows) {
+    const value = column[row];
+    if (value !== null && value !== undefined) bins[Math.min(bins.length - 1, Math.floor((value - low) / width))].count++;
+  }
+  return { low, high, bins };
+}
+
+// The steps that have rows, in order.
+export const stepsOf = (table) => [...new Set(table.columns.step)].sort((a, b) => a - b);
