@@ -46,7 +46,8 @@ app = typer.Typer(
     help="Post-train language models: reinforcement learning and on-policy distillation.",
     epilog="Start with `practicum demo`, then `practicum recipes`. Examples are for a checkout; elsewhere, "
     "`practicum init sort recipes/sort` brings their files. "
-    "Exit codes: 0 done, 2 a mistake that a message names, 130 or 143 interrupted, 1 an error of practicum.",
+    "Exit codes: 0 done, 2 a mistake that a message names, 130 or 143 interrupted, 1 an error of practicum; "
+    "of diff: 1 the runs differ.",
 )
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (YAML).")]
@@ -335,6 +336,26 @@ def export(
 
     checkpoint, folder = export_run(run, step, best, to)
     typer.echo(f"{checkpoint.name} → {folder}")
+
+
+@app.command(no_args_is_help=True)
+def diff(
+    one: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    two: Annotated[Path, typer.Argument(metavar="RUN", help="Another one.")],
+) -> None:
+    """Compare two runs: recipe keys, and the first number that differs.
+
+    First the recipe keys that differ, then the first step, row and field whose numbers differ; times are not
+    compared. Exit code 1 if numbers differ, 0 if they are equal.
+
+    practicum diff runs/short runs/other
+    """
+    from practicum.records.compare_runs import compare_runs, comparison_text
+
+    found = compare_runs(one, two)
+    typer.echo(comparison_text(found))
+    if found.first is not None:
+        raise typer.Exit(1)
 
 
 @app.command(no_args_is_help=True)

@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 from practicum.cli import app
 from practicum.dataplane.ray_store.ray_store import RayStore
 from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
+from practicum.records.compare_runs import compare_runs
+from practicum.records.read_record import Record
 from practicum.trainer.run import train_loaded
 from tests.cluster import local_ray
 from tests.teachers.tiny_reward_models import save_classifier
@@ -102,6 +104,26 @@ def test_a_run_on_ray_is_the_local_run(
             [row.pop("advantage") for row in there], abs=1e-6
         )
         assert here == there
+    if ranks == 1:
+        assert compare_runs(tmp_path / "local", tmp_path / "ray").first is None
+    check_record(tmp_path / "local", tmp_path / "ray", ranks)
+
+
+def check_record(local: Path, ray: Path, ranks: int) -> None:
+    """Both record the same rows, column by column; on Ray each worker writes its own part."""
+    here, there = Record(local), Record(ray)
+    assert not here.problems + there.problems
+    assert [row.key for row in here.rows()] == [row.key for row in there.rows()]
+    for row in here.rows():
+        mine, theirs = here.row(row.step, row.key), there.row(row.step, row.key)
+        assert mine is not None
+        assert theirs is not None
+        assert mine.columns.keys() == theirs.columns.keys() >= {"advantages", "ratio", "share"}
+        assert mine.columns["response_ids"] == theirs.columns["response_ids"]
+        assert mine.columns["share"] == pytest.approx(theirs.columns["share"], abs=1e-5)
+    writers = {(span.role, span.number) for span in there.stages(1)}
+    learners = {("train", rank) for rank in range(ranks)}
+    assert writers >= {("controller", 0), ("rollout", 0), ("reward", 0)} | learners
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ kills stability: demystifying RL collapse from the training-inference mismatch".
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -44,7 +44,7 @@ class MismatchRules:
 
 @dataclass(frozen=True)
 class MismatchWeights:
-    """Weight of each token (0 at masked positions), and what the rules did.
+    """Weight of each token (0 at masked positions), and what the rules did: where each held, and counts.
 
     `mismatch_weight` is the mean over sampled tokens, `mismatch_truncated` and `mismatch_masked` are
     shares of them, `mismatch_rejected` of the sessions that have any; each rule counts by itself, and
@@ -53,6 +53,8 @@ class MismatchWeights:
 
     weights_N: Tensor
     stats: dict[str, float]
+    held_N: dict[str, Tensor] = field(default_factory=dict)
+    """By `mismatch_truncate`, `mismatch_mask` and `mismatch_reject`, bool."""
 
 
 def mismatch_weights(
@@ -68,21 +70,24 @@ def mismatch_weights(
         return MismatchWeights(torch.zeros_like(old_logprobs_N), {})
     sessions = int(session_M.max()) + 1
     log_ratio_M = (old_logprobs_N[mask_N].double() - rollout_logprobs_N[mask_N].double()).detach()
-    weight_M, stats = torch.ones_like(log_ratio_M), {}
+    weight_M, stats, held_M = torch.ones_like(log_ratio_M), {}, {}
     if rules.weights != "off":
         chosen_M = log_ratio_M
         if rules.weights == "sequence":
             chosen_M = segment_sum(log_ratio_M, session_M, sessions)[session_M]
         weight_M, outside_M = _bounded(chosen_M, rules)
         stats["mismatch_masked" if rules.outside == "mask" else "mismatch_truncated"] = _share(outside_M)
+        held_M[f"mismatch_{rules.outside}"] = outside_M
     if rules.reject is not None:
         out_S = _outside(segment_mean(log_ratio_M, session_M, sessions), *rules.reject)
         weight_M = weight_M.masked_fill(out_S[session_M], 0.0)
+        held_M["mismatch_reject"] = out_S[session_M]
         stats["mismatch_rejected"] = _share(out_S[segment_count(session_M, sessions) > 0])
     stats["mismatch_weight"] = float(weight_M.mean())
     weights_N = torch.zeros_like(old_logprobs_N)
     weights_N[mask_N] = weight_M.to(weights_N.dtype)
-    return MismatchWeights(weights_N, stats)
+    held_N = {rule: torch.zeros_like(mask_N).masked_scatter(mask_N, held) for rule, held in held_M.items()}
+    return MismatchWeights(weights_N, stats, held_N)
 
 
 def _bounded(log_ratio_M: Tensor, rules: MismatchRules) -> tuple[Tensor, Tensor]:

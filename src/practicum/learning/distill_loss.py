@@ -42,6 +42,10 @@ class DistillResult:
     """k1 of each token to its teacher, without gradient."""
     overlap_M: Tensor | None
     """Share of the teacher's top-k in the student's own, where the signal tells."""
+    clamped_M: Tensor | None = None
+    """Where distill.clamp held the divergence, if there is a clamp."""
+    top: tuple[Tensor, ...] = ()
+    """The teacher's top-k and their logprobs of recorded tokens, if the learner alone knows them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +102,11 @@ class DistillSettings:
     ) -> DistillResult:
         """What the teachers say of sampled tokens; statistics go into `means`."""
         teacher_M = columns["teacher_logprobs"]
-        overlap_M = terms = None
+        overlap_M = terms = clamped_M = None
+        top: list[Tensor] = []
         if self.by_loss and self.distill.signal != "sampled":
-            loss_M, clamped_M, overlap_M, compared_M = found.more
-            terms = DistillTerms(loss_M, clamped_M)
+            divergence_M, held_M, overlap_M, compared_M, *top = found.more
+            terms = DistillTerms(divergence_M, held_M)
             means.add("teacher_overlap", overlap_M)
         else:
             compared_M = found.more[0] if found.more else found.logprobs_M
@@ -111,10 +116,12 @@ class DistillSettings:
         if terms is not None:
             means.add("distill_loss", terms.loss_N)
             if self.distill.clamp is not None:
-                means.add("distill_clamped", terms.clamped_N)
+                clamped_M = terms.clamped_N
+                means.add("distill_clamped", clamped_M)
         kl_M = (compared_M - teacher_M).detach()
         means.add("teacher_kl", kl_M)
-        return DistillResult(terms.loss_N if terms is not None else None, kl_M, overlap_M)
+        loss_M = None if terms is None else terms.loss_N
+        return DistillResult(loss_M, kl_M, overlap_M, clamped_M, tuple(top))
 
     def _distributions(
         self, logits_CV: Tensor, rows: slice, columns: Mapping[str, Tensor], target_M: Tensor
@@ -122,6 +129,7 @@ class DistillSettings:
         distill = self.distill
         options = {"beta": distill.beta, "clamp": distill.clamp}
         scaled_CV = scaled_logits(logits_CV, self.temperature)
+        top: tuple[Tensor, ...] = ()
         if distill.signal == "top_k":
             ids_CK = columns["teacher_topk_ids"][rows]
             best_CK = columns["teacher_topk_logprobs"][rows]
@@ -132,9 +140,11 @@ class DistillSettings:
             teacher_CV = scaled_logits(own_CV, self.temperature)
             ids_CK = teacher_CV.topk(min(distill.top_k, teacher_CV.shape[1])).indices
             terms = full_divergence(distill.divergence, scaled_CV, teacher_CV.to(scaled_CV.dtype), **options)
+            if "recorded" in columns:
+                top = _top_logprobs(teacher_CV, ids_CK, columns["recorded"][rows])
         overlap_C = topk_overlap(scaled_CV, ids_CK)
         compared_C = logprobs_at(scaled_CV, target_M[rows].unsqueeze(1)).squeeze(1)
-        return terms.loss_N, terms.clamped_N, overlap_C, compared_C
+        return terms.loss_N, terms.clamped_N, overlap_C, compared_C, *top
 
     def _logprobs(self, logits_CV: Tensor, target_C: Tensor) -> Tensor:
         all_CV = log_distribution(scaled_logits(logits_CV, self.temperature))
@@ -156,6 +166,13 @@ class DistillSettings:
             parts.append(self.heads[number](hidden_CH[mine]))
             order.append(mine)
         return torch.cat(parts)[torch.cat(order).argsort()]
+
+
+@torch.no_grad()
+def _top_logprobs(logits_CV: Tensor, ids_CK: Tensor, chosen_C: Tensor) -> tuple[Tensor, Tensor]:
+    """These most likely tokens of the chosen ones, with their logprobs."""
+    ids_MK = ids_CK[chosen_C]
+    return ids_MK, log_distribution(logits_CV[chosen_C]).gather(1, ids_MK)
 
 
 def share_factors(weights_N: Tensor, teacher_N: Tensor, shares: Mapping[int, float]) -> Tensor:

@@ -28,6 +28,7 @@ from practicum.learning.update_batch import (
     sessions_of,
 )
 from practicum.learning.update_metrics import RouterLoad, TeacherSums, TokenMeans
+from practicum.learning.update_trace import TOP, UpdateTrace
 from practicum.models.fingerprint import LENGTH
 from practicum.recipe.algorithm_traits import loss_traits
 from practicum.recipe.schema.algorithm_sections import Algorithm
@@ -38,7 +39,7 @@ class Learner(TrainedModel):
     """The student. `scorer` gives its logprobs without gradient.
 
     `temperature` is that of the rollouts; supervised training is at temperature 1. `by_group` holds sums of
-    the last update by the batch's groups.
+    the last update by the batch's groups, `trace` what it did to the tokens of recorded rows.
 
     On several ranks (`parallel`) each has a shard of the weights and its rows of each mini-batch. Every
     method is then called on all ranks at once, and all get the same metrics.
@@ -60,6 +61,7 @@ class Learner(TrainedModel):
         self.model = model
         self.objective = Objective(algorithm, teaching)
         self.by_group = TeacherSums()
+        self.trace: UpdateTrace | None = None
         self.temperature = 1.0 if algorithm.loss == "supervised" else temperature
         self.trunk = PackedModel(model, train, parallel)
         self.scorer = LogprobScorer(self.trunk)
@@ -71,12 +73,13 @@ class Learner(TrainedModel):
         The result does not depend on how rows fall into micro-batches. Without a sampled token nothing is
         done; with a non-finite loss or gradient the weights stay as they are.
         """
+        self.trace = None
         job = _Update(batch, self.objective, self.trunk.dtype, self.parallel)
         report = _Report(job.tokens_here, job.idle_tokens, load=self.trunk.router_load())
-        self.by_group = report.groups
+        self.by_group, self.trace = report.groups, job.trace
         if not job.tokens:
             return {"tokens": 0.0}
-        add = partial(self._add, report, job)
+        add = partial(self._add, report, job, trace=job.trace)
         with self.trunk.training():
             self.trunk.each(job.microbatches(self.trunk, job.active), add)
         with torch.no_grad():
@@ -84,6 +87,8 @@ class Learner(TrainedModel):
         self.stepper.zero_missing_grads()
         report = self.join(report)
         self.by_group = report.groups
+        if job.trace is not None:
+            job.trace.total = report.absolute
         return self.apply(report, lr_at(self.step, self.train))
 
     def gradient_norms(self, batch: UpdateBatch, parts: Sequence[Sequence[int]]) -> list[float]:
@@ -97,7 +102,7 @@ class Learner(TrainedModel):
             norms.append(self.stepper.take_norm())
         return norms
 
-    def _add(self, report: _Report, job: _Update, packed: Packed) -> Tensor:
+    def _add(self, report: _Report, job: _Update, packed: Packed, trace: UpdateTrace | None = None) -> Tensor:
         """Forward pass of one micro-batch: its part of the loss."""
         columns, teaching = job.columns_of(packed), self.objective.teaching
         also = None
@@ -114,11 +119,18 @@ class Learner(TrainedModel):
                 plain="plain_logprobs" in columns,
                 logprobs_grad=self.objective.uses_logprobs,
                 also=also,
+                top=None if trace is None else (columns["recorded"], TOP),
             )
         losses = token_losses(found, columns, columns["session"], self.objective, report.means)
         weighted_M = columns["weights"] * losses.loss_M
         loss = weighted_M.sum()
         report.add("loss", float(loss.detach()))
+        report.absolute += float(weighted_M.detach().abs().sum())
+        if trace is not None:
+            trace.add(packed.column_M, losses.numbers | {"loss": weighted_M}, losses.rules)
+            trace.add_top(packed.column_M, "student", found.top)
+            if losses.taught is not None and losses.taught.top:
+                trace.add_top(packed.column_M, "teacher", losses.taught.top)
         if losses.policy_M is not None:
             report.add("policy_loss", float((columns["weights"] * losses.policy_M.detach()).sum()))
         taught = losses.taught
@@ -168,6 +180,8 @@ class _Report:
     means: TokenMeans = field(default_factory=TokenMeans)
     groups: TeacherSums = field(default_factory=TeacherSums)
     load: RouterLoad | None = None
+    absolute: float = 0.0
+    """Summed sizes of the tokens' losses."""
 
     def add(self, name: str, part: float) -> None:
         """Add a micro-batch's part of a sum."""
@@ -177,6 +191,7 @@ class _Report:
         """Add what another rank measured."""
         self.tokens += other.tokens
         self.idle_tokens += other.idle_tokens
+        self.absolute += other.absolute
         for name, part in other.totals.items():
             self.add(name, part)
         self.means.merge(other.means)
@@ -220,6 +235,10 @@ class _Update:
         self.columns["session"] = session_M
         if batch.groups is not None:
             self.columns["group"] = per_token(batch.groups, lengths)
+        self.trace = None
+        if batch.recorded is not None and any(batch.recorded):
+            self.trace = UpdateTrace(batch.recorded, lengths)
+            self.columns["recorded"] = self.trace.recorded_M
         if objective.teaching is not None and batch.teachers is not None:
             everywhere = None
             if batch.whole is not None:

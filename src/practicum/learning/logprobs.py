@@ -29,13 +29,15 @@ Reduce = Callable[[Tensor, slice], tuple[Tensor, ...]]
 class TokenLogprobs:
     """Logprobs of the targets; entropy of the distribution; logprobs at temperature 1. All [M].
 
-    `more` is what the caller's own function made of the logits.
+    `more` is what the caller's own function made of the logits; `top` are the most likely tokens and their
+    logprobs, of those targets that were asked for.
     """
 
     logprobs_M: Tensor
     entropy_M: Tensor | None
     plain_M: Tensor | None
     more: tuple[Tensor, ...] = ()
+    top: tuple[Tensor, ...] = ()
 
 
 def map_logits(
@@ -76,12 +78,14 @@ def token_logprobs(
     plain: bool = False,
     logprobs_grad: bool = True,
     also: Reduce | None = None,
+    top: tuple[Tensor, int] | None = None,
     chunk_logits: int = CHUNK_LOGITS,
 ) -> TokenLogprobs:
     """Logprobs of the targets under logits / temperature; entropy and plain logprobs if asked.
 
     Gradients flow through the logprobs if `logprobs_grad`, through the entropy if `entropy_grad`, never
-    through plain. `also` makes further tensors [C, ...] of the same logits, see TokenLogprobs.more.
+    through plain. `also` makes further tensors [C, ...] of the same logits, see TokenLogprobs.more. `top` are
+    the targets (bool) of which so many most likely tokens are given.
     """
     fixed = not (logprobs_grad or entropy_grad)
 
@@ -97,13 +101,17 @@ def token_logprobs(
         if plain:
             plain_CV = all_CV if temperature == 1.0 else log_distribution(logits_CV.detach())
             out.append(plain_CV.detach().gather(1, target_C1).squeeze(1))
+        if top is not None:
+            best = all_CV.detach()[top[0][rows]].topk(min(top[1], all_CV.shape[1]))
+            out += [best.indices, best.values]
         del all_CV, scaled_CV  # what `also` needs comes on top
         return (*out, *(also(logits_CV, rows) if also is not None else ()))
 
     logprobs_M, *more = map_logits(model, hidden_M, reduce, chunk_logits=chunk_logits)
     entropy_M = more.pop(0) if entropy else None
     plain_M = more.pop(0) if plain else None
-    return TokenLogprobs(logprobs_M, entropy_M, plain_M, tuple(more))
+    best = (more.pop(0), more.pop(0)) if top is not None else ()
+    return TokenLogprobs(logprobs_M, entropy_M, plain_M, tuple(more), best)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from practicum.algorithms.kl import k3, token_kl
 from practicum.algorithms.policy_losses.registry import POLICY_LOSSES
-from practicum.algorithms.policy_losses.types import PolicyInputs
+from practicum.algorithms.policy_losses.types import PolicyInputs, PolicyTerms
 from practicum.learning.distill_loss import DistillResult, DistillSettings
 from practicum.learning.logprobs import TokenLogprobs
 from practicum.learning.update_batch import UpdateBatch, need_column, token_column
@@ -22,6 +22,13 @@ from practicum.recipe.own_parts import find_part
 from practicum.recipe.schema.algorithm_sections import Algorithm
 
 Columns = Mapping[str, Tensor]
+_CLIPS = {
+    "clipped_low": "clip_low",
+    "clipped_high": "clip_high",
+    "dual_clipped": "dual_clip",
+    "log_ratio_clamped": "log_ratio_clamp",
+}
+"""Statistics of policy losses that say where a rule of the recipe held a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +77,16 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class TokenLosses:
-    """Loss of each sampled token [M], and the parts of it that are reported."""
+    """Loss of each sampled token [M], and the parts of it that are reported.
+
+    `numbers` and `rules`, where each held, are what a record tells of single tokens.
+    """
 
     loss_M: Tensor
     policy_M: Tensor | None
     taught: DistillResult | None
+    numbers: dict[str, Tensor | None]
+    rules: dict[str, Tensor]
 
 
 def token_losses(
@@ -93,15 +105,24 @@ def token_losses(
     assert entropy_M is not None
     means.add("entropy", entropy_M)
     policy_M = taught = None
+    numbers: dict[str, Tensor | None] = {"learner_logprobs": logprobs_M, "entropy": entropy_M}
+    rules: dict[str, Tensor] = {}
     if objective.supervised:
         policy_M = -logprobs_M
     elif objective.has_policy:
-        policy_M = _policy_loss(logprobs_M, columns, session_M, algorithm, means)
+        policy = _policy_loss(logprobs_M, columns, session_M, algorithm, means)
+        policy_M = policy.loss_N
+        numbers |= {"ratio": policy.stats_N.get("ratio"), "weight": policy.weight_N}
+        rules |= {rule: policy.stats_N[name] for name, rule in _CLIPS.items() if name in policy.stats_N}
     loss_M = torch.zeros_like(logprobs_M) if policy_M is None else policy_M
     if teaching is not None:
         taught = teaching.token_losses(found, columns, means)
         if taught.loss_M is not None:
             loss_M = loss_M + teaching.distill.weight * taught.loss_M
+        numbers |= {"teacher_kl": taught.kl_M, "teacher_overlap": taught.overlap_M}
+        numbers["teacher_loss"] = taught.loss_M
+        if taught.clamped_M is not None:
+            rules["distill_clamp"] = taught.clamped_M
     if algorithm.entropy > 0:
         loss_M = loss_M - algorithm.entropy * entropy_M
     if algorithm.kl.place == "loss":
@@ -110,17 +131,19 @@ def token_losses(
         terms = token_kl(kl.estimator, logprobs_M, columns["ref_logprobs"], every_M, kl.clamp)
         loss_M = loss_M + kl.coefficient * terms.kl_N
         means.add("kl", terms.kl_N)
+        numbers["kl"] = terms.kl_N
         if kl.clamp is not None:
             means.add("kl_clamped", terms.clamped_N)
+            rules["kl_clamp"] = terms.clamped_N
     if "plain_logprobs" in columns:
         assert found.plain_M is not None
         _count_gap(found.plain_M - columns["plain_logprobs"], means)
-    return TokenLosses(loss_M, policy_M, taught)
+    return TokenLosses(loss_M, policy_M, taught, numbers, rules)
 
 
 def _policy_loss(
     logprobs_M: Tensor, columns: Columns, session_M: Tensor, algorithm: Algorithm, means: TokenMeans
-) -> Tensor:
+) -> PolicyTerms:
     policy_loss = find_part("policy_loss", algorithm.loss, POLICY_LOSSES)
     terms = policy_loss(
         PolicyInputs(
@@ -139,7 +162,7 @@ def _policy_loss(
     for name, value_M in terms.stats_N.items():
         if off.get(name, 0) is not None:
             means.add(name, value_M)
-    return terms.loss_N
+    return terms
 
 
 def _count_gap(difference_M: Tensor, means: TokenMeans) -> None:

@@ -62,6 +62,8 @@ class UpdateBatch:
     session_tokens: Sequence[int] | None = None
     """Sampled tokens of each row's session in the step's whole batch; None: a session's rows are all here."""
     extras: RowExtras | None = None
+    recorded: Sequence[bool] | None = None
+    """Whether the numbers of each row's tokens are kept for the run's record."""
     whole: BatchFacts | None = None
     """The whole mini-batch, if these are only this rank's rows of it; session_tokens are then given there."""
 

@@ -8,14 +8,16 @@ from torch import Tensor
 from practicum.algorithms.advantages.registry import ADVANTAGES
 from practicum.algorithms.advantages.types import AdvantageInputs
 from practicum.algorithms.kl import AdaptiveKl, FixedKl, KlController, token_kl
-from practicum.algorithms.mismatch import MismatchRules, mismatch_weights
+from practicum.algorithms.mismatch import MismatchRules, MismatchWeights, mismatch_weights
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.ragged import Column, Ragged
 from practicum.dataplane.stages import Columns, Plan, StepInfo, stage
 from practicum.dataplane.store import Store
+from practicum.learning.update_trace import places_by_rule
 from practicum.recipe.derived import corrects_mismatch, has_advantage_estimator
 from practicum.recipe.own_parts import find_part
 from practicum.recipe.schema.recipe import Recipe
+from practicum.records.recording_store import record_more, recorder_of
 from practicum.roles.stage_table import old_source
 
 
@@ -49,12 +51,19 @@ class AdvantageRole:
         prompts = [batch.keys[i].prompt for i in _first_rows(session_B)]
         advantages_N, returns_N, stats = self._estimate(columns, mask.values, session_N, prompts, step)
         if corrects_mismatch(self.recipe):
-            weights_N, more = self._weights(columns, mask.values, session_N)
-            advantages_N, stats = weights_N.to(advantages_N.dtype) * advantages_N, stats | more
+            found = self._weights(columns, mask.values, session_N)
+            advantages_N, stats = found.weights_N.to(advantages_N.dtype) * advantages_N, stats | found.stats
+            self._record(batch, mask.lengths, found)
         written: dict[str, Column] = {"advantages": Ragged.packed(advantages_N, mask.lengths)}
         if returns_N is not None and "returns" in self.plan["advantages"].writes:
             written["returns"] = Ragged.packed(returns_N, mask.lengths)
         return written, stats
+
+    def _record(self, batch: BatchRef, lengths: list[int], found: MismatchWeights) -> None:
+        if recorder_of(self.store) is not None:
+            weights = Ragged.packed(found.weights_N, lengths)
+            rules = places_by_rule(found.held_N, lengths)
+            record_more(self.store, "advantages", batch, {"mismatch_weight": weights, "rules": rules})
 
     def _estimate(
         self,
@@ -104,9 +113,7 @@ class AdvantageRole:
         returns_N = None if result.returns_N is None else result.returns_N.float()
         return advantages_N.float(), returns_N, stats | result.stats  # a user's may be of another type
 
-    def _weights(
-        self, columns: Columns, mask_N: Tensor, session_N: Tensor
-    ) -> tuple[Tensor, dict[str, float]]:
+    def _weights(self, columns: Columns, mask_N: Tensor, session_N: Tensor) -> MismatchWeights:
         """Weights against the mismatch, and their counts.
 
         A policy loss grows as its advantage does, so weighed advantages weigh the loss; what the critic
@@ -117,8 +124,7 @@ class AdvantageRole:
         mismatch = self.recipe.algorithm.mismatch
         reject = None if mismatch.reject is None else (mismatch.reject.low, mismatch.reject.high)
         rules = MismatchRules(mismatch.weights, mismatch.outside, mismatch.cap, mismatch.floor, reject)
-        found = mismatch_weights(old_N, rollout_N, mask_N, session_N, rules)
-        return found.weights_N, found.stats
+        return mismatch_weights(old_N, rollout_N, mask_N, session_N, rules)
 
     def _taught(self, columns: Columns, mask_N: Tensor) -> tuple[Tensor | None, dict[str, float]]:
         """Weight × the negative estimate of KL(student || teacher) of each token, if it enters here."""

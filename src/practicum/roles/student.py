@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from practicum.checks import invariants
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.keys import Key
 from practicum.dataplane.ragged import Column, Ragged
 from practicum.dataplane.stages import Columns, Plan, StepInfo, stage
 from practicum.dataplane.store import Store
@@ -21,6 +22,7 @@ from practicum.learning.update_batch import BatchFacts, UpdateBatch
 from practicum.learning.update_metrics import TeacherSums
 from practicum.recipe.derived import teacher_numbers
 from practicum.recipe.schema.recipe import Recipe
+from practicum.records.recording_store import record_more, recorder_of
 from practicum.roles.advantages import dense_ids
 from practicum.roles.learner_rows import (
     OptimizerStep,
@@ -121,16 +123,37 @@ class StudentRole:
         sums, norms = TeacherSums(), ({}, {})
         self.learner.step = step.number - 1
         reports: list[dict[str, float]] = []
-        for optimizer_step in self._optimizer_steps(step):
-            update = self._update_batch(inputs, optimizer_step)
+        records = recorder_of(self.store) is not None
+        unseen = {key for key, tags in batch if records and tags.recorded}
+        for number, optimizer_step in enumerate(self._optimizer_steps(step), start=1):
+            update = self._update_batch(inputs, optimizer_step, unseen)
             if not reports and len(pairs) > 1 and self._measures_gradients(step.number):
                 norms = self._gradient_norms(update, step.batch, optimizer_step)
             sampled = sum(step.batch.tags[row].sampled_tokens for row in optimizer_step.rows)
             self.learner.stepper.before_step = partial(self._check, sampled, fresh=not reports)
-            reports.append(self.learner.update(update))
+            try:
+                reports.append(self.learner.update(update))
+            finally:  # the numbers of an update that is refused are those that people look for
+                self._record(inputs, optimizer_step, update.recorded, number)
+                unseen -= {step.batch.keys[row] for row in optimizer_step.own_rows}
             sums.merge(self.learner.by_group)
         measured = TeacherMeasures(pairs, sums, *norms) if self._numbers else None
         return {}, UpdateReport(mean_metrics(reports), measured, self.learner.version)
+
+    def _record(
+        self,
+        inputs: _StepInputs,
+        optimizer_step: OptimizerStep,
+        recorded: Sequence[bool] | None,
+        number: int,
+    ) -> None:
+        """What the update did to the tokens of recorded rows; of several passes over a row, the first."""
+        if (trace := self.learner.trace) is None or recorded is None:
+            return
+        places = inputs.own_places(optimizer_step)
+        rows = inputs.batch.take([place for place, kept in zip(places, recorded, strict=True) if kept])
+        more = {"trained": inputs.step.number, "update": number}
+        record_more(self.store, "update_student", rows, trace.columns(), **more)
 
     def _check_masks(self, batch: BatchRef, columns: Columns) -> None:
         """Each rank checks its own rows, and all of them act on what any finds."""
@@ -184,7 +207,10 @@ class StudentRole:
             limit = self.recipe.checks.logprob_gap_max
             self.watch("logprob_gap", invariants.logprob_gap(metrics, limit))
 
-    def _update_batch(self, inputs: _StepInputs, optimizer_step: OptimizerStep) -> UpdateBatch:
+    def _update_batch(
+        self, inputs: _StepInputs, optimizer_step: OptimizerStep, unseen: Collection[Key]
+    ) -> UpdateBatch:
+        """The rows of an optimizer step; `unseen` are those to be recorded that no earlier one had."""
         columns, own = inputs.columns, inputs.facts.select(optimizer_step.own_rows)
         rows = inputs.own_places(optimizer_step)
 
@@ -205,6 +231,7 @@ class StudentRole:
             groups=pairs if self._numbers else None,
             session_tokens=own.session_tokens,
             extras=None if inputs.extras is None else inputs.extras.select(rows),
+            recorded=[inputs.batch.keys[i] in unseen for i in rows] if unseen else None,
             whole=None if self.parallel is None else inputs.facts.select(optimizer_step.rows),
         )
 

@@ -24,8 +24,8 @@ def cispo(inputs: PolicyInputs) -> PolicyTerms:
     """-weight * advantage * logprob; clips bite whatever the sign of the advantage."""
     log_ratio_N, clamped_N = clamp_log_ratio(token_log_ratios(inputs).detach(), inputs.log_ratio_clamp)
     low, high = log_clip_range(inputs)
-    weight_N = log_ratio_N.clamp(low, high).exp() * inputs.advantages_N
+    weight_N = log_ratio_N.clamp(low, high).exp()
     logprobs_N = inputs.logprobs_N.masked_fill(~inputs.mask_N, 0.0)
-    loss_N = -weight_N.masked_fill(~inputs.mask_N, 0.0) * logprobs_N
+    loss_N = -(weight_N * inputs.advantages_N).masked_fill(~inputs.mask_N, 0.0) * logprobs_N
     clips = {"clipped_low": log_ratio_N < low, "clipped_high": log_ratio_N > high}
-    return policy_terms(inputs, loss_N, log_ratio_N, clamped_N, clips)
+    return policy_terms(inputs, loss_N, log_ratio_N, clamped_N, clips, weight_N)

@@ -55,8 +55,12 @@ def policy_terms(
     log_ratio_N: Tensor,
     clamped_N: Tensor,
     clips: dict[str, Tensor] | None = None,
+    weight_N: Tensor | None = None,
 ) -> PolicyTerms:
-    """Puts the loss together with its statistics, and masks them all; the log-ratio is the loss's own."""
+    """Puts the loss together with its statistics, and masks them all; the log-ratio is the loss's own.
+
+    Without a weight it is the ratio, but 0 where a clip held and so no gradient is left.
+    """
     token_N, _ = clamp_log_ratio(token_log_ratios(inputs).detach(), inputs.log_ratio_clamp)
     stats = {
         "ratio": finite_exp(log_ratio_N.detach()),
@@ -64,7 +68,12 @@ def policy_terms(
         "log_ratio_clamped": clamped_N,
         **(clips or {}),
     }
+    if weight_N is None:
+        weight_N = stats["ratio"]
+        for held_N in (clamped_N, *(clips or {}).values()):
+            weight_N = weight_N.masked_fill(held_N, 0.0)
     return PolicyTerms(
         loss_N.masked_fill(~inputs.mask_N, 0.0),
         {name: x_N.detach().to(loss_N.dtype).masked_fill(~inputs.mask_N, 0.0) for name, x_N in stats.items()},
+        weight_N.detach().masked_fill(~inputs.mask_N, 0.0),
     )

@@ -8,6 +8,8 @@ learning".
 
 from __future__ import annotations
 
+import torch
+
 from practicum.algorithms.policy_losses.ratios import (
     clamp_log_ratio,
     policy_terms,
@@ -22,4 +24,5 @@ def reinforce(inputs: PolicyInputs) -> PolicyTerms:
         x_N.masked_fill(~inputs.mask_N, 0.0) for x_N in (inputs.logprobs_N, inputs.advantages_N)
     )
     log_ratio_N, clamped_N = clamp_log_ratio(token_log_ratios(inputs).detach(), inputs.log_ratio_clamp)
-    return policy_terms(inputs, -advantages_N * logprobs_N, log_ratio_N, clamped_N)
+    weight_N = torch.ones_like(log_ratio_N)
+    return policy_terms(inputs, -advantages_N * logprobs_N, log_ratio_N, clamped_N, weight_N=weight_N)

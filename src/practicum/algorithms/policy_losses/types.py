@@ -33,7 +33,9 @@ class PolicyTerms:
 
     Every loss gives `ratio`, `approx_kl` (k3 of KL(old || new)) and `log_ratio_clamped` (1 where it
     bit); those that clip give `clipped_low`, `clipped_high` and, if they know it, `dual_clipped`.
+    `weight_N` is what the advantage is multiplied by in the gradient of the token's logprob, if they know it.
     """
 
     loss_N: Tensor
     stats_N: dict[str, Tensor]
+    weight_N: Tensor | None = None
