@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from practicum.cli import app
+from practicum.sessions.tools.python_tool import isolation_problem
 from tests.teachers.tiny_teachers import save_teacher
 
 from .recipes import tiny
@@ -165,6 +166,21 @@ def test_an_extra_that_is_not_installed(
     monkeypatch.setitem(sys.modules, module, None)
     tiny(tmp_path, **sections)
     refused(tmp_path, f"needs an extra: pip install 'practicum[{extra}]'")
+
+
+def test_the_tool_python_without_bubblewrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    isolation_problem.cache_clear()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    tiny(tmp_path, agent={"loop": "tool_use", "tools": ["calculator", "python"]})
+    key = "agent.tools[1].isolation: found bubblewrap, which does not run here: it is not installed"
+    refused(tmp_path, key, "apt-get install bubblewrap", "{use: python, isolation: process}")
+    tiny(tmp_path, agent={"loop": "tool_use", "tools": [{"use": "python", "isolation": "process"}]})
+    checked = CliRunner().invoke(app, ["check", str(tmp_path / "recipe.yaml")])
+    isolation_problem.cache_clear()
+    assert checked.exit_code == 0, checked.output
+    assert "a program that gets round the guard can read and write your files" in " ".join(
+        checked.output.split()
+    )
 
 
 def test_the_whole_check_is_one_screen_and_begins_with_warnings(tmp_path: Path):

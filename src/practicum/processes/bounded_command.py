@@ -6,11 +6,12 @@ import asyncio
 import os
 import signal
 import threading
-from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
+from typing import IO
 
 from practicum.errors import EngineError
 
@@ -70,16 +71,18 @@ async def run_process(
     seconds: float,
     stdout_bytes: int,
     running: RunningProcess,
+    stdin: int = DEVNULL,
 ) -> FinishedProcess:
-    """Run a command in its own session, without stdin, for at most these seconds from its start.
+    """Run a command in its own session for at most these seconds from its start; `stdin` is an open file.
 
     Its process group is killed at the end, whatever the end is: its own, the limits' or a cancellation.
     `running` knows it meanwhile, for whoever must end it from outside of the event loop.
     """
     try:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=DEVNULL,
+        # Not asyncio's: cancelled while it starts one, it kills that process alone, not what it has started.
+        process = Popen(
+            command,
+            stdin=stdin,
             stdout=PIPE,
             stderr=PIPE,
             cwd=folder,
@@ -110,18 +113,15 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-async def _follow(process: Process, stdout_bytes: int) -> tuple[bytes, bytes, bool, int]:
+async def _follow(process: Popen[bytes], stdout_bytes: int) -> tuple[bytes, bytes, bool, int]:
     """Read both outputs to their ends, keeping little of them, and reap the process."""
-    (stdout, cut), stderr, code = await asyncio.gather(
-        _read_head(process, stdout_bytes), _read_tail(process), process.wait()
-    )
-    return stdout, stderr, cut, code
+    (stdout, cut), stderr = await asyncio.gather(_read_head(process, stdout_bytes), _read_tail(process))
+    return stdout, stderr, cut, await asyncio.to_thread(process.wait)
 
 
-async def _read_head(process: Process, limit: int) -> tuple[bytes, bool]:
-    assert process.stdout is not None
-    kept = bytearray()
-    while piece := await process.stdout.read(_PIECE):
+async def _read_head(process: Popen[bytes], limit: int) -> tuple[bytes, bool]:
+    output, kept = await _open(process.stdout), bytearray()
+    while piece := await output.read(_PIECE):
         if len(kept) > limit:
             continue
         kept += piece
@@ -130,9 +130,15 @@ async def _read_head(process: Process, limit: int) -> tuple[bytes, bool]:
     return bytes(kept[:limit]), len(kept) > limit
 
 
-async def _read_tail(process: Process) -> bytes:
-    assert process.stderr is not None
-    kept = b""
-    while piece := await process.stderr.read(_PIECE):
+async def _read_tail(process: Popen[bytes]) -> bytes:
+    output, kept = await _open(process.stderr), b""
+    while piece := await output.read(_PIECE):
         kept = (kept + piece)[-_STDERR_BYTES:]
     return kept
+
+
+async def _open(pipe: IO[bytes] | None) -> asyncio.StreamReader:
+    assert pipe is not None
+    output = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(output), pipe)
+    return output

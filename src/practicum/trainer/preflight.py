@@ -36,6 +36,7 @@ from practicum.roles.stage_table import make_plan
 from practicum.roles.train_rank import load_reference
 from practicum.runtime.ray.cluster import check_cluster
 from practicum.sessions.loops import find_loop
+from practicum.sessions.tools.toolbox import isolation_warnings, require_isolation
 from practicum.tasks.builtin import find_kind
 from practicum.tasks.check_tasks import check_tasks
 from practicum.tasks.locations import eval_location, open_rows, train_location
@@ -90,6 +91,8 @@ def check_without_models(recipe: Recipe) -> Preflight:
     findings = [*check_tasks(recipe), *check_parts(recipe)]
     if on_ray(recipe):
         findings += check_cluster(recipe)
+    else:  # there, programs run where the engines are
+        require_isolation(recipe.agent.tools)
     find_loop(recipe.agent.loop)
     tokenizer = load_tokenizer(recipe.model)
     findings.append(describe_tokenizer(tokenizer))
@@ -213,12 +216,14 @@ def _eval_problems(recipe: Recipe, left_out: LeftOut) -> Iterator[RecipeError]:
 
 def _warnings(recipe: Recipe) -> list[str]:
     """What may be meant, and is more often a mistake."""
+    warnings = isolation_warnings(recipe.agent.tools)
     if recipe.model.make is None or not uses_reward(recipe) or recipe.distill is not None:
-        return []
+        return warnings
     return [
+        *warnings,
         "the student starts with random weights (model.make) and learns from rewards alone: answers that "
         "earn nothing teach nothing. Train it on demonstrations first (algorithm.loss: supervised, "
-        "algorithm.advantage: none) and set model.path to that run"
+        "algorithm.advantage: none) and set model.path to that run",
     ]
 
 

@@ -1,4 +1,4 @@
-"""The process table, as tests look at it."""
+"""The process table, as tests look at it, and where bubblewrap can be tested."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from practicum.sessions.tools.python_tool import isolation_problem
+
+PROBLEM = isolation_problem("bubblewrap")
+# CI sets the variable: there, a bubblewrap that does not run must not go unnoticed.
+needs_bubblewrap = pytest.mark.skipif(
+    PROBLEM is not None and "PRACTICUM_REQUIRE_BUBBLEWRAP" not in os.environ,
+    reason=f"bubblewrap does not run here: {PROBLEM}",
+)
+ISOLATIONS = ["process", pytest.param("bubblewrap", marks=needs_bubblewrap)]
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc")
 
 
@@ -30,7 +39,7 @@ def group(leader: int) -> list[int]:
 
 
 def sandboxes(parent: int | None = None) -> list[int]:
-    """Processes that run a program of the Python tool for this process, or for another parent."""
+    """Processes of the Python tool's programs for this process, or for another parent; bubblewrap's too."""
     wanted = str(parent or os.getpid()).encode()
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):

@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 
 from practicum.errors import EngineError
+from practicum.recipe.schema.rollout_sections import Isolation
 from practicum.sessions.tools.python_tool import Limits, PythonRunner, python_tool
 from practicum.sessions.tools.sandbox import call_filter
 from practicum.sessions.tools.tool import ToolError
 
-from .processes import needs_proc, sandboxes, wait_until
+from .processes import ISOLATIONS, needs_proc, sandboxes, wait_until
 
 LINUX = sys.platform == "linux"
 ROOMY = Limits(seconds=60, cpu_s=60)
@@ -37,7 +38,7 @@ def _nothing_is_left(tmp_path: Path, monkeypatch):
 
 
 def run(program: str, limits: Limits = ROOMY) -> str:
-    return asyncio.run(PythonRunner(limits).run(program))
+    return asyncio.run(PythonRunner(limits, "process").run(program))
 
 
 def failure(program: str, limits: Limits = ROOMY) -> str:
@@ -47,7 +48,7 @@ def failure(program: str, limits: Limits = ROOMY) -> str:
 
 
 def test_it_answers_with_what_is_printed():
-    tool = python_tool(timeout_s=60)
+    tool = python_tool(timeout_s=60, isolation="process")
     assert asyncio.run(tool.call({"code": "for i in range(3):\n    print(i, 'é')"})) == "0 é\n1 é\n2 é"
     assert run("pass") == "(the program printed nothing)"
 
@@ -206,7 +207,9 @@ import errno, os, socket, threading
 from practicum.sessions.tools import sandbox
 sandbox.limit_calls(os.getppid())
 kill, execute = lambda: os.kill(os.getppid(), 0), lambda: os.execv("/", ["/"])
-for attempt in (os.fork, socket.socket, os.setsid, kill, execute):
+fifo, priority = lambda: os.mkfifo("never"), lambda: os.setpriority(os.PRIO_PROCESS, os.getppid(), 5)
+processors = lambda: os.sched_setaffinity(os.getppid(), [0])
+for attempt in (os.fork, socket.socket, os.setsid, kill, execute, fifo, priority, processors):
     try:
         attempt()
     except OSError as error:
@@ -224,7 +227,7 @@ def test_the_kernel_refuses_what_would_get_past_the_hook():
     done = subprocess.run([sys.executable, "-c", UNHOOKED], capture_output=True, text=True, timeout=60)
     if not call_filter(os.uname().machine):
         pytest.skip("no filter for this machine")
-    assert done.stdout.splitlines() == ["EPERM"] * 5 + ["can't start new thread", "True 2"]
+    assert done.stdout.splitlines() == ["EPERM"] * 8 + ["can't start new thread", "True 2"]
 
 
 def test_the_filter_knows_its_machines():
@@ -236,9 +239,10 @@ def test_the_filter_knows_its_machines():
 
 
 @needs_proc
-def test_a_cancelled_program_is_gone():
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_a_cancelled_program_is_gone(isolation: Isolation):
     async def cancel() -> None:
-        task = asyncio.create_task(PythonRunner(ROOMY).run("import time; time.sleep(1000)"))
+        task = asyncio.create_task(PythonRunner(ROOMY, isolation).run("import time; time.sleep(1000)"))
         await asyncio.to_thread(wait_until, sandboxes)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -249,9 +253,10 @@ def test_a_cancelled_program_is_gone():
 
 
 @needs_proc
-def test_a_call_may_be_cancelled_at_any_moment():
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_a_call_may_be_cancelled_at_any_moment(isolation: Isolation):
     async def cancel() -> None:
-        runner = PythonRunner(ROOMY, at_once=2)
+        runner = PythonRunner(ROOMY, isolation, at_once=2)
         tasks = [asyncio.create_task(runner.run("import time; time.sleep(1000)")) for _ in range(4)]
         for turns, task in enumerate(tasks):
             for _ in range(turns):
@@ -266,8 +271,9 @@ def test_a_call_may_be_cancelled_at_any_moment():
 
 
 @needs_proc
-def test_closing_ends_what_runs_and_what_waits():
-    tool = python_tool(timeout_s=60)
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_closing_ends_what_runs_and_what_waits(isolation: Isolation):
+    tool = python_tool(timeout_s=60, isolation=isolation)
 
     async def close() -> list[object]:
         calls = [tool.call({"code": "import time; time.sleep(1000)"}) for _ in range(20)]
@@ -280,20 +286,23 @@ def test_closing_ends_what_runs_and_what_waits():
 
 
 TRAINER = """
-import asyncio
+import asyncio, sys
 from practicum.sessions.tools.python_tool import Limits, PythonRunner
-asyncio.run(PythonRunner(Limits(seconds=1000, cpu_s=1000)).run("import time; time.sleep(1000)"))
+runner = PythonRunner(Limits(seconds=1000, cpu_s=1000), sys.argv[1])
+asyncio.run(runner.run("import time; time.sleep(1000)"))
 """
 
 
 @needs_proc
-def test_a_program_dies_with_the_trainer(tmp_path: Path):
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_a_program_dies_with_the_trainer(isolation: Isolation, tmp_path: Path):
     with subprocess.Popen(
-        [sys.executable, "-c", TRAINER], env={**os.environ, "TMPDIR": str(tmp_path / "its")}
+        [sys.executable, "-c", TRAINER, isolation], env={**os.environ, "TMPDIR": str(tmp_path / "its")}
     ) as p:
         (tmp_path / "its").mkdir()
         try:
-            wait_until(lambda: sandboxes(p.pid))
+            # Bubblewrap is two processes besides.
+            wait_until(lambda: len(sandboxes(p.pid)) == (3 if isolation == "bubblewrap" else 1))
         finally:
             p.send_signal(signal.SIGKILL)
     wait_until(lambda: not sandboxes(p.pid))
@@ -301,7 +310,7 @@ def test_a_program_dies_with_the_trainer(tmp_path: Path):
 
 def test_fifty_programs_at_once_finish():
     async def many() -> list[str]:
-        runner = PythonRunner(Limits(seconds=60, cpu_s=60))
+        runner = PythonRunner(Limits(seconds=60, cpu_s=60), "process")
         return await asyncio.gather(*(runner.run(f"print({i} ** 2)") for i in range(50)))
 
     assert asyncio.run(many()) == [str(i**2) for i in range(50)]
@@ -310,7 +319,7 @@ def test_fifty_programs_at_once_finish():
 @needs_proc
 def test_no_more_programs_run_at_once_than_may():
     async def many() -> int:
-        runner = PythonRunner(ROOMY, at_once=3)
+        runner = PythonRunner(ROOMY, "process", at_once=3)
         tasks = [asyncio.create_task(runner.run("import time; time.sleep(0.05)")) for _ in range(9)]
         most = 0
         while not all(task.done() for task in tasks):
@@ -322,7 +331,7 @@ def test_no_more_programs_run_at_once_than_may():
 
 
 def test_it_runs_in_event_loops_of_any_thread():
-    runner = PythonRunner(ROOMY, at_once=1)
+    runner = PythonRunner(ROOMY, "process", at_once=1)
 
     async def several() -> list[str]:
         assert threading.current_thread() is not threading.main_thread()

@@ -31,7 +31,7 @@ def problem(*uses: str) -> RecipeError:
 
 
 def test_built_in_tools_answer():
-    box = toolbox_of("calculator", "python", timeout_s=60)
+    box = toolbox_of("calculator", "python", timeout_s=60, isolation="process")
     assert ran(box, "calculator", expression="12+30") == ToolOutcome("42", True)
     assert ran(box, "python", code="print(6 * 7)") == ToolOutcome("42", True)
     assert ran(box, "calculator", expression="1/0") == ToolOutcome("division by zero.", False)
@@ -41,11 +41,11 @@ def test_built_in_tools_answer():
 
 
 def test_limits_come_from_the_recipe():
-    box = toolbox_of("python", timeout_s=0.5, output_chars=16)
+    box = toolbox_of("python", timeout_s=0.5, output_chars=16, isolation="process")
     assert ran(box, "python", code="while True: pass") == ToolOutcome(
         "the program took longer than 0.5 s and was stopped.", False
     )
-    box = toolbox_of("python", timeout_s=60, memory_mb=64, output_chars=16)
+    box = toolbox_of("python", timeout_s=60, memory_mb=64, output_chars=16, isolation="process")
     assert ran(box, "python", code="print('x' * 17)").text == "x" * 16 + "… (cut after 16 characters)"
     assert "64 MB" in ran(box, "python", code="bytearray(10 ** 9)").text
 

@@ -68,6 +68,9 @@ _LIMITED = read_if(
 )
 
 
+Isolation = Literal["bubblewrap", "process"]
+
+
 class ToolSection(Section):
     """A tool that the model may call; `calculator` is short for {use: calculator}."""
 
@@ -76,6 +79,12 @@ class ToolSection(Section):
     memory_mb: int = key(256, "Memory of the program in MiB (python).", read_with(".use", "python"), ge=32)
     output_chars: int = key(
         2000, "Characters of its result that are kept (not for calculator).", _LIMITED, ge=16
+    )
+    isolation: Isolation = key(
+        "bubblewrap",
+        "How a program is kept from the rest of the machine (python). process: by limits and a guard that it "
+        "may get round.",
+        read_with(".use", "python"),
     )
 
 

@@ -26,7 +26,7 @@ from practicum.runtime.ray.worker import Worker
 from practicum.sessions.attempts import Attempt
 from practicum.sessions.chat import make_encoder
 from practicum.sessions.session import SessionStart
-from practicum.sessions.tools.toolbox import Toolbox
+from practicum.sessions.tools.toolbox import Toolbox, require_isolation
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.rewards import RewardFunctions
 from practicum.teachers.route import teacher_of
@@ -50,6 +50,7 @@ class RolloutWorker(Worker):
     async def begin(self, plan: Plan, manifest: Manifest | None) -> None:
         """Load the model and, if there are newer weights, these."""
         recipe = self.recipe
+        require_isolation(recipe.agent.tools)
         model = load_model(recipe.model, recipe.seed).requires_grad_(False)
         self._manifest: Manifest | None = None
         self.engine, self.toolbox = make_engine(recipe, model, self._weights), Toolbox(recipe.agent.tools)

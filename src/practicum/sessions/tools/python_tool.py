@@ -1,8 +1,8 @@
 """The Python tool: runs a program in a process of its own and answers with what it printed.
 
-This bounds accidents and a model's pranks: time, memory, output, files, processes, network. It is no security
-boundary against a determined attacker; train models that you don't trust in a container or a virtual machine.
-What holds the program is told in `sandbox`, which runs in its process.
+By default the process is in bubblewrap: `bubblewrap` tells what the program can reach. With isolation
+`process` it is a child like any other. `sandbox` runs in both, with limits on time, memory, output and files,
+and a guard against accidents and a model's pranks, which a determined program gets round.
 """
 
 from __future__ import annotations
@@ -12,19 +12,27 @@ import math
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from practicum.errors import EngineError
 from practicum.processes.bounded_command import FinishedProcess, RunningProcess, run_process
+from practicum.recipe.schema.rollout_sections import Isolation
+from practicum.sessions.tools import bubblewrap
 from practicum.sessions.tools.tool import Parameter, Tool, ToolError, cut
 
 _SANDBOX = Path(__file__).with_name("sandbox.py")
-_PROGRAM = "program.py"
+_TRIAL_S = 60.0
+_UNREAD = b"\n"
+"""Stands before the program, so that the file's offset tells whether the sandbox has read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +46,19 @@ class Limits:
     file_mb: int = 4
     changes: int = 64
     """Times that it may open a file for writing, or make, rename or remove one."""
+    space_mb: int = 64
+    """All its files together, in bubblewrap."""
 
 
-def python_tool(timeout_s: float = 5.0, memory_mb: int = 256, output_chars: int = 2000) -> Tool:
-    """The tool that runs programs, as many at once as there are cores."""
+def python_tool(
+    timeout_s: float = 5.0,
+    memory_mb: int = 256,
+    output_chars: int = 2000,
+    isolation: Isolation = "bubblewrap",
+) -> Tool:
+    """The tool that runs programs, as many at once as there are cores; see `isolation_problem`."""
     limits = Limits(timeout_s, math.ceil(timeout_s) + 1, memory_mb, output_chars)
-    runner = PythonRunner(limits)
+    runner = PythonRunner(limits, isolation)
 
     async def run(arguments: dict[str, Any]) -> str:
         return await runner.run(arguments["code"])
@@ -60,8 +75,11 @@ def python_tool(timeout_s: float = 5.0, memory_mb: int = 256, output_chars: int 
 class PythonRunner:
     """Runs programs within limits, `at_once` of them at a time (default: the cores, at least 2)."""
 
-    def __init__(self, limits: Limits, at_once: int | None = None) -> None:
+    def __init__(
+        self, limits: Limits, isolation: Isolation = "bubblewrap", at_once: int | None = None
+    ) -> None:
         self.limits = limits
+        self.isolation: Isolation = isolation
         self._at_once = at_once or max(2, _cores())
         # A semaphore belongs to one event loop; a runner may serve several.
         self._gates: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
@@ -81,25 +99,57 @@ class PythonRunner:
         self._running.close()
 
     async def _run(self, program: str) -> FinishedProcess:
-        """Run in a fresh folder that is removed afterwards."""
-        folder = Path(tempfile.mkdtemp(prefix="practicum-python-"))
-        try:
-            source = folder / _PROGRAM
-            source.write_text(program, encoding="utf-8", errors="replace", newline="")
+        with tempfile.TemporaryFile() as source, _folder(self.isolation) as folder:
+            source.write(_UNREAD + program.encode("utf-8", "replace"))
+            source.seek(0)
             finished = await run_process(
-                _command(self.limits),
+                _command(self.limits, self.isolation),
                 folder=folder,
-                environment=_environment(folder),
+                environment=_environment(bubblewrap.FOLDER if self.isolation == "bubblewrap" else folder),
                 seconds=self.limits.seconds,
                 stdout_bytes=4 * (self.limits.output_chars + 1),
                 running=self._running,
+                stdin=source.fileno(),
             )
-            # The sandbox removes the program's file when it takes over.
-            if source.exists() and finished.code != -signal.SIGKILL:
-                raise EngineError(f"the Python tool did not start: {_last_line(finished)}")
+            # The two processes share the offset.
+            if os.lseek(source.fileno(), 0, os.SEEK_CUR) == 0 and finished.code != -signal.SIGKILL:
+                raise EngineError(f"the Python tool did not start: {_last_line(finished.stderr)}")
             return finished
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+
+
+@cache
+def isolation_problem(isolation: Isolation) -> str | None:
+    """Why programs can't be isolated so on this machine; None if they can. Runs a program, once."""
+    if isolation == "process":
+        return None
+    if bubblewrap.find_bubblewrap() is None:
+        return "it is not installed (there is no command bwrap)"
+    command = _command(Limits(), isolation)
+    try:
+        done = subprocess.run(
+            command,
+            input=_UNREAD + b"print(6 * 7)",
+            capture_output=True,
+            env=_environment(bubblewrap.FOLDER),
+            timeout=_TRIAL_S,
+            start_new_session=True,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return None if done.stdout == b"42\n" else _last_line(done.stderr) or f"exit code {done.returncode}"
+
+
+@contextmanager
+def _folder(isolation: Isolation) -> Iterator[Path]:
+    """Where a program starts: in a fresh folder that is removed afterwards, if bubblewrap makes none."""
+    if isolation == "bubblewrap":
+        yield Path("/")
+        return
+    folder = Path(tempfile.mkdtemp(prefix="practicum-python-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _cores() -> int:
@@ -107,14 +157,19 @@ def _cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def _command(limits: Limits) -> list[str]:
+def _command(limits: Limits, isolation: Isolation) -> list[str]:
     """An interpreter without site-packages, user folder or script folder on its path."""
+    inside = isolation == "bubblewrap"
     options = ["-S", "-s", "-P", "-B", "-X", "utf8"]
     held = [f"{name}={getattr(limits, name)}" for name in ("cpu_s", "memory_mb", "file_mb", "changes")]
-    return [sys.executable, *options, str(_SANDBOX), _PROGRAM, *held, str(os.getpid())]
+    interpreter = bubblewrap.python() if inside else sys.executable
+    command = [interpreter, *options, str(_SANDBOX), *held, f"isolated={inside:d}", str(os.getpid())]
+    if not inside:
+        return command
+    return bubblewrap.isolated(command, files=[str(_SANDBOX)], space_mb=limits.space_mb)
 
 
-def _environment(folder: Path) -> dict[str, str]:
+def _environment(folder: str | Path) -> dict[str, str]:
     """Nothing of this process's but what an interpreter may need to find its libraries."""
     kept = {k: os.environ[k] for k in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH") if k in os.environ}
     # A fixed hash seed: the order of a printed set is the same in each run.
@@ -134,22 +189,24 @@ def _reason(finished: FinishedProcess, limits: Limits) -> str | None:
     late = f"the program took longer than {limits.seconds:g} s and was stopped."
     if finished.late:
         return late
-    line = _last_line(finished)
-    match finished.code:
+    line, code = _last_line(finished.stderr), finished.code
+    if 128 < code < 128 + signal.NSIG:  # how bubblewrap tells a signal
+        code = 128 - code
+    match code:
         case 0:
             return None
         case 1 if line == "MemoryError":
             return f"the program needed more than {limits.memory_mb} MB of memory."
         case 1 if line:
             return line
-        case code if code == -signal.SIGXCPU:
+        case _ if code == -signal.SIGXCPU:
             return late
-        case code if code < 0:
+        case _ if code < 0:
             return f"the program crashed ({signal.strsignal(-code)})."
-        case code:
+        case _:
             return f"the program ended with exit code {code}."
 
 
-def _last_line(finished: FinishedProcess) -> str:
-    lines = finished.stderr.decode("utf-8", "replace").strip().splitlines()
+def _last_line(stderr: bytes) -> str:
+    lines = stderr.decode("utf-8", "replace").strip().splitlines()
     return lines[-1].strip() if lines else ""

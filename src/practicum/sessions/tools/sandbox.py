@@ -1,10 +1,10 @@
-"""Runs one program within limits: python sandbox.py PROGRAM NAME=LIMIT… PARENT, in a fresh folder.
+"""Runs the program on its standard input within limits: python sandbox.py NAME=LIMIT… OWNER.
 
 A script of the child process. It imports nothing of practicum, and little else: each call starts it anew.
-What holds the program, from the outside in:
+What holds the program here, inside of bubblewrap or without it:
 - the kernel's resource limits: CPU time, memory, file size, open files, processes, no core dump;
-- on Linux it dies with its parent, and (x86-64, arm64) a system call filter, where the kernel takes one,
-  refuses new processes, threads and sockets, and signals to others;
+- on Linux it dies with its parent, and (x86-64, arm64) a system call filter refuses new processes, threads
+  and sockets, signals to others, their priorities and processors, named pipes, devices and shared memory;
 - an audit hook: no reads outside of the folder and Python's library, no writes outside of the folder, and in
   Python's words what the filter refuses. A program that knows the interpreter's inside can get round it.
 Exit code 1 means that the program failed; the last line of stderr says how.
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+NO_FILTER = "the kernel takes no system call filter (x86-64 and arm64 have one)"
 _NAME = "<program>"
 _LINE = 400
 _OPEN_FILES = 64
@@ -64,6 +65,27 @@ _REFUSED_CALLS: dict[str, tuple[int, int | None]] = {
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    "process_madvise": (440, 440),
+    "process_mrelease": (448, 448),
+    "kcmp": (312, 272),
+    "mknod": (133, None),
+    "mknodat": (259, 33),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "mq_open": (240, 180),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "shmget": (29, 194),
 }
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
@@ -87,15 +109,24 @@ _WRITE_EVENTS = {
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
-def main(program: str, limits: dict[str, int], parent: int) -> None:
-    """Take the program's source, close the doors, run it, and leave."""
-    with open(program, encoding="utf-8", newline="") as file:
-        source = file.read()
-    os.remove(program)
+def main(limits: dict[str, int], owner: int) -> None:
+    """Close the doors, take the program's source, run it, and leave."""
     limit_resources(limits)
-    limit_calls(parent)
+    limit_calls(owner, isolated=bool(limits["isolated"]))
+    source = read_source()
     sys.addaudithook(audit_hook(os.path.realpath("."), limits["changes"]))
     os._exit(run(source))
+
+
+def read_source() -> str:
+    """The program from standard input, which is empty from then on. The first byte is not the program's."""
+    pieces = []
+    while piece := os.read(0, 1 << 16):
+        pieces.append(piece)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return b"".join(pieces)[1:].decode("utf-8")
 
 
 def limit_resources(limits: dict[str, int]) -> None:
@@ -117,8 +148,11 @@ def limit_resources(limits: dict[str, int]) -> None:
         resource.setrlimit(kind, (min(soft, value), value))
 
 
-def limit_calls(parent: int) -> None:
-    """On Linux: die with the parent, and have the kernel refuse what a program has no need of."""
+def limit_calls(owner: int, *, isolated: bool = False) -> None:
+    """On Linux: die with the parent, and have the kernel refuse what a program has no need of.
+
+    Isolated, the parent is bubblewrap, and a kernel that takes no filter is the end.
+    """
     if sys.platform != "linux":
         return
     import ctypes
@@ -127,18 +161,32 @@ def limit_calls(parent: int) -> None:
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
     prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before it could be tied
+    if is_orphan(owner, isolated=isolated):
         os._exit(1)
-    program = call_filter(os.uname().machine)
+    program, filtered = call_filter(os.uname().machine), False
     if program:
         held = ctypes.create_string_buffer(program, len(program))
         header = ctypes.create_string_buffer(
             struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(held))
         )
         prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        prctl(_PR_SET_SECCOMP, 2, ctypes.addressof(header), 0, 0)
+        filtered = prctl(_PR_SET_SECCOMP, 2, ctypes.addressof(header), 0, 0) == 0
+    if isolated and not filtered:
+        os.write(2, f"{NO_FILTER}\n".encode())
+        os._exit(1)
     for module in [name for name in sys.modules if name.partition(".")[0] in ("ctypes", "_ctypes")]:
         del sys.modules[module]
+
+
+def is_orphan(owner: int, *, isolated: bool) -> bool:
+    """Whether the owner died before this process was tied to it; its process is out of sight if isolated."""
+    if not isolated:
+        return os.getppid() != owner
+    import select
+
+    output = select.poll()
+    output.register(1, 0)  # tells no event but that nobody reads
+    return bool(output.poll(0))
 
 
 def call_filter(machine: str) -> bytes:
@@ -231,9 +279,13 @@ def run(source: str) -> int:
 
 
 def exit_code(error: SystemExit) -> tuple[int, str]:
-    """The code that the program asked for; text counts as 1, as in Python."""
+    """The code that the program asked for; text counts as 1, as in Python.
+
+    Codes above 128 are told in words: from bubblewrap they mean a signal.
+    """
     if error.code is None or isinstance(error.code, int):
-        return (error.code or 0) & 255, ""
+        code = (error.code or 0) & 255
+        return (code, "") if code <= 128 else (1, f"the program ended with exit code {code}.")
     return 1, f"SystemExit: {error.code}"[:_LINE]
 
 
@@ -259,9 +311,5 @@ def error_line(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    _, program, *limits, parent = sys.argv
-    main(
-        program,
-        {name: int(value) for name, _, value in (each.partition("=") for each in limits)},
-        int(parent),
-    )
+    _, *limits, owner = sys.argv
+    main({name: int(value) for name, _, value in (each.partition("=") for each in limits)}, int(owner))

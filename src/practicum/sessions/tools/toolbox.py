@@ -10,15 +10,16 @@ from typing import Any
 from practicum.errors import RecipeError
 from practicum.recipe.own_parts import find_function
 from practicum.recipe.schema.rollout_sections import ToolSection as ToolSpec
+from practicum.sessions.tools.bubblewrap import INSTALL
 from practicum.sessions.tools.calculator import CALCULATOR
-from practicum.sessions.tools.python_tool import python_tool
+from practicum.sessions.tools.python_tool import isolation_problem, python_tool
 from practicum.sessions.tools.tool import Tool, ToolError
 from practicum.sessions.tools.tool_functions import function_tool
 from practicum.user_code import shorten, text_of, trace
 
 TOOLS: dict[str, Callable[[ToolSpec], Tool]] = {
     "calculator": lambda spec: CALCULATOR,
-    "python": lambda spec: python_tool(spec.timeout_s, spec.memory_mb, spec.output_chars),
+    "python": lambda spec: python_tool(spec.timeout_s, spec.memory_mb, spec.output_chars, spec.isolation),
 }
 
 
@@ -77,6 +78,31 @@ class Toolbox:
             return self._by_name[name]
         names = ", ".join(self._by_name) or "none"
         raise ToolError(f"no tool is named {shorten(repr(name), 60)}: the tools are {names}.")
+
+
+def require_isolation(specs: Sequence[ToolSpec]) -> None:
+    """Programs of the Python tool can be isolated on this machine as they are to be, or a RecipeError."""
+    for n, spec in enumerate(specs):
+        if spec.use == "python" and (problem := isolation_problem(spec.isolation)):
+            raise RecipeError(
+                f"agent.tools[{n}].isolation",
+                f"{spec.isolation}, which does not run here: {problem}",
+                "bubblewrap that runs programs of the tool python",
+                f"install it: {INSTALL}; in a container that forbids it, allow user namespaces. Without it, "
+                "set {use: python, isolation: process}: the program then runs with your rights, behind a "
+                "guard that it may get round",
+            )
+
+
+def isolation_warnings(specs: Sequence[ToolSpec]) -> list[str]:
+    """What a user accepts with isolation `process`."""
+    if not any(spec.use == "python" and spec.isolation == "process" for spec in specs):
+        return []
+    return [
+        "the tool python has isolation: process. Its programs run with your rights: time, memory, output and "
+        "processes are limited, but a program that gets round the guard can read and write your files, the "
+        "run folder too. For a model that you do not trust, use bubblewrap or a container"
+    ]
 
 
 def _make(spec: ToolSpec, path: str) -> Tool:
