@@ -22,8 +22,8 @@ from practicum.view.run_view import RunView
 from practicum.view.web_app import make_app
 
 HOST, PORT = "127.0.0.1", 8765
-_GRACE_S = 1
-_END_S = 3.0
+_GRACE_S, _END_S = 2, 5.0
+"""Seconds for open pages to let the server go, and for its process to end."""
 _DEPTH = 3
 """Folders below ./runs in which runs are looked for."""
 
@@ -130,7 +130,7 @@ def serve_runs(
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends it as Ctrl-C does
     try:
         with suppress(KeyboardInterrupt):
-            _server(runs, token).run(sockets=[bound])
+            make_server(runs, token).run(sockets=[bound])
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -140,11 +140,12 @@ def _open(url: str) -> None:
         webbrowser.open(url)
 
 
-def _server(runs: Sequence[RunView], token: str) -> uvicorn.Server:
-    config = uvicorn.Config(
-        make_app(runs, token), log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S
-    )
-    return uvicorn.Server(config)
+def make_server(runs: Sequence[RunView], token: str) -> uvicorn.Server:
+    """A server over these runs; it ends when its `should_exit` is set."""
+    app = make_app(runs, token, lambda: server.should_exit)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S)
+    server = uvicorn.Server(config)
+    return server
 
 
 @contextmanager
@@ -187,7 +188,7 @@ def _serve_beside(number: int, folders: Sequence[Path]) -> None:
     with suppress(OSError):
         os.nice(10)  # training comes first
     token = sys.stdin.readline().strip()
-    server = _server(name_runs(folders), token)
+    server = make_server(name_runs(folders), token)
 
     def end_with_parent() -> None:
         sys.stdin.read()

@@ -89,8 +89,11 @@ def cookie_name(request: Request) -> str:
     return f"practicum_view_{request.url.port or 80}"
 
 
-def make_app(runs: Sequence[RunView], token: str) -> Starlette:
-    """The application over these runs; nothing else of the file system can be asked for."""
+def make_app(runs: Sequence[RunView], token: str, is_ending: Callable[[], bool]) -> Starlette:
+    """The application over these runs; nothing else of the file system can be asked for.
+
+    `is_ending` says whether the server waits for open pages to let it go.
+    """
     by_id = {run.id: run for run in runs}
 
     async def page(request: Request) -> Response:
@@ -103,7 +106,7 @@ def make_app(runs: Sequence[RunView], token: str) -> Starlette:
         return static(request.path_params["name"])
 
     async def events(request: Request) -> Response:
-        return StreamingResponse(news(runs), media_type="text/event-stream", headers=HEADERS)
+        return StreamingResponse(news(runs, is_ending), media_type="text/event-stream", headers=HEADERS)
 
     def answer(ask: Callable[[RunView, Request], Any]) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
@@ -176,12 +179,12 @@ ASKED: Mapping[str, Callable[[RunView, Request], Any]] = {
 """What can be asked of a run: path below it, and the answer."""
 
 
-async def news(runs: Sequence[RunView]) -> AsyncIterator[str]:
+async def news(runs: Sequence[RunView], is_ending: Callable[[], bool]) -> AsyncIterator[str]:
     """Server-sent events: the ids of runs whose files have changed; else a comment now and then."""
     stamps = {run.id: await run_in_threadpool(run.stamp) for run in runs}
     yield "retry: 1000\n\n"
     quiet = 0.0
-    while True:
+    while not is_ending():
         await asyncio.sleep(LOOK_EVERY_S)
         quiet += LOOK_EVERY_S
         for run in runs:
@@ -192,6 +195,7 @@ async def news(runs: Sequence[RunView]) -> AsyncIterator[str]:
         if quiet >= BEAT_EVERY_S:
             quiet = 0.0
             yield ": still here\n\n"
+    yield "event: end\ndata: {}\n\n"
 
 
 def static(name: str) -> Response:

@@ -60,4 +60,8 @@ export function listen(heard, online) {
   source.onmessage = (event) => heard(JSON.parse(event.data).run);
   source.onopen = () => online(true);
   source.onerror = () => online(false);
+  source.addEventListener("end", () => {
+    source.close();
+    online(false);
+  });
 }
