@@ -32,9 +32,9 @@ def table_of(**columns: list[float]) -> MetricTable:
     return table
 
 
-def fired(recipe: dict[str, Any] | None = None, **columns: list[float]) -> dict[str, str]:
+def fired(teachers: bool = False, /, **columns: list[float]) -> dict[str, str]:
     """Names and levels of what fires on these metrics."""
-    found = advisories(Evidence(table_of(**columns), recipe or {}))
+    found = advisories(Evidence(table_of(**columns), {"teachers": {"t": {}}} if teachers else {}))
     return {one.name: one.level for one in found}
 
 
@@ -142,7 +142,7 @@ def test_rules_fire_on_what_they_are_about_and_on_nothing_else():
     falling = [1.0] * 5 + [0.1] * 5
     assert fired(train__entropy=falling) == {"entropy collapse": "warning"}
     assert fired(train__entropy=steady) == {}
-    assert fired({"teachers": {"t": {}}}, train__entropy=falling) == {}
+    assert fired(True, train__entropy=falling) == {}
     growing = [10.0] * 5 + [20.0] * 5
     assert fired(rollout__response_tokens=growing, rollout__truncated=steady) == {
         "length inflation": "warning"
@@ -171,7 +171,7 @@ def test_a_teacher_far_from_its_target_is_named_with_its_numbers():
 
 
 def test_alarms_come_first_and_hints_only_alone():
-    slow = {"time__step": [1.0] * 10, "time__rollout": [0.9] * 10}
+    slow: dict[str, list[float]] = {"time__step": [1.0] * 10, "time__rollout": [0.9] * 10}
     assert fired(**slow) == {"slow stage": "hint"}
     both = fired(**slow, groups__flat=[1.0] * 10, checks__finite=[0.0] * 9 + [1.0])
     assert list(both.values()) == ["alarm", "warning"]

@@ -1,33 +1,36 @@
-"""Two runs side by side: recipe keys that differ, and the first numbers that do."""
+"""Two runs side by side, as `practicum diff` compares them."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
-from practicum.trainer.recipe_changes import changes_of
+from practicum.records.compare_runs import Comparison, Difference, compare_runs
 from practicum.view.run_view import RunView
 
 
 def compare(first: RunView, second: RunView) -> dict[str, Any]:
-    """What the Diff pane shows."""
-    keys = [
-        {"key": change.key, "a": change.old, "b": change.new}
-        for change in changes_of(first.recipe(), second.recipe())
-        if change.key not in ("name", "out")
-    ]
-    difference = _first_metric(first, second)
-    numbers = "All metrics are equal." if difference is None else difference["sentence"]
-    return {"equal": not keys and difference is None, "sentence": numbers, "keys": keys, "first": difference}
+    """What the Diff pane shows: recipe keys that differ, and the first number that does."""
+    found = compare_runs(first.path, second.path)
+    return {
+        "equal": found.first is None,
+        "sentence": _verdict(found),
+        "keys": [{"key": key, "a": a, "b": b} for key, (a, b) in found.recipe.items()],
+        "first": None if found.first is None else asdict(found.first) | {"sentence": _place(found.first)},
+        "also": found.also,
+        "notes": found.notes,
+    }
 
 
-def _first_metric(first: RunView, second: RunView) -> dict[str, Any] | None:
-    """The first step with a metric that differs; times are left out."""
-    for run in (first, second):
-        run.refresh()
-    for step in sorted({*first.metrics.steps, *second.metrics.steps}):
-        a, b = first.metrics.at(step), second.metrics.at(step)
-        for name in sorted(a.keys() | b.keys()):
-            if not name.startswith("time/") and "second" not in name and a.get(name) != b.get(name):
-                said = f"The metrics differ first in step {step}: {name}"
-                return {"step": step, "row": None, "sentence": said, "values": [a.get(name), b.get(name)]}
-    return None
+def _verdict(found: Comparison) -> str:
+    compared = f"{found.steps} steps ({found.rows} recorded rows and all metrics)"
+    if found.first is None:
+        return f"The numbers of all {compared} are equal."
+    before = f"; {compared} before it are equal" if found.steps else ""
+    return f"The numbers differ first in step {found.first.step}{before}."
+
+
+def _place(first: Difference) -> str:
+    row = "" if first.key is None else f" of {first.key}"
+    token = "" if first.token is None else f", token {first.token + 1} of the answer"
+    return f"{first.field}{row}{token}"

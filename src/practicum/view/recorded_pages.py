@@ -11,6 +11,7 @@ from typing import Any
 
 from practicum.dataplane.fields import FIELDS
 from practicum.records.read_record import Record, RecordedRow, RowSummary
+from practicum.records.record_files import TRACED
 from practicum.view.token_texts import TokenTexts
 
 TOP_K = 8
@@ -41,8 +42,7 @@ def trajectory_tree(record: Record, rows: Sequence[RowSummary]) -> list[dict[str
                 **_summary(summary),
                 "parent": None if best is None or not shared[best] else rows[best].key.trajectory,
                 "shared": 0 if best is None else shared[best],
-                "loss_share": _sum(row.columns.get("loss_share")),
-                "weight": _sum(row.columns.get("weight")),
+                "share": _sum(row.columns.get("share")),
                 "advantage": _mean(row.columns.get("advantages"), row.columns.get("response_mask")),
             }
         )
@@ -110,13 +110,8 @@ def _token_columns(row: RecordedRow, length: int) -> dict[str, list[Any]]:
     return found
 
 
-_DERIVED = {"teacher_kl": "k1 estimate of KL(student || teacher): logprob of the student minus the teacher's"}
-
-
 def _about(name: str) -> str:
-    if name in _DERIVED:
-        return _DERIVED[name]
-    return FIELDS[name].about if name in FIELDS else ""
+    return FIELDS[name].about if name in FIELDS else TRACED.get(name, "")
 
 
 def _top_k(row: RecordedRow, who: str, texts: TokenTexts | None) -> list[list[Any]] | None:
@@ -152,8 +147,6 @@ def _common(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def _sum(values: Any) -> float | None:
-    if isinstance(values, int | float):
-        return float(values)
     known = [value for value in values or () if value is not None]
     return math.fsum(known) if known else None
 

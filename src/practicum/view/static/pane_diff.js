@@ -14,7 +14,7 @@ export async function show(place, node, context) {
   const choice = h("select", { "aria-label": "Compare with", onchange: () => context.change({ with: choice.value }) }, others.map((info) => h("option", { value: info.id, selected: info.id === chosen }, `${info.name} · ${info.id}`)));
   node.append(h("div", { class: "tools" }, h("b", {}, place.run), " against ", choice, h("button", { onclick: () => go({ ...place, run: chosen, query: { with: place.run } }) }, "⇄")));
   const found = await ask(`api/diff?${new URLSearchParams({ a: place.run, b: chosen })}`);
-  node.append(h("p", { class: `verdict ${found.equal ? "good" : "bad"}` }, found.sentence), first(found, place, chosen), keys(found, place.run, chosen));
+  node.append(h("p", { class: `verdict ${found.equal ? "good" : "bad"}` }, found.sentence), first(found, place, chosen), ...found.notes.map((note) => h("p", { class: "muted" }, note)), keys(found, place.run, chosen));
   return {};
 }
 
@@ -22,12 +22,13 @@ function first(found, place, chosen) {
   const { first: one } = found;
   if (!one) return null;
   const to = (run) => {
-    if (!one.row) return address({ run, pane: "step", step: one.step, query: { with: run === place.run ? chosen : place.run } });
-    const [prompt, session, trajectory] = one.row;
+    if (!one.key) return address({ run, pane: "step", step: one.step, query: { with: run === place.run ? chosen : place.run } });
+    const [prompt, session, trajectory] = one.key;
     return address({ run, pane: "tokens", step: one.step, prompt, session, query: { ...(trajectory ? { trajectory } : {}) } });
   };
   const side = (run, value) => h("tr", {}, h("td", {}, h("a", { href: to(run) }, run)), h("td", { class: "n", title: exact(value) }, h("code", {}, typeof value === "number" ? exact(value) : JSON.stringify(value))));
-  return section("First difference", h("p", {}, one.sentence), one.values && h("table", { class: "plain" }, h("tbody", {}, side(place.run, one.values[0]), side(chosen, one.values[1]))));
+  return section("First difference", h("p", {}, one.sentence), h("table", { class: "plain" }, h("tbody", {}, side(place.run, one.one), side(chosen, one.two))),
+    found.also.length > 0 && h("p", { class: "muted" }, `Metrics of this step that differ: ${found.also.slice(0, 12).join(", ")}${found.also.length > 12 ? ` and ${found.also.length - 12} more` : ""}`));
 }
 
 function keys(found, a, b) {

@@ -71,6 +71,6 @@ function tree(rows, tokens) {
       h("td", {}, row.parent === null ? "–" : `${num(row.shared)} tokens with ${row.parent}`),
       h("td", { class: "n" }, num(row.prompt_tokens + row.response_tokens)), h("td", { class: "n" }, num(row.sampled_tokens)),
       h("td", { class: "n", title: exact(row.advantage) }, row.advantage === null ? "–" : signed(row.advantage)),
-      h("td", { class: "n", title: exact(row.loss_share) }, row.loss_share === null ? "–" : percent(row.loss_share, 2)),
+      h("td", { class: "n", title: exact(row.share) }, row.share === null ? "–" : percent(row.share, 2)),
       h("td", {}, row.failure ?? row.finish))))));
 }
