@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from practicum import __version__
-from practicum.errors import ClusterError, PracticumError
+from practicum.errors import ClusterError, PracticumError, machine_trouble
 
 
 class _Commands(TyperGroup):
@@ -30,6 +30,11 @@ class _Commands(TyperGroup):
             raise typer.Exit(2) from None
         except (PermissionError, NotADirectoryError) as error:
             typer.echo(f"{error.filename}: {error.strerror}", err=True)
+            raise typer.Exit(2) from None
+        except Exception as error:
+            if (trouble := machine_trouble(error)) is None:
+                raise
+            typer.echo("\n".join([trouble, *getattr(error, "__notes__", [])]), err=True)
             raise typer.Exit(2) from None
         except KeyboardInterrupt as stop:
             typer.echo("stopped", err=True)

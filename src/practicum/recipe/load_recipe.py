@@ -97,7 +97,7 @@ def _chain(source: Path, data: Mapping[str, Any] | None = None) -> list[tuple[Pa
         if base is None:
             return chain[::-1]
         place = _extends(file, document)
-        if not isinstance(base, str):
+        if not isinstance(base, str) or "\0" in base:
             raise RecipeError(place, shorten(base), "the path of one recipe file")
         file = file.parent / base
         if file.resolve() in seen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count as count_from
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from practicum.engines.torch.engine_thread import EngineThread, Job, Outcome
 from practicum.errors import EngineError
+from practicum.models.batch_invariance import mlp_width, padded_keys, padded_tokens
 from practicum.models.load_model import context_length
 from practicum.models.offloaded_weights import OffloadedWeights, OffloadTarget, return_memory
 from practicum.recipe.schema.teacher_sections import RewardModel
@@ -41,12 +43,13 @@ def encode_case(case: JudgeInput, tokenizer: PreTrainedTokenizerBase) -> list[in
 class Classifier:
     """A classifier in this process. Rows that arrive together go in batches of up to `batch_tokens` tokens.
 
-    A row's score does not depend on its batch beyond rounding. It is awake at first.
+    A row's score is the same, bit for bit, in any batch (`models/batch_invariance.py`): which rows arrive
+    together is a matter of timing. It is awake at first.
     """
 
     def __init__(self, spec: RewardModel, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.spec, self.model, self._tokenizer = spec, model, tokenizer
-        self._context = context_length(model)
+        self._context, self._mlp = context_length(model), mlp_width(model)
         text_config: Any = model.config.get_text_config()
         if text_config.pad_token_id is None:
             text_config.pad_token_id = tokenizer.pad_token_id
@@ -74,25 +77,44 @@ class Classifier:
         if not self._awake:
             raise EngineError("the classifier sleeps: call wake() first")
         self._waiting += [job for job in arrived if isinstance(job, _Job)]
-        # Rows of similar lengths go together, so that there is little padding.
         self._waiting[:] = sorted((j for j in self._waiting if not j.abandoned), key=lambda j: len(j.ids))
-        count = fitting([len(job.ids) for job in self._waiting], self.spec.batch_tokens)
-        # Without a padding token the model can't tell where a row of a batch ends.
-        count = min(count, 1) if self._pad is None else count
-        jobs, self._waiting[:] = self._waiting[:count], self._waiting[count:]
+        jobs = self._next_batch()
+        self._waiting[:] = self._waiting[len(jobs) :]
         if not jobs:
             return [], False
         scores_B = self._scores([job.ids for job in jobs])
         return list(zip(jobs, map(_finite_score, scores_B.tolist()), strict=True)), bool(self._waiting)
 
+    def _next_batch(self) -> list[_Job]:
+        """The shortest rows that wait: those that are padded to the same width, as far as they fit."""
+        if self._pad is None:  # then the model can't tell where a row of a batch ends
+            return self._waiting[:1]
+        alike = [j for j in self._waiting if self._shape(j.ids) == self._shape(self._waiting[0].ids)]
+        return alike[: max(1, self.spec.batch_tokens // self._width(alike[0].ids))] if alike else []
+
+    def _width(self, ids: Sequence[int]) -> int:
+        """The width that a row is padded to, by its own length alone."""
+        width = padded_keys(len(ids) + 1)
+        return width if self._context is None else min(width, self._context)
+
+    def _shape(self, ids: Sequence[int]) -> tuple[int, bool]:
+        """What rows of a batch have in common; one without padding takes another way through attention."""
+        width = self._width(ids)
+        return width, len(ids) == width
+
     def _scores(self, rows: Sequence[list[int]]) -> Tensor:
-        width = max(map(len, rows))
+        if self._pad is None:
+            padded, width = [*rows], len(rows[0])
+        else:
+            width = self._width(rows[0])
+            count = next(n for n in count_from(len(rows)) if padded_tokens(n * width, self._mlp) == n * width)
+            padded = [*rows, *[rows[0]] * (count - len(rows))]
         fill = 0 if self._pad is None else self._pad
-        ids_BT = torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows])
-        mask_BT = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+        ids_BT = torch.tensor([[*row, *[fill] * (width - len(row))] for row in padded])
+        mask_BT = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in padded])
         device = self.model.device
         output = self.model(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device))
-        return output.logits[:, self.spec.label].float().cpu()
+        return output.logits[: len(rows), self.spec.label].float().cpu()
 
     def wake(self) -> None:
         """Be ready, with the weights on the device."""
@@ -122,16 +144,6 @@ class Classifier:
         self._thread.close()
         if self._offloaded is not None:
             self._offloaded.drop()
-
-
-def fitting(lengths: Sequence[int], budget: int) -> int:
-    """How many rows, shortest first, fit into a padded batch of `budget` tokens; one in any case."""
-    count = 0
-    for number, length in enumerate(lengths, start=1):
-        if number > 1 and number * length > budget:
-            break
-        count = number
-    return count
 
 
 def _finite_score(score: float) -> float | CannotScore:

@@ -33,10 +33,11 @@ from practicum.runtime.start_roles import Roles, loading, start_roles
 from practicum.tasks.check_tasks import tasks_needing_answer
 from practicum.tasks.stream import eval_prompts, make_stream
 from practicum.teachers.ledger import totals
-from practicum.trainer.checkpoints import Checkpoints, Progress
+from practicum.trainer.checkpoints import Checkpoints, Progress, step_name
 from practicum.trainer.evaluate import Evaluation, evaluate
 from practicum.trainer.failures import Failures
 from practicum.trainer.finished_run import Run
+from practicum.trainer.folder_lock import hold_folder
 from practicum.trainer.interrupt import Interrupt, Stopped
 from practicum.trainer.preflight import check_without_models, known_traits
 from practicum.trainer.recipe_changes import Change, allowed_changes
@@ -79,8 +80,12 @@ class Trainer:
         self.eval_prompts = eval_prompts(recipe.tasks, recipe.eval.rows, recipe.seed, left_out)
         self.checkpoint: Path | None = None
         self.progress = Progress()
+        self._passed_over: dict[int, str] = {}
         if resume:
-            self.checkpoint, self.progress = Checkpoints(folder.checkpoints, 1).latest()
+            found = Checkpoints(folder.checkpoints, 1).latest(
+                lambda p: folder.find_damage(p.positions, p.record_sums)
+            )
+            self.checkpoint, self.progress, self._passed_over = found
             stream.load_state_dict(self.progress.stream)
         resumed = None if self.checkpoint is None else f"continuing from {self.checkpoint.name}"
         view.starting(resumed or loading(recipe))
@@ -126,6 +131,9 @@ class Trainer:
 
     def _load(self, path: Path) -> None:
         roles = self.roles
+        for step, damage in self._passed_over.items():
+            self.saver.checkpoints.set_aside(step)
+            self._report(f"checkpoint {step_name(step)} can't be used, {path.name} is: {damage}")
         roles.load(path, self.progress.kl)
         self.runner.buffer.restore(roles.store.batch(TRAIN))
         set_random_state(torch.load(path / "random.pt", weights_only=True))
@@ -304,6 +312,21 @@ def train_loaded(
     """
     start = describe_start(loaded.source)
     folder = choose_folder(loaded.recipe, out, resume=resume, fresh=fresh)
+    with hold_folder(folder.path):
+        choose_folder(loaded.recipe, out, resume=resume, fresh=fresh)  # another run may have ended meanwhile
+        return _train_in(folder, loaded, start, resume=resume, change=change, on_step=on_step, quiet=quiet)
+
+
+def _train_in(
+    folder: RunFolder,
+    loaded: LoadedRecipe,
+    start: Mapping[str, Any],
+    *,
+    resume: bool,
+    change: bool,
+    on_step: OnStep | None,
+    quiet: bool,
+) -> Run:
     loaded, taken = resolve_models(loaded, resumed=folder if resume else None)
     recipe = loaded.recipe
     resolved = recipe.model_dump(mode="json", exclude={"extends"})
@@ -334,7 +357,8 @@ def train_loaded(
                 folder.log(f"traceback:\n{details}")
             if isinstance(error, Exception):
                 error.add_note(run.rescue())
-            folder.note_end(reason, run.progress.step)
+            with suppress(OSError):
+                folder.note_end(reason, run.progress.step)
             raise
 
 

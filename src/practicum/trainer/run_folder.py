@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -42,6 +43,7 @@ OWNED = (
     "wandb",
 )
 """What a run writes besides versions.json, which marks its folder; nothing else is ever removed."""
+_PIECE = 1 << 20
 
 
 class RunFolder:
@@ -52,6 +54,8 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.export = path / "export"
         self._has_started = False
+        self._summed: dict[str, tuple[int, int]] = {}
+        """Of each appended file, how many bytes have been read for its checksum, and the checksum so far."""
 
     @property
     def is_used(self) -> bool:
@@ -114,7 +118,11 @@ class RunFolder:
     def metrics(self) -> list[dict[str, float]]:
         """The metrics of every step so far."""
         path = self.path / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        try:
+            return [json.loads(line) for line in lines]
+        except ValueError as error:
+            raise PracticumError(f"{path} is damaged: a line of it is not JSON ({error})") from None
 
     def record_place(self, recipe: Recipe) -> RecordPlace | None:
         """Where the run's rows and stages are recorded; None if they are not."""
@@ -128,6 +136,29 @@ class RunFolder:
         names = (*APPENDED, *recorded)
         return {n: p.stat().st_size if (p := self.path / n).exists() else 0 for n in names}
 
+    def record_sums(self) -> dict[str, int]:
+        """Checksums of the appended files as they are now, for a checkpoint."""
+        for name in APPENDED:
+            size = path.stat().st_size if (path := self.path / name).exists() else 0
+            read, checksum = self._summed.get(name, (0, 0))
+            if size < read:  # it was cut back to a checkpoint
+                read, checksum = 0, 0
+            self._summed[name] = size, _checksum(path, read, size, checksum)
+        return {name: checksum for name, (_, checksum) in self._summed.items()}
+
+    def find_damage(self, positions: Mapping[str, int], sums: Mapping[str, int]) -> str | None:
+        """What is wrong with the appended files up to a checkpoint's positions; None if nothing is."""
+        for name in APPENDED:
+            path, size = self.path / name, positions.get(name, 0)
+            held = path.stat().st_size if path.exists() else 0
+            if held < size:
+                return (
+                    f"{path} has {held} bytes, the checkpoint was written at {size}: it was cut or replaced"
+                )
+            if _checksum(path, 0, size) != sums.get(name, 0):
+                return f"{path} is damaged: its first {size} bytes are not those that were written"
+        return None
+
     def rewind(self, positions: Mapping[str, int]) -> None:
         """Cut the appended files back to a checkpoint: what came after it will be written again.
 
@@ -136,22 +167,17 @@ class RunFolder:
         recorded = {f"{FOLDER}/{path.name}": 0 for path in record_files(self.path / FOLDER)}
         for name, size in (recorded | dict(positions)).items():
             path = self.path / name
-            held = path.stat().st_size if path.exists() else 0
-            if held < size and name not in APPENDED:
-                continue
-            if held < size:
-                raise PracticumError(
-                    f"{path} has {held} bytes, the checkpoint was written at {size}: it was cut or "
-                    "replaced since. Restore it, or start anew with --fresh"
-                )
-            if path.exists():
+            if path.exists() and path.stat().st_size > size:
                 os.truncate(path, size)
 
     def log(self, line: str) -> None:
-        """Add a line with the time to log.txt; before the run has begun there is no log."""
+        """Add a line with the time to log.txt; before the run has begun there is no log.
+
+        One that can't be written, such as on a full disk, must not hide what the line says.
+        """
         if not self.path.is_dir():
             return
-        with (self.path / "log.txt").open("a", encoding="utf-8") as file:
+        with suppress(OSError), (self.path / "log.txt").open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
 
@@ -196,6 +222,17 @@ def require_possible(path: Path) -> None:
         for place in made:
             with suppress(OSError, ValueError):
                 place.rmdir()
+
+
+def _checksum(path: Path, begin: int, end: int, checksum: int = 0) -> int:
+    """The checksum of a file's first `end` bytes, given that of its first `begin` bytes."""
+    if begin == end:
+        return checksum
+    with path.open("rb") as file:
+        file.seek(begin)
+        while begin < end and (piece := file.read(min(_PIECE, end - begin))):
+            checksum, begin = zlib.crc32(piece, checksum), begin + len(piece)
+    return checksum
 
 
 def append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

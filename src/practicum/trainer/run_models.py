@@ -15,7 +15,7 @@ from typing import Any
 
 from practicum.errors import PracticumError
 from practicum.recipe.load_recipe import LoadedRecipe
-from practicum.trainer.checkpoints import Checkpoints, is_checkpoint, step_name
+from practicum.trainer.checkpoints import Checkpoints, is_checkpoint, require_intact, step_name
 from practicum.trainer.run_folder import RunFolder, follow_umask
 
 ORIGIN = "practicum.json"
@@ -100,6 +100,7 @@ def export_checkpoint(checkpoint: Path, to: Path) -> None:
             f"{checkpoint} holds no config and tokenizer: an older version wrote it. "
             "Resume its run for a step, which writes one that does"
         )
+    require_intact(checkpoint)
     from practicum.learning.learner_checkpoint import read_weights
     from practicum.models.export_model import write_model
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from practicum.errors import PracticumError
+from practicum.errors import PracticumError, machine_trouble
 from practicum.recipe.schema.recipe import Checkpoint, Recipe
 from practicum.runtime.random_state import random_state
 from practicum.runtime.start_roles import Roles
@@ -37,6 +37,8 @@ class Saver:
         self.rules, self.folder, self.roles, self.runner = recipe.checkpoint, folder, roles, runner
         self.checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep_last)
         self._mark: Mark | None = None
+        self._failed: int | None = None
+        """The step whose checkpoint could not be written."""
         self._saved_at = time.monotonic()
 
     def mark(self, progress: Progress, seconds: float) -> None:
@@ -44,6 +46,7 @@ class Saver:
         roles = self.roles
         progress.version, progress.kl = roles.version, roles.kl_state()
         progress.stream, progress.positions = self.runner.stream.state_dict(), self.folder.positions()
+        progress.record_sums = self.folder.record_sums()
         noted = replace(progress, seconds=seconds)
         self._mark = Mark(noted, random_state(), roles.updates(), len(self.runner.buffer.keys()))
 
@@ -63,7 +66,14 @@ class Saver:
             self.roles.save(folder, rows=rows)
             torch.save(mark.random, folder / "random.pt")
 
-        path = self.checkpoints.save(mark.progress, write)
+        try:
+            path = self.checkpoints.save(mark.progress, write)
+        except Exception as error:
+            self._failed = mark.progress.step
+            if (trouble := machine_trouble(error)) is None:
+                raise
+            said = f"no checkpoint of step {mark.progress.step} could be written: {trouble}"
+            raise PracticumError(said) from error
         self._saved_at = time.monotonic()
         self.folder.log(f"checkpoint {path.name} in {time.perf_counter() - began:.2f} s")
 
@@ -74,7 +84,7 @@ class Saver:
         do not know of the error may still be writing some.
         """
         mark = self._mark
-        if mark is None or not mark.progress.step or mark.progress.step in self.checkpoints.steps():
+        if mark is None or mark.progress.step in (0, self._failed, *self.checkpoints.steps()):
             return
         if mark.rows:
             raise PracticumError("groups that waited in the buffer were in use")

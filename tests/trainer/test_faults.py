@@ -1,0 +1,212 @@
+"""What machines do to runs: damaged files, full and read-only disks, jumping clocks, too few file handles."""
+
+from __future__ import annotations
+
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from practicum.cli import app
+from practicum.errors import PracticumError
+from practicum.trainer.checkpoints import Checkpoints
+from practicum.trainer.run import train_loaded
+from practicum.trainer.run_models import export_run
+
+from .recipes import tiny
+from .test_run import same_run, stop_after
+
+RECIPE: dict[str, Any] = {
+    "train": {"steps": 4, "prompts": 2, "lr": 1e-3},
+    "rollout": {"samples": 2, "max_new_tokens": 3, "slots": 8},
+    "eval": {"rows": 2, "every": 1},
+    "checkpoint": {"every": 1, "keep_last": 2, "keep_best": None},
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nothing happens to."""
+    folder = tmp_path_factory.mktemp("whole")
+    train_loaded(tiny(folder, **RECIPE), folder / "run")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, stopped in its third step: it has checkpoints of steps 1 and 2."""
+    folder = tmp_path_factory.mktemp("half")
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 3, _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            train_loaded(tiny(folder, **RECIPE), folder / "run")
+    return folder / "run"
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def resumed(folder: Path, run: Path) -> str:
+    """The log of a run that continues."""
+    train_loaded(tiny(folder, **RECIPE), run, resume=True)
+    return (run / "log.txt").read_text()
+
+
+def flip(path: Path, rng: random.Random) -> None:
+    """Change one bit."""
+    data = bytearray(path.read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_checkpoint_with_a_flipped_bit_is_named_and_the_one_before_is_used(
+    tmp_path: Path, half: Path, whole: Path, seed: int
+):
+    run = Path(shutil.copytree(half, tmp_path / "run", symlinks=True))
+    newest = run / "checkpoints/step-000002"
+    files = sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size)
+    rng = random.Random(seed)
+    damaged = rng.choice(files) if seed else newest / "checksums.json"
+    flip(damaged, rng)
+    log = resumed(tmp_path, run)
+    assert "checkpoint step-000002 can't be used, step-000001 is: " in log
+    assert damaged.name in log or seed == 0
+    same_run(whole, run)
+    flip(run / "checkpoints/step-000004/random.pt", rng)
+    with pytest.raises(PracticumError, match=r"random\.pt is damaged: its bytes are not"):
+        export_run(run, 4, False, tmp_path / "model")
+
+
+def test_damaged_records_are_written_again_from_the_checkpoint_before_or_named(
+    tmp_path: Path, half: Path, whole: Path
+):
+    run = Path(shutil.copytree(half, tmp_path / "run", symlinks=True))
+    last = (run / "samples.jsonl").read_bytes()
+    (run / "samples.jsonl").write_bytes(last[:-9] + b"x" + last[-8:])
+    assert f"is: {run / 'samples.jsonl'} is damaged" in resumed(tmp_path, run)
+    same_run(whole, run)
+    flip(run / "metrics.jsonl", random.Random(0))
+    first = (run / "metrics.jsonl").read_bytes()
+    (run / "metrics.jsonl").write_bytes(b"[" + first[1:])
+    command = ["train", str(tmp_path / "recipe.yaml"), "--out", str(run), "--resume"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert "has no checkpoint that can be resumed from:" in result.output
+    assert result.output.count("metrics.jsonl is damaged: its first") == 2
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[None]:
+    """A folder that is a disk of its own."""
+    folder.mkdir()
+    options = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if subprocess.run(options, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("trouble", ["full", "read-only"])
+def test_a_disk_that_takes_no_checkpoint_is_named_and_the_run_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Path, trouble: str
+):
+    with small_disk(tmp_path / "disk", "16m"):
+        run = tmp_path / "disk" / "run"
+        tiny(tmp_path, **RECIPE)
+        ballast = tmp_path / "disk" / "ballast"
+
+        def happen() -> None:
+            if trouble == "full":
+                subprocess.run(["dd", "if=/dev/zero", f"of={ballast}", "bs=4096"], check=False)
+            else:
+                place = str(run / "checkpoints")
+                subprocess.run(["mount", "--bind", place, place], check=True)
+                subprocess.run(["mount", "-o", "remount,ro,bind", place], check=True)
+
+        command = ["train", str(tmp_path / "recipe.yaml"), "--out", str(run)]
+        with monkeypatch.context() as patch:
+            stop_after(patch, 3, happen)
+            result = CliRunner().invoke(app, command)
+        assert result.exit_code == 2, result.output
+        said = {"full": "No space left on device", "read-only": "Read-only file system"}[trouble]
+        assert said in result.output
+        assert "has a checkpoint of step 2: --resume continues from it" in result.output
+        assert "Traceback" not in result.output
+        if trouble == "full":
+            ballast.unlink()
+        else:
+            subprocess.run(["umount", str(run / "checkpoints")], check=True)
+        resumed(tmp_path, run)
+        same_run(whole, run)
+
+
+def test_a_checkpoint_for_which_there_is_no_room_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Path
+):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with monkeypatch.context() as patch:
+            stop_after(patch, 3, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1])))
+            with pytest.raises(PracticumError, match="no checkpoint of step 3 could be written: ") as raised:
+                train_loaded(tiny(tmp_path, **RECIPE), tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "File too large" in str(raised.value)
+    assert Checkpoints(tmp_path / "run/checkpoints", 1).steps() == [1, 2]
+    assert not list(tmp_path.glob("run/checkpoints/.writing*")), "half a checkpoint would fill the disk"
+    resumed(tmp_path, tmp_path / "run")
+    same_run(whole, tmp_path / "run")
+
+
+def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Path):
+    real, jumps = time.time, random.Random(0)
+    monkeypatch.setattr(time, "time", lambda: real() + jumps.choice([-86_400.0, 0.0, 86_400.0]))
+    train_loaded(tiny(tmp_path, **RECIPE), tmp_path / "run")
+    same_run(whole, tmp_path / "run")
+
+
+def test_too_few_file_handles_are_named(tmp_path: Path):
+    tiny(tmp_path, **RECIPE)
+    limited = "import resource, sys; from practicum.cli import main; import torch, practicum.trainer.run; "
+    limited += "used = len(__import__('os').listdir('/proc/self/fd')); "
+    limited += "resource.setrlimit(resource.RLIMIT_NOFILE, (used + 2, used + 2)); main()"
+    command = [
+        sys.executable,
+        "-c",
+        limited,
+        "train",
+        str(tmp_path / "recipe.yaml"),
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "Too many open files\n  → raise the limit of open files (ulimit -n)" in done.stderr
+
+
+def test_two_runs_never_share_a_folder(tmp_path: Path, whole: Path):
+    recipe, refused = tiny(tmp_path, **RECIPE), []
+
+    def start_another(row: dict[str, Any]) -> None:
+        for resume in (True, False):
+            with pytest.raises(PracticumError, match=r"is in use by another run \(process \d+ on ") as raised:
+                train_loaded(recipe, tmp_path / "run", quiet=True, resume=resume, fresh=not resume)
+            refused.append(raised.value)
+
+    train_loaded(recipe, tmp_path / "run", on_step=start_another)
+    assert len(refused) == 2 * 5
+    same_run(whole, tmp_path / "run")
+    assert not (tmp_path / "run/.lock").exists()
