@@ -20,7 +20,7 @@ VLLM_INSTALL := $(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-
 # each process of vLLM would compile vLLM and torch anew.
 VLLM_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PRACTICUM_REQUIRE_VLLM=1
 
-.PHONY: demo test test-all test-long test-vllm check quick lint bench clean help
+.PHONY: demo test test-all test-long test-vllm campaign check quick lint bench clean help
 
 help:  ## Show what there is.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 11
@@ -35,10 +35,14 @@ test: $(VENV)/.dev  ## Lint, types and the tests, in minutes.
 	$(PYTEST) -m "not long" --ignore tests/vllm; tests=$$?; \
 	wait $$types; types=$$?; cat $(VENV)/types.log; exit $$((tests || types))
 
-test-all: test test-long test-vllm  ## All there is: the above, the long campaigns, vLLM's tests.
+test-all: test test-long campaign test-vllm  ## All there is: the above, long tests, kills, vLLM's tests.
 
-test-long: $(VENV)/.dev  ## Campaigns of kills, recipes' bands, whole clusters.
+test-long: $(VENV)/.dev  ## Recipes' bands, whole clusters.
 	$(PYTEST) -m long --ignore tests/vllm
+
+campaign: $(VENV)/.dev  ## Kill and stop processes of runs at random, fuzz what users give: about 15 minutes.
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaign $(CAMPAIGN)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaign.fuzz --recipes 1000 --files 200 --steps 20 --requests 200
 
 ifneq ($(filter $(MACHINE),$(VLLM_MACHINES)),)
 test-vllm: $(VLLM_VENV)/.ready  ## The tests of vLLM, in their own environment.

@@ -25,6 +25,7 @@ from practicum.tasks.builtin import describe_tasks
 from practicum.tasks.scorers import RewardSample
 from practicum.trainer.step_metrics import METRICS
 from practicum.view.advisories import HINTS, RULES
+from tests.campaign import table as campaign
 
 from .pages import PAGES, ROOT, blocks_of
 
@@ -207,6 +208,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "weights of engines": ("engines.md", _of_engines(report_engines.weights)),
     "rests of engines": ("engines.md", _of_engines(report_engines.rests)),
     "neighbours of engines": ("engines.md", _of_engines(report_engines.neighbours)),
+    "kills": ("reliability.md", campaign.kills_table),
 }
 """Each table's page and maker; there it stands between the comments <!-- table: name --> and <!-- end -->."""
 

@@ -1,0 +1,174 @@
+"""Kill and stop processes of runs at random points, see that nothing comes of it, and write the results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from tests.campaign.cluster import Cluster
+from tests.campaign.processes import MARK, Family
+from tests.campaign.scenarios import SCENARIOS, Scenario, Victim, save_models
+from tests.campaign.server import Server
+from tests.campaign.strike import Folder, Outcome, Surroundings, as_row, disturb, draw
+from tests.cluster import ENV
+
+STRIKES = 4
+"""Kills of one run folder."""
+JOIN, CPUS = 0.75, 12
+"""Share of the runs on Ray that join a cluster, whose size has room for one of them."""
+
+
+def main() -> int:
+    """Exit code 0 if each kill ended well."""
+    options = _options()
+    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore
+    rng = random.Random(options.seed)
+    mark = f"{os.getpid()}-{time.time_ns()}"
+    os.environ.update(ENV | {MARK: mark, "OMP_NUM_THREADS": "1"})
+    root = Path(__file__).parents[2]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(root / "src"), str(root)])
+    work = Path(tempfile.mkdtemp(prefix="campaign-"))
+    os.environ["RAY_TMPDIR"] = str(work)
+    family = Family(mark)
+    server = Server(work / "models" / "small", work / "server.txt")
+    outcomes: list[Outcome] = []
+    began = time.monotonic()
+    try:
+        save_models(work / "models")
+        _import_all()
+        around = Surroundings(
+            work / "models", server, Cluster(work / "r", family, CPUS), family, options.slow
+        )
+        references = References(work, around)
+        for number, (scenario, victims) in enumerate(_episodes(rng, options.only)):
+            kills = sum(outcome.end != "missed" for outcome in outcomes)
+            over = (
+                kills >= options.kills if options.kills else time.monotonic() - began > 60 * options.minutes
+            )
+            if over:
+                break
+            reference, stages = references.of(scenario)
+            joins = scenario.on_ray and rng.random() < JOIN
+            folder = Folder(scenario, work / f"{number:03d}", around, joins=joins)
+            new = disturb(folder, reference, draw(rng, victims), stages)
+            outcomes += new
+            for outcome in new:
+                _show(outcome)
+            _write(options.result, options.seed, outcomes, time.monotonic() - began)
+            if not any(outcome.problems for outcome in new):
+                shutil.rmtree(folder.folder)
+    finally:
+        server.close()
+        family.kill()
+        failed = [outcome for outcome in outcomes if outcome.problems]
+        if failed:
+            print(f"folders of runs that failed: {work}")
+        else:
+            shutil.rmtree(work, ignore_errors=True)
+    kills = [outcome for outcome in outcomes if outcome.end != "missed"]
+    print(f"{len(kills)} kills, {len(failed)} failed, in {(time.monotonic() - began) / 60:.0f} minutes")
+    return bool(failed)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=__doc__)
+    parser.add_argument("--seed", type=int, default=1, help="chooses scenarios, victims, signals and moments")
+    parser.add_argument("--minutes", type=float, default=13.0, help="no run is begun after this many (13)")
+    parser.add_argument("--kills", type=int, default=0, help="so many kills, in place of minutes")
+    parser.add_argument("--slow", type=float, default=1.0, help="factor of deadlines, for a busy machine")
+    parser.add_argument("--only", default="", help="scenarios whose name has these words")
+    parser.add_argument("--result", type=Path, default=None, help="a JSON file for the outcomes")
+    return parser.parse_args()
+
+
+def _episodes(rng: random.Random, only: str) -> Iterator[tuple[Scenario, list[tuple[Victim, str]]]]:
+    """Without end: runs with their victims, so that all kinds are met before one is met again."""
+    scenarios = [s for s in SCENARIOS.values() if only in s.name and s.is_there]
+    for missing in (s for s in SCENARIOS.values() if not s.is_there):
+        print(f"left out: {missing.name}, there is no {missing.python}")
+    while True:
+        episodes = []
+        for scenario in scenarios:
+            cells = [(victim, name) for victim in scenario.victims for name in ("KILL", "STOP")]
+            rng.shuffle(cells)
+            episodes += [(scenario, cells[i : i + STRIKES]) for i in range(0, len(cells), STRIKES)]
+        rng.shuffle(episodes)
+        yield from episodes
+
+
+class References:
+    """One undisturbed run of each scenario, made when it is first needed."""
+
+    def __init__(self, work: Path, around: Surroundings) -> None:
+        self._work, self._around = work, around
+        self._made: dict[str, tuple[Path, list[tuple[str, float]]]] = {}
+
+    def of(self, scenario: Scenario) -> tuple[Path, list[tuple[str, float]]]:
+        """Its folder, and the stages of a step with their seconds."""
+        if scenario.name not in self._made:
+            number = f"reference-{len(self._made)}"
+            folder = Folder(scenario, self._work / number, self._around, joins=scenario.on_ray)
+            began = time.monotonic()
+            run = folder.start()
+            problems = folder.finish(run)
+            if problems:
+                raise RuntimeError(f"the undisturbed run of {scenario.name!r} failed: {problems}")
+            stages = _stages(run.timeline)
+            names = ", ".join(stage for stage, _ in stages)
+            print(f"{scenario.name}: {time.monotonic() - began:.0f} s undisturbed; stages: {names}")
+            self._made[scenario.name] = folder.out, stages
+        return self._made[scenario.name]
+
+
+def _stages(timeline: list[tuple[float, int, str]]) -> list[tuple[str, float]]:
+    """Stages of a step in the middle of a run, and how long each took."""
+    step = max(step for _, step, _ in timeline) // 2
+    lengths: dict[str, float] = {}
+    for (begin, number, stage), (end, *_) in pairwise(timeline):
+        if number == step:
+            lengths.setdefault(stage, end - begin)
+    return [(stage, seconds) for stage, seconds in lengths.items() if stage != "eval"]
+
+
+def _import_all() -> None:
+    """What takes seconds, once for all runs that are forked from here."""
+    import ray  # noqa: F401
+    import torch
+
+    import practicum.runtime.local
+    import practicum.runtime.ray.start_ray
+    import practicum.trainer.run  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+def _show(outcome: Outcome) -> None:
+    text = f"{outcome.signal} {outcome.victim} in {outcome.stage} of step {outcome.step}"
+    print(f"{outcome.scenario}: {text}: {outcome.end} after {outcome.seconds:.0f} s")
+    for problem in outcome.problems:
+        print(f"  FAILED: {problem}")
+    sys.stdout.flush()
+
+
+def _write(path: Path | None, seed: int, outcomes: list[Outcome], seconds: float) -> None:
+    if path is not None:
+        content: dict[str, Any] = {
+            "seed": seed,
+            "seconds": round(seconds),
+            "kills": [as_row(o) for o in outcomes],
+        }
+        path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

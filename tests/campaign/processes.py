@@ -1,0 +1,93 @@
+"""The process table: all processes of the campaign, also those whose parents are gone, and what they are."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+MARK = "PRACTICUM_CAMPAIGN"
+"""The environment variable that all processes of one campaign have, but for those that write over it."""
+
+
+class Family:
+    """Every process that this one has started, directly or not, whenever somebody looked."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark = f"{MARK}={mark}".encode()
+        self._known: dict[int, str] = {}
+        """Process id and start time: an id may become another's."""
+
+    def look(self) -> dict[int, str]:
+        """Those that are alive now, with their command lines; this process is left out."""
+        table = {pid: stat for pid in _pids() if (stat := _stat(pid)) is not None}
+        found = {pid for pid, began in self._known.items() if pid in table and table[pid][2] == began}
+        found |= {pid for pid in table if pid not in found and self._is_marked(pid)}
+        parents = found | {os.getpid()}
+        while more := {pid for pid, stat in table.items() if int(stat[1]) in parents} - parents:
+            parents |= more
+        found = parents - {os.getpid()}
+        self._known = {pid: table[pid][2] for pid in found}
+        return {pid: command(pid) for pid in found if table[pid][0] != "Z"}
+
+    def kill(self) -> None:
+        """kill -9 of all of them, and of what they start meanwhile."""
+        for _ in range(20):
+            left = self.look()
+            if not left:
+                return
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            reap()
+            time.sleep(0.1)
+
+    def _is_marked(self, pid: int) -> bool:
+        return self._mark in _read(pid, "environ").split(b"\0")
+
+
+def reap() -> None:
+    """Take note of children that have ended, except those that somebody waits for by id."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if ended.si_pid in RESERVED:
+                return
+            os.waitpid(ended.si_pid, os.WNOHANG)
+
+
+RESERVED: set[int] = set()
+"""Children whose exit code somebody wants."""
+
+
+def command(pid: int) -> str:
+    """Its command line, or the title that it gave itself."""
+    return _read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def shared_memory() -> set[str]:
+    """Files in /dev/shm that no process has open or mapped: nobody will remove them."""
+    there = {str(path) for path in Path("/dev/shm").iterdir()}
+    for pid in _pids() if there else ():
+        with suppress(OSError):
+            there -= {line.split()[-1] for line in _read(pid, "maps").decode(errors="replace").splitlines()}
+            there -= {os.readlink(handle) for handle in Path(f"/proc/{pid}/fd").iterdir()}
+    return there
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _stat(pid: int) -> tuple[str, str, str] | None:
+    """State, parent and start time."""
+    fields = _read(pid, "stat").rpartition(b")")[2].split()
+    return (fields[0].decode(), fields[1].decode(), fields[19].decode()) if fields else None
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""

@@ -1,0 +1,246 @@
+"""What is disturbed: recipes for both runtimes, and the kinds of processes that each has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.teachers.tiny_reward_models import save_classifier
+from tests.teachers.tiny_teachers import MAKE, TASKS, save_teacher
+
+STEPS = 10
+VLLM_PYTHON = Path(__file__).parents[2] / ".venv-vllm/bin/python"
+
+
+@dataclass(frozen=True)
+class Victim:
+    """A kind of process: how it is found, and which words of a sentence name it.
+
+    `title` is looked for in command lines, `child` in the names of the run's child processes.
+    """
+
+    kind: str
+    names: str
+    title: str = ""
+    child: str = ""
+    survives: bool = False
+    """Whether a run must go on after kill -9 of it."""
+
+
+def _ray(kind: str, actor: str, names: str, survives: bool = False) -> Victim:
+    return Victim(kind, names, title=rf"^ray::{actor}\b", survives=survives)
+
+
+CONTROLLER = Victim("controller", "")
+TOOL = Victim("tool", r"[Tt]ool", title=r"sandbox\.py|bwrap", survives=True)
+SERVER = Victim("served teacher", r"teacher served", title=r"practicum serve .*--name served")
+OWN_TEACHER = Victim("own teacher", r"teacher small", child="teacher small")
+OWN_REWARD_MODEL = Victim("reward model", r"reward model judge|reward\.models\.judge", child="judge")
+VLLM = Victim("vLLM's process", r"vLLM", child="vLLM")
+
+RANK = _ray("learner rank", "TrainWorker", r"rank \d of \d of the learner")
+REPLICA = _ray("engine replica", "RolloutWorker", r"rollout", survives=True)
+REWARD_WORKER = _ray("reward worker", "RewardWorker", r"reward", survives=True)
+TEACHER_WORKER = _ray("own teacher or client", "TeacherWorker", r"teacher", survives=True)
+REWARD_MODEL_WORKER = _ray("reward model", "RewardModelWorker", r"reward model judge", survives=True)
+INDEX = _ray("store index", "StoreIndex", r"the store's index")
+KEEPER = _ray("store keeper", "PackCopier", r"store|copied", survives=True)
+QUEUE = _ray("TransferQueue controller", "TransferQueueController", r"TransferQueue's controller")
+UNIT = _ray("TransferQueue unit", "SimpleStorageUnit", r"TransferQueue's storage unit \d")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A recipe, its victims, and the interpreter that runs it if it is not this one."""
+
+    name: str
+    make: Callable[[Path, str], dict[str, Any]]
+    """The recipe, given the folder of its models and the address of the served teacher."""
+    victims: tuple[Victim, ...]
+    python: Path | None = None
+    exact: bool = True
+    """Whether numbers must be the same bit for bit."""
+
+    @property
+    def is_there(self) -> bool:
+        return self.python is None or self.python.exists()
+
+    @property
+    def on_ray(self) -> bool:
+        return self.name.startswith("ray")
+
+    def write(self, folder: Path, models: Path, server: str, address: str | None, slow: float) -> Path:
+        """Write the recipe into a folder; on Ray it joins the cluster at the address, or starts its own.
+
+        Deadlines are `slow` times as long.
+        """
+        path, recipe = folder / "recipe.yaml", _slower(self.make(models, server), slow)
+        if address is not None:
+            for key in ("cpus", "object_store_gb"):
+                del recipe["runtime"][key]
+            recipe["runtime"]["address"] = address
+        path.write_text(yaml.safe_dump(recipe, sort_keys=False))
+        return path
+
+
+def _slower(recipe: Any, factor: float) -> Any:
+    if isinstance(recipe, dict):
+        late = ("deadline_s", "start_s", "stage_s", "store_s")
+        return {k: v * factor if k in late else _slower(v, factor) for k, v in recipe.items()}
+    return recipe
+
+
+def _recipe(**sections: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = {
+        "name": "campaign",
+        "seed": 3,
+        "model": {"make": dict(MAKE)},
+        "tasks": {name: dict(task) for name, task in TASKS.items()},
+        "rollout": {"samples": 3, "max_new_tokens": 4, "slots": 16, "deadline_s": 90},
+        "train": {"steps": STEPS, "prompts": 4, "lr": 1e-3},
+        "reward": {"functions": [{"use": "tests.campaign.parts:by_letters"}]},
+        "eval": {"rows": 2, "every": 4},
+        "checkpoint": {"every": 1},
+        "track": {"record": 2},
+        "runtime": {"threads": 1},
+    }
+    return plain | sections
+
+
+def _teachers(models: Path, server: str, place: Any = "own") -> dict[str, Any]:
+    """A teacher in its own process, a colocated one and one behind a URL, for two tasks."""
+    small = {"model": str(models / "small"), "placement": place, "deadline_s": 20}
+    wide = {"model": str(models / "wide")}
+    served = {"url": server, "model": "served", "tokenizer": str(models / "small")}
+    served |= {"deadline_s": 20, "retries": 1}
+    to = {"copy": {"small": 0.5, "wide": 0.5}, "compare": {"wide": 0.5, "served": 0.5}}
+    return {
+        "teachers": {"small": small, "wide": wide, "served": served},
+        "route": {"by": "task", "to": to},
+        "distill": {"top_k": 4},
+    }
+
+
+def _judge(models: Path) -> dict[str, Any]:
+    model = {"model": str(models / "judge"), "label": 1, "placement": "own", "deadline_s": 20}
+    return {"functions": [{"use": "tests.campaign.parts:by_letters"}], "models": {"judge": model}}
+
+
+def _cluster(ranks: int, cpus: int, **store: Any) -> dict[str, Any]:
+    runtime = {"kind": "ray", "threads": 1, "cpus": cpus, "object_store_gb": 0.1, "store": store}
+    runtime |= {"start_s": 240, "stage_s": 60, "store_s": 30, "max_deaths": 100}
+    return {"runtime": runtime, "pools": {"train": {"devices": ranks}}}
+
+
+def _agent() -> dict[str, Any]:
+    return {
+        "agent": {"loop": "tests.campaign.parts:agent", "tools": [{"use": "python", "timeout_s": 10}]},
+        "buffer": {"filter_flat_groups": True},
+    }
+
+
+def _local_teachers(models: Path, server: str) -> dict[str, Any]:
+    learnt = {"algorithm": {"advantage": "gae"}, "critic": {}}
+    return _recipe(reward=_judge(models), **learnt, **_teachers(models, server))
+
+
+def _local_agent(models: Path, server: str) -> dict[str, Any]:
+    return _recipe(reward={"functions": [{"use": "tests.campaign.parts:coarse"}]}, **_agent())
+
+
+def _ray_teachers(models: Path, server: str) -> dict[str, Any]:
+    found = _recipe(reward=_judge(models), **_teachers(models, server), **_cluster(1, 10))
+    found["rollout"]["replicas"] = 2
+    return found
+
+
+def _ray_agent(models: Path, server: str) -> dict[str, Any]:
+    teachers = {"self": {"student": {"every": 2}, "placement": "own", "deadline_s": 20}}
+    reward = {"functions": [{"use": "tests.campaign.parts:coarse"}]}
+    found = _recipe(reward=reward, teachers=teachers, distill={"top_k": 4}, **_agent(), **_cluster(1, 8))
+    found["rollout"]["replicas"] = 2
+    return found
+
+
+def _ray_queue(models: Path, server: str) -> dict[str, Any]:
+    store = {"kind": "transferqueue", "units": 2}
+    sections = {"algorithm": {"advantage": "gae"}, "critic": {}, **_cluster(2, 10, **store)}
+    return _recipe(teachers={"wide": {"model": str(models / "wide")}}, distill={"top_k": 4}, **sections)
+
+
+def _vllm(models: Path, server: str) -> dict[str, Any]:
+    found = _recipe()
+    found["model"]["make"]["head_dim"] = 32
+    found["rollout"]["engine"] = "vllm"
+    return found
+
+
+SCENARIOS: Mapping[str, Scenario] = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario(
+            "local: 3 teachers, reward model, critic",
+            _local_teachers,
+            (CONTROLLER, OWN_TEACHER, SERVER, OWN_REWARD_MODEL),
+        ),
+        Scenario("local: agents, tool, refills", _local_agent, (CONTROLLER, TOOL)),
+        Scenario(
+            "ray: 3 teachers, reward model",
+            _ray_teachers,
+            (
+                CONTROLLER,
+                RANK,
+                REPLICA,
+                REWARD_WORKER,
+                TEACHER_WORKER,
+                SERVER,
+                REWARD_MODEL_WORKER,
+                INDEX,
+                KEEPER,
+            ),
+        ),
+        Scenario(
+            "ray: agents, tool, refills, copy as teacher",
+            _ray_agent,
+            (CONTROLLER, RANK, REPLICA, REWARD_WORKER, TEACHER_WORKER, INDEX, TOOL),
+        ),
+        Scenario(
+            "ray: TransferQueue, 2 ranks, critic",
+            _ray_queue,
+            (CONTROLLER, RANK, REPLICA, REWARD_WORKER, INDEX, QUEUE, UNIT),
+        ),
+        Scenario("local: vLLM", _vllm, (CONTROLLER, VLLM), VLLM_PYTHON, exact=False),
+    )
+}
+
+
+def soak_recipe(models: Path, steps: int) -> dict[str, Any]:
+    """A long run on Ray: agents with a tool, a teacher in its own process and a colocated one."""
+    teachers = {
+        "small": {"model": str(models / "small"), "placement": "own"},
+        "wide": {"model": str(models / "wide")},
+    }
+    sections = {
+        "teachers": teachers,
+        "route": {"by": "task", "to": {"copy": "small", "compare": "wide"}},
+        "distill": {"top_k": 4},
+        "agent": {"loop": "tests.campaign.parts:calculating", "tools": ["calculator"]},
+        "train": {"steps": steps, "prompts": 4, "lr": 1e-4},
+        "rollout": {"samples": 2, "max_new_tokens": 4, "slots": 16},
+        "eval": {"rows": 2, "every": 500},
+        "checkpoint": {"every": 200},
+        **_cluster(1, 6),
+    }
+    sections["runtime"] |= {"stage_s": 600, "store_s": 300}
+    return _recipe(**sections)
+
+
+def save_models(folder: Path) -> None:
+    """The models that recipes name."""
+    save_teacher(folder / "small", seed=1)
+    save_teacher(folder / "wide", seed=2, hidden=48)
+    save_classifier(folder / "judge")

@@ -1,0 +1,271 @@
+"""One run folder, disturbed several times: strike, wait for what happens, resume, compare."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from tests.campaign.child import Run
+from tests.campaign.cluster import Cluster
+from tests.campaign.judge import compare, left_behind
+from tests.campaign.processes import Family, shared_memory
+from tests.campaign.scenarios import Scenario, Victim
+from tests.campaign.server import Server
+
+BOUND_S = 900.0
+"""In which a disturbed run must continue or end: several times its longest deadline."""
+FIND_S = 20.0
+_SENTENCE = 300
+
+
+@dataclass(frozen=True)
+class Strike:
+    """What is done to whom, and when: a stage of a step, and a fraction of its time."""
+
+    victim: Victim
+    signal: str
+    step: int
+    stage: float
+    """Which of the step's stages, as a fraction."""
+    delay: float
+    which: float
+    """Which of several such processes, as a fraction."""
+
+
+@dataclass
+class Outcome:
+    """How a strike ended, as the results have it."""
+
+    scenario: str
+    victim: str
+    signal: str
+    step: int
+    stage: str
+    end: str = ""
+    """continued, resumed, or missed if there was no such process then."""
+    seconds: float = 0.0
+    """From the strike to the run's end, or to the end of the step after it."""
+    sentence: str = ""
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What runs of the campaign share."""
+
+    models: Path
+    server: Server
+    cluster: Cluster
+    family: Family
+    slow: float = 1.0
+    """How much longer than usual the runs' deadlines are, for a busy machine."""
+
+
+class Folder:
+    """A run folder of a scenario, and all its starts."""
+
+    def __init__(
+        self, scenario: Scenario, folder: Path, around: Surroundings, *, joins: bool = False
+    ) -> None:
+        folder.mkdir(parents=True)
+        self.scenario, self.folder = scenario, folder
+        self.server, self.family, self.cluster = around.server, around.family, around.cluster
+        address = around.cluster.address() if joins else None
+        self.recipe = scenario.write(folder, around.models, around.server.url, address, around.slow)
+        self.out = folder / "run"
+        self._starts = 0
+        self._shared = shared_memory()
+
+    def start(self) -> Run:
+        """Start the run, or continue it if it has a checkpoint."""
+        self.server.ensure()
+        self._starts += 1
+        again = "--resume" if list(self.out.glob("checkpoints/step-*")) else "--fresh"
+        options = ["--out", str(self.out), *([again] if self.out.exists() else [])]
+        log = self.folder / f"start-{self._starts}.txt"
+        return Run([str(self.recipe), *options], log, self.scenario.python)
+
+    def wait(self, run: Run) -> None:
+        """Until a run ends by itself, or it has been too long."""
+        deadline = time.monotonic() + BOUND_S
+        while run.code is None and time.monotonic() < deadline:
+            run.listen(0.5)
+            self.family.look()
+
+    def finish(self, run: Run) -> list[str]:
+        """Wait for a run that is to be done; what is wrong with it."""
+        self.wait(run)
+        problems = []
+        if run.code is None:
+            problems.append(f"hangs in {run.stage} of step {run.step}")
+            self._kill()
+        elif run.code:
+            problems.append(f"exit code {run.code}: {tail(run.printed())}")
+        problems += left_behind(self.family, self._spared, self._shared)
+        self._kill()
+        return problems
+
+    def _spared(self, pid: int, text: str) -> bool:
+        """Whether a process is not the run's."""
+        tracker = "multiprocessing.resource_tracker" in text  # Python's helper, ends with who started it
+        return tracker or pid in self.server.pids() or self.cluster.owns(pid, text)
+
+    def _kill(self) -> None:
+        for pid, text in self.family.look().items():
+            if not self._spared(pid, text):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def strike(self, run: Run, strike: Strike, stages: Sequence[tuple[str, float]]) -> Outcome | None:
+        """Wait for the moment, send the signal, and see what becomes of the run; None if it ends before."""
+        stage, length = stages[int(strike.stage * len(stages))]
+        outcome = Outcome(self.scenario.name, strike.victim.kind, strike.signal, strike.step, stage)
+        if not self._await(run, strike.step, stage):
+            return None
+        self._listen(run, strike.delay * length)
+        pid = self._find(run, strike)
+        if pid is None or run.code is not None:
+            outcome.end = "missed"
+            return outcome
+        outcome.step, outcome.stage = run.step, run.stage
+        began = time.monotonic()
+        os.kill(pid, getattr(signal, f"SIG{strike.signal}"))
+        if strike.victim.kind == "controller" and strike.signal == "STOP":
+            time.sleep(2 + 6 * strike.which)
+            os.kill(pid, signal.SIGCONT)
+        self._see(run, outcome)
+        if run.code is not None:
+            self.judge_end(run, strike, outcome)
+        outcome.seconds = round(time.monotonic() - began, 1)
+        return outcome
+
+    def _await(self, run: Run, step: int, stage: str) -> bool:
+        """Until the run is at this stage of this step, or past it."""
+        deadline = time.monotonic() + BOUND_S
+        while run.code is None and time.monotonic() < deadline:
+            if run.step > step or (run.step == step and run.stage == stage):
+                return True
+            run.listen(0.5)
+            self.family.look()
+        return False
+
+    def _listen(self, run: Run, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0 and run.code is None:
+            run.listen(left)
+
+    def _find(self, run: Run, strike: Strike) -> int | None:
+        """A process of the victim's kind, as soon as there is one."""
+        victim = strike.victim
+        if victim.kind == "controller":
+            return run.pid
+        until = time.monotonic() + FIND_S
+        while run.code is None and time.monotonic() < until:
+            alive = self.family.look()
+            found = sorted(
+                pid for pid, text in alive.items() if victim.title and re.search(victim.title, text)
+            )
+            if victim.child:
+                found += [p for name, p in run.children.items() if victim.child in name and p in alive]
+            if found:
+                return found[int(strike.which * len(found))]
+            run.listen(0.01)
+        return None
+
+    def _see(self, run: Run, outcome: Outcome) -> None:
+        """Until the run is past the next step, or has ended; one that hangs is killed."""
+        deadline, until = time.monotonic() + BOUND_S, outcome.step + 2
+        while run.code is None and run.step < until and time.monotonic() < deadline:
+            run.listen(0.5)
+            self.family.look()
+        outcome.end = "continued"
+        if run.code is None and run.step < until:
+            outcome.problems.append(f"hangs in {run.stage} of step {run.step}")
+            self._kill()
+            while run.code is None:
+                run.listen(0.5)
+
+    def judge_end(self, run: Run, strike: Strike, outcome: Outcome) -> None:
+        """A run ended after a strike, maybe some steps later: it was done, or said who was struck."""
+        victim, printed = strike.victim, run.printed()
+        outcome.problems += left_behind(self.family, self._spared, self._shared)
+        self._kill()
+        if run.code == 0:
+            return
+        outcome.end = "resumed"
+        if victim.kind == "controller" and strike.signal == "KILL":
+            return
+        outcome.sentence = tail(printed)
+        if run.code != 2 or "Traceback" in printed:
+            outcome.problems.append(f"exit code {run.code}, no sentence for the user: {tail(printed)}")
+        elif not victim.names or not re.search(victim.names, printed):
+            outcome.problems.append(f"the sentence does not name it: {tail(printed)}")
+        elif victim.survives and strike.signal == "KILL":
+            outcome.problems.append(f"did not continue: {tail(printed)}")
+
+    def compare(self, reference: Path, *, finished: bool) -> list[str]:
+        return compare(reference, self.out, exact=self.scenario.exact, finished=finished)
+
+
+def tail(printed: str) -> str:
+    """The end of what a run printed, in a line."""
+    words = [line.strip() for line in printed.splitlines() if line.strip()]
+    return " ".join(words[-4:])[-_SENTENCE:]
+
+
+def disturb(
+    folder: Folder, reference: Path, strikes: Sequence[Strike], stages: Sequence[tuple[str, float]]
+) -> list[Outcome]:
+    """All strikes on one run folder, then its undisturbed end, compared with the reference."""
+    outcomes: list[Outcome] = []
+    run, last = folder.start(), None
+
+    def ended_late() -> bool:
+        """The run ended of the last strike, which it did not notice at first: start it again."""
+        nonlocal run, last
+        if last is None or run.code in (None, 0):
+            return False
+        folder.judge_end(run, last, outcomes[-1])
+        run, last = folder.start(), None
+        return True
+
+    for strike in strikes:
+        if run.code is not None:
+            run, last = folder.start(), None
+        outcome = folder.strike(run, strike, stages)
+        if outcome is None and ended_late():
+            outcome = folder.strike(run, strike, stages)
+        if outcome is None:
+            end = f"exit code {run.code} in {run.stage} of step {run.step}: {tail(run.printed())}"
+            first = Outcome(folder.scenario.name, strike.victim.kind, strike.signal, strike.step, "")
+            outcomes.append(replace(first, end="ended too early", problems=[end]))
+            return outcomes
+        outcome.problems += folder.compare(reference, finished=False)
+        outcomes.append(outcome)
+        last = strike
+    if run.code is not None:
+        run = folder.start()
+    folder.wait(run)
+    if ended_late():
+        folder.wait(run)
+    outcomes[-1].problems += folder.finish(run) or folder.compare(reference, finished=True)
+    return outcomes
+
+
+def draw(rng: random.Random, victims: Sequence[tuple[Victim, str]]) -> list[Strike]:
+    """Strikes on these victims with these signals, one in every other step."""
+    return [
+        Strike(victim, name, 1 + 2 * i, rng.random(), rng.random(), rng.random())
+        for i, (victim, name) in enumerate(victims)
+    ]
+
+
+def as_row(outcome: Outcome) -> dict[str, object]:
+    return asdict(outcome)
