@@ -46,6 +46,50 @@ def test_denominator_must_be_the_batchs_sampled_tokens():
     assert "counted 4" in (invariants.denominator(4.0, 5) or "")
 
 
+def test_the_weights_of_a_loss_must_add_up():
+    assert invariants.loss_weights(0.999, 1.0) is None
+    assert "add up to 2, expected 1" in (invariants.loss_weights(2.0, 1.0) or "")
+    assert "expected 12.5" in (invariants.loss_weights(12.0, 12.5) or "")
+    assert invariants.loss_weights(float("nan"), 1.0) is not None
+
+
+def test_every_sampled_row_must_be_in_every_pass():
+    rows = batch(Tags(sampled_tokens=1), Tags(), Tags(sampled_tokens=2))
+    assert invariants.passes(rows, [[0, 1], [2], [2, 0]], 2) is None
+    assert "session 2/trajectory 0 is in 1 optimizer steps" in (
+        invariants.passes(rows, [[0], [2, 0]], 2) or ""
+    )
+    assert "is in 3 optimizer steps of its batch, expected 2" in (invariants.passes(rows, [[0] * 3], 2) or "")
+
+
+def of_group(rewards: list[float | None], advantages: list[list[float]], rows: list[int]) -> str | None:
+    """What is found of one prompt's sessions; `rows` tells which of them each row is of."""
+    keys = tuple(Key(7, session, number) for number, session in enumerate(rows))
+    tags = tuple(Tags(reward=rewards[session]) for session in rows)
+    values = Ragged.from_rows([torch.tensor(row) for row in advantages])
+    mask = Ragged.from_rows([torch.tensor(row) != 9.0 for row in advantages])  # 9 stands for a tool's token
+    return invariants.advantages(BatchRef("train", keys, tags), values, mask)
+
+
+def test_advantages_must_agree_with_rewards():
+    assert of_group([1.0, 0.0], [[0.7, 9.0, 0.7], [-0.7]], [0, 1]) is None
+    assert "session 0 has the reward 1" in (of_group([1.0, 0.0], [[-0.7], [0.7]], [0, 1]) or "")
+    assert "its advantage is 0" in (of_group([1.0, 0.0], [[0.0], [0.0]], [0, 1]) or "")
+    assert "its advantage is nan" in (of_group([1.0], [[float("nan")]], [0]) or "")
+    assert of_group([0.5, 0.5 + 1e-7], [[0.0], [0.0]], [0, 1]) is None
+
+
+def test_advantages_of_a_group_must_add_up_to_0_over_its_sessions():
+    assert of_group([1.0, 0.0], [[0.5], [0.5, 0.5], [-0.5]], [0, 0, 1]) is None
+    finding = of_group([1.0, 0.0], [[0.25], [0.25, 0.25], [-0.75]], [0, 0, 1]) or ""
+    assert "the advantages of prompt 7's 2 sessions add up to -0.5, expected 0" in finding
+
+
+def test_groups_with_a_row_that_earned_without_a_token_are_left_out():
+    assert of_group([1.0, 0.0], [[-0.7], [9.0]], [0, 1]) is None
+    assert of_group([1.0, None], [[-0.7], [0.7]], [0, 1]) is None
+
+
 def test_groups_must_be_whole():
     assert invariants.groups(batch(Tags(), Tags()), 2) is None
     assert "has 2 sessions, expected 3" in (invariants.groups(batch(Tags(), Tags()), 3) or "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -23,6 +24,10 @@ def check_sentences() -> list[Sentence]:
     batch = BatchRef("train", (Key(40, 2),), (tags,))
     ids, mask = torch.zeros(9, dtype=torch.int64), torch.tensor([True] * 5 + [False])
     columns = (Ragged.from_rows([ids]), Ragged.from_rows([ids[:6]]), Ragged.from_rows([mask]))
+    rewarded = BatchRef(
+        "train", (Key(40, 1), Key(40, 2)), (replace(tags, reward=0.0), replace(tags, reward=1.0))
+    )
+    masks = Ragged.from_rows([mask, mask])
     ledger = Ledger({"chat": {"gradient_share": 0.009, "prompts_share": 0.2}}, {})
     gap = {"gap_mean": 0.21, "gap_max": 3.4}
     return [
@@ -30,7 +35,10 @@ def check_sentences() -> list[Sentence]:
         ("fingerprint", invariants.fingerprint([-1.0], [-1.31], 1e-3, ([-1.0], [-1.0]))),
         ("groups", invariants.groups(batch, 8)),
         ("masks", invariants.masks(batch, *columns)),
+        ("masks", invariants.passes(batch, [[]], 1)),
         ("masks", invariants.denominator(4096.0, 4100)),
+        ("masks", invariants.loss_weights(4.0, 1.0)),
+        ("advantages", invariants.advantages(rewarded, Ragged.from_rows([ids[:6].double()] * 2), masks)),
         ("logprob_gap", invariants.logprob_gap(gap, 0.05)),
         ("finite", _nonfinite()),
         ("teacher_shares", ledger.starved(None)),

@@ -151,7 +151,9 @@ def run_roles(
             found.columns[f"{name} {step}"] = dict(written)
         _exchange(parallel, store, batch)
         if mismatch is not None:
-            found.metrics.append(AdvantageRole(recipe, plan, store).advantages(info) or {})
+            found.metrics.append(
+                AdvantageRole(recipe, plan, store, Watch(recipe.checks, print)).advantages(info) or {}
+            )
         learnt, valued = student.update(info), critic_role.update(info)
         assert learnt is not None
         assert valued is not None

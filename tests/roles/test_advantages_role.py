@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.memory_store import MemoryStore
@@ -24,6 +25,10 @@ def recipe(**algorithm: object) -> Recipe:
             "algorithm": algorithm,
         }
     )
+
+
+def role_of(r: Recipe, store: MemoryStore) -> AdvantageRole:
+    return AdvantageRole(r, make_plan(r), store, Watch(r.checks, print))
 
 
 def filled(store: MemoryStore, rewards: list[float], lengths: list[int], **columns: Ragged) -> BatchRef:
@@ -65,7 +70,7 @@ def test_turns_are_runs_of_sampled_tokens():
 def test_grpo_advantages_are_group_relative_and_constant_over_a_response():
     store, r = MemoryStore(), recipe()
     batch = filled(store, [1.0, 0.0, 1.0, 1.0], [2, 1, 1, 2])
-    stats = AdvantageRole(r, make_plan(r), store).advantages(StepInfo(batch, baselines={}))
+    stats = role_of(r, store).advantages(StepInfo(batch, baselines={}))
     got = store.get(batch, ["advantages"])["advantages"]
     assert isinstance(got, Ragged)
     half = 0.5 / (0.5**0.5 + 1e-6)
@@ -77,7 +82,7 @@ def test_grpo_advantages_are_group_relative_and_constant_over_a_response():
 def test_remax_subtracts_the_greedy_reward_of_the_prompt():
     store, r = MemoryStore(), recipe(advantage="remax")
     batch = filled(store, [1.0, 0.0], [1, 1])
-    AdvantageRole(r, make_plan(r), store).advantages(StepInfo(batch, baselines={0: 0.25}))
+    role_of(r, store).advantages(StepInfo(batch, baselines={0: 0.25}))
     got = store.get(batch, ["advantages"])["advantages"]
     assert isinstance(got, Ragged)
     assert got.values.tolist() == [0.75, -0.25]
@@ -89,7 +94,7 @@ def test_kl_in_the_reward_is_weighted_and_adapts():
     old = Ragged.packed(torch.tensor([-1.0, -1.0, -1.0]), [2, 1])
     ref = Ragged.packed(torch.tensor([-1.5, -1.0, -2.0]), [2, 1])
     batch = filled(store, [1.0, 0.0], [2, 1], old_logprobs=old, ref_logprobs=ref)
-    credit = AdvantageRole(r, make_plan(r), store)
+    credit = role_of(r, store)
     stats = credit.advantages(StepInfo(batch, baselines={0: 0.0}))
     got = store.get(batch, ["advantages"])["advantages"]
     assert isinstance(got, Ragged)
@@ -98,7 +103,7 @@ def test_kl_in_the_reward_is_weighted_and_adapts():
     assert stats is not None
     assert stats["kl_reward"] == 0.5
     assert credit.kl.coefficient == pytest.approx(0.5 * (1 + 0.2 * 2 / 100))
-    other = AdvantageRole(r, make_plan(r), store)
+    other = role_of(r, store)
     other.load_state_dict(credit.state_dict())
     assert other.kl.coefficient == credit.kl.coefficient
 
@@ -121,7 +126,7 @@ def advantages_of(r: Recipe, baselines: dict[int, float] | None = None) -> list[
         "ref_logprobs": Ragged.packed(torch.tensor([-1.0, -5.0]), one),
     }
     batch = filled(store, [1.0, 0.0], one, **columns)
-    AdvantageRole(r, make_plan(r), store).advantages(StepInfo(batch, baselines=baselines or {}))
+    role_of(r, store).advantages(StepInfo(batch, baselines=baselines or {}))
     got = store.get(batch, ["advantages"])["advantages"]
     assert isinstance(got, Ragged)
     return got.values.tolist()
@@ -162,7 +167,7 @@ def weighed(mismatch: dict[str, object], log_ratios: list[float]) -> tuple[list[
         "old_logprobs": rollout + torch.tensor(log_ratios),
     }
     store.put(batch, {name: Ragged.packed(column, lengths) for name, column in columns.items()})
-    stats = AdvantageRole(r, make_plan(r), store).advantages(StepInfo(batch, baselines={}))
+    stats = role_of(r, store).advantages(StepInfo(batch, baselines={}))
     got = store.get(batch, ["advantages"])["advantages"]
     assert isinstance(got, Ragged)
     assert stats is not None
@@ -207,7 +212,7 @@ def test_teachers_advantages_are_weighed_and_returns_are_not():
     }.items():
         store = MemoryStore()
         batch = filled(store, [1.0, 0.0], [1, 1], **columns)
-        AdvantageRole(r, make_plan(r), store).advantages(StepInfo(batch, baselines={}))
+        role_of(r, store).advantages(StepInfo(batch, baselines={}))
         written = store.get(batch, ["advantages", *(["returns"] if name == "critic" else [])])
         found |= {
             f"{name} {field}": c.values.tolist() for field, c in written.items() if isinstance(c, Ragged)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from practicum.algorithms.advantages.registry import ADVANTAGES
+from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.memory_store import MemoryStore
@@ -98,7 +99,9 @@ def advantages(asked: Recipe, played: list[Played], numbers: Tensor, *, split: b
     store.put(batch, columns)
     baselines = {session.prompt: 0.25 for session in played} if asked.algorithm.advantage == "remax" else {}
     plan = make_plan(asked)
-    AdvantageRole(asked, plan, store).advantages(StepInfo(batch, baselines=baselines))
+    AdvantageRole(asked, plan, store, Watch(asked.checks, print)).advantages(
+        StepInfo(batch, baselines=baselines)
+    )
     got = store.get(batch, plan["advantages"].writes)
     return {name: column.values[sampled] for name, column in got.items() if isinstance(column, Ragged)}
 

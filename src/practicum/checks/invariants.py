@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.ragged import Ragged
 
@@ -13,6 +15,12 @@ _ROUNDING = 1e-6
 """A learner whose fingerprint moved by more has other weights."""
 _ONE_TOKEN = 5.0
 """How many times as far off as all on average one token may be."""
+_WEIGHT = 0.01
+"""How far off the summed weights of a loss may be: those of a model in bfloat16 have few digits."""
+_EVEN = 1e-3
+"""How far from 0 the advantages of a group may add up to, as a fraction of their sizes."""
+_EQUAL = 1e-5
+"""Rewards that differ by less, as a fraction of the largest, count as equal."""
 
 
 def weight_version(fresh: BatchRef, version: int) -> str | None:
@@ -93,11 +101,75 @@ def masks(batch: BatchRef, prompt_ids: Ragged, response_ids: Ragged, mask: Ragge
     return None
 
 
+def passes(batch: BatchRef, optimizer_steps: Sequence[Sequence[int]], epochs: int) -> str | None:
+    """Each row that was sampled is in as many optimizer steps as there are passes over the batch."""
+    seen = Counter(row for rows in optimizer_steps for row in rows)
+    for row, (key, tags) in enumerate(batch):
+        if tags.sampled_tokens and seen[row] != epochs:
+            return (
+                f"{key} is in {seen[row]} optimizer steps of its batch, expected {epochs}: one in each pass"
+            )
+    return None
+
+
 def denominator(counted: float | None, expected: int) -> str | None:
     """The loss was divided by the number of tokens that the batch really has."""
     if counted is None or int(counted) == expected:
         return None
     return f"the loss counted {int(counted)} sampled tokens, the batch has {expected}"
+
+
+def loss_weights(found: float, expected: float) -> str | None:
+    """The weights of all tokens that were learnt from add up to what the aggregation says."""
+    if abs(found - expected) <= _WEIGHT * expected:
+        return None
+    return (
+        f"the weights of the loss's tokens add up to {found:.4g}, expected {expected:.4g}: some tokens are "
+        "left out, counted twice, or divided by a count that is not the whole mini-batch's"
+    )
+
+
+def advantages(batch: BatchRef, values: Ragged, mask: Ragged) -> str | None:
+    """A session above its group's mean reward has a positive advantage, and each group's add up to 0.
+
+    Of estimators whose advantages are centred. Rewards are those of the tags. A group is left out if one of
+    its rows has no sampled token: what that row earned is no session's score.
+    """
+    row_N = torch.arange(len(mask)).repeat_interleave(torch.tensor(mask.lengths))
+    sampled_2N = torch.stack([values.values.double().masked_fill(~mask.values, 0.0), mask.values.double()])
+    sums, counts = torch.zeros(2, len(mask), dtype=torch.float64).index_add(1, row_N, sampled_2N).tolist()
+    found: dict[int, dict[int, tuple[float, float, float]]] = {}
+    left_out: set[int] = set()
+    for (key, tags), total, count in zip(batch, sums, counts, strict=True):
+        if tags.reward is None or not count:
+            left_out.add(key.prompt)
+            continue
+        _, before, tokens = found.setdefault(key.prompt, {}).get(key.session, (0.0, 0.0, 0.0))
+        found[key.prompt][key.session] = tags.reward, before + total, tokens + count
+    findings = (_group(prompt, group) for prompt, group in found.items() if prompt not in left_out)
+    return next(filter(None, findings), None)
+
+
+def _group(prompt: int, sessions: Mapping[int, tuple[float, float, float]]) -> str | None:
+    """What is wrong with the advantages of a group: reward, summed advantage and tokens of each session."""
+    rewards = [reward for reward, _, _ in sessions.values()]
+    mean, least = sum(rewards) / len(rewards), _EQUAL * max(1.0, *map(abs, rewards))
+    each = {session: total / tokens for session, (_, total, tokens) in sessions.items()}
+    for (session, value), reward in zip(each.items(), rewards, strict=True):
+        apart = reward - mean
+        if math.isnan(value) or (abs(apart) > least and value * apart <= 0):
+            return (
+                f"prompt {prompt}/session {session} has the reward {reward:.4g}, its group's mean is "
+                f"{mean:.4g}, and its advantage is {value:.4g}: the estimator compared other sessions or "
+                "rewards"
+            )
+    total, size = sum(each.values()), sum(map(abs, each.values()))
+    if abs(total) <= _EVEN * size:
+        return None
+    return (
+        f"the advantages of prompt {prompt}'s {len(each)} sessions add up to {total:.4g}, expected 0: the "
+        "group's mean is not that of its sessions"
+    )
 
 
 def groups(batch: BatchRef, samples: int) -> str | None:

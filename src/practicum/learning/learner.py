@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from practicum.algorithms.aggregation import token_weights
+from practicum.errors import CheckError
 from practicum.learning.distill_loss import DistillSettings, share_factors
 from practicum.learning.learner_checkpoint import TrainedModel
 from practicum.learning.logprobs import LogprobScorer, token_logprobs
@@ -39,7 +40,8 @@ class Learner(TrainedModel):
     """The student. `scorer` gives its logprobs without gradient.
 
     `temperature` is that of the rollouts; supervised training is at temperature 1. `by_group` holds sums of
-    the last update by the batch's groups, `trace` what it did to the tokens of recorded rows.
+    the last update by the batch's groups, `trace` what it did to the tokens of recorded rows, `weight` the
+    summed weights of the tokens in its loss.
 
     On several ranks (`parallel`) each has a shard of the weights and its rows of each mini-batch. Every
     method is then called on all ranks at once, and all get the same metrics.
@@ -60,7 +62,7 @@ class Learner(TrainedModel):
     ) -> None:
         self.model = model
         self.objective = Objective(algorithm, teaching)
-        self.by_group = TeacherSums()
+        self.by_group, self.weight = TeacherSums(), 0.0
         self.trace: UpdateTrace | None = None
         self.temperature = 1.0 if algorithm.loss == "supervised" else temperature
         self.trunk = PackedModel(model, train, parallel)
@@ -75,7 +77,7 @@ class Learner(TrainedModel):
         """
         self.trace = None
         job = _Update(batch, self.objective, self.trunk.dtype, self.parallel)
-        report = _Report(job.tokens_here, job.idle_tokens, load=self.trunk.router_load())
+        report = _Report(idle_tokens=job.idle_tokens, load=self.trunk.router_load())
         self.by_group, self.trace = report.groups, job.trace
         if not job.tokens:
             return {"tokens": 0.0}
@@ -86,7 +88,7 @@ class Learner(TrainedModel):
             self.trunk.each(job.microbatches(self.trunk, job.idle), add)
         self.stepper.zero_missing_grads()
         report = self.join(report)
-        self.by_group = report.groups
+        self.by_group, self.weight = report.groups, report.weight
         if job.trace is not None:
             job.trace.total = report.absolute
         return self.apply(report, lr_at(self.step, self.train))
@@ -124,6 +126,8 @@ class Learner(TrainedModel):
         losses = token_losses(found, columns, columns["session"], self.objective, report.means)
         weighted_M = columns["weights"] * losses.loss_M
         loss = weighted_M.sum()
+        report.tokens += len(packed.target_M)
+        report.weight += float(columns["weights"].double().sum())
         report.add("loss", float(loss.detach()))
         report.absolute += float(weighted_M.detach().abs().sum())
         if trace is not None:
@@ -134,6 +138,8 @@ class Learner(TrainedModel):
         if losses.policy_M is not None:
             report.add("policy_loss", float((columns["weights"] * losses.policy_M.detach()).sum()))
         taught = losses.taught
+        if taught is not None and taught.loss_M is not None and not _reaches(taught.loss_M):
+            raise CheckError("the divergence from the teachers has no gradient: nothing is learnt from them")
         if "group" in columns:
             report.groups.add(
                 columns["group"],
@@ -172,10 +178,11 @@ class Learner(TrainedModel):
 
 @dataclass(slots=True)
 class _Report:
-    """What an update measures, over micro-batches and ranks."""
+    """What an update measures, over micro-batches and ranks; `tokens` and `weight` of all in its loss."""
 
     tokens: int = 0
     idle_tokens: int = 0
+    weight: float = 0.0
     totals: dict[str, float] = field(default_factory=lambda: {"loss": 0.0})
     means: TokenMeans = field(default_factory=TokenMeans)
     groups: TeacherSums = field(default_factory=TeacherSums)
@@ -192,6 +199,7 @@ class _Report:
         self.tokens += other.tokens
         self.idle_tokens += other.idle_tokens
         self.absolute += other.absolute
+        self.weight += other.weight
         for name, part in other.totals.items():
             self.add(name, part)
         self.means.merge(other.means)
@@ -215,8 +223,8 @@ class _Update:
         assert (parallel is None) == (batch.whole is None), "a rank's rows come with the whole mini-batch"
         self.rows = RowSpans(batch.prompt_ids, batch.response_ids, batch.extras)
         self.sampled_M = need_column(batch, "response_mask", "every update").bool()
-        self.tokens_here = int(self.sampled_M.sum())
-        self.tokens = self.tokens_here if batch.whole is None else sum(batch.whole.sampled_tokens)
+        whole = batch.whole
+        self.tokens = int(self.sampled_M.sum()) if whole is None else sum(whole.sampled_tokens)
         found = sessions_of(batch, self.sampled_M)
         self.sessions = found.rows
         lengths = batch.response_ids.lengths
@@ -277,6 +285,11 @@ class _Update:
         """The columns of the micro-batch's sampled tokens, on its device."""
         device = packed.ids_N.device
         return {name: x_M[packed.column_M].to(device) for name, x_M in self.columns.items()}
+
+
+def _reaches(loss_M: Tensor) -> bool:
+    """Whether a backward pass from here would reach the weights, if there is to be one."""
+    return loss_M.requires_grad or not torch.is_grad_enabled()
 
 
 def _row_weights(

@@ -57,7 +57,8 @@ class Objective:
 
     def columns(self, batch: UpdateBatch) -> dict[str, Tensor]:
         """The batch's token columns [M, ...] that this loss reads."""
-        columns: dict[str, Tensor | None] = {"plain_logprobs": token_column(batch, "plain_logprobs")}
+        compared = ("rollout_logprobs", "plain_logprobs")
+        columns: dict[str, Tensor | None] = {name: token_column(batch, name) for name in compared}
         if self.has_policy:
             columns["old_logprobs"] = token_column(batch, "old_logprobs")
             columns["advantages"] = need_column(batch, "advantages", f"loss {self.algorithm.loss}")
@@ -135,7 +136,9 @@ def token_losses(
         if kl.clamp is not None:
             means.add("kl_clamped", terms.clamped_N)
             rules["kl_clamp"] = terms.clamped_N
-    if "plain_logprobs" in columns:
+    if "rollout_logprobs" in columns:
+        _count_gap(logprobs_M - columns["rollout_logprobs"], means)
+    elif "plain_logprobs" in columns:
         assert found.plain_M is not None
         _count_gap(found.plain_M - columns["plain_logprobs"], means)
     return TokenLosses(loss_M, policy_M, taught, numbers, rules)

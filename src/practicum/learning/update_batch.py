@@ -43,8 +43,8 @@ class UpdateBatch:
     """One mini-batch of the student: the rows of one optimizer step, on the CPU.
 
     Advantages are needed by every policy loss, ref_logprobs by a KL penalty in the loss. Without
-    old_logprobs the ratio's denominator is the student itself. plain_logprobs, given for rows that these very
-    weights sampled, are compared with the learner's (gap metrics).
+    old_logprobs the ratio's denominator is the student itself. For rows that these very weights sampled,
+    rollout_logprobs (at the sampling temperature) or plain_logprobs (at 1) are compared with the learner's.
     """
 
     prompt_ids: Ragged
@@ -54,6 +54,7 @@ class UpdateBatch:
     """The session of each row; rows of one session have one number."""
     advantages: Ragged | None = None
     old_logprobs: Ragged | None = None
+    rollout_logprobs: Ragged | None = None
     plain_logprobs: Ragged | None = None
     ref_logprobs: Ragged | None = None
     teachers: TeacherColumns | None = None

@@ -26,6 +26,8 @@ class EstimatorTraits:
     critic: bool = False
     """It estimates advantages from a critic's values."""
     reads: frozenset[str] = frozenset()
+    centred: bool = False
+    """A session's tokens have one advantage, and those of a group's sessions add up to 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +48,9 @@ _CLIPPED = frozenset({"clip_low", "clip_high", "log_ratio_clamp", "entropy"})
 ESTIMATORS: dict[str, EstimatorTraits] = {
     "none": EstimatorTraits(),
     "gae": EstimatorTraits(critic=True, reads=frozenset({"gamma", "lam", "whiten"})),
-    "grpo": EstimatorTraits(compares_groups=True),
-    "dr_grpo": EstimatorTraits(compares_groups=True),
-    "rloo": EstimatorTraits(compares_groups=True),
+    "grpo": EstimatorTraits(compares_groups=True, centred=True),
+    "dr_grpo": EstimatorTraits(compares_groups=True, centred=True),
+    "rloo": EstimatorTraits(compares_groups=True, centred=True),
     "reinforce_pp": EstimatorTraits(reads=frozenset({"gamma"})),
     "reinforce_pp_baseline": EstimatorTraits(compares_groups=True),
     "remax": EstimatorTraits(greedy_baseline=True),

@@ -9,11 +9,14 @@ from practicum.algorithms.advantages.registry import ADVANTAGES
 from practicum.algorithms.advantages.types import AdvantageInputs
 from practicum.algorithms.kl import AdaptiveKl, FixedKl, KlController, token_kl
 from practicum.algorithms.mismatch import MismatchRules, MismatchWeights, mismatch_weights
+from practicum.checks import invariants
+from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.ragged import Column, Ragged
 from practicum.dataplane.stages import Columns, Plan, StepInfo, stage
 from practicum.dataplane.store import Store
 from practicum.learning.update_trace import places_by_rule
+from practicum.recipe.algorithm_traits import estimator_traits
 from practicum.recipe.derived import corrects_mismatch, has_advantage_estimator
 from practicum.recipe.own_parts import find_part
 from practicum.recipe.schema.recipe import Recipe
@@ -31,8 +34,8 @@ def dense_ids(names: list) -> tuple[Tensor, int]:
 class AdvantageRole:
     """Advantages of a batch, and the KL penalty in the reward with its controller."""
 
-    def __init__(self, recipe: Recipe, plan: Plan, store: Store) -> None:
-        self.recipe, self.plan, self.store = recipe, plan, store
+    def __init__(self, recipe: Recipe, plan: Plan, store: Store, watch: Watch) -> None:
+        self.recipe, self.plan, self.store, self.watch = recipe, plan, store, watch
         kl = recipe.algorithm.kl
         self.kl: KlController = (
             FixedKl(kl.coefficient)
@@ -107,11 +110,21 @@ class AdvantageRole:
                 whiten=algorithm.whiten,
             )
         )
+        if algorithm.kl.place != "reward" and not in_reward:
+            self._check(result.advantages_N, columns, step)
         advantages_N = result.advantages_N if after == 1.0 else after * result.advantages_N
         if taught_N is not None:
             advantages_N = advantages_N + taught_N
         returns_N = None if result.returns_N is None else result.returns_N.float()
         return advantages_N.float(), returns_N, stats | result.stats  # a user's may be of another type
+
+    def _check(self, advantages_N: Tensor, columns: Columns, step: StepInfo) -> None:
+        """Compare advantages that are of rewards alone with the rewards in the tags."""
+        centred = estimator_traits(self.recipe.algorithm.advantage).centred
+        if centred and self.watch.looks_at("advantages"):
+            mask = columns.ragged("response_mask")
+            values = Ragged.packed(advantages_N, mask.lengths)
+            self.watch("advantages", invariants.advantages(step.batch.real(), values, mask))
 
     def _weights(self, columns: Columns, mask_N: Tensor, session_N: Tensor) -> MismatchWeights:
         """Weights against the mismatch, and their counts.

@@ -17,6 +17,7 @@ from practicum.recipe.counts import count
 from practicum.recipe.derived import (
     Traits,
     corrects_mismatch,
+    cuts_sampling,
     data_parallel,
     distils_by_loss,
     distils_by_policy,
@@ -65,6 +66,12 @@ def old_source(recipe: Recipe) -> OldSource:
     if algorithm.old_logprobs == "recompute" or several or in_advantages:
         return "old_logprobs"
     return "own"
+
+
+def compares_sampled(recipe: Recipe) -> bool:
+    """Whether engine and learner are compared at the sampling temperature: not if the engine's numbers are
+    those of a distribution that was cut, and at temperature 1 there is no difference."""
+    return recipe.rollout.temperature != 1 and not cuts_sampling(recipe) and not is_supervised(recipe)
 
 
 def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
@@ -223,14 +230,15 @@ def _teacher_writes(recipe: Recipe) -> tuple[str, ...]:
 def _update_reads(recipe: Recipe) -> tuple[str, ...]:
     if is_supervised(recipe):
         return _ROWS
-    reads = [*_ROWS, *(["advantages"] if has_policy_loss(recipe) else []), "plain_logprobs"]
+    reads = [*_ROWS, *(["advantages"] if has_policy_loss(recipe) else [])]
+    reads.append("rollout_logprobs" if compares_sampled(recipe) else "plain_logprobs")
     if _has_ratio(recipe) and old_source(recipe) != "own":
         reads.append(old_source(recipe))
     if recipe.distill is not None:
         reads += _teacher_writes(recipe) if distils_by_loss(recipe) else ("teacher_logprobs",)
     if recipe.algorithm.kl.place == "loss":
         reads.append("ref_logprobs")
-    return tuple(reads)
+    return tuple(dict.fromkeys(reads))
 
 
 def _loss_text(recipe: Recipe) -> str:

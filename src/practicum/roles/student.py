@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
+from practicum.algorithms.aggregation import AGGREGATIONS
 from practicum.checks import invariants
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
@@ -21,6 +25,7 @@ from practicum.learning.packing import RowExtras
 from practicum.learning.update_batch import BatchFacts, UpdateBatch
 from practicum.learning.update_metrics import TeacherSums
 from practicum.recipe.derived import teacher_numbers
+from practicum.recipe.own_parts import find_part
 from practicum.recipe.schema.recipe import Recipe
 from practicum.records.recording_store import record_more, recorder_of
 from practicum.roles.advantages import dense_ids
@@ -33,7 +38,7 @@ from practicum.roles.learner_rows import (
     session_tokens,
     whole_sessions,
 )
-from practicum.roles.stage_table import old_source
+from practicum.roles.stage_table import compares_sampled, old_source
 from practicum.teachers.ledger import TeacherMeasures, pair_of
 
 FRESH_ONLY = ("gap_mean", "gap_max", "gap_k3")
@@ -118,6 +123,9 @@ class StudentRole:
     ) -> tuple[dict[str, Column], UpdateReport]:
         """All optimizer steps on this batch; checks may refuse each before weights change."""
         self._check_masks(batch, columns)
+        steps = self._optimizer_steps(step)
+        epochs = self.recipe.train.epochs
+        self.watch("masks", invariants.passes(step.batch, [one.rows for one in steps], epochs))
         pairs = list(dict.fromkeys(pair_of(tags) for tags in step.batch.real().tags))
         inputs = _StepInputs(batch, columns, extras_of(columns, batch), step, self._facts(step.batch), pairs)
         sums, norms = TeacherSums(), ({}, {})
@@ -125,12 +133,12 @@ class StudentRole:
         reports: list[dict[str, float]] = []
         records = recorder_of(self.store) is not None
         unseen = {key for key, tags in batch if records and tags.recorded}
-        for number, optimizer_step in enumerate(self._optimizer_steps(step), start=1):
+        for number, optimizer_step in enumerate(steps, start=1):
             update = self._update_batch(inputs, optimizer_step, unseen)
             if not reports and len(pairs) > 1 and self._measures_gradients(step.number):
                 norms = self._gradient_norms(update, step.batch, optimizer_step)
-            sampled = sum(step.batch.tags[row].sampled_tokens for row in optimizer_step.rows)
-            self.learner.stepper.before_step = partial(self._check, sampled, fresh=not reports)
+            facts = inputs.facts.select(optimizer_step.rows)
+            self.learner.stepper.before_step = partial(self._check, facts, fresh=not reports)
             try:
                 reports.append(self.learner.update(update))
             finally:  # the numbers of an update that is refused are those that people look for
@@ -200,9 +208,11 @@ class StudentRole:
             return of_teachers, dict(zip(by_domain, of_teachers.values(), strict=True))
         return of_teachers, norms(by_domain)
 
-    def _check(self, sampled: int, metrics: Mapping[str, float], *, fresh: bool) -> None:
+    def _check(self, facts: BatchFacts, metrics: Mapping[str, float], *, fresh: bool) -> None:
         """Refuse an optimizer step whose numbers are not in order; weights are untouched so far."""
-        self.watch("masks", invariants.denominator(metrics.get("tokens"), sampled))
+        self.watch("masks", invariants.denominator(metrics.get("tokens"), sum(facts.sampled_tokens)))
+        expected = total_weight(self.recipe.algorithm.aggregation, facts)
+        self.watch("masks", invariants.loss_weights(self.learner.weight, expected))
         if fresh:
             limit = self.recipe.checks.logprob_gap_max
             self.watch("logprob_gap", invariants.logprob_gap(metrics, limit))
@@ -225,6 +235,7 @@ class StudentRole:
             sessions=own.sessions,
             advantages=column("advantages"),
             old_logprobs=None if self._old == "own" else column(self._old),
+            rollout_logprobs=column("rollout_logprobs") if compares_sampled(self.recipe) else None,
             plain_logprobs=column("plain_logprobs"),
             ref_logprobs=column("ref_logprobs"),
             teachers=self._teachers(inputs.batch, columns, rows),
@@ -249,6 +260,20 @@ class StudentRole:
             topk_logprobs=column("teacher_topk_logprobs"),
             hidden=column("teacher_hidden"),
         )
+
+
+def total_weight(aggregation: str, facts: BatchFacts) -> float:
+    """What the weights of a mini-batch's tokens add up to, by its tags alone."""
+    assert facts.session_tokens is not None
+    whole = dict(zip(facts.sessions, facts.session_tokens, strict=True))
+    tokens = Counter[int]()
+    for session, sampled in zip(facts.sessions, facts.sampled_tokens, strict=True):
+        tokens[session] += sampled
+    present = [session for session, count in tokens.items() if count]
+    tokens_S = torch.tensor([tokens[session] for session in present])
+    divisor = find_part("aggregation", aggregation, AGGREGATIONS)
+    divisor_S = divisor(tokens_S, torch.tensor([whole[session] for session in present]))
+    return float((tokens_S / divisor_S).sum())
 
 
 def mean_metrics(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:

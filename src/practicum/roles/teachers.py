@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -81,6 +82,10 @@ class Teachers:
                 stack.callback(place.close)
 
 
+_ROUNDING = 0.01
+"""Largest |difference| in nats of two logprobs of one token."""
+
+
 class TeacherRole:
     """Scores rows by their teachers, for one rollout at a time."""
 
@@ -125,8 +130,7 @@ class TeacherRole:
             columns = Columns("teachers", self.store.get(batch, self.plan["teachers"].reads))
             rows = self._rows(batch, columns, prompts)
             scores = await score_rows(self.loaded.places[name], rows, self.options)
-            for row, score in zip(rows, scores, strict=True):
-                self._check_ids(name, row, score)
+            self._check(name, rows, scores)
             self.store.put(batch, self._columns(scores), keep_tags=True)
 
     def _own_rows(self, step: StepInfo) -> BatchRef:
@@ -143,12 +147,15 @@ class TeacherRole:
         rows = self._rows(batch, columns, step.prompts)
         scores: dict[int, Scores] = {}
         for name, places in _by_teacher(batch).items():
+            asked = [rows[i] for i in places]
             with (
                 stage_span(self.store, "teachers", step.number, name, len(places)),
                 self.loaded.awake(name),
             ):
-                work = score_rows(self.loaded.places[name], [rows[i] for i in places], self.options)
-                scores.update(zip(places, self._in_time(name, work, len(places)), strict=True))
+                work = score_rows(self.loaded.places[name], asked, self.options)
+                found = self._in_time(name, work, len(places))
+            self._check(name, asked, found)
+            scores.update(zip(places, found, strict=True))
         return self._columns([scores[i] for i in range(len(batch))])
 
     def _in_time(self, name: str, work: Coroutine[Any, Any, list[Scores]], rows: int) -> list[Scores]:
@@ -212,6 +219,26 @@ class TeacherRole:
             {name: s - before_s.get(name, 0.0) for name, s in seconds.items()},
             {name: n - before_w.get(name, 0) for name, n in wakes.items()},
         )
+
+    def _check(self, name: str, rows: Sequence[ScoreRequest], scores: Sequence[Scores]) -> None:
+        for row, score in zip(rows, scores, strict=True):
+            self._check_ids(name, row, score)
+            self._check_positions(name, row, score)
+
+    def _check_positions(self, name: str, row: ScoreRequest, scores: Scores) -> None:
+        """A token has one logprob: as the row's token, and among the most likely ones of its position."""
+        ids_RK, best_RK = scores.topk_ids, scores.topk_logprobs
+        if ids_RK is None or best_RK is None:
+            return
+        own_RK = ids_RK == torch.tensor(row.ids[row.start :]).unsqueeze(1)
+        apart_RK = (best_RK - scores.logprobs.unsqueeze(1)).abs().masked_fill(~own_RK, 0.0)
+        if apart_RK.numel() and not float(apart_RK.max()) <= _ROUNDING:
+            at = int(apart_RK.amax(1).argmax())
+            raise TeacherError(
+                f"teacher {name} gives token {at} of the answer of {row.name} a logprob of "
+                f"{float(scores.logprobs[at]):.4g}, and another one by {float(apart_RK.max()):.3g} among its "
+                "most likely tokens: its scores are not of the tokens that they stand beside"
+            )
 
     def _check_ids(self, name: str, row: ScoreRequest, scores: Scores) -> None:
         """A server may name tokens that the student does not have: it does not know how many count."""

@@ -103,7 +103,7 @@ class TrainRank:
             parallel=parallel,
         )
         self.student = StudentRole(recipe, plan, store, learner, reference, self.watch)
-        self.advantages = AdvantageRole(recipe, plan, store)
+        self.advantages = AdvantageRole(recipe, plan, store, self.watch)
         return {
             "teachers": self.teachers,
             "padding": self.padding,

@@ -92,8 +92,8 @@ class Checkpoints:
         """Steps that have a whole checkpoint, oldest first."""
         if not self.folder.is_dir():
             return []
-        names = (path.name for path in self.folder.iterdir())
-        return sorted(int(name.removeprefix("step-")) for name in names if name.startswith("step-"))
+        whole = (path.name for path in self.folder.iterdir() if is_checkpoint(path))
+        return sorted(int(name.removeprefix("step-")) for name in whole if name.startswith("step-"))
 
     def latest(self, records: Callable[[Progress], str | None] = lambda progress: None) -> Latest:
         """The newest checkpoint whose files are as they were written.

@@ -17,7 +17,7 @@ from rich.console import Console
 from practicum.checks.learning import LearningWatch
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
-from practicum.errors import PracticumError
+from practicum.errors import CheckError, PracticumError
 from practicum.models.load_model import save_tokenizer
 from practicum.observe.progress import ProgressView
 from practicum.observe.tables import ledger_table
@@ -136,12 +136,25 @@ class Trainer:
             self._report(f"checkpoint {step_name(step)} can't be used, {path.name} is: {damage}")
         roles.load(path, self.progress.kl)
         self.runner.buffer.restore(roles.store.batch(TRAIN))
+        self._check_taken_up(path.name)
         set_random_state(torch.load(path / "random.pt", weights_only=True))
         self.folder.rewind(self.progress.positions)
         done = list(self.folder.metrics())
         self.view.recall(done)
         self._to_warn_of += [sentence for row in done for sentence in self.learning.note(row)]
         self.folder.log(f"resumed from {path.name}")
+
+    def _check_taken_up(self, name: str) -> None:
+        """What the run continues with is what the checkpoint says."""
+        kept, stream = self.progress, self.runner.stream
+        for what, found, expected in (
+            ("the next prompt", stream.state_dict()["position"], kept.stream["position"]),
+            ("the weights' version", self.roles.version, kept.version),
+            ("the KL weight", self.roles.kl_state(), kept.kl),
+        ):
+            if found != expected:
+                text = f"{what} is {found} after {name} was read, and {expected} in it"
+                raise CheckError(f"{text}: the checkpoint was not taken up whole")
 
     def _record_changes(self, changes: Sequence[Change]) -> None:
         first = self.progress.step + 1

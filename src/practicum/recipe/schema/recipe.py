@@ -300,6 +300,9 @@ class Checks(Section):
     )
     masks: Level = key("error", "Masks, lengths and loss denominators agree.")
     groups: Level = key("error", "Each group has the sessions it should have.")
+    advantages: Level = key(
+        "error", "Advantages agree with the rewards of their sessions and add up to 0 in each group."
+    )
     teacher_shares: Level = key(
         "warn", "Each teacher has at least a tenth of its target share of the gradient."
     )
