@@ -1,0 +1,101 @@
+"""The engine samples with other weights, or with another model, than the learner has."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from practicum.engines.torch import torch_engine
+from practicum.engines.torch.prompt_cache import CachedSequence, SequenceCache
+from practicum.errors import CheckError, EngineError
+from practicum.models import load_model
+from practicum.models.offloaded_weights import take_weights
+from practicum.roles.make_engine import make_engine
+from practicum.runtime import local
+from practicum.runtime.local import LocalRoles
+
+from .steps import passes, take_steps
+
+Weights = Iterable[tuple[str, Tensor]]
+
+
+@pytest.fixture
+def own_weights(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any, Weights], None]], None]:
+    """Give the engine a model of its own, which takes the learner's weights by this function."""
+
+    def copied(recipe: Any, model: Any, weights: Any) -> Any:
+        return make_engine(recipe, copy.deepcopy(model), weights)
+
+    def use(take: Callable[[Any, Weights], None]) -> None:
+        monkeypatch.setattr(local, "make_engine", copied)
+        monkeypatch.setattr(torch_engine, "take_weights", take)
+
+    return use
+
+
+def test_an_engine_that_keeps_its_old_weights(own_weights: Any):
+    """huggingface/trl#5312: the engine woke from its sleep with weights of before the update."""
+    own_weights(take_weights)
+    assert take_steps("plain")
+    own_weights(lambda model, weights: None)
+    with pytest.raises(CheckError, match=r"check fingerprint: stale .* still has those of before the update"):
+        take_steps("plain")
+
+
+def test_weights_that_arrive_in_part(own_weights: Any):
+    """NovaSky-AI/SkyRL#1680, areal-project/AReaL#1595: some of a model's weights were loaded wrongly or not
+    at all, and rollouts went on with them."""
+
+    def some(model: Any, weights: Weights) -> None:
+        kept = dict(model.named_parameters())
+        take_weights(model, [(name, kept[name] if "layers.1." in name else new) for name, new in weights])
+
+    own_weights(some)
+    with pytest.raises(CheckError, match=r"check fingerprint: stale or corrupt weights"):
+        take_steps("plain")
+
+
+def test_a_sync_that_is_left_out(monkeypatch: pytest.MonkeyPatch):
+    """rllm-org/rllm#291: with one setting of the engine's cache, weights were never sent to it."""
+    assert passes("plain")
+    monkeypatch.setattr(LocalRoles, "sync_weights", lambda roles: None)
+    with pytest.raises(CheckError, match=r"check weight_version: .* the engine missed an update"):
+        take_steps("plain")
+
+
+def test_keys_and_values_that_outlive_an_update(monkeypatch: pytest.MonkeyPatch):
+    """huggingface/trl#3024, vllm-project/vllm#9744, NVIDIA-NeMo/RL#4018: prompts were continued from keys and
+    values of older weights."""
+    assert passes("cached")
+
+    def never(cache: SequenceCache, *_: CachedSequence | int) -> None:
+        pass
+
+    monkeypatch.setattr(SequenceCache, "clear", never)
+    monkeypatch.setattr(SequenceCache, "use", never)
+    with pytest.raises(CheckError, match=r"check logprob_gap: rollout and learner logprobs differ"):
+        take_steps("cached")
+
+
+def test_dropout_that_is_left_on(monkeypatch: pytest.MonkeyPatch):
+    """huggingface/trl#3500: with dropout in the learner's model, the KL to the reference was in the thousands
+    at the first step."""
+    assert passes("gpt2")
+    ready = load_model.ready
+
+    def with_dropout(*args: Any) -> Any:
+        model = ready(*args)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.1
+                module.train()
+        return model
+
+    monkeypatch.setattr(load_model, "ready", with_dropout)
+    with pytest.raises(EngineError, match=r"packed rows differ from the model's own forward pass"):
+        take_steps("gpt2")
