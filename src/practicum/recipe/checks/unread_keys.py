@@ -51,7 +51,7 @@ def _unread(chain: Chain, path: str, outer: Sequence[tuple[str, ReadWhen]]) -> I
     """The keys of a section; `outer` is why the section itself is not read, if it is not."""
     section = chain[-1]
     for name, info in type(section).model_fields.items():
-        here, value = f"{path}{name}", getattr(section, name)
+        here, value = f"{path}{name}", vars(section)[name]  # to look whether a key is read is no read of it
         default = info.get_default(call_default_factory=True, validated_data={})
         rules = [rule for rule in info.metadata if isinstance(rule, ReadWhen)]
         obstacles = [*outer, *((why, rule) for rule in rules if (why := rule.obstacle(chain)))]
