@@ -9,7 +9,8 @@ import practicum
 
 ROOT = Path(practicum.__file__).parent
 RANK = {
-    "errors": 0,
+    "errors": -1,
+    "devices": 0,
     "user_code": 0,
     "concurrency": 1,
     "recipe": 1,

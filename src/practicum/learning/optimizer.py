@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from practicum.devices import has_fused_optimizers
 from practicum.errors import CheckError
 from practicum.learning.parallel import whole
 from practicum.recipe.own_parts import find_part
@@ -64,7 +65,7 @@ def make_adamw(parameters: Iterable[nn.Parameter], train: Train) -> torch.optim.
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    fused = all(p.device.type in ("cpu", "cuda") for p in trained)
+    fused = all(has_fused_optimizers(p.device) for p in trained)
     return torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=train.eps, fused=fused)
 
 

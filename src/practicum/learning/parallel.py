@@ -1,6 +1,6 @@
 """Several learner processes that act as one: weights are sharded over them, gradients are summed.
 
-FSDP2 over torch.distributed: gloo on CPUs, nccl on GPUs. Ranks run the same passes in the same order.
+FSDP2 over torch.distributed. Ranks run the same passes in the same order.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from practicum.devices import collective_backends
 from practicum.errors import EngineError, PracticumError
 
 T = TypeVar("T")
 
 _PAUSE_S = 0.3
 """Between the last barrier and the end of the group: without it gloo aborts the process now and then."""
-_BACKENDS = {"cpu": "cpu:gloo", "cuda": "cpu:gloo,cuda:nccl"}
 _SETTINGS = ("set_reduce_scatter_unused_params", "set_force_sum_reduction_for_comms")
 
 
@@ -55,8 +55,7 @@ class Parallel:
         cls, rank: int, world: int, address: str, port: int, timeout_s: float, device: str = "cpu"
     ) -> Parallel:
         """Meet the other ranks at rank 0's address; waits for them and for each collective `timeout_s`."""
-        if device not in _BACKENDS:
-            raise EngineError(f"data-parallel ranks on {device} are not supported: use cpu or cuda")
+        backends = collective_backends(device)
         lacking = [name for name in _SETTINGS if not hasattr(FSDPModule, name)]
         if lacking:
             raise EngineError(
@@ -65,7 +64,7 @@ class Parallel:
             )
         try:
             dist.init_process_group(
-                _BACKENDS[device],
+                backends,
                 init_method=f"tcp://{address}:{port}",
                 rank=rank,
                 world_size=world,

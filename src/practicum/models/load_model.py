@@ -15,6 +15,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from practicum.devices import pick_device
 from practicum.errors import RecipeError
 from practicum.models import experts
 from practicum.models.attention import prepare_attention
@@ -29,21 +30,6 @@ from practicum.recipe.schema.recipe import MakeModel, Model
 _EXPECTED = "a causal language model in HuggingFace format"
 
 disable_progress_bar()  # loading and saving would draw into our own display
-
-
-def pick_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is one, else the CPU."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise RecipeError(
-            "model.device",
-            name,
-            "a device of this machine",
-            "CUDA is not available: use cpu or auto",
-        )
-    return device
 
 
 def make_model(spec: MakeModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
@@ -102,7 +88,7 @@ def load_model(
         require_model_folder(source, key)
         with must_read(source, key, _EXPECTED):
             model = model_class(read_config(source)).from_pretrained(source, dtype=dtype)
-    return ready(model, pick_device(spec.device))
+    return ready(model, pick_device(spec.device, f"{key.rpartition('.')[0] or 'model'}.device"))
 
 
 def ready(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:

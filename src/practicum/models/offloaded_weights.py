@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
 import torch
 from torch import Tensor
 
+from practicum.devices import empty_cache
 from practicum.errors import EngineError
 
 if TYPE_CHECKING:  # vLLM's process says in its own words what keeps transformers from being imported
@@ -164,7 +165,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 def return_memory(device: torch.device) -> None:
     """Give freed memory back to the system, where the allocator would keep it."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    if device.type != "cpu":
+        empty_cache(device)
     elif sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)

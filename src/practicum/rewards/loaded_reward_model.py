@@ -12,11 +12,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from practicum.devices import pick_device
 from practicum.errors import RecipeError
 from practicum.models.load_model import (
     context_length,
     load_model,
-    pick_device,
     require_model_folder,
     stop_ids,
 )
@@ -135,7 +135,7 @@ def _load_classifier(spec: RewardModel, path: str) -> PreTrainedModel:
             spec.model, dtype=getattr(torch, spec.dtype), output_loading_info=True
         )
     require_trained(path, spec.model, info)
-    return model.to(pick_device(spec.device)).eval()
+    return model.to(pick_device(spec.device, f"{path}.device")).eval()
 
 
 def require_trained(path: str, source: str, info: Any) -> None:

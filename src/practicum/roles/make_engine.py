@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from practicum.devices import describe_device
 from practicum.engines.protocol import Engine
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.engines.vllm.vllm_engine import VllmEngine
@@ -22,12 +23,15 @@ Weights = Iterable[tuple[str, Tensor]]
 
 
 def describe_engines(*parts: Engine | TeacherPlace) -> list[str]:
-    """What there is to say of vLLM's, and warnings: of more threads than the machine has cores, and of a
-    torch engine whose numbers depend on its batch."""
+    """What there is to say of vLLM's, and of devices other than the CPU; and warnings: of more threads than
+    the machine has cores, and of a torch engine whose numbers depend on its batch."""
     told: list[str] = []
+    elsewhere: list[str] = []
     depends: list[str] = []
     at_once = torch.get_num_threads()
     for part in parts:
+        if isinstance(part, TorchEngine) and part.runner.device.type != "cpu":
+            elsewhere.append(describe_device(part.runner.device))
         if isinstance(part, TorchEngine) and not part.runner.invariant:
             kind = f"{part.runner.device.type}, {str(part.runner.model.dtype).removeprefix('torch.')}"
             depends.append(
@@ -45,7 +49,7 @@ def describe_engines(*parts: Engine | TeacherPlace) -> list[str]:
             f"{at_once} threads may work at once on {cores} cores, and slow each other down: lower "
             "runtime.threads or vllm.threads"
         )
-    return told + depends
+    return elsewhere + told + depends
 
 
 def make_engine(recipe: Recipe, model: PreTrainedModel, weights: Callable[[], tuple[Weights, int]]) -> Engine:

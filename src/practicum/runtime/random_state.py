@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from practicum import devices
+
 
 def seed_generators(seed: int) -> None:
     """Start the global generators at the run's seed."""
@@ -23,14 +25,12 @@ def random_state() -> dict[str, Any]:
     """States of Python's, numpy's and torch's global generators, as plain values."""
     name, keys, *rest = np.random.get_state(legacy=True)
     assert isinstance(keys, np.ndarray)
-    state = {
+    return {
         "python": random.getstate(),
         "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest),
         "torch": torch.get_rng_state(),
+        **devices.random_states(),
     }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
 
 
 def set_random_state(state: dict[str, Any]) -> None:
@@ -39,5 +39,4 @@ def set_random_state(state: dict[str, Any]) -> None:
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    devices.set_random_states(state)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 
+from practicum.devices import pick_device
 from practicum.engines.vllm.make_vllm import kv_token_bytes
 from practicum.errors import MissingExtraError, ServeError
 from practicum.models.load_model import require_model_folder
@@ -114,7 +115,7 @@ def resolve(options: ServeOptions) -> Resolved:
     require_model_folder(options.model, "MODEL")
     with must_read(options.model, "MODEL", "a causal language model in HuggingFace format"):
         config = read_config(options.model).get_text_config()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = pick_device("auto").type
     dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
     context = _context(options, getattr(config, "max_position_embeddings", None))
     kv_bytes = _kv_bytes(options, config, context, dtype) if engine == "vllm" and device == "cpu" else 0

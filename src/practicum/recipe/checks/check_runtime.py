@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from practicum.devices import names_one_of_several
 from practicum.errors import RecipeError
 from practicum.recipe.checks.bin_packing import fit
 from practicum.recipe.derived import data_parallel, engine_replicas, on_ray, own_models, own_options
@@ -28,9 +29,9 @@ def _devices(recipe: Recipe) -> Iterator[RecipeError]:
     devices = {"model": recipe.model.device}
     devices |= {path: model.device for path, model in own_models(recipe).items()}
     for path, device in devices.items():
-        if device.startswith("cuda:"):
+        if names_one_of_several(device):
             found, advice = f"{device} with runtime.kind ray", "Ray chooses which GPU a process gets"
-            yield RecipeError(f"{path}.device", found, "auto, cuda or cpu", advice)
+            yield RecipeError(f"{path}.device", found, f"auto, cpu or {device.partition(':')[0]}", advice)
 
 
 def _compile(recipe: Recipe) -> Iterator[RecipeError]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
+from practicum.devices import FORMS as DEVICE_FORMS
+from practicum.devices import is_device_name
 from practicum.errors import RecipeError
 
 _WORD = re.compile(r"[A-Za-z0-9_-]+")
-_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _URL = re.compile(r"https?://[^\s/]\S*")
 _PIECE = re.compile(r"\{\{|\}\}|\{([^{}]+)\}|[{}]")
 
@@ -23,8 +24,8 @@ def check_names(path: str, what: str, names: Iterable[str]) -> Iterator[RecipeEr
 
 def check_device(path: str, device: str) -> Iterator[RecipeError]:
     """A device that torch could have."""
-    if not _DEVICE.fullmatch(device):
-        yield RecipeError(f"{path}.device", repr(device), "auto, cpu, cuda or cuda:N")
+    if not is_device_name(device):
+        yield RecipeError(f"{path}.device", repr(device), DEVICE_FORMS)
 
 
 def check_url(path: str, url: str | None) -> Iterator[RecipeError]:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from practicum.devices import HELP as DEVICE_HELP
 from practicum.recipe.algorithm_traits import ESTIMATORS, estimator_traits
 from practicum.recipe.derived import computes_reward, evaluates, is_supervised
 from practicum.recipe.schema.algorithm_sections import ESTIMATES, Algorithm, CriticSection
@@ -96,7 +97,7 @@ class Model(Section):
     make: MakeModel | None = key(None, "Make a tiny random model instead of loading one from a path.")
     tokenizer: str | None = key(None, "Folder or hub name; the model's own if unset.")
     dtype: Literal["float32", "bfloat16", "float64"] = key("float32", "Number type of the weights.")
-    device: str = key("auto", "cpu, cuda, cuda:N, or auto: CUDA where there is one.")
+    device: str = key("auto", DEVICE_HELP)
 
 
 class RewardFunction(Section):

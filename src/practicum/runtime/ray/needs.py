@@ -11,6 +11,7 @@ from pathlib import Path
 
 from practicum.dataplane.fields import field_bytes
 from practicum.dataplane.stages import Plan
+from practicum.devices import is_accelerator_name
 from practicum.recipe.counts import count
 from practicum.recipe.derived import (
     computes_reward,
@@ -183,7 +184,7 @@ def _has_colocated_reward_models(recipe: Recipe) -> bool:
 
 def uses_gpu(device: str, gpus: bool) -> bool:
     """Whether a model of this device is put on a GPU: auto takes one where the cluster has some."""
-    return device.startswith("cuda") or (device == "auto" and gpus)
+    return is_accelerator_name(device) or (device == "auto" and gpus)
 
 
 def _spread(count: int, pool: Pool) -> Mapping[int, list[int]]:

@@ -94,7 +94,7 @@ def _advice(needs: Needs, short: Sequence[str], started_here: bool) -> Iterator[
         pools = dict.fromkeys(bundle.pool for bundle in needs.bundles)
         yield f"lower {', '.join(_KEYS[pool] for pool in pools)}"
     if "GPUs" in short:
-        yield "without GPUs: set device to cpu or auto where the recipe says cuda"
+        yield "without GPUs: set device to cpu or auto where the recipe names a GPU"
     if "object store" in short:
         yield "lower train.prompts, rollout.samples or rollout.max_new_tokens"
     if not started_here:

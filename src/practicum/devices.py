@@ -1,0 +1,114 @@
+"""Devices by their names: the one place that knows which kinds there are and what is special about each.
+
+Names and their forms need no torch; what asks the machine imports it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from practicum.errors import EngineError, RecipeError
+
+if TYPE_CHECKING:
+    import torch
+
+FORMS = "auto, cpu, cuda, cuda:N, xpu or mps"
+HELP = "cpu, cuda, cuda:N, xpu, mps, or auto: the machine's accelerator, if it has one."
+WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
+"""The environment of a process that is to see none."""
+_FORM = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
+_COLLECTIVES = {"cpu": "cpu:gloo", "cuda": "cpu:gloo,cuda:nccl"}
+FUSED_OPTIMIZERS = ("cpu", "cuda", "xpu", "mps")
+
+
+def is_device_name(name: str) -> bool:
+    """Whether a recipe may say this."""
+    return _FORM.fullmatch(name) is not None
+
+
+def is_accelerator_name(name: str) -> bool:
+    """Whether this names a GPU or the like; `auto` leaves it open."""
+    return name not in ("auto", "cpu")
+
+
+def names_one_of_several(name: str) -> bool:
+    """Whether this names one of a machine's accelerators by its number."""
+    return ":" in name
+
+
+def find_accelerator() -> torch.device | None:
+    """The kind of accelerator that this machine has, if it has one."""
+    import torch
+
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
+def count_gpus() -> int:
+    """Accelerators that a cluster can give out one by one."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def pick_device(name: str, key: str = "model.device") -> torch.device:
+    """The device of a recipe's name; one that this machine does not have is a RecipeError."""
+    import torch
+
+    accelerator = find_accelerator()
+    if name == "auto":
+        return accelerator or torch.device("cpu")
+    device = torch.device(name)
+    if device.type == "cpu":
+        return device
+    if accelerator is None or accelerator.type != device.type:
+        there = "no accelerator" if accelerator is None else f"{accelerator.type} only"
+        advice = f"torch finds {there} here: use cpu or auto"
+        raise RecipeError(key, name, "a device of this machine", advice)
+    if device.index is not None and device.index >= (count := torch.accelerator.device_count()):
+        advice = f"torch finds {count} of them, numbered from 0"
+        raise RecipeError(key, name, "a device of this machine", advice)
+    return device
+
+
+def describe_device(device: torch.device) -> str:
+    """Where the student samples, and what is known of such devices."""
+    tried = "" if device.type == "cuda" else "; practicum was never tried on such a device"
+    return f"the student samples on {device}{tried}"
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give memory that torch keeps for later back to the device."""
+    import torch
+
+    if device.type in ("cuda", "xpu", "mps"):
+        torch.accelerator.empty_cache()
+
+
+def has_fused_optimizers(device: torch.device) -> bool:
+    """Whether torch's optimizers have one kernel for all of a parameter's step there."""
+    return device.type in FUSED_OPTIMIZERS
+
+
+def collective_backends(device: str) -> str:
+    """What carries sums over ranks for tensors of this device and of the CPU."""
+    if device not in _COLLECTIVES:
+        raise EngineError(
+            f"data-parallel ranks on {device} are not supported: use {' or '.join(_COLLECTIVES)}"
+        )
+    return _COLLECTIVES[device]
+
+
+def random_states() -> dict[str, Any]:
+    """States of the accelerators' global generators, by the kind of device."""
+    import torch
+
+    return {"cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_available() else {}
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Continue drawing where `random_states` was taken, on devices that are here."""
+    import torch
+
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["cuda"])
