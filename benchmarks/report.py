@@ -11,6 +11,7 @@ from benchmarks import report_forecast as forecasts
 from benchmarks import report_scale as scale
 from benchmarks import report_sessions as sessions
 from benchmarks import report_teachers as teachers
+from benchmarks import report_view as view
 from benchmarks.harness import HERE, RESULTS, medians, paired_ratio, spread
 from benchmarks.tables import busy, faster, table, where
 
@@ -112,6 +113,7 @@ SECTIONS = (
     *(sessions.sessions, sessions.padding_cost, sessions.balance),
     *(scale.data_plane, scale.routed_step, scale.store_keys, scale.ray_step, scale.controller_memory),
     forecasts.forecast,
+    view.view_page,
 )
 """In the report's order; each is named as its file in results/."""
 

@@ -41,16 +41,16 @@ def fired(teachers: bool = False, /, **columns: list[float]) -> dict[str, str]:
 def test_a_file_is_read_on_as_it_grows_and_again_after_it_was_cut(tmp_path: Path):
     run = write_run(tmp_path / "run", [{"step": step, "a": step} for step in (1, 2)])
     view = RunView(run, "run")
-    view.refresh()
+    view.refresh("metrics")
     assert view.metrics.steps == [1, 2]
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "a": 3}\n{"step": 4, "a"')
-    view.refresh()
+    view.refresh("metrics")
     assert view.metrics.steps == [1, 2, 3]
     size = len('{"step": 1, "a": 1}\n')
     (run / "metrics.jsonl").write_bytes((run / "metrics.jsonl").read_bytes()[:size])
     append_lines(run / "metrics.jsonl", [{"step": step, "a": -step} for step in (2, 3, 4, 5)])
-    view.refresh()
+    view.refresh("metrics")
     assert view.metrics.column("a") == ([1, 2, 3, 4, 5], [1, -2, -3, -4, -5])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -119,6 +120,12 @@ def test_the_page_may_load_nothing_from_elsewhere(address: str):
         assert "http://" not in text.replace("http://www.w3.org/2000/svg", ""), name
 
 
+def test_all_modules_are_loaded_at_once():
+    page = (STATIC / "index.html").read_text(encoding="utf-8")
+    own = {file.name for file in STATIC.iterdir() if file.name.endswith(".js")} - {"main.js"}
+    assert set(re.findall(r'modulepreload" href="static/([\w.]+)"', page)) == own
+
+
 def test_uplot_comes_with_its_licence():
     assert "MIT" in (STATIC / "uplot" / "LICENSE").read_text(encoding="utf-8")
 
@@ -215,8 +222,8 @@ def test_the_page_beside_a_training_waits_for_the_run_and_ends_with_it(tmp_path:
     with view_beside([tmp_path / "later"]) as url:
         port = int(url.split(":")[2].split("/")[0])
         token = url.partition("token=")[2]
-        infos = json.loads(ask(f"http://127.0.0.1:{port}/api/runs", token)[1])
-        assert infos[0]["state"]["kind"] == "waiting"
+        info = json.loads(ask(f"http://127.0.0.1:{port}/api/run/later", token)[1])
+        assert info["state"]["kind"] == "waiting"
         write_run(tmp_path / "later", [{"step": 1, "a": 1.0}])
         assert json.loads(ask(f"http://127.0.0.1:{port}/api/run/later", token)[1])["step"] == 1
     assert not is_open(port)

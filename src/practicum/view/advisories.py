@@ -63,8 +63,8 @@ def advisories(evidence: Evidence) -> list[Advisory]:
 def checks_fired(evidence: Evidence) -> Iterator[Advisory]:
     """A check that is set to warn has fired in the newest step."""
     newest = evidence.metrics.steps[-1] if evidence.metrics.steps else 0
-    for name in evidence.metrics.names:
-        if name.startswith("checks/") and (count := evidence.metrics.at(newest).get(name, 0)) > 0:
+    for name, count in evidence.metrics.at(newest).items():
+        if name.startswith("checks/") and count > 0:
             check = name.removeprefix("checks/")
             yield Advisory(
                 "alarm",

@@ -34,7 +34,7 @@ def export_page(runs: Sequence[RunView], path: Path) -> str:
     """Write the file; the sentence says how large it is and what was left out."""
     if path.is_dir():
         raise PracticumError(f"--export {path}: is a folder, expected the name of a file, such as run.html")
-    answers: dict[str, Any] = {"api/runs": [run.info() for run in runs]}
+    answers: dict[str, Any] = {"api/runs": [run.label() for run in runs]}
     left: list[str] = []
     room = TOKENS_BYTES
     for run in runs:
@@ -72,6 +72,7 @@ def _add_run(run: RunView, answers: dict[str, Any], left: list[str], room: int) 
 def _add_sessions(
     run: RunView, kind: str, base: str, answers: dict[str, Any], left: list[str], room: int
 ) -> int:
+    run.refresh(kind)
     table = run.sessions[kind]
     first = max(0, len(table) - SESSIONS)
     rows = table.after(first)

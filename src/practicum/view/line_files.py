@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 Taker = Callable[[dict[str, Any], int, int], None]
 """Takes a line's mapping, its position in the file and its length in bytes."""
-CHUNK = 1 << 24
+CHUNK, TAIL = 1 << 24, 1 << 20
+"""Bytes that are read at once, and of a file's end."""
 
 
 class LineFile:
@@ -84,3 +86,23 @@ class LineFile:
         with self.path.open("rb") as file:
             file.seek(position)
             return json.loads(file.read(length))
+
+
+def last_rows(path: Path) -> list[dict[str, Any]]:
+    """The whole JSON lines at the end of a file, without reading the rest."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL))
+            lines = file.read(TAIL).split(b"\n")
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in lines[1 if size > TAIL else 0 : -1]:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # `LineFile` counts it
+        if isinstance(row, dict):
+            found.append(row)
+    return found

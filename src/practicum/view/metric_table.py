@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ class MetricTable:
         """All metrics of one step; step 0 is the evaluation before training."""
         found = {}
         for name, (steps, values) in self._columns.items():
-            place = np.searchsorted(steps, step)
+            place = bisect_left(steps, step)
             if place < len(steps) and steps[place] == step:
                 found[name] = values[place]
         return found

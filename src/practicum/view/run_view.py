@@ -16,11 +16,11 @@ import yaml
 from practicum.records.read_record import Record
 from practicum.view.advisories import Evidence, advisories, gradient_shares
 from practicum.view.expected_band import expected_band
-from practicum.view.line_files import LineFile
+from practicum.view.line_files import LineFile, last_rows
 from practicum.view.metric_table import POINTS, MetricTable
 from practicum.view.recorded_pages import session_rows, step_page, token_page, trajectory_tree
 from practicum.view.run_state import read_versions, run_state, version_problem
-from practicum.view.session_table import SessionTable
+from practicum.view.session_table import SessionTable, group_of
 from practicum.view.token_texts import TokenTexts, tokenizer_file
 
 LOG_BYTES = 400_000
@@ -29,6 +29,9 @@ PREVIEW = 400
 """Characters of an answer in a table."""
 RECENT = 20
 """Steps whose mean duration tells how long the rest will take."""
+TIMED = 200
+"""Steps whose times a forecast is compared with."""
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 LEVELS = ("error", "warn", "off")
 
 
@@ -42,6 +45,7 @@ class RunView:
         self.lock = threading.RLock()
         self._record: Record | None = None
         self._token_texts: TokenTexts | None = None
+        self._recipe: tuple[Any, dict[str, Any]] = (None, {})
         self._files = {
             "metrics": LineFile(
                 path / "metrics.jsonl", lambda row, *_: self.metrics.add(row), self.metrics.clear
@@ -50,11 +54,11 @@ class RunView:
         for kind, table in self.sessions.items():
             self._files[kind] = LineFile(path / f"{kind}.jsonl", table.add, table.clear)
 
-    def refresh(self) -> None:
-        """Read what was written since the last call."""
+    def refresh(self, *kinds: str) -> None:
+        """Read what was written since the last call: of metrics.jsonl, samples.jsonl or eval.jsonl."""
         with self.lock:
-            for file in self._files.values():
-                file.refresh()
+            for kind in kinds:
+                self._files[kind].refresh()
 
     def stamp(self) -> list[Any]:
         """Changes whenever something of the run has changed; costs a few looks at files."""
@@ -62,17 +66,19 @@ class RunView:
         record = sorted((self.path / "record").glob("*.jsonl"))
         return [_size_and_time(path) for path in (*(self.path / name for name in names), *record)]
 
+    def label(self) -> dict[str, Any]:
+        """What a list of runs says of this one; reads no metrics."""
+        name = str(self.recipe().get("name") or self.path.name)
+        return {"id": self.id, "name": name, "path": str(self.path)}
+
     def info(self) -> dict[str, Any]:
-        """What the page needs before anything else."""
-        self.refresh()
+        """What the page needs of the run that it shows before anything else."""
+        self.refresh("metrics")
         versions, recipe = read_versions(self.path), self.recipe()
         state = run_state(self.path, versions)
         first = self.metrics.at(0)
         band = expected_band(recipe.get("expected"), first)
-        return {
-            "id": self.id,
-            "name": str(recipe.get("name") or self.path.name),
-            "path": str(self.path),
+        return self.label() | {
             "state": asdict(state),
             "problems": self.problems(versions),
             "step": self.metrics.steps[-1] if self.metrics.steps else 0,
@@ -85,18 +91,20 @@ class RunView:
             "teachers": self._named("teacher"),
             "expected": {"text": recipe.get("expected"), "band": None if band is None else asdict(band)},
             "advisories": [asdict(advisory) for advisory in self.advisories(recipe)],
-            "counts": {kind: len(table) for kind, table in self.sessions.items()},
-            "generations": {kind: file.generation for kind, file in self._files.items()},
             "record": str(_get(recipe, "track.record") or ""),
         }
 
     def recipe(self) -> dict[str, Any]:
         """The resolved recipe as plain data; nothing if it is not there yet or can't be read."""
-        try:
-            found = yaml.safe_load((self.path / "recipe.yaml").read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        path = self.path / "recipe.yaml"
+        stamp = _size_and_time(path)
+        if stamp != self._recipe[0]:
+            try:
+                found = yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER)
+            except (OSError, ValueError, yaml.YAMLError):
+                found = None
+            self._recipe = stamp, found if isinstance(found, dict) else {}
+        return self._recipe[1]
 
     def problems(self, versions: Mapping[str, Any]) -> list[str]:
         """What of the folder can't be shown, a sentence each."""
@@ -140,12 +148,8 @@ class RunView:
 
     def advisories(self, recipe: Mapping[str, Any]) -> list[Any]:
         """What to look at next."""
-        table = self.sessions["samples"]
-        newest = table.columns["step"][-1] if len(table) else None
-        rows = [
-            row for row in range(max(0, len(table) - 512), len(table)) if table.columns["step"][row] == newest
-        ]
-        answers = [self._line("samples", row) for row in rows]
+        newest = last_rows(self.path / "samples.jsonl")
+        answers = [row for row in newest if row.get("step") == newest[-1].get("step")]
         lines = [line["text"] for line in self.log()["lines"]]
         said = [text.removeprefix("warning: ") for text in lines if text.startswith("warning: ")]
         return advisories(Evidence(self.metrics, recipe, answers, list(dict.fromkeys(said))[-3:]))
@@ -154,13 +158,13 @@ class RunView:
         self, names: Sequence[str], first: int | None = None, last: int | None = None, points: int = POINTS
     ) -> dict[str, Any]:
         """Curves by name."""
-        self.refresh()
+        self.refresh("metrics")
         with self.lock:
             return {name: self.metrics.series(name, first, last, points) for name in names}
 
     def rows(self, kind: str, after: int = 0) -> dict[str, Any]:
         """Recorded sessions from a row on, in columns."""
-        self.refresh()
+        self.refresh(kind)
         with self.lock:
             found = self.sessions[kind].after(after)
             return found | {"generation": self._files[kind].generation}
@@ -178,15 +182,14 @@ class RunView:
 
     def group(self, kind: str, step: int, prompt: int) -> list[dict[str, Any]]:
         """The sessions of a group, whole."""
-        self.refresh()
+        self.refresh(kind)
         with self.lock:
             return [self._line(kind, row) for row in self.sessions[kind].group(step, prompt)]
 
     def newest_group(self) -> list[dict[str, Any]]:
         """The group that was recorded last."""
-        self.refresh()
-        with self.lock:
-            return [self._line("samples", row) for row in self.sessions["samples"].newest_group]
+        rows = last_rows(self.path / "samples.jsonl")
+        return [row for row in rows if group_of(row) == group_of(rows[-1])]
 
     def record(self) -> Record | None:
         """The run's record, with what was added since; None before the run has begun."""
@@ -201,7 +204,7 @@ class RunView:
 
     def session(self, kind: str, step: int, prompt: int, session: int) -> dict[str, Any]:
         """A session as people read it, its trajectories, and its neighbours in the table."""
-        self.refresh()
+        self.refresh(kind)
         record = self.record() if kind == "samples" else None
         with self.lock:
             table = self.sessions[kind]
@@ -223,7 +226,7 @@ class RunView:
 
     def step(self, step: int) -> dict[str, Any]:
         """The stages of a step, its plan and its metrics."""
-        self.refresh()
+        self.refresh("metrics")
         record = self.record()
         with self.lock:
             steps = [number for number in self.metrics.steps if number > 0]
@@ -234,13 +237,10 @@ class RunView:
 
     def forecast(self) -> dict[str, Any]:
         """Seconds of the stages as forecast and as measured."""
-        self.refresh()
+        self.refresh("metrics")
+        prompts = [row.get("prompt_tokens") for row in last_rows(self.path / "samples.jsonl")]
         with self.lock:
-            prompts = [
-                self._line("samples", row).get("prompt_tokens")
-                for row in range(min(64, len(self.sessions["samples"])))
-            ]
-            rows = [self.metrics.at(step) for step in self.metrics.steps[-200:]]
+            rows = [self.metrics.at(step) for step in self.metrics.steps[-TIMED:]]
         known = [tokens for tokens in prompts if tokens]
         if not known:
             return {"sentence": "No forecast: it takes the lengths of prompts from recorded answers."}
@@ -264,7 +264,7 @@ class RunView:
 
     def teachers(self) -> dict[str, Any]:
         """Targets of shares, and the scores of teachers and student by domain, as far as they are known."""
-        self.refresh()
+        self.refresh("metrics")
         recipe = self.recipe()
         shares = gradient_shares(self.metrics, recipe)
         return {

@@ -123,6 +123,7 @@ def serve_runs(
     token = secrets.token_urlsafe(16)
     bound = listen(port)
     url = address(bound, token)
+    threading.Thread(target=runs[0].info, name="first look", daemon=True).start()
     names = runs[0].id if len(runs) == 1 else f"{len(runs)} runs"
     say(f"{names} at {url}\nCtrl-C ends it")
     if open_browser:

@@ -28,10 +28,10 @@ class SessionTable:
         self._groups: dict[tuple[int, int], list[int]] = {}
 
     def add(self, row: Mapping[str, Any], position: int, length: int) -> None:
-        """One line; runs of other versions call some keys otherwise."""
-        group = row.get("group", row.get("prompt_uid", 0))
+        """One line."""
+        step, group = group_of(row)
         numbers = {
-            "step": row.get("step", 0),
+            "step": step,
             "prompt": group,
             "session": row.get("session", 0),
             "reward": row.get("reward"),
@@ -48,7 +48,7 @@ class SessionTable:
         for name, text in texts.items():
             words = self.words[name]
             self.columns[name].append(words.setdefault(text, len(words)))
-        key = (numbers["step"], group, numbers["session"])
+        key = (step, group, numbers["session"])
         self._by_key[key] = len(self.places)
         self._groups.setdefault(key[:2], []).append(len(self.places))
         self.places.append((position, length))
@@ -70,7 +70,7 @@ class SessionTable:
         """Numbers of the rows of a group."""
         return self._groups.get((step, prompt), [])
 
-    @property
-    def newest_group(self) -> list[int]:
-        """The rows of the group that was recorded last."""
-        return next(reversed(self._groups.values()), [])
+
+def group_of(row: Mapping[str, Any]) -> tuple[int, int]:
+    """Step and prompt of a line; earlier versions of practicum call the prompt otherwise."""
+    return row.get("step", 0), row.get("group", row.get("prompt_uid", 0))

@@ -118,7 +118,7 @@ def make_app(runs: Sequence[RunView], token: str, is_ending: Callable[[], bool])
         return endpoint
 
     async def run_list(_: Request) -> Response:
-        return await _answered(lambda: [run.info() for run in runs])
+        return await _answered(lambda: [run.label() for run in runs])
 
     async def diff(request: Request) -> Response:
         pair = [by_id.get(request.query_params.get(side, "")) for side in ("a", "b")]

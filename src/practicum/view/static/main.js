@@ -61,6 +61,12 @@ async function show() {
     return replace(pane, empty(`No run “${wrong}” is open here.`, `Open are: ${[...runs.keys()].join(", ")}`));
   }
   place = next;
+  try {
+    await Promise.all(context.compared().filter((id) => !runs.get(id).state).map(async (id) => remember(await askRun(id))));
+  } catch (error) {
+    return replace(pane, empty(error.message));
+  }
+  if (number !== showing) return;
   drawFrame(place);
   await paint(number);
 }
@@ -90,7 +96,7 @@ function drawFrame(at) {
   const info = runs.get(at.run);
   document.title = info ? `${info.name} · practicum` : "practicum";
   replace(header, h("a", { class: "brand", href: "#/" }, "practicum"), runChoice(at), h("span", { class: "gap" }),
-    info && facts(info), themeButton());
+    info?.state && facts(info), themeButton());
   const active = TAB_OF[at.pane] ?? at.pane;
   replace(tabs, PANES.map((name) => h("a", {
     href: address({ run: at.run, pane: name, query: at.query.with ? { with: at.query.with } : {} }),
@@ -136,7 +142,7 @@ function drawNotices(info) {
   const sentences = [];
   if (!online) sentences.push(["lost", "practicum view has ended. What is shown stays; start it again for more."]);
   if (isExport) sentences.push(["plain", exportNote]);
-  if (info && ["died", "lost"].includes(info.state.kind)) sentences.push(["died", info.state.sentence]);
+  if (["died", "lost"].includes(info?.state?.kind)) sentences.push(["died", info.state.sentence]);
   for (const sentence of info?.problems ?? []) sentences.push(["plain", sentence]);
   replace(notices, sentences.filter(([, text]) => text).map(([kind, text]) => h("p", { class: `notice ${kind}` }, text)));
 }
@@ -205,17 +211,17 @@ async function heard(id) {
 
 async function refresh(id) {
   waiting.delete(id);
+  if (!place || !runs.get(id)?.state) return;
   try {
     remember(await askRun(id));
   } catch { return; }
-  if (!place) return show();
   drawFrame(place);
   if (context.compared().includes(id)) await current?.result?.update?.();
 }
 
 function remember(info) {
   runs.set(info.id, info);
-  know([...info.teachers, ...info.domains]);
+  if (info.state) know([...info.teachers, ...info.domains]);
 }
 
 async function start() {

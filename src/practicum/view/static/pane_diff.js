@@ -14,7 +14,8 @@ export async function show(place, node, context) {
   const choice = h("select", { "aria-label": "Compare with", onchange: () => context.change({ with: choice.value }) }, others.map((info) => h("option", { value: info.id, selected: info.id === chosen }, `${info.name} · ${info.id}`)));
   node.append(h("div", { class: "tools" }, h("b", {}, place.run), " against ", choice, h("button", { onclick: () => go({ ...place, run: chosen, query: { with: place.run } }) }, "⇄")));
   const found = await ask(`api/diff?${new URLSearchParams({ a: place.run, b: chosen })}`);
-  node.append(h("p", { class: `verdict ${found.equal ? "good" : "bad"}` }, found.sentence), first(found, place, chosen), ...found.notes.map((note) => h("p", { class: "muted" }, note)), keys(found, place.run, chosen));
+  node.append(h("div", {}, h("p", { class: `verdict ${found.equal ? "good" : "bad"}` }, found.sentence), first(found, place, chosen),
+    found.notes.map((note) => h("p", { class: "muted" }, note)), keys(found, place.run, chosen)));
   return {};
 }
 

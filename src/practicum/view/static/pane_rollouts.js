@@ -78,7 +78,8 @@ export async function show(place, node, context) {
   }
 
   function histogramOf(name, title) {
-    const found = histogram(table.columns[name], select(table, { ...at.query, sort: "" }, name));
+    const counted = at.query[name] ? select(table, { ...at.query, sort: "" }, name) : rows;
+    const found = histogram(table.columns[name], counted);
     return found && drawHistogram(found, title, at.query[name], (bin) => context.change({ [name]: bin }));
   }
 

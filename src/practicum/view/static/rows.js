@@ -59,21 +59,21 @@ function between(column, text) {
   return (row) => column[row] !== null && column[row] >= low && column[row] <= high;
 }
 
+// Rows in the order of a column; rows without a value come last, equal ones stay as they were.
 function sorted(table, rows, sort) {
   const down = sort.startsWith("-");
   const name = down ? sort.slice(1) : sort;
   const column = table.columns[name];
   if (!column) return rows;
   const words = table.words[name];
-  const value = words ? (row) => words[column[row]] : (row) => column[row];
+  const ranks = words && [...words].sort();
   const sign = down ? -1 : 1;
-  return rows.sort((a, b) => {
-    const [one, other] = [value(a), value(b)];
-    if (one === other) return a - b;
-    if (one === null || one === undefined) return 1;
-    if (other === null || other === undefined) return -1;
-    return (one < other ? -1 : 1) * sign;
-  });
+  const keys = new Float64Array(table.total);
+  for (const row of rows) {
+    const value = ranks ? ranks.indexOf(words[column[row]]) : column[row];
+    keys[row] = value === null || value === undefined ? Infinity : sign * value;
+  }
+  return rows.sort((a, b) => (keys[a] < keys[b] ? -1 : keys[a] > keys[b] ? 1 : a - b));
 }
 
 const groupKey = (columns, row) => columns.step[row] * 1e9 + columns.prompt[row];
