@@ -211,9 +211,10 @@ def test_where_the_kernel_refuses_it_its_words_are_shown(monkeypatch: pytest.Mon
     refused.write_text("#!/bin/sh\necho bwrap: setting up uid map: Permission denied >&2\nexit 1\n")
     refused.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert "does not run here: bwrap: setting up uid map: Permission denied" in refusal(
-        ToolSection(use="python")
-    )
+    said = refusal(ToolSection(use="python"))
+    assert "allow user namespaces" in said
+    assert "apt-get" not in said
+    assert "does not run here: bwrap: setting up uid map: Permission denied" in said
 
 
 def test_isolation_process_is_warned_about():

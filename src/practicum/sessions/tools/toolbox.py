@@ -10,7 +10,7 @@ from typing import Any
 from practicum.errors import RecipeError
 from practicum.recipe.own_parts import find_function
 from practicum.recipe.schema.rollout_sections import ToolSection as ToolSpec
-from practicum.sessions.tools.bubblewrap import INSTALL
+from practicum.sessions.tools.bubblewrap import INSTALL, find_bubblewrap
 from practicum.sessions.tools.calculator import CALCULATOR
 from practicum.sessions.tools.python_tool import isolation_problem, python_tool
 from practicum.sessions.tools.tool import Tool, ToolError
@@ -84,13 +84,16 @@ def require_isolation(specs: Sequence[ToolSpec]) -> None:
     """Programs of the Python tool can be isolated on this machine as they are to be, or a RecipeError."""
     for n, spec in enumerate(specs):
         if spec.use == "python" and (problem := isolation_problem(spec.isolation)):
+            installed = find_bubblewrap() is not None
+            fix = (
+                "allow user namespaces in the container or kernel" if installed else f"install it: {INSTALL}"
+            )
             raise RecipeError(
                 f"agent.tools[{n}].isolation",
                 f"{spec.isolation}, which does not run here: {problem}",
                 "bubblewrap that runs programs of the tool python",
-                f"install it: {INSTALL}; in a container that forbids it, allow user namespaces. Without it, "
-                "set {use: python, isolation: process}: the program then runs with your rights, behind a "
-                "guard that it may get round",
+                f"{fix}. Without it, set {{use: python, isolation: process}}: the program then runs with "
+                "your rights, behind a guard that it may get round",
             )
 
 
