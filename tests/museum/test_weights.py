@@ -55,6 +55,8 @@ def test_weights_that_arrive_in_part(own_weights: Any):
         kept = dict(model.named_parameters())
         take_weights(model, [(name, kept[name] if "layers.1." in name else new) for name, new in weights])
 
+    own_weights(take_weights)
+    assert take_steps("plain")
     own_weights(some)
     with pytest.raises(CheckError, match=r"check fingerprint: stale or corrupt weights"):
         take_steps("plain")

@@ -76,11 +76,12 @@ def rows_of(session: Played, split: bool) -> list[list[Turn]]:
 
 def advantages(asked: Recipe, played: list[Played], numbers: Tensor, *, split: bool) -> dict[str, Tensor]:
     """Columns of all sampled tokens, session by session; `numbers` are the models' of each."""
-    keys, masks, rewards = [], [], []
+    keys, tags, masks, rewards = [], [], [], []
     for index, session in enumerate(played):
         rows = rows_of(session, split)
         for number, row in enumerate(rows):
             keys.append(Key(session.prompt, index, number))
+            tags.append(Tags(reward=session.reward))
             mask = [flag for t in row for flag in (*[False] * t.given, *[True] * t.sampled)]
             masks.append(torch.tensor(mask))
             rewards.append(session.reward if number == len(rows) - 1 else 0.0)
@@ -95,7 +96,7 @@ def advantages(asked: Recipe, played: list[Played], numbers: Tensor, *, split: b
     for name, values in zip(("old_logprobs", "ref_logprobs", "values"), spread, strict=True):
         columns[name] = Ragged.packed(values, mask.lengths)
     store = MemoryStore()
-    batch = BatchRef("train", tuple(keys), tuple(Tags() for _ in keys))
+    batch = BatchRef("train", tuple(keys), tuple(tags))
     store.put(batch, columns)
     baselines = {session.prompt: 0.25 for session in played} if asked.algorithm.advantage == "remax" else {}
     plan = make_plan(asked)
@@ -131,3 +132,18 @@ def test_a_reward_counts_once_however_many_trajectories_a_session_left():
     ]
     got = advantages(recipe("dr_grpo", "off"), played, torch.zeros(3, 4), split=True)
     assert got["advantages"].tolist() == [0.5, 0.5, 0.5, -0.5]
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo"])
+@settings(max_examples=25)
+@given(
+    offset=st.sampled_from([0.0, -3.0, 100.0, 1e4, -1e6]),
+    scale=st.sampled_from([1e-6, 1e-3, 0.02, 1.0, 50.0, 1e6]),
+    rewards=st.lists(st.tuples(st.integers(0, 2), st.floats(-1, 1, width=32)), min_size=1, max_size=12),
+)
+def test_the_check_of_advantages_is_silent_on_any_rewards(
+    advantage: str, offset: float, scale: float, rewards: list[tuple[int, float]]
+):
+    turns = (Turn(1, 2, False), Turn(1, 1, True))
+    played = [Played(prompt, offset + scale * number, turns) for prompt, number in sorted(rewards)]
+    assert advantages(recipe(advantage, "off"), played, torch.zeros(3, 3 * len(played)), split=True)

@@ -21,6 +21,8 @@ _EVEN = 1e-3
 """How far from 0 the advantages of a group may add up to, as a fraction of their sizes."""
 _EQUAL = 1e-5
 """Rewards that differ by less, as a fraction of the largest, count as equal."""
+_SINGLE = 1e-6
+"""How far off a mean in single precision may be, as a fraction of the largest number."""
 
 
 def weight_version(fresh: BatchRef, version: int) -> str | None:
@@ -153,7 +155,8 @@ def advantages(batch: BatchRef, values: Ragged, mask: Ragged) -> str | None:
 def _group(prompt: int, sessions: Mapping[int, tuple[float, float, float]]) -> str | None:
     """What is wrong with the advantages of a group: reward, summed advantage and tokens of each session."""
     rewards = [reward for reward, _, _ in sessions.values()]
-    mean, least = sum(rewards) / len(rewards), _EQUAL * max(1.0, *map(abs, rewards))
+    mean, largest = sum(rewards) / len(rewards), max(1.0, *map(abs, rewards))
+    least = _EQUAL * largest
     each = {session: total / tokens for session, (_, total, tokens) in sessions.items()}
     for (session, value), reward in zip(each.items(), rewards, strict=True):
         apart = reward - mean
@@ -164,7 +167,10 @@ def _group(prompt: int, sessions: Mapping[int, tuple[float, float, float]]) -> s
                 "rewards"
             )
     total, size = sum(each.values()), sum(map(abs, each.values()))
-    if abs(total) <= _EVEN * size:
+    spread = sum(abs(reward - mean) for reward in rewards)
+    # A mean of large rewards that differ by little is rounded by much of what they differ by.
+    rounding = _SINGLE * largest * len(rewards) / spread if spread else 0.0
+    if abs(total) <= (_EVEN + rounding) * size:
         return None
     return (
         f"the advantages of prompt {prompt}'s {len(each)} sessions add up to {total:.4g}, expected 0: the "
