@@ -38,6 +38,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "thinned": {"agent": {"loop": "tests.museum.loops:one_is_left"}},
     "small": {"train": BASE["train"] | {"microbatch_tokens": 24}},
     "old": {"algorithm": {"old_logprobs": "recompute"}},
+    "kl": {"algorithm": {"kl": {"place": "loss"}}},
     "padded": {"train": BASE["train"] | {"minibatch_rows": 3}},
     "gpt2": {"model": {"make": {"family": "gpt2", "hidden": 32, "layers": 2, "heads": 2, "context": 64}}},
     "late": {"rollout": BASE["rollout"] | {"deadline_s": 1.0}},

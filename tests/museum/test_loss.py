@@ -130,8 +130,8 @@ def test_a_ratio_to_a_distribution_that_was_cut(tmp_path: Any, monkeypatch: pyte
 
 
 def test_a_kl_whose_gradient_does_not_know_the_reference(tmp_path: Any):
-    """OpenRLHF/OpenRLHF#1309, allenai/open-instruct#534: the gradient of k1 as a loss is 0 on average, and
-    the penalty held nothing back."""
+    """OpenRLHF/OpenRLHF#1309, NVIDIA-NeMo/RL#2506, allenai/open-instruct#534: the gradient of k1 as a loss is
+    0 on average, and the penalty held nothing back."""
     loss = {"kl": {"place": "loss", "estimator": "k1"}}
     assert tiny(tmp_path, algorithm={"kl": loss["kl"] | {"estimator": "k2"}})
     with pytest.raises(RecipeErrors, match=r"algorithm.kl.estimator: found k1 with algorithm.kl.place loss"):

@@ -13,9 +13,11 @@ from torch import Tensor
 from practicum.engines.torch import torch_engine
 from practicum.engines.torch.prompt_cache import CachedSequence, SequenceCache
 from practicum.errors import CheckError, EngineError
+from practicum.learning.logprobs import LogprobScorer
 from practicum.models import load_model
 from practicum.models.offloaded_weights import take_weights
 from practicum.roles.make_engine import make_engine
+from practicum.roles.student import StudentRole
 from practicum.runtime import local
 from practicum.runtime.local import LocalRoles
 
@@ -82,6 +84,21 @@ def test_keys_and_values_that_outlive_an_update(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(SequenceCache, "use", never)
     with pytest.raises(CheckError, match=r"check logprob_gap: rollout and learner logprobs differ"):
         take_steps("cached")
+
+
+def test_a_reference_that_takes_the_place_of_the_student(monkeypatch: pytest.MonkeyPatch):
+    """THUDM/slime#774: with a reference, the ratio of the first update was not 1: student and reference took
+    turns in one model."""
+    assert passes("kl")
+    logprobs = StudentRole._logprobs
+
+    def left_in_place(role: StudentRole, scorer: LogprobScorer, *rows: Any) -> Any:
+        take_weights(role.learner.model, scorer.trunk.model.named_parameters())
+        return logprobs(role, scorer, *rows)
+
+    monkeypatch.setattr(StudentRole, "_logprobs", left_in_place)
+    with pytest.raises(CheckError, match=r"check logprob_gap: rollout and learner logprobs differ"):
+        take_steps("kl")
 
 
 def test_dropout_that_is_left_on(monkeypatch: pytest.MonkeyPatch):
