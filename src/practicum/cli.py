@@ -52,7 +52,7 @@ app = typer.Typer(
     epilog="Start with `practicum demo`, then `practicum recipes`. Examples are for a checkout; elsewhere, "
     "`practicum init sort recipes/sort` brings their files. "
     "Exit codes: 0 done, 2 a mistake that a message names, 130 or 143 interrupted, 1 an error of practicum; "
-    "of diff: 1 the runs differ.",
+    "of diff and replay: 1 numbers differ.",
 )
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (YAML).")]
@@ -352,14 +352,35 @@ def diff(
 
     First the recipe keys that differ, then the first step, row and field whose numbers differ; times are not
     compared. Exit code 1 if numbers differ, 0 if they are equal.
-
-    practicum diff runs/short runs/other
     """
     from practicum.records.compare_runs import compare_runs, comparison_text
 
     found = compare_runs(one, two)
     typer.echo(comparison_text(found))
     if found.first is not None:
+        raise typer.Exit(1)
+
+
+@app.command(no_args_is_help=True)
+def replay(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run folder, recorded with track.record: all.")
+    ],
+    step: Annotated[int, typer.Option("--step", metavar="N", min=1, help="The step to learn again.")],
+    overrides: Overrides = None,
+) -> None:
+    """Learn from a recorded step again, and compare.
+
+    Takes the recorded batch and the checkpoint before the step. The run's own recipe must give the same
+    update bit for bit. With --set it shows what would have changed: loss, gradient, clipped tokens, teachers.
+    Exit code 1 if the same recipe gives other numbers.
+    """
+    _say_loading()
+    from practicum.trainer.replay import replay_step, replay_text
+
+    found = replay_step(run, step, overrides or [])
+    typer.echo(replay_text(found))
+    if not found.is_equal:
         raise typer.Exit(1)
 
 
@@ -381,14 +402,6 @@ def serve(
             "--api-key", envvar="PRACTICUM_API_KEY", help="Key that requests must bring; better as variable."
         ),
     ] = None,
-    no_key: Annotated[
-        bool, typer.Option("--no-key", help="With --host: let everybody use it, without a key.")
-    ] = False,
-    max_body_mb: Annotated[
-        float | None,
-        typer.Option("--max-body-mb", min=0.001, help="MiB of a request; unset: room for the context."),
-    ] = None,
-    connections: Annotated[int, typer.Option("--connections", min=1, help="Connections at once.")] = 256,
     engine: Annotated[
         str, typer.Option("--engine", help="torch, vllm, or auto: vLLM where it is installed.")
     ] = "auto",
@@ -412,8 +425,8 @@ def serve(
 ) -> None:
     """Serve a model as a teacher, for recipes with `url`.
 
-    Scores prompts by vLLM's form of /v1/completions, for this machine only unless --host says otherwise: then
-    a key is required. Ctrl-C ends it.
+    Scores prompts by vLLM's form of /v1/completions, for this machine only unless --host says otherwise.
+    Ctrl-C ends it.
 
     practicum serve runs/short/export --port 8000
     """
@@ -431,7 +444,6 @@ def serve(
     name = name or (model if folder != model else None)
     options: Any = {"model": folder, "host": host, "port": port, "engine": engine, "name": name}
     options |= {"context": context, "dtype": dtype, "threads": threads, "kv_gb": kv_gb}
-    options |= {"no_key": no_key, "max_body_mb": max_body_mb, "connections": connections}
     run(ServeOptions(**options, api_key=api_key, verbose=verbose, more=tuple(more or ())), typer.echo)
 
 

@@ -20,6 +20,7 @@ from practicum.learning.update_metrics import METRICS as UPDATE_METRICS
 from practicum.recipe.derived import Traits
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.text.show_recipe import markdown
+from practicum.records.record_files import TRACED
 from practicum.roles.stage_table import all_stages
 from practicum.tasks.builtin import describe_tasks
 from practicum.tasks.scorers import RewardSample
@@ -193,6 +194,11 @@ def advisories_table() -> str:
     return table(("rule", "fires when"), named)
 
 
+def traced_table() -> str:
+    """What a record has of the update, token by token."""
+    return table(("column", "what"), [(f"`{name}`", about) for name, about in TRACED.items()])
+
+
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "stages": ("architecture.md", stages_table),
     "engine protocol": ("rollout.md", engine_table),
@@ -201,6 +207,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "padding": ("padding.md", padding_table),
     "metrics": ("runs.md", metrics_table),
     "update metrics": ("runs.md", update_metrics_table),
+    "traced": ("runs.md", traced_table),
     "tasks": ("tasks.md", tasks_table),
     "advisories": ("view.md", advisories_table),
     "machines": ("recipes.md", machines_table),

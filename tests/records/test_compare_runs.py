@@ -37,7 +37,7 @@ def test_the_same_recipe_twice_is_equal(whole_run: Path, tmp_path: Path):
     code, text = diff(whole_run, again)
     assert code == 0, text
     assert "the recipes are equal" in text
-    assert "all 3 steps are equal (metrics, and 32 recorded rows)" in text
+    assert "the numbers are equal: 3 steps and 32 recorded rows" in text
 
 
 def test_another_value_shows_the_key_and_the_first_number_that_it_moves(whole_run: Path, tmp_path: Path):

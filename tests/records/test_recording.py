@@ -15,8 +15,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from practicum.errors import PracticumError
+from practicum.recipe.load_recipe import load_recipe
 from practicum.records.numbers_text import tensor_text
 from practicum.records.read_record import Record, RecordedRow
+from practicum.records.record_size import record_bytes, record_line
+from practicum.roles.stage_table import make_plan
+from practicum.trainer.run_folder import RunFolder
 
 from .runs import recorded_run
 
@@ -205,3 +209,13 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path):
         Record(tmp_path)
     with pytest.raises(PracticumError, match="is no folder"):
         Record(tmp_path / "nowhere")
+
+
+def test_the_forecast_of_a_record_is_near_what_is_written(whole_run: Path):
+    recipe = load_recipe(RunFolder(whole_run).recipe()).recipe
+    rows = Record(whole_run).rows(1)
+    lengths = [sum(row.prompt_tokens for row in rows) / 16, sum(row.response_tokens for row in rows) / 16]
+    told = record_bytes(recipe, make_plan(recipe), *lengths)
+    written = sum(path.stat().st_size for path in (whole_run / "record").glob("[rc]*.jsonl")) / 2
+    assert told == pytest.approx(written, rel=0.5)
+    assert "record: all groups of a step, at most about" in record_line(recipe, make_plan(recipe))

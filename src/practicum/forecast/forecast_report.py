@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from practicum.forecast.cluster_spec import GIB
 from practicum.forecast.forecast import Forecast
 from practicum.forecast.workload import metadata_bytes
+from practicum.records.record_size import record_bytes
 from practicum.runtime.ray.placement import ActorPlacement
 
 _CAUSES = {
@@ -94,7 +95,7 @@ def _traffic(result: Forecast) -> list[str]:
     setup, traffic = result.setup, result.setup.traffic
     if not setup.on_ray:
         rows = f"in one process nothing is sent; {_size(traffic.plane_bytes)} pass through the store"
-        return ["bytes of a step:", f"  {rows}"]
+        return ["bytes of a step:", f"  {rows}; {_size(_record(result))} are recorded (track.record)"]
     stages = sorted(traffic.plane.items(), key=lambda item: -sum(item[1]))[:4]
     largest = ", ".join(f"{name} {_size(read)} in {_size(written)} out" for name, (read, written) in stages)
     metadata = f"keys and tags only, {metadata_bytes():.0f} bytes a row"
@@ -103,7 +104,13 @@ def _traffic(result: Forecast) -> list[str]:
         f"  controller   {_size(traffic.controller):>10}   {metadata}",
         f"  data plane   {_size(traffic.plane_bytes):>10}   {largest}",
         f"  weight sync  {_size(traffic.sync):>10}   to {_plural(setup.replicas, 'engine')}",
+        f"  record       {_size(_record(result)):>10}   written to the run's folder (track.record)",
     ]
+
+
+def _record(result: Forecast) -> float:
+    setup, work = result.setup, result.setup.work
+    return record_bytes(setup.recipe, setup.plan, work.prompt_tokens, work.response_tokens)
 
 
 def _seconds(result: Forecast) -> list[str]:

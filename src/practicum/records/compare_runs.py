@@ -72,13 +72,14 @@ def compare_runs(one: Path, two: Path) -> Comparison:
             one_has, two_has = ("no such step" if line is None else "a step more" for line in (a, b))
             first = Difference(step, "step", one_has, two_has)
             return Comparison(runs, recipe, first, [], equal, rows, notes)
-        first, compared = _first_in_rows(step, *records)
+        pairs = _pairs(*(record.rows(step) for record in records))
+        first = first_in_rows(step, pairs, *records) or _first_in_tags(step, pairs)
         differing = [d for d in _compare(step, a, b) if _is_compared(d)]
         if first is not None or differing:
             first = first or differing[0]
             also = [d.field for d in differing if d is not first]
             return Comparison(runs, recipe, first, also, equal, rows, notes)
-        equal, rows = equal + 1, rows + compared
+        equal, rows = equal + 1, rows + len(pairs)
     return Comparison(runs, recipe, None, [], equal, rows, notes)
 
 
@@ -91,10 +92,10 @@ def comparison_text(found: Comparison) -> str:
         lines += [f"  {key:<{width}}  {_short(a)} → {_short(b)}" for key, (a, b) in found.recipe.items()]
     else:
         lines.append("the recipes are equal")
-    before = f"{found.steps} steps before it are" if found.first else f"all {found.steps} steps are"
-    compared = f"{before} equal (metrics, and {found.rows} recorded rows)"
+    steps = "1 step" if found.steps == 1 else f"{found.steps} steps"
+    compared = f"{steps} and {found.rows} recorded rows{' before it' if found.first else ''} are equal"
     if (first := found.first) is None:
-        lines.append(f"the numbers are equal: {compared}")
+        lines.append(f"the numbers are equal: {compared.removesuffix(' are equal')}")
     else:
         token = "" if first.token is None else f", token {first.token} of the response"
         names = [str(run) for run in found.runs]
@@ -163,11 +164,12 @@ def _notes(runs: tuple[Path, Path], records: tuple[Record, Record]) -> list[str]
     return notes + [problem for record in records for problem in record.problems]
 
 
-def _first_in_rows(step: int, one: Record, two: Record) -> tuple[Difference | None, int]:
-    """The first difference in the rows that both recorded of a step, and how many those are."""
-    pairs = _pairs(one.rows(step), two.rows(step))
+def first_in_rows(
+    step: int, pairs: Sequence[tuple[RowSummary, RowSummary]], one: Record, two: Record
+) -> Difference | None:
+    """The first difference in the columns that two records have in common of these rows."""
     rows = [
-        (one.row(step, a.key), two.row(step, b.key))
+        (one.row(a.step, a.key), two.row(b.step, b.key))
         for a, b in pairs
         if one.texts(a) != two.texts(b)  # equal text is the usual case, and quick to see
     ]
@@ -176,16 +178,18 @@ def _first_in_rows(step: int, one: Record, two: Record) -> tuple[Difference | No
     for name in sorted(names, key=lambda name: _ORDER.get(name, len(_ORDER))):
         for a, b in both:
             if (found := _first_in_column(step, name, a, b)) is not None:
-                return found, len(pairs)
-    for a, b in pairs:
-        if found := next(_compare(step, _tags(a), _tags(b), a.key), None):
-            return found, len(pairs)
-    return None, len(pairs)
+                return found
+    return None
 
 
 def _pairs(one: Sequence[RowSummary], two: Sequence[RowSummary]) -> list[tuple[RowSummary, RowSummary]]:
     others = {row.key: row for row in two}
     return [(row, others[row.key]) for row in one if row.key in others]
+
+
+def _first_in_tags(step: int, pairs: Sequence[tuple[RowSummary, RowSummary]]) -> Difference | None:
+    found = (difference for a, b in pairs for difference in _compare(step, _tags(a), _tags(b), a.key))
+    return next(found, None)
 
 
 def _tags(row: RowSummary) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class RewardRole:
             results = run_async(work, timeout=deadline_s, owner="reward")
         if self.models is not None:
             inputs = self._model_inputs(batch, step.prompts, sessions, samples)
-            results = self.models.add(results, inputs)
+            results = self.models.add(results, inputs, batch.tags[0].step)
         return self._written(batch, columns, sessions, dict(zip(samples, results, strict=True)))
 
     async def score_session(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
@@ -82,7 +82,7 @@ class RewardRole:
         results = await self.functions.score(list(samples.values()))
         if self.models is not None:
             inputs = self._model_inputs(batch, prompts, sessions, samples)
-            results = await self.models.add_streamed(results, inputs)
+            results = await self.models.add_streamed(results, inputs, batch.tags[0].step)
         writes = self._written(batch, columns, sessions, dict(zip(samples, results, strict=True)))
         self.store.put(batch, writes, keep_tags=True)
 

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from practicum.concurrency.event_loop import run_async
 from practicum.concurrency.gather import gather_all
 from practicum.dataplane.keys import Key
+from practicum.dataplane.store import Store
 from practicum.errors import DataError, RewardError
 from practicum.places.model_cache import ModelCache, Sleepable
 from practicum.recipe.derived import has_own_process, own_options, scores_during_rollout
 from practicum.recipe.schema.recipe import Recipe
+from practicum.records.recording_store import stage_span
 from practicum.rewards.loaded_reward_model import ColocatedRewardModel, OwnRewardModel, load_reward_model
 from practicum.rewards.remote_reward_model import RemoteRewardModel, probe_reward_model
 from practicum.rewards.reward_place import CannotScore, JudgeInput, RewardPlace, score_all
@@ -92,8 +94,9 @@ def waits_for_models(recipe: Recipe) -> bool:
 class RewardModelRole:
     """Adds the scores of the reward models to the functions' rewards."""
 
-    def __init__(self, recipe: Recipe, loaded: RewardModels, residency: ModelCache) -> None:
-        self.recipe, self.loaded, self.residency = recipe, loaded, residency
+    def __init__(self, recipe: Recipe, loaded: RewardModels, residency: ModelCache, store: Store) -> None:
+        """Their time is noted in the record of the store, if it has one."""
+        self.recipe, self.loaded, self.residency, self.store = recipe, loaded, residency, store
         self.models = recipe.reward.models
         self._streamed = [name for name, spec in self.models.items() if scores_during_rollout(spec)]
         self._colocated = [name for name, spec in self.models.items() if not scores_during_rollout(spec)]
@@ -106,7 +109,9 @@ class RewardModelRole:
             messages = _conversation(prompt, task.system, response)
         return JudgeInput(str(key), prompt_text(prompt.content), response, _answer(prompt), messages)
 
-    def add(self, results: Sequence[RewardResult], inputs: Sequence[JudgeInput]) -> list[RewardResult]:
+    def add(
+        self, results: Sequence[RewardResult], inputs: Sequence[JudgeInput], step: int = 0
+    ) -> list[RewardResult]:
         """The functions' results with the models' scores; those without a reward stay as they are.
 
         An answer that a model can't score is a RewardError, or failed, as reward.on_error says. The student's
@@ -117,23 +122,24 @@ class RewardModelRole:
         if self._streamed and shown:
             owner = f"reward models ({len(shown)} answers)"
             timeout = max(self.models[name].deadline_s for name in self._streamed)
-            scores = run_async(self._stream(shown), timeout=timeout, owner=owner)
+            scores = run_async(self._stream(shown, step), timeout=timeout, owner=owner)
         for name in self._colocated if shown else ():
-            for of_answer, score in zip(scores, self._woken(name, shown), strict=True):
+            for of_answer, score in zip(scores, self._woken(name, shown, step), strict=True):
                 of_answer[name] = score
         return self._joined(results, inputs, scores)
 
     async def add_streamed(
-        self, results: Sequence[RewardResult], inputs: Sequence[JudgeInput]
+        self, results: Sequence[RewardResult], inputs: Sequence[JudgeInput], step: int = 0
     ) -> list[RewardResult]:
         """As `add`, on the event loop, where all models have their own resources."""
-        return self._joined(results, inputs, await self._stream([inputs[i] for i in _open(results)]))
+        return self._joined(results, inputs, await self._stream([inputs[i] for i in _open(results)], step))
 
-    async def _stream(self, inputs: Sequence[JudgeInput]) -> list[ModelScores]:
+    async def _stream(self, inputs: Sequence[JudgeInput], step: int) -> list[ModelScores]:
         """The scores of each answer by the models with their own resources, all at once."""
 
         async def ask(name: str, answer: JudgeInput) -> Score:
-            return (await score_all(self.loaded.places[name], [answer]))[0]
+            with stage_span(self.store, "reward", step, name, 1):
+                return (await score_all(self.loaded.places[name], [answer]))[0]
 
         scores = await gather_all(ask(name, answer) for answer in inputs for name in self._streamed)
         size = len(self._streamed)
@@ -142,10 +148,10 @@ class RewardModelRole:
             for i in range(len(inputs))
         ]
 
-    def _woken(self, name: str, inputs: Sequence[JudgeInput]) -> list[Score]:
+    def _woken(self, name: str, inputs: Sequence[JudgeInput], step: int) -> list[Score]:
         place, deadline = self.loaded.places[name], self.models[name].deadline_s
         assert isinstance(place, ColocatedRewardModel)
-        with self.residency.awake(place.name):
+        with stage_span(self.store, "reward", step, name, len(inputs)), self.residency.awake(place.name):
             owner = f"reward model {name} ({len(inputs)} answers)"
             return run_async(score_all(place, inputs), timeout=deadline, owner=owner)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -91,6 +91,8 @@ class StudentRole:
         self.recipe, self.plan, self.store, self.watch = recipe, plan, store, watch
         self.learner, self.reference = learner, reference
         self.parallel = learner.parallel
+        self.on_gradient: Callable[[], None] | None = None
+        """Called before each optimizer step, when the gradients lie on the parameters."""
         self._old = old_source(recipe)
         self._numbers = teacher_numbers(recipe)
 
@@ -216,6 +218,8 @@ class StudentRole:
         if fresh:
             limit = self.recipe.checks.logprob_gap_max
             self.watch("logprob_gap", invariants.logprob_gap(metrics, limit))
+        if self.on_gradient is not None:
+            self.on_gradient()
 
     def _update_batch(
         self, inputs: _StepInputs, optimizer_step: OptimizerStep, unseen: Collection[Key]

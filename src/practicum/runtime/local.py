@@ -161,7 +161,7 @@ class LocalRoles(TrainRank):
         )
         models = None
         if frozen.reward_models.places and "reward" in plan:
-            models = RewardModelRole(recipe, frozen.reward_models, frozen.residency)
+            models = RewardModelRole(recipe, frozen.reward_models, frozen.residency, store)
         reward = RewardRole(recipe, plan, store, self.encoder, functions, models)
         return RolloutRole(recipe, plan, store, LocalWorkers(sessions, reward, teachers, self.engine))
 

@@ -51,7 +51,7 @@ class RewardWorker(Worker):
 
         def make_role(plan: Plan) -> RewardRole:
             asked = loaded.places and "reward" in plan
-            models = RewardModelRole(recipe, loaded, residency) if asked else None
+            models = RewardModelRole(recipe, loaded, residency, self.store) if asked else None
             return RewardRole(recipe, plan, self.store, encoder, functions, models)
 
         self._train, self._eval = make_role(plan), make_role(evaluation_plan())
