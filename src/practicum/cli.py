@@ -402,6 +402,14 @@ def serve(
             "--api-key", envvar="PRACTICUM_API_KEY", help="Key that requests must bring; better as variable."
         ),
     ] = None,
+    no_key: Annotated[
+        bool, typer.Option("--no-key", help="With --host: let everybody use it, without a key.")
+    ] = False,
+    max_body_mb: Annotated[
+        float | None,
+        typer.Option("--max-body-mb", min=0.001, help="MiB of a request; unset: room for the context."),
+    ] = None,
+    connections: Annotated[int, typer.Option("--connections", min=1, help="Connections at once.")] = 256,
     engine: Annotated[
         str, typer.Option("--engine", help="torch, vllm, or auto: vLLM where it is installed.")
     ] = "auto",
@@ -425,8 +433,8 @@ def serve(
 ) -> None:
     """Serve a model as a teacher, for recipes with `url`.
 
-    Scores prompts by vLLM's form of /v1/completions, for this machine only unless --host says otherwise.
-    Ctrl-C ends it.
+    Scores prompts by vLLM's form of /v1/completions, for this machine only unless --host says otherwise: then
+    a key is required. Ctrl-C ends it.
 
     practicum serve runs/short/export --port 8000
     """
@@ -444,6 +452,7 @@ def serve(
     name = name or (model if folder != model else None)
     options: Any = {"model": folder, "host": host, "port": port, "engine": engine, "name": name}
     options |= {"context": context, "dtype": dtype, "threads": threads, "kv_gb": kv_gb}
+    options |= {"no_key": no_key, "max_body_mb": max_body_mb, "connections": connections}
     run(ServeOptions(**options, api_key=api_key, verbose=verbose, more=tuple(more or ())), typer.echo)
 
 

@@ -12,10 +12,12 @@ from transformers import PreTrainedModel
 
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.serving.completions import RequestScorer
+from practicum.serving.limits import ServerLimits
 from practicum.serving.serve import listen
-from practicum.serving.torch_server import make_app
+from practicum.serving.torch_server import make_app, server_config
 
 MODEL = "tiny"
+LIMITS = ServerLimits(body_bytes=1 << 20)
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,13 @@ class Served:
 
 
 @contextmanager
-def served(model: PreTrainedModel, *, context: int = 128, api_key: str | None = None) -> Iterator[Served]:
+def served(
+    model: PreTrainedModel, *, context: int = 128, api_key: str | None = None, limits: ServerLimits = LIMITS
+) -> Iterator[Served]:
     """A server of a model under the name `tiny`, on a free port; its URL ends in /v1."""
     engine = TorchEngine(model, slots=1, context=2)
     scorer = RequestScorer(engine, MODEL, context=context, vocab=model.config.get_text_config().vocab_size)
-    server = uvicorn.Server(uvicorn.Config(make_app(scorer, "here", api_key), log_level="warning"))
+    server = uvicorn.Server(server_config(make_app(scorer, "here"), limits, api_key))
     bound = listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()

@@ -16,6 +16,7 @@ from practicum.cli import app
 from practicum.engines.vllm.vllm_errors import cause_in_log, last_lines
 from practicum.errors import MissingExtraError, RecipeError, ServeError
 from practicum.recipe.schema.teacher_sections import Teacher
+from practicum.serving.limits import LIMITS_ENV, default_body_bytes, limits_of_environment
 from practicum.serving.serve import KV_TOKENS, ServeOptions, announcement, listen, resolve
 from practicum.serving.vllm_entry import known_as_vllm
 from practicum.serving.vllm_server import command, environment
@@ -67,6 +68,7 @@ def test_without_vllm_the_torch_engine_serves_and_asking_for_vllm_names_the_extr
             "too little for one sequence of 128 tokens.*lower --con",
         ),
         ({"api_key": ""}, ServeError, "the API key is empty"),
+        ({"api_key": "schlüssel"}, ServeError, "use ASCII without spaces"),
         ({"model": "./nowhere"}, RecipeError, "MODEL: found ./nowhere, expected a folder with config.json"),
     ],
 )
@@ -116,12 +118,43 @@ def test_the_line_for_a_recipe_is_a_teacher(folder: str):
 
 
 @pytest.mark.usefixtures("without_vllm")
-def test_a_server_for_all_without_a_key_is_warned_about(folder: str):
-    open_to_all = resolve(ServeOptions(folder, host="0.0.0.0"))
-    assert "set --api-key" in announcement(open_to_all, 8000)
-    assert "0.0.0.0:8000" not in announcement(open_to_all, 8000)
-    with_key = replace(open_to_all, options=replace(open_to_all.options, api_key="k"))
-    assert "warning" not in announcement(with_key, 8000)
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "gpu1", ""])
+def test_a_server_for_other_machines_needs_a_key(folder: str, host: str):
+    with pytest.raises(ServeError, match=r"there is no key: set PRACTICUM_API_KEY .*--no-key to let"):
+        resolve(ServeOptions(folder, host=host))
+    assert "warning" not in announcement(resolve(ServeOptions(folder, host=host, api_key="k")), 8000)
+    open_to_all = announcement(resolve(ServeOptions(folder, host=host, no_key=True)), 8000)
+    assert f"warning: there is no key (--no-key): whoever reaches {host} can use it" in open_to_all
+    assert "0.0.0.0:8000" not in open_to_all
+
+
+@pytest.mark.usefixtures("without_vllm")
+def test_this_machine_needs_no_key(folder: str):
+    for host in ("127.0.0.1", "127.0.0.2", "localhost", "::1"):
+        assert "warning" not in announcement(resolve(ServeOptions(folder, host=host)), 8000)
+
+
+def test_the_command_line_asks_for_a_key(folder: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("PRACTICUM_API_KEY", raising=False)
+    done = CliRunner().invoke(app, ["serve", folder, "--host", "0.0.0.0", "--engine", "torch"])
+    assert done.exit_code == 2
+    assert "--host 0.0.0.0 is reached by other machines, and there is no key" in done.output
+    both = ["serve", folder, "--no-key", "--api-key", "k", "--engine", "torch"]
+    assert "leave one out" in CliRunner().invoke(app, both).output
+
+
+@pytest.mark.usefixtures("without_vllm")
+def test_a_request_may_be_as_large_as_the_context_needs(folder: str):
+    assert resolve(ServeOptions(folder)).limits.body_bytes == 1 << 20
+    assert resolve(ServeOptions(folder, max_body_mb=0.5)).limits.body_bytes == 1 << 19
+    assert default_body_bytes(131_072) == 4 << 20
+
+
+@pytest.mark.usefixtures("with_vllm")
+@pytest.mark.parametrize("more", ["--host=0.0.0.0", "--hos", "--api_key", "--uds", "--port"])
+def test_what_decides_on_the_key_is_not_left_to_vllm(folder: str, more: str):
+    with pytest.raises(ServeError, match="give it before --"):
+        resolve(ServeOptions(folder, more=(more, "x")))
 
 
 @pytest.mark.usefixtures("with_vllm")
@@ -138,6 +171,9 @@ def test_vllm_gets_what_scoring_on_a_cpu_needs(folder: str, monkeypatch: pytest.
     assert tuple(words[-2:]) == more
     assert "s3cret" not in " ".join(words)
     assert variables["VLLM_API_KEY"] == "s3cret"
+    assert words[words.index("--middleware") + 1] == "practicum.serving.limits.VllmLimits"
+    monkeypatch.setenv(LIMITS_ENV, variables[LIMITS_ENV])
+    assert limits_of_environment() == what.limits
     assert variables["OMP_NUM_THREADS"] == "2"
     assert "GOMP_SPINCOUNT" not in variables, "what the user has set stays"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Iterator
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpx2
 import pytest
 import torch
 import yaml
@@ -102,6 +104,19 @@ def test_a_teacher_behind_vllm_says_what_a_colocated_one_says(server: VllmServer
             torch.testing.assert_close(got.topk_logprobs, here.topk_logprobs, rtol=0, atol=TOLERANCE)
         if top_k == 8:
             assert torch.equal(got.topk_ids, here.topk_ids)  # pyright: ignore[reportArgumentType]
+
+
+def test_its_clients_have_limits(server: VllmServer):
+    url = httpx2.URL(server.teacher["url"])
+    with socket.create_connection((url.host, url.port or 0), timeout=60) as silent:
+        bearer = {"Authorization": f"Bearer {KEY}"}
+        large = httpx2.post(f"{url}/completions", content=bytes(2 << 20), headers=bearer, timeout=60)
+        assert large.status_code == 413
+        assert "larger than the limit of 1,048,576 bytes" in large.json()["error"]["message"]
+        strange = httpx2.post(url.join("/tokenize"), json={"model": "tiny", "prompt": "x"}, timeout=60)
+        assert strange.status_code == 401, "vLLM itself asks for no key here"
+        server.probe_teacher()
+        assert silent.recv(65536).startswith(b"HTTP/1.1 408")
 
 
 def test_the_probe_passes_up_to_the_limits_and_names_what_is_wrong(

@@ -5,35 +5,44 @@ Left out on purpose: text, streams and answers of more than one token. Unknown k
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, FailFast, Field, ValidationError
 
 from practicum.engines.protocol import Engine, ScoreOptions, ScoreRequest, Scores
 from practicum.places.prompt_logprobs import KEY, pack
+from practicum.serving.limits import Refusal
+from practicum.user_code import shorten
 
-TokenId = Annotated[int, Field(ge=0, strict=True)]
+_LARGEST = 2**31 - 1
+TokenId = Annotated[int, Field(ge=0, le=_LARGEST, strict=True)]
+Count = Annotated[int, Field(ge=0, le=_LARGEST)]
+MOST_ENTRIES = 2**22
+MOST_PACKED = 2**24
+"""Logprobs of one answer: in vLLM's form and packed. The first take some 300 bytes each while it is made."""
 
 
 class PackedRequest(BaseModel):
     """Scores of prompt[start:] as arrays: see `places.prompt_logprobs`."""
 
-    start: int = Field(ge=1)
-    top_k: int = Field(ge=0)
-    vocab: int | None = Field(default=None, ge=1)
+    start: Count = Field(ge=1)
+    top_k: Count
+    vocab: Count | None = Field(default=None, ge=1)
 
 
 class Completion(BaseModel):
     """A request of /v1/completions."""
 
     model: str | None = None
-    prompt: list[TokenId] = Field(min_length=1)
+    prompt: Annotated[list[TokenId], FailFast()] = Field(min_length=1)
     max_tokens: int = Field(default=16, ge=0, le=1, validate_default=True)
-    prompt_logprobs: int | None = Field(default=None, ge=0)
-    temperature: float | None = Field(default=None, ge=0, le=0)
+    prompt_logprobs: Count | None = None
+    temperature: float | None = Field(default=None, ge=0, le=0, allow_inf_nan=False)
     """None is 1 for OpenAI: it is refused where a token is generated."""
     n: Literal[1] = 1
     stream: Literal[False] = False
@@ -42,52 +51,41 @@ class Completion(BaseModel):
     packed_scores: PackedRequest | None = None
 
 
-class Refusal(Exception):
-    """A request that can't be met: a status and a sentence."""
-
-    def __init__(self, status: int, message: str) -> None:
-        self.status, self.message = status, message
-        super().__init__(message)
-
-
 class RequestScorer:
     """Scores prompts by an engine, which batches what is asked at the same time."""
 
     def __init__(self, engine: Engine, name: str, *, context: int, vocab: int) -> None:
         self.engine, self.name, self.context, self.vocab = engine, name, context, vocab
 
-    async def complete(self, request: Completion) -> Any:
-        """The answer to a request; a Refusal says why there is none."""
+    async def complete(self, body: bytes) -> str:
+        """The answer to a request as JSON; a Refusal says why there is none."""
+        request = read_request(body)
         self._check(request)
-        if request.packed_scores is not None:
-            return await self._packed(request, request.packed_scores)
-        ids, k = request.prompt, request.prompt_logprobs
+        wanted, ids, k = request.packed_scores, request.prompt, request.prompt_logprobs
+        if wanted is not None:
+            row, options = ScoreRequest(ids, wanted.start), ScoreOptions(wanted.top_k, vocab=wanted.vocab)
+            scores = await self.engine.score(row, options)
+            return await self._write(lambda: packed_completion(self.name, request, pack(scores)))
         if k is None and not request.max_tokens:
-            return completion(self.name, request, None, None)
+            return await self._write(lambda: completion(self.name, request, None))
         # The token that is generated is the most likely one after the prompt: one more position to score,
         # whatever token is there.
         scored = [*ids, ids[-1]] if request.max_tokens else ids
-        start = len(ids) if k is None else 1
-        scores = await self.engine.score(
-            ScoreRequest(scored, start), ScoreOptions(top_k=max(k or 0, request.max_tokens))
-        )
-        token = None
-        if request.max_tokens:
-            assert scores.topk_ids is not None
-            token = int(scores.topk_ids[-1, 0])
-        entries = None if k is None else prompt_logprobs(scores, ids, k)
-        return completion(self.name, request, entries, token)
+        row = ScoreRequest(scored, len(ids) if k is None else 1)
+        scores = await self.engine.score(row, ScoreOptions(max(k or 0, request.max_tokens)))
+        return await self._write(lambda: completion(self.name, request, scores))
 
-    async def _packed(self, request: Completion, wanted: PackedRequest) -> Any:
-        scores = await self.engine.score(
-            ScoreRequest(request.prompt, wanted.start), ScoreOptions(top_k=wanted.top_k, vocab=wanted.vocab)
-        )
-        return packed_completion(self.name, request, pack(scores))
+    async def _write(self, make: Callable[[], Any]) -> str:
+        """Make an answer and write it, in a thread: a long one takes seconds, and others wait."""
+        try:
+            return await asyncio.to_thread(lambda: json.dumps(make(), allow_nan=False))
+        except ValueError:
+            raise Refusal(500, "the model's logprobs are not finite numbers: are its weights good?") from None
 
     def _check(self, request: Completion) -> None:
         ids, packed = request.prompt, request.packed_scores
         if request.model not in (None, self.name):
-            raise Refusal(404, f"there is no model {request.model!r} here, but {self.name!r}")
+            raise Refusal(404, f"there is no model {shorten(repr(request.model))} here, but {self.name!r}")
         if (largest := max(ids)) >= self.vocab:
             raise Refusal(400, f"token id {largest} is not below the vocabulary's size of {self.vocab}")
         if len(ids) + request.max_tokens > self.context:
@@ -98,13 +96,31 @@ class RequestScorer:
             )
         if request.max_tokens and request.temperature is None:
             raise Refusal(400, "temperature: the one token is the most likely one, so set it to 0")
-        k, outputs = request.prompt_logprobs or 0, self.vocab
+        k, outputs, positions, most = request.prompt_logprobs or 0, self.vocab, len(ids), MOST_ENTRIES
         if packed is not None:
             k, outputs = packed.top_k, min(packed.vocab or self.vocab, self.vocab)
+            positions, most = len(ids) - packed.start, MOST_PACKED
             if packed.start > len(ids):
                 raise Refusal(400, f"packed_scores.start is {packed.start}, beyond the {len(ids)} tokens")
         if k > outputs:
             raise Refusal(400, f"{k} logprobs for each position were asked for, the limit is {outputs}")
+        if k * positions > most:
+            found = f"{k} logprobs at {positions} positions are {k * positions} for one answer"
+            raise Refusal(400, f"{found}, the limit is {most}")
+
+
+def read_request(body: bytes) -> Completion:
+    """A request from its JSON; a Refusal names what is wrong with it."""
+    try:
+        return Completion.model_validate_json(body)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_context=False, include_input=False)[:3]
+        raise Refusal(400, "; ".join(map(_sentence, problems))) from None
+
+
+def _sentence(problem: Any) -> str:
+    where = ".".join(str(part) for part in problem["loc"])
+    return f"{where}: {problem['msg']}" if where else str(problem["msg"])
 
 
 def prompt_logprobs(scores: Scores, ids: Sequence[int], k: int) -> list[Any]:
@@ -128,9 +144,14 @@ def prompt_logprobs(scores: Scores, ids: Sequence[int], k: int) -> list[Any]:
     return entries
 
 
-def completion(name: str, request: Completion, entries: list[Any] | None, token: int | None) -> Any:
+def completion(name: str, request: Completion, scores: Scores | None) -> Any:
     """The answer to a request for logprobs in vLLM's form; it offers the packed one."""
-    made = [] if token is None else [token]
+    k, made, entries = request.prompt_logprobs, [], None
+    if scores is not None and request.max_tokens:
+        assert scores.topk_ids is not None
+        made = [int(scores.topk_ids[-1, 0])]
+    if scores is not None and k is not None:
+        entries = prompt_logprobs(scores, request.prompt, k)
     choice = {
         "index": 0,
         "text": "",
@@ -146,11 +167,6 @@ def completion(name: str, request: Completion, entries: list[Any] | None, token:
 def packed_completion(name: str, request: Completion, packed: dict[str, str]) -> Any:
     """The answer to a request for packed scores."""
     return {**_envelope(name, len(request.prompt), 0), "choices": [], KEY: packed}
-
-
-def error_body(status: int, message: str) -> Any:
-    """A refusal in OpenAI's form."""
-    return {"error": {"message": message, "type": "error", "param": None, "code": status}}
 
 
 def models_body(name: str, root: str, context: int, since: int) -> Any:

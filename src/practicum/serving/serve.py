@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import ipaddress
 import json
 import math
 import os
@@ -23,10 +24,12 @@ from practicum.errors import MissingExtraError, ServeError
 from practicum.models.load_model import require_model_folder
 from practicum.models.model_files import must_read, read_config
 from practicum.recipe.schema.teacher_sections import Dtype
+from practicum.serving.limits import MOST_CONNECTIONS, ServerLimits, default_body_bytes
 
 EngineName = Literal["auto", "torch", "vllm"]
 KEY_ENV = "PRACTICUM_API_KEY"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+OWN_OPTIONS = ("--host", "--port", "--api-key", "--uds")
+"""Options of vLLM's that stand before `--`: the key is required by them."""
 KV_TOKENS = 32_768
 """Tokens of KV memory that vLLM gets on a CPU, if the context is no longer than that."""
 
@@ -45,6 +48,10 @@ class ServeOptions:
     threads: int | None = None
     kv_gb: float | None = None
     api_key: str | None = None
+    no_key: bool = False
+    """Serve other machines without a key."""
+    max_body_mb: float | None = None
+    connections: int = MOST_CONNECTIONS
     verbose: bool = False
     more: tuple[str, ...] = ()
     """Further options of `vllm serve`."""
@@ -63,6 +70,7 @@ class Resolved:
     kv_bytes: int
     """KV memory of vLLM on a CPU."""
     vocab: int
+    limits: ServerLimits
 
 
 def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
@@ -110,8 +118,7 @@ def _sigterm_interrupts() -> Iterator[None]:
 def resolve(options: ServeOptions) -> Resolved:
     """Choose what was left open; mistakes are errors here, before any weights are loaded."""
     engine = _engine(options)
-    if options.api_key == "":
-        raise ServeError(f"the API key is empty: give --api-key or {KEY_ENV} a value, or leave both out")
+    _check_key(options)
     require_model_folder(options.model, "MODEL")
     with must_read(options.model, "MODEL", "a causal language model in HuggingFace format"):
         config = read_config(options.model).get_text_config()
@@ -121,8 +128,45 @@ def resolve(options: ServeOptions) -> Resolved:
     kv_bytes = _kv_bytes(options, config, context, dtype) if engine == "vllm" and device == "cpu" else 0
     # A folder is known to vLLM and to recipes by one name, wherever it was typed.
     options = replace(options, model=os.path.expanduser(options.model))
-    vocab = int(config.vocab_size)
-    return Resolved(options, engine, options.name or options.model, context, dtype, device, kv_bytes, vocab)
+    most = default_body_bytes(context) if options.max_body_mb is None else int(options.max_body_mb * 2**20)
+    return Resolved(
+        options,
+        engine,
+        options.name or options.model,
+        context,
+        dtype,
+        device,
+        kv_bytes,
+        vocab=int(config.vocab_size),
+        limits=ServerLimits(most, options.connections),
+    )
+
+
+def _check_key(options: ServeOptions) -> None:
+    key = options.api_key
+    if key == "":
+        raise ServeError(f"the API key is empty: give --api-key or {KEY_ENV} a value, or leave both out")
+    if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
+        raise ServeError("the API key has characters that a header can't have: use ASCII without spaces")
+    if key is not None and options.no_key:
+        raise ServeError(f"--no-key and a key (--api-key or {KEY_ENV}): leave one out")
+    if key is None and not options.no_key and not is_loopback(options.host):
+        raise ServeError(
+            f"--host {options.host} is reached by other machines, and there is no key: set {KEY_ENV} (or "
+            "--api-key), or add --no-key to let everybody use the server"
+        )
+    for option in options.more:
+        name = option.partition("=")[0].replace("_", "-")
+        if own := next((own for own in OWN_OPTIONS if len(name) > 3 and own.startswith(name)), None):
+            raise ServeError(f"-- {option}: {own} is not for vLLM alone; give it before --")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is of this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _engine(options: ServeOptions) -> Literal["torch", "vllm"]:
@@ -205,6 +249,6 @@ def announcement(server: Resolved, port: int) -> str:
         f"sequences of up to {server.context:,} tokens; Ctrl-C ends it. In a recipe:",
         f"teachers: {{teacher: {{{pairs}}}}}",
     ]
-    if options.host not in LOOPBACK and options.api_key is None:
-        lines.append(f"warning: whoever reaches {options.host} can use it: set --api-key or {KEY_ENV}")
+    if options.no_key:
+        lines.append(f"warning: there is no key (--no-key): whoever reaches {options.host} can use it")
     return "\n".join(lines)

