@@ -52,7 +52,7 @@ app = typer.Typer(
     epilog="Start with `practicum demo`, then `practicum recipes`. Examples are for a checkout; elsewhere, "
     "`practicum init sort recipes/sort` brings their files. "
     "Exit codes: 0 done, 2 a mistake that a message names, 130 or 143 interrupted, 1 an error of practicum; "
-    "of diff and replay: 1 numbers differ.",
+    "of diff and replay: 1 numbers differ; of doctor: 1 something is wrong.",
 )
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (YAML).")]
@@ -474,6 +474,28 @@ def demo(
     from practicum.trainer.demo import run_demo
 
     run_demo(out, seed)
+
+
+@app.command()
+def doctor() -> None:
+    """See what this machine has and whether practicum's numbers are right on it, in under a minute.
+
+    Devices, memory, versions, speeds, and real steps of a tiny model: packed forward against the plain one,
+    engine against learner, float32 and bfloat16, vLLM where it is installed. A table to paste into an issue;
+    the exit code is 1 if something is wrong.
+    """
+    _say_loading()
+    from practicum.trainer.doctor import examine
+
+    wrong = 0
+    for finding in examine():
+        typer.echo(str(finding))
+        wrong += finding.result == "wrong"
+    if wrong:
+        typer.echo(
+            f"{wrong} of these are wrong: practicum can't be trusted on this machine as it is", err=True
+        )
+        raise typer.Exit(1)
 
 
 @app.command()

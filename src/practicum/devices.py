@@ -41,7 +41,7 @@ def find_accelerator() -> torch.device | None:
     """The kind of accelerator that this machine has, if it has one."""
     import torch
 
-    return torch.accelerator.current_accelerator(check_available=True)
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def count_gpus() -> int:
@@ -79,10 +79,26 @@ def describe_device(device: torch.device) -> str:
 
 def empty_cache(device: torch.device) -> None:
     """Give memory that torch keeps for later back to the device."""
+    _module(device, "empty_cache")
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until what was begun on the device is done."""
+    _module(device, "synchronize")
+
+
+def memory_of(device: torch.device) -> int | None:
+    """Bytes of the device's memory, if torch can say."""
+    sizes = _module(device, "mem_get_info", device)
+    return None if sizes is None else sizes[1]
+
+
+def _module(device: torch.device, name: str, *args: Any) -> Any:
+    """A function of torch's module for this kind of device, called; None where it has no such function."""
     import torch
 
-    if device.type in ("cuda", "xpu", "mps"):
-        torch.accelerator.empty_cache()
+    function = None if device.type == "cpu" else getattr(torch.get_device_module(device), name, None)
+    return None if function is None else function(*args)
 
 
 def has_fused_optimizers(device: torch.device) -> bool:

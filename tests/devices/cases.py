@@ -19,6 +19,7 @@ import torch
 from practicum import devices
 from practicum.algorithms import token_logprobs
 from practicum.learning.packing import Packed
+from practicum.trainer.doctor import examine
 from practicum.trainer.run import train_loaded
 
 from ..teachers.tiny_teachers import save_teacher
@@ -48,6 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """Sections of the tiny recipe. A recipe that distils gets two teachers of different widths."""
 LEFT_BEHIND = "left_behind"
+DOCTOR = "doctor"
 CLOSE = ("moe",)
 """Cases whose numbers are only close: on a CPU experts have a product of their own."""
 
@@ -96,6 +98,14 @@ def left_behind(folder: Path) -> str:
     return "the run went on"
 
 
+def examined(_: Path) -> str:
+    """What `practicum doctor` finds wrong on the pretend GPU, or where it did not look."""
+    with pretend_gpu():
+        found = {finding.name: finding for finding in examine()}
+    wrong = [str(finding) for finding in found.values() if finding.result == "wrong"]
+    return "\n".join(wrong) or ("" if f"1 × {NAME}" in found["accelerators"].text else str(found))
+
+
 def _metrics(mine: list[dict[str, Any]], others: list[dict[str, Any]], close: bool) -> str:
     for step, (a, b) in enumerate(zip(mine, others, strict=True)):
         if a.keys() != b.keys():
@@ -127,7 +137,7 @@ def main() -> None:
     for name in names:
         (folder / name).mkdir()
         try:
-            check = left_behind if name == LEFT_BEHIND else partial(difference, name)
+            check = {LEFT_BEHIND: left_behind, DOCTOR: examined}.get(name, partial(difference, name))
             found[name] = check(folder / name)
         except Exception as error:
             frames = "".join(traceback.format_tb(error.__traceback__)[-6:])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .cases import CASES, LEFT_BEHIND
+from .cases import CASES, DOCTOR, LEFT_BEHIND
 
 QUICK = ("ppo", "top_k", LEFT_BEHIND)
 
@@ -29,4 +29,4 @@ def test_learner_critic_engine_and_teachers_work_on_a_gpu(tmp_path: Path):
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_all_that_runs_on_a_cpu_runs_on_a_gpu(tmp_path: Path):
-    assert differences(tmp_path, *(CASES.keys() - set(QUICK))) == {}
+    assert differences(tmp_path, *(CASES.keys() - set(QUICK)), DOCTOR) == {}

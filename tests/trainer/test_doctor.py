@@ -1,0 +1,48 @@
+"""`practicum doctor` says what a machine has, and finds numbers that are wrong."""
+
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from practicum.cli import app
+from practicum.engines.torch import model_runner
+from practicum.engines.torch.sampler import Sampled
+from practicum.trainer import doctor
+
+
+def test_this_machine_is_sound():
+    found = CliRunner().invoke(app, ["doctor"])
+    assert found.exit_code == 0, found.output
+    lines = found.output.splitlines()
+    assert [line.split()[0] for line in lines if "steps in" in line] == ["ok", "ok"]
+    assert any(f"torch {torch.__version__}" in line for line in lines)
+    assert any("GFLOP/s" in line for line in lines)
+    assert any("GB/s" in line for line in lines)
+
+
+def test_an_engine_with_other_numbers_is_found(monkeypatch: pytest.MonkeyPatch):
+    sample = model_runner.sample
+
+    def off(*args: Any) -> Sampled:
+        drawn = sample(*args)
+        return drawn._replace(plain_B=drawn.plain_B - 0.5)
+
+    monkeypatch.setattr(model_runner, "sample", off)
+    monkeypatch.setattr(doctor, "_EXAMINATIONS", doctor._EXAMINATIONS[:1])
+    (steps,) = [finding for finding in doctor.examine() if finding.name == "steps in float32"]
+    assert steps.result == "wrong"
+    assert "logprob" in steps.text
+
+
+def test_versions_that_do_not_fit_are_named():
+    wanted = [
+        "torch>=99",
+        "nothing-of-the-kind>=1",
+        "thing; extra == 'x'",
+        "ray>=99; extra == 'ray'",
+    ]
+    unmet = list(doctor._unmet(wanted))
+    assert [text.split()[0] for text in unmet] == ["torch", "nothing-of-the-kind", "ray"]
+    assert "expected >=99" in unmet[0]
