@@ -49,6 +49,7 @@ def test_the_demo_command_ends_with_a_table_and_the_folder(
     assert "specialist reverse" in shown
     assert "teacher rotate" in shown
     assert str(tmp_path / "runs" / "student") in shown.replace("\n", "")
+    assert shown.replace("\n", " ").endswith(f"practicum view {tmp_path / 'runs'}   opens it in a browser ")
     assert (tmp_path / "runs" / "student" / "export" / "config.json").is_file()
 
 

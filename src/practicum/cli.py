@@ -502,7 +502,7 @@ def doctor() -> None:
 def view(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUN...]", help="Run folders, or folders of runs; unset: those in ./runs."),
+        typer.Argument(metavar="RUN", help="Run folders, or folders of runs; unset: those in ./runs."),
     ] = None,
     port: Annotated[
         int | None,

@@ -128,6 +128,8 @@ def test_numbers_of_the_page_are_those_of_the_files(page: Any, address: str, run
     page.wait_for_selector(".chart canvas")
     legend = page.locator(".chart .legend").first.inner_text()
     assert shown(last["eval/greedy"]) in legend
+    page.locator(".u-over").nth(1).hover()
+    page.wait_for_function("[...document.querySelectorAll('.where')].filter(e => e.textContent).length === 4")
     page.wait_for_selector("text=eval/greedy at least 0.5")
     visit(page, address, "#/school/step/6")
     told = dict(line.split("\n") for line in page.locator(".metric").all_inner_texts())
@@ -276,7 +278,7 @@ def test_text_of_models_tools_and_recipes_is_never_html(page: Any, run: Path, tm
                 assert page.locator("main script, main img").count() == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_exported_file_opens_from_disk_with_all_panes(page: Any, run: Path, tmp_path: Path):
     file = tmp_path / "run.html"
     said = export_page(name_runs([run, run.with_name("other")]), file)

@@ -126,7 +126,15 @@ def test_all_modules_are_loaded_at_once():
     assert set(re.findall(r'modulepreload" href="static/([\w.]+)"', page)) == own
 
 
-def test_uplot_comes_with_its_licence():
+def test_a_wheel_has_the_page_and_the_licence_of_its_charts():
+    from hatchling.builders.wheel import WheelBuilder
+
+    root = Path(__file__).parents[2]
+    shipped = {file.distribution_path for file in WheelBuilder(str(root)).recurse_included_files()}
+    folder = root / "src" / "practicum" / "view" / "static"
+    page = {f"practicum/view/static/{p.relative_to(folder)}" for p in folder.rglob("*") if p.is_file()}
+    assert len(page) > 20
+    assert page <= shipped
     assert "MIT" in (STATIC / "uplot" / "LICENSE").read_text(encoding="utf-8")
 
 

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from practicum.trainer.step_metrics import METRICS
+
 POINTS = 600
 """Points of a curve that are sent at most: about one for each pixel of a wide chart's half."""
+
+
+@lru_cache(4096)
+def about_metric(name: str) -> str:
+    """What a metric is, in a sentence; empty for one that only its user knows."""
+    for known, about in METRICS.items():
+        if re.fullmatch(re.sub(r"<\w+>", "[^/]+", known), name) and not about.startswith("Other"):
+            return about
+    return ""
 
 
 class MetricTable:

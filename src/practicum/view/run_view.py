@@ -17,7 +17,7 @@ from practicum.records.read_record import Record
 from practicum.view.advisories import Evidence, advisories, gradient_shares
 from practicum.view.expected_band import expected_band
 from practicum.view.line_files import LineFile, last_rows
-from practicum.view.metric_table import POINTS, MetricTable
+from practicum.view.metric_table import POINTS, MetricTable, about_metric
 from practicum.view.recorded_pages import session_rows, step_page, token_page, trajectory_tree
 from practicum.view.run_state import read_versions, run_state, version_problem
 from practicum.view.session_table import SessionTable, group_of
@@ -73,7 +73,11 @@ class RunView:
 
     def info(self) -> dict[str, Any]:
         """What the page needs of the run that it shows before anything else."""
-        self.refresh("metrics")
+        with self.lock:
+            self.refresh("metrics")
+            return self._info()
+
+    def _info(self) -> dict[str, Any]:
         versions, recipe = read_versions(self.path), self.recipe()
         state = run_state(self.path, versions)
         first = self.metrics.at(0)
@@ -86,6 +90,7 @@ class RunView:
             **self.speed(recipe),
             "checks": self.checks(recipe),
             "names": self.metrics.names,
+            "about": {name: about for name in self.metrics.names if (about := about_metric(name))},
             "last": {name: _finite(value) for name, value in self.metrics.last.items()},
             "domains": self._named("domain", "eval/greedy", "reward/mean"),
             "teachers": self._named("teacher"),

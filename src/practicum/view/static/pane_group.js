@@ -4,21 +4,19 @@ import { askRun } from "./data.js";
 import { empty, exact, h, num } from "./dom.js";
 import { address, go, kept } from "./place.js";
 import { answerCard, signed } from "./answers.js";
-import { rowTable } from "./rows.js";
+import { groupsAround } from "./rows.js";
 
 export async function show(place, node) {
   const kind = place.query.kind === "eval" ? "eval" : "samples";
   const rows = await askRun(place.run, `/group/${place.step}/${place.prompt}?kind=${kind}`);
-  const neighbours = await groupsAround(place, kind);
+  const around = await groupsAround(place, kind);
   const to = (session) => address({ ...place, pane: "session", session, query: kept(place) });
-  const move = (by) => {
-    const next = neighbours.list[neighbours.at + by];
-    if (next) go({ ...place, step: next[0], prompt: next[1] });
-  };
+  const move = (by) => around.group(by) && go({ ...place, ...around.group(by) });
+  const step = (by) => around.step(by) && go({ ...place, ...around.step(by) });
   node.append(h("div", { class: "crumbs" },
-    h("button", { onclick: () => move(-1), disabled: neighbours.at <= 0 }, "◀"), h("b", {}, `step ${place.step} · prompt ${place.prompt}`),
-    h("button", { onclick: () => move(1), disabled: neighbours.at < 0 || neighbours.at + 1 >= neighbours.list.length }, "▶"),
-    h("span", { class: "muted" }, neighbours.at >= 0 ? `group ${neighbours.at + 1} of ${neighbours.list.length}` : ""),
+    h("button", { onclick: () => move(-1), disabled: !around.group(-1) }, "◀"), h("b", {}, `step ${place.step} · prompt ${place.prompt}`),
+    h("button", { onclick: () => move(1), disabled: !around.group(1) }, "▶"),
+    h("span", { class: "muted" }, around.text),
     h("a", { href: address({ run: place.run, pane: "step", step: place.step, query: {} }) }, "its step")));
   if (!rows.length) {
     node.append(empty("This group is not recorded.", "track.record sets how many groups of each step are kept; all keeps every one."));
@@ -28,7 +26,7 @@ export async function show(place, node) {
       first.expected === null || first.expected === undefined ? "" : text("expected", typeof first.expected === "string" ? first.expected : JSON.stringify(first.expected)),
       h("div", { class: "answers side" }, rows.map((row) => answerCard(row, to(row.session), { whole: true }))));
   }
-  return { keys: { "[": () => move(-1), "]": () => move(1), j: () => rows[0] && go({ ...place, pane: "session", session: rows[0].session }), Enter: () => rows[0] && go({ ...place, pane: "session", session: rows[0].session }) } };
+  return { keys: { "[": () => move(-1), "]": () => move(1), h: () => step(-1), l: () => step(1), j: () => rows[0] && go({ ...place, pane: "session", session: rows[0].session }), Enter: () => rows[0] && go({ ...place, pane: "session", session: rows[0].session }) } };
 }
 
 const text = (name, value) => h("div", { class: "prompt-line" }, h("span", { class: "muted" }, `${name} `), h("code", { class: "text" }, value ?? ""));
@@ -47,16 +45,4 @@ function statistics(rows) {
     [`${num(Math.min(...tokens))} to ${num(Math.max(...tokens))} tokens`],
   ].filter(Boolean);
   return h("p", { class: "stats" }, facts.map(([fact, title]) => h("span", { title: title ?? null }, fact)));
-}
-
-export async function groupsAround(place, kind) {
-  const { columns, total } = await rowTable(place.run, kind);
-  const list = [];
-  let at = -1;
-  for (let row = 0; row < total; row++) {
-    const last = list.at(-1);
-    if (!last || last[0] !== columns.step[row] || last[1] !== columns.prompt[row]) list.push([columns.step[row], columns.prompt[row]]);
-    if (columns.step[row] === place.step && columns.prompt[row] === place.prompt) at = list.length - 1;
-  }
-  return { list, at };
 }

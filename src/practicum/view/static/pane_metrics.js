@@ -54,7 +54,7 @@ export async function show(place, node, context) {
 
   function slotOf(name) {
     if (!charts.has(name)) {
-      const made = chart({ title: name, curves: [], height: 130, none: " ",
+      const made = chart({ title: name, about: context.info.about[name], curves: [], height: 130, none: " ",
         onpick: (step) => go(pick(at, name, step)), onzoom: (to) => context.change({ range: to ? to.join("-") : "" }) });
       made.node.dataset.name = name;
       charts.set(name, made);

@@ -38,12 +38,16 @@ export async function show(place, node, context) {
         grid.append(made.node);
       }
     }
-    replace(facts, checks(info, place), await speed(info));
+    const box = speed(info);
+    replace(facts, checks(info, place), box);
+    forecasts ??= askRun(place.run, "/forecast").catch((error) => ({ sentence: error.message }));
+    forecasts.then((found) => box.append(forecast(found)));
     const rows = await askRun(place.run, "/newest");
     replace(newest, newestGroup(rows, place, info));
   }
 
   const charts = new Map();
+  let forecasts = null; // is asked for once: it takes longer than all else
   await draw();
   return { update: draw };
 }
@@ -70,7 +74,8 @@ async function curves(place, context) {
     onzoom: (to) => context.change({ range: to ? to.join("-") : "" }),
   };
   const wanted = ids.map((id) => namesOf(context.runs.get(id)));
-  const found = await Promise.all(ids.map((id, at) => series(id, [...new Set(Object.values(wanted[at]).flat())], range)));
+  const found = await Promise.all(ids.map((id, at) => series(id, [...new Set(Object.values(wanted[at]).flat()), "reward/std"], range)));
+  found.forEach(addSpread);
   const lines = (which, label) => ids.flatMap((id, run) => wanted[run][which].map((name) => {
     const word = label(name);
     const plain = word === "" ? (ids.length > 1 ? id : "all") : word;
@@ -88,7 +93,7 @@ async function curves(place, context) {
       curves: lines("score", (name) => name.slice(wanted[0].metric.length + 1)), band: info.expected.band, floor: true,
       more: info.expected.text && h("span", { class: "muted more", title: info.expected.text }, `expected: ${info.expected.text}`),
       none: "No evaluation yet (eval.every, eval.greedy).", onpick: onpick(score[0] ?? "eval") },
-    ...(wanted[0].reward.length || !wanted[0].other.length ? [{ ...common, title: "reward", about: "mean of the rolled-out sessions, by domain", curves: lines("reward", (name) => name.slice("reward/mean/".length)), floor: true,
+    ...(wanted[0].reward.length || !wanted[0].other.length ? [{ ...common, title: "reward, mean ± spread", about: "mean of the rolled-out sessions, with the standard deviation of all", curves: lines("reward", (name) => name.slice("reward/mean/".length)), floor: true,
       none: "Answers are not judged in this recipe (reward.weight is 0; reward.watch judges them all the same).", onpick: onpick("reward/mean") }] : [{ ...common, title: "train/loss", curves: lines("loss", () => ""), onpick: onpick("train/loss") }]),
     ...(wanted[0].kl.length ? [{ ...common, title: "KL to teachers", unit: "nats", about: "k1 estimate of KL(student ‖ teacher), mean over tokens", curves: lines("kl", (name) => name.split("/").slice(1, -1).join("/")),
       onpick: onpick("kl") }] : [{ ...common, title: wanted[0].other[0] ?? "train/loss", curves: lines("other", () => ""), onpick: onpick("train/loss") }]),
@@ -96,6 +101,14 @@ async function curves(place, context) {
       curves: lines("time", (name) => name.slice("time/".length)).filter((line) => !line.dash).map((line, at) => ({ ...line, colour: nth(at) })),
       onpick: (step) => go({ run: place.run, pane: "step", step, query: kept(place) }) },
   ];
+}
+
+// The spread of the rewards around their mean, as a band.
+function addSpread(curves) {
+  const [mean, spread] = [curves["reward/mean"], curves["reward/std"]];
+  if (!mean || mean.values.length !== spread.values.length) return;
+  const side = (sign) => mean.values.map((value, at) => (value === null ? null : value + sign * (spread.values[at] ?? 0)));
+  Object.assign(mean, { low: side(-1), high: side(1) });
 }
 
 function namesOf(info) {
@@ -124,7 +137,7 @@ function checks(info, place) {
   return section(`Checks after step ${num(info.step)}`, body);
 }
 
-async function speed(info) {
+function speed(info) {
   const rows = [
     ["one step", duration(info.seconds_per_step)],
     ["left", info.state.kind === "live" ? duration(info.seconds_left) : "–"],
@@ -132,9 +145,7 @@ async function speed(info) {
     ["answers", info.last["rollout/response_tokens"] ? `${num(info.last["rollout/response_tokens"])} tokens` : "–"],
   ];
   const table = h("table", { class: "plain" }, h("tbody", {}, rows.map(([what, value]) => h("tr", {}, h("td", {}, what), h("td", { class: "n" }, value)))));
-  const box = section("Speed, forecast against measured", table);
-  askRun(info.id, "/forecast").then((found) => box.append(forecast(found))).catch((error) => box.append(h("p", { class: "muted" }, error.message)));
-  return box;
+  return section("Speed, forecast against measured", table);
 }
 
 function forecast(found) {

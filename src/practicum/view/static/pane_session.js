@@ -4,6 +4,7 @@ import { askRun } from "./data.js";
 import { empty, exact, h, num, percent, section } from "./dom.js";
 import { address, go, kept } from "./place.js";
 import { signed } from "./answers.js";
+import { groupsAround } from "./rows.js";
 
 const CALL = /(<tool_call>[\s\S]*?(?:<\/tool_call>|$))/;
 
@@ -26,7 +27,14 @@ export async function show(place, node) {
   node.append(facts(line), conversation(line));
   if (trajectories.length) node.append(section(trajectories.length === 1 ? "Trajectory" : "Trajectories", tree(trajectories, tokens)));
   const open = () => go({ ...place, pane: "tokens", query: kept(place) });
-  return { keys: { j: () => move(1), k: () => move(-1), Enter: open } };
+  const around = await groupsAround(place, kind);
+  return { keys: { j: () => move(1), k: () => move(-1), Enter: open, ...aroundKeys(around, place) } };
+}
+
+// [ and ] go to the group before and after, h and l to the step before and after.
+export function aroundKeys(around, place) {
+  const to = (next) => next && go({ ...place, ...next, query: { ...place.query, trajectory: "" } });
+  return { "[": () => to(around.group(-1)), "]": () => to(around.group(1)), h: () => to(around.step(-1)), l: () => to(around.step(1)) };
 }
 
 function facts(line) {

@@ -4,6 +4,8 @@ import { tokenColour } from "./colours.js";
 import { askRun } from "./data.js";
 import { empty, exact, h, num, replace, visible } from "./dom.js";
 import { address, go, kept } from "./place.js";
+import { aroundKeys } from "./pane_session.js";
+import { groupsAround } from "./rows.js";
 
 const AT_ONCE = 3000;
 const NAMES = {
@@ -28,7 +30,8 @@ export async function show(place, node, context) {
     session.trajectories.length > 1 && session.trajectories.map((one) => h("a", { class: one.trajectory === trajectory ? "active" : "", href: address({ ...place, query: { ...place.query, trajectory: one.trajectory || "" } }) }, `trajectory ${one.trajectory}`)),
     h("a", { href: address({ ...place, pane: "session", query: kept(place) }) }, "its session"));
   node.append(crumbs);
-  const keys = { j: () => move(1), k: () => move(-1) };
+  const around = await groupsAround(place, "samples");
+  const keys = { j: () => move(1), k: () => move(-1), ...aroundKeys(around, place) };
   if (page.missing) {
     node.append(empty(page.missing));
     return { keys };

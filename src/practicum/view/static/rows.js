@@ -3,16 +3,23 @@
 import { askRun } from "./data.js";
 
 const tables = new Map();
+const reading = new Map();
 
-// The table of a run, read on as it grows.
-export async function rowTable(run, kind) {
+// The table of a run, read on as it grows; one reading waits for the other.
+export function rowTable(run, kind) {
   const name = `${kind}|${run}`;
+  const next = (reading.get(name) ?? Promise.resolve()).catch(() => {}).then(() => readOn(name, run, kind));
+  reading.set(name, next);
+  return next;
+}
+
+async function readOn(name, run, kind) {
   let table = tables.get(name);
   const found = await askRun(run, `/rows?kind=${kind}&after=${table?.total ?? 0}`);
   const isFresh = !table || found.generation !== table.generation || found.from > table.total;
   if (isFresh && found.from > 0) {
     tables.delete(name);
-    return rowTable(run, kind);
+    return readOn(name, run, kind);
   }
   if (isFresh) table = { run, kind, total: 0, generation: found.generation, columns: {} };
   for (const [column, values] of Object.entries(found.columns)) {
@@ -120,3 +127,22 @@ export function histogram(column, rows, count = 20) {
 
 // The steps that have rows, in order.
 export const stepsOf = (table) => [...new Set(table.columns.step)].sort((a, b) => a - b);
+
+// The groups before and after a place: group(by) and step(by) give the step, prompt and session to go to, or null.
+export async function groupsAround(place, kind) {
+  const { columns, total } = await rowTable(place.run, kind);
+  const list = [];
+  let at = -1;
+  for (let row = 0; row < total; row++) {
+    const [step, prompt, session] = [columns.step[row], columns.prompt[row], columns.session[row]];
+    const last = list.at(-1);
+    if (last?.step !== step || last.prompt !== prompt) list.push({ step, prompt, session });
+    if (step === place.step && prompt === place.prompt) at = list.length - 1;
+  }
+  const steps = (by) => (by > 0 ? list.slice(at + 1) : list.slice(0, Math.max(0, at)).reverse());
+  return {
+    text: at < 0 ? "" : `group ${at + 1} of ${list.length}`,
+    group: (by) => (at < 0 ? null : list[at + by] ?? null),
+    step: (by) => steps(by).find((one) => one.step !== place.step) ?? null,
+  };
+}
