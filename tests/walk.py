@@ -39,6 +39,7 @@ DOORS = {
     "concurrency": "the event loop",
     "dataplane": "the store, its rows and keys",
     "observe": "progress for people",
+    "records": "what is recorded of a step",
     "user_code.py": "sentences on users' code",
     "trainer/run.py": "hooks: samples and the log",
     "trainer/failures.py": "hooks: samples and the log",
