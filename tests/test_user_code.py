@@ -17,14 +17,12 @@ from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.rewards import RewardFunctions, RewardSample
 from practicum.trainer.run import summary, train_loaded
 from practicum.user_code import error_line, frames, repr_of, text_of, trace
-from tests.hostile import ERRORS, VALUES
+from tests.hostile import ERRORS, ZOO
 from tests.trainer.recipes import TINY, tiny
-
-ZOO = [*(f"raise:{name}" for name in ERRORS), *(f"return:{name}" for name in VALUES)]
 
 
 def sample(text: str) -> RewardSample:
-    return RewardSample("p", text, "a", {}, "t", "t", "stop", "key", 1)
+    return RewardSample("p", text, "a", {}, "t", "t", "stop", "prompt 3/session 1/trajectory 0", 1)
 
 
 @pytest.mark.parametrize("use", ["judge", "judge_async", "judge_batch"])
@@ -37,11 +35,15 @@ def test_no_reward_passes_through_or_becomes_a_number(use: str):
         )
         assert judged.reward is None, what
         assert len((judged.failure or "").encode().splitlines()) == 1, what
-        assert (judged.trace is not None) == what.startswith("raise"), what
+        assert judged.trace is not None or what.startswith("return"), what
         with pytest.raises(RewardError) as caught:
             run_async(RewardFunctions(task, Reward()).score([sample(what)]), timeout=30, owner="test")
-        assert (str(caught.value) + caught.value.details).encode()
-        assert ("hostile.py" in str(caught.value)) == what.startswith("raise"), what
+        shown = str(caught.value)
+        assert (shown + caught.value.details).encode()
+        assert len(shown.splitlines()) < 25
+        assert f"reward tests.hostile:{use} " in shown
+        assert "prompt 3/session 1" in shown
+        assert "hostile.py" in shown or what.startswith("return"), what
 
 
 def test_a_masked_value_is_named():
@@ -70,7 +72,7 @@ def test_anything_is_described(name: str):
         raise ERRORS[name]()
     except BaseException as error:
         texts = [error_line(error), frames(error), trace(error), text_of(error), repr_of(error)]
-    assert all(text.encode() for text in texts)
+    assert "".join(texts).encode()
     assert "raise ERRORS[name]()" in texts[1]
     assert "raise ERRORS[name]()" in texts[2]
 
@@ -162,8 +164,8 @@ def test_loops_and_tools_that_raise_are_told_once_and_counted(
     loaded = tiny(tmp_path, "eval.greedy=false", agent=agent, train=ONE_STEP)
     outcome = train_loaded(loaded, tmp_path / "run")
     log, screen = (tmp_path / "run" / "log.txt").read_text(), capsys.readouterr().out
-    assert log.count("in throw") == 1
-    assert screen.count("in throw") == 1
+    assert log.count("in meet") == 1
+    assert screen.count("in meet") == 1
     text = summary(outcome, None)
     assert "failed 2×: agent loop tests.hostile:hostile_loop raised Mute" in text
     assert "failed 2×: agent loop tests.hostile:hostile_loop returned" in text
@@ -171,7 +173,7 @@ def test_loops_and_tools_that_raise_are_told_once_and_counted(
     agent = {"loop": "tests.hostile:uses_a_tool", "tools": [{"use": "tests.hostile:tool"}]}
     loaded = tiny(tmp_path, "eval.greedy=false", agent=agent, train=ONE_STEP)
     outcome = train_loaded(loaded, tmp_path / "tools")
-    assert "in throw" in (tmp_path / "tools" / "log.txt").read_text()
+    assert "in meet" in (tmp_path / "tools" / "log.txt").read_text()
     assert "a tool in prompt 0" in capsys.readouterr().out
     assert outcome.failures == ()
 

@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 from practicum import __version__
 from practicum.errors import ClusterError, PracticumError, machine_trouble
+from practicum.user_code import text_of
 
 
 class _Commands(TyperGroup):
@@ -26,7 +27,8 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except PracticumError as error:
-            typer.echo("\n".join([str(error), *getattr(error, "__notes__", [])]), err=True)
+            lines = [text_of(error), *map(text_of, getattr(error, "__notes__", []))]
+            typer.echo("\n".join(lines), err=True)
             raise typer.Exit(2) from None
         except (PermissionError, NotADirectoryError) as error:
             typer.echo(f"{error.filename}: {error.strerror}", err=True)

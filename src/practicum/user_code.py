@@ -6,15 +6,25 @@ like any other; nothing here raises.
 
 from __future__ import annotations
 
+import math
 import sys
 import traceback
+from contextlib import suppress
+from numbers import Real
 from pathlib import Path
+from types import CoroutineType
 from typing import Any
 
+FLOAT32_MAX = 3.4028234e38
 _OURS = (str(Path(__file__).parent), "<frozen importlib", "<frozen runpy")
-_MACHINERY = tuple(str(Path(traceback.__file__).parent / name) for name in ("asyncio", "importlib"))
+_MACHINERY = tuple(
+    str(Path(traceback.__file__).parent / name) for name in ("asyncio", "importlib", "threading.py")
+)
 _SHOWN_FRAMES = 8
+_SHOWN_CHARS = 300
+"""Of a line of code or of a traceback on the screen."""
 _KEPT_CHARS = 20_000
+_TRACEBACK: Any = BaseException.__dict__["__traceback__"]
 
 
 def shorten(text: str, limit: int = 200) -> str:
@@ -44,7 +54,7 @@ def writable(text: str) -> str:
 
 def error_line(error: BaseException) -> str:
     """Type and message of a user's error on one line."""
-    message = shorten(" ".join(text_of(error).splitlines()))
+    message = shorten(" ".join(shorten(text_of(error), _KEPT_CHARS).splitlines()))
     return f"{type_name(error)}{': ' if message else ''}{message}"
 
 
@@ -59,13 +69,17 @@ def frames(error: BaseException, indent: str = "  ") -> str:
 
     Ours are left out, and those in the middle of a deep stack. A syntax error shows the line it is in.
     """
-    shown = [line.rstrip("\n") for line in traceback.StackSummary.from_list(_own_frames(error)).format()]
-    if len(shown) > _SHOWN_FRAMES:
-        left_out = len(shown) - _SHOWN_FRAMES
-        shown[2 : 2 + left_out] = [f"  … {left_out} more"]
+    blocks = _blocks(_own_frames(error))
     if issubclass(type(error), SyntaxError):
-        shown += [line.rstrip("\n") for line in traceback.format_exception_only(error)[:-1]]
-    return "\n".join(f"{indent}{line}" for block in shown for line in writable(block).splitlines())
+        with suppress(Exception):  # one that a user made may have anything in it
+            blocks += traceback.format_exception_only(error)[:-1]
+    return _indented(blocks, indent)
+
+
+def running_frames(thread: int, indent: str = "  ") -> str:
+    """The user's frames that a thread is in now, as in `frames`; empty if it runs none of the user's code."""
+    frame = sys._current_frames().get(thread)
+    return "" if frame is None else _indented(_blocks(_users(traceback.extract_stack(frame))), indent)
 
 
 def trace(error: BaseException) -> str:
@@ -78,7 +92,42 @@ def trace(error: BaseException) -> str:
         return _cut(f"{frames(error)}\n{error_line(error)}")
 
 
-def is_masked(value: Any) -> bool:
+def finite_number(value: Any) -> float | None:
+    """A value as a float; None if it is no finite number that float32 can hold, whatever it is instead."""
+    try:
+        if _is_masked(value):
+            return None
+        if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:  # a scalar of numpy or torch
+            value = value.item()
+        number = float(value) if isinstance(value, Real) else math.nan
+    except BaseException:  # whatever the user's value does when it is read
+        return None
+    return number if math.isfinite(number) and abs(number) <= FLOAT32_MAX else None
+
+
+def unawaited(value: Any) -> str | None:
+    """What is wrong with a result that is a coroutine, in words; the coroutine is closed."""
+    if type(value) is not CoroutineType:
+        return None
+    value.close()
+    return f"returned a coroutine, {writable(value.__qualname__)}, that it did not await"
+
+
+def lone_surrogate(text: str) -> str | None:
+    """The first half of a surrogate pair without the other half, and where; no tokenizer takes such texts."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"half of a surrogate pair ({text[error.start]!r} at character {error.start + 1})"
+    return None
+
+
+def speakable(text: str) -> str:
+    """The text with "?" for lone surrogates, which no tokenizer takes."""
+    return str.encode(text, "utf-8", "replace").decode("utf-8")
+
+
+def _is_masked(value: Any) -> bool:
     """Whether a value is numpy's masked constant or an array with masked entries."""
     arrays = sys.modules.get("numpy.ma")
     return arrays is not None and bool(arrays.is_masked(value))
@@ -93,10 +142,32 @@ def _described(value: Any, read: Any) -> str:
 
 def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """From the user's first frame on, without ours; all frames of libraries that it called stay."""
-    found = _without_ours(traceback.extract_tb(error.__traceback__))
+    try:
+        # Not as an attribute of the error, whose class may have another one of this name.
+        return _users(traceback.extract_tb(_TRACEBACK.__get__(error)))
+    except Exception:  # code of a file whose name nobody can ask the system for
+        return []
+
+
+def _users(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    found = _without_ours(stack)
     while found and found[0].filename.startswith(_MACHINERY):
         del found[0]
     return found
+
+
+def _blocks(stack: list[traceback.FrameSummary]) -> list[str]:
+    """File, line and source of each frame, those in the middle of a deep stack left out."""
+    shown = traceback.StackSummary.from_list(stack).format()
+    if len(shown) > _SHOWN_FRAMES:
+        left_out = len(shown) - _SHOWN_FRAMES
+        shown[2 : 2 + left_out] = [f"  … {left_out} more"]
+    return shown
+
+
+def _indented(blocks: list[str], indent: str) -> str:
+    lines = [line for block in blocks for line in writable(block).splitlines()]
+    return "\n".join(f"{indent}{shorten(line, _SHOWN_CHARS)}" for line in lines)
 
 
 def _without_ours(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:

@@ -17,7 +17,12 @@ from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
 from practicum.teachers.check_routes import check_routes
-from practicum.teachers.teacher_checks import check_context, check_teachers, load_teacher_tokenizer
+from practicum.teachers.teacher_checks import (
+    check_context,
+    check_teachers,
+    load_teacher_tokenizer,
+    longest_prompts,
+)
 from practicum.teachers.vocabulary import compare_vocabularies
 from tests.teachers.models import save_tiny
 
@@ -58,9 +63,10 @@ def save_model(folder: Path, tokenizer: Any = None, **config: Any) -> str:
     return str(folder)
 
 
-def check(spec: Recipe, **changes: Any) -> list[str]:
-    given: dict[str, Any] = {"longest_prompt": 20, "longest_answer": 10, "uses_chat": False}
-    return check_teachers(spec, make_tokenizer(), **(given | changes))
+def check(spec: Recipe, longest_prompt: int = 20, **changes: Any) -> list[str]:
+    student, given = make_tokenizer(), {"longest_answer": 10, "uses_chat": False}
+    longest = longest_prompts(spec, student, longest_prompt)
+    return check_teachers(spec, student, longest=longest, **(given | changes))
 
 
 def test_rows_go_where_their_column_says(tmp_path: Path) -> None:

@@ -9,28 +9,33 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from practicum.errors import DeadlineError
+from practicum.user_code import running_frames
 
 T = TypeVar("T")
 UNWIND_S = 5.0
 """Seconds that cancelled work may take to clean up."""
+_ANSWER_S = 2.0
+"""Seconds after which an event loop that answers nothing counts as blocked."""
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
+_thread: threading.Thread | None = None
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
     """The loop, started at the first call; its daemon thread ends with the process."""
-    global _loop
+    global _loop, _thread
     with _lock:
         if _loop is None:
             _loop = asyncio.new_event_loop()
-            threading.Thread(target=_run, args=(_loop,), name="practicum-events", daemon=True).start()
+            _thread = threading.Thread(target=_run, args=(_loop,), name="practicum-events", daemon=True)
+            _thread.start()
         return _loop
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     while True:
         try:
-            return loop.run_forever()
+            loop.run_forever()  # ends if user code stops the loop, which is not its own
         except (KeyboardInterrupt, SystemExit):
             # A task of user code raised it. Whoever awaits that task gets it; the others continue.
             continue
@@ -39,26 +44,71 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 def run_async(work: Coroutine[Any, Any, T], *, timeout: float, owner: str) -> T:
     """Run a coroutine to its end from synchronous code; past the deadline it is cancelled.
 
-    When this returns or raises, the work is over, unless it refuses to end for UNWIND_S.
+    When this returns or raises, the work is over, unless it refuses to end for UNWIND_S. A function that
+    blocks the event loop is named in the DeadlineError.
     """
-    ended = threading.Event()
-
-    async def watched() -> T:
-        try:
-            return await work
-        finally:
-            ended.set()
-
-    future = asyncio.run_coroutine_threadsafe(watched(), event_loop())
+    running = _Running(work, event_loop(), owner)
     try:
-        return future.result(timeout)
+        return running.future.result(timeout)
     except concurrent.futures.TimeoutError:
-        if future.done():  # the work itself raised a TimeoutError
+        if running.future.done():  # the work itself raised a TimeoutError
             raise
-        future.cancel()
-        ended.wait(UNWIND_S)
-        raise DeadlineError(f"{owner} was not done after {timeout:g} s") from None
+        blocked = blocked_by()
+        running.cancel(0.0 if blocked else UNWIND_S)
+        late = f"{owner} was not done after {timeout:g} s"
+        raise DeadlineError(f"{late}: {blocked}" if blocked else late) from None
     except BaseException:
-        future.cancel()  # Ctrl-C in the caller must not leave the work running
-        ended.wait(UNWIND_S)
+        running.cancel(UNWIND_S)  # Ctrl-C in the caller must not leave the work running
         raise
+
+
+class _Running:
+    """A coroutine that another thread waits for; one that never begins is closed."""
+
+    def __init__(self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop, owner: str) -> None:
+        self.future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._work, self._loop, self._owner = work, loop, owner
+        self._task: asyncio.Task[Any] | None = None
+        loop.call_soon_threadsafe(self._begin)
+
+    def cancel(self, wait_s: float) -> None:
+        """End the work, and wait so long for its end."""
+        if self.future.cancel():
+            self._work.close()
+            return
+        if not self.future.done():
+            self._loop.call_soon_threadsafe(self._cancel)
+            concurrent.futures.wait([self.future], wait_s)
+
+    def _begin(self) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self._task = self._loop.create_task(self._work, name=self._owner)
+            self._task.add_done_callback(self._end)
+
+    def _cancel(self) -> None:
+        assert self._task is not None
+        self._task.cancel()
+
+    def _end(self, task: asyncio.Task[Any]) -> None:
+        if task.cancelled():
+            self.future.set_exception(concurrent.futures.CancelledError())
+        elif (error := task.exception()) is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(task.result())
+
+
+def blocked_by() -> str | None:
+    """Who keeps the event loop from its work, with the lines of code; None if it answers.
+
+    Coroutines of users run in tasks whose names say which function it is and what it works on.
+    """
+    loop, answers = event_loop(), threading.Event()
+    loop.call_soon_threadsafe(answers.set)
+    if answers.wait(_ANSWER_S):
+        return None
+    task = asyncio.current_task(loop)
+    name = "a task" if task is None else task.get_name()
+    frames = "" if _thread is None or _thread.ident is None else running_frames(_thread.ident)
+    advice = "  → await what takes long, or move it into a thread: await asyncio.to_thread(function, …)"
+    return "\n".join(filter(None, [f"{name} blocks the event loop", frames, advice]))

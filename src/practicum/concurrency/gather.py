@@ -23,6 +23,8 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
 
 async def gather_all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Results in order. One that fails cancels the others, and its own error surfaces, not a group."""
-    async with task_group() as group:
-        tasks = [group.create_task(work) for work in works]
+    now = asyncio.current_task()
+    assert now is not None
+    async with task_group() as group:  # tasks have the name of whose work they are: errors say it
+        tasks = [group.create_task(work, name=now.get_name()) for work in works]
     return [task.result() for task in tasks]

@@ -15,7 +15,7 @@ from practicum.errors import MissingExtraError, RecipeError
 from practicum.observe.text import markdown_table
 from practicum.recipe.own_parts import GUIDE, PARTS, find_part, guarded
 from practicum.recipe.schema.recipe import Recipe
-from practicum.user_code import type_name
+from practicum.user_code import text_of, type_name
 
 TABLE_ROWS = 64
 """Answers of a step that a tracker's table has; the files have all that were recorded."""
@@ -155,7 +155,7 @@ def _cell(name: str, value: Any) -> float | str | None:
         return value
     if isinstance(value, Mapping):
         return ", ".join(f"{part} {number}" for part, number in value.items())
-    return str(value)
+    return text_of(value)
 
 
 def lasting_id(file: Path) -> str:

@@ -7,7 +7,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx2
@@ -144,7 +144,9 @@ class Client:
         """Close the connections; from a thread that does not run their event loop."""
         self._closed = True
         if self._loop is not None and self._loop.is_running():
-            asyncio.run_coroutine_threadsafe(self.aclose(), self._loop).result(_CLOSE_S)
+            closed = asyncio.run_coroutine_threadsafe(self.aclose(), self._loop)
+            with suppress(TimeoutError):  # a blocked event loop: connections end with the process
+                closed.result(_CLOSE_S)
 
     def _open(self) -> tuple[httpx2.AsyncClient, asyncio.Semaphore]:
         if self._closed:
@@ -185,7 +187,7 @@ class Client:
     def _json(self, response: httpx2.Response, about: str) -> Any:
         try:
             return json.loads(response.content)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             why = "the answer is not JSON"
             raise Refused(self.problem(about, why), response.status_code, why) from error
 
@@ -194,7 +196,7 @@ def message_of(text: str) -> str:
     """The message in the body of a server's refusal, without its wrapping."""
     try:
         content = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         content = text
     for key in ("error", "message", "detail"):
         if isinstance(content, dict) and key in content:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from importlib.metadata import entry_points
@@ -126,16 +127,26 @@ def guarded(function: Callable[..., Any], what: str) -> Callable[..., Any]:
 
     @wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        try:
+        with users_errors(what):
             return function(*args, **options)
-        except PracticumError:
-            raise
-        except Exception as error:
-            found = PracticumError(f"{what} raised {error_line(error)}\n{frames(error)}".rstrip())
-            found.details = trace(error)
-            raise found from None
 
     return call
+
+
+@contextmanager
+def users_errors(what: str, kind: type[PracticumError] = PracticumError) -> Iterator[None]:
+    """Whatever a user's code raises inside, SystemExit too, is an error of this kind with the user's frames.
+
+    Not Ctrl-C, which is the user's own.
+    """
+    try:
+        yield
+    except (PracticumError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        found = kind(f"{what} raised {error_line(error)}\n{frames(error)}".rstrip())
+        found.details = trace(error)
+        raise found from None
 
 
 def short_name(name: str) -> str:

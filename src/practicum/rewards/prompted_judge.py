@@ -12,7 +12,7 @@ from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.recipe.checks.value_forms import fields_of, fill
 from practicum.recipe.schema.teacher_sections import RewardModel
 from practicum.rewards.reward_place import CannotScore, JudgeInput
-from practicum.user_code import shorten
+from practicum.user_code import shorten, speakable
 
 SLOTS = 16
 """Questions that a judge answers at once."""
@@ -25,7 +25,8 @@ def question(model: RewardModel, case: JudgeInput) -> str:
     """The text that a judge is asked to continue."""
     if case.answer is None and "answer" in fields_of(model.prompt):
         raise CannotScore("has a prompt with {answer}, and this row has none")
-    return fill(model.prompt, {"prompt": case.prompt, "response": case.response, "answer": case.answer or ""})
+    known = {"prompt": case.prompt, "response": case.response, "answer": case.answer or ""}
+    return speakable(fill(model.prompt, known))
 
 
 def read_score(model: RewardModel, reply: str) -> float:

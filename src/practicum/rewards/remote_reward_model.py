@@ -74,7 +74,7 @@ class RemoteRewardModel(Client):
         answer = await self.ask("POST", "/classify", body, case.name, base=base)
         try:
             return [float(x) for x in answer["data"][0]["probs"]]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
             raise Unusable("its answer has no data[0].probs as /classify gives them") from error
 
 

@@ -22,7 +22,7 @@ from practicum.dataplane.ragged import Column, Ragged
 from practicum.dataplane.stages import Plan
 from practicum.dataplane.store import Store
 from practicum.engines.protocol import Engine, Sampling
-from practicum.errors import PracticumError
+from practicum.errors import PracticumError, SessionError
 from practicum.models.vision import sequence_positions
 from practicum.recipe.derived import scores_during_rollout, session_deadline
 from practicum.recipe.schema.recipe import Recipe
@@ -90,6 +90,10 @@ class SessionWorkers(Protocol):
         """The student's engines free their memory inside."""
         ...
 
+    def named_blocks(self) -> AbstractContextManager[None]:
+        """A DeadlineError from inside names the function that blocks the event loop of another process."""
+        ...
+
 
 class RolloutRole:
     """Rolls out and scores sessions: one for training, one for evaluation."""
@@ -126,7 +130,7 @@ class RolloutRole:
             self.workers.run(attempts, partition, seed, **options),
             self.recipe.rollout.deadline_s,
         )
-        with self.hidden.rollout():
+        with self.hidden.rollout(), self.workers.named_blocks():
             keys = run_async(work, timeout=deadline_s, owner=f"rollout ({partition})")
         # Sessions finish in any order; the batch is in the order of its keys.
         return self.store.batch(partition, sorted(keys))
@@ -242,6 +246,7 @@ class SessionRunner:
         self.encoder, self.functions, self.toolbox = encoder, functions, toolbox
         self.tokenizer = encoder.tokenizer
         self.context, self.config, self.teacher_of = context, config, teacher_of
+        self.vocab: int = config.get_text_config().vocab_size
         self.loop = find_loop(recipe.agent.loop)
         self._policy = EnginePolicy(engine, keep=recipe.agent.loop != "single_turn")
         assert isinstance(self.tokenizer.eos_token_id, int)
@@ -302,6 +307,7 @@ class SessionRunner:
                 check=self._checker(attempt.prompt),
                 seed=seed,
                 attempt=number,
+                vocab=self.vocab,
             )
 
         return await run_attempt(self.loop, self.recipe.agent, make, session_deadline(self.recipe))
@@ -311,9 +317,11 @@ class SessionRunner:
 
         def check(text: str) -> float:
             known = (prompt.answer, prompt.row, prompt.task, prompt.domain)
-            return self.functions.check(
-                RewardSample("", text, *known, finish="", key=str(prompt), response_tokens=0)
-            )
+            sample = RewardSample("", text, *known, finish="", key=str(prompt), response_tokens=0)
+            try:
+                return self.functions.check(sample)
+            except PracticumError as error:  # of a user's own kind of task: the session fails, not the run
+                raise SessionError(str(error)) from None
 
         return check
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,9 @@ class LocalWorkers:
             yield
         finally:
             self.engine.wake()
+
+    def named_blocks(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class LocalRoles(TrainRank):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, cast
 
 from practicum.engines.protocol import Sampling
@@ -16,7 +14,7 @@ from practicum.sessions.session import Session
 from practicum.sessions.tools.tool import ToolError
 from practicum.sessions.trajectory import Trajectory
 from practicum.tasks.prompts import Prompt
-from practicum.user_code import error_line, place, repr_of, trace, type_name
+from practicum.user_code import error_line, finite_number, place, repr_of, trace, type_name, unawaited
 
 Loop = Callable[[Session], Awaitable[Any]]
 """Returns None (all trajectories that have sampled tokens), a trajectory, a list of them, or one of these
@@ -51,6 +49,11 @@ def read_result(result: object, session: Session) -> SessionResult:
     kept = [t for t in listed if t.sampled_tokens]
     if not kept:
         raise SessionError(_nothing_sampled(session))
+    for trajectory in kept:
+        session.require_known(trajectory.prompt_ids)
+        for piece in trajectory.pieces:
+            if not piece.sampled:
+                session.require_known(piece.ids.tolist())
     if reward is not None and not isinstance(reward, list):
         return SessionResult(kept, _number(reward))
     if reward is not None:
@@ -99,9 +102,11 @@ def _own_rewards(listed: list[Trajectory]) -> list[float] | None:
 
 
 def _number(reward: object) -> float:
-    if isinstance(reward, Real) and math.isfinite(reward):
-        return float(reward)
-    raise SessionError(f"returned the reward {repr_of(reward)}; expected a finite number")
+    number = finite_number(reward)
+    if number is None:
+        found = unawaited(reward) or f"returned the reward {repr_of(reward)}"
+        raise SessionError(f"{found}; expected a finite number")
+    return number
 
 
 _LOOPS_OWN = (SessionError, ToolError)
@@ -150,20 +155,22 @@ async def run_attempt(
     tries = 1 + (agent.on_failure.retry if isinstance(agent.on_failure, Retry) else 0)
     fault = _Fault("had no try")
     for number in range(tries):
-        outcome = await _run_once(loop, make(number), deadline_s)
+        session = make(number)
+        name = f"agent loop {agent.loop} in prompt {session.prompt.uid}/session {session.index}"
+        outcome = await _run_once(loop, session, deadline_s, name)
         if isinstance(outcome, SessionResult):
             return AttemptResult(outcome, None, number)
         fault = outcome
     return AttemptResult(None, f"agent loop {agent.loop} {fault.failure}", tries - 1, fault.trace)
 
 
-async def _run_once(loop: Loop, session: Session, deadline_s: float) -> SessionResult | _Fault:
-    """The session's result, or what the loop did wrong."""
+async def _run_once(loop: Loop, session: Session, deadline_s: float, name: str) -> SessionResult | _Fault:
+    """The session's result, or what the loop did wrong; `name` is for errors that are not the loop's."""
 
     async def body() -> Any:
         return await loop(session)
 
-    task = asyncio.ensure_future(body())
+    task = asyncio.create_task(body(), name=name)
     try:
         done, _ = await asyncio.wait({task}, timeout=deadline_s)
     finally:
@@ -176,7 +183,9 @@ async def _run_once(loop: Loop, session: Session, deadline_s: float) -> SessionR
     if task.cancelled():
         return _Fault("cancelled itself")
     if (error := task.exception()) is not None:
-        return _fault(error)
+        return _fault(error, name)
+    if (failure := unawaited(task.result())) is not None:
+        return _Fault(failure)
     try:
         return read_result(task.result(), session)
     except SessionError as error:
@@ -185,13 +194,22 @@ async def _run_once(loop: Loop, session: Session, deadline_s: float) -> SessionR
         return _Fault(f"returned what can't be read: it raised {error_line(error)}", trace(error))
 
 
-def _fault(error: BaseException) -> _Fault:
+def _fault(error: BaseException, name: str) -> _Fault:
     """What the loop raised, in words; the first of a group. Raises it if it is not the loop's fault."""
-    causes = list(_causes(error))
+    try:
+        causes = list(_causes(error))
+    except BaseException:  # a group of the user's that does not say what is in it
+        causes = [error]
     for cause in causes:
-        if issubclass(type(cause), PracticumError) and not issubclass(type(cause), _LOOPS_OWN):
+        if _is_ours(cause) and not issubclass(type(cause), _LOOPS_OWN):
+            cause.add_note(f"raised in {name}")
             raise cause
     return _Fault(f"raised {error_line(causes[0])}{place(causes[0])}", trace(error))
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether an error is practicum's; classes that users derive from ours are theirs."""
+    return issubclass(type(error), PracticumError) and type(error).__module__.startswith("practicum.")
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

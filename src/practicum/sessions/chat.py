@@ -22,6 +22,7 @@ from practicum.recipe.schema.recipe import Recipe, Task
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.messages import Message, message_text
 from practicum.tasks.prompts import Encoded, Prompt, encode_prompt
+from practicum.user_code import lone_surrogate, repr_of, shorten
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,8 @@ def tool_result(name: str, text: str) -> Message:
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a text, nothing put around it."""
+    if fault := lone_surrogate(text):
+        raise SessionError(f"no tokenizer takes a text with {fault}: {shorten(text)!r}")
     return [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]] if text else []
 
 
@@ -164,7 +167,7 @@ def check_messages(messages: Sequence[Any]) -> list[Message]:
     """Messages that a session may go on with: role and text; pictures belong to the prompt."""
     for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            raise SessionError(f"found {message!r} among messages, expected role and content")
+            raise SessionError(f"found {repr_of(message)} among messages, expected role and content")
         if not _is_text(message["content"]):
             raise SessionError(
                 f"a {message['role']} message after the prompt holds something else than text: pictures can "

@@ -6,6 +6,7 @@ Its turns are written by a policy: the engine, or a demonstrator whose turns are
 from __future__ import annotations
 
 import asyncio
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -159,10 +160,12 @@ class Session:
         check: Callable[[str], float] | None = None,
         seed: int = 0,
         attempt: int = 0,
+        vocab: int | None = None,
     ) -> None:
+        """Token ids that a loop gives must be below `vocab`, if that is known."""
         self.prompt, self.start, self.index = prompt, start, index
         self.tokenizer, self.sampling, self.context = tokenizer, sampling, context
-        self.agent, self.toolbox, self.check = agent, toolbox, check
+        self.agent, self.toolbox, self.check, self._vocab = agent, toolbox, check, vocab
         self.opening: list[Message] = start.messages or [user(cast(str, prompt.content))]
         """The prompt as messages, the system's too."""
         kind = PlainFormat if start.messages is None else Chat
@@ -215,12 +218,14 @@ class Session:
         """
         if self._busy:
             raise SessionError("a session takes one turn at a time: fork() it to sample side by side")
-        wanted = self.sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
+        # What an engine can't read would fail in it for all sessions: it is this loop's error here.
+        wanted = self.sampling.max_new_tokens if max_new_tokens is None else operator.index(max_new_tokens)
         if wanted < 1:
             raise SessionError(f"max_new_tokens is {wanted}, expected 1 or more")
+        stops = self.sampling.stop if stop is None else frozenset(map(operator.index, stop))
         self._busy = True
         try:
-            return await self._take_turn(new, wanted, self.sampling.stop if stop is None else stop)
+            return await self._take_turn(new, wanted, stops)
         finally:
             self._busy = False
 
@@ -253,11 +258,19 @@ class Session:
         """Open a context and go on with it: the prompt's, or another one as text, messages or tokens."""
         if context is None:
             return self._open(self._of_tokens(self.start.ids))
-        if (ids := _as_ids(context)) is not None:
+        said: str | list[Any] = context if isinstance(context, str) else list(context)
+        if (ids := self._as_ids(said)) is not None:
             return self._open(self._of_tokens(ids))
-        messages = [user(context)] if isinstance(context, str) else cast(Sequence[Message], context)
+        messages = [user(said)] if isinstance(said, str) else said
         known = len(self.opening) if begins_with(messages, self.opening) else 0
         return self._open(self._of_messages([*messages[:known], *check_messages(messages[known:])]))
+
+    def require_known(self, ids: Sequence[int]) -> None:
+        """A SessionError if a token id is none of the model's."""
+        if self._vocab is None or not ids or (min(ids) >= 0 and max(ids) < self._vocab):
+            return
+        unknown = next(i for i in ids if not 0 <= i < self._vocab)
+        raise SessionError(f"token id {unknown} is outside of the model's vocabulary, 0 to {self._vocab - 1}")
 
     def said(self, trajectory: Trajectory | None = None) -> list[str]:
         """The text of each turn that the model wrote."""
@@ -268,7 +281,7 @@ class Session:
         """All that the model wrote, for people and checkers."""
         return "".join(self.said(trajectory))
 
-    async def _take_turn(self, new: New | None, wanted: int, stop: Collection[int]) -> ModelTurn:
+    async def _take_turn(self, new: New | None, wanted: int, stop: frozenset[int]) -> ModelTurn:
         trajectory, given, messages = self._go_on(new)
         room = self.context - len(trajectory) - len(given)
         if room < 1:
@@ -281,7 +294,7 @@ class Session:
         if messages is not None:
             trajectory.messages, trajectory.turn_start = messages, len(trajectory)
         counter = Counter(self._seed, self.prompt.uid, self.index, self._next_turn())
-        sampling = replace(self.sampling, max_new_tokens=min(wanted, room), stop=frozenset(stop))
+        sampling = replace(self.sampling, max_new_tokens=min(wanted, room), stop=stop)
         generation = await self._policy.next(trajectory, sampling, counter, self)
         trajectory.add_sampled(generation)
         cut = generation.finish == "length" and room < wanted
@@ -295,9 +308,9 @@ class Session:
         now = self.trajectory
         if new is None:
             return now, [], None
-        if (ids := _as_ids(new)) is not None:
+        said: str | list[Any] = new if isinstance(new, str) else list(new)
+        if (ids := self._as_ids(said)) is not None:
             return now, ids, None
-        said = cast(str | Sequence[Message], new)
         added = [user(said)] if isinstance(said, str) else check_messages(said)
         written = self._written()
         messages = [*now.messages, *written.messages(), *added]
@@ -347,9 +360,10 @@ class Session:
         name = repr((self._attempt, self._branch, self._turn - 1))
         return int.from_bytes(blake2b(name.encode(), digest_size=8).digest())
 
-
-def _as_ids(new: New) -> list[int] | None:
-    """What is new as tokens, if it is tokens."""
-    if isinstance(new, str) or not all(isinstance(item, int) for item in new):
-        return None
-    return [int(item) for item in new if isinstance(item, int)]
+    def _as_ids(self, new: str | list[Any]) -> list[int] | None:
+        """What is new as tokens, if it is tokens."""
+        if isinstance(new, str) or not all(isinstance(item, int) for item in new):
+            return None
+        ids = [int(item) for item in new]
+        self.require_known(ids)
+        return ids

@@ -21,7 +21,7 @@ from practicum.tasks.kinds.rotate import ROTATE
 from practicum.tasks.kinds.sort import SORT
 from practicum.tasks.kinds.total import TOTAL
 from practicum.tasks.procedural import BuiltinTask, Example, Procedural, Settings
-from practicum.user_code import repr_of
+from practicum.user_code import lone_surrogate, repr_of
 
 TASKS: dict[str, Procedural] = {
     kind.name: kind
@@ -41,8 +41,11 @@ def _guarded(kind: Procedural, what: str) -> Procedural:
 
     def make(draws: Draws, settings: Settings) -> Example:
         example = guarded(kind.make, what)(draws, settings)
-        if not isinstance(example, Example):
-            raise DataError(f"{what} made {repr_of(example)}, expected an Example(prompt, answer)")
+        if not issubclass(type(example), Example) or not all(type(text) is str for text in example[:2]):
+            found = f"{what} made {repr_of(example)}"
+            raise DataError(f"{found}, expected an Example(prompt, answer) whose prompt and answer are texts")
+        if broken := lone_surrogate(example.prompt) or lone_surrogate(example.answer):
+            raise DataError(f"{what} made {repr_of(example)}: {broken}, which no tokenizer takes")
         return example
 
     check, demonstrate = guarded(kind.check, what), guarded(kind.demonstrate, what)

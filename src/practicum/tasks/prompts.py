@@ -11,6 +11,7 @@ from practicum.tasks.builtin import find_kind
 from practicum.tasks.messages import Content, Message, image_parts, prompt_text
 from practicum.tasks.pictures import open_picture
 from practicum.tasks.procedural import Example
+from practicum.user_code import lone_surrogate
 
 if TYPE_CHECKING:
     from practicum.models.images import Images
@@ -93,6 +94,8 @@ def encode_prompt(
     are, behind the BOS if the tokenizer puts one. Pictures need the model's `processor`.
     """
     content = prompt.content
+    if broken := lone_surrogate(f"{system or ''}{prompt_text(content)}"):
+        raise DataError(f"{prompt}: its text has {broken}, which no tokenizer takes")
     if isinstance(content, str) and not chat:
         messages, images, ids = None, None, _encode_plain(content, tokenizer)
     else:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
+from functools import partial
 from typing import Any
 
 from practicum.errors import RecipeError, RecipeErrors, RewardError
@@ -15,9 +14,18 @@ from practicum.recipe.schema.recipe import Reward, RewardFunction, Task
 from practicum.tasks.builtin import find_kind
 from practicum.tasks.scorers import INLINE, SCORERS, RewardSample, exact
 from practicum.tasks.user_calls import CallResult, call_each, is_async, raised
-from practicum.user_code import error_line, frames, is_masked, place, repr_of, shorten, trace, type_name
+from practicum.user_code import (
+    FLOAT32_MAX,
+    error_line,
+    finite_number,
+    frames,
+    place,
+    repr_of,
+    shorten,
+    trace,
+    type_name,
+)
 
-_FLOAT32_MAX = 3.4028234e38
 _ASYNC_AT_ONCE = 64
 
 
@@ -147,11 +155,13 @@ class RewardFunctions:
         if spec.use in INLINE:
             outcomes = [_inline(function.call, sample) for sample in samples]
         elif spec.batch:
-            (outcome,) = await call_each(function.call, [samples], spec.timeout_s, self._stop)
+            named = partial(_named_batch, spec.use)
+            (outcome,) = await call_each(function.call, [samples], spec.timeout_s, self._stop, named)
             outcomes = _unpack(outcome, len(samples))
         else:
             async with self._gate(function):
-                outcomes = await call_each(function.call, samples, spec.timeout_s, self._stop)
+                named = partial(_named, spec.use)
+                outcomes = await call_each(function.call, samples, spec.timeout_s, self._stop, named)
         outcomes = [_checked(outcome, spec.weight) for outcome in outcomes]
         for i, outcome in enumerate(outcomes):
             if self._stop and outcome.failure is not None:
@@ -178,10 +188,18 @@ def _unjudged(parts: dict[str, float], outcome: CallResult) -> RewardResult:
     return RewardResult(None, parts, outcome.failure, None if outcome.error is None else trace(outcome.error))
 
 
+def _named(use: str, sample: RewardSample) -> str:
+    return f"reward {use} of {sample.key}"
+
+
+def _named_batch(use: str, samples: Sequence[RewardSample]) -> str:
+    return f"reward {use} of {len(samples)} samples"
+
+
 def _inline(call: Callable[[RewardSample], Any], sample: RewardSample) -> CallResult:
     try:
         return CallResult(call(sample))
-    except Exception as error:
+    except BaseException as error:  # the checker of a user's own kind of task may raise anything
         return raised(error)
 
 
@@ -190,9 +208,12 @@ def _unpack(outcome: CallResult, count: int) -> list[CallResult]:
     if outcome.failure is None:
         try:
             values = outcome.value.tolist() if hasattr(outcome.value, "tolist") else outcome.value
-            if issubclass(type(values), list | tuple) and len(values) == count:
-                return [CallResult(value) for value in list(values)[:count]]
-            found = f"{len(values)} values" if issubclass(type(values), list | tuple) else type_name(values)
+            kind = next((kind for kind in (list, tuple) if issubclass(type(values), kind)), None)
+            # By the type's own methods: those of a subclass may tell another length than they give.
+            items = [] if kind is None else list(kind.__iter__(values))
+            if kind is not None and len(items) == count:
+                return [CallResult(value) for value in items]
+            found = type_name(values) if kind is None else f"{len(items)} values"
         except BaseException as error:  # a hostile list, or a tensor that holds nothing
             found = f"{repr_of(outcome.value)}, which can't be read ({error_line(error)})"
         outcome = CallResult(failure=f"returned {found}, expected a list with one number for each sample")
@@ -204,23 +225,11 @@ def _checked(outcome: CallResult, weight: float) -> CallResult:
     """The outcome with its value as a float, or a failure if that is no number to train on."""
     if outcome.failure is not None:
         return outcome
-    try:
-        number = _number(outcome.value)
-    except BaseException:  # whatever the user's value does when it is read
-        number = math.nan
-    if math.isfinite(number) and abs(weight * number) <= _FLOAT32_MAX:
+    number = finite_number(outcome.value)
+    if number is not None and abs(weight * number) <= FLOAT32_MAX:
         return CallResult(number)
     hint = " (with batch: true, a function gets a list)" if issubclass(type(outcome.value), list) else ""
     return CallResult(failure=f"returned {repr_of(outcome.value)}, expected a finite number{hint}")
-
-
-def _number(value: Any) -> float:
-    """The value as a float; NaN if it is none."""
-    if is_masked(value):
-        return math.nan
-    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:  # a scalar of numpy or torch
-        value = value.item()
-    return float(value) if isinstance(value, Real) else math.nan
 
 
 def _error(function: _Function, outcome: CallResult, sample: RewardSample) -> RewardError:

@@ -7,7 +7,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from practicum.tasks.messages import Content, image_parts, message_text, picture_message
+from practicum.tasks.messages import Content, image_parts, message_text, picture_message, prompt_text
+from practicum.user_code import lone_surrogate, repr_of, type_name
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -35,7 +36,8 @@ def find_fault(
         if needs_answer and answer_column not in row and (likely := _likely(row, "answer")):
             fault += f"{' and' if _likely(row, 'prompt') else '; set'} tasks.{task}.answer: {likely}"
         return fault
-    fault = _prompt_fault(row[prompt_column])
+    prompt = row[prompt_column]
+    fault = _prompt_fault(prompt) or _text_fault("prompt", prompt_text(prompt))
     if fault:
         return f"column {prompt_column!r}: {fault}"
     fault = _pictures_fault(row[prompt_column], row.get(images_column))
@@ -145,11 +147,16 @@ def _answer_fault(answer: Any) -> str | None:
         return f"an answer is a string or a number, this is {_named(answer)}"
     if isinstance(answer, str) and not answer.strip():
         return "the answer is empty"
-    return None
+    return _text_fault("answer", answer) if isinstance(answer, str) else None
+
+
+def _text_fault(what: str, text: str) -> str | None:
+    broken = lone_surrogate(text)
+    return f"the {what} has {broken}, which no tokenizer takes" if broken else None
 
 
 def _named(value: Any) -> str:
     if value is None:
         return "null"
-    shown = repr(value)
-    return f"{type(value).__name__} {shown if len(shown) <= 40 else shown[:37] + '...'}"
+    shown = repr_of(value, 10_000)
+    return f"{type_name(value)} {shown if len(shown) <= 40 else shown[:37] + '...'}"

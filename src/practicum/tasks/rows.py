@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -11,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from practicum.errors import DataError
+from practicum.recipe.own_parts import users_errors
 from practicum.recipe.schema.recipe import Task
 from practicum.recipe.user_functions import import_function
 from practicum.tasks.files import Table
 from practicum.tasks.messages import Content, image_parts
 from practicum.tasks.row_faults import find_fault, row_content
-from practicum.user_code import error_line, frames, repr_of, trace, type_name
+from practicum.user_code import error_line, repr_of, type_name
 
 _SHOWN = 10
 
@@ -40,22 +42,26 @@ class RowReader:
         """The row as `map` returns it; what it raises is a DataError with the user's lines of code."""
         if function is None:
             return row
-        try:
+        what = f"{where}: tasks.{self.task}.map {self.map}"
+        with users_errors(what, DataError):
             changed = function(copy.deepcopy(row))  # some sources hold their rows
-        except Exception as error:
-            lines = [f"{where}: tasks.{self.task}.map {self.map} raised {error_line(error)}"]
-            fault = DataError("\n".join([*lines, *filter(None, [frames(error)])]))
-            fault.details = trace(error)
-            raise fault from None
-        if not isinstance(changed, dict):
+        if not issubclass(type(changed), dict):
             got = "None" if changed is None else f"{type_name(changed)} {repr_of(changed, 40)}"
-            found = f"tasks.{self.task}.map {self.map} returned {got}"
-            raise DataError(f"{where}: {found}, expected a dict with the columns of the row")
+            raise DataError(f"{what} returned {got}, expected a dict with the columns of the row")
         return changed
 
     def fault(self, row: Any) -> str | None:
         """What is wrong with a row, in words; None if it is good."""
-        return find_fault(row, self.prompt, self.answer, self.needs_answer, self.images, self.task)
+        try:
+            if self.map is not None:  # which may have put anything into it: workers and hashes read it too
+                pickle.dumps(row)
+                row_bytes(row)
+            return find_fault(row, self.prompt, self.answer, self.needs_answer, self.images, self.task)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            found = f"tasks.{self.task}.map {self.map} returned" if self.map else "this is"
+            return f"{found} a row that can't be read: that raised {error_line(error)}"
 
     def content(self, row: Mapping[str, Any], folder: Path) -> Content:
         """What a good row's prompt says, with pictures as paths from the folder; none is opened."""
@@ -107,8 +113,8 @@ class RowSource:
                 fault = self.reader.fault(row)
                 if not fault:
                     self._look_at(index, row)
-                if not is_plain:
-                    read.update(row_bytes(row))
+                    if not is_plain:
+                        read.update(row_bytes(row))
             if fault:
                 first, same = faults.get(fault, (index, 0))
                 if same or len(faults) < _SHOWN:

@@ -22,6 +22,7 @@ from practicum.tasks.permutation import Permutation
 from practicum.tasks.procedural import BuiltinTask, Example, Split
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.rows import RowSource
+from practicum.user_code import text_of
 
 
 class Drawn(NamedTuple):
@@ -134,7 +135,7 @@ def draw_row(source: RowSource, index: int, epoch: int = 0) -> Drawn:
 def to_prompt(uid: int, name: str, task: Task, drawn: Drawn) -> Prompt:
     """The prompt of what was drawn. Its domain is the task's, else the row's own, else the name."""
     domain = task.domain or drawn.row.get("domain") or name
-    return Prompt(uid, name, str(domain), *drawn)
+    return Prompt(uid, name, text_of(domain), *drawn)
 
 
 class PromptStream:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from practicum.user_code import error_line
+from practicum.user_code import error_line, unawaited
 
 _ASYNC_AT_ONCE = 64
 _CLEANUP_S = 1.0
@@ -43,35 +43,42 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 async def call_each(
-    function: Callable[[Any], Any], arguments: Sequence[Any], timeout: float, stop_early: bool
+    function: Callable[[Any], Any],
+    arguments: Sequence[Any],
+    timeout: float,
+    stop_early: bool,
+    named: Callable[[Any], str],
 ) -> list[CallResult]:
     """Call once per argument: an async function side by side, a sync one in turn in a thread.
 
-    With `stop_early` a sync function is not called again after a failure: the rest has no outcome.
+    With `stop_early` a sync function is not called again after a failure: the rest has no outcome. `named`
+    says in words what is called on an argument, should it block the event loop.
     """
     if is_async(function):
         gate = asyncio.Semaphore(_ASYNC_AT_ONCE)
 
         async def one(argument: Any) -> CallResult:
             async with gate:
-                return await _await(function, argument, timeout)
+                return await _await(function, argument, timeout, named(argument))
 
         return list(await asyncio.gather(*(one(argument) for argument in arguments)))
     outcomes: list[CallResult] = []
     while len(outcomes) < len(arguments):
-        outcomes += await _call_in_thread(function, arguments[len(outcomes) :], timeout, stop_early)
+        outcomes += await _call_in_thread(function, arguments[len(outcomes) :], timeout, stop_early, named)
         if stop_early and outcomes[-1].failure is not None:
             break
     return outcomes
 
 
-async def _await(function: Callable[[Any], Awaitable[Any]], argument: Any, timeout: float) -> CallResult:
+async def _await(
+    function: Callable[[Any], Awaitable[Any]], argument: Any, timeout: float, name: str
+) -> CallResult:
     """One call of an async function; a function that swallows its cancellation is left behind."""
 
     async def body() -> Any:
         return await function(argument)
 
-    task = asyncio.ensure_future(body())
+    task = asyncio.create_task(body(), name=name)
     try:
         await asyncio.wait({task}, timeout=timeout)
         if not task.done():
@@ -82,12 +89,18 @@ async def _await(function: Callable[[Any], Awaitable[Any]], argument: Any, timeo
         task.cancel()
     if task.cancelled():
         return CallResult(failure="cancelled itself")
-    error = task.exception()
-    return CallResult(task.result()) if error is None else raised(error)
+    if (error := task.exception()) is not None:
+        return raised(error)
+    failure = unawaited(task.result())
+    return CallResult(task.result()) if failure is None else CallResult(failure=failure)
 
 
 async def _call_in_thread(
-    function: Callable[[Any], Any], arguments: Sequence[Any], timeout: float, stop_early: bool
+    function: Callable[[Any], Any],
+    arguments: Sequence[Any],
+    timeout: float,
+    stop_early: bool,
+    named: Callable[[Any], str],
 ) -> list[CallResult]:
     """Call in order in one thread, up to the first call that is late: its thread is given up.
 
@@ -121,7 +134,8 @@ async def _call_in_thread(
                 break
             if _is_awaitable(outcome.value):
                 # A plain function around an async one, as a lambda or a decorator makes it.
-                outcome = await _await(_identity, outcome.value, timeout)
+                name = named(arguments[len(outcomes)])
+                outcome = await _await(_identity, outcome.value, timeout, name)
             outcomes.append(outcome)
             if stop_early and outcome.failure is not None:
                 break

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from safetensors import safe_open
@@ -32,7 +32,7 @@ def check_teachers(
     recipe: Recipe,
     student: PreTrainedTokenizerBase,
     *,
-    longest_prompt: int,
+    longest: Mapping[str, int],
     longest_answer: int,
     uses_chat: bool,
     student_vocab: int | None = None,
@@ -40,10 +40,9 @@ def check_teachers(
 ) -> list[str]:
     """What each teacher is, in sentences; all mistakes come together as RecipeErrors.
 
-    `student_vocab` is the width of the student's output, `student_context` its longest sequence.
-    Routes must be right (`check_routes`).
+    `longest` is the tokens of each teacher's longest prompt (`longest_prompts`), `student_vocab` the width of
+    the student's output, `student_context` its longest sequence. Routes must be right (`check_routes`).
     """
-    longest = longest_prompts(recipe, student, longest_prompt)
     problems = [*_check_top_k(recipe, len(student)), *check_images(recipe, student)]
     findings = []
     for name, teacher in recipe.teachers.items():
@@ -220,7 +219,11 @@ def longest_prompts(recipe: Recipe, student: PreTrainedTokenizerBase, longest: i
         return dict.fromkeys(recipe.teachers, longest)
     lengths = dict.fromkeys(recipe.teachers, 0)
     stream, encode = make_stream(recipe.tasks, recipe.seed), make_encoder(recipe, student)
+    seen: set[tuple[str, int]] = set()
     for prompt in stream.take(LOOKED_AT):
+        if (prompt.task, prompt.index) in seen:  # a row of a small file, which comes up in every epoch
+            continue
+        seen.add((prompt.task, prompt.index))
         length = len(encode(prompt).ids)
         names = recipe.teachers
         if len(names) > 1:

@@ -6,9 +6,11 @@ import re
 from collections.abc import Callable
 
 from practicum.dataplane.batch import BatchRef
+from practicum.user_code import shorten
 
 _SHOWN = 5
 _SHOWN_LINES = 12
+_SHOWN_CHARS = 300
 _KEPT_TRACES = 100
 
 
@@ -46,7 +48,8 @@ class Failures:
         kind = re.sub(r"\d+", "#", reason)
         if kind not in self._first:
             self._first[kind] = reason
-            end = [] if trace is None else trace.splitlines()[:-1][-_SHOWN_LINES:]
+            lines = [] if trace is None else trace.splitlines()[:-1][-_SHOWN_LINES:]
+            end = [shorten(line, _SHOWN_CHARS) for line in lines]
             self._say("\n".join([f"{whose}{reason}", *end]))
         return kind
 

@@ -110,16 +110,16 @@ def check_without_models(recipe: Recipe) -> Preflight:
         longest = longest[0], max(longest[1], context - longest[0])
     if recipe.teachers:
         findings += check_routes(recipe)
+        prompts = longest_prompts(recipe, tokenizer, longest[0])
         findings += check_teachers(
             recipe,
             tokenizer,
-            longest_prompt=longest[0],
+            longest=prompts,
             longest_answer=longest[1],
             uses_chat=uses_chat,
             student_vocab=vocab,
             student_context=model_context,
         )
-        prompts = longest_prompts(recipe, tokenizer, longest[0])
         needed = {name: tokens + longest[1] for name, tokens in prompts.items()}
         findings += probe_servers(recipe, vocab or len(tokenizer), needed)
     if recipe.reward.models:

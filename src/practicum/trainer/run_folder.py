@@ -22,8 +22,11 @@ from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.text.show_recipe import resolved_yaml
 from practicum.records.record_files import FOLDER, RecordPlace, record_files
 from practicum.trainer.versions import now, versions
+from practicum.user_code import writable
 
 APPENDED = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
+_MARKER = "versions.json"
+"""The first file that a run writes, by which its folder is known."""
 OWNED = (
     *APPENDED,
     "changes.jsonl",
@@ -60,8 +63,16 @@ class RunFolder:
     @property
     def is_used(self) -> bool:
         """Whether a run has been here."""
-        marker = self.path / "versions.json"
-        return marker.exists() and "practicum" in json.loads(marker.read_text())
+        try:
+            held = json.loads((self.path / _MARKER).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return isinstance(held, dict) and "practicum" in held
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether there is something to resume from."""
+        return any(self.checkpoints.glob("step-*"))
 
     @property
     def is_foreign(self) -> bool:
@@ -71,14 +82,17 @@ class RunFolder:
     def replace(self, recipe: Recipe) -> None:
         """Begin a run, in place of one that was here: its recipe as resolved, and what it runs on."""
         for name in OWNED if self.is_used else ():
-            path = self.path / name
+            path, aside = self.path / name, self.path / f".{name}.old"
+            shutil.rmtree(aside, ignore_errors=True)
             if path.is_dir():
-                shutil.rmtree(path)
+                os.replace(path, aside)  # a process that is killed now leaves no half of a checkpoint
+                shutil.rmtree(aside)
             else:
                 path.unlink(missing_ok=True)
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._write_versions([])  # before all else: it says that what follows is a run's
+        self.checkpoints.mkdir(exist_ok=True)
         self.write_recipe(recipe)
-        self._write_versions([])
 
     def note_start(self, start: Mapping[str, Any]) -> None:
         """Add a start of the run to versions.json: the first, or one that resumes it."""
@@ -92,11 +106,11 @@ class RunFolder:
             self._write_versions([*before, last | {"ended": now(), "outcome": outcome, "last_step": step}])
 
     def _starts(self) -> list[dict[str, Any]]:
-        return json.loads((self.path / "versions.json").read_text()).get("starts", [])
+        return json.loads((self.path / _MARKER).read_text(encoding="utf-8")).get("starts", [])
 
     def _write_versions(self, starts: Sequence[Mapping[str, Any]]) -> None:
         text = json.dumps({**versions(), "starts": starts}, indent=2, ensure_ascii=False)
-        write_atomic(self.path / "versions.json", text)
+        write_atomic(self.path / _MARKER, text)
 
     def write_recipe(self, recipe: Recipe) -> None:
         """The recipe as resolved: every value that the run goes by."""
@@ -175,10 +189,10 @@ class RunFolder:
 
         One that can't be written, such as on a full disk, must not hide what the line says.
         """
-        if not self.path.is_dir():
+        if not (self.path / _MARKER).exists():
             return
         with suppress(OSError), (self.path / "log.txt").open("a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {writable(line)}\n")
 
 
 def folder_of(recipe: Recipe) -> RunFolder:
@@ -192,6 +206,8 @@ def choose_folder(recipe: Recipe, out: Path | None, *, resume: bool, fresh: bool
     require_possible(folder.path)
     if resume and not folder.is_used:
         raise PracticumError(f"{folder.path} has no run to resume: leave out --resume")
+    if resume and not folder.has_checkpoint:
+        raise PracticumError(f"{folder.path} has no checkpoint to resume from yet: start again with --fresh")
     if not resume and folder.is_foreign:
         raise PracticumError(
             f"{folder.path} has files that a run would write over and that are not a run's: "

@@ -12,6 +12,7 @@ from practicum.roles.transcripts import Transcript
 from practicum.runtime.start_roles import Roles
 from practicum.tasks.prompts import Prompt
 from practicum.trainer.step_metrics import session_tags
+from practicum.user_code import text_of
 
 Row = tuple[Key, Tags, Transcript]
 _COUNTED = ("response_tokens", "sampled_tokens", "turns", "tool_calls", "tool_errors")
@@ -124,6 +125,6 @@ def _as_json(value: Any) -> Any:
     """An expected answer as JSON has it; what JSON does not know is text."""
     try:
         json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError):
-        return str(value)
+    except (TypeError, ValueError, RecursionError):
+        return text_of(value)
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 
@@ -17,6 +18,8 @@ from practicum.recipe.checks.value_forms import check_device, check_names
 from practicum.recipe.counts import count
 from practicum.recipe.derived import evaluates, measured_scores, model_traits
 from practicum.recipe.schema.recipe import MakeModel, Recipe, Task
+from practicum.recipe.text.origins import leaves
+from practicum.user_code import lone_surrogate
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
@@ -24,7 +27,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 def combinations(recipe: Recipe) -> list[RecipeError]:
     """Every key that nothing reads and every impossible combination of a recipe."""
     checks = (
-        *(check_unread, _names, _model, _engine, _tasks, _agent, _minibatches, _train, _eval),
+        *(check_unread, _names, _texts, _model, _engine, _tasks, _agent, _minibatches, _train, _eval),
         *(check_algorithm, check_reward, check_teachers, check_route, check_distill, check_runtime),
     )
     return [problem for check in checks for problem in check(recipe)]
@@ -34,6 +37,13 @@ def _names(recipe: Recipe) -> Iterator[RecipeError]:
     if not _NAME.fullmatch(recipe.name):
         yield RecipeError("name", repr(recipe.name), "letters, digits, '_', '-' and '.'", "it names a folder")
     yield from check_names("tasks", "task", recipe.tasks)
+
+
+def _texts(recipe: Recipe) -> Iterator[RecipeError]:
+    for path, value in leaves(recipe.model_dump()):
+        if lone_surrogate(json.dumps(value, default=str, ensure_ascii=False)):
+            found = f"{value!r}, which has half of a surrogate pair"
+            yield RecipeError(path, found, "text that can be written", "remove or complete it")
 
 
 def _model(recipe: Recipe) -> Iterator[RecipeError]:

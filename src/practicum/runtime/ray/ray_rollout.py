@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from practicum.concurrency.event_loop import run_async
 from practicum.concurrency.gather import gather_all, task_group
@@ -26,6 +27,9 @@ from practicum.runtime.ray.rollout_worker import RolloutRequest
 from practicum.sessions.attempts import Attempt
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.rewards import RewardFunctions
+
+_BLOCKED_S = 5.0
+"""Seconds that workers have to say whether their event loops are blocked."""
 
 
 @dataclass(slots=True)
@@ -149,7 +153,8 @@ class RayWorkers:
             )
             await gather_all(works)
 
-        run_async(reward_all(), timeout=self.recipe.rollout.deadline_s, owner="reward")
+        with self.named_blocks():
+            run_async(reward_all(), timeout=self.recipe.rollout.deadline_s, owner="reward")
 
     def _shares(self, batch: BatchRef) -> list[BatchRef]:
         """Whole prompts for each reward worker; everything for one, if a function takes a whole batch."""
@@ -180,6 +185,20 @@ class RayWorkers:
             yield
         finally:
             self._engines("wake")
+
+    @contextmanager
+    def named_blocks(self) -> Iterator[None]:
+        try:
+            yield
+        except DeadlineError as late:
+            workers = [worker for pool in self.pools.pools() for worker in pool.replicas()]
+            calls = [worker.blocked.remote() for worker in workers]
+            answered, _ = ray.wait(calls, num_returns=len(calls), timeout=_BLOCKED_S)
+            for call in answered:
+                with suppress(RayError):  # of a worker that is dead
+                    if (blocked := ray.get(call, timeout=_BLOCKED_S)) is not None:
+                        raise DeadlineError(f"{late}: {blocked}") from None
+            raise
 
     def _engines(self, method: str) -> None:
         async def work(worker: Any) -> None:

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from practicum.concurrency.event_loop import blocked_by
 from practicum.dataplane.store import Store
 from practicum.recipe.schema.recipe import Recipe
 from practicum.records.record_files import RecordPlace
@@ -71,6 +72,10 @@ class Worker:
         set_threads(threads or worker_threads(recipe))
         self.recipe = recipe
         self.store = handle.connect(recipe.runtime.store_s, lasting=self.LASTING)
+
+    def blocked(self) -> str | None:
+        """Who keeps the process's event loop from its work, if it does not answer."""
+        return blocked_by()
 
     def pid(self) -> int:
         """The process's id on its machine."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import re
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from practicum.errors import RecipeError
 from practicum.sessions.tools.tool import Kind, Parameter, Tool, ToolError, cut
 from practicum.tasks.user_calls import call_each, is_async
-from practicum.user_code import error_line, text_of, type_name
+from practicum.user_code import error_line, speakable, text_of, type_name
 
 _KINDS: dict[Any, Kind] = {
     str: "string",
@@ -31,15 +32,17 @@ def function_tool(function: Callable[..., Any], path: str, timeout_s: float, out
     tell the model a sentence; any other error is told by its type and message.
     """
     name = getattr(function, "__name__", type(function).__name__)
-    about, notes = _read_docstring(inspect.getdoc(function) or "")
+    about, notes = _read_docstring(speakable(inspect.getdoc(function) or ""))
     parameters = _parameters(function, notes, path)
     call = _by_mapping(function)
 
     async def run(arguments: dict[str, Any]) -> str:
-        (outcome,) = await call_each(call, [arguments], timeout_s, stop_early=False)
+        caller = asyncio.current_task()
+        who = f"tool {name}, called by {'' if caller is None else caller.get_name()}"
+        (outcome,) = await call_each(call, [arguments], timeout_s, stop_early=False, named=lambda _: who)
         if outcome.failure is None:
             try:
-                return cut(str(outcome.value), output_chars)
+                return cut(speakable(str(outcome.value)), output_chars)
             except BaseException as error:  # whatever the user's value does when it is read
                 found = f"{name} returned a {type_name(outcome.value)} whose text can't be read"
                 raise ToolError(f"{found} ({error_line(error)})") from error
@@ -67,10 +70,9 @@ def _parameters(function: Callable[..., Any], notes: dict[str, str], path: str) 
         signature = inspect.signature(function)
         target = function if inspect.isroutine(function) else type(function).__call__
         hints = get_type_hints(target)
-    except (TypeError, ValueError, NameError) as error:
-        raise RecipeError(
-            path, f"a function whose signature can't be read ({error})", "one that can"
-        ) from error
+    except Exception as error:  # annotations may be any code
+        found = f"a function whose signature can't be read ({error_line(error)})"
+        raise RecipeError(path, found, "one that can") from None
     found = []
     for p in signature.parameters.values():
         if p.kind not in _NAMED:

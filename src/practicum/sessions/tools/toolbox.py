@@ -15,7 +15,7 @@ from practicum.sessions.tools.calculator import CALCULATOR
 from practicum.sessions.tools.python_tool import isolation_problem, python_tool
 from practicum.sessions.tools.tool import Tool, ToolError
 from practicum.sessions.tools.tool_functions import function_tool
-from practicum.user_code import shorten, text_of, trace
+from practicum.user_code import shorten, speakable, text_of, trace
 
 TOOLS: dict[str, Callable[[ToolSpec], Tool]] = {
     "calculator": lambda spec: CALCULATOR,
@@ -59,10 +59,10 @@ class Toolbox:
         """The tool's answer, or a sentence on what went wrong: no such tool, bad arguments, its failure."""
         began = time.monotonic()
         try:
-            ran = ToolOutcome(_speakable(await self._find(name).call(arguments)), True)
+            ran = ToolOutcome(speakable(await self._find(name).call(arguments)), True)
         except ToolError as error:
             cause = error.__cause__
-            ran = ToolOutcome(_speakable(text_of(error)), False, None if cause is None else trace(cause))
+            ran = ToolOutcome(speakable(text_of(error)), False, None if cause is None else trace(cause))
         self.calls += 1
         self.errors += not ran.ok
         self.seconds += time.monotonic() - began
@@ -113,8 +113,3 @@ def _make(spec: ToolSpec, path: str) -> Tool:
         return TOOLS[spec.use](spec)
     function = find_function("tool", spec.use, TOOLS, path)
     return function_tool(function, path, spec.timeout_s, spec.output_chars)
-
-
-def _speakable(text: str) -> str:
-    """The text without lone surrogates, which no tokenizer takes."""
-    return text.encode("utf-8", "replace").decode("utf-8")
