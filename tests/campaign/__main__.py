@@ -34,7 +34,8 @@ def main() -> int:
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore
     rng = random.Random(options.seed)
     mark = f"{os.getpid()}-{time.time_ns()}"
-    os.environ.update(ENV | {MARK: mark, "OMP_NUM_THREADS": "1"})
+    # Runs join a cluster on loopback that is started here: no token is needed for that.
+    os.environ.update(ENV | {MARK: mark, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"})
     root = Path(__file__).parents[2]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(root / "src"), str(root)])
     work = Path(tempfile.mkdtemp(prefix="campaign-"))
