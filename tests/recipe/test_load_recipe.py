@@ -87,6 +87,11 @@ def test_a_recipe_that_extends_itself_is_told(write: Write) -> None:
     assert "a circle: run.yaml → run.yaml" in refused(write("extends: run.yaml"))
 
 
+@pytest.mark.parametrize("base", [r"\0", r"\ud800"])
+def test_a_base_that_no_file_can_be_called_is_told(write: Write, base: str) -> None:
+    assert "expected the path of one recipe file" in refused(write(f'extends: "{base}"'))
+
+
 def test_a_missing_base_names_the_line_and_a_near_file(write: Write) -> None:
     write("seed: 1", "tiny-model.yaml", minimal=False)
     text = refused(write("extends: tiny_model.yaml"))

@@ -97,10 +97,14 @@ def _chain(source: Path, data: Mapping[str, Any] | None = None) -> list[tuple[Pa
         if base is None:
             return chain[::-1]
         place = _extends(file, document)
-        if not isinstance(base, str) or "\0" in base:
+        if not isinstance(base, str):
             raise RecipeError(place, shorten(base), "the path of one recipe file")
         file = file.parent / base
-        if file.resolve() in seen:
+        try:
+            is_circle = file.resolve() in seen
+        except ValueError:  # characters that no path has
+            raise RecipeError(place, shorten(base), "the path of one recipe file") from None
+        if is_circle:
             circle = " → ".join(p.name for p in [*seen, file])
             raise RecipeError(place, f"a circle: {circle}", "a chain of recipes that ends")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import socket
 import subprocess
 import tempfile
@@ -50,6 +51,19 @@ print(json.dumps(told))
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+@needs_bubblewrap
+def test_a_practicum_that_is_installed_in_tmp_works_too():
+    program = Path(tempfile.mkdtemp(dir="/tmp", prefix="installed-")) / "program.py"
+    try:
+        program.write_text("print(6 * 7)")
+        shown = [bubblewrap.python(), "-S", str(program)]
+        command = bubblewrap.isolated(shown, files=[str(program)], space_mb=8)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, start_new_session=True)
+    finally:
+        shutil.rmtree(program.parent)
+    assert done.stdout == "42\n", done.stderr
 
 
 @needs_bubblewrap

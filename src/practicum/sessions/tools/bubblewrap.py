@@ -41,11 +41,12 @@ def isolated(command: Sequence[str], *, files: Sequence[str] = (), space_mb: int
     session of its own: --new-session would take the program out of the group that is killed.
     """
     options = ["--unshare-all", "--die-with-parent", "--cap-drop", "ALL"]
+    options += ["--size", str(space_mb << 20), "--tmpfs", FOLDER]  # first: files that are there stay visible
     for device in _DEVICES:
         options += ["--dev-bind", device, device]
     for path in (*_python_files(), *files):
         options += ["--ro-bind-try", path, path]
-    options += ["--size", str(space_mb << 20), "--tmpfs", FOLDER, "--chdir", FOLDER, "--remount-ro", "/"]
+    options += ["--chdir", FOLDER, "--remount-ro", "/"]
     return [find_bubblewrap() or "bwrap", *options, "--", *command]
 
 
