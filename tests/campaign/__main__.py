@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.campaign.cluster import Cluster
-from tests.campaign.processes import MARK, Family
+from tests.campaign.processes import MARK, Family, end_cleanly
 from tests.campaign.scenarios import SCENARIOS, Scenario, Victim, save_models
 from tests.campaign.server import Server
 from tests.campaign.strike import Folder, Outcome, Surroundings, as_row, disturb, draw
@@ -38,6 +38,7 @@ def main() -> int:
     """Exit code 0 if each kill ended well."""
     options = _options()
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore
+    end_cleanly()
     rng = random.Random(options.seed)
     mark = f"{os.getpid()}-{time.time_ns()}"
     os.environ.update(ENV | RAY_ENV | {MARK: mark, "OMP_NUM_THREADS": "1"})

@@ -118,6 +118,9 @@ def _start(arguments: Sequence[str], log: Path, python: Path | None = None) -> t
         return pid, reads
     try:
         os.setsid()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.close(reads)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)

@@ -48,6 +48,19 @@ class Family:
         return self._mark in _read(pid, "environ").split(b"\0")
 
 
+def end_cleanly() -> None:
+    """Have SIGTERM and Ctrl-C end this process by an exception, so that it can end all others.
+
+    What a script starts with & ignores Ctrl-C.
+    """
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, leave)
+
+
 def reap() -> None:
     """Take note of children that have ended, except those that somebody waits for by id."""
     with suppress(ChildProcessError):

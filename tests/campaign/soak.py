@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from tests.campaign import child
-from tests.campaign.processes import MARK, Family
+from tests.campaign.processes import MARK, Family, end_cleanly
 from tests.campaign.scenarios import save_models, soak_recipe
 from tests.cluster import ENV
 
@@ -93,6 +93,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=90.0, help="stop after this long")
     parser.add_argument("--result", type=Path, default=None, help="a JSON file for the slopes")
     options = parser.parse_args()
+    end_cleanly()
     mark = f"soak-{os.getpid()}"
     root = Path(__file__).parents[2]
     paths = os.pathsep.join([str(root / "src"), str(root)])
