@@ -15,6 +15,7 @@ _TIMED = re.compile(r"time/.*|.*/tokens_per_second|teacher/.*/(seconds|wakes)|te
 """Metrics that the clock or a death makes."""
 GONE_S = 150.0
 """Ray's agents wait a minute for the rest of a cluster whose driver was killed; longer where it is busy."""
+SHARED_S = 30.0
 _ROUNDED = 1e-3
 
 
@@ -74,8 +75,8 @@ def left_behind(
             break
         time.sleep(0.5)
     problems = [f"process {pid} is left: {text[:80]}" for pid, text in left.items()]
-    files = shared_memory() - set(shared_before)
-    if files:
-        time.sleep(2)  # of another process, which may be about to open it
+    files, deadline = shared_memory() - set(shared_before), time.monotonic() + SHARED_S
+    while files and time.monotonic() < deadline:  # another program's, which is about to open it
+        time.sleep(0.5)
         files &= shared_memory()
     return problems + [f"shared memory is left: {name}" for name in sorted(files)]

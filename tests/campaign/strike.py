@@ -114,8 +114,7 @@ class Folder:
 
     def _spared(self, pid: int, text: str) -> bool:
         """Whether a process is not the run's."""
-        tracker = "multiprocessing.resource_tracker" in text  # Python's helper, ends with who started it
-        return tracker or pid in self.server.pids() or self.cluster.owns(pid, text)
+        return pid in self.server.pids() or self.cluster.owns(pid, text)
 
     def _kill(self) -> None:
         for pid, text in self.family.look().items():
