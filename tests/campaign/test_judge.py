@@ -1,0 +1,84 @@
+"""The campaign's judge sees what it is for; a short fuzz finds nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.campaign.draw_files import draw_file
+from tests.campaign.draw_recipes import draw_recipe, mutate
+from tests.campaign.fuzz import fuzz_files, fuzz_recipes
+from tests.campaign.judge import compare
+from tests.campaign.processes import MARK, Family
+
+
+def make_run(folder: Path, **changes: Any) -> Path:
+    """A folder as a run of three steps leaves it."""
+    rows = [{"step": step, "train/loss": step / 7, "time/step": random.random()} for step in range(4)]
+    rows[2] |= changes
+    (folder / "export").mkdir(parents=True)
+    (folder / "export/model.safetensors").write_bytes(b"weights")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("samples.jsonl", "eval.jsonl"):
+        (folder / name).write_text('{"id": "1/0/0"}\n{"id": "1/0/1"}\n')
+    return folder
+
+
+def test_the_judge_sees_a_bit_a_lost_step_and_a_record_that_is_there_twice(tmp_path: Path):
+    whole = make_run(tmp_path / "whole")
+    assert compare(whole, make_run(tmp_path / "same"), exact=True, finished=True) == []
+    other = make_run(tmp_path / "bit", **{"train/loss": 2 / 7 + 1e-16})
+    assert compare(whole, other, exact=True, finished=False) == ["step 2 differs in train/loss"]
+    assert compare(whole, other, exact=False, finished=True) == []
+    lines = (other / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (other / "metrics.jsonl").write_text("".join(lines[:2] + lines[3:]) + '{"half')
+    (other / "samples.jsonl").write_text('{"id": "1/0/0"}\n{"id": "1/0/0"}\n')
+    (other / "export/model.safetensors").write_bytes(b"others")
+    told = " ".join(compare(whole, other, exact=True, finished=True))
+    assert "has the steps [0, 1, 3]" in told
+    assert "samples.jsonl has other records" in told
+    assert "the exported weights differ" in told
+
+
+def test_the_family_knows_processes_whose_parents_are_gone():
+    mark = f"test-{os.getpid()}-{time.time_ns()}"
+    sleeper = f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)', '{mark}'])"
+    family = Family(mark)
+    started = [sys.executable, "-c", f"import subprocess, sys; {sleeper}"]
+    subprocess.run(started, env={**os.environ, MARK: mark}, check=True)
+    (pid,) = (pid for pid, text in family.look().items() if mark in text)
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while pid in family.look():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_some_recipes_and_files_drawn_at_random_are_accepted_or_refused_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 8)
+    recipes, accepted = fuzz_recipes(60, 0, tmp_path)
+    assert not recipes.failures
+    assert 5 < len(accepted) < 55
+    files = fuzz_files(20, 0, tmp_path)
+    assert not files.failures
+    assert files.counts["accepted"]
+    assert files.counts["refused"]
+
+
+def test_what_is_drawn_depends_on_the_seed_alone(tmp_path: Path):
+    one, other = (mutate(draw_recipe(rng), rng) for rng in (random.Random(5), random.Random(5)))
+    assert repr(one) == repr(other)
+    texts = [draw_file(random.Random(3), tmp_path).read_bytes() for _ in range(2)]
+    assert texts[0] == texts[1]
