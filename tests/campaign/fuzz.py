@@ -26,6 +26,8 @@ import yaml
 from practicum import api
 from practicum.errors import PracticumError
 from practicum.recipe.load_recipe import load_recipe
+from practicum.records.read_record import Record
+from practicum.records.record_files import FOLDER, record_files
 from practicum.tasks.check_tasks import tasks_needing_answer
 from practicum.tasks.stream import eval_prompts, make_stream
 from practicum.trainer.preflight import check_without_models
@@ -212,6 +214,37 @@ def fuzz_files(count: int, first: int, folder: Path) -> Found:
     return found
 
 
+def fuzz_records(count: int, first: int, folder: Path) -> Found:
+    """Records of a run with flipped bits: what can't be read is told, the rest is there."""
+    found, run = Found("damaged records"), folder / "recorded"
+    tiny = {"hidden": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "context": 64}
+    recipe = {
+        "name": "fuzz",
+        "model": {"make": tiny},
+        "tasks": {"copy": {"kind": "copy"}},
+        "eval": {"rows": 1},
+    }
+    recipe |= {"rollout": {"max_new_tokens": 4, "samples": 2}, "train": {"steps": 2, "prompts": 2}}
+    api.train(recipe | {"track": {"record": "all"}}, out=run, quiet=True)
+    files = {path: path.read_bytes() for path in record_files(run / FOLDER)}
+    for seed in range(first, first + count):
+        rng = random.Random(seed)
+        path = rng.choice(list(files))
+        data = bytearray(files[path])
+        for _ in range(rng.choice([1, 1, 4, 40])):
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(bytes(data[: rng.choice([len(data), rng.randrange(len(data))])]))
+
+        def read() -> int:
+            record = Record(run)
+            rows = [record.row(row.step, row.key) for row in record.rows()]
+            return len(rows) + sum(len(record.stages(step)) for step in record.steps())
+
+        found.attempt(read, seed, lambda p=path: p.name)
+        path.write_bytes(files[path])
+    return found
+
+
 def main() -> int:
     """Exit code 0 if nothing failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.campaign.fuzz", description=__doc__)
@@ -220,6 +253,7 @@ def main() -> int:
         "--steps", type=int, default=200, help="recipes that check accepts, trained for a step"
     )
     parser.add_argument("--files", type=int, default=2_000)
+    parser.add_argument("--records", type=int, default=1_000, help="damaged records of a run that are read")
     parser.add_argument("--requests", type=int, default=2_000)
     parser.add_argument("--seed", type=int, default=0, help="the first one; each input has its own")
     parser.add_argument("--result", type=Path, default=None, help="a JSON file for the counts")
@@ -235,6 +269,8 @@ def main() -> int:
         found.append(fuzz_files(options.files, options.seed, folder))
         print(found[-1].counts, flush=True)
         found.append(fuzz_steps(accepted, options.steps, folder))
+        print(found[-1].counts, flush=True)
+        found.append(fuzz_records(options.records, options.seed, folder))
         print(found[-1].counts, flush=True)
         rows = [one.row() for one in found] + [fuzz_server(options.requests, options.seed)]
         print({k: v for k, v in rows[-1].items() if k != "failures"})
