@@ -7,6 +7,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
@@ -312,7 +313,8 @@ def _settle(loop: asyncio.AbstractEventLoop, answered: asyncio.Future[Any], make
         else:
             answered.set_exception(error)
 
-    loop.call_soon_threadsafe(set_answer)
+    with suppress(RuntimeError):  # the loop is closed: the parent is gone, and nobody waits
+        loop.call_soon_threadsafe(set_answer)
 
 
 def _fail(one: _Open, error: Exception) -> None:
