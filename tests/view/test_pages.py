@@ -186,6 +186,30 @@ def test_three_clicks_lead_from_a_curve_to_its_tokens(page: Any, address: str, r
 
 
 @pytest.mark.slow
+def test_curves_are_searched_smoothed_zoomed_and_compared(page: Any, address: str):
+    visit(page, address, "#/school/metrics?with=other&log=1&smooth=0.6")
+    page.wait_for_selector(".small-charts canvas")
+    page.fill("input[type=search]", "train gap")
+    page.wait_for_function("document.querySelectorAll('.small-charts .chart').length === 3")
+    assert "other" in page.locator(".small-charts .legend").first.inner_text()
+    assert "q=train+gap" in page.url
+    page.fill("input[type=search]", "no such metric")
+    page.wait_for_selector("text=No metric has these words")
+    visit(page, address, "#/school/metrics?q=reward/mean")
+    plot = page.locator(".chart[data-name='reward/mean'] .u-over")
+    box = plot.bounding_box()
+    page.mouse.move(box["x"] + 20, box["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 40, steps=3)
+    page.mouse.up()
+    page.wait_for_function("location.hash.includes('range=')")
+    first, last = map(int, re.findall(r"range=(\d+)-(\d+)", page.url)[0])
+    assert 0 <= first < last <= 6
+    page.click("text=all steps")
+    page.wait_for_function("!location.hash.includes('range=')")
+
+
+@pytest.mark.slow
 def test_filters_bins_keys_and_links_change_the_place(page: Any, address: str, run: Path):
     rows = lines(run / "samples.jsonl")
     visit(page, address, "#/school/rollouts")

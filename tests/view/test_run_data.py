@@ -212,3 +212,13 @@ def test_parts_of_a_character_are_shown_as_bytes(tmp_path: Path):
     core.save(str(tmp_path / "tokenizer.json"))
     texts = TokenTexts(tmp_path / "tokenizer.json")([0, 1, 2, 3])
     assert [one["text"] for one in texts] == ["<0xC3>", "<0xA9>", "é", " x"]
+
+
+def test_scores_of_teachers_are_those_of_their_evaluation(tmp_path: Path):
+    rows = [{"step": 0, "eval/greedy/copy": 0.2}, {"step": 4, "eval/greedy/copy": 0.9}]
+    run = write_run(tmp_path / "run", rows, recipe={"teachers": {"a": {}}})
+    view = RunView(run, "run")
+    assert view.teachers()["scores"] == {"before training": {"copy": 0.2}, "student": {"copy": 0.9}}
+    exam = {"base": {"eval/greedy": 0.2, "eval/greedy/copy": 0.2}, "a": {"eval/greedy/copy": 1.0}}
+    (run / "scores.json").write_text(json.dumps(exam))
+    assert view.teachers()["scores"] == {"base": {"copy": 0.2}, "teacher a": {"copy": 1.0}}

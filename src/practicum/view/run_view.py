@@ -280,7 +280,7 @@ class RunView:
         }
 
     def scores(self) -> dict[str, dict[str, float]]:
-        """Greedy scores by domain: before training, now, and what scores.json says of other models."""
+        """Greedy scores by domain: before training and now, or of all models that scores.json has."""
 
         def by_domain(row: Mapping[str, float]) -> dict[str, float]:
             prefix = "eval/greedy/"
@@ -291,8 +291,10 @@ class RunView:
             others = json.loads((self.path / "scores.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             others = {}
-        found |= {str(name): by_domain(row) for name, row in others.items() if isinstance(row, dict)}
-        return {name: scores for name, scores in found.items() if scores}
+        teachers = self.recipe().get("teachers") or {}
+        known = {str(name): by_domain(row) for name, row in others.items() if isinstance(row, dict)}
+        named = {f"teacher {name}" if name in teachers else name: row for name, row in known.items()}
+        return {name: scores for name, scores in (named or found).items() if scores}
 
     def recipe_page(self) -> dict[str, Any]:
         """Every value of the recipe with its origin, changes of resumed runs, and versions."""

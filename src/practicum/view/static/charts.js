@@ -44,8 +44,8 @@ export function chart(options) {
     legendOf(one, legend, data, null);
     const odd = one.options.curves.flatMap((c) => (c.data.odd ?? []).map(([s, v]) => `${v} at step ${s}`));
     note.textContent = odd.length ? `Not drawn: ${odd.slice(0, 3).join(", ")}` : "";
-    if (!data[0].length) {
-      holder.replaceChildren(h("p", { class: "empty small" }, one.options.none ?? "Not measured yet."));
+    if (!data.slice(1).some((column) => column.some((value) => value !== null))) {
+      holder.replaceChildren(h("p", { class: "empty small" }, one.options.log && data[0].length ? "Nothing above zero, which a log scale needs." : one.options.none ?? "Not measured yet."));
       return;
     }
     holder.replaceChildren();
@@ -75,7 +75,7 @@ function settings(one, legend, data, series, bands) {
   return {
     width: one.width,
     height: height(options),
-    padding: [6, 8, 0, 0],
+    padding: [6, 14, 0, 0],
     legend: { show: false },
     focus: { alpha: 0.4 },
     cursor: {
@@ -86,7 +86,7 @@ function settings(one, legend, data, series, bands) {
     },
     scales: {
       x: { time: false, range: (u, low, high) => options.range ?? (low === high ? [low - 1, high + 1] : [low, high]) },
-      y: options.log ? { distr: 3 } : { range: (u, low, high) => yRange(low, high, options) },
+      y: options.log ? { distr: 3, range: (u, low, high) => (low === null ? [0.1, 1] : [low / 1.2, high * 1.2]) } : { range: (u, low, high) => yRange(low, high, options) },
     },
     axes: [
       { ...axis, size: 22, gap: 3, space: 60, values: (u, at) => at.map((v) => (Number.isInteger(v) ? v : "")) },
@@ -153,7 +153,8 @@ function columns(options) {
   for (const curve of curves) {
     const spread = (values) => {
       const column = new Array(steps.length).fill(null);
-      curve.data.steps.forEach((step, at) => (column[place.get(step)] = values[at]));
+      // A log scale has no place for what is not above zero.
+      curve.data.steps.forEach((step, at) => (column[place.get(step)] = options.log && !(values[at] > 0) ? null : values[at]));
       return column;
     };
     let values = spread(smoothed(curve.data.values, options.smooth ?? 0));

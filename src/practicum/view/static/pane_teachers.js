@@ -36,7 +36,7 @@ export async function show(place, node, context) {
     const choice = h("div", { class: "tools" }, ["teacher", "domain"].map((one) => h("button", {
       class: one === kind ? "active" : "", onclick: () => context.change({ by: one === "teacher" ? "" : one }) }, `by ${one}`)),
     h("span", { class: "muted" }, about.set ? "targets are route.shares" : "targets are the shares of prompts: route.shares sets others"));
-    replace(head, choice, ledger(kind, names, info, about, place), matrix(about.scores));
+    replace(head, choice, h("div", { class: "tables" }, ledger(kind, names, info, about, place), matrix(about.scores)));
     const ids = context.compared();
     const wanted = CHARTS.flatMap(([what]) => names.map((name) => `${kind}/${name}/${what}`)).filter((name) => info.names.includes(name));
     const found = await Promise.all(ids.map((id) => series(id, wanted)));

@@ -37,7 +37,8 @@ export async function show(place, node, context) {
     return { keys };
   }
   const names = Object.keys(page.columns).sort((a, b) => rank(a) - rank(b));
-  let colour = names.includes(place.query.colour) ? place.query.colour : names[0];
+  const columnOf = ({ colour: wanted }) => names.find((name) => wanted && [wanted, `${wanted}s`].includes(name)) ?? names[0];
+  let colour = columnOf(place.query);
   let chosen = page.tokens.findIndex((_, i) => page.mask[i]);
   let limit = AT_ONCE;
   const choice = h("select", { "aria-label": "Colour by", onchange: () => context.change({ colour: choice.value }) }, names.map((name) => h("option", { value: name, selected: name === colour }, nameOf(name))));
@@ -102,7 +103,7 @@ export async function show(place, node, context) {
     move: (next) => {
       const same = ["run", "pane", "step", "prompt", "session"].every((name) => next[name] === place[name]) && Number(next.query.trajectory ?? 0) === trajectory;
       if (same) {
-        colour = names.includes(next.query.colour) ? next.query.colour : names[0];
+        colour = columnOf(next.query);
         choice.value = colour;
         drawFlow();
         drawSide();
@@ -147,7 +148,8 @@ function topK(who, page, at) {
   const found = page.top_k[who]?.[at];
   const title = who === "teacher" && page.summary.teacher ? `teacher “${page.summary.teacher}” top-k` : `${who} top-k`;
   if (!found?.length) {
-    const why = who === "teacher" ? "The teachers' top-k is recorded with distill.signal: top_k." : "Not recorded.";
+    const taught = page.summary.teacher ? "Not recorded: distill.signal top_k and full bring it." : "No teacher corrects this row.";
+    const why = who === "teacher" ? taught : "Not recorded.";
     return page.top_k.teacher || page.top_k.student ? h("div", { class: "top-k" }, h("h3", {}, title), h("p", { class: "muted" }, why)) : null;
   }
   const own = page.tokens[at].id;
