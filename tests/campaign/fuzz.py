@@ -262,24 +262,25 @@ def main() -> int:
     folder, began = Path(tempfile.mkdtemp(prefix="fuzz-")), time.monotonic()
     (folder / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 8)
     os.chdir(folder)
+    rows: list[dict[str, Any]] = []
+
+    def note(row: dict[str, Any]) -> None:
+        rows.append(row)
+        print({name: value for name, value in row.items() if name != "failures"}, flush=True)
+        if result is not None:
+            content = {"seed": options.seed, "seconds": round(time.monotonic() - began), "found": rows}
+            result.write_text(json.dumps(content, indent=1) + "\n")
+
     try:
+        note(fuzz_server(options.requests, options.seed))
+        note(fuzz_files(options.files, options.seed, folder).row())
+        note(fuzz_records(options.records, options.seed, folder).row())
         recipes, accepted = fuzz_recipes(options.recipes, options.seed, folder)
-        found = [recipes]
-        print(recipes.counts, flush=True)
-        found.append(fuzz_files(options.files, options.seed, folder))
-        print(found[-1].counts, flush=True)
-        found.append(fuzz_steps(accepted, options.steps, folder))
-        print(found[-1].counts, flush=True)
-        found.append(fuzz_records(options.records, options.seed, folder))
-        print(found[-1].counts, flush=True)
-        rows = [one.row() for one in found] + [fuzz_server(options.requests, options.seed)]
-        print({k: v for k, v in rows[-1].items() if k != "failures"})
+        note(recipes.row())
+        note(fuzz_steps(accepted, options.steps, folder).row())
     finally:
         os.chdir("/")
         shutil.rmtree(folder, ignore_errors=True)
-    if result is not None:
-        content = {"seed": options.seed, "seconds": round(time.monotonic() - began), "found": rows}
-        result.write_text(json.dumps(content, indent=1) + "\n")
     return any(row["failures"] for row in rows)
 
 
