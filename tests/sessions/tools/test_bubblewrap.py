@@ -6,9 +6,11 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,16 @@ def test_a_practicum_that_is_installed_in_tmp_works_too():
     finally:
         shutil.rmtree(program.parent)
     assert done.stdout == "42\n", done.stderr
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("which", [0, -1])
+def test_a_process_that_is_killed_as_it_starts_fails_the_call_and_not_the_run(which: int):
+    with ThreadPoolExecutor() as threads:
+        told = threads.submit(outcome, "import time\ntime.sleep(60)")
+        wait_until(sandboxes)
+        os.kill(sorted(sandboxes())[which], signal.SIGKILL)
+        assert told.result(60).startswith("failed: the program ")
 
 
 @needs_bubblewrap

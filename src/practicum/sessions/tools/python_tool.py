@@ -112,7 +112,7 @@ class PythonRunner:
                 stdin=source.fileno(),
             )
             # The two processes share the offset.
-            if os.lseek(source.fileno(), 0, os.SEEK_CUR) == 0 and finished.code != -signal.SIGKILL:
+            if os.lseek(source.fileno(), 0, os.SEEK_CUR) == 0 and not _was_killed(finished):
                 raise EngineError(f"the Python tool did not start: {_last_line(finished.stderr)}")
             return finished
 
@@ -174,6 +174,11 @@ def _environment(folder: str | Path) -> dict[str, str]:
     kept = {k: os.environ[k] for k in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH") if k in os.environ}
     # A fixed hash seed: the order of a printed set is the same in each run.
     return {**kept, "HOME": str(folder), "TMPDIR": str(folder), "PYTHONHASHSEED": "0"}
+
+
+def _was_killed(finished: FinishedProcess) -> bool:
+    """Whether somebody ended the process, or one of bubblewrap's, which then says nothing."""
+    return finished.code < 0 or finished.code > 128 or not finished.stderr.strip()
 
 
 def _answer(finished: FinishedProcess, limits: Limits) -> str:
