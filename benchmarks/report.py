@@ -113,7 +113,7 @@ SECTIONS = (
     *(sessions.sessions, sessions.padding_cost, sessions.balance),
     *(scale.data_plane, scale.routed_step, scale.store_keys, scale.ray_step, scale.controller_memory),
     forecasts.forecast,
-    view.view_page,
+    *(view.record_cost, view.view_page),
 )
 """In the report's order; each is named as its file in results/."""
 

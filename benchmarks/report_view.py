@@ -1,11 +1,11 @@
-"""The report's section on the viewer, from results/view_page.json."""
+"""The report's sections on the record and the viewer, from results/record_cost.json and view_page.json."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.harness import medians, spread
+from benchmarks.harness import medians, paired_ratio, spread
 from benchmarks.tables import table, verdict, where
 
 WHAT = {
@@ -15,6 +15,21 @@ WHAT = {
     "filter": "Rollouts, by domain and sorted by reward",
     "tokens": "Tokens of one answer",
 }
+
+
+def record_cost(found: Mapping[str, Any]) -> str:
+    """Processor seconds of a step by what is recorded, and how much more that is."""
+    rows, goal = [], found["settings"]["goal"]
+    for kind, rounds in found["raced"].items():
+        for name, measured in rounds.items():
+            middle, low, high = paired_ratio(measured, rounds["none"], "cpu_seconds")
+            more = "" if name == "none" else f"{middle - 1:+.1%} ({low - 1:+.1%} to {high - 1:+.1%})"
+            if name == "default":
+                more += verdict(middle - 1 < goal, f"under {goal:.0%}")
+            mid = medians(measured)
+            rows.append([kind, name, f"{mid['seconds']:.2f}", f"{mid['cpu_seconds']:.2f}", more])
+    head = ["step", "`track.record`", "s/step", "of processor", "more of it than without"]
+    return "\n\n".join([f"### Recording, {where(found)}", table(head, rows)])
 
 
 def view_page(found: Mapping[str, Any]) -> str:

@@ -37,6 +37,11 @@ class Field:
     padding: Padding | None = None
     trailing: tuple[str | int, ...] = ()
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one entry; 0 for objects, whose size differs from row to row."""
+        return _BYTES[self.dtype]
+
 
 _FIELDS = (
     Field("prompt_ids", "int64", "prompt", "rollout", "tokens of the prompt", "end_token"),
@@ -109,7 +114,7 @@ def field_bytes(names: Iterable[str], tokens: Mapping[str, float], widths: Mappi
     return sum(
         tokens.get(field.extent, 0.0)
         * prod(axis if isinstance(axis, int) else widths.get(axis, 0) for axis in field.trailing)
-        * _BYTES[field.dtype]
+        * field.itemsize
         for field in fields
     )
 

@@ -10,18 +10,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from practicum.dataplane.ragged import Column, Ragged
+
 _SPECIAL = {"nan": "null", "inf": "1e999", "-inf": "-1e999"}
 
 
 def tensor_text(values: Tensor) -> str:
     """A tensor of any shape as nested lists; booleans are 0 and 1."""
-    values = values.detach().cpu()
-    if values.dtype in (torch.bfloat16, torch.float16):
-        values = values.float()
-    texts = _texts(values.reshape(-1).numpy())
-    for width in reversed(values.shape[1:]):
-        texts = [_list(texts[i : i + width]) for i in range(0, len(texts), width)] if width else []
+    texts = _texts(values, values.shape[1:])
     return _list(texts) if values.dim() else texts[0]
+
+
+def column_texts(column: Column, places: Sequence[int]) -> list[str]:
+    """The values of these rows of a column; its numbers become text all at once, which is quicker."""
+    if isinstance(column, list):
+        return [plain_text(column[i]) for i in places]
+    if not isinstance(column, Ragged):
+        return _texts(column[list(places)], ())
+    chosen = column.select(places)
+    texts, rows, at = _texts(chosen.values, chosen.trailing), [], 0
+    for length in chosen.lengths:
+        rows.append(_list(texts[at : at + length]))
+        at += length
+    return rows
 
 
 def plain_text(value: Any) -> str:
@@ -29,7 +40,18 @@ def plain_text(value: Any) -> str:
     return json.dumps(_plain(value), ensure_ascii=False)
 
 
-def _texts(array: np.ndarray) -> list[str]:
+def _texts(values: Tensor, trailing: Sequence[int]) -> list[str]:
+    """A text for each place of the first axis."""
+    values = values.detach().cpu()
+    if values.dtype in (torch.bfloat16, torch.float16):
+        values = values.float()
+    texts = _number_texts(values.reshape(-1).numpy())
+    for width in reversed(trailing):
+        texts = [_list(texts[i : i + width]) for i in range(0, len(texts), width)] if width else []
+    return texts
+
+
+def _number_texts(array: np.ndarray) -> list[str]:
     if array.dtype.kind == "b":
         array = array.astype(np.int8)
     if array.dtype.kind != "f":

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.keys import Key, Tags
+from practicum.dataplane.fields import FIELDS
+from practicum.dataplane.keys import Tags
 from practicum.dataplane.ragged import Column, Ragged
 from practicum.errors import PracticumError
-from practicum.records.numbers_text import plain_text, tensor_text
+from practicum.records.numbers_text import column_texts
 from practicum.records.record_files import COLUMNS, HEADER, ROWS, STAGES, WIDE, RecordPlace
 
 _DEFAULTS = {f.name: f.default for f in fields(Tags) if f.name not in ("step", "recorded", "trace")}
@@ -84,7 +85,7 @@ class Recorder:
         kept = {name: column for name, column in columns.items() if self._keeps(column)}
         for step, places in by_step.items():
             head: dict[str, Any] = {"step": step, "stage": stage, "rows": [batch.keys[i] for i in places]}
-            texts = [_row_text(head, batch.keys[i], i, kept) for i in places] if kept else []
+            texts = _row_texts(head, kept, places) if kept else []
             if describe is not None:
                 head["tags"] = [describe(batch.tags[i]) for i in places]
             with self._lock:
@@ -131,7 +132,7 @@ class Recorder:
                 return
             counts = span.read if read else span.written
             for name, column in columns.items():
-                counts[name] = counts.get(name, 0) + _bytes(column)
+                counts[name] = counts.get(name, 0) + _bytes(name, column)
 
     def _file(self, kind: str) -> _LineFile:
         if kind not in self._files:
@@ -144,20 +145,22 @@ def told_tags(tags: Tags) -> dict[str, Any]:
     return {n: value for n, default in _DEFAULTS.items() if (value := getattr(tags, n)) != default}
 
 
-def _row_text(head: Mapping[str, Any], key: Key, i: int, columns: Mapping[str, Column]) -> str:
-    named = json.dumps({"step": head["step"], "row": key, "stage": head["stage"]})
-    values = ", ".join(f'"{name}": {_cell(column, i)}' for name, column in columns.items())
-    return f'{named[:-1]}, "columns": {{{values}}}}}'
+def _row_texts(head: Mapping[str, Any], columns: Mapping[str, Column], places: Sequence[int]) -> list[str]:
+    """The columns of each of these rows as a line."""
+    cells = {name: column_texts(column, places) for name, column in columns.items()}
+    lines = []
+    for i, key in enumerate(head["rows"]):
+        named = json.dumps({"step": head["step"], "row": key, "stage": head["stage"]})
+        values = ", ".join(f'"{name}": {texts[i]}' for name, texts in cells.items())
+        lines.append(f'{named[:-1]}, "columns": {{{values}}}}}')
+    return lines
 
 
-def _cell(column: Column, i: int) -> str:
-    return plain_text(column[i]) if isinstance(column, list) else tensor_text(column[i])
-
-
-def _bytes(column: Column) -> int:
+def _bytes(name: str, column: Column) -> int:
     if isinstance(column, Ragged):
-        # Asking rows that lie apart for their packed values would copy them.
-        return column.values.nbytes if column.is_packed else sum(row.nbytes for row in column.rows)
+        # By lengths: asking each tensor for its size takes longer than all else here.
+        each = prod(column.trailing) if FIELDS[name].trailing else 1
+        return sum(column.lengths) * each * FIELDS[name].itemsize
     return 0 if isinstance(column, list) else column.nbytes
 
 

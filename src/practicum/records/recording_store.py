@@ -28,9 +28,10 @@ class RecordingStore:
     def put(self, batch: BatchRef, columns: Mapping[str, Column], *, keep_tags: bool = False) -> None:
         self.inner.put(batch, columns, keep_tags=keep_tags)
         writer = FIELDS[next(iter(columns))].writer if columns else "rollout"
-        kept = {n: c for n, c in columns.items() if self._keeps(n)}
         self.recorder.count(writer, columns, read=False)
-        self.recorder.add(self.recorder.stage(writer), batch, kept, None if keep_tags else told_tags)
+        if any(tags.recorded for tags in batch.tags):
+            kept = {n: c for n, c in columns.items() if self._keeps(n)}
+            self.recorder.add(self.recorder.stage(writer), batch, kept, None if keep_tags else told_tags)
 
     def get(self, batch: BatchRef, fields: Sequence[str]) -> dict[str, Column]:
         columns = self.inner.get(batch, fields)
