@@ -256,7 +256,7 @@ def test_the_run_folder_has_recipe_versions_samples_and_log(tmp_path: Path):
     train_loaded(tiny(tmp_path), tmp_path / "run")
     folder = tmp_path / "run"
     samples = [json.loads(s) for s in (folder / "samples.jsonl").read_text().splitlines()]
-    assert len(samples) == 4 * 4
+    assert len(samples) == 4 * 2 * 4
     assert "torch" in json.loads((folder / "versions.json").read_text())
     assert "checkpoint step-000004" in (folder / "log.txt").read_text()
 
