@@ -19,7 +19,6 @@ from .served import TOKEN, served
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 MOST_BYTES = 200_000
-SIZE = {"width": 1280, "height": 720}
 
 
 def main(student: Path, agent: Path) -> None:
@@ -29,9 +28,9 @@ def main(student: Path, agent: Path) -> None:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         names = [run.name for run in (student, agent)]
         ids = names if names[0] != names[1] else [f"{run.parent.name}~{run.name}" for run in (student, agent)]
-        take(browser, address, f"#/{ids[0]}/overview", "light", "overview.png", ".chart canvas")
-        place = f"#/{ids[1]}/{most_turns(agent)}/tokens?colour=advantages"
-        take(browser, address, place, "dark", "tokens.png", ".token.chosen")
+        take(browser, address, f"#/{ids[0]}/overview", "light", "overview.png", ".answers .answer", 535)
+        place = f"#/{ids[1]}/{most_turns(agent)}/tokens?colour=ratio"
+        take(browser, address, place, "dark", "tokens.png", ".token.chosen", 660)
         browser.close()
 
 
@@ -44,9 +43,9 @@ def most_turns(run: Path) -> str:
     return f"step/{best['step']}/prompt/{best['group']}/session/{best['session']}"
 
 
-def take(browser: Any, address: str, place: str, scheme: str, name: str, shown: str) -> None:
-    """One picture, as small as it must be."""
-    page = browser.new_page(viewport=SIZE, color_scheme=scheme)
+def take(browser: Any, address: str, place: str, scheme: str, name: str, shown: str, height: int) -> None:
+    """One picture of this height, when `shown` is on the page; a large file is an error."""
+    page = browser.new_page(viewport={"width": 1280, "height": height}, color_scheme=scheme)
     page.goto(f"{address}?token={TOKEN}{place}")
     page.wait_for_selector(shown)
     page.wait_for_timeout(1500)

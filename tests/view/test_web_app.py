@@ -252,3 +252,9 @@ def test_the_page_ends_when_the_training_is_killed(tmp_path: Path):
     os.kill(parent.pid, signal.SIGKILL)
     parent.communicate(timeout=30)
     assert wait_until(lambda: not is_open(port))
+
+
+def test_pictures_of_the_readme_are_small():
+    pictures = sorted((Path(__file__).parents[2] / "docs" / "images").glob("*.png"))
+    assert [picture.name for picture in pictures] == ["overview.png", "tokens.png"]
+    assert all(picture.stat().st_size < 200_000 for picture in pictures)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -15,11 +16,17 @@ from practicum.recipe.schema.recipe import Recipe
 
 
 def forecast_page(
-    recipe: Mapping[str, Any], prompt_tokens: float, metrics: Sequence[Mapping[str, float]]
+    recipe: Mapping[str, Any],
+    prompt_tokens: float,
+    metrics: Sequence[Mapping[str, float]],
+    directory: Path,
 ) -> dict[str, Any]:
-    """Seconds of each stage as forecast for this machine, beside the medians of what was measured."""
+    """Seconds of each stage as forecast for this machine, beside the medians of what was measured.
+
+    `directory` is where the run was started: relative paths of models begin there.
+    """
     try:
-        checked = Recipe.model_validate(recipe)
+        checked = Recipe.model_validate(_with_places(recipe, directory))
         measured = summarise(checked, metrics)
         found = forecast(checked, this_machine(), lambda _: prompt_tokens)
     except (PracticumError, ValidationError, OSError) as error:
@@ -35,3 +42,16 @@ def forecast_page(
         if name not in ("step", "checkpoint")
     ]
     return {"step": {"forecast": found.seconds, "measured": measured.seconds["step"]}, "stages": stages}
+
+
+def _with_places(recipe: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """The recipe with its models named from anywhere."""
+
+    def place(section: Any, key: str) -> Any:
+        path = section.get(key) if isinstance(section, dict) else None
+        if not isinstance(path, str) or not (directory / path).exists():
+            return section
+        return section | {key: str(directory / path)}
+
+    teachers = {name: place(one, "model") for name, one in (recipe.get("teachers") or {}).items()}
+    return {**recipe, "model": place(recipe.get("model"), "path"), "teachers": teachers}

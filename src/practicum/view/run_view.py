@@ -251,7 +251,9 @@ class RunView:
             return {"sentence": "No forecast: it takes the lengths of prompts from recorded answers."}
         from practicum.view.forecast_page import forecast_page  # imports more than all else here
 
-        return forecast_page(self.recipe(), fmean(known), rows)
+        starts = read_versions(self.path).get("starts") or [{}]
+        directory = Path(str(starts[-1].get("directory") or "."))
+        return forecast_page(self.recipe(), fmean(known), rows, directory)
 
     def _texts(self) -> TokenTexts | None:
         if self._token_texts is None and (path := tokenizer_file(self.path)) is not None:

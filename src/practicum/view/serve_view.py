@@ -22,7 +22,7 @@ from practicum.view.run_view import RunView
 from practicum.view.web_app import make_app
 
 HOST, PORT = "127.0.0.1", 8765
-_GRACE_S, _END_S = 2, 5.0
+_GRACE_S, _END_S = 3, 6.0
 """Seconds for open pages to let the server go, and for its process to end."""
 _DEPTH = 3
 """Folders below ./runs in which runs are looked for."""

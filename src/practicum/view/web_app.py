@@ -213,6 +213,8 @@ async def _answered(ask: Callable[[], Any]) -> Response:
         found = await run_in_threadpool(ask)
     except PracticumError as error:
         return _sentence(409, str(error))
+    except asyncio.CancelledError:  # by a server that ends: nobody waits for the answer
+        return _sentence(503, "practicum view is ending.")
     except (KeyError, ValueError) as error:
         return _sentence(400, f"This can't be answered: {error}")
     return Response(to_json(found), media_type="application/json", headers=HEADERS)
