@@ -45,6 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "vision": {"model": EYES, "tasks": PICTURES, "algorithm": PPO, "critic": {}},
     "sampled": {"distill": {}},
     "top_k": {"distill": {"signal": "top_k", "top_k": 4}, **ASLEEP},
+    "adapter": {"model": TINY["model"] | {"lora": {"rank": 4}}, "algorithm": PPO, "critic": {}},
     "full": {"distill": {"signal": "full", "divergence": "jsd"}},
 }
 """Sections of the tiny recipe. A recipe that distils gets two teachers of different widths."""

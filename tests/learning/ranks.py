@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from practicum.dataplane.ragged import Ragged
 from practicum.errors import CheckError
 from practicum.learning.learner import Learner
+from practicum.learning.logprobs import LogprobScorer
 from practicum.learning.optimizer import OptimizerStepper
 from practicum.learning.parallel import Parallel, free_port, whole
 from practicum.learning.update_batch import BatchFacts, CriticBatch, UpdateBatch
@@ -25,7 +26,7 @@ from practicum.recipe.schema.algorithm_sections import CriticSection as CriticRe
 from practicum.recipe.schema.recipe import Train
 
 from .distilled import take_taught, taught, teaching
-from .reference import random_batch, take, tiny
+from .reference import adapted, random_batch, take, tiny
 
 WORLD = 2
 UPDATES = 3
@@ -46,6 +47,9 @@ class Found:
         """All weights and moments, gathered."""
         for name, p in model.named_parameters():
             self.tensors[name] = whole(p.detach()).clone()
+            if not p.requires_grad:
+                assert p.grad is None
+                continue
             for moment in ("exp_avg", "exp_avg_sq"):
                 self.tensors[f"{name}.{moment}"] = whole(stepper.optimizer.state[p][moment]).clone()
 
@@ -240,6 +244,23 @@ def critic(parallel: Parallel | None, folder: Path) -> Found:
         found.metrics.append(learner.update(update))
     found.keep(learner.model, learner.stepper)
     learner.save(folder / "critic")
+    return found
+
+
+@case
+def adapter(parallel: Parallel | None, folder: Path) -> Found:
+    """Beside linear layers and experts; with a critic on the same base, whose shards are its own."""
+    model, split = adapted("qwen3_moe"), lambda b: uneven(len(b.sessions))
+    critic = ValueLearner(model, TRAIN, CriticRecipe(lr=0.01), parallel=parallel)
+    learner, found = learn(parallel, model, Algorithm(), batches(2, groups=8, samples=1), split)
+    found.tensors["fingerprint"] = learner.fingerprint()
+    found.tensors["reference"] = LogprobScorer(learner.trunk, adapter=False).fingerprint()
+    found.tensors |= {f"sent.{name}": weight.clone() for name, weight in learner.named_weights()}
+    found.tensors |= {f"plain.{name}": weight.clone() for name, weight in learner.plain_weights()}
+    found.tensors |= {f"critic.{name}": whole(p.detach()) for name, p in critic.model.named_parameters()}
+    learner.save(folder / "student")
+    learner.load(folder / "student")
+    learner.export(folder / "export", make_tokenizer())
     return found
 
 

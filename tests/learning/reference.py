@@ -25,9 +25,10 @@ from practicum.algorithms.policy_losses.types import PolicyInputs
 from practicum.dataplane.ragged import Ragged
 from practicum.learning.update_batch import UpdateBatch
 from practicum.models.load_model import ready
+from practicum.models.lora import add_adapter
 from practicum.models.norms import fuse_norms
 from practicum.recipe.schema.algorithm_sections import Algorithm
-from practicum.recipe.schema.recipe import Train
+from practicum.recipe.schema.recipe import Lora, Train
 
 FAMILIES = ("qwen3", "llama", "gpt2")
 VOCAB = 19
@@ -61,6 +62,28 @@ def tiny(family: str = "qwen3", dtype: torch.dtype = torch.float64, seed: int = 
     # transformers' own norms round double precision to single; tests/models/test_norms.py compares them.
     fuse_norms(model)
     return ready(model, torch.device("cpu"))
+
+
+def adapted(
+    family: str = "qwen3",
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    *,
+    fresh: bool = False,
+    **lora: Any,
+) -> PreTrainedModel:
+    """The tiny model with an adapter that has learnt something already, unless it is to be `fresh`."""
+    return with_adapter(tiny(family, dtype, seed), fresh=fresh, **lora)
+
+
+def with_adapter(model: PreTrainedModel, *, fresh: bool = False, **lora: Any) -> PreTrainedModel:
+    """This model with such an adapter."""
+    add_adapter(model, Lora(**({"rank": 4, "alpha": 4.0} | lora)), seed=1)
+    g = torch.Generator().manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if not fresh and ".lora_B." in name:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=g).to(parameter.dtype)
+    return model.eval()
 
 
 def random_batch(

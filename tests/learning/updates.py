@@ -35,8 +35,9 @@ def learn(
 
     def keep(metrics: Metrics) -> None:
         for name, p in learner.model.named_parameters():
-            assert p.grad is not None
-            grads[name] = p.grad.clone()
+            assert (p.grad is not None) == p.requires_grad
+            if p.grad is not None:
+                grads[name] = p.grad.clone()
 
     learner.stepper.before_step = keep
     metrics = learner.update(batch)

@@ -109,6 +109,15 @@ def test_a_run_on_ray_is_the_local_run(
     check_record(tmp_path / "local", tmp_path / "ray", ranks)
 
 
+@pytest.mark.long
+def test_an_adapter_on_ray_is_the_local_one(tmp_path: Path):
+    sections = PPO | {"model": TINY["model"] | {"lora": {"rank": 4}}}
+    sections |= {"algorithm": {"advantage": "gae", "kl": {"place": "reward"}}}
+    train_loaded(tiny(tmp_path, **sections), tmp_path / "local")
+    train_loaded(tiny(tmp_path, **on_ray(sections, ranks=2)), tmp_path / "ray")
+    assert_same_run(tmp_path / "local", tmp_path / "ray", 1e-6)
+
+
 def check_record(local: Path, ray: Path, ranks: int) -> None:
     """Both record the same rows, column by column; on Ray each worker writes its own part."""
     here, there = Record(local), Record(ray)

@@ -7,10 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from practicum.forecast.cluster_spec import GIB, Machine
-from practicum.forecast.model_sizes import BYTES, Sizes
+from practicum.forecast.model_sizes import BYTES, Sizes, trained_bytes
 from practicum.forecast.step_setup import StepSetup
 from practicum.recipe.counts import CHUNK_LOGITS, CPU_MICROBATCH_TOKENS
-from practicum.recipe.derived import own_models, own_options, rollout_context, scores_during_rollout
+from practicum.recipe.derived import (
+    is_own_base,
+    own_models,
+    own_options,
+    rollout_context,
+    scores_during_rollout,
+)
 from practicum.recipe.schema.recipe import Recipe
 from practicum.runtime.ray.needs import ROLLOUT, TRAIN
 from practicum.runtime.ray.placement import ActorPlacement
@@ -97,10 +103,15 @@ def _learner_memory(setup: StepSetup) -> Parts:
     recipe, train, sizes, ranks = setup.recipe, setup.recipe.train, setup.models.student, setup.ranks
     number = BYTES[recipe.model.dtype]
     weights = sizes.parameters * number / ranks
-    parts = {"weights": weights, "gradients": weights, "Adam's moments": 2 * weights}
+    trained = trained_bytes(recipe, sizes) / ranks
+    parts = {"weights": weights, "gradients": trained, "Adam's moments": 2 * trained}
+    if recipe.model.lora is not None:
+        parts["adapter"] = trained
     if "update_critic" in setup.plan:
-        parts["critic (all of it)"] = 4 * weights
-    if "ref_logprobs" in setup.plan:
+        # Adapters of one process share their base.
+        base = weights if recipe.model.lora is not None and ranks > 1 else 0.0
+        parts["critic (all of it)"] = base + 4 * trained
+    if "ref_logprobs" in setup.plan and not is_own_base(recipe):
         parts["reference"] = setup.models.reference.parameters * number / ranks
     if ranks > 1:
         # Layers are gathered one after the other, the next while one computes.

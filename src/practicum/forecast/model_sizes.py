@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from practicum.errors import RecipeError
-from practicum.recipe.schema.recipe import MakeModel, Recipe
+from practicum.recipe.schema.recipe import Lora, MakeModel, Recipe
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one number."""
@@ -36,6 +36,29 @@ class Sizes:
     vocabulary: int
     context: int | None = None
     experts_per_token: int = 0
+    experts: int = 0
+    gated: bool = True
+
+    def adapter(self, lora: Lora) -> int:
+        """Parameters of a LoRA adapter: for each weight it is on, rank times the sum of both widths."""
+        hidden, inner = self.hidden, self.inner
+        copies = 1
+        widths = {"q_proj": (hidden, self.query), "k_proj": (hidden, self.key), "v_proj": (hidden, self.key)}
+        widths |= {"o_proj": (self.query, hidden)}
+        if self.experts:
+            inner, copies = inner // max(1, self.experts_per_token), self.experts
+            mlp = {"gate_up_proj": (hidden, 2 * inner), "down_proj": (inner, hidden)}
+        elif self.gated:
+            mlp = dict.fromkeys(("gate_proj", "up_proj"), (hidden, inner)) | {"down_proj": (inner, hidden)}
+        else:
+            widths = {"c_attn": (hidden, self.query + 2 * self.key), "attn.c_proj": (self.query, hidden)}
+            mlp = {"c_fc": (hidden, inner), "mlp.c_proj": (inner, hidden)}
+        sums = {name: sum(both) for name, both in widths.items()}
+        sums |= {name: copies * sum(both) for name, both in mlp.items()}
+        if isinstance(lora.targets, list):
+            ends = tuple(target.rpartition(".")[2] for target in lora.targets)
+            sums = {name: both for name, both in sums.items() if name.endswith(ends)}
+        return lora.rank * self.layers * sum(sums.values())
 
     def flops(self, tokens: float, attended: float) -> float:
         """Operations of a forward pass over tokens, each of which attends to `attended` others."""
@@ -64,6 +87,14 @@ class Models:
     def teacher_width(self) -> int:
         """Hidden size of the widest teacher."""
         return max((sizes.hidden for sizes in self.teachers.values()), default=0)
+
+
+def trained_bytes(recipe: Recipe, sizes: Sizes) -> int:
+    """Bytes of the weights that training changes: the student's, or those of its adapter."""
+    number = BYTES[recipe.model.dtype]
+    if recipe.model.lora is None:
+        return sizes.parameters * number
+    return sizes.adapter(recipe.model.lora) * max(number, BYTES["float32"])
 
 
 def models_of(recipe: Recipe) -> Models:
@@ -122,7 +153,18 @@ def sizes_of(config: Mapping[str, Any], parameters: int | None = None) -> Sizes:
     total += (context or 0) * hidden if not gated else 0
     total += _tower(config.get("vision_config") or {})
     return Sizes(
-        parameters or int(total), int(active), layers, hidden, inner, query, key, vocabulary, context, taken
+        parameters or int(total),
+        int(active),
+        layers,
+        hidden,
+        inner,
+        query,
+        key,
+        vocabulary,
+        context,
+        experts_per_token=taken,
+        experts=experts,
+        gated=gated,
     )
 
 

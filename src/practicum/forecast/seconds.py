@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from math import ceil
 from typing import NamedTuple
 
-from practicum.forecast.model_sizes import BYTES, Sizes
+from practicum.forecast.model_sizes import BYTES, Sizes, trained_bytes
 from practicum.forecast.step_setup import StepSetup
 from practicum.forecast.workload import MeasuredRun
 from practicum.recipe.counts import CPU_MICROBATCH_TOKENS
@@ -137,10 +137,11 @@ def _forward(setup: StepSetup, sizes: Sizes, passes: float, gathers: int) -> tup
 def _update(setup: StepSetup, idle: float) -> tuple[float, float]:
     """Forward and backward passes of every epoch, and the optimizer's steps."""
     train, sizes = setup.recipe.train, setup.models.student
-    backward = 3.0 if train.gradient_checkpointing else 2.0
+    # Frozen weights have no gradient of their own: only what goes through them is computed.
+    backward = 2.0 if setup.recipe.model.lora is None else 1.0
+    backward += 1.0 if train.gradient_checkpointing else 0.0
     done, links = _forward(setup, sizes, 1.0 + backward * (1 - idle), 3)
-    number = BYTES[setup.recipe.model.dtype]
-    adam = ADAM_NUMBERS * number * sizes.parameters / setup.ranks / setup.bandwidth
+    adam = ADAM_NUMBERS * trained_bytes(setup.recipe, sizes) / setup.ranks / setup.bandwidth
     rows = train.minibatch_rows
     steps = train.minibatches if rows is None else max(1, setup.work.sessions // rows)
     sharded = SHARDED_LAYERS * sizes.layers * setup.device.layer_us * 1e-6 if setup.ranks > 1 else 0.0

@@ -19,7 +19,7 @@ from practicum.dataplane.fields import FIELDS, field_bytes
 from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.stages import Plan
 from practicum.errors import PracticumError, RecipeErrors
-from practicum.forecast.model_sizes import BYTES, Models
+from practicum.forecast.model_sizes import Models, trained_bytes
 from practicum.recipe.counts import count
 from practicum.recipe.derived import is_supervised
 from practicum.recipe.schema.recipe import Recipe
@@ -206,7 +206,7 @@ def traffic(recipe: Recipe, plan: Plan, models: Models, work: Workload, ranks: i
         returns = stage.name in ("rollout", "demonstrate", "reward")
         copies = 2 if returns else ranks if stage.name in ALL_RANKS else 1
         controller += copies * rows * metadata_bytes()
-    sync = float(student.parameters * BYTES[recipe.model.dtype] * replicas)
+    sync = float(trained_bytes(recipe, student) * replicas)
     objects = [name for stage in plan for name in stage.writes if FIELDS[name].extent == "object"]
     return Traffic(controller, plane, sync, tuple(dict.fromkeys(objects)))
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from practicum.learning.objective import Objective, token_losses
 from practicum.learning.optimizer import Metrics, lr_at, stop_on_nonfinite
 from practicum.learning.packed_model import PackedModel
 from practicum.learning.packing import Packed, RowSpans
-from practicum.learning.parallel import Parallel, whole_tensors
+from practicum.learning.parallel import Parallel, whole, whole_tensors
 from practicum.learning.update_batch import (
     BatchFacts,
     UpdateBatch,
@@ -30,7 +31,10 @@ from practicum.learning.update_batch import (
 )
 from practicum.learning.update_metrics import RouterLoad, TeacherSums, TokenMeans
 from practicum.learning.update_trace import TOP, UpdateTrace
+from practicum.models.adapter_files import EXPORTED, write_adapter
+from practicum.models.export_model import save_description, write_model
 from practicum.models.fingerprint import LENGTH
+from practicum.models.lora import base_fingerprint, merged_weights, trained_names
 from practicum.recipe.algorithm_traits import loss_traits
 from practicum.recipe.schema.algorithm_sections import Algorithm
 from practicum.recipe.schema.recipe import Train
@@ -65,6 +69,9 @@ class Learner(TrainedModel):
         self.by_group, self.weight = TeacherSums(), 0.0
         self.trace: UpdateTrace | None = None
         self.temperature = 1.0 if algorithm.loss == "supervised" else temperature
+        self._trained_names = trained_names(model)
+        if self._trained_names is not None:
+            self.base = base_fingerprint(model)  # of all of it: shards come next
         self.trunk = PackedModel(model, train, parallel)
         self.scorer = LogprobScorer(self.trunk)
         super().__init__(model, train, parallel, on_nonfinite)
@@ -152,18 +159,30 @@ class Learner(TrainedModel):
         return loss
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights themselves, not copies; tied ones once.
+        """The weights that training changes themselves, not copies; tied ones once.
 
         On several ranks each is gathered when its turn comes: all ranks must go through them.
         """
-        return whole_tensors(self.model)
+        return whole_tensors(self.model, self._trained_names)
+
+    def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """As `named_weights`, for a model without adapters: all weights, the adapter merged into them."""
+        if self._trained_names is None:
+            return self.named_weights()
+        return merged_weights(self.model, whole)
 
     def fingerprint(self, length: int = LENGTH) -> Tensor:
         """Logprobs [length - 1] of a fixed sequence, to compare with the engine's; all ranks together."""
         return self.scorer.fingerprint(length)
 
     def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write the model and its tokenizer in HuggingFace format; rank 0 does so."""
+        """Write the model and its tokenizer in HuggingFace format; rank 0 does so.
+
+        An adapter is written in PEFT's format into the folder `adapter`, beside the model it is merged into.
+        """
+        if self.base is not None:
+            self._export_adapted(folder, tokenizer)
+            return
         if self.parallel is None:
             self.model.save_pretrained(folder)
         else:
@@ -174,6 +193,16 @@ class Learner(TrainedModel):
                 return
             self.model.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
+
+    def _export_adapted(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        weights, adapter = dict(self.plain_weights()), dict(self.named_weights())
+        if self.parallel is not None and self.parallel.rank != 0:
+            return
+        assert self.base is not None
+        with TemporaryDirectory() as description:
+            save_description(Path(description), self.model, tokenizer, None)
+            write_model(Path(description), weights, folder)
+        write_adapter(folder / EXPORTED, self.model, adapter, self.base)
 
 
 @dataclass(slots=True)

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from practicum.errors import PracticumError
 from practicum.learning.optimizer import Metrics, OptimizerStepper
 from practicum.learning.parallel import Parallel
+from practicum.models.lora import trained_names
 from practicum.recipe.schema.recipe import Train
 
 logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.INFO)  # two debug records per tensor
@@ -51,9 +52,12 @@ R = TypeVar("R", bound=Report)
 
 class TrainedModel:
     """What the student's learner and the critic share. `version` counts the updates applied to the weights,
-    `step` is the training step that the schedule is at: the trainer sets it."""
+    `step` is the training step that the schedule is at: the trainer sets it.
+
+    Of a model with an adapter, a checkpoint holds what is trained; `base` is the fingerprint of the rest."""
 
     NAME: ClassVar[str]
+    base: str | None = None
 
     def __init__(
         self,
@@ -108,6 +112,7 @@ class TrainedModel:
             save(tensors, checkpoint_id=folder, no_dist=parallel is None)
         if parallel is None or parallel.rank == 0:
             counters = {"version": self.version, "step": self.step}
+            counters |= {} if self.base is None else {"base": self.base}
             (folder / f"{self.NAME}.json").write_text(json.dumps(counters) + "\n")
 
     @torch.no_grad()
@@ -115,6 +120,9 @@ class TrainedModel:
         """Continue from what `save` wrote; the weights are copied in place, so who shares them sees them."""
         model, parallel, optimizer = self._trained, self.parallel, self.stepper.optimizer
         _require(folder, [_INDEX, f"{self.NAME}.json"])
+        counters = json.loads((folder / f"{self.NAME}.json").read_text())
+        if counters.get("base") != self.base:
+            raise PracticumError(_other_base(folder, counters.get("base"), self.base))
         index = _read_index(folder)
         tensors = _weights(model)
         shapes = {key: tuple(saved.size) for key, saved in index.state_dict_metadata.items()}  # pyright: ignore
@@ -137,7 +145,6 @@ class TrainedModel:
             step = {"step": tensors[_STEP].to(p.device, copy=True)} if _STEP in shapes else {}
             if step or empty[key]:
                 optimizer.state[p] = {**step, **empty[key]}
-        counters = json.loads((folder / f"{self.NAME}.json").read_text())
         self.version, self.step = counters["version"], counters["step"]
 
 
@@ -181,8 +188,22 @@ def _read_index(folder: Path) -> Metadata:
     return index
 
 
+def _other_base(folder: Path, saved: str | None, own: str | None) -> str:
+    """What is wrong with an adapter whose base is not the one that was loaded."""
+    if saved is None or own is None:
+        run = "without model.lora" if saved is None else "with model.lora"
+        return f"checkpoint {folder} is of a run {run}: resume with the recipe that wrote it"
+    return (
+        f"the adapter in {folder} was trained on another base: its fingerprint is {saved}, and that of the "
+        f"model that was loaded is {own}\n"
+        "  → put the model that the run began with back to model.path, or start again with --fresh"
+    )
+
+
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers, tied ones once."""
+    """Parameters and saved buffers, tied ones once; of a model with an adapter, what is trained."""
+    if (trained := trained_names(model)) is not None:
+        return {f"model.{name}": p.detach() for name, p in model.named_parameters() if name in trained}
     kept = set(model.state_dict())
     buffers = {f"model.{name}": x for name, x in model.named_buffers() if name in kept}
     return {f"model.{name}": p.detach() for name, p in model.named_parameters()} | buffers

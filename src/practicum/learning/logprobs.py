@@ -4,6 +4,7 @@ responses without gradient, the student's or a reference policy's."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import cast
 
@@ -19,6 +20,7 @@ from practicum.learning.packing import Packed, RowExtras, RowSpans
 from practicum.models.attention import head_logits
 from practicum.models.batch_invariance import ROWS
 from practicum.models.fingerprint import LENGTH, fingerprint_ids
+from practicum.models.lora import adapter_off
 from practicum.recipe.counts import CHUNK_LOGITS
 
 Reduce = Callable[[Tensor, slice], tuple[Tensor, ...]]
@@ -125,10 +127,10 @@ class LogprobColumns:
 
 
 class LogprobScorer:
-    """Scores responses under a model."""
+    """Scores responses under a model, or under its base if the `adapter` is to be off."""
 
-    def __init__(self, trunk: PackedModel) -> None:
-        self.trunk = trunk
+    def __init__(self, trunk: PackedModel, *, adapter: bool = True) -> None:
+        self.trunk, self.adapter = trunk, adapter
 
     @torch.no_grad()
     def logprobs(
@@ -160,7 +162,8 @@ class LogprobScorer:
             for name, column in columns.items():
                 column[packed.column_M] = getattr(found, name).float().cpu()
 
-        trunk.each(trunk.microbatches(rows), score)
+        with nullcontext() if self.adapter else adapter_off(trunk.model):
+            trunk.each(trunk.microbatches(rows), score)
 
         def ragged(name: str) -> Ragged | None:
             return Ragged.packed(columns[name], response_ids.lengths) if name in columns else None

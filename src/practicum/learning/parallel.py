@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -142,10 +142,12 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The model's parameters one after the other, tied ones once; every rank must go through them."""
+def whole_tensors(model: nn.Module, only: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The model's parameters (or those of these names) one after the other, tied ones once; every rank must
+    go through them."""
     for name, parameter in model.named_parameters():
-        yield name, whole(parameter.detach())
+        if only is None or name in only:
+            yield name, whole(parameter.detach())
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -20,6 +19,7 @@ from practicum.learning.packing import Packed, RowExtras, RowSpans
 from practicum.learning.parallel import Parallel, is_sharded
 from practicum.learning.update_batch import CriticBatch, need_column
 from practicum.learning.update_metrics import Moments, TokenMeans
+from practicum.models.lora import copy_on_base
 from practicum.recipe.schema.algorithm_sections import CriticSection as CriticRecipe
 from practicum.recipe.schema.recipe import Train
 
@@ -38,13 +38,14 @@ class ValueLearner(TrainedModel):
         on_nonfinite: Callable[[str], None] = stop_on_nonfinite,
         parallel: Parallel | None = None,
     ) -> None:
-        """Starts as a copy of the student's trunk; the head starts at zero, and so do the values.
+        """Starts as a copy of the student's trunk, with its own adapter on the same base if the student has
+        one; the head starts at zero, and so do the values.
 
         On several ranks it is made before the student's learner, which leaves only a shard of the student.
         """
         if is_sharded(student):
             raise EngineError("the critic is a copy of the whole student: make it before the sharded learner")
-        base = copy.deepcopy(student.base_model)
+        base = copy_on_base(student.base_model)
         assert isinstance(base, PreTrainedModel)
         self.recipe = critic
         width = base.config.get_text_config().hidden_size

@@ -19,6 +19,7 @@ from practicum.devices import pick_device
 from practicum.errors import RecipeError
 from practicum.models import experts
 from practicum.models.attention import prepare_attention
+from practicum.models.lora import add_adapter
 from practicum.models.model_files import must_read, read_config, read_tokenizer
 from practicum.models.norms import fuse_norms
 from practicum.models.processor import make_vision_tokenizer
@@ -78,7 +79,10 @@ def save_tokenizer(spec: Model, path: Path) -> None:
 def load_model(
     spec: Model, seed: int, *, path: str | None = None, key: str = "model.path"
 ) -> PreTrainedModel:
-    """The student (or `path` in its place), on its device, without dropout; `key` is for errors."""
+    """The student (or `path` in its place), on its device, without dropout; `key` is for errors.
+
+    The student has the recipe's adapter, if it says one; a model in its place never has.
+    """
     source = path or spec.path
     dtype = getattr(torch, spec.dtype)
     if source is None:
@@ -88,6 +92,8 @@ def load_model(
         require_model_folder(source, key)
         with must_read(source, key, _EXPECTED):
             model = model_class(read_config(source)).from_pretrained(source, dtype=dtype)
+    if spec.lora is not None and path is None:
+        add_adapter(model, spec.lora, seed, source)
     return ready(model, pick_device(spec.device, f"{key.rpartition('.')[0] or 'model'}.device"))
 
 
@@ -109,6 +115,10 @@ def ready(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
 
 def require_model_folder(source: str, key: str = "model.path") -> None:
     """A path that looks local must be a folder with a config; a hub name is left to the hub."""
+    if (Path(source).expanduser() / "adapter_config.json").is_file():
+        expected = "a whole model"
+        advice = "take the model that it was merged into, such as the folder of the run that trained it"
+        raise RecipeError(key, f"{source}, an adapter", expected, advice)
     looks_local = source.startswith((".", "/", "~")) or source.count("/") != 1 or Path(source).exists()
     if looks_local and not (Path(source).expanduser() / "config.json").is_file():
         raise RecipeError(

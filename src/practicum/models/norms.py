@@ -28,10 +28,10 @@ class _RmsNorm(torch.autograd.Function):
         return unit * weight
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         unit, weight, inverse = ctx.saved_tensors
         along = grads[0] * unit
-        grad_weight = along.flatten(0, -2).sum(0)
+        grad_weight = along.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         mean = (along @ weight).unsqueeze(-1).mul_(-1.0 / unit.shape[-1])
         grad_x = (grads[0] * weight).addcmul_(unit, mean).mul_(inverse)
         return grad_x, grad_weight, None

@@ -13,14 +13,17 @@ from torch import Tensor
 
 from practicum.devices import empty_cache
 from practicum.errors import EngineError
+from practicum.models.lora import is_adapter
 
 if TYPE_CHECKING:  # vLLM's process says in its own words what keeps transformers from being imported
     from transformers import PreTrainedModel
 
 
 def named_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters and saved buffers by name; tied ones appear under each of their names."""
-    return model.state_dict(keep_vars=True)
+    """What training changes: parameters and saved buffers by name, tied ones under each of their names; of a
+    model with an adapter, the adapter's."""
+    tensors = model.state_dict(keep_vars=True)
+    return {name: x for name, x in tensors.items() if is_adapter(name)} or tensors
 
 
 def distinct_tensors(model: PreTrainedModel) -> list[Tensor]:
@@ -31,6 +34,7 @@ def distinct_tensors(model: PreTrainedModel) -> list[Tensor]:
 def take_weights(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Copy weights into the model by name; tensors that are the model's own are left as they are.
 
+    A model with an adapter takes the adapter's alone: its base is what was loaded.
     Names and shapes are checked before anything is changed. A tied weight may come under any of its names.
     """
     given, own = dict(weights), named_tensors(model)

@@ -80,6 +80,11 @@ def cuts_sampling(recipe: Recipe) -> bool:
     return rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
 
 
+def is_own_base(recipe: Recipe) -> bool:
+    """Whether the reference policy is the student without its adapter."""
+    return recipe.model.lora is not None and recipe.algorithm.kl.reference is None
+
+
 def compare_temperature(recipe: Recipe) -> float:
     """Temperature at which student and teachers are compared."""
     chosen = recipe.distill.temperature if recipe.distill is not None else None

@@ -27,9 +27,11 @@ from practicum.learning.logprobs import LogprobScorer
 from practicum.learning.packed_model import PackedModel
 from practicum.learning.parallel import Parallel
 from practicum.learning.value_learner import ValueLearner
+from practicum.models.adapter_files import save_base
 from practicum.models.export_model import save_description
 from practicum.models.load_model import load_model, load_tokenizer, stop_ids
 from practicum.models.processor import save_processor
+from practicum.recipe.derived import is_own_base
 from practicum.recipe.own_parts import find_part, guarded
 from practicum.recipe.schema.recipe import Recipe
 from practicum.records.recording_store import stage_span
@@ -88,7 +90,7 @@ class TrainRank:
             options = {"on_nonfinite": refuse, "parallel": parallel}
             critic = ValueLearner(model, recipe.train, recipe.critic, **options)
             self.critic = CriticRole(recipe, plan, store, critic)
-        if "ref_logprobs" in plan:
+        if "ref_logprobs" in plan and not is_own_base(recipe):
             reference = LogprobScorer(PackedModel(load_reference(recipe, model), recipe.train, parallel))
         widths = field_widths(recipe, model, 0 if teachers is None else teachers.width)
         self.padding = PaddingRole(recipe, plan, store, self.tokenizer, widths, self.ranks)
@@ -102,6 +104,8 @@ class TrainRank:
             on_nonfinite=refuse,
             parallel=parallel,
         )
+        if "ref_logprobs" in plan and is_own_base(recipe):
+            reference = LogprobScorer(learner.trunk, adapter=False)
         self.student = StudentRole(recipe, plan, store, learner, reference, self.watch)
         self.advantages = AdvantageRole(recipe, plan, store, self.watch)
         return {
@@ -167,6 +171,8 @@ class TrainRank:
             return
         model, processor = self.student.learner.model, self.encoder.processor
         save_description(folder / "model", model, self.tokenizer, processor)
+        if self.recipe.model.lora is not None:
+            save_base(folder / "student", self.recipe.model, self.recipe.seed)
         if self.teachers is not None:
             self.teachers.save(folder / "teachers")
         if rows:
@@ -187,7 +193,7 @@ class TrainRank:
         return self.version
 
     def export(self, folder: Path) -> None:
-        """Write the student in HuggingFace format, with its tokenizer and processor."""
+        """Write the student in HuggingFace format, its tokenizer and processor; an adapter also alone."""
         self.student.learner.export(folder, self.tokenizer)
         if self.rank == 0 and self.encoder.processor is not None:
             save_processor(self.encoder.processor, folder)

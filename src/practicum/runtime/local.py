@@ -26,7 +26,7 @@ from practicum.records.record_files import RecordPlace
 from practicum.records.recorder import Recorder
 from practicum.records.recording_store import RecordingStore, stage_span
 from practicum.roles.load_teachers import load_teachers, make_model_cache
-from practicum.roles.make_engine import describe_engines, make_engine
+from practicum.roles.make_engine import Weights, describe_engines, make_engine
 from practicum.roles.reward import RewardRole
 from practicum.roles.reward_models import RewardModelRole, RewardModels, load_reward_models
 from practicum.roles.rollout import Finished, RolloutRole, SessionRunner
@@ -134,8 +134,8 @@ class LocalRoles(TrainRank):
         if record is not None:
             store = RecordingStore(store, Recorder(record))
         super().__init__(recipe, plan, store, watch, model, frozen.teachers)
-        learner, self.frozen = self.student.learner, frozen
-        self.engine = make_engine(recipe, model, lambda: (learner.named_weights(), learner.version))
+        self.frozen = frozen
+        self.engine = make_engine(recipe, model, self._engine_weights)
         try:
             self.toolbox = Toolbox(recipe.agent.tools)
             self.probe = SyncProbe(recipe, watch)
@@ -172,9 +172,14 @@ class LocalRoles(TrainRank):
         places = [] if self.frozen.teachers is None else self.frozen.teachers.places.values()
         return describe_engines(self.engine, *places)
 
-    def sync_weights(self) -> None:
+    def _engine_weights(self) -> tuple[Weights, int]:
+        """The learner's weights, as the engine takes them: vLLM has no adapters."""
         learner = self.student.learner
-        self.engine.load_weights(learner.named_weights(), learner.version)
+        plain = self.recipe.rollout.engine == "vllm"
+        return learner.plain_weights() if plain else learner.named_weights(), learner.version
+
+    def sync_weights(self) -> None:
+        self.engine.load_weights(*self._engine_weights())
         self.probe_weights()
 
     def probe_weights(self) -> None:

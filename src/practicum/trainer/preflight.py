@@ -8,12 +8,15 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import sqrt
 
 from practicum.errors import MissingExtraError, RecipeError, RecipeErrors
 from practicum.forecast.cluster_spec import GIB, this_machine
 from practicum.forecast.forecast import forecast
+from practicum.forecast.model_sizes import model_sizes
 from practicum.learning.packed_model import PackedModel
 from practicum.models.load_model import load_model, load_tokenizer, model_facts
+from practicum.models.lora import describe_adapter
 from practicum.models.model_files import read_config
 from practicum.observe.trackers import require_trackers
 from practicum.recipe.counts import count
@@ -51,6 +54,8 @@ from practicum.trainer.run_folder import folder_of, require_possible
 from practicum.trainer.saver import crash_cost
 from practicum.trainer.trial import describe_tools, try_rewards
 
+_FULL_LR, _FULL_WIDTH = 5e-5, 2048
+"""A usual learning rate of all weights at this width; narrower models take more, as the root of the width."""
 LeftOut = Mapping[str, frozenset[int]]
 """Rows of files that a run leaves out, by path."""
 
@@ -77,6 +82,8 @@ def preflight(loaded: LoadedRecipe) -> Preflight:
     plan = make_plan(recipe, known_traits(recipe.model))
     check_fields(plan, model)
     PackedModel(model, recipe.train)  # tests whether the learner can run it
+    if recipe.model.lora is not None:
+        findings.append(describe_adapter(model))
     if recipe.algorithm.kl.reference is not None:
         load_reference(recipe, model)
         findings.append(f"reference: {recipe.algorithm.kl.reference} loads")
@@ -139,6 +146,8 @@ def require_extras(recipe: Recipe) -> None:
         engines = {f"teachers.{name}": teacher.engine for name, teacher in recipe.teachers.items()}
         engines |= {"rollout": recipe.rollout.engine}
         wanted += [(f"{path}.engine: vllm", "vllm", "vllm") for path, e in engines.items() if e == "vllm"]
+    if recipe.model.lora is not None:
+        wanted.append(("model.lora", "peft", "lora"))
     for what, module, extra in wanted:
         if importlib.util.find_spec(module) is None:
             raise MissingExtraError(what, extra)
@@ -216,7 +225,7 @@ def _eval_problems(recipe: Recipe, left_out: LeftOut) -> Iterator[RecipeError]:
 
 def _warnings(recipe: Recipe) -> list[str]:
     """What may be meant, and is more often a mistake."""
-    warnings = isolation_warnings(recipe.agent.tools)
+    warnings = [*isolation_warnings(recipe.agent.tools), *_slow_adapter(recipe)]
     if recipe.model.make is None or not uses_reward(recipe) or recipe.distill is not None:
         return warnings
     return [
@@ -224,6 +233,23 @@ def _warnings(recipe: Recipe) -> list[str]:
         "the student starts with random weights (model.make) and learns from rewards alone: answers that "
         "earn nothing teach nothing. Train it on demonstrations first (algorithm.loss: supervised, "
         "algorithm.advantage: none) and set model.path to that run",
+    ]
+
+
+def _slow_adapter(recipe: Recipe) -> list[str]:
+    """An adapter with a learning rate that is usual for whole models of this width."""
+    if recipe.model.lora is None or not recipe.train.steps:
+        return []
+    try:
+        width = model_sizes(recipe.model.path, recipe.model.make).hidden
+    except RecipeError:  # a config whose sizes are not known
+        return []
+    usual = _FULL_LR * sqrt(_FULL_WIDTH / width)
+    if recipe.train.lr > usual:
+        return []
+    return [
+        f"train.lr {recipe.train.lr:g} looks like one for all weights of a model of width {width}: "
+        "with model.lora, ten times that rate is usual"
     ]
 
 

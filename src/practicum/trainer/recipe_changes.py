@@ -26,6 +26,7 @@ MAY_CHANGE = (
 
 _FIXED = {
     "model.make": "the checkpoint holds the weights of another model",
+    "model.lora": "the checkpoint holds an adapter of the other kind",
     "model.path": "the weights are the checkpoint's",
     "model.tokenizer": "the model was trained with the tokens of the other one",
     "train.optimizer": "the checkpoint holds the state of the other optimizer",

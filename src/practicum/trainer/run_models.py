@@ -102,12 +102,15 @@ def export_checkpoint(checkpoint: Path, to: Path) -> None:
         )
     require_intact(checkpoint)
     from practicum.learning.learner_checkpoint import read_weights
+    from practicum.models.adapter_files import merge_checkpoint
     from practicum.models.export_model import write_model
 
     to.parent.mkdir(parents=True, exist_ok=True)
     aside = to.with_name(f".{to.name}.{os.getpid()}")
     try:
-        write_model(checkpoint / "model", read_weights(checkpoint / "student"), aside)
+        student = checkpoint / "student"
+        weights = merge_checkpoint(student, read_weights(student), aside)
+        write_model(checkpoint / "model", weights, aside)
         step = json.loads((checkpoint / "progress.json").read_text())["step"]
         finish_export(aside, to, step, _saved_at(checkpoint))
     finally:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from practicum.models.attention import Layout, padded_layout
 from practicum.models.batch_invariance import mlp_width, pad_rows, padded_tokens
+from practicum.models.lora import adapted_linear, is_plain_adapted
 
 _FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 
@@ -43,8 +44,10 @@ def _linears(model: PreTrainedModel) -> Iterator[nn.Module]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Nothing but a matrix: no adapter, quantization or hook that only the module's own call would run."""
-    return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
+    """A matrix, with a LoRA adapter or without: no quantization or hook that only its own call would run."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return False
+    return type(module) is nn.Linear or is_plain_adapted(module)
 
 
 class LeanDecoder:
@@ -101,4 +104,6 @@ def _norm(x: Tensor, module: Any, eps: Tensor) -> Tensor:
 
 
 def _linear(x: Tensor, module: Any) -> Tensor:
-    return linear(x, module.weight, module.bias)
+    if type(module) is nn.Linear:
+        return linear(x, module.weight, module.bias)
+    return adapted_linear(x, module)

@@ -90,6 +90,9 @@ def _engines(recipe: Recipe) -> Iterator[RecipeError]:
         if recipe.teachers[name].dtype == "float64":
             found = "float64 with engine vllm"
             yield RecipeError(f"teachers.{name}.dtype", found, "float32 or bfloat16")
+        if recipe.teachers[name].student is not None and recipe.model.lora is not None:
+            found, advice = "vllm with a copy of a student that has an adapter", "set its engine to torch"
+            yield RecipeError(f"teachers.{name}.engine", found, "torch", advice)
     if by_vllm and recipe.distill is not None and recipe.distill.signal == "full":
         advice = "vLLM gives no hidden states: set distill.signal to top_k or sampled, or its engine to torch"
         found = f"full with teachers.{by_vllm[0]}.engine vllm"

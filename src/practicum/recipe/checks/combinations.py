@@ -56,6 +56,9 @@ def _model(recipe: Recipe) -> Iterator[RecipeError]:
     if recipe.train.autocast != "off" and model.dtype == "float64":
         found = f"{recipe.train.autocast} with model.dtype float64"
         yield RecipeError("train.autocast", found, "off, or float32 weights")
+    if model.lora is not None and model.lora.dropout:
+        advice = "with dropout, the learner's probabilities would not be those that answers were sampled with"
+        yield RecipeError("model.lora.dropout", f"{model.lora.dropout:g}", "0", advice)
     if make is None:
         return
     yield from _heads(make)

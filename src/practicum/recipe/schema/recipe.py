@@ -87,6 +87,23 @@ class MakeModel(Section):
     experts_per_token: int = key(2, "Experts that a token takes (qwen3_moe).", _MOE, ge=1)
 
 
+class Lora(Section):
+    """A LoRA adapter: only small matrices beside the linear layers are trained, the model stays as it is."""
+
+    rank: int = key(16, "Rank of the matrices.", ge=1)
+    alpha: float = key(32.0, "What the adapter adds is multiplied by alpha / rank.", gt=0)
+    targets: Literal["all"] | list[str] = key(
+        "all",
+        "all: every linear layer of attention and MLP, experts included; or endings of their names, such as "
+        "[q_proj, v_proj].",
+        min_length=1,
+    )
+    dropout: float = key(0.0, "Only 0: sampling and training must see one distribution.", ge=0)
+    init: Literal["kaiming", "gaussian"] = key(
+        "kaiming", "How the first matrix begins; the second one begins at 0."
+    )
+
+
 class Model(Section):
     """The student: where its weights come from and how they are held."""
 
@@ -98,6 +115,7 @@ class Model(Section):
     tokenizer: str | None = key(None, "Folder or hub name; the model's own if unset.")
     dtype: Literal["float32", "bfloat16", "float64"] = key("float32", "Number type of the weights.")
     device: str = key("auto", DEVICE_HELP)
+    lora: Lora | None = key(None, "Train a LoRA adapter on the model in place of its weights (extra lora).")
 
 
 class RewardFunction(Section):

@@ -16,6 +16,8 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.stages import Plan
 from practicum.errors import EngineError
 from practicum.models.load_model import context_length, load_model, load_tokenizer
+from practicum.models.lora import merged_weights
+from practicum.models.offloaded_weights import take_weights
 from practicum.recipe.derived import rollout_context
 from practicum.records.recording_store import stage_span
 from practicum.roles.make_engine import Weights, describe_engines, make_engine
@@ -53,6 +55,8 @@ class RolloutWorker(Worker):
         require_isolation(recipe.agent.tools)
         model = load_model(recipe.model, recipe.seed).requires_grad_(False)
         self._manifest: Manifest | None = None
+        # What comes is the adapter alone; vLLM takes whole weights, which are merged here.
+        self._merged = model if recipe.model.lora is not None and recipe.rollout.engine == "vllm" else None
         self.engine, self.toolbox = make_engine(recipe, model, self._weights), Toolbox(recipe.agent.tools)
         sessions = partial(
             SessionRunner,
@@ -129,8 +133,13 @@ class RolloutWorker(Worker):
     def _weights(self) -> tuple[Weights, int]:
         """Those that were given last, or of the model as it starts."""
         if self._manifest is None:
-            return load_model(self.recipe.model, self.recipe.seed).named_parameters(), 0
-        return receive(self._manifest, timeout=self.recipe.runtime.store_s), self._manifest.version
+            model = self._merged or load_model(self.recipe.model, self.recipe.seed)
+            return merged_weights(model), 0
+        received = receive(self._manifest, timeout=self.recipe.runtime.store_s)
+        if self._merged is not None:
+            take_weights(self._merged, received)
+            received = merged_weights(self._merged)
+        return received, self._manifest.version
 
     async def _piece(
         self,
