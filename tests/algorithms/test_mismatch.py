@@ -180,3 +180,12 @@ def test_a_weighed_advantage_weighs_every_policy_loss(
     torch.testing.assert_close(weighed_N, plain_N, rtol=1e-12, atol=1e-15)
     slopes = [torch.autograd.grad(x_N.sum(), inputs.logprobs_N)[0] for x_N in (weighed_N, plain_N)]
     torch.testing.assert_close(*slopes, rtol=1e-12, atol=1e-15)
+
+
+def test_the_tokens_that_each_rule_held_are_told() -> None:
+    held = by_hand(weights="token", outside="mask", floor=0.4, cap=3.0, reject=(0.5, 10.0)).held_N
+    assert {rule: where.nonzero().squeeze(1).tolist() for rule, where in held.items()} == {
+        "mismatch_mask": [1, 4],
+        "mismatch_reject": [2, 4],
+    }
+    assert list(by_hand(weights="token", cap=1.5).held_N) == ["mismatch_truncate"]

@@ -59,6 +59,15 @@ def test_registry_has_the_recipe_s_names() -> None:
     assert set(POLICY_LOSSES) == set(names) - {"supervised"}
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_weight_is_what_the_gradient_has_of_the_advantage(kind: str) -> None:
+    ratios, advantages = [1.5, 0.5, 0.5, 1.5, 4.0, 1.1], [1.0, 1, -1, -1, -2, 2]
+    inputs = inputs_of(ratios, advantages, dual_clip=3.0, log_ratio_clamp=1.0)
+    weight_N = POLICY_LOSSES[kind](inputs).weight_N
+    assert weight_N is not None
+    torch.testing.assert_close(gradient(kind, inputs), -weight_N * inputs.advantages_N)
+
+
 def test_ppo_clip_by_hand() -> None:
     inputs = inputs_of([1.5, 0.5, 0.5, 1.5, 4.0, 1.1], [1, 1, -1, -1, -2, 2], dual_clip=3.0)
     found = POLICY_LOSSES["ppo_clip"](inputs)
