@@ -22,8 +22,6 @@ from tests.campaign.processes import MARK, Family, end_cleanly
 from tests.campaign.scenarios import save_models, soak_recipe
 from tests.cluster import ENV
 
-EVERY = 25
-"""Steps between two looks."""
 WARM = 0.2
 """Share of the steps that is not counted: caches fill."""
 GROWING = ("rss_mb", "handles", "threads")
@@ -90,6 +88,7 @@ def main() -> int:
     """Run, watch, write the slopes; exit code 0 if the run ended well."""
     parser = argparse.ArgumentParser(prog="python -m tests.campaign.soak", description=__doc__)
     parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--every", type=int, default=25, help="steps between two looks")
     parser.add_argument("--minutes", type=float, default=90.0, help="stop after this long")
     parser.add_argument("--result", type=Path, default=None, help="a JSON file for the slopes")
     options = parser.parse_args()
@@ -109,7 +108,7 @@ def main() -> int:
         run = child.Run([str(recipe), "--out", str(work / "run")], work / "output.txt")
         while run.code is None and time.monotonic() - began < 60 * options.minutes:
             run.listen(1.0)
-            if run.step >= seen + EVERY:
+            if run.step >= seen + options.every:
                 seen = run.step
                 soak.look(seen, family.look())
                 _write(options.result, soak, seen, run.code, time.monotonic() - began)

@@ -81,6 +81,7 @@ class Folder:
         self.recipe = scenario.write(folder, around.models, around.server.url, address, around.slow)
         self.out = folder / "run"
         self._starts = 0
+        self._struck = 0.0
         self._shared = shared_memory()
 
     def start(self) -> Run:
@@ -134,15 +135,15 @@ class Folder:
             outcome.end = "missed"
             return outcome
         outcome.step, outcome.stage = run.step, run.stage
-        began = time.monotonic()
+        self._struck = time.monotonic()
         os.kill(pid, getattr(signal, f"SIG{strike.signal}"))
         if strike.victim.kind == "controller" and strike.signal == "STOP":
             time.sleep(2 + 6 * strike.which)
             os.kill(pid, signal.SIGCONT)
         self._see(run, outcome)
+        outcome.seconds = round(time.monotonic() - self._struck, 1)
         if run.code is not None:
             self.judge_end(run, strike, outcome)
-        outcome.seconds = round(time.monotonic() - began, 1)
         return outcome
 
     def _await(self, run: Run, step: int, stage: str) -> bool:
@@ -194,6 +195,7 @@ class Folder:
     def judge_end(self, run: Run, strike: Strike, outcome: Outcome) -> None:
         """A run ended after a strike, maybe some steps later: it was done, or said who was struck."""
         victim, printed = strike.victim, run.printed()
+        outcome.seconds = round(time.monotonic() - self._struck, 1)
         outcome.problems += left_behind(self.family, self._spared, self._shared)
         self._kill()
         if run.code == 0:
