@@ -68,8 +68,13 @@ def soak_table() -> str:
     rows = [
         (row["process"], f"{row['rss_mb']:.0f} MB", *(f"{row[f'{name}_slope']:+.2f}" for name in _GROWING))
         for row in soak["processes"]
+        if "rss_mb" in row
     ]
-    columns = ("process", "memory at the end", "MB", "file handles", "threads")
+    files = next(row for row in soak["processes"] if "files" in row)
+    rows.append(
+        (files["process"], f"{files['files']:.0f} files", f"{files['files_slope']:+.2f} files", "", "")
+    )
+    columns = (f"process, over {soak['steps']} steps", "memory at the end", "MB", "file handles", "threads")
     return table(columns, rows)
 
 

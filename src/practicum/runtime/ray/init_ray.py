@@ -20,7 +20,7 @@ from practicum.runtime.ray.placement import GIB, Node
 
 REACH_S = 5.0
 """Seconds in which a machine must accept a connection."""
-HEALTH_S = 20.0
+HEALTH_S = 60.0
 """Seconds in which Ray's health check must answer; most of them go into starting its command."""
 _ENV = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 _HERE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
