@@ -19,6 +19,7 @@ from practicum.view.expected_band import Band, expected_band
 from practicum.view.metric_table import MetricTable, thin
 from practicum.view.run_view import RunView
 from practicum.view.token_texts import TokenTexts, byte_table
+from practicum.view.web_app import to_json
 
 from .served import live_start, sample, write_run, write_versions
 
@@ -222,3 +223,26 @@ def test_scores_of_teachers_are_those_of_their_evaluation(tmp_path: Path):
     exam = {"base": {"eval/greedy": 0.2, "eval/greedy/copy": 0.2}, "a": {"eval/greedy/copy": 1.0}}
     (run / "scores.json").write_text(json.dumps(exam))
     assert view.teachers()["scores"] == {"base": {"copy": 0.2}, "teacher a": {"copy": 1.0}}
+
+
+ODD: tuple[Any, ...] = (None, [], {}, "x", 1.5, True, [1, "x"], {"a": [None]}, -1)
+KEYS = ("step", "group", "session", "reward", "domain", "response", "checks", "teachers", "route", "expected")
+
+
+@pytest.mark.parametrize("key", [*KEYS, "starts", "track", "train"])
+def test_damaged_files_are_shown_as_far_as_they_can_be(tmp_path: Path, key: str):
+    for number, value in enumerate(ODD):
+        line, half = {key: value}, b'{"step": 1, "a\xff\x00'
+        run = write_run(tmp_path / str(number), [line, {"step": 1, "a": 1.0}], [line, sample(1, 1, 1) | line])
+        (run / "recipe.yaml").write_text(json.dumps(line))
+        (run / "versions.json").write_text(json.dumps({"practicum": "0", **line}))
+        (run / "scores.json").write_text(json.dumps(line))
+        for name in ("log.txt", "samples.jsonl"):
+            with (run / name).open("ab") as file:
+                file.write(half)
+        view = RunView(run, "run")
+        assert view.info()["step"] == 1
+        for page in (view.teachers, view.recipe_page, view.log, view.newest_group, view.forecast):
+            to_json(page())
+        columns = view.rows("samples")["columns"]
+        assert len({len(column) for column in columns.values()}) == 1

@@ -184,7 +184,7 @@ def teacher_shares(evidence: Evidence) -> Iterator[Advisory]:
 def growing_gap(evidence: Evidence) -> Iterator[Advisory]:
     """Engine and learner drift apart."""
     pair = _ends(evidence.metrics, "train/gap_mean")
-    limit = _get(evidence.recipe, "checks.logprob_gap_max", 0.05)
+    limit = float(_get(evidence.recipe, "checks.logprob_gap_max", 0.05))
     if pair is None or pair[1] < GAP_SHARE * limit or pair[1] < GAP_TIMES * pair[0]:
         return
     yield Advisory(
@@ -254,7 +254,8 @@ HINTS: tuple[Rule, ...] = (slow_stage,)
 def gradient_shares(metrics: MetricTable, recipe: Mapping[str, Any]) -> dict[str, tuple[float, float, int]]:
     """Each teacher's newest share of the gradient, its target, and the step that measured it."""
     found = {}
-    targets = _get(recipe, "route.shares", None) or {}
+    targets = _get(recipe, "route.shares", None)
+    targets = targets if isinstance(targets, Mapping) else {}
     for name in metrics.names:
         parts = name.split("/")
         if parts[0] == "teacher" and parts[-1] == "gradient_share":

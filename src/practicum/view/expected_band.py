@@ -25,13 +25,13 @@ class Band:
     high: float | None
 
 
-def expected_band(text: str | None, first: Mapping[str, float]) -> Band | None:
+def expected_band(text: object, first: Mapping[str, float]) -> Band | None:
     """The band of an `expected` sentence; None if it names none that can be drawn.
 
     `first` are the scores before training, which "above the start" counts from.
     """
     for pattern in (_AFTER, _FROM, _RISE, _BETWEEN, _LEAST, _BELOW):
-        match = pattern.match(text or "")
+        match = pattern.match(text if isinstance(text, str) else "")
         if match is not None:
             return _band(pattern, match, first)
     return None

@@ -53,5 +53,7 @@ def _with_places(recipe: Mapping[str, Any], directory: Path) -> dict[str, Any]:
             return section
         return section | {key: str(directory / path)}
 
-    teachers = {name: place(one, "model") for name, one in (recipe.get("teachers") or {}).items()}
-    return {**recipe, "model": place(recipe.get("model"), "path"), "teachers": teachers}
+    placed = {**recipe, "model": place(recipe.get("model"), "path")}
+    if isinstance(teachers := recipe.get("teachers"), dict):
+        placed["teachers"] = {name: place(one, "model") for name, one in teachers.items()}
+    return placed

@@ -18,8 +18,8 @@ class LineFile:
     """JSON lines of one file. `refresh` gives each new whole line to `take`.
 
     A file that became shorter (a resumed run cut it back) or was replaced is read again from its start:
-    `restart` is called first. A last line without its end is left for later; a line that is no JSON is
-    counted in `broken`.
+    `restart` is called first. A last line without its end is left for later; a line that is no JSON, or
+    that `take` refuses with a ValueError, is counted in `broken`.
     """
 
     def __init__(self, path: Path, take: Taker, restart: Callable[[], None]) -> None:
@@ -72,13 +72,14 @@ class LineFile:
     def _take_line(self, line: bytes) -> None:
         at, self._position = self._position, self._position + len(line) + 1
         self._tail = line[-200:] + b"\n"
+        if not line.strip():
+            return
         try:
             row = json.loads(line)
-        except ValueError:
-            row = None
-        if isinstance(row, dict):
+            if not isinstance(row, dict):
+                raise ValueError("no mapping")
             self._take(row, at, len(line))
-        elif line.strip():
+        except ValueError:
             self.broken += 1
 
     def line_at(self, position: int, length: int) -> dict[str, Any]:

@@ -32,7 +32,12 @@ def read_versions(folder: Path) -> dict[str, Any]:
         found = json.loads((folder / "versions.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    starts = found.get("starts")
+    return found | {
+        "starts": [one for one in starts if isinstance(one, dict)] if isinstance(starts, list) else []
+    }
 
 
 def run_state(folder: Path, versions: Mapping[str, Any]) -> RunState:

@@ -137,9 +137,11 @@ class RunView:
 
     def checks(self, recipe: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Each check with its level, how often it has fired in the newest step, and in all."""
-        levels = recipe.get("checks") or {}
+        levels = _mapping(recipe.get("checks"))
         named = {name: level for name, level in levels.items() if level in LEVELS}
-        named |= {str(own.get("use")).rpartition(":")[2]: own.get("level") for own in levels.get("own") or []}
+        own = levels.get("own")
+        for one in own if isinstance(own, list) else ():
+            named[str(_mapping(one).get("use")).rpartition(":")[2]] = str(_mapping(one).get("level"))
         newest = self.metrics.at(self.metrics.steps[-1]) if self.metrics.steps else {}
         return [
             {
@@ -275,7 +277,7 @@ class RunView:
         recipe = self.recipe()
         shares = gradient_shares(self.metrics, recipe)
         return {
-            "teachers": list(recipe.get("teachers") or {}),
+            "teachers": list(_mapping(recipe.get("teachers"))),
             "targets": {name: target for name, (_, target, _) in shares.items()},
             "set": bool(_get(recipe, "route.shares")),
             "scores": self.scores(),
@@ -290,10 +292,10 @@ class RunView:
 
         found = {"before training": by_domain(self.metrics.at(0)), "student": by_domain(self.metrics.last)}
         try:
-            others = json.loads((self.path / "scores.json").read_text(encoding="utf-8"))
+            others = _mapping(json.loads((self.path / "scores.json").read_text(encoding="utf-8")))
         except (OSError, ValueError):
             others = {}
-        teachers = self.recipe().get("teachers") or {}
+        teachers = _mapping(self.recipe().get("teachers"))
         known = {str(name): by_domain(row) for name, row in others.items() if isinstance(row, dict)}
         named = {f"teacher {name}" if name in teachers else name: row for name, row in known.items()}
         return {name: scores for name, scores in (named or found).items() if scores}
@@ -346,6 +348,10 @@ def _get(recipe: Mapping[str, Any], path: str) -> Any:
     for step in path.split("."):
         value = value.get(step) if isinstance(value, Mapping) else None
     return value
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _finite(value: float) -> float | None:

@@ -28,18 +28,15 @@ class SessionTable:
         self._groups: dict[tuple[int, int], list[int]] = {}
 
     def add(self, row: Mapping[str, Any], position: int, length: int) -> None:
-        """One line."""
+        """One line; one that names no session is a ValueError."""
         step, group = group_of(row)
-        numbers = {
-            "step": step,
-            "prompt": group,
-            "session": row.get("session", 0),
-            "reward": row.get("reward"),
-            "advantage": row.get("advantage"),
-            "tokens": row.get("sampled_tokens", row.get("response_tokens")),
-            "turns": row.get("turns"),
-            "tool_calls": row.get("tool_calls"),
-        }
+        session = row.get("session", 0)
+        if not all(isinstance(part, int) for part in (step, group, session)):
+            raise ValueError("step, group and session are numbers")
+        numbers: dict[str, Any] = {"step": step, "prompt": group, "session": session}
+        for name in ("reward", "advantage", "turns", "tool_calls"):
+            numbers[name] = _number(row.get(name))
+        numbers["tokens"] = _number(row.get("sampled_tokens", row.get("response_tokens")))
         texts = {name: str(row.get(name) or "") for name in TEXT_COLUMNS}
         if row.get("failure"):
             texts["finish"] = "failed"
@@ -48,7 +45,7 @@ class SessionTable:
         for name, text in texts.items():
             words = self.words[name]
             self.columns[name].append(words.setdefault(text, len(words)))
-        key = (step, group, numbers["session"])
+        key = (step, group, session)
         self._by_key[key] = len(self.places)
         self._groups.setdefault(key[:2], []).append(len(self.places))
         self.places.append((position, length))
@@ -69,6 +66,10 @@ class SessionTable:
     def group(self, step: int, prompt: int) -> list[int]:
         """Numbers of the rows of a group."""
         return self._groups.get((step, prompt), [])
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) else None
 
 
 def group_of(row: Mapping[str, Any]) -> tuple[int, int]:
