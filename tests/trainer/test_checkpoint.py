@@ -8,6 +8,7 @@ from practicum.trainer.checkpoints import Checkpoints, Progress
 
 def save(checkpoints: Checkpoints, step: int, best: int | None = None) -> Path:
     def write(folder: Path) -> None:
+        (folder / "student").mkdir()
         (folder / "part").write_text(str(step))
 
     return checkpoints.save(Progress(step=step, best_step=best), write)

@@ -41,7 +41,7 @@ from practicum.trainer.folder_lock import hold_folder
 from practicum.trainer.interrupt import Interrupt, Stopped
 from practicum.trainer.preflight import check_without_models, known_traits
 from practicum.trainer.recipe_changes import Change, allowed_changes
-from practicum.trainer.run_folder import RunFolder, choose_folder
+from practicum.trainer.run_folder import RunFolder, choose_folder, folder_of, require_possible
 from practicum.trainer.run_models import finish_export, resolve_models
 from practicum.trainer.samples import StepSamples
 from practicum.trainer.saver import Saver, best_metric
@@ -324,9 +324,10 @@ def train_loaded(
     With `change` a resumed run may have a recipe with other values than the run had.
     """
     start = describe_start(loaded.source)
-    folder = choose_folder(loaded.recipe, out, resume=resume, fresh=fresh)
-    with hold_folder(folder.path):
-        choose_folder(loaded.recipe, out, resume=resume, fresh=fresh)  # another run may have ended meanwhile
+    path = folder_of(loaded.recipe).path if out is None else out
+    require_possible(path)
+    with hold_folder(path):
+        folder = choose_folder(loaded.recipe, out, resume=resume, fresh=fresh)
         return _train_in(folder, loaded, start, resume=resume, change=change, on_step=on_step, quiet=quiet)
 
 
