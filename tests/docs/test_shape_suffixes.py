@@ -9,7 +9,8 @@ import practicum
 
 SOURCE = Path(practicum.__file__).parent
 CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
-SUFFIXED = re.compile(r"\b[a-z][a-z0-9_]*_([A-Z][A-Z1]*)\b")
+SUFFIXED = re.compile(r"\b(?!lora_)[a-z][a-z0-9_]*_([A-Z][A-Z1]*)\b")
+"""PEFT calls its two matrices lora_A and lora_B."""
 
 
 def test_the_legend_of_shape_suffixes_is_that_of_the_code():

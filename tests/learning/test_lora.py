@@ -123,6 +123,7 @@ def test_an_update_is_the_plain_one_under_any_split_and_padding(family: str):
     assert_same(learn(model, take(batch, order), recomputed, algorithm, budget=25)[0], whole, 1e-9)
 
 
+@pytest.mark.long
 def test_pictures_are_learnt_from_under_any_split():
     model = with_adapter(copy.deepcopy(seeing()))
     whole, _ = learn(model, vision_batch(), TRAIN, Algorithm(loss="ppo_clip"))

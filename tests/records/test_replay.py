@@ -60,7 +60,10 @@ def test_a_record_that_was_tampered_with_is_found(whole_run: Path, tmp_path: Pat
     assert any(note.startswith("check advantages") for note in found.notes), "a check that fires is told"
 
 
-@pytest.mark.parametrize("signal", ["sampled", "top_k", "full"])
+@pytest.mark.parametrize(
+    "signal",
+    [pytest.param("sampled", marks=pytest.mark.long), "top_k", pytest.param("full", marks=pytest.mark.long)],
+)
 def test_what_teachers_taught_is_replayed_by_teacher(tmp_path: Path, signal: str):
     names = ("small", "wide")
     for seed, name in enumerate(names):

@@ -167,6 +167,7 @@ def resumed(folder: Path, base: str, *steps: int, **sections: Any) -> Path:
     return folder / "run"
 
 
+@pytest.mark.long
 def test_a_critic_with_its_own_adapter_learns_and_resumes_to_the_bit(tmp_path: Path, base: str):
     ppo = {"algorithm": {"advantage": "gae", "kl": {"place": "reward"}}, "critic": {"lr": 1e-2}}
     one = resumed(tmp_path / "a", base, 2, **ppo)
@@ -185,6 +186,7 @@ def test_a_critic_with_its_own_adapter_learns_and_resumes_to_the_bit(tmp_path: P
     ],
     ids=["experts", "pictures", "copies"],
 )
+@pytest.mark.long
 def test_adapters_learn_in_other_kinds_of_runs_too(tmp_path: Path, sections: dict[str, Any], base: str):
     run = resumed(tmp_path, base, 1, 2, **sections)
     assert metrics_of(run)[-1]["train/grad_norm"] > 0
