@@ -15,7 +15,7 @@ from urllib.parse import quote, urlencode
 
 from practicum import __version__
 from practicum.errors import PracticumError
-from practicum.view.compare import compare
+from practicum.view.diff_pane import compare
 from practicum.view.run_view import RunView
 from practicum.view.web_app import STATIC, to_json
 

@@ -25,7 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from practicum.errors import PracticumError
-from practicum.view.compare import compare
+from practicum.view.diff_pane import compare
 from practicum.view.run_view import RunView
 
 LOCAL = ("127.0.0.1", "localhost", "[::1]")
