@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -292,10 +293,14 @@ def _refuse(metrics: dict[str, float]) -> None:
 
 def _rank(rank: int, port: int, folder: Path, run: Callable[[Parallel, Path], Any]) -> None:
     torch.set_num_threads(1)
-    parallel = Parallel.join(rank, WORLD, "127.0.0.1", port, timeout_s=120)
-    found = run(parallel, folder)
-    torch.save(found, folder / f"rank-{rank}.pt")
-    parallel.close()
+    try:
+        parallel = Parallel.join(rank, WORLD, "127.0.0.1", port, timeout_s=120)
+        found = run(parallel, folder)
+        torch.save(found, folder / f"rank-{rank}.pt")
+        parallel.close()
+    except BaseException:
+        (folder / f"rank-{rank}.txt").write_text(traceback.format_exc())
+        raise
 
 
 def on_ranks(folder: Path, run: Callable[[Parallel, Path], Any]) -> list[Any]:
@@ -309,5 +314,6 @@ def on_ranks(folder: Path, run: Callable[[Parallel, Path], Any]) -> list[Any]:
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
-    assert codes == [0] * WORLD, f"ranks ended with {codes}"
+    said = "\n".join(path.read_text() for path in sorted(folder.glob("rank-*.txt")))
+    assert codes == [0] * WORLD, f"ranks ended with {codes}\n{said}"
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(WORLD)]
