@@ -36,7 +36,7 @@ def recipe(tmp_path: Path) -> str:
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "practicum.cli", *args]
+    command = [sys.executable, "-m", "practicum", *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 

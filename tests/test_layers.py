@@ -36,7 +36,8 @@ RANK = {
     "api": 11,
     "view": 11,
     "parts": 12,
-    "cli": 12,
+    "commands": 12,
+    "cli": 13,
 }
 FILES = sorted(p for p in ROOT.rglob("*.py") if p.parent != ROOT or p.stem in RANK)
 

@@ -39,7 +39,7 @@ def score(line: str) -> list[Scores]:
 def test_its_line_makes_a_teacher_until_it_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = save_tiny(tmp_path)
     monkeypatch.setenv("PRACTICUM_API_KEY", "s3cret")
-    command = [sys.executable, "-m", "practicum.cli", "serve", str(tmp_path), "--engine", "torch"]
+    command = [sys.executable, "-m", "practicum", "serve", str(tmp_path), "--engine", "torch"]
     server = subprocess.Popen([*command, "--port", "0", "--threads", "1"], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None

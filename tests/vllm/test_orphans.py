@@ -100,7 +100,7 @@ def training(folder: Path, **sections: Any) -> Iterator[Run]:
     recipe, out = folder / "tiny.yaml", folder / "run"
     recipe.write_text(yaml.safe_dump(RECIPE | sections))
     process = subprocess.Popen(
-        [sys.executable, "-m", "practicum.cli", "train", str(recipe), "--out", str(out)],
+        [sys.executable, "-m", "practicum", "train", str(recipe), "--out", str(out)],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
         stdout=subprocess.PIPE,

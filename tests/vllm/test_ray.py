@@ -35,7 +35,7 @@ def test_a_run_on_ray_samples_and_teaches_by_vllm_and_leaves_nothing(tmp_path: P
     command = [
         sys.executable,
         "-m",
-        "practicum.cli",
+        "practicum",
         "train",
         "tiny.yaml",
         "--set",

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 def start(folder: Path, *options: str) -> subprocess.Popen[str]:
     """`practicum serve` with vLLM, in one thread."""
-    command = [sys.executable, "-m", "practicum.cli", "serve", str(folder), "--engine", "vllm"]
+    command = [sys.executable, "-m", "practicum", "serve", str(folder), "--engine", "vllm"]
     return subprocess.Popen(
         [*command, "--port", "0", "--threads", "1", *options],
         env={**os.environ, "PRACTICUM_API_KEY": KEY},

@@ -1,0 +1,83 @@
+"""The app that commands are added to, the options that they share, and how errors are shown."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from practicum import __version__
+from practicum.errors import PracticumError, machine_trouble
+from practicum.user_code import text_of
+
+
+class _Commands(TyperGroup):
+    """Shows a PracticumError as its sentences, on stderr, without a traceback."""
+
+    # Any: some versions of typer bring their own click, whose Context is another class.
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PracticumError as error:
+            lines = [text_of(error), *map(text_of, getattr(error, "__notes__", []))]
+            typer.echo("\n".join(lines), err=True)
+            raise typer.Exit(2) from None
+        except (PermissionError, NotADirectoryError) as error:
+            typer.echo(f"{error.filename}: {error.strerror}", err=True)
+            raise typer.Exit(2) from None
+        except Exception as error:
+            if (trouble := machine_trouble(error)) is None:
+                raise
+            typer.echo("\n".join([trouble, *getattr(error, "__notes__", [])]), err=True)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt as stop:
+            typer.echo("stopped", err=True)
+            raise typer.Exit(128 + getattr(stop, "number", signal.SIGINT)) from None
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    help="Post-train language models: reinforcement learning and on-policy distillation.",
+    epilog="Start with `practicum demo`, then `practicum recipes`. Examples are for a checkout; elsewhere, "
+    "`practicum init sort recipes/sort` brings their files. "
+    "Exit codes: 0 done, 2 a mistake that a message names, 130 or 143 interrupted, 1 an error of practicum; "
+    "of diff and replay: 1 numbers differ; of doctor: 1 something is wrong.",
+)
+
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (YAML).")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change one value, written as YAML: --set train.lr=1e-5. May be repeated.",
+    ),
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def say_loading(what: str = "torch") -> None:
+    """The first sign of life: importing torch takes seconds."""
+    typer.echo(f"loading {what} …", err=True)

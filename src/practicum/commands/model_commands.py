@@ -1,0 +1,239 @@
+"""Commands that train, evaluate, export and serve models."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from practicum.commands.command_app import Overrides, RecipePath, app, say_loading
+
+
+@app.command(no_args_is_help=True)
+def train(
+    recipes: Annotated[
+        list[Path], typer.Argument(metavar="RECIPE...", help="Recipe files, run one after another.")
+    ],
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the run folder's newest checkpoint.")
+    ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Replace the run that the folder holds already.")
+    ] = False,
+    change: Annotated[
+        bool,
+        typer.Option(
+            "--change", help="With --resume: continue with other values than the run had, and record them."
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Run folder, in place of runs/NAME.")
+    ] = None,
+    view: Annotated[
+        bool, typer.Option("--view", help="Show the run in a browser meanwhile: prints the address.")
+    ] = False,
+) -> None:
+    """Train by a recipe, or by several one after another.
+
+    practicum train recipes/sort/start.yaml --set train.steps=20 --out runs/short
+    """
+    if resume and fresh:
+        raise typer.BadParameter("--resume continues a run, --fresh replaces it: give one of them")
+    if change and not resume:
+        raise typer.BadParameter("--change is for a run that continues: give --resume as well")
+    from practicum.recipe.load_recipe import load_recipe
+    from practicum.trainer.run_folder import choose_folder
+
+    loaded = [load_recipe(file, overrides or []) for file in recipes]
+    folders = [choose_folder(one.recipe, out, resume=resume, fresh=fresh).path for one in loaded]
+    with _viewed(folders) if view else nullcontext():
+        say_loading()
+        from practicum.trainer.run import train_recipes
+
+        outcomes = train_recipes(loaded, resume=resume, fresh=fresh, change=change, out=out)
+    if (stopped := outcomes[-1].signal) is not None:
+        raise typer.Exit(128 + stopped)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of the demo's runs.")] = Path(
+        "runs/mopd"
+    ),
+    seed: Annotated[
+        int | None, typer.Option("--seed", metavar="N", help="In place of the recipes' seed, 1.")
+    ] = None,
+) -> None:
+    """Train specialists and one student of them all on this machine, in minutes.
+
+    A tiny base model from demonstrations, a specialist for each of three domains by GRPO, then one student
+    corrected by all three (on-policy distillation), and a table of who can do what. No GPU, no network.
+    """
+    say_loading()
+    from practicum.trainer.demo import run_demo
+
+    run_demo(out, seed)
+
+
+@app.command(name="eval", no_args_is_help=True)
+def evaluate(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="PATH", help="Folder, hub name, run or checkpoint to evaluate."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the scores as JSON; all else goes to stderr.")
+    ] = False,
+    answers: Annotated[
+        Path | None,
+        typer.Option("--answers", metavar="FILE", help="Write the answers too, as lines of JSON."),
+    ] = None,
+) -> None:
+    """Evaluate a model on the held-out prompts of a recipe.
+
+    practicum eval recipes/sort/grpo.yaml --model runs/short/export
+    """
+    from practicum.recipe.load_recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
+    say_loading()
+    from practicum.trainer.evaluate import evaluate_recipe
+
+    with _stdout_to_stderr() if as_json else nullcontext():
+        scores = evaluate_recipe(loaded, model, quiet=as_json, answers=answers)
+    if as_json:
+        named = {"recipe": loaded.recipe.name, "model": model or loaded.recipe.model.path}
+        typer.echo(json.dumps({**named, "scores": scores}, indent=2))
+
+
+@app.command(no_args_is_help=True)
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or a checkpoint of one.")],
+    step: Annotated[
+        int | None,
+        typer.Option("--step", metavar="N", help="Of this step; unset: the newest."),
+    ] = None,
+    best: Annotated[bool, typer.Option("--best", help="The best checkpoint by the evaluations.")] = False,
+    to: Annotated[
+        Path | None, typer.Option("--to", metavar="DIR", help="New folder; unset: RUN/exports/step-N.")
+    ] = None,
+) -> None:
+    """Write a checkpoint's model in HuggingFace format.
+
+    With its tokenizer, for everything that reads such folders. Needs no GPU.
+
+    practicum export runs/short --to models/short
+    """
+    if best and step is not None:
+        raise typer.BadParameter("--step and --best name two checkpoints: give one of them")
+    say_loading()
+    from practicum.trainer.run_models import export_run
+
+    checkpoint, folder = export_run(run, step, best, to)
+    typer.echo(f"{checkpoint.name} → {folder}")
+
+
+@app.command(no_args_is_help=True)
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="Folder, hub name, run or checkpoint."),
+    ],
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- OPTION...]", help="Further options of `vllm serve`."),
+    ] = None,
+    host: Annotated[str, typer.Option("--host", help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key", envvar="PRACTICUM_API_KEY", help="Key that requests must bring; better as variable."
+        ),
+    ] = None,
+    no_key: Annotated[
+        bool, typer.Option("--no-key", help="With --host: let everybody use it, without a key.")
+    ] = False,
+    max_body_mb: Annotated[
+        float | None,
+        typer.Option("--max-body-mb", min=0.001, help="MiB of a request; unset: room for the context."),
+    ] = None,
+    connections: Annotated[int, typer.Option("--connections", min=1, help="Connections at once.")] = 256,
+    engine: Annotated[
+        str, typer.Option("--engine", help="torch, vllm, or auto: vLLM where it is installed.")
+    ] = "auto",
+    name: Annotated[
+        str | None, typer.Option("--name", help="The model's name on the server; unset: MODEL.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option("--context", min=2, help="Longest sequence; unset: the model's.")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="float32, bfloat16 or float64; unset: float32 on a CPU, else bfloat16."),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, help="CPU threads; unset: all cores.")
+    ] = None,
+    kv_gb: Annotated[
+        float | None, typer.Option("--kv-gb", min=0.001, help="GiB of KV memory of vLLM on a CPU.")
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show the server's log.")] = False,
+) -> None:
+    """Serve a model as a teacher, for recipes with `url`.
+
+    Scores prompts by vLLM's form of /v1/completions, for this machine only unless --host says otherwise: then
+    a key is required. Ctrl-C ends it.
+
+    practicum serve runs/short/export --port 8000
+    """
+    given = {"--engine": (engine, ("auto", "torch", "vllm"))}
+    given["--dtype"] = (dtype or "float32", ("float32", "bfloat16", "float64"))
+    for option, (value, known) in given.items():
+        if value not in known:
+            raise typer.BadParameter(f"{option} is {value}, expected one of {', '.join(known)}")
+    say_loading(model)
+    from practicum.serving.serve import ServeOptions
+    from practicum.serving.serve import serve as run
+    from practicum.trainer.run_models import model_folder
+
+    folder = model_folder(model)
+    name = name or (model if folder != model else None)
+    options: Any = {"model": folder, "host": host, "port": port, "engine": engine, "name": name}
+    options |= {"context": context, "dtype": dtype, "threads": threads, "kv_gb": kv_gb}
+    options |= {"no_key": no_key, "max_body_mb": max_body_mb, "connections": connections}
+    run(ServeOptions(**options, api_key=api_key, verbose=verbose, more=tuple(more or ())), typer.echo)
+
+
+@contextmanager
+def _viewed(folders: list[Path]) -> Iterator[None]:
+    """The page over these runs while they train."""
+    from practicum.view.serve_view import view_beside
+
+    with view_beside(folders) as address:
+        typer.echo(f"view: {address}")
+        yield
+    typer.echo(f"the page has ended with the run: practicum view {folders[-1]} opens it again")
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """What anybody prints meanwhile goes to stderr: users' functions and other processes too."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
