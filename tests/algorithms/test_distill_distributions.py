@@ -317,6 +317,21 @@ def test_a_second_derivative_is_refused_rather_than_wrong() -> None:
         gradient.sum().backward()
 
 
+def test_the_entropy_gap_is_that_of_the_buckets_compared() -> None:
+    student, teacher = (
+        torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(s)).double() for s in (1, 2)
+    )
+    ids, best = top(teacher, 3)
+    found = {
+        "full": full_divergence("reverse_kl", student, teacher),
+        "top_k": topk_divergence("forward_kl", student, ids, best),
+    }
+    buckets = {"full": lambda x: x.log_softmax(-1), "top_k": lambda x: coarse(x.log_softmax(-1), ids)}
+    for signal, view in buckets.items():
+        mine, theirs = (torch.distributions.Categorical(logits=view(x)).entropy() for x in (student, teacher))
+        torch.testing.assert_close(found[signal].entropy_gap_N, mine - theirs)
+
+
 def test_overlap_counts_what_both_rank_highest() -> None:
     student = torch.tensor([[4.0, 3.0, 2.0, 1.0], [1.0, 2.0, 3.0, 4.0]], requires_grad=True)
     found = topk_overlap(student, torch.tensor([[1, 0], [0, 3]]))

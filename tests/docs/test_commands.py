@@ -56,9 +56,7 @@ def run(command: Command) -> None:
 def serve(command: Command, said: str, more: list[str]) -> None:
     """Start the server on any free port, until it says that it serves."""
     words = [*command.words, "--port", "0", *more]  # the last one counts
-    server = subprocess.Popen(
-        [sys.executable, "-m", "practicum", *words], stdout=subprocess.PIPE, text=True
-    )
+    server = subprocess.Popen([sys.executable, "-m", "practicum", *words], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
         line = server.stdout.readline()

@@ -270,6 +270,8 @@ def test_the_sums_of_each_teacher_are_those_of_its_tokens():
     assert sum(s["loss"] for s in mine.by_group.sums.values()) == pytest.approx(metrics["loss"])
     overlap = sum(s["overlap"] for s in mine.by_group.sums.values()) / metrics["tokens"]
     assert overlap == pytest.approx(metrics["teacher_overlap"])
+    gap = sum(s["entropy_gap"] for s in mine.by_group.sums.values()) / metrics["tokens"]
+    assert gap == pytest.approx(metrics["teacher_entropy_gap"])
 
 
 @every_pair

@@ -39,6 +39,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "small": {"train": BASE["train"] | {"microbatch_tokens": 24}},
     "old": {"algorithm": {"old_logprobs": "recompute"}},
     "kl": {"algorithm": {"kl": {"place": "loss"}}},
+    "adapter": {"model": {"lora": {"rank": 4}}},
     "padded": {"train": BASE["train"] | {"minibatch_rows": 3}},
     "gpt2": {"model": {"make": {"family": "gpt2", "hidden": 32, "layers": 2, "heads": 2, "context": 64}}},
     "late": {"rollout": BASE["rollout"] | {"deadline_s": 1.0}},
@@ -55,6 +56,8 @@ def model(seed: int) -> str:
 def recipe_of(name: str) -> Recipe:
     """One of `RECIPES`; its student is sure of its next tokens unless it is made."""
     sections = BASE | {"model": {"path": model(1)}} | RECIPES[name]
+    if "lora" in sections.get("model", {}):
+        sections["model"] = sections["model"] | {"path": model(1)}
     if "distill" in sections:
         sections["teachers"] = {"t": {"model": model(2)}}
     return Recipe.model_validate(sections)

@@ -64,6 +64,16 @@ def test_weights_that_arrive_in_part(own_weights: Any):
         take_steps("plain")
 
 
+def test_an_adapter_that_never_arrives(own_weights: Any):
+    """modelscope/ms-swift#9855, unslothai/unsloth#8701: adapters were trained and sent, and every rollout was
+    sampled by the base model."""
+    own_weights(take_weights)
+    assert take_steps("adapter")
+    own_weights(lambda model, weights: take_weights(model, [x for x in weights if "lora_" not in x[0]]))
+    with pytest.raises(CheckError, match=r"check fingerprint: stale .* still has those of before the update"):
+        take_steps("adapter")
+
+
 def test_a_sync_that_is_left_out(monkeypatch: pytest.MonkeyPatch):
     """rllm-org/rllm#291: with one setting of the engine's cache, weights were never sent to it."""
     assert passes("plain")

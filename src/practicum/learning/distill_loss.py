@@ -42,6 +42,8 @@ class DistillResult:
     """k1 of each token to its teacher, without gradient."""
     overlap_M: Tensor | None
     """Share of the teacher's top-k in the student's own, where the signal tells."""
+    entropy_gap_M: Tensor | None
+    """The student's entropy minus the teacher's, where the signal tells."""
     clamped_M: Tensor | None = None
     """Where distill.clamp held the divergence, if there is a clamp."""
     top: tuple[Tensor, ...] = ()
@@ -102,12 +104,13 @@ class DistillSettings:
     ) -> DistillResult:
         """What the teachers say of sampled tokens; statistics go into `means`."""
         teacher_M = columns["teacher_logprobs"]
-        overlap_M = terms = clamped_M = None
+        overlap_M = gap_M = terms = clamped_M = None
         top: list[Tensor] = []
         if self.by_loss and self.distill.signal != "sampled":
-            divergence_M, held_M, overlap_M, compared_M, *top = found.more
+            divergence_M, held_M, gap_M, overlap_M, compared_M, *top = found.more
             terms = DistillTerms(divergence_M, held_M)
             means.add("teacher_overlap", overlap_M)
+            means.add("teacher_entropy_gap", gap_M)
         else:
             compared_M = found.more[0] if found.more else found.logprobs_M
         if self.by_loss and self.distill.signal == "sampled":
@@ -121,7 +124,7 @@ class DistillSettings:
         kl_M = (compared_M - teacher_M).detach()
         means.add("teacher_kl", kl_M)
         loss_M = None if terms is None else terms.loss_N
-        return DistillResult(loss_M, kl_M, overlap_M, clamped_M, tuple(top))
+        return DistillResult(loss_M, kl_M, overlap_M, gap_M, clamped_M, tuple(top))
 
     def _distributions(
         self, logits_CV: Tensor, rows: slice, columns: Mapping[str, Tensor], target_M: Tensor
@@ -144,7 +147,8 @@ class DistillSettings:
                 top = _top_logprobs(teacher_CV, ids_CK, columns["recorded"][rows])
         overlap_C = topk_overlap(scaled_CV, ids_CK)
         compared_C = logprobs_at(scaled_CV, target_M[rows].unsqueeze(1)).squeeze(1)
-        return terms.loss_N, terms.clamped_N, overlap_C, compared_C, *top
+        assert terms.entropy_gap_N is not None
+        return terms.loss_N, terms.clamped_N, terms.entropy_gap_N, overlap_C, compared_C, *top
 
     def _logprobs(self, logits_CV: Tensor, target_C: Tensor) -> Tensor:
         all_CV = log_distribution(scaled_logits(logits_CV, self.temperature))

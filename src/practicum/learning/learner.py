@@ -155,6 +155,7 @@ class Learner(TrainedModel):
                 entropy=found.entropy_M,
                 kl=None if taught is None else taught.kl_M,
                 overlap=None if taught is None else taught.overlap_M,
+                entropy_gap=None if taught is None else taught.entropy_gap_M,
             )
         return loss
 

@@ -114,6 +114,8 @@ class TrainedModel:
             counters = {"version": self.version, "step": self.step}
             counters |= {} if self.base is None else {"base": self.base}
             (folder / f"{self.NAME}.json").write_text(json.dumps(counters) + "\n")
+        if parallel is not None:
+            parallel.gather(None)  # a rank that returns may read at once what rank 0 writes
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:

@@ -121,7 +121,7 @@ def token_losses(
         if taught.loss_M is not None:
             loss_M = loss_M + teaching.distill.weight * taught.loss_M
         numbers |= {"teacher_kl": taught.kl_M, "teacher_overlap": taught.overlap_M}
-        numbers["teacher_loss"] = taught.loss_M
+        numbers |= {"teacher_entropy_gap": taught.entropy_gap_M, "teacher_loss": taught.loss_M}
         if taught.clamped_M is not None:
             rules["distill_clamp"] = taught.clamped_M
     if algorithm.entropy > 0:

@@ -17,6 +17,7 @@ METRICS: dict[str, str] = {
     "distill_clamped": "share of tokens held by distill.clamp",
     "teacher_kl": "k1 estimate of KL(student || teacher): mean of the sampled tokens' log-ratios",
     "teacher_overlap": "share of the teacher's top-k that is in the student's own",
+    "teacher_entropy_gap": "entropy of the student minus the teacher's, over what the signal compares",
     "entropy": "of the student at the sampling temperature",
     "ratio": "importance ratio of the student to the ratio's denominator",
     "approx_kl": "k3 estimate of KL(old || student)",

@@ -27,6 +27,7 @@ TRACED: dict[str, str] = {
     "share": "its size as a fraction of the summed sizes of all tokens",
     "teacher_kl": "log-ratio of student to teacher: k1 of their KL",
     "teacher_overlap": "share of the teacher's top-k in the student's own",
+    "teacher_entropy_gap": "entropy of the student minus the teacher's",
     "teacher_loss": "divergence from the teacher, before its weight",
     "kl": "estimate of the KL to the reference, if it is in the loss",
     "student_topk_ids": "the student's most likely tokens",

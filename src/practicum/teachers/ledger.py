@@ -174,7 +174,7 @@ def _summed(measured: TeacherMeasures, which: int) -> dict[str, tuple[int, dict[
 
 
 def _means(tokens: int, sums: Mapping[str, float], weight: float) -> dict[str, float]:
-    line = {what: sums[what] / tokens for what in ("kl", "overlap", "entropy") if what in sums}
+    line = {what: sums[what] / tokens for what in ("kl", "overlap", "entropy", "entropy_gap") if what in sums}
     if weight > 0:
         line["loss_share"] = sums["weight"] / weight
     if sums.get("weight", 0.0) > 0:

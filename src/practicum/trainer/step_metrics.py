@@ -66,6 +66,7 @@ METRICS: dict[str, str] = {
     "teacher/<teacher>/overlap": "Share of its top-k that is in the student's own top-k.",
     "teacher/<teacher>/reward": "Mean reward of its sessions, if answers are judged.",
     "teacher/<teacher>/entropy": "Entropy of the student on its tokens.",
+    "teacher/<teacher>/entropy_gap": "Entropy of the student minus the teacher's.",
     "teacher/<teacher>/seconds": "Seconds it was scoring (colocated: awake).",
     "teacher/<teacher>/wakes": "How often it was woken (colocated).",
     "domain/<domain>/<name>": "The same numbers by domain, without seconds and wakes.",

@@ -78,12 +78,13 @@ class _Full(torch.autograd.Function):
         beta: float,
         clamp: float | None,
         wanted: bool,
-    ) -> tuple[Tensor, Tensor]:
-        loss_C = logits_CV.new_empty(logits_CV.shape[0])
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        loss_C, gap_C = (logits_CV.new_empty(logits_CV.shape[0]) for _ in range(2))
         grad_CV = torch.empty_like(logits_CV) if wanted else None
         for rows in row_blocks(logits_CV):
             log_p, log_q = (log_distribution(x[rows]) for x in (logits_CV, teacher_logits_CV))
-            buckets = Buckets(log_p - log_q, log_p.exp_(), log_q.exp_(), beta)
+            buckets = Buckets(log_p - log_q, log_p.exp(), log_q.exp(), beta)
+            gap_C[rows] = _entropy_gap(buckets, log_p, log_q)
             terms = compare(buckets)
             loss_C[rows] = terms.value.sum(-1)
             if grad_CV is not None:
@@ -92,8 +93,8 @@ class _Full(torch.autograd.Function):
         clamped_C = _clamp(loss_C, clamp)
         if grad_CV is not None:
             ctx.save_for_backward(grad_CV.masked_fill_(clamped_C.unsqueeze(1), 0.0))
-        ctx.mark_non_differentiable(clamped_C)
-        return loss_C, clamped_C
+        ctx.mark_non_differentiable(clamped_C, gap_C)
+        return loss_C, clamped_C, gap_C
 
     @staticmethod
     @once_differentiable
@@ -115,11 +116,12 @@ class _TopK(torch.autograd.Function):
         beta: float,
         clamp: float | None,
         wanted: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         logprobs_CK = logprobs_at(logits_CV, teacher_ids_CK)
         rest_C1, log_tail_C1 = _student_tail(logits_CV, teacher_ids_CK)
         log_p, log_q = _with_tails(logprobs_CK, log_tail_C1, teacher_logprobs_CK)
         buckets = Buckets(log_p - log_q, log_p.exp(), log_q.exp(), beta)
+        gap_C = _entropy_gap(buckets, log_p, log_q).to(logits_CV.dtype)
         terms = compare(buckets)
         loss_C = terms.value.sum(-1)
         clamped_C = _clamp(loss_C, clamp)
@@ -129,8 +131,8 @@ class _TopK(torch.autograd.Function):
             slope = terms.pull * mass_C1 - buckets.p * common_C1
             slope.masked_fill_(clamped_C.unsqueeze(1), 0.0)
             ctx.save_for_backward(logits_CV, teacher_ids_CK, rest_C1, slope)
-        ctx.mark_non_differentiable(clamped_C)
-        return loss_C.to(logits_CV.dtype), clamped_C
+        ctx.mark_non_differentiable(clamped_C, gap_C)
+        return loss_C.to(logits_CV.dtype), clamped_C, gap_C
 
     @staticmethod
     @once_differentiable
@@ -142,6 +144,11 @@ class _TopK(torch.autograd.Function):
         # The softmax of the other tokens; what it gives at the teacher's is overwritten.
         grad_CV = (logits_CV - rest_C1).exp_().mul_(slope[:, -1:])
         return grad_CV.scatter_(1, ids_CK, slope[:, :-1]), None, None, None, None, None, None
+
+
+def _entropy_gap(buckets: Buckets, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """The student's entropy minus the teacher's [C], over these buckets."""
+    return (buckets.q * log_q).sum(-1) - (buckets.p * log_p).sum(-1)
 
 
 def _clamp(loss_C: Tensor, clamp: float | None) -> Tensor:

@@ -9,10 +9,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DistillTerms:
-    """Divergence of each token, and where the clamp bit (bool): such a token has no gradient."""
+    """Divergence of each token, and where the clamp bit (bool): such a token has no gradient.
+
+    `entropy_gap_N`, the student's entropy minus the teacher's over the buckets compared, without gradient;
+    None if the signal does not tell.
+    """
 
     loss_N: Tensor
     clamped_N: Tensor
+    entropy_gap_N: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -191,13 +191,16 @@ class RayWorkers:
         try:
             yield
         except DeadlineError as late:
-            workers = [worker for pool in self.pools.pools() for worker in pool.replicas()]
-            calls = [worker.blocked.remote() for worker in workers]
-            answered, _ = ray.wait(calls, num_returns=len(calls), timeout=_BLOCKED_S)
+            replicas = [named for pool in self.pools.pools() for named in pool.named_replicas()]
+            calls = {worker.blocked.remote(): name for name, worker in replicas}
+            answered, silent = ray.wait(list(calls), num_returns=len(calls), timeout=_BLOCKED_S)
             for call in answered:
                 with suppress(RayError):  # of a worker that is dead
                     if (blocked := ray.get(call, timeout=_BLOCKED_S)) is not None:
                         raise DeadlineError(f"{late}: {blocked}") from None
+            if silent:
+                names = ", ".join(calls[call] for call in silent)
+                raise DeadlineError(f"{late}: {names} gave no sign of life for {_BLOCKED_S:g} s") from None
             raise
 
     def _engines(self, method: str) -> None:

@@ -109,6 +109,12 @@ class ReplicaPool:
         """Handles of those that are alive, as far as is known."""
         return [place.actor for place in self._places if place.actor is not None]
 
+    def named_replicas(self) -> list[tuple[str, Any]]:
+        """As `replicas`, each with its name."""
+        return [
+            (f"{self.role} {place.number}", place.actor) for place in self._places if place.actor is not None
+        ]
+
     async def close(self) -> None:
         """Stop all replicas; works under way and later ones end with a ClusterError."""
         self._stop(ClusterError(f"{self.role}: its workers are stopped"))

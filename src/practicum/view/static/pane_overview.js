@@ -124,6 +124,8 @@ function namesOf(info) {
   return { metric, score, reward, kl, time: times.slice(0, STAGES_SHOWN), other, loss: info.names.filter((n) => n === "train/loss") };
 }
 
+const FIRED = { error: "else the run ends", warn: "else a warning", off: "" };
+
 function checks(info, place) {
   const rows = info.checks.map((check) => {
     const off = check.level === "off";
@@ -131,7 +133,7 @@ function checks(info, place) {
     return h("tr", { class: off ? "muted" : check.fired ? "bad" : "" },
       h("td", {}, off ? "·" : check.fired ? "✗" : "✓"), h("td", {}, check.name), h("td", {}, state),
       h("td", { class: "n", title: "in all steps" }, check.in_all ? h("a", { href: address({ run: place.run, pane: "log", query: { ...kept(place), q: `check ${check.name}` } }) }, `${num(check.in_all)}× in all`) : ""),
-      h("td", { class: "muted" }, check.level));
+      h("td", { class: "muted" }, FIRED[check.level] ?? check.level));
   });
   const body = rows.length ? h("table", { class: "plain" }, h("tbody", {}, rows)) : h("p", { class: "muted" }, "The recipe names no checks.");
   return section(`Checks after step ${num(info.step)}`, body);

@@ -1,4 +1,4 @@
-// Each teacher and domain over time: shares against targets, KL, overlap, entropy, seconds; who can do what.
+// Each teacher and domain over time: shares against targets, KL, overlap, entropies, seconds; who can do what.
 
 import { chart } from "./charts.js";
 import { colourOf, DASHES } from "./colours.js";
@@ -15,7 +15,7 @@ const CHARTS = [
 ];
 const LEDGER = [
   ["prompts_share", "prompts", percent], ["tokens_share", "tokens", percent], ["loss_share", "of loss", percent], ["gradient_share", "of gradient", percent],
-  ["target", "target", percent], ["kl", "KL", num], ["overlap", "overlap", num], ["entropy", "entropy", num], ["reward", "reward", num], ["seconds", "seconds", num], ["wakes", "wakes", num],
+  ["target", "target", percent], ["kl", "KL", num], ["overlap", "overlap", num], ["entropy", "entropy", num], ["entropy_gap", "entropy gap", num], ["reward", "reward", num], ["seconds", "seconds", num], ["wakes", "wakes", num],
 ];
 
 export async function show(place, node, context) {

@@ -10,7 +10,7 @@ import { groupsAround } from "./rows.js";
 const AT_ONCE = 3000;
 const NAMES = {
   advantages: "advantage", teacher_kl: "KL to the teacher", rollout_logprobs: "logprob, engine", plain_logprobs: "logprob, engine at T = 1", old_logprobs: "logprob before the update",
-  learner_logprobs: "logprob, learner", ref_logprobs: "logprob, reference", teacher_logprobs: "logprob, teacher", share: "share of the step's loss", loss: "loss", teacher_loss: "divergence from the teacher", teacher_overlap: "top-k overlap", kl: "KL to the reference", mismatch_weight: "weight against the mismatch", reward_tokens: "reward", values: "value, critic",
+  learner_logprobs: "logprob, learner", ref_logprobs: "logprob, reference", teacher_logprobs: "logprob, teacher", share: "share of the step's loss", loss: "loss", teacher_loss: "divergence from the teacher", teacher_overlap: "top-k overlap", teacher_entropy_gap: "entropy gap, student − teacher", kl: "KL to the reference", mismatch_weight: "weight against the mismatch", reward_tokens: "reward", values: "value, critic",
   returns: "return", version: "weight version", ratio: "ratio", weight: "weight after clipping", entropy: "entropy",
 };
 const FIRST = ["advantages", "teacher_kl", "ratio", "entropy", "share", "weight", "loss", "teacher_loss", "teacher_overlap", "learner_logprobs"];
