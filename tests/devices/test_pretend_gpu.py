@@ -9,7 +9,7 @@ import pytest
 
 from .cases import CASES, DOCTOR, LEFT_BEHIND
 
-QUICK = ("ppo", "top_k", LEFT_BEHIND)
+QUICK = ("top_k", LEFT_BEHIND)
 
 
 def differences(folder: Path, *names: str) -> dict[str, str]:
@@ -22,7 +22,7 @@ def differences(folder: Path, *names: str) -> dict[str, str]:
     return {name: what for name, what in found.items() if what}
 
 
-def test_learner_critic_engine_and_teachers_work_on_a_gpu(tmp_path: Path):
+def test_learner_engine_and_teachers_work_on_a_gpu(tmp_path: Path):
     assert differences(tmp_path, *QUICK) == {}
 
 

@@ -64,8 +64,11 @@ def test_a_reward_that_raises_costs_one_step(tmp_path: Path, monkeypatch: pytest
     ("sections", "owner", "name", "kept"),
     [
         ({"train": MINIBATCHES | {"steps": 3}}, Learner, "update", 2),  # before the first optimizer step
-        (SUPERVISED, LocalRoles, "sync_weights", 3),  # after the update: the step counts
-        ({"eval": {"rows": 4, "every": 3}}, run_module.Trainer, "evaluate", 3),
+        # after the update: the step counts
+        pytest.param(SUPERVISED, LocalRoles, "sync_weights", 3, marks=pytest.mark.long),
+        pytest.param(
+            {"eval": {"rows": 4, "every": 3}}, run_module.Trainer, "evaluate", 3, marks=pytest.mark.long
+        ),
         (PPO, AdvantageRole, "_estimate", 2),
     ],
     ids=["update", "sync", "evaluation", "advantages"],

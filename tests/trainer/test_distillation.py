@@ -92,8 +92,8 @@ def same_run(a: Path, b: Path) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("signal", [pytest.param("top_k", marks=pytest.mark.long), "full"])
+@pytest.mark.long
+@pytest.mark.parametrize("signal", ["top_k", "full"])
 def test_an_own_teacher_teaches_as_a_colocated_one_bit_for_bit(
     tmp_path: Path, folders: dict[str, str], said: list[dict[str, Tensor]], signal: str
 ):
@@ -206,9 +206,10 @@ PRACTICE = {
         pytest.param(
             {"divergence": "k1", "signal": "sampled", "through": "advantage"}, {}, marks=pytest.mark.long
         ),
-        (
+        pytest.param(
             {"divergence": "k1", "signal": "sampled", "through": "reward"},
             {"algorithm": {"advantage": "reinforce_pp"}},
+            marks=pytest.mark.long,
         ),
     ],
     ids=["full", "top_k", "sampled", "advantage", "reward"],

@@ -79,7 +79,7 @@ def test_experts_with_a_critic_and_a_reference_train(tmp_path: Path):
     assert all("critic/value_loss" in row and "train/kl" in row for row in rows)
 
 
-@pytest.mark.parametrize("signal", ["sampled", "full"])
+@pytest.mark.parametrize("signal", [pytest.param("sampled", marks=pytest.mark.long), "full"])
 def test_a_vision_teacher_gives_the_same_where_it_lives(tmp_path: Path, signal: str):
     folder = saved(tmp_path / "t", EYES, 9)
     divergence = {"divergence": "k2"} if signal == "sampled" else {}

@@ -117,7 +117,11 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name == "vision" else ()) for name in RECIPES]
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("ppo", "gspo", "rows") else pytest.mark.long)
+        for name in RECIPES
+    ],
 )
 def test_no_bit_of_a_run_depends_on_the_number_of_padding_rows(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

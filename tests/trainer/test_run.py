@@ -150,7 +150,11 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, how: Any) -> None:
     monkeypatch.setattr(StepRunner, "step", stepping)
 
 
-@pytest.mark.parametrize("sections", [SUPERVISED, {}, PPO, KL], ids=["supervised", "grpo", "ppo", "kl"])
+@pytest.mark.parametrize(
+    "sections",
+    [{}, PPO, *(pytest.param(sections, marks=pytest.mark.long) for sections in (SUPERVISED, KL))],
+    ids=["grpo", "ppo", "supervised", "kl"],
+)
 def test_interrupted_and_resumed_equals_never_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict
 ):

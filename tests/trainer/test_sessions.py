@@ -83,7 +83,7 @@ def test_rewards_of_a_loop_stand_in_place_of_the_recipes(tmp_path: Path):
             assert not any(name.startswith("reward/part/checker") for name in row)
 
 
-@pytest.mark.parametrize("loop", ["uneven", "some_fail"])
+@pytest.mark.parametrize("loop", ["uneven", pytest.param("some_fail", marks=pytest.mark.long)])
 def test_runs_with_sessions_repeat_and_resume(tmp_path: Path, loop: str):
     options = ("train.minibatches=2", "checkpoint.every=2", "eval.every=2", "buffer.filter_flat_groups=true")
     options = (*options, 'reward.functions=[{use: "tests.trainer.rewards:even_length"}]')
