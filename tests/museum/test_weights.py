@@ -67,10 +67,17 @@ def test_weights_that_arrive_in_part(own_weights: Any):
 def test_an_adapter_that_never_arrives(own_weights: Any):
     """modelscope/ms-swift#9855, unslothai/unsloth#8701: adapters were trained and sent, and every rollout was
     sampled by the base model."""
+
+    def of_the_base(model: Any, weights: Weights) -> None:
+        take_weights(model, [(name, new * 0.0 if "lora_B" in name else new) for name, new in weights])
+
     own_weights(take_weights)
     assert take_steps("adapter")
-    own_weights(lambda model, weights: take_weights(model, [x for x in weights if "lora_" not in x[0]]))
+    own_weights(of_the_base)
     with pytest.raises(CheckError, match=r"check fingerprint: stale .* still has those of before the update"):
+        take_steps("adapter")
+    own_weights(lambda model, weights: take_weights(model, [x for x in weights if "lora_" not in x[0]]))
+    with pytest.raises(EngineError, match=r"weights do not fit the engine's model: .*lora_A"):
         take_steps("adapter")
 
 
