@@ -9,9 +9,11 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from typer.testing import CliRunner
@@ -20,7 +22,7 @@ from practicum.cli import app
 from practicum.concurrency import event_loop as events
 from practicum.concurrency.event_loop import run_async
 from practicum.concurrency.gather import gather_all
-from practicum.errors import DataError, DeadlineError, PracticumError, RecipeErrors
+from practicum.errors import DataError, DeadlineError, PracticumError, RecipeErrors, TeacherError
 from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.recipe.schema.recipe import Reward, RewardFunction, Task
 from practicum.recipe.schema.rollout_sections import ToolSection
@@ -72,6 +74,62 @@ def assert_named(run: Path) -> None:
 def test_nothing_of_the_zoo_ends_a_run(tmp_path: Path):
     train_loaded(tiny(tmp_path, **ZOO_RUN), tmp_path / "run")
     assert_named(tmp_path / "run")
+
+
+VERDICTS: list[Any] = ["no number", "", "9" * 400, "-.", "\ud800", "<script>", "x" * 10**6]
+"""What a judge may reply; none has a number that a reward can be."""
+
+
+class _Judge(BaseHTTPRequestHandler):
+    """Replies with the next of `VERDICTS` to each question, then with 5."""
+
+    left: ClassVar[list[Any]] = []
+
+    def _send(self, answer: Any) -> None:
+        body = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        self._send({"data": [{"id": "odd", "max_model_len": 4096}]})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._send({"choices": [{"text": self.left.pop(0) if self.left else "5"}]})
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+def test_no_reply_of_a_judge_ends_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    model = {"kind": "judge", "model": "odd", "url": f"http://127.0.0.1:{server.server_port}/v1"}
+    samples = len(VERDICTS) + 2
+    recipe = tiny(
+        tmp_path,
+        reward={"functions": [], "models": {"rm": model}, "on_error": "skip"},
+        rollout={"samples": samples, "max_new_tokens": 4, "slots": 64},
+        train={"steps": 1, "prompts": 1, "lr": 1e-3},
+        eval={"greedy": False},
+        track={"record": 1000},
+    )
+    try:
+        monkeypatch.setattr(_Judge, "left", ["5", *VERDICTS])  # the first one is the probe's
+        train_loaded(recipe, tmp_path / "run")
+        monkeypatch.setattr(_Judge, "left", ["5", {"7": 7}])
+        with pytest.raises(TeacherError, match=r"reward model rm at .*prompt 0/.* is a dict, expected text"):
+            train_loaded(recipe, tmp_path / "broken")
+    finally:
+        server.shutdown()
+        server.server_close()
+    answers = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
+    failures = [answer["failure"] for answer in answers if answer["failure"] is not None]
+    assert len(answers) == samples
+    assert len(failures) == len(VERDICTS)
+    assert all(failure.startswith("reward model rm ") and len(failure) < 300 for failure in failures)
+    assert [answer["reward"] for answer in answers if answer["failure"] is None] == [0.5] * 2
 
 
 @pytest.mark.long

@@ -58,9 +58,12 @@ class RemoteRewardModel(Client):
         }
         answer = await self.ask("POST", "/completions", body, about)
         try:
-            return str(answer["choices"][0]["text"])
+            text = answer["choices"][0]["text"]
         except (KeyError, IndexError, TypeError) as error:
             raise Unusable("its answer has no choices as /v1/completions gives them") from error
+        if not isinstance(text, str):
+            raise Unusable(f"the text of its answer is a {type(text).__name__}, expected text")
+        return text
 
     async def outputs(self, case: JudgeInput, *, activation: bool) -> list[float]:
         """The classifier's output for each label, after its softmax or sigmoid if `activation`."""

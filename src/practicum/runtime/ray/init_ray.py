@@ -23,9 +23,13 @@ REACH_S = 5.0
 HEALTH_S = 60.0
 """Seconds in which Ray's health check must answer; most of them go into starting its command."""
 _ENV = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-_HERE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
-"""For a cluster that is started here: it stays on 127.0.0.1, and workers have this process's priority. By
-default Ray gives them a lower one."""
+_HERE = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_task_events_report_interval_ms": "0",
+}
+"""For a cluster that is started here: it stays on 127.0.0.1, workers have this process's priority (by default
+Ray gives them a lower one), and no list of all calls is kept for a dashboard, which there is not."""
 
 _LIBRARIES = ("bin", "lib", "lib64")
 """Folders of a Python installation, which every machine has itself."""
