@@ -129,7 +129,9 @@ def test_numbers_of_the_page_are_those_of_the_files(page: Any, address: str, run
     legend = page.locator(".chart .legend").first.inner_text()
     assert shown(last["eval/greedy"]) in legend
     page.locator(".u-over").nth(1).hover()
-    page.wait_for_function("[...document.querySelectorAll('.where')].filter(e => e.textContent).length === 4")
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('.where')].filter(e => e.textContent).length === 4"
+    )
     page.wait_for_selector("text=eval/greedy at least 0.5")
     visit(page, address, "#/school/step/6")
     told = dict(line.split("\n") for line in page.locator(".metric").all_inner_texts())
@@ -190,7 +192,7 @@ def test_curves_are_searched_smoothed_zoomed_and_compared(page: Any, address: st
     visit(page, address, "#/school/metrics?with=other&log=1&smooth=0.6")
     page.wait_for_selector(".small-charts canvas")
     page.fill("input[type=search]", "train gap")
-    page.wait_for_function("document.querySelectorAll('.small-charts .chart').length === 3")
+    page.wait_for_function("() => document.querySelectorAll('.small-charts .chart').length === 4")
     assert "other" in page.locator(".small-charts .legend").first.inner_text()
     assert "q=train+gap" in page.url
     page.fill("input[type=search]", "no such metric")
@@ -202,11 +204,11 @@ def test_curves_are_searched_smoothed_zoomed_and_compared(page: Any, address: st
     page.mouse.down()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 40, steps=3)
     page.mouse.up()
-    page.wait_for_function("location.hash.includes('range=')")
+    page.wait_for_function("() => location.hash.includes('range=')")
     first, last = map(int, re.findall(r"range=(\d+)-(\d+)", page.url)[0])
     assert 0 <= first < last <= 6
     page.click("text=all steps")
-    page.wait_for_function("!location.hash.includes('range=')")
+    page.wait_for_function("() => !location.hash.includes('range=')")
 
 
 @pytest.mark.slow
@@ -214,11 +216,11 @@ def test_filters_bins_keys_and_links_change_the_place(page: Any, address: str, r
     rows = lines(run / "samples.jsonl")
     visit(page, address, "#/school/rollouts")
     page.select_option("select[aria-label=domain]", "copy")
-    page.wait_for_function("location.hash.includes('domain=copy')")
+    page.wait_for_function("() => location.hash.includes('domain=copy')")
     copies = sum(row["domain"] == "copy" for row in rows)
     page.wait_for_selector(f"text={copies} of {len(rows)} recorded sessions")
     page.locator(".histogram").first.locator(".bin").first.click()
-    page.wait_for_function("location.hash.includes('reward=')")
+    page.wait_for_function("() => location.hash.includes('reward=')")
     lowest = min(row["reward"] for row in rows if row["domain"] == "copy")
     kept = int(page.inner_text(".tools .muted").split()[0])
     assert 0 < kept <= copies

@@ -115,8 +115,16 @@ def kill_group(pid: int) -> None:
 
 async def _follow(process: Popen[bytes], stdout_bytes: int) -> tuple[bytes, bytes, bool, int]:
     """Read both outputs to their ends, keeping little of them, and reap the process."""
-    (stdout, cut), stderr = await asyncio.gather(_read_head(process, stdout_bytes), _read_tail(process))
-    return stdout, stderr, cut, await asyncio.to_thread(process.wait)
+    reading = _read_head(process, stdout_bytes), _read_tail(process)
+    (stdout, cut), stderr, code = await asyncio.gather(*reading, asyncio.to_thread(_reap, process))
+    return stdout, stderr, cut, code
+
+
+def _reap(process: Popen[bytes]) -> int:
+    """The return code of the process; what it leaves behind is killed, as it would keep the outputs open."""
+    code = process.wait()
+    kill_group(process.pid)
+    return code
 
 
 async def _read_head(process: Popen[bytes], limit: int) -> tuple[bytes, bool]:
