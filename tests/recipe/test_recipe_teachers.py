@@ -36,9 +36,29 @@ TEACHERS = [
     (SUPERVISED + ONE, "distill", "algorithm.loss supervised", "remove algorithm.loss"),
     (SUPERVISED + "teachers: {t: {model: a}}", "teachers", "supervised", "remove algorithm.loss"),
     ("teachers: {'a/b': {model: a}}\ndistill: {}", "teachers", "a teacher named 'a/b'", "metrics"),
-    ("teachers: {t: {}}\ndistill: {}", "teachers.t", "neither model, url nor student", "one way"),
+    ("teachers: {t: {}}\ndistill: {}", "teachers.t", "neither model, url, adapter nor student", "one way"),
     ("teachers: {t: {url: 'http://x'}}\ndistill: {}", "teachers.t", "url without model", "on that server"),
     ("teachers: {t: {model: a, student: {}}}\ndistill: {}", "teachers.t", "model and student", "one way"),
+    ("teachers: {t: {adapter: a, student: {}}}\ndistill: {}", "teachers.t", "adapter and student", "one way"),
+    (
+        "teachers: {t: {url: 'http://x', model: m, adapter: a}}\ndistill: {}",
+        "teachers.t",
+        "model and url and adapter",
+        "set model to that name",
+    ),
+    (
+        "teachers: {t: {adapter: a, dtype: bfloat16}}\ndistill: {}",
+        "teachers.t.dtype",
+        "base",
+        "as the student is",
+    ),
+    (
+        "teachers: {t: {adapter: a, device: cpu}}\ndistill: {}",
+        "teachers.t.device",
+        "base",
+        "as the student is",
+    ),
+    ("teachers: {t: {adapter: a, engine: vllm}}\ndistill: {}", "teachers.t.engine", "an adapter", "merged"),
     ("teachers: {t: {url: 'ftp://x', model: a}}\ndistill: {}", "teachers.t.url", "'ftp://x'", "http://"),
     ("teachers: {t: {model: a, device: gpu}}\ndistill: {}", "teachers.t.device", "'gpu'", "cuda:N"),
     ("teachers: {t: {model: a, retries: 1}}\ndistill: {}", "teachers.t.retries", "1 without url", "server"),
@@ -239,6 +259,8 @@ ALLOWED = [
     URL.replace("model: a", "model: a, before: 'Answer: {answer}', context: 64, tokenizer: b")
     + "distill: {}",
     "teachers: {t: {student: {}}}\ndistill: {}",
+    "teachers: {sort: {adapter: a}, math: {adapter: a, before: '{answer}'}}\ndistill: {signal: full}",
+    "teachers: {sort: {model: a}, math: {model: a, adapter: b, dtype: bfloat16}}\ndistill: {}",
     "teachers: {sort: {student: {}}, math: {student: {}, before: '{{}} {answer}'}}\ndistill: {}",
     ONE + "runtime: {teachers_gb: 1.0, teachers_host_gb: 2.0}",
     WATCHED % "" + "\nruntime: {teachers_gb: 1.0}",
@@ -289,5 +311,5 @@ def test_teachers_that_say_nothing_are_not_called_the_same(tmp_path: Path) -> No
     with pytest.raises(RecipeErrors) as caught:
         load(tmp_path, "teachers: {sort: {}, math: {}}\ndistill: {}")
     assert [error.found.partition(" (")[0] for error in caught.value.errors] == [
-        "neither model, url nor student"
+        "neither model, url, adapter nor student"
     ] * 2

@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
-from practicum.models.load_model import make_model
+from practicum.models.adapter_files import write_adapter
+from practicum.models.load_model import load_model, make_model
+from practicum.models.lora import base_fingerprint
+from practicum.models.offloaded_weights import named_tensors
 from practicum.models.tokenizer import make_tokenizer
-from practicum.recipe.schema.recipe import MakeModel
+from practicum.recipe.schema.recipe import Lora, MakeModel, Model
 
 MAKE: dict[str, Any] = {
     "hidden": 32,
@@ -36,6 +40,18 @@ def save_teacher(folder: Path, *, seed: int, hidden: int = 32, scale: float = 5.
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def save_adapter(folder: Path, base: str, *, seed: int, rank: int = 2) -> PreTrainedModel:
+    """An adapter on this base that has learnt something, in PEFT's format; gives the model with it."""
+    model = load_model(Model(path=base, lora=Lora(rank=rank, alpha=4.0)), seed)
+    g = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=g)
+    folder.mkdir(parents=True)
+    write_adapter(folder, model, named_tensors(model), base_fingerprint(model))
+    return model
 
 
 def teachers_recipe(**sections: Any) -> dict[str, Any]:

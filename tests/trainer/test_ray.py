@@ -23,7 +23,7 @@ from practicum.records.read_record import Record
 from practicum.trainer.run import train_loaded
 from tests.cluster import local_ray
 from tests.teachers.tiny_reward_models import save_classifier
-from tests.teachers.tiny_teachers import save_teacher, teachers_recipe
+from tests.teachers.tiny_teachers import save_adapter, save_teacher, teachers_recipe
 
 from .recipes import TINY, tiny
 from .test_run import metrics_of, stop_after, weights_of
@@ -113,6 +113,26 @@ def test_a_run_on_ray_is_the_local_run(
 def test_an_adapter_on_ray_is_the_local_one(tmp_path: Path):
     sections = PPO | {"model": TINY["model"] | {"lora": {"rank": 4}}}
     sections |= {"algorithm": {"advantage": "gae", "kl": {"place": "reward"}}}
+    train_loaded(tiny(tmp_path, **sections), tmp_path / "local")
+    train_loaded(tiny(tmp_path, **on_ray(sections, ranks=2)), tmp_path / "ray")
+    assert_same_run(tmp_path / "local", tmp_path / "ray", 1e-6)
+
+
+@pytest.mark.long
+def test_adapter_teachers_on_ray_are_the_local_ones(tmp_path: Path):
+    """One on the ranks, one with its own process; the ranks cut the student's base into shards."""
+    base = save_teacher(tmp_path / "base", seed=0)
+    for seed, name in enumerate(("copy", "compare")):
+        save_adapter(tmp_path / name, base, seed=seed)
+    teachers = {"copy": {"adapter": str(tmp_path / "copy")}}
+    teachers["compare"] = {"adapter": str(tmp_path / "compare"), "placement": "own"}
+    sections = teachers_recipe(
+        model={"path": base, "lora": {"rank": 4}},
+        train=STEPS,
+        route={"by": "task"},
+        teachers=teachers,
+        distill={"signal": "full"},
+    )
     train_loaded(tiny(tmp_path, **sections), tmp_path / "local")
     train_loaded(tiny(tmp_path, **on_ray(sections, ranks=2)), tmp_path / "ray")
     assert_same_run(tmp_path / "local", tmp_path / "ray", 1e-6)

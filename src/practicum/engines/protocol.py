@@ -77,6 +77,8 @@ class ScoreRequest:
     name: str = ""
     """For errors, such as "prompt 3/session 1/trajectory 0"."""
     images: Images | None = None
+    adapter: str | None = None
+    """Of a model with several adapters, the one that scores it; None: the base alone."""
 
 
 @dataclass(slots=True)

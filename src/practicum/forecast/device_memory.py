@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from practicum.forecast.cluster_spec import GIB, Machine
-from practicum.forecast.model_sizes import BYTES, Sizes, trained_bytes
+from practicum.forecast.model_sizes import BYTES, Sizes, saved_parameters, trained_bytes
 from practicum.forecast.step_setup import StepSetup
 from practicum.recipe.counts import CHUNK_LOGITS, CPU_MICROBATCH_TOKENS
 from practicum.recipe.derived import (
+    adapter_folder,
+    base_groups,
     is_own_base,
     own_models,
     own_options,
@@ -18,6 +20,7 @@ from practicum.recipe.derived import (
     scores_during_rollout,
 )
 from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.teacher_sections import Teacher
 from practicum.runtime.ray.needs import ROLLOUT, TRAIN
 from practicum.runtime.ray.placement import ActorPlacement
 
@@ -122,17 +125,36 @@ def _learner_memory(setup: StepSetup) -> Parts:
     activation = 3.0 if train.autocast == "bfloat16" else number
     parts["activations"] = tokens * activation * sizes.token_activations(train.gradient_checkpointing)
     parts["logits"] = _logits(tokens, sizes)
-    teachers = [
-        teacher.parameters * BYTES[recipe.teachers[name].dtype]
-        for name, teacher in setup.teachers.items()
-        if not scores_during_rollout(recipe.teachers[name])
-    ]
-    if teachers:
+    if teachers := _colocated_teachers(setup):
         asleep, limit = sum(teachers) - max(teachers), recipe.runtime.teachers_gb
         if not setup.on_cpu or limit is not None:
             asleep = min(asleep, (limit or 0.0) * GIB)
         parts["teachers"] = max(teachers) + asleep
     return parts
+
+
+def _colocated_teachers(setup: StepSetup) -> list[float]:
+    """Bytes of the colocated teachers; those on one base have it together, or it is the student's."""
+    recipe = setup.recipe
+    chosen = {
+        n: t for n, t in recipe.teachers.items() if n in setup.teachers and not scores_during_rollout(t)
+    }
+    groups = base_groups(chosen)
+    alone = [[name] for name in chosen if not any(name in group for group in groups)]
+    found = []
+    for names in (*groups, *alone):
+        first = chosen[names[0]]
+        is_lent = first.adapter is not None and first.model is None and recipe.model.lora is not None
+        dtype = recipe.model.dtype if first.model is None else first.dtype
+        base = 0.0 if is_lent else float(setup.teachers[names[0]].parameters * BYTES[dtype])
+        found.append(base + sum(_adapter_bytes(chosen[name]) for name in names))
+    return found
+
+
+def _adapter_bytes(teacher: Teacher) -> int:
+    """Bytes of a teacher's adapter by its files; 0 if it has none, or if it is not there yet."""
+    folder = None if teacher.adapter is None else adapter_folder(teacher.adapter)
+    return 0 if folder is None else BYTES["float32"] * (saved_parameters(folder) or 0)
 
 
 def _teacher_memory(sizes: Sizes, dtype: str, batch_tokens: int, devices: int) -> Parts:

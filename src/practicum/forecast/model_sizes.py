@@ -104,7 +104,8 @@ def models_of(recipe: Recipe) -> Models:
     reference = student if path is None else model_sizes(path, None, "algorithm.kl.reference")
     teachers, guessed = dict.fromkeys(recipe.teachers, student), []
     for name, teacher in recipe.teachers.items():
-        if teacher.url is not None or teacher.student is not None:
+        on_student = teacher.adapter is not None and teacher.model is None
+        if teacher.url is not None or teacher.student is not None or on_student:
             continue
         if teacher.model is not None and Path(teacher.model).expanduser().is_dir():
             teachers[name] = model_sizes(teacher.model, None, f"teachers.{name}.model")

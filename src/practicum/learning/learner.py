@@ -31,11 +31,12 @@ from practicum.learning.update_batch import (
 )
 from practicum.learning.update_metrics import RouterLoad, TeacherSums, TokenMeans
 from practicum.learning.update_trace import TOP, UpdateTrace
-from practicum.models.adapter_files import EXPORTED, write_adapter
+from practicum.models.adapter_files import write_adapter
 from practicum.models.export_model import save_description, write_model
 from practicum.models.fingerprint import LENGTH
 from practicum.models.lora import base_fingerprint, merged_weights, trained_names
 from practicum.recipe.algorithm_traits import loss_traits
+from practicum.recipe.derived import EXPORTED
 from practicum.recipe.schema.algorithm_sections import Algorithm
 from practicum.recipe.schema.recipe import Train
 

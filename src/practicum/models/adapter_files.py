@@ -15,12 +15,11 @@ from practicum.errors import PracticumError
 from practicum.models.load_model import load_model
 from practicum.models.lora import ADAPTER, base_fingerprint, merged_weights
 from practicum.models.offloaded_weights import take_weights
+from practicum.models.saved_adapter import ORIGIN, PREFIX, WEIGHTS
+from practicum.recipe.derived import EXPORTED
 from practicum.recipe.schema.recipe import Model
 
-EXPORTED = "adapter"
-"""The folder of an export that holds the adapter alone: beside config.json, transformers would load both."""
 _BASE = "base.json"
-_ORIGIN = "practicum.json"
 
 
 def write_adapter(folder: Path, model: PreTrainedModel, weights: Mapping[str, Tensor], base: str) -> None:
@@ -32,10 +31,10 @@ def write_adapter(folder: Path, model: PreTrainedModel, weights: Mapping[str, Te
     config.inference_mode = True
     config.target_modules = sorted(config.target_modules)  # pyright: ignore[reportAttributeAccessIssue]
     config.save_pretrained(str(folder))
-    named = {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": x for name, x in weights.items()}
+    named = {f"{PREFIX}{name.replace(f'.{ADAPTER}.', '.')}": x for name, x in weights.items()}
     tensors = {name: x.detach().cpu().contiguous() for name, x in named.items()}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    (folder / _ORIGIN).write_text(json.dumps({"base": base}) + "\n")
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / ORIGIN).write_text(json.dumps({"base": base}) + "\n")
 
 
 def save_base(student: Path, spec: Model, seed: int) -> None:

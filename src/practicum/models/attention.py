@@ -183,15 +183,13 @@ class OutputHead:
     scalings: LogitScalings = field(default_factory=LogitScalings)
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> OutputHead:
-        """A copy of the model's head, which later changes of the model do not reach."""
-        head = _head(model)
-        bias = getattr(head, "bias", None)
-        return cls(
-            head.weight.detach().clone(),  # pyright: ignore[reportCallIssue]  (a module's attribute)
-            None if bias is None else bias.detach().clone(),
-            LogitScalings.of(model),
-        )
+    def of(cls, model: PreTrainedModel, *, copy: bool = True) -> OutputHead:
+        """A copy of the model's head, which later changes of the model do not reach; or the head itself."""
+        head: Any = _head(model)
+        parts = (None if x is None else x.detach() for x in (head.weight, getattr(head, "bias", None)))
+        weight, bias = (x.clone() if copy and x is not None else x for x in parts)
+        assert weight is not None
+        return cls(weight, bias, LogitScalings.of(model))
 
     def logits(self, hidden_MH: Tensor) -> Tensor:
         """Logits [M, V] as the model itself computes them (see `head_logits`)."""

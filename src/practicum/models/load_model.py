@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,17 @@ def load_model(
     return ready(model, pick_device(spec.device, f"{key.rpartition('.')[0] or 'model'}.device"))
 
 
+def skeleton(spec: Model) -> PreTrainedModel:
+    """The recipe's model without weights and without an adapter, by its config."""
+    if spec.path is None:
+        assert spec.make is not None
+        config = made_config(spec.make, load_tokenizer(spec))
+    else:
+        config = copy.deepcopy(read_config(spec.path))
+    with torch.device("meta"):
+        return model_class(config).from_config(config)
+
+
 def ready(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     """Without dropout (sampling and training must see one distribution), with packed attention, and with
     norms and experts that give learner and engines the same bits."""
@@ -118,6 +130,8 @@ def require_model_folder(source: str, key: str = "model.path") -> None:
     if (Path(source).expanduser() / "adapter_config.json").is_file():
         expected = "a whole model"
         advice = "take the model that it was merged into, such as the folder of the run that trained it"
+        if key.startswith("teachers."):
+            advice += f"; or set {key.rpartition('.')[0]}.adapter to it"
         raise RecipeError(key, f"{source}, an adapter", expected, advice)
     looks_local = source.startswith((".", "/", "~")) or source.count("/") != 1 or Path(source).exists()
     if looks_local and not (Path(source).expanduser() / "config.json").is_file():

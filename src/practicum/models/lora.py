@@ -165,18 +165,26 @@ def base_fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
-def is_plain_adapted(module: nn.Module) -> bool:
-    """Whether a module is a linear layer with PEFT's usual LoRA and nothing else."""
+def is_plain_lora(module: nn.Module) -> bool:
+    """Whether a module is a layer to which PEFT's usual LoRA adds a product, and nothing else."""
     if (type(module).__module__, type(module).__name__) != ("peft.tuners.lora.layer", "Linear"):
         return False
     layer: Any = module
     return (
-        type(layer.base_layer) is nn.Linear
-        and list(layer.lora_A) == [ADAPTER]
+        list(layer.lora_A) == [ADAPTER]
         and not layer.lora_variant
         and not layer.lora_bias[ADAPTER]
         and not layer.merged
         and isinstance(layer.lora_dropout[ADAPTER], nn.Identity)
+    )
+
+
+def is_plain_adapted(module: nn.Module) -> bool:
+    """Whether a module is a linear layer with such a product, in one number type."""
+    layer: Any = module
+    return (
+        is_plain_lora(module)
+        and type(layer.base_layer) is nn.Linear
         and layer.lora_A[ADAPTER].weight.dtype == layer.base_layer.weight.dtype
     )
 

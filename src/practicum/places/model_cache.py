@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 from transformers import PreTrainedModel
 
 from practicum.errors import EngineError, PracticumError, TeacherError
-from practicum.models.offloaded_weights import OffloadTarget, distinct_tensors
+from practicum.models.offloaded_weights import OffloadTarget, distinct_tensors, named_tensors
 
 Level = Literal["device", "host", "disk"]
 
@@ -54,12 +54,18 @@ class SleepableEngine(_Sleeps, Protocol):
 
 
 class ColocatedModel:
-    """A frozen model in this process, which works between `wake` and `sleep`. `who` begins its errors."""
+    """A frozen model in this process, which works between `wake` and `sleep`. `who` begins its errors.
 
-    def __init__(self, name: str, who: str, model: PreTrainedModel, engine: SleepableEngine) -> None:
-        self.name, self.who, self.model, self._engine = name, who, model, engine
-        self.offload, self.close = engine.offload, engine.close
-        self.nbytes = sum(tensor.nbytes for tensor in distinct_tensors(model))
+    `owned`: its weights are nobody else's; else they stay where they are, and its adapters count alone.
+    """
+
+    def __init__(
+        self, name: str, who: str, model: PreTrainedModel, engine: SleepableEngine, *, owned: bool = True
+    ) -> None:
+        self.name, self.who, self.model, self._engine, self.owned = name, who, model, engine, owned
+        self.close = engine.close
+        own = distinct_tensors(model) if owned else named_tensors(model).values()
+        self.nbytes = sum(tensor.nbytes for tensor in own)
         self.on_cpu = model.device.type == "cpu"
         self.busy_s, self._woken = 0.0, time.perf_counter()
 
@@ -72,6 +78,11 @@ class ColocatedModel:
         """Stop working; the weights stay where they are until `offload`."""
         self._engine.sleep()
         self.busy_s += time.perf_counter() - self._woken
+
+    def offload(self, where: OffloadTarget) -> None:
+        """Move a sleeping model's weights, if they are its own."""
+        if self.owned:
+            self._engine.offload(where)
 
     @contextmanager
     def named_errors(self, about: str) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -17,9 +16,12 @@ from transformers import PreTrainedModel
 from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import TeacherError
+from practicum.models.adapter_rows import put_adapters
 from practicum.models.attention import OutputHead
 from practicum.models.images import Images
 from practicum.models.load_model import context_length, load_model
+from practicum.models.lora import copy_on_base, has_adapter
+from practicum.models.saved_adapter import SavedAdapter
 from practicum.places.model_cache import ColocatedModel
 from practicum.places.model_processes import ModelProcesses
 from practicum.places.place import UNDECLARED, too_long
@@ -35,9 +37,11 @@ class ColocatedTeacher(ColocatedModel):
     sleeps = True
 
     def __init__(self, name: str, teacher: Teacher, model: PreTrainedModel) -> None:
-        self.engine = _scoring_engine(teacher, model)
-        super().__init__(name, f"teacher {name}", model, self.engine)
-        self.context = _context(teacher, model)
+        self.context = score_context(teacher, model)
+        # A copy of a student with an adapter is on the student's base.
+        owned = not has_adapter(model)
+        self.engine = scoring_engine(model, teacher.batch_tokens, self.context, owns_weights=owned)
+        super().__init__(name, f"teacher {name}", model, self.engine, owned=owned)
 
     def head(self) -> OutputHead:
         """Its output head, which stays when it sleeps."""
@@ -58,7 +62,7 @@ class ColocatedTeacher(ColocatedModel):
 class OwnTeacher(ModelProcesses):
     """A teacher in `placement.own.replicas` processes: it scores a row while others still roll out.
 
-    `model` and `seed` say where each process loads its model from; by default from the teacher's folder.
+    Each process loads the model that `model` and `seed` say, and puts the teacher's adapter on it, if any.
     """
 
     def __init__(self, name: str, teacher: Teacher, *, model: Model | None = None, seed: int = 0) -> None:
@@ -67,7 +71,7 @@ class OwnTeacher(ModelProcesses):
         super().__init__(
             f"teacher {name}",
             path,
-            partial(_load_served, teacher, source, seed, f"{path}.model"),
+            partial(_load_served, teacher, source, seed, path),
             own_options(teacher),
             deadline_s=teacher.deadline_s,
         )
@@ -114,8 +118,9 @@ class _ServedTeacher:
 
     WORK: ClassVar[frozenset[str]] = frozenset({"score"})
 
-    def __init__(self, engine: TorchEngine, model: PreTrainedModel) -> None:
+    def __init__(self, engine: TorchEngine, model: PreTrainedModel, adapter: str | None) -> None:
         self._engine, self._model, self.close = engine, model, engine.close
+        self._adapter = adapter
 
     async def answer(self, request: ChildRequest) -> Any:
         """The answer to one of the requests that OwnTeacher sends."""
@@ -131,34 +136,43 @@ class _ServedTeacher:
         self, request: ScoreRequest, options: ScoreOptions, pictures: bytes | None
     ) -> tuple[bytes, int]:
         images = None if pictures is None else Images.from_inputs(load(pictures))
-        scores = await self._engine.score(replace(request, images=images), options)
+        request = replace(request, images=images, adapter=self._adapter)
+        scores = await self._engine.score(request, options)
         tensors = {
             name: getattr(scores, name) for name in ("logprobs", "topk_ids", "topk_logprobs", "hidden")
         }
         return _packed(**tensors), scores.version
 
 
-def _load_served(teacher: Teacher, source: Model, seed: int, key: str) -> tuple[Served, int | None]:
-    model = load_model(source, seed, key=key)
-    engine = _scoring_engine(teacher, model)
-    return _ServedTeacher(engine, model), _context(teacher, model)
+def _load_served(teacher: Teacher, source: Model, seed: int, path: str) -> tuple[Served, int | None]:
+    model = load_model(source, seed, key=f"{path}.model")
+    adapter = None
+    if teacher.adapter is not None:
+        saved = SavedAdapter.read(teacher.adapter, f"{path}.adapter")
+        put_adapters(model, {saved.fingerprint: saved}, teacher.model or "the student's base")
+        adapter = saved.fingerprint
+    context = score_context(teacher, model)
+    engine = scoring_engine(model, teacher.batch_tokens, context, owns_weights=True)
+    return _ServedTeacher(engine, model, adapter), context
 
 
 def _packed(**tensors: Tensor | None) -> bytes:
     return save({name: x.cpu().contiguous() for name, x in tensors.items() if x is not None})
 
 
-def _scoring_engine(teacher: Teacher, model: PreTrainedModel) -> TorchEngine:
+def scoring_engine(
+    model: PreTrainedModel, batch_tokens: int, longest: int | None, *, owns_weights: bool
+) -> TorchEngine:
     """Scoring needs no KV memory: one slot of two tokens is the least that an engine takes.
 
-    If the model does not declare its longest sequence, the engine's context is the limit.
+    If the model does not declare its longest sequence, `longest` is the limit.
     """
-    context = 2 if context_length(model) is not None else teacher.context or UNDECLARED
-    return TorchEngine(model, slots=1, context=context, score_tokens=teacher.batch_tokens, owns_weights=True)
+    context = 2 if context_length(model) is not None else longest or UNDECLARED
+    return TorchEngine(model, slots=1, context=context, score_tokens=batch_tokens, owns_weights=owns_weights)
 
 
-def _context(teacher: Teacher, model: PreTrainedModel) -> int | None:
-    """Its longest sequence: the recipe's or the model's, whichever is shorter."""
+def score_context(teacher: Teacher, model: PreTrainedModel) -> int | None:
+    """A teacher's longest sequence: the recipe's or the model's, whichever is shorter."""
     return min((n for n in (teacher.context, context_length(model)) if n is not None), default=None)
 
 
@@ -173,5 +187,5 @@ def load_teacher(name: str, teacher: Teacher, student: PreTrainedModel | None) -
 
 
 def copied(student: PreTrainedModel) -> PreTrainedModel:
-    """A frozen copy of the student, with its own tensors."""
-    return copy.deepcopy(student).requires_grad_(False).eval()
+    """A frozen copy of the student, with its own tensors; of one with an adapter, the adapter's alone."""
+    return copy_on_base(student).requires_grad_(False).eval()

@@ -161,6 +161,28 @@ def own_models(recipe: Recipe) -> dict[str, Teacher | RewardModel]:
     return {path: m for path, m in models.items() if m.url is None and has_own_process(m.placement)}
 
 
+def base_groups(teachers: Mapping[str, Teacher]) -> list[list[str]]:
+    """The teachers of this process that share a base: adapters, and whole models that adapters are on."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, teacher in teachers.items():
+        here = teacher.url is None and teacher.engine == "torch" and not has_own_process(teacher.placement)
+        if here and teacher.student is None:
+            key = (teacher.model, teacher.dtype, teacher.device) if teacher.model is not None else ()
+            groups.setdefault(key, []).append(name)
+    return [names for names in groups.values() if any(teachers[name].adapter for name in names)]
+
+
+ADAPTER_CONFIG, EXPORTED = "adapter_config.json", "adapter"
+"""A file that every adapter in PEFT's format has, and the folder of an export with the adapter alone: beside
+config.json, transformers would load both."""
+
+
+def adapter_folder(named: str) -> Path | None:
+    """The folder with an adapter that a path means: itself, or one in an export; None if there is none."""
+    folder = Path(named).expanduser()
+    return next((f for f in (folder, folder / EXPORTED) if (f / ADAPTER_CONFIG).is_file()), None)
+
+
 def _devices(pool: Pool) -> int:
     return pool.nodes * pool.devices
 

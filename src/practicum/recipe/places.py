@@ -23,6 +23,7 @@ _FILES = (
     "tasks.*.eval_file.*",
     "tasks.*.dataset",
     "teachers.*.model",
+    "teachers.*.adapter",
     "teachers.*.tokenizer",
     "reward.models.*.model",
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
@@ -15,12 +15,14 @@ from practicum.errors import RecipeError
 from practicum.learning.distill_loss import DistillSettings, Head
 from practicum.models.attention import OutputHead
 from practicum.models.model_files import read_config
+from practicum.places.adapter_teachers import AdapterTeacher, base_spec, share_base
 from practicum.places.model_cache import ModelCache, Sleepable
 from practicum.places.place import TeacherPlace
 from practicum.places.remote_teacher import RemoteTeacher, probe_teacher
 from practicum.places.torch_teacher import ColocatedTeacher, OwnTeacher, load_teacher
 from practicum.places.vllm_teacher import VllmTeacher
 from practicum.recipe.derived import (
+    base_groups,
     compare_temperature,
     has_own_process,
     has_policy_loss,
@@ -64,21 +66,21 @@ def load_teachers(
     Servers are taken as probed (`probe_servers`). If one teacher can't be had, none stays behind. `others`
     are colocated models that share the memory budgets; `heads` are output heads of teachers elsewhere.
     """
+    chosen = recipe.teachers.keys() if names is None else names
     with ExitStack() as undo:
         places: dict[str, TeacherPlace] = {}
         for name, teacher in recipe.teachers.items():
-            if names is None or name in names:
-                places[name] = _place(name, teacher, recipe, student)
+            if name in chosen and name not in places:
+                places |= _places(name, teacher, recipe, student, chosen)
                 undo.callback(places[name].close)
-        here = [place for place in places.values() if isinstance(place, ColocatedTeacher | VllmTeacher)]
-        colocated = [place for place in here if place.sleeps]
+        places = {name: places[name] for name in recipe.teachers if name in chosen}
         known = {name: _moved(head, student.device) for name, head in (heads or {}).items()}
-        known |= _heads(recipe, places, ColocatedTeacher, student.device)
-        residency = make_model_cache(recipe, [*colocated, *others])
+        known |= _heads(recipe, places, (ColocatedTeacher, AdapterTeacher), student.device)
+        residency = make_model_cache(recipe, [*_sleepers(places.values()), *others])
         for name, place in places.items():
             if isinstance(place, OwnTeacher):
                 place.ready(own_options(recipe.teachers[name]).start_s)
-        known |= _heads(recipe, places, OwnTeacher, student.device)
+        known |= _heads(recipe, places, (OwnTeacher,), student.device)
         _check_heads(known, student)
         undo.pop_all()
         return Teachers(places, residency, known)
@@ -102,7 +104,8 @@ def signal_width(recipe: Recipe) -> int:
         return 0
     widths = []
     for teacher in recipe.teachers.values():
-        path = recipe.model.path if teacher.student is not None else teacher.model
+        on_student = teacher.student is not None or (teacher.adapter is not None and teacher.model is None)
+        path = recipe.model.path if on_student else teacher.model
         if path is not None:
             widths.append(read_config(path).get_text_config().hidden_size)
         elif recipe.model.make is not None:
@@ -124,29 +127,47 @@ def teacher_losses(recipe: Recipe, teachers: Teachers) -> DistillSettings:
     )
 
 
-def _place(name: str, teacher: Teacher, recipe: Recipe, student: PreTrainedModel) -> TeacherPlace:
+def _places(
+    name: str, teacher: Teacher, recipe: Recipe, student: PreTrainedModel, chosen: Collection[str]
+) -> dict[str, TeacherPlace]:
+    """Where a teacher lives; with it, those of the chosen ones that share its base."""
+    group = next((group for group in base_groups(recipe.teachers) if name in group), [])
+    if group:
+        sharing = {member: recipe.teachers[member] for member in group if member in chosen}
+        return dict(share_base(recipe, sharing, student))
     if teacher.url is not None:
-        return RemoteTeacher(name, teacher)
+        return {name: RemoteTeacher(name, teacher)}
     if teacher.engine == "vllm":
-        return vllm_teacher(name, recipe, student, own_options(teacher).replicas)
+        return {name: vllm_teacher(name, recipe, student, own_options(teacher).replicas)}
     if has_own_process(teacher.placement):
-        copies = teacher.student is not None
-        place = OwnTeacher(name, teacher, model=recipe.model if copies else None, seed=recipe.seed)
+        spec = base_spec(recipe, teacher) if teacher.student is None else recipe.model
+        place = OwnTeacher(name, teacher, model=spec, seed=recipe.seed)
         place.start()
-        return place
-    return ColocatedTeacher(name, teacher, load_teacher(name, teacher, student))
+        return {name: place}
+    return {name: ColocatedTeacher(name, teacher, load_teacher(name, teacher, student))}
+
+
+def _sleepers(places: Iterable[TeacherPlace]) -> list[Sleepable]:
+    """The models that are woken when they are needed, each once."""
+    found: list[Sleepable] = []
+    for place in places:
+        if isinstance(place, AdapterTeacher):
+            found += [place.base] if place.base.owned and place.base not in found else []
+        elif isinstance(place, ColocatedTeacher | VllmTeacher) and place.sleeps:
+            found.append(place)
+    return found
 
 
 def _heads(
     recipe: Recipe,
     places: dict[str, TeacherPlace],
-    kind: type[ColocatedTeacher] | type[OwnTeacher],
+    kinds: tuple[type[ColocatedTeacher | AdapterTeacher | OwnTeacher], ...],
     device: torch.device,
 ) -> dict[str, OutputHead]:
-    """Output heads of the teachers of one kind, on the student's device, if the signal needs them."""
+    """Output heads of the teachers of these kinds, on the student's device, if the signal needs them."""
     if recipe.distill is None or recipe.distill.signal != "full":
         return {}
-    found = {name: p.head() for name, p in places.items() if isinstance(p, kind)}
+    found = {name: p.head() for name, p in places.items() if isinstance(p, kinds)}
     return {name: _moved(head, device) for name, head in found.items()}
 
 

@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 
 from practicum.concurrency.event_loop import run_async
+from practicum.concurrency.gather import gather_all
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
 from practicum.dataplane.ragged import Column, Ragged
@@ -31,6 +32,7 @@ from practicum.errors import DeadlineError, TeacherError
 from practicum.learning.minibatches import spread_evenly
 from practicum.learning.parallel import Parallel
 from practicum.models.attention import OutputHead
+from practicum.places.adapter_teachers import AdapterTeacher
 from practicum.places.model_cache import ModelCache
 from practicum.places.place import TeacherPlace, score_rows
 from practicum.places.torch_teacher import ColocatedTeacher, OwnTeacher
@@ -66,14 +68,24 @@ class Teachers:
         here = {n: p for n, p in self.places.items() if isinstance(p, ColocatedTeacher | VllmTeacher)}
         return {name: place for name, place in here.items() if place.sleeps}
 
+    def sleeper(self, name: str) -> str:
+        """The model that is woken for a teacher: teachers on one base share it."""
+        place = self.places[name]
+        return place.base.name if isinstance(place, AdapterTeacher) else name
+
     def awake(self, name: str) -> AbstractContextManager[None]:
         """A teacher is awake inside."""
-        return nullcontext() if self.residency is None else self.residency.awake(name)
+        place = self.places[name]
+        if self.residency is None or (isinstance(place, AdapterTeacher) and not place.base.owned):
+            return nullcontext()
+        return self.residency.awake(self.sleeper(name))
 
     @property
     def wakes(self) -> dict[str, int]:
         """How often each colocated teacher was woken so far."""
-        return {} if self.residency is None else dict(self.residency.wakes)
+        known = {} if self.residency is None else self.residency.wakes
+        shared = [name for name, place in self.places.items() if isinstance(place, AdapterTeacher)]
+        return {**known, **{name: known.get(self.sleeper(name), 0) for name in shared}}
 
     def close(self) -> None:
         """Stop all of them, even if one can't be."""
@@ -146,24 +158,39 @@ class TeacherRole:
         """Scores of rows by colocated teachers, each woken once and put to sleep whatever happens."""
         rows = self._rows(batch, columns, step.prompts)
         scores: dict[int, Scores] = {}
-        for name, places in _by_teacher(batch).items():
-            asked = [rows[i] for i in places]
+        for names, places in self._by_model(batch):
+            asked = [(batch.tags[i].teacher or "", rows[i]) for i in places]
             with (
-                stage_span(self.store, "teachers", step.number, name, len(places)),
-                self.loaded.awake(name),
+                stage_span(self.store, "teachers", step.number, ", ".join(names), len(places)),
+                self.loaded.awake(names[0]),
             ):
-                work = score_rows(self.loaded.places[name], asked, self.options)
-                found = self._in_time(name, work, len(places))
-            self._check(name, asked, found)
+                work = gather_all(self.loaded.places[who].score(row, self.options) for who, row in asked)
+                found = self._in_time(names, work, len(places))
+            for (who, row), score in zip(asked, found, strict=True):
+                self._check(who, [row], [score])
             scores.update(zip(places, found, strict=True))
         return self._columns([scores[i] for i in range(len(batch))])
 
-    def _in_time(self, name: str, work: Coroutine[Any, Any, list[Scores]], rows: int) -> list[Scores]:
-        deadline = self.recipe.teachers[name].deadline_s
+    def _by_model(self, batch: BatchRef) -> list[tuple[list[str], list[int]]]:
+        """Places of the rows that are scored together, by the model of their teachers, and whose they are."""
+        groups: dict[str, tuple[list[str], list[int]]] = {}
+        for i, tags in enumerate(batch.tags):
+            assert tags.teacher is not None
+            names, places = groups.setdefault(self.loaded.sleeper(tags.teacher), ([], []))
+            names += [] if tags.teacher in names else [tags.teacher]
+            places.append(i)
+        return [*groups.values()]
+
+    def _in_time(
+        self, names: Sequence[str], work: Coroutine[Any, Any, list[Scores]], rows: int
+    ) -> list[Scores]:
+        deadline = sum(self.recipe.teachers[name].deadline_s for name in names)
+        who = f"teacher{'s' if len(names) > 1 else ''} {', '.join(names)}"
         try:
-            return run_async(work, timeout=deadline, owner=f"teacher {name} ({rows} rows)")
+            return run_async(work, timeout=deadline, owner=f"{who} ({rows} rows)")
         except DeadlineError as late:
-            raise DeadlineError(f"{late}; if it is only slow, raise teachers.{name}.deadline_s") from late
+            advice = f"if it is only slow, raise teachers.{names[0]}.deadline_s"
+            raise DeadlineError(f"{late}; {advice}") from late
 
     def refresh(self, step: int, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
         """Before step `step`: copies of the student whose time has come take these weights."""
@@ -310,14 +337,6 @@ def takes_new_weights(teacher: Teacher, step: int) -> bool:
     """Whether a copy of the student takes its weights before this step."""
     every = teacher.student.every if teacher.student is not None else 0
     return bool(every) and step > 1 and (step - 1) % every == 0
-
-
-def _by_teacher(batch: BatchRef) -> dict[str, list[int]]:
-    rows: dict[str, list[int]] = {}
-    for i, tags in enumerate(batch.tags):
-        assert tags.teacher is not None
-        rows.setdefault(tags.teacher, []).append(i)
-    return rows
 
 
 def _top(scores: Scores) -> tuple[Tensor, Tensor]:

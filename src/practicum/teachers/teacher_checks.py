@@ -10,11 +10,14 @@ from safetensors import safe_open
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from practicum.errors import RecipeError, RecipeErrors
-from practicum.models.load_model import require_model_folder
+from practicum.models.load_model import require_model_folder, skeleton
 from practicum.models.model_files import must_read, read_config, read_image_processor, read_tokenizer
 from practicum.models.processor import load_processor
+from practicum.models.saved_adapter import SavedAdapter
 from practicum.models.vision import is_vision
+from practicum.places.adapter_teachers import base_spec, describe_base
 from practicum.recipe.checks.routing import destinations
+from practicum.recipe.derived import adapter_folder
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
 from practicum.sessions.chat import make_encoder
@@ -46,7 +49,7 @@ def check_teachers(
     problems = [*_check_top_k(recipe, len(student)), *check_images(recipe, student)]
     findings = []
     for name, teacher in recipe.teachers.items():
-        check = _Check(name, teacher, problems)
+        check = _Check(name, teacher, recipe, problems)
         sentence = f"teacher {name}: {check.describe(student, uses_chat, student_context)}"
         if recipe.distill is not None and recipe.distill.signal == "full":
             check.check_width(student_vocab)
@@ -93,11 +96,16 @@ def check_context(
 def load_teacher_tokenizer(teacher: Teacher, path: str) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a teacher at `path` (for errors), loaded once per process.
 
-    None if there is nothing to load: a copy of the student, or a server whose tokenizer is not given.
+    None if there is nothing to load: a copy of the student, an adapter without a tokenizer on the student's
+    base, or a server whose tokenizer is not given.
     """
     if teacher.tokenizer is not None:
         with must_read(teacher.tokenizer, f"{path}.tokenizer", "a tokenizer in HuggingFace format"):
             return read_tokenizer(teacher.tokenizer)
+    folder = None if teacher.adapter is None else adapter_folder(teacher.adapter)
+    if folder is not None and (folder / "tokenizer_config.json").is_file():
+        with must_read(str(folder), f"{path}.adapter", "an adapter with its tokenizer"):
+            return read_tokenizer(str(folder))
     if teacher.url is not None or teacher.model is None:
         return None
     require_model_folder(teacher.model, f"{path}.model")
@@ -117,8 +125,8 @@ def load_teacher_config(teacher: Teacher, path: str) -> PreTrainedConfig | None:
 class _Check:
     """The checks of one teacher; problems are added to a list."""
 
-    def __init__(self, name: str, teacher: Teacher, problems: list[RecipeError]) -> None:
-        self.name, self.teacher, self.problems = name, teacher, problems
+    def __init__(self, name: str, teacher: Teacher, recipe: Recipe, problems: list[RecipeError]) -> None:
+        self.name, self.teacher, self.recipe, self.problems = name, teacher, recipe, problems
         self.path = f"teachers.{name}"
         self.context: int | None = None
         self.width: int | None = None
@@ -131,6 +139,9 @@ class _Check:
             return "a copy of the student, " + (f"renewed every {every} steps" if every else "from its start")
         parts = []
         try:
+            if self.teacher.adapter is not None:
+                self.context = student_context
+                parts.append(self._adapter())
             if config := load_teacher_config(self.teacher, self.path):
                 self.context = getattr(config, "max_position_embeddings", None)
                 self.width = getattr(config, "vocab_size", None)
@@ -146,15 +157,34 @@ class _Check:
         parts.append(self._compare(student, tokenizer, chat))
         return ", ".join(parts)
 
+    def _adapter(self) -> str:
+        """What the adapter is and is on; a RecipeError if it does not fit."""
+        teacher, recipe = self.teacher, self.recipe
+        assert teacher.adapter is not None
+        spec, about = base_spec(recipe, teacher), describe_base(recipe, teacher)
+        saved = SavedAdapter.read(teacher.adapter, f"{self.path}.adapter")
+        with must_read(about, f"{self.path}.model", "a model in HuggingFace format"):
+            saved.check_fits(skeleton(spec), about)
+        on = f"{saved.describe()} on {about}"
+        if teacher.model is None and recipe.model.lora is None:
+            on += ", which is loaded for it: the student trains all of its own weights"
+        if saved.base is None:
+            known = saved.config.get("base_model_name_or_path") or "nothing"
+            on += f" (that it was trained on it can't be verified: it names {known})"
+        return on
+
     def _compare(
         self, student: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase | None, chat: bool
     ) -> str:
+        if tokenizer is None and self.teacher.adapter is not None:
+            return "the student's vocabulary"
         if tokenizer is None:
             return (
                 "its vocabulary can't be compared with the student's: "
                 f"set {self.path}.tokenizer to the folder or hub name of its tokenizer"
             )
-        key = "tokenizer" if self.teacher.tokenizer is not None else "model"
+        key = "adapter" if self.teacher.adapter is not None else "model"
+        key = "tokenizer" if self.teacher.tokenizer is not None else key
         problems = compare_vocabularies(student, tokenizer, self.name, chat=chat, key=key)
         self.problems += problems
         return "another vocabulary" if problems else f"same vocabulary ({len(tokenizer):,} tokens)"
@@ -187,6 +217,14 @@ class _Check:
                 "set distill.signal: top_k, which compares tokens by id",
             )
         )
+
+
+def check_bases(recipe: Recipe, base: str) -> None:
+    """A RecipeError if an adapter on the student's base was trained on another; `base` is its fingerprint."""
+    for name, teacher in recipe.teachers.items():
+        if teacher.adapter is not None and teacher.model is None:
+            saved = SavedAdapter.read(teacher.adapter, f"teachers.{name}.adapter")
+            saved.check_base(base, describe_base(recipe, teacher))
 
 
 def weights_gb(folder: str, dtype: str) -> float | None:
@@ -251,7 +289,8 @@ def _check_image_settings(path: str, teacher: Teacher, own: dict[str, str]) -> I
         expected = "a model here, for a student that sees pictures"
         yield RecipeError(f"{path}.url", teacher.url, expected, f"load it with {path}.model alone")
         return
-    assert teacher.model is not None
+    if teacher.model is None:  # an adapter on the student's base
+        return
     try:
         with must_read(teacher.model, f"{path}.model", "a vision model"):
             config = read_config(teacher.model)

@@ -16,7 +16,7 @@ from practicum.forecast.forecast import forecast
 from practicum.forecast.model_sizes import model_sizes
 from practicum.learning.packed_model import PackedModel
 from practicum.models.load_model import load_model, load_tokenizer, model_facts
-from practicum.models.lora import describe_adapter
+from practicum.models.lora import base_fingerprint, describe_adapter
 from practicum.models.model_files import read_config
 from practicum.observe.trackers import require_trackers
 from practicum.recipe.counts import count
@@ -46,7 +46,7 @@ from practicum.tasks.locations import eval_location, open_rows, train_location
 from practicum.tasks.mixture import share_places
 from practicum.tasks.stream import eval_prompts, used_rows
 from practicum.teachers.check_routes import check_routes
-from practicum.teachers.teacher_checks import check_teachers, longest_prompts
+from practicum.teachers.teacher_checks import check_bases, check_teachers, longest_prompts
 from practicum.trainer.check_parts import check_parts
 from practicum.trainer.check_tokenizer import describe_tokenizer, tokenizer_problems
 from practicum.trainer.measure_prompts import measure_prompts
@@ -84,6 +84,7 @@ def preflight(loaded: LoadedRecipe) -> Preflight:
     PackedModel(model, recipe.train)  # tests whether the learner can run it
     if recipe.model.lora is not None:
         findings.append(describe_adapter(model))
+    check_bases(recipe, base_fingerprint(model))
     if recipe.algorithm.kl.reference is not None:
         load_reference(recipe, model)
         findings.append(f"reference: {recipe.algorithm.kl.reference} loads")
@@ -148,6 +149,8 @@ def require_extras(recipe: Recipe) -> None:
         wanted += [(f"{path}.engine: vllm", "vllm", "vllm") for path, e in engines.items() if e == "vllm"]
     if recipe.model.lora is not None:
         wanted.append(("model.lora", "peft", "lora"))
+    adapted = [name for name, teacher in recipe.teachers.items() if teacher.adapter is not None]
+    wanted += [(f"teachers.{name}.adapter", "peft", "lora") for name in adapted[:1]]
     for what, module, extra in wanted:
         if importlib.util.find_spec(module) is None:
             raise MissingExtraError(what, extra)

@@ -25,7 +25,9 @@ from practicum.dataplane.memory_store import MemoryStore
 from practicum.dataplane.ragged import Column, Ragged
 from practicum.dataplane.stages import Plan, StageSpec, StepInfo
 from practicum.errors import PracticumError, RecipeError, RecipeErrors
+from practicum.models.attention import OutputHead
 from practicum.models.load_model import load_model
+from practicum.places.adapter_teachers import base_spec
 from practicum.places.torch_teacher import ColocatedTeacher, load_teacher
 from practicum.recipe.algorithm_traits import estimator_traits
 from practicum.recipe.derived import data_parallel
@@ -329,10 +331,16 @@ def _teachers(recipe: Recipe, model: PreTrainedModel) -> Teachers:
     assert recipe.distill is not None
     if recipe.distill.signal != "full":
         return Teachers({}, least_width=signal_width(recipe))
+    adapted = {name: t for name, t in recipe.teachers.items() if t.adapter is not None}
     places = {
-        name: ColocatedTeacher(name, t, load_teacher(name, t, model)) for name, t in recipe.teachers.items()
+        name: ColocatedTeacher(name, t, load_teacher(name, t, model))
+        for name, t in recipe.teachers.items()
+        if name not in adapted
     }
-    return Teachers(dict(places), None, {name: place.head() for name, place in places.items()})
+    heads = {name: place.head() for name, place in places.items()}
+    for name, teacher in adapted.items():  # the head is the base's
+        heads[name] = OutputHead.of(load_model(base_spec(recipe, teacher), recipe.seed))
+    return Teachers(dict(places), None, heads)
 
 
 def _gradient(rank: TrainRank) -> Tensor:

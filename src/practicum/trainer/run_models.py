@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from practicum.errors import PracticumError
+from practicum.errors import PracticumError, RecipeError
+from practicum.recipe.derived import EXPORTED
 from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.trainer.checkpoints import Checkpoints, is_checkpoint, require_intact, step_name
 from practicum.trainer.run_folder import RunFolder, follow_umask
@@ -42,6 +43,15 @@ class RunModel:
         if _origin(to).get("saved") != _saved_at(self.folder):
             export_checkpoint(self.folder, to)
         return to
+
+    def adapter(self, key: str) -> Path:
+        """The folder with its adapter; a RecipeError about this key of a recipe if it has none."""
+        folder = self.with_weights() / EXPORTED
+        if not folder.is_dir():
+            found, expected = f"{self.folder}, which has no adapter", "a run with model.lora"
+            advice = "all of its weights were trained: set model to it in place of adapter"
+            raise RecipeError(key, found, expected, advice)
+        return folder
 
 
 def find_run_model(named: str | Path) -> RunModel | None:
@@ -77,9 +87,13 @@ def resolve_models(
         found = find_run_model(named)
         if found is None:
             continue
-        kept = before.get(path)
-        if kept is not None and _is_of(kept, Path(named)):
+        is_adapter, kept = path[-1] == "adapter", before.get(path)
+        if kept is not None and _is_of(str(Path(kept).parent) if is_adapter else kept, Path(named)):
             about, folder = "as when the run began", Path(kept)
+        elif is_adapter:
+            if not found.is_export and not weights:
+                continue
+            about, folder = found.about, found.adapter(".".join(path))
         else:
             about, folder = found.about, found.with_weights() if weights else found.without_weights()
         taken.append(f"{'.'.join(path)}: {named}, {about}: {folder}")
@@ -166,7 +180,7 @@ def _models_of(data: Any) -> list[tuple[tuple[str, ...], str]]:
         for name in _get(data, where) or ():
             at = (*where, name)
             paths += [] if _get(data, (*at, "url")) else [(*at, "model")]
-            paths.append((*at, "tokenizer"))
+            paths += [(*at, "adapter"), (*at, "tokenizer")]
     return [(path, value) for path in paths if (value := _get(data, path)) is not None]
 
 

@@ -55,5 +55,5 @@ def _with_places(recipe: Mapping[str, Any], directory: Path) -> dict[str, Any]:
 
     placed = {**recipe, "model": place(recipe.get("model"), "path")}
     if isinstance(teachers := recipe.get("teachers"), dict):
-        placed["teachers"] = {name: place(one, "model") for name, one in teachers.items()}
+        placed["teachers"] = {n: place(place(one, "model"), "adapter") for n, one in teachers.items()}
     return placed

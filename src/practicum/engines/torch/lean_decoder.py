@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 from transformers import PreTrainedModel
 
+from practicum.models.adapter_rows import RowsLayer
 from practicum.models.attention import Layout, padded_layout
 from practicum.models.batch_invariance import mlp_width, pad_rows, padded_tokens
 from practicum.models.lora import adapted_linear, is_plain_adapted
@@ -47,6 +48,8 @@ def _is_plain(module: nn.Module) -> bool:
     """A matrix, with a LoRA adapter or without: no quantization or hook that only its own call would run."""
     if module._forward_hooks or module._forward_pre_hooks:
         return False
+    if isinstance(module, RowsLayer):
+        return module.is_product and type(module.base_layer) is nn.Linear
     return type(module) is nn.Linear or is_plain_adapted(module)
 
 
@@ -106,4 +109,4 @@ def _norm(x: Tensor, module: Any, eps: Tensor) -> Tensor:
 def _linear(x: Tensor, module: Any) -> Tensor:
     if type(module) is nn.Linear:
         return linear(x, module.weight, module.bias)
-    return adapted_linear(x, module)
+    return module(x) if isinstance(module, RowsLayer) else adapted_linear(x, module)

@@ -17,6 +17,7 @@ from practicum.engines.torch.lean_decoder import lean_decoder
 from practicum.engines.torch.prompt_cache import CachedSequence, PrefilledPrompt, PromptKey
 from practicum.engines.torch.sampler import Draw, Sampled, sample
 from practicum.errors import EngineError
+from practicum.models.adapter_rows import RowPart, rows_of
 from practicum.models.attention import IMPLEMENTATION, Layout, head_logits, packed_forward
 from practicum.models.batch_invariance import ROWS, attention_is_invariant
 from practicum.models.experts import routes_of
@@ -68,6 +69,8 @@ class ModelRunner:
         self.hidden_size: int = model.get_input_embeddings().weight.shape[1]  # pyright: ignore
         self.sees = is_vision(model.config)
         self.routes = routes_of(model)
+        self.adapters = rows_of(model)
+        """The adapters that rows may have, if the model has several."""
         self.lean = lean_decoder(model)
         """The lean forward, if it gives the model's numbers."""
         gap, most = _probe(self)
@@ -85,8 +88,12 @@ class ModelRunner:
             self.invariant = _is_invariant(self)
             """Whether a token's bits do not depend on its batch here: `models/batch_invariance.py`."""
 
-    def hidden(self, inputs: StepInputs, layout: Layout) -> Tensor:
-        """Last hidden states [N, hidden] of packed tokens."""
+    def hidden(self, inputs: StepInputs, layout: Layout, parts: Sequence[RowPart] = ()) -> Tensor:
+        """Last hidden states [N, hidden] of packed tokens; `parts` of them have adapters."""
+        if parts:
+            assert self.adapters is not None
+            with self.adapters.use(parts):
+                return self.hidden(inputs, layout)
         if self.lean is not None:
             return self.lean(inputs.ids_N, inputs.positions_N, layout)
         return packed_forward(

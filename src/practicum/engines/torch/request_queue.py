@@ -42,6 +42,11 @@ class ScoreJob(Job):
         return PromptKey.of(self.request.ids[: self.request.start], self.request.images)
 
     @property
+    def adapter(self) -> str:
+        """The adapter that scores it; empty for the base."""
+        return self.request.adapter or ""
+
+    @property
     def targets(self) -> Sequence[int]:
         """The tokens to score."""
         return self.request.ids[self.request.start :]

@@ -13,11 +13,11 @@ from practicum.engines.protocol import Generation
 from practicum.engines.torch.engine_thread import Job, Outcome
 from practicum.engines.torch.kv_memory import KvMemory
 from practicum.engines.torch.model_runner import ModelRunner, decode, extend, prefill, sample_hidden
-from practicum.engines.torch.prompt_cache import CachedSequence, PrefilledPrompt, PromptKey, SequenceCache
+from practicum.engines.torch.prompt_cache import CachedSequence, PrefilledPrompt, SequenceCache
 from practicum.engines.torch.request_queue import Admission, GenerateJob, RequestQueue, ScoreJob
 from practicum.engines.torch.running_batch import RunningBatch
 from practicum.engines.torch.sampler import Sampled, uniforms
-from practicum.engines.torch.score_batch import cost, score_batch
+from practicum.engines.torch.score_batch import Prefix, cost, score_batch
 from practicum.errors import EngineError
 
 
@@ -213,7 +213,7 @@ class Scheduler:
     def _score(self) -> list[Outcome]:
         """One forward call's worth of the requests to score."""
         jobs: list[ScoreJob] = []
-        seen: set[PromptKey] = set()
+        seen: set[Prefix] = set()
         tokens = 0
         while self.scoring:
             job = self.scoring[0]

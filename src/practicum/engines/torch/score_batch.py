@@ -1,12 +1,13 @@
 """Logprobs of given tokens: packed without padding, and never all tokens times the vocabulary at once.
 
 What comes before the scored tokens is computed once for all jobs that share it. A job's numbers are the same,
-bit for bit, whatever else is in its batch (`models/batch_invariance.py`).
+bit for bit, whatever else is in its batch (`models/batch_invariance.py`); others may have other adapters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from practicum.engines.protocol import ScoreOptions, Scores
 from practicum.engines.torch.model_runner import ModelRunner, pack
 from practicum.engines.torch.prompt_cache import PromptKey
 from practicum.engines.torch.request_queue import ScoreJob
+from practicum.models.adapter_rows import RowPart
 from practicum.models.batch_invariance import ROWS
 from practicum.models.packed_attention import PackedLayout
 
@@ -24,39 +26,60 @@ LOGITS_AT_ONCE = 2**22
 
 def score_batch(runner: ModelRunner, jobs: Sequence[ScoreJob], version: int) -> list[Scores]:
     """Scores of each job, by one forward call. Each job must have at least one token to score."""
+    order = sorted(range(len(jobs)), key=lambda i: jobs[i].adapter)
+    hidden = dict(zip(order, _hidden(runner, [jobs[i] for i in order]), strict=True))
     scores = []
-    for job, hidden_R in zip(jobs, _hidden(runner, jobs), strict=True):
+    for i, job in enumerate(jobs):
         target_R = torch.tensor(job.targets, device=runner.device)
-        logprobs, ids, best = _logprobs(runner, hidden_R, target_R, job.options)
+        logprobs, ids, best = _logprobs(runner, hidden[i], target_R, job.options)
         top = (ids, best) if job.options.top_k else (None, None)
-        kept = hidden_R.float().cpu() if job.options.hidden else None
+        kept = hidden[i].float().cpu() if job.options.hidden else None
         scores.append(Scores(logprobs, *top, version, kept))
     return scores
 
 
-def cost(job: ScoreJob, seen: set[PromptKey]) -> int:
+Prefix = tuple[str, PromptKey]
+"""What jobs may share: an adapter, and what comes before the tokens to score."""
+
+
+def cost(job: ScoreJob, seen: set[Prefix]) -> int:
     """Tokens that a job adds to a batch that has computed the prefixes in `seen`; notes its own there."""
     prefix = job.prefix
-    more = 0 if prefix in seen else len(prefix)
-    seen.add(prefix)
+    more = 0 if (job.adapter, prefix) in seen else len(prefix)
+    seen.add((job.adapter, prefix))
     return more + len(job.targets) - 1
 
 
 def _hidden(runner: ModelRunner, jobs: Sequence[ScoreJob]) -> list[Tensor]:
-    """Hidden states [R, H] that predict the tokens of each job."""
-    numbers: dict[PromptKey, int] = {}
-    parents = [numbers.setdefault(job.prefix, len(numbers)) for job in jobs]
+    """Hidden states [R, H] that predict the tokens of each job; jobs of an adapter come together."""
+    numbers: dict[Prefix, int] = {}
+    parents = [numbers.setdefault((job.adapter, job.prefix), len(numbers)) for job in jobs]
     # The last token predicts nothing that was asked for, so it is no input.
     tails = [job.targets[:-1] for job in jobs]
-    prefixes = list(numbers)
+    prefixes = [prefix for _, prefix in numbers]
     lengths = [len(prefix) for prefix in prefixes]
     continuations = [(parent, len(tail)) for parent, tail in zip(parents, tails, strict=True) if tail]
     layout = PackedLayout.of_sequences(lengths, continuations).to(runner.device)
-    hidden_N = runner.hidden(pack(runner.model.config, prefixes, runner.device, tails, parents), layout)
+    rows = [(adapter, len(prefix)) for adapter, prefix in numbers]
+    rows += [(job.adapter, len(tail)) for job, tail in zip(jobs, tails, strict=True)]
+    inputs = pack(runner.model.config, prefixes, runner.device, tails, parents)
+    hidden_N = runner.hidden(inputs, layout, adapter_parts(rows))
     last = torch.tensor(lengths, device=runner.device).cumsum(0) - 1
     first_BH = hidden_N[last[parents]]
     parts = hidden_N[sum(lengths) :].split([len(tail) for tail in tails])
     return [torch.cat([first.unsqueeze(0), part]) for first, part in zip(first_BH, parts, strict=True)]
+
+
+def adapter_parts(rows: Sequence[tuple[str, int]]) -> list[RowPart]:
+    """The rows of each adapter in turn, of sequences one after the other: each its adapter and its length."""
+    parts: list[RowPart] = []
+    ends = accumulate(length for _, length in rows)
+    for (adapter, length), end in zip(rows, ends, strict=True):
+        if parts and parts[-1].adapter == adapter:
+            parts[-1] = parts[-1]._replace(stop=end)
+        elif length:
+            parts.append(RowPart(adapter, end - length, end))
+    return [part for part in parts if part.adapter]
 
 
 def empty_scores(runner: ModelRunner, options: ScoreOptions, version: int) -> Scores:

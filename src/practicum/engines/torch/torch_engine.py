@@ -147,6 +147,9 @@ class TorchEngine:
             raise EngineError(f"top_k is {options.top_k}, expected 0 to {outputs}, the vocabulary's size")
         if options.temperature <= 0:
             raise EngineError(f"temperature is {options.temperature}, expected above 0")
+        adapters = self.runner.adapters
+        if request.adapter is not None and (adapters is None or request.adapter not in adapters.names):
+            raise EngineError(f"the engine's model has no adapter {request.adapter}")
         self._check_images(ids[:start], request.images)
         if start == len(ids):
             return empty_scores(self.runner, options, self.version)

@@ -10,8 +10,8 @@ from practicum.recipe.derived import is_supervised, model_traits
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
 
-_REACHED_BY = (["model"], ["model", "url"], ["student"])
-_IDENTITY = ("model", "url", "student", "before", "tokenizer", "dtype")
+_REACHED_BY = (["model"], ["model", "url"], ["adapter"], ["model", "adapter"], ["student"])
+_IDENTITY = ("model", "adapter", "url", "student", "before", "tokenizer", "dtype")
 
 
 def check_teachers(recipe: Recipe) -> Iterator[RecipeError]:
@@ -44,12 +44,15 @@ def _pairing(recipe: Recipe) -> Iterator[RecipeError]:
 
 
 def _teacher(path: str, teacher: Teacher) -> Iterator[RecipeError]:
-    keys = [key for key in ("model", "url", "student") if getattr(teacher, key) is not None]
+    keys = [key for key in ("model", "url", "adapter", "student") if getattr(teacher, key) is not None]
     if keys not in _REACHED_BY:
-        found = " and ".join(keys) or "neither model, url nor student"
-        expected = "model, or url and model, or student"
+        found = " and ".join(keys) or "neither model, url, adapter nor student"
+        expected = "model, or url and model, or adapter with or without model, or student"
         if keys == ["url"]:
             yield RecipeError(path, "url without model", expected, "set model to its name on that server")
+        elif "url" in keys and "adapter" in keys:
+            advice = "a server has adapters under names of their own: set model to that name, without adapter"
+            yield RecipeError(path, found, expected, advice)
         else:
             yield RecipeError(path, found, expected, "a teacher is reached in one way")
         return
@@ -67,12 +70,12 @@ def _duplicates(teachers: dict[str, Teacher]) -> Iterator[RecipeError]:
     for name, teacher in teachers.items():
         identity = [_plain(getattr(teacher, key)) for key in _IDENTITY]
         twin = next((other for other, theirs in seen if theirs == identity), None)
-        reached = teacher.model or teacher.url or teacher.student
+        reached = teacher.model or teacher.adapter or teacher.url or teacher.student
         if twin is not None and reached:
             yield RecipeError(
                 f"teachers.{name}",
                 f"the same teacher as {twin}",
-                "teachers that differ in model, url, student, before, tokenizer or dtype",
+                "teachers that differ in model, adapter, url, student, before, tokenizer or dtype",
                 f"remove {name}, and let route.to send its prompts to {twin}",
             )
         seen.append((name, identity))
@@ -93,6 +96,9 @@ def _engines(recipe: Recipe) -> Iterator[RecipeError]:
         if recipe.teachers[name].student is not None and recipe.model.lora is not None:
             found, advice = "vllm with a copy of a student that has an adapter", "set its engine to torch"
             yield RecipeError(f"teachers.{name}.engine", found, "torch", advice)
+        if recipe.teachers[name].adapter is not None:
+            advice = "set its engine to torch, or model to the merged model without adapter"
+            yield RecipeError(f"teachers.{name}.engine", "vllm with an adapter", "torch", advice)
     if by_vllm and recipe.distill is not None and recipe.distill.signal == "full":
         advice = "vLLM gives no hidden states: set distill.signal to top_k or sampled, or its engine to torch"
         found = f"full with teachers.{by_vllm[0]}.engine vllm"

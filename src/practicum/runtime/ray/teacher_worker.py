@@ -15,6 +15,7 @@ from practicum.dataplane.stages import Plan
 from practicum.errors import TeacherError
 from practicum.models.attention import OutputHead
 from practicum.models.load_model import load_model, load_tokenizer, model_facts
+from practicum.places.adapter_teachers import AdapterTeacher, share_base
 from practicum.places.remote_teacher import RemoteTeacher
 from practicum.places.torch_teacher import ColocatedTeacher, load_teacher
 from practicum.places.vllm_teacher import VllmTeacher
@@ -51,8 +52,12 @@ class TeacherWorker(Worker):
         if manifest is not None:
             self.take(manifest)
 
-    def _model_place(self, student: PreTrainedModel | None) -> ColocatedTeacher | VllmTeacher:
+    def _model_place(
+        self, student: PreTrainedModel | None
+    ) -> ColocatedTeacher | AdapterTeacher | VllmTeacher:
         teacher = self.recipe.teachers[self.name]
+        if teacher.adapter is not None:
+            return share_base(self.recipe, {self.name: teacher}, None)[self.name]
         if teacher.engine == "vllm":
             return vllm_teacher(self.name, self.recipe, student, replicas=1)
         return ColocatedTeacher(self.name, teacher, load_teacher(self.name, teacher, student))

@@ -1,0 +1,143 @@
+"""Teachers that are adapters: those on one base share it, in memory and in the batches of one engine.
+
+On the student's base they cost their adapters alone, and nothing sleeps or wakes. A student that trains all
+of its weights leaves its base: then the base is loaded once more, frozen, for all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+
+from transformers import PreTrainedModel
+
+from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
+from practicum.errors import EngineError, TeacherError
+from practicum.models.adapter_rows import bare_base, put_adapters
+from practicum.models.attention import OutputHead
+from practicum.models.load_model import load_model
+from practicum.models.lora import has_adapter
+from practicum.models.saved_adapter import SavedAdapter
+from practicum.places.model_cache import ColocatedModel
+from practicum.places.place import too_long
+from practicum.places.torch_teacher import score_context, scoring_engine
+from practicum.recipe.schema.recipe import Model, Recipe
+from practicum.recipe.schema.teacher_sections import Teacher
+
+
+def base_spec(recipe: Recipe, teacher: Teacher) -> Model:
+    """The model that a teacher's adapter is on, as it is loaded: its own, or the student's start."""
+    if teacher.model is None:
+        return recipe.model.model_copy(update={"lora": None})
+    return Model(path=teacher.model, dtype=teacher.dtype, device=teacher.device)
+
+
+def describe_base(recipe: Recipe, teacher: Teacher) -> str:
+    """The base of a teacher's adapter, in a phrase."""
+    return teacher.model or f"the student's base, {recipe.model.path or 'a made model'}"
+
+
+class SharedBase(ColocatedModel):
+    """A frozen model and the adapters on it, each once. `owned`: nobody else uses the model's weights."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        teachers: Mapping[str, Teacher],
+        adapters: Mapping[str, SavedAdapter],
+        *,
+        about: str,
+        owned: bool,
+    ) -> None:
+        """`adapters` are those of the teachers that have one; `about` says in errors what the model is."""
+        distinct = {saved.fingerprint: saved for saved in adapters.values()}
+        put_adapters(model, distinct, about)
+        limits = [score_context(teacher, model) for teacher in teachers.values()]
+        longest = None if None in limits else max(limit for limit in limits if limit is not None)
+        batch_tokens = min(teacher.batch_tokens for teacher in teachers.values())
+        self.engine = scoring_engine(model, batch_tokens, longest, owns_weights=owned)
+        who = f"the base of {', '.join(teachers)}"
+        super().__init__(who, who, model, self.engine, owned=owned)
+        self.seconds = dict.fromkeys(teachers, 0.0)
+        self._open, self._since, self._tokens = 0, 0.0, Counter[str]()
+
+    @cached_property
+    def output_head(self) -> OutputHead:
+        """Its output head, which all its teachers have; a copy only if it may be offloaded."""
+        return OutputHead.of(self.model, copy=self.owned)
+
+    @contextmanager
+    def scoring(self, teacher: str, tokens: int) -> Iterator[None]:
+        """A row of a teacher is under way; the seconds of rows together are shared out by their tokens."""
+        if not self._open:
+            self._since = time.perf_counter()
+            self._tokens.clear()
+        self._open += 1
+        self._tokens[teacher] += tokens
+        try:
+            yield
+        finally:
+            self._open -= 1
+            if not self._open:
+                a_token = (time.perf_counter() - self._since) / self._tokens.total()
+                for name, count in self._tokens.items():
+                    self.seconds[name] += count * a_token
+
+
+class AdapterTeacher:
+    """A teacher on a shared base, with an adapter or (`adapter` None) the base itself."""
+
+    def __init__(self, name: str, teacher: Teacher, base: SharedBase, adapter: str | None) -> None:
+        self.name, self.base, self.adapter = name, base, adapter
+        self.context = score_context(teacher, base.model)
+
+    @property
+    def busy_s(self) -> float:
+        """Its share of the seconds of scoring so far, by tokens."""
+        return self.base.seconds[self.name]
+
+    def head(self) -> OutputHead:
+        """The base's output head."""
+        return self.base.output_head
+
+    async def score(self, row: ScoreRequest, options: ScoreOptions) -> Scores:
+        """Scores of one row; a base that sleeps must be awake."""
+        if self.context is not None and len(row.ids) > self.context:
+            raise TeacherError(too_long(self.name, row, self.context))
+        try:
+            with self.base.scoring(self.name, len(row.ids)):
+                return await self.base.engine.score(replace(row, adapter=self.adapter), options)
+        except EngineError as error:
+            raise TeacherError(f"teacher {self.name} failed in {row.name}: {error}") from error
+
+    def close(self) -> None:
+        """Stop the engine that it shares; rows under way fail."""
+        self.base.close()
+
+
+def share_base(
+    recipe: Recipe, teachers: Mapping[str, Teacher], student: PreTrainedModel | None
+) -> dict[str, AdapterTeacher]:
+    """These teachers on one base, which is the student's own in memory if it stays as it is."""
+    first_name, first = next(iter(teachers.items()))
+    adapters = {
+        name: SavedAdapter.read(teacher.adapter, f"teachers.{name}.adapter")
+        for name, teacher in teachers.items()
+        if teacher.adapter is not None
+    }
+    lent = student if first.model is None and student is not None and has_adapter(student) else None
+    if lent is not None:
+        model = bare_base(lent)
+    else:
+        key = "model.path" if first.model is None else f"teachers.{first_name}.model"
+        model = load_model(base_spec(recipe, first), recipe.seed, key=key)
+    about = describe_base(recipe, first)
+    base = SharedBase(model, teachers, adapters, about=about, owned=lent is None)
+    return {
+        name: AdapterTeacher(name, teacher, base, adapters[name].fingerprint if name in adapters else None)
+        for name, teacher in teachers.items()
+    }
