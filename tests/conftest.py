@@ -13,7 +13,8 @@ from hypothesis import settings
 from tests.cluster import ENV
 
 os.environ.update(ENV)  # Ray reads some of it when it is imported
-settings.register_profile("practicum", deadline=None)  # machines are shared: time says nothing
+# Machines are shared: time says nothing. Half of hypothesis' own number of examples: minutes count.
+settings.register_profile("practicum", deadline=None, max_examples=50)
 settings.load_profile("practicum")
 
 # What a script starts with & ignores Ctrl-C, and so do all processes below it: tests would
