@@ -112,6 +112,7 @@ SECTIONS = (
     *(teachers.distill_step, teachers.teacher_overlap, teachers.teacher_sleep, teachers.distill_memory),
     *(sessions.sessions, sessions.padding_cost, sessions.balance),
     *(scale.data_plane, scale.routed_step, scale.store_keys, scale.ray_step, scale.controller_memory),
+    scale.attention_memory,
     forecasts.forecast,
     *(view.record_cost, view.view_page),
 )

@@ -130,6 +130,22 @@ def controller_memory(found: Mapping[str, Any]) -> str:
     return "\n\n".join([f"### Memory of the controller, {where(found)}", table(head, rows)])
 
 
+def attention_memory(found: Mapping[str, Any]) -> str:
+    """Peak memory of training rows by length, beside the plain model's."""
+    rows = []
+    for title, both in found["measured"].items():
+        ours, plain = (both[name] for name in ("practicum", "plain"))
+        ratio = ours["bytes"] / plain["bytes"]
+        sizes = [f"{one['bytes'] / 1e6:.0f}" for one in (ours, plain)]
+        seconds = [f"{one['cpu_seconds']:.1f}" for one in (ours, plain)]
+        told = f"{ratio:.2f}{verdict(ratio <= found['goal'], format(found['goal'], 'g'))}"
+        rows.append([title, *sizes, told, *seconds])
+    head = ["tokens", "practicum, MB", "plain, MB", "ratio", "practicum, s of processor", "plain, s"]
+    ours, plain, goal = (*(found["exponents"][name] for name in ("practicum", "plain")), found["growth_goal"])
+    text = f"Exponent of growth with the length (1 is linear): {ours:.2f}{verdict(ours <= goal, f'{goal:g}')}, plain {plain:.2f}."
+    return "\n\n".join([f"### Memory of long rows, {where(found)}", table(head, rows), text])
+
+
 def _ms(seconds: float | None) -> str:
     return "" if seconds is None else f"{1e3 * seconds:.1f}"
 

@@ -13,20 +13,39 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import silu
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
+from practicum.dataplane.ragged import Ragged
 from practicum.engines.protocol import Counter, GenerateRequest, Generation, ScoreRequest
 from practicum.engines.torch import model_runner
+from practicum.engines.torch.kv_memory import KvMemory, PromptKv
+from practicum.engines.torch.prompt_cache import CachedSequence
+from practicum.engines.torch.request_queue import ScoreJob
+from practicum.engines.torch.score_batch import _hidden
 from practicum.engines.torch.torch_engine import TorchEngine
+from practicum.learning.packed_model import PackedModel
+from practicum.learning.packing import RowSpans
 from practicum.models import batch_invariance
 from practicum.models.attention import head_logits, packed_forward
 from practicum.models.batch_invariance import KEY_STEP, ROWS, padded_keys, padded_tokens
 from practicum.models.images import Images
+from practicum.models.load_model import ready
 from practicum.models.packed_attention import PackedLayout
+from practicum.recipe.schema.recipe import Train
 from practicum.roles.make_engine import describe_engines
 from tests.engines.engines import engine_of, picture_prompt, pictures, prompts, sampling, tiny
 
 CPU = torch.device("cpu")
+LONG: Any = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_window_layers": 1,
+    "initializer_range": 0.4,
+}
 Prompt = tuple[list[int], Images | None]
 model_of = cache(tiny)
 
@@ -114,6 +133,40 @@ def test_sampled_logprobs_are_those_of_scoring_and_of_the_learners_forward(famil
     learnt = head_logits(model, hidden).log_softmax(-1).gather(1, turn.tokens.unsqueeze(1)).squeeze(1)
     assert torch.equal(scored.logprobs, turn.plain_logprobs)
     assert torch.equal(learnt, turn.plain_logprobs)
+
+
+@pytest.mark.parametrize("window", [None, 600])
+def test_long_sequences_are_the_same_bits_by_every_path(window: int | None):
+    """Prefilled whole, decoded, continued from kept tokens, scored, learnt from with a shared prompt."""
+    config = Qwen2Config(**LONG, use_sliding_window=window is not None, sliding_window=window)
+    torch.manual_seed(0)
+    model = ready(AutoModelForCausalLM.from_config(config, dtype=torch.float32), CPU)
+    ids = torch.randint(0, 64, (1300,), generator=torch.Generator().manual_seed(1)).tolist()
+    runner = model_runner.ModelRunner(model)
+    first, prompt = model_runner.PromptKey(tuple(ids[:1]), b""), model_runner.PromptKey(tuple(ids[:-1]), b"")
+    with torch.no_grad():
+        (whole,) = model_runner.prefill(runner, [prompt])
+        memory = KvMemory(whole.kv, 3, len(ids))
+        for slot, filled in ((0, 900), (1, 1150)):
+            part = PromptKv(whole.kv.keys[:, :, :filled], whole.kv.values[:, :, :filled])
+            memory.put_prompt(part, slot, 1)
+        kept = [CachedSequence(tuple(ids[:n]), b"", whole.kv, None, 0) for n in (900, 1150)]
+        extended = model_runner.extend(runner, memory, [prompt] * 2, list(enumerate(kept)))
+        memory.put_prompt(model_runner.prefill(runner, [first])[0].kv, 2, 1)
+        token_B, length_B = torch.tensor([[ids[-1], ids[-1], ids[1]], [len(ids) - 1] * 2 + [1]])
+        decoded_B, _ = model_runner.decode(runner, memory, token_B, length_B)
+    tensors = [torch.tensor(ids[start:stop]) for start, stop in ((0, 700), (700, 1300), (700, 900))]
+    rows = RowSpans(Ragged.from_rows([tensors[0]] * 2), Ragged.from_rows(tensors[1:]))
+    learnt_M = PackedModel(model, Train()).hidden(rows.pack([0, 1]))
+    (scored,) = _hidden(runner, [ScoreJob(ScoreRequest([*ids, 0], 1000))])
+    for one in extended:
+        assert torch.equal(one.kv.keys, whole.kv.keys)
+        assert torch.equal(one.hidden, whole.hidden)
+    assert torch.equal(decoded_B[0], decoded_B[1])
+    assert torch.equal(decoded_B[0], scored[-1])
+    assert torch.equal(whole.hidden, scored[-2])
+    assert torch.equal(learnt_M[599], scored[-2])
+    assert torch.equal(learnt_M[300:599], scored[:299])
 
 
 @pytest.mark.parametrize("threads", [1, 3, 5])

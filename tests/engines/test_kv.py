@@ -19,6 +19,7 @@ from practicum.engines.torch.kv_memory import (
 from practicum.models import packed_attention
 from practicum.models.batch_invariance import padded_keys
 from practicum.models.packed_attention import PackedLayout, padded_length
+from practicum.models.padded_attention import AttentionRule
 from tests.engines.engines import resident
 
 HEADS, KV_HEADS, WIDTH = 6, 2, 5
@@ -46,7 +47,7 @@ def test_packed_sequences_attend_causally_to_themselves(lengths: list[int]):
     query = random(total, HEADS, WIDTH)
     key, value = random(total, KV_HEADS, WIDTH, seed=1), random(total, KV_HEADS, WIDTH, seed=2)
     layout = PrefillLayout(lengths, CPU)
-    out = layout.attend(0, query, key, value, 0.3)
+    out = layout.attend(0, query, key, value, AttentionRule(0.3))
     start = 0
     for length, prompt in zip(lengths, layout.prompts(), strict=True):
         assert torch.equal(prompt.keys[0].transpose(0, 1), key[start : start + length])
@@ -68,7 +69,7 @@ def test_sequences_of_unlike_length_are_not_padded_to_one_another(monkeypatch):
     monkeypatch.setattr(packed_attention, "scaled_dot_product_attention", counting)
     lengths = [1000, 10, 12, 9, 11, 990]
     x = random(sum(lengths), HEADS, WIDTH)
-    PackedLayout.of_sequences(lengths).attend(0, x, x, x, 1.0)
+    PackedLayout.of_sequences(lengths).attend(0, x, x, x, AttentionRule(1.0))
     assert sum(padded) < 1.05 * sum(lengths)
 
 
@@ -87,7 +88,7 @@ def test_decoding_attends_to_the_slot_and_the_new_token(run_cost: int, monkeypat
         memory.put_prompt(PromptKv(*part), slot, 1)
     query = random(6, HEADS, WIDTH)
     key, value = random(6, KV_HEADS, WIDTH, seed=1), random(6, KV_HEADS, WIDTH, seed=2)
-    out = DecodeLayout(memory, torch.tensor(lengths)).attend(1, query, key, value, 0.7)
+    out = DecodeLayout(memory, torch.tensor(lengths)).attend(1, query, key, value, AttentionRule(0.7))
     for slot, length in enumerate(lengths):
         keys = memory.keys[1, slot, :, : length + 1].transpose(0, 1)
         values = memory.values[1, slot, :, : length + 1].transpose(0, 1)

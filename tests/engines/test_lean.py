@@ -19,8 +19,6 @@ from transformers import (
 
 from practicum.engines.protocol import Counter
 from practicum.engines.torch.lean_decoder import lean_decoder
-from practicum.engines.torch.torch_engine import TorchEngine
-from practicum.errors import EngineError
 from practicum.models.attention import packed_forward
 from practicum.models.load_model import ready
 from practicum.models.packed_attention import PackedLayout
@@ -132,6 +130,6 @@ def test_other_models_go_without_it(family: str, dtype: torch.dtype):
     assert len(got.tokens) == 8
 
 
-def test_a_sliding_window_is_refused_even_if_the_probe_is_shorter():
-    with pytest.raises(EngineError, match="sliding_window"):
-        TorchEngine(made(MistralConfig(**SIZE, sliding_window=40)), slots=1, context=64)
+def test_a_model_with_a_sliding_window_goes_without_it():
+    with engine_of(made(MistralConfig(**SIZE, sliding_window=40))) as engine:
+        assert engine.runner.lean is None

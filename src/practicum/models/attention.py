@@ -8,6 +8,7 @@ without a layout gets plain SDPA attention.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
@@ -22,16 +23,17 @@ from practicum.errors import EngineError
 from practicum.models.batch_invariance import mlp_width, pad_rows, padded_tokens
 from practicum.models.images import Images
 from practicum.models.packed_attention import uncompiled
+from practicum.models.padded_attention import AttentionRule
 from practicum.models.vision import embed, is_vision
 
 IMPLEMENTATION = "practicum"
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sinks")
+_UNSUPPORTED = ("position_bias", "sinks")
 
 
 class Layout(Protocol):
     """How the packed tokens of one forward call attend to each other and to memory."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """query [N, heads, D], key and value [N, kv heads, D] of packed tokens → output [N, heads, D]."""
         ...
 
@@ -48,20 +50,39 @@ def _attention(
     layout: Layout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if layout is None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+        own = _own_attention(module) if softcap is not None or sinks is not None else sdpa_attention_forward
+        return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     used = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
-    if used or kwargs.get("sliding_window"):
-        names = ", ".join([*used, *(["sliding_window"] if kwargs.get("sliding_window") else [])])
+    if used:
         raise EngineError(
-            f"{type(module).__name__} uses {names} in its attention, which packed attention does not know"
+            f"{type(module).__name__} uses {', '.join(used)} in its attention, which packed attention does "
+            "not know"
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    rule = AttentionRule(scale, kwargs.get("sliding_window") or None, softcap, sinks)
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    return layout.attend(layer, query, key, value, scale).unsqueeze(0), None
+    return layout.attend(layer, query, key, value, rule).unsqueeze(0), None
+
+
+def _own_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The family's attention as its authors wrote it, for what SDPA leaves out without a word."""
+    written = sys.modules[type(module).__module__].eager_attention_forward
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        if mask is None:  # SDPA would be told to be causal
+            shape = query.shape[2], key.shape[2]
+            mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()[None, None]
+        if mask.dtype == torch.bool:
+            zeros = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
+            mask = zeros.masked_fill(~mask, torch.finfo(query.dtype).min)
+        return written(module, query, key, value, mask, **kwargs)
+
+    return attention
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention)
@@ -82,9 +103,9 @@ class _PaddedLayout:
     rows: int
 
     @uncompiled
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         query, key, value = (x[: self.tokens] for x in (query, key, value))
-        return pad_rows(self.layout.attend(layer, query, key, value, scale), self.rows)
+        return pad_rows(self.layout.attend(layer, query, key, value, rule), self.rows)
 
 
 def padded_layout(layout: Layout, tokens: int, rows: int) -> Layout:

@@ -2,15 +2,16 @@
 
 A segment is a run of packed tokens. Each of its tokens sees the segment's prefix, which is another segment,
 and what came before it in its own. Segments of like length are gathered into padded blocks, so the cost is
-that of attention over short sequences, never [N, N]. A token's keys lie in the order of its sequence, padded
-as `batch_invariance` says: its output is the same bits in any block.
+that of attention over short sequences, never [N, N]; memory grows with the number of tokens. A token's keys
+lie in the order of its sequence, padded as `batch_invariance` says: its output is the same bits in any block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from practicum.models.batch_invariance import padded_keys, padded_rows
+from practicum.models import padded_attention
+from practicum.models.batch_invariance import KEY_BLOCK, padded_keys, padded_rows
+from practicum.models.padded_attention import AttentionRule, PaddedRows
 
 QUERY_CHUNK = 512
 """Longer segments of the learner attend in pieces of this many queries, each to no later keys."""
@@ -45,55 +48,130 @@ class Segments:
     prefixes: Ints
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Block:
-    """Queries [B, Q] and their keys [B, J] as packed indices, with padding; what each query may see.
-
-    Without `sees_B1QJ`, queries are the first of the keys and attention is causal.
-    """
+    """Queries [B, Q] and their keys [B, J] as packed indices, with padding."""
 
     query_BQ: Tensor
     key_BJ: Tensor
-    sees_B1QJ: Tensor | None
-    keeps_mask: bool
-    """Whether the additive mask is made once for all layers: it takes memory."""
-    masks: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+    rows: PaddedRows
+    causal: bool = False
+    """Whether rows are whole sequences: queries are the first of the keys."""
 
     def to(self, device: torch.device) -> _Block:
-        sees = None if self.sees_B1QJ is None else self.sees_B1QJ.to(device)
-        return _Block(self.query_BQ.to(device), self.key_BJ.to(device), sees, self.keeps_mask)
+        return _Block(self.query_BQ.to(device), self.key_BJ.to(device), self.rows.to(device), self.causal)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """Output [B x Q, heads x D] of the block's queries, padding included."""
-        q, k, v = (
-            _gather(x, index)
-            for x, index in ((query, self.query_BQ), (key, self.key_BJ), (value, self.key_BJ))
-        )
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-        if self.sees_B1QJ is not None:
-            group = query.shape[1] // key.shape[1]
-            return attend_folded(q, k, v, self._mask(self.sees_B1QJ, group, q.dtype), scale).flatten(1)
-        grouped = query.shape[1] != key.shape[1]
-        out = scaled_dot_product_attention(
-            q.transpose(1, 2), k, v, is_causal=True, scale=scale, enable_gqa=grouped
-        )
-        return out.transpose(1, 2).flatten(0, 1).flatten(1)
+        sees_all = rule.window is None or rule.window >= self.rows.keys
+        if self.causal and sees_all and not rule.is_written_out:
+            q, k, v = (
+                _gather(x, index).transpose(1, 2)
+                for x, index in ((query, self.query_BQ), (key, self.key_BJ), (value, self.key_BJ))
+            )
+            grouped = query.shape[1] != key.shape[1]
+            out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=rule.scale, enable_gqa=grouped)
+            return out.transpose(1, 2).flatten(0, 1).flatten(1)
+        outs = []
+        for piece in self._pieces():
+            rows, q, k, v = piece.inputs(query, key, value, rule)
+            outs.append(padded_attention.attend(rows, q, k, v, rule))
+        return (outs[0] if len(outs) == 1 else torch.cat(outs, 1)).flatten(0, 1).flatten(1)
 
-    def _mask(self, sees_B1QJ: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-        """For queries of `group` heads folded into the query axis."""
-        if not self.keeps_mask:
-            return fold_mask(sees_B1QJ, group)
-        if (group, dtype) not in self.masks:
-            folded = fold_mask(sees_B1QJ, group)
-            zeros = torch.zeros(folded.shape, dtype=dtype, device=folded.device)
-            self.masks[group, dtype] = zeros.masked_fill_(~folded, float("-inf"))
-        return self.masks[group, dtype]
+    def _pieces(self) -> Iterator[_Block]:
+        """The same, of QUERY_CHUNK queries at most and no more keys than they need."""
+        if not self.causal or self.rows.queries <= QUERY_CHUNK:
+            yield self
+            return
+        for start, stop in pairwise([*range(0, self.rows.queries, QUERY_CHUNK), self.rows.queries]):
+            keys = min(padded_keys(stop), self.rows.keys)
+            rows = replace(self.rows.part(start, stop), keys=keys)
+            yield _Block(self.query_BQ[:, start:stop], self.key_BJ[:, :keys], rows)
+
+    def inputs(
+        self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+    ) -> tuple[PaddedRows, Tensor, Tensor, Tensor]:
+        """What `padded_attention` takes: rows, queries [B, Q, ...], keys and values [B, kv heads, J, D]."""
+        skipped, rows = self.rows.within(rule.window)
+        k, v = (_gather(x, self.key_BJ[:, skipped:]).transpose(1, 2) for x in (key, value))
+        return rows, _gather(query, self.query_BQ), k, v
+
+
+class _LongBlocks(torch.autograd.Function):
+    """Blocks with many keys: writes their outputs into those of the others [N, heads x D].
+
+    What it keeps for the gradient is what goes in and comes out; blocks are gathered anew.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        out_N: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        blocks: Sequence[_Block],
+        rule: AttentionRule,
+    ) -> Tensor:
+        ctx.blocks, ctx.rule = blocks, rule
+        rule = replace(rule, sinks=sinks)
+        sums_N = query.new_zeros(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
+        ctx.has_sums = []
+        for block in blocks:
+            out, sums = padded_attention.attend_long(*block.inputs(query, key, value, rule), rule)
+            real_BQ = block.rows.real_BQ
+            tokens = block.query_BQ[real_BQ]
+            out_N.index_copy_(0, tokens, out.flatten(2)[real_BQ])
+            ctx.has_sums.append(sums is not None)
+            if sums is not None:
+                sums_N.index_copy_(0, tokens, sums[real_BQ])
+        ctx.mark_dirty(out_N)
+        ctx.save_for_backward(query, key, value, sinks, out_N, sums_N)
+        return out_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, out_N, sums_N = ctx.saved_tensors
+        rule = replace(ctx.rule, sinks=sinks)
+        grad_N, out_N = grads[0].unflatten(1, (query.shape[1], -1)), out_N.unflatten(1, (query.shape[1], -1))
+        rest_N = grads[0].clone() if ctx.needs_input_grad[0] else None
+        grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in (query, key, value))
+        grad_sinks = None if sinks is None else torch.zeros_like(sinks)
+        for block, has_sums in zip(ctx.blocks, ctx.has_sums, strict=True):
+            rows, *inputs = block.inputs(query, key, value, rule)
+            real_BQ = block.rows.real_BQ
+            padding = ~real_BQ[:, :, None, None]
+            grad, out = (
+                _gather(grad_N, block.query_BQ).masked_fill_(padding, 0.0),
+                _gather(out_N, block.query_BQ),
+            )
+            # exp(score - inf) is 0: a padded query has no part in the gradient of keys.
+            sums = (
+                _gather(sums_N, block.query_BQ).masked_fill_(padding[..., 0], float("inf"))
+                if has_sums
+                else None
+            )
+            of_q, of_k, of_v, *of_sinks = padded_attention.backward(
+                rows, grad, tuple(inputs), out, sums, rule
+            )
+            tokens = block.query_BQ[real_BQ]
+            grad_q.index_copy_(0, tokens, of_q[real_BQ])
+            keys = block.key_BJ[:, -rows.keys :].flatten()
+            grad_k.index_add_(0, keys, of_k.transpose(1, 2).flatten(0, 1))
+            grad_v.index_add_(0, keys, of_v.transpose(1, 2).flatten(0, 1))
+            if grad_sinks is not None:
+                grad_sinks += of_sinks[0]
+            if rest_N is not None:
+                rest_N.index_fill_(0, tokens, 0.0)
+        return rest_N, grad_q, grad_k, grad_v, grad_sinks, None, None
 
 
 class PackedLayout:
     """A `Layout` (models/attention.py) made of padded blocks that together cover all packed tokens."""
 
     def __init__(self, blocks: Sequence[tuple[_Block, Ints]]) -> None:
+        blocks = sorted(blocks, key=lambda pair: pair[0].rows.is_long)
         self.blocks = [block for block, _ in blocks]
         tokens = np.concatenate([tokens for _, tokens in blocks])
         # Where each packed token's output is among the blocks' padded queries.
@@ -106,8 +184,8 @@ class PackedLayout:
     def of_segments(cls, segments: Segments) -> PackedLayout:
         """For learning: blocks with little padding, whatever it takes to share one."""
         pieces = _pieces(segments)
-        blocks = (pieces.take(np.arange(*cut)) for cut in _cuts(pieces))
-        return cls([_block(block, *block.widths(), keeps_mask=True) for block in blocks])
+        blocks = (pieces.take(np.arange(*cut)) for cut in _cuts(pieces, int(segments.lengths.sum())))
+        return cls([_block(block, *block.widths()) for block in blocks])
 
     @classmethod
     def of_sequences(
@@ -123,16 +201,23 @@ class PackedLayout:
         causal: dict[int, list[tuple[int, ...]]] = {}
         for end, length in zip(ends, lengths, strict=True):
             causal.setdefault(padded_length(length), []).append((end - length, 0, length, 0, 0))
-        masked: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+        later: dict[tuple[int, int], list[tuple[int, ...]]] = {}
         start = ends[-1]
         for number, length in continuations:
             before = lengths[number]
-            shape = padded_length(length), padded_length(before + length)
-            masked.setdefault(shape, []).append((start, 0, length, ends[number] - before, before))
+            for first in range(0, length, QUERY_CHUNK):
+                stop = min(first + QUERY_CHUNK, length)
+                shape = padded_length(stop - first), padded_length(before + stop)
+                later.setdefault(shape, []).append((start, first, stop, ends[number] - before, before))
             start += length
+        most = start
         return cls(
-            [_block(_Pieces.of(rows), width, width, masked=False) for width, rows in causal.items()]
-            + [_block(_Pieces.of(rows), own, whole) for (own, whole), rows in masked.items()]
+            [_block(_Pieces.of(rows), width, width, causal=True) for width, rows in causal.items()]
+            + [
+                _block(_Pieces.of(part), own, whole)
+                for (own, whole), rows in later.items()
+                for part in _bounded(rows, whole, most)
+            ]
         )
 
     def to(self, device: torch.device) -> PackedLayout:
@@ -143,11 +228,28 @@ class PackedLayout:
         return moved
 
     @uncompiled
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """query [N, heads, D], key and value [N, kv heads, D] → output [N, heads, D]."""
-        outs = [block.attend(query, key, value, scale) for block in self.blocks]
-        out = outs[0] if len(outs) == 1 else torch.cat(outs)
-        return out.index_select(0, self.back_N).view(*query.shape[:2], value.shape[-1])
+        shape = *query.shape[:2], value.shape[-1]
+        blocks, long = self.blocks, []
+        if torch.is_grad_enabled() and not blocks[0].causal:
+            blocks = [block for block in self.blocks if not block.rows.is_long]
+            long = self.blocks[len(blocks) :]
+        outs = [block.attend(query, key, value, rule) for block in blocks]
+        if not long:
+            out = outs[0] if len(outs) == 1 else torch.cat(outs)
+            return out.index_select(0, self.back_N).view(shape)
+        if torch.is_autocast_enabled(query.device.type):
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = (x.to(dtype) for x in (query, key, value))
+        if outs:
+            # Tokens of long blocks get any output here, and are overwritten.
+            back_N = torch.where(self.back_N < sum(map(len, outs)), self.back_N, 0)
+            out_N = torch.cat(outs).index_select(0, back_N)
+        else:
+            out_N = query.new_empty(len(query), shape[1] * shape[2])
+        plain = replace(rule, sinks=None)
+        return _LongBlocks.apply(out_N, query, key, value, rule.sinks, long, plain).view(shape)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def padded_length(length: int) -> int:
@@ -156,27 +258,9 @@ def padded_length(length: int) -> int:
     return -(-length // step) * step
 
 
-def fold_mask(sees_B1QJ: Tensor, group: int) -> Tensor:
-    """What queries of `group` heads see that are folded into the query axis."""
-    return sees_B1QJ if group == 1 else sees_B1QJ.repeat(1, 1, group, 1)
-
-
-def attend_folded(query_BQ: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention of padded rows, queries [B, Q, heads, D] and keys [B, kv heads, J, D]: [B x Q, heads, D].
-
-    Heads that share keys become further queries, so keys and values are never repeated; so does the mask.
-    """
-    queries, kv_heads = query_BQ.shape[1], k.shape[1]
-    group = query_BQ.shape[2] // kv_heads
-    q = query_BQ.unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    out = out.unflatten(2, (group, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
-    return out.flatten(0, 1)
-
-
 def _gather(x: Tensor, index: Tensor) -> Tensor:
     """x[index], with a backward pass that is faster."""
-    return x.flatten(1).index_select(0, index.view(-1)).view(*index.shape, *x.shape[1:])
+    return x.flatten(1).index_select(0, index.flatten()).view(*index.shape, *x.shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +311,11 @@ def _pieces(segments: Segments) -> _Pieces:
     return pieces.take(order)
 
 
-def _cuts(pieces: _Pieces) -> Iterator[tuple[int, int]]:
-    """Ranges of pieces that become one block each: little padding, or too little to be worth a block."""
+def _cuts(pieces: _Pieces, most_keys: int) -> Iterator[tuple[int, int]]:
+    """Ranges of pieces that become one block each: little padding, or too little to be worth a block.
+
+    Blocks with many keys gather no more than `most_keys`, unless one piece has more.
+    """
     first = real = queries = keys = 0
     widths = zip(
         map(padded_rows, pieces.queries.tolist()), map(padded_keys, pieces.keys.tolist()), strict=True
@@ -237,7 +324,8 @@ def _cuts(pieces: _Pieces) -> Iterator[tuple[int, int]]:
         wide = max(queries, n), max(keys, seen)
         padded = (i + 1 - first) * wide[0] * wide[1]
         waste = padded - real - n * seen
-        if i > first and waste > max(FEW_SCORES, min(WASTE * padded, MANY_SCORES)):
+        wasteful = waste > max(FEW_SCORES, min(WASTE * padded, MANY_SCORES))
+        if i > first and (wasteful or _is_large(i + 1 - first, wide[1], most_keys)):
             yield first, i
             first, real, wide = i, 0, (n, seen)
         real += n * seen
@@ -245,9 +333,21 @@ def _cuts(pieces: _Pieces) -> Iterator[tuple[int, int]]:
     yield first, len(pieces.start)
 
 
-def _block(
-    pieces: _Pieces, queries: int, keys: int, *, masked: bool = True, keeps_mask: bool = False
-) -> tuple[_Block, Ints]:
+def _is_large(rows: int, keys: int, most_keys: int) -> bool:
+    """Whether a block with many keys would gather more than it should."""
+    return keys > KEY_BLOCK and rows * keys > most_keys
+
+
+def _bounded(
+    rows: Sequence[tuple[int, ...]], keys: int, most_keys: int
+) -> Iterator[Sequence[tuple[int, ...]]]:
+    """Rows of so many keys each, in parts that gather no more than they should."""
+    step = max(1, most_keys // keys) if keys > KEY_BLOCK else len(rows)
+    for start in range(0, len(rows), step):
+        yield rows[start : start + step]
+
+
+def _block(pieces: _Pieces, queries: int, keys: int, *, causal: bool = False) -> tuple[_Block, Ints]:
     """Pieces padded to these widths or more, and the packed token of each of the block's queries, or -1."""
     origin, start, stop, prefix = (
         column[:, None] for column in (pieces.origin, pieces.start, pieces.stop, pieces.prefix)
@@ -257,13 +357,15 @@ def _block(
     token_BQ = origin + start + i_Q
     own_BJ = np.where(j_J < prefix + stop, origin + j_J - prefix, origin)
     key_BJ = np.where(j_J < prefix, pieces.prefix_origin[:, None] + j_J, own_BJ)
-    sees = None
-    if masked:
-        sees = torch.from_numpy(j_J <= (prefix + start + i_Q)[:, :, None]).unsqueeze(1)
     block = _Block(
         query_BQ=torch.from_numpy(np.where(real_BQ, token_BQ, origin)),
         key_BJ=torch.from_numpy(key_BJ),
-        sees_B1QJ=sees,
-        keeps_mask=keeps_mask,
+        rows=PaddedRows(
+            torch.from_numpy(pieces.prefix + pieces.start),
+            torch.from_numpy(pieces.queries),
+            len(i_Q),
+            len(j_J),
+        ),
+        causal=causal,
     )
     return block, np.where(real_BQ, token_BQ, -1).reshape(-1)

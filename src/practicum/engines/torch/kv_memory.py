@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from practicum.errors import EngineError
+from practicum.models import padded_attention
 from practicum.models.batch_invariance import ROWS, WHOLE, padded_keys, padded_rows
-from practicum.models.packed_attention import PackedLayout, attend_folded, fold_mask
+from practicum.models.packed_attention import PackedLayout
+from practicum.models.padded_attention import AttentionRule, PaddedRows, written_out
 
 RUN_COST = 512
 """Padding, in positions, that takes about as long as one more attention call."""
@@ -108,10 +110,10 @@ class PrefillLayout:
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """Attention of packed tokens; see `models.attention.Layout`."""
         self._keys[layer], self._values[layer] = key, value
-        return self._packed.attend(layer, query, key, value, scale)
+        return self._packed.attend(layer, query, key, value, rule)
 
     def prompts(self) -> list[PromptKv]:
         """Keys and values of each prompt, as views of the batch's."""
@@ -133,29 +135,40 @@ class DecodeLayout:
         self._places = (lanes * context + length_B.unsqueeze(1)).view(-1)
         longest = padded_keys(int(length_B.max()) + 1)
         self._runs = [(0, len(length_B), longest)] if longest <= WHOLE else runs(length_B.tolist())
-        place_J = torch.arange(longest, device=length_B.device)
-        mask_BJ = torch.zeros(len(length_B), longest, dtype=memory.keys.dtype, device=length_B.device)
-        mask_BJ.masked_fill_(place_J > length_B.unsqueeze(1), float("-inf"))
-        self._mask_B11J = mask_BJ[:, None, None]
+        self._length_B1, self._longest = length_B.unsqueeze(1), longest
+        self._masks: dict[int | None, Tensor] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """Write the new keys and values, then attend; see `models.attention.Layout`."""
         keys, values = self._memory.write(layer, self._places, key, value)
         # The query heads that share a kv head become its query length: no key is repeated.
         folded = query.unflatten(1, (key.shape[1], -1))
-        group = folded.shape[2]
-        folded = pad(folded, (0, 0, 0, -group % ROWS))
-        outs = [
-            scaled_dot_product_attention(
-                folded[first:end],
-                keys[first:end, :, :longest],
-                values[first:end, :, :longest],
-                self._mask_B11J[first:end, :, :, :longest],
-                scale=scale,
-            )
-            for first, end, longest in self._runs
-        ]
+        group, mask = folded.shape[2], self._mask(rule.window)
+        if not rule.is_written_out:
+            folded = pad(folded, (0, 0, 0, -group % ROWS))
+        outs = []
+        for first, end, longest in self._runs:
+            inputs = (folded[first:end], keys[first:end, :, :longest], values[first:end, :, :longest])
+            outs.append(_attend_one(*inputs, mask[first:end, :, :, :longest], rule))
         return (outs[0] if len(outs) == 1 else torch.cat(outs))[:, :, :group].flatten(1, 2)
+
+    def _mask(self, window: int | None) -> Tensor:
+        """What is to be added to the scores [B, 1, 1, J] of layers with this window."""
+        if window not in self._masks:
+            place_J = torch.arange(self._longest, device=self._length_B1.device)
+            hidden_BJ = place_J > self._length_B1
+            if window is not None:
+                hidden_BJ |= place_J <= self._length_B1 - window
+            mask_BJ = torch.zeros(hidden_BJ.shape, dtype=self._memory.keys.dtype, device=hidden_BJ.device)
+            self._masks[window] = mask_BJ.masked_fill_(hidden_BJ, float("-inf"))[:, None, None]
+        return self._masks[window]
+
+
+def _attend_one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: AttentionRule) -> Tensor:
+    """One token of each slot: its heads [B, kv heads, group, D] to keys and values [B, kv heads, J, D]."""
+    if rule.is_written_out:
+        return written_out(q.unsqueeze(3), k, v, mask.unsqueeze(1), rule).squeeze(3)
+    return scaled_dot_product_attention(q, k, v, mask, scale=rule.scale)
 
 
 def runs(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -189,11 +202,11 @@ class Extension(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _SlotBlock:
-    """Neighbouring slots that attend together: places of their queries, and which positions these see."""
+    """Neighbouring slots that attend together: where their queries lie, and where in their sequences."""
 
     first: int
     query_BQ: Tensor
-    mask_B1QJ: Tensor
+    rows: PaddedRows
     real_M: Tensor
     """Which of the padded queries are real."""
     token_M: Tensor
@@ -217,16 +230,16 @@ class ExtendLayout:
             self._blocks.append(_block(block, start, device))
             start += sum(e.new for e in block)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """Write the new keys and values, then attend; see `models.attention.Layout`."""
         keys, values = self._memory.write(layer, self._places, key, value)
-        group = query.shape[1] // key.shape[1]
         out = value.new_empty(query.shape[0], query.shape[1], value.shape[2])
         for block in self._blocks:
-            slots, longest = slice(block.first, block.first + len(block.query_BQ)), block.mask_B1QJ.shape[3]
-            k, v = (x[slots, :, :longest] for x in (keys, values))
-            padded = attend_folded(query[block.query_BQ], k, v, fold_mask(block.mask_B1QJ, group), scale)
-            out[block.token_M] = padded[block.real_M]
+            slots, longest = slice(block.first, block.first + len(block.query_BQ)), block.rows.keys
+            skipped, rows = block.rows.within(rule.window)
+            k, v = (x[slots, :, skipped:longest] for x in (keys, values))
+            padded = padded_attention.attend(rows, query[block.query_BQ], k, v, rule)
+            out[block.token_M] = padded.flatten(0, 1)[block.real_M]
         return out
 
 
@@ -255,14 +268,13 @@ def _block(extensions: Sequence[Extension], start: int, device: torch.device) ->
     _, filled, new = (torch.tensor(column).unsqueeze(1) for column in zip(*extensions, strict=True))
     start_B1 = start + new.cumsum(0) - new
     q_Q = torch.arange(padded_rows(int(new.max())))
-    place_J = torch.arange(padded_keys(int((filled + new).max())))
     real_BQ = q_Q < new
     query_BQ = torch.where(real_BQ, start_B1 + q_Q, start_B1)
-    mask_BQJ = place_J <= (filled + q_Q).unsqueeze(2)
+    keys = padded_keys(int((filled + new).max()))
     return _SlotBlock(
         extensions[0].slot,
         query_BQ.to(device),
-        mask_BQJ.unsqueeze(1).to(device),
+        PaddedRows(filled.squeeze(1), new.squeeze(1), len(q_Q), keys).to(device),
         real_BQ.flatten().nonzero().squeeze(1).to(device),
         query_BQ[real_BQ].to(device),
     )

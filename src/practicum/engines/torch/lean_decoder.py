@@ -18,6 +18,7 @@ from practicum.models.adapter_rows import RowsLayer
 from practicum.models.attention import Layout, padded_layout
 from practicum.models.batch_invariance import mlp_width, pad_rows, padded_tokens
 from practicum.models.lora import adapted_linear, is_plain_adapted
+from practicum.models.padded_attention import AttentionRule
 
 _FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 
@@ -96,7 +97,9 @@ def _attention(
     heads = query.shape[1]
     both = torch.cat((query, key), 1)
     both = (both * cos).add_(both.roll(width // 2, -1).mul_(sin))
-    return layout.attend(index, both[:, :heads], both[:, heads:], value, module.scaling).flatten(1)
+    return layout.attend(
+        index, both[:, :heads], both[:, heads:], value, AttentionRule(module.scaling)
+    ).flatten(1)
 
 
 def _norm(x: Tensor, module: Any, eps: Tensor) -> Tensor:
