@@ -142,7 +142,8 @@ def attention_memory(found: Mapping[str, Any]) -> str:
         rows.append([title, *sizes, told, *seconds])
     head = ["tokens", "practicum, MB", "plain, MB", "ratio", "practicum, s of processor", "plain, s"]
     ours, plain, goal = (*(found["exponents"][name] for name in ("practicum", "plain")), found["growth_goal"])
-    text = f"Exponent of growth with the length (1 is linear): {ours:.2f}{verdict(ours <= goal, f'{goal:g}')}, plain {plain:.2f}."
+    told = f"{ours:.2f}{verdict(ours <= goal, f'{goal:g}')}, plain {plain:.2f}"
+    text = f"Exponent of growth with the length (1 is linear): {told}."
     return "\n\n".join([f"### Memory of long rows, {where(found)}", table(head, rows), text])
 
 

@@ -131,5 +131,5 @@ def test_other_models_go_without_it(family: str, dtype: torch.dtype):
 
 
 def test_a_model_with_a_sliding_window_goes_without_it():
-    with engine_of(made(MistralConfig(**SIZE, sliding_window=40))) as engine:
+    with engine_of(made(MistralConfig(**SIZE, sliding_window=40)), context=64) as engine:
         assert engine.runner.lean is None

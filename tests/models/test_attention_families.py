@@ -40,7 +40,7 @@ SIZES: dict[str, Any] = {
     "sliding_window": 5,
     "initializer_range": 0.4,
 }
-LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
+LAYERS: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"]}
 CONFIGS: dict[str, PretrainedConfig] = {
     "gemma2": Gemma2Config(**SIZES, **LAYERS, attn_logit_softcapping=1.0, final_logit_softcapping=4.0),
     "gemma3": Gemma3TextConfig(**SIZES, **LAYERS),

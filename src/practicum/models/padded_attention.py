@@ -10,7 +10,7 @@ lie in the order of their sequence, so a token's output is the same bits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -185,8 +185,8 @@ def backward(
     for where, part in rows.parts(query.shape[2]):
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in (query[:, where], *shared)]
-            again = AttentionRule(rule.scale, rule.window, rule.softcap, *leaves[3:])
-            part_out = _dense(part, *leaves[:3], again)
+            again = rule if rule.sinks is None else replace(rule, sinks=leaves[3])
+            part_out = _dense(part, leaves[0], leaves[1], leaves[2], again)
         found = torch.autograd.grad(part_out, leaves, grad[:, where])
         grad_q[:, where] = found[0]
         for total, more in zip(totals, found[1:], strict=True):
