@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from practicum.engines.protocol import Counter
 from practicum.engines.torch import kv_memory as kv
 from practicum.engines.torch.kv_memory import (
     DecodeLayout,
@@ -20,7 +21,7 @@ from practicum.models import packed_attention
 from practicum.models.batch_invariance import padded_keys
 from practicum.models.packed_attention import PackedLayout, padded_length
 from practicum.models.padded_attention import AttentionRule
-from tests.engines.engines import resident
+from tests.engines.engines import engine_of, generate, prompts, resident, sampling, tiny
 
 HEADS, KV_HEADS, WIDTH = 6, 2, 5
 CPU = torch.device("cpu")
@@ -119,6 +120,46 @@ def test_a_prompt_is_copied_into_each_of_its_slots_and_moves():
         assert torch.equal(memory.values[:, slot, :, :4], prompt.values)
     for slot in (1, 5):
         assert not memory.keys[:, slot].any()
+
+
+def test_memory_grows_with_the_longest_sequence_and_keeps_what_it_holds(monkeypatch):
+    monkeypatch.setattr(kv, "KV_POSITIONS", 16)
+    memory = KvMemory(PromptKv(random(2, KV_HEADS, 1, WIDTH), random(2, KV_HEADS, 1, WIDTH)), 32, 4096)
+    full = 2 * 2 * 32 * KV_HEADS * 4096 * WIDTH * 8
+    assert memory.nbytes < full / 100
+    short = PromptKv(*(random(2, KV_HEADS, 9, WIDTH, seed=i) for i in range(2)))
+    long = PromptKv(*(random(2, KV_HEADS, 1000, WIDTH, seed=i) for i in range(2)))
+    memory.put_prompt(short, 0, 30)
+    # Two of them are left when one becomes long: the others' slots are given up for its length.
+    memory.move(29, 1, 9)
+    memory.reserve(2, 1000)
+    memory.put_prompt(long, 2, 1)
+    assert memory.keys.shape[1] < 8
+    assert memory.nbytes < full / 10
+    # They end, and all slots are needed again: for short sequences.
+    for slot in range(32):
+        memory.put_prompt(short, slot, 1)
+        assert torch.equal(memory.prompt(0, 9).keys, short.keys)
+    assert memory.keys.shape[1] == 32
+    assert torch.equal(memory.prompt(31, 9).values, short.values)
+    assert memory.nbytes < full / 10
+
+
+def test_answers_are_the_same_bits_while_memory_grows(monkeypatch):
+    requests = [
+        (ids, sampling(60 if i == 2 else 3 * i + 1), Counter(0, i)) for i, ids in enumerate(prompts(9))
+    ]
+    made = []
+    for positions in (256, 16):
+        monkeypatch.setattr(kv, "KV_POSITIONS", positions)
+        with engine_of(tiny(), slots=6) as engine:
+            made.append(generate(engine, requests))
+            memory = engine.scheduler.memory
+            assert memory is not None
+            assert memory.keys.shape[3] >= 60
+    for one, other in zip(*made, strict=True):
+        assert torch.equal(one.tokens, other.tokens)
+        assert torch.equal(one.logprobs, other.logprobs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -16,15 +16,17 @@ from typer.testing import CliRunner
 
 from practicum.cli import app
 from practicum.dataplane.ragged import Ragged
+from practicum.engines.torch.kv_memory import PromptKv
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import PracticumError, RecipeError, RecipeErrors
-from practicum.forecast.cluster_spec import ClusterSpec, load_spec
+from practicum.forecast.cluster_spec import ClusterSpec, Machine, load_spec
 from practicum.forecast.device_memory import engine_memory
 from practicum.forecast.forecast import Forecast, forecast
 from practicum.forecast.forecast_report import report
 from practicum.forecast.model_sizes import model_sizes, saved_parameters
 from practicum.forecast.seconds import Cost
-from practicum.forecast.workload import MeasuredRun, read_run, summarise
+from practicum.forecast.step_setup import step_setup
+from practicum.forecast.workload import MeasuredRun, read_run, summarise, workload
 from practicum.learning import update_metrics as learning_metrics
 from practicum.learning.packed_model import PackedModel
 from practicum.learning.packing import RowSpans
@@ -131,11 +133,26 @@ def test_activations_are_what_torch_keeps(family: str):
     assert model_sizes(None, spec.make).token_activations(False) == pytest.approx(real, rel=0.2)
 
 
-def test_kv_memory_is_what_the_engine_takes():
-    wanted = recipe(model={"make": made().make}, rollout={"slots": 5, "context": 96})
-    engine = TorchEngine(load_model(made(), 0), slots=5, context=96)
-    sizes = model_sizes(None, made().make)
-    assert sum(engine_memory(wanted, sizes, shares_weights=True).values()) == engine.memory().kv
+@pytest.mark.parametrize(("context", "answer"), [(96, 30), (8192, 600)])
+def test_kv_memory_is_what_the_engine_takes(context: int, answer: int):
+    """All sessions at once, each as long as it may be; prompts of 40 tokens."""
+    spec = made(context=8192)
+    wanted = recipe(
+        model={"make": spec.make},
+        rollout={"slots": 5, "context": context, "max_new_tokens": answer, "samples": 1},
+        train={"prompts": 5},
+    )
+    engine = TorchEngine(load_model(spec, 0), slots=5, context=context)
+    kv, length = engine.runner.token_kv, 40 + answer
+    kept = PromptKv(*(part.expand(-1, -1, length, -1) for part in (kv.keys, kv.values)))
+    memory = engine.scheduler.memory
+    assert memory is not None
+    for slot in range(5):
+        memory.put_prompt(kept, slot, 1)
+    setup = step_setup(wanted, workload(wanted, 40.0, None), [Machine.model_validate(CORES)], None)
+    (told,) = engine_memory(setup, shares_weights=True).values()
+    assert told <= engine.memory().kv <= 1.2 * told  # attention's padding
+    assert context < 8192 or told < 0.2 * 5 * context * model_sizes(None, spec.make).token_kv() * 4
     engine.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from practicum.forecast.cluster_spec import GIB, Machine
 from practicum.forecast.model_sizes import BYTES, Sizes, saved_parameters, trained_bytes
 from practicum.forecast.step_setup import StepSetup
-from practicum.recipe.counts import CHUNK_LOGITS, CPU_MICROBATCH_TOKENS
+from practicum.recipe.counts import CHUNK_LOGITS, CPU_MICROBATCH_TOKENS, KV_POSITIONS, KV_SPARE
 from practicum.recipe.derived import (
     adapter_folder,
     base_groups,
@@ -19,7 +20,6 @@ from practicum.recipe.derived import (
     rollout_context,
     scores_during_rollout,
 )
-from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
 from practicum.runtime.ray.needs import ROLLOUT, TRAIN
 from practicum.runtime.ray.placement import ActorPlacement
@@ -91,14 +91,27 @@ def device_memory(
     return tuple(found.values())
 
 
-def engine_memory(recipe: Recipe, sizes: Sizes, *, shares_weights: bool) -> Parts:
+def engine_memory(setup: StepSetup, *, shares_weights: bool) -> Parts:
     """An engine of the student: its weights (unless they are the learner's own) and the KV memory."""
-    number, slots = BYTES[recipe.model.dtype], recipe.rollout.slots
-    tokens = slots * rollout_context(recipe, sizes.context)
+    recipe, sizes = setup.recipe, setup.models.student
+    number = BYTES[recipe.model.dtype]
+    tokens = _kv_tokens(setup)
     if recipe.agent.loop != "single_turn":
         tokens += tokens if recipe.rollout.keep_tokens is None else recipe.rollout.keep_tokens
     weights = {} if shares_weights else {"engine's weights": float(sizes.parameters * number)}
     return weights | {"KV memory": float(tokens * sizes.token_kv() * number)}
+
+
+def _kv_tokens(setup: StepSetup) -> float:
+    """Tokens that KV memory has room for. The torch engine's grows with the sequences, of which only those of
+    agents are taken to fill the whole context."""
+    rollout, work = setup.recipe.rollout, setup.work
+    context = rollout_context(setup.recipe, setup.models.student.context)
+    if rollout.engine != "torch" or setup.recipe.agent.loop != "single_turn":
+        return rollout.slots * context
+    used = min(rollout.slots, math.ceil(work.rows / setup.replicas))
+    grown = used * min(context, KV_SPARE * (work.prompt_tokens + work.longest))
+    return max(grown, rollout.slots * min(context, KV_POSITIONS))
 
 
 def _learner_memory(setup: StepSetup) -> Parts:
@@ -171,7 +184,7 @@ def _logits(tokens: int, sizes: Sizes) -> float:
 def _uses(setup: StepSetup) -> dict[str, Parts]:
     """What each role's actor holds. Reward models are not counted: their sizes are not known."""
     uses: dict[str, Parts] = {TRAIN: _learner_memory(setup)}
-    uses[ROLLOUT] = engine_memory(setup.recipe, setup.models.student, shares_weights=not setup.on_ray)
+    uses[ROLLOUT] = engine_memory(setup, shares_weights=not setup.on_ray)
     for path, model in own_models(setup.recipe).items():
         sizes = setup.models.teachers.get(path.removeprefix("teachers."))
         if sizes is not None:

@@ -1,4 +1,4 @@
-"""KV memory: set aside once, one slot per running sequence, and the layouts that fill and read it.
+"""KV memory: one slot per running sequence, grown with the sequences, and the layouts that fill and read it.
 
 Running sequences are always slots 0..B-1, so decoding reads a plain view of the memory, without a gather.
 """
@@ -21,6 +21,7 @@ from practicum.models import padded_attention
 from practicum.models.batch_invariance import ROWS, WHOLE, padded_keys, padded_rows
 from practicum.models.packed_attention import PackedLayout
 from practicum.models.padded_attention import AttentionRule, PaddedRows, written_out
+from practicum.recipe.counts import KV_POSITIONS, KV_SPARE
 
 RUN_COST = 512
 """Padding, in positions, that takes about as long as one more attention call."""
@@ -60,26 +61,43 @@ def lazy_zeros(size: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 class KvMemory:
-    """keys and values [layers, slots, kv heads, context, D], all 0 at first.
+    """keys and values [layers, slots, kv heads, positions, D], all 0 at first.
 
-    Zeros, because attention multiplies what lies behind a sequence's end by 0, and 0 x NaN is NaN. A slot has
-    room for the padding that attention adds to the longest sequence.
+    Zeros, because attention multiplies what lies behind a sequence's end by 0, and 0 x NaN is NaN. There is
+    room for the longest running sequence in as many slots as are needed, up to `slots` and `context`: many
+    short sequences fit, and few long ones. A slot has room for attention's padding.
     """
 
     def __init__(self, like: PromptKv, slots: int, context: int) -> None:
-        def allocate(part: Tensor) -> Tensor:
-            layers, heads, _, width = part.shape
-            return lazy_zeros((layers, slots, heads, padded_keys(context), width), part)
+        self._slots, self._context = slots, padded_keys(context)
+        self.longest = 0
+        """Positions of the longest sequence in use."""
+        shape = slots, min(padded_keys(KV_POSITIONS), self._context)
+        self.keys, self.values = (_allocate(part, *shape) for part in (like.keys, like.values))
 
-        self.keys, self.values = allocate(like.keys), allocate(like.values)
+    def reserve(self, slots: int, length: int) -> None:
+        """Make room: so many slots are in use, the longest of which is to hold `length` positions."""
+        before, self.longest, (held, room) = self.longest, length, self.keys.shape[1:4:2]
+        if slots <= held and length <= room:
+            return
+        fitting = min(self._context, padded_keys(math.ceil(KV_SPARE * length)))
+        if length > room:
+            # Slots that are no longer in use leave their room to the longer ones.
+            shape = (slots if slots > held or 2 * slots <= held else held), fitting
+        else:
+            shape = min(self._slots, max(slots, 2 * held)), (fitting if 2 * fitting <= room else room)
+        # One after the other: what was kept of the first is free before the second is set aside.
+        self.keys = _moved(self.keys, shape, before)
+        self.values = _moved(self.values, shape, before)
 
     @property
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
 
     def put_prompt(self, prompt: PromptKv, first: int, count: int) -> None:
-        """Copy a prompt into `count` slots from `first` on."""
+        """Copy a prompt into `count` slots from `first` on, which are the last in use."""
         length = prompt.keys.shape[2]
+        self.reserve(first + count, max(length, self.longest if first else 0))
         for memory, part in ((self.keys, prompt.keys), (self.values, prompt.values)):
             memory[:, first : first + count, :, :length] = part.unsqueeze(1)
 
@@ -99,6 +117,19 @@ class KvMemory:
         """Copy the first `length` positions of one slot into another."""
         for memory in (self.keys, self.values):
             memory[:, target, :, :length] = memory[:, source, :, :length]
+
+
+def _allocate(like: Tensor, slots: int, room: int) -> Tensor:
+    layers, heads, _, width = like.shape
+    return lazy_zeros((layers, slots, heads, room, width), like)
+
+
+def _moved(memory: Tensor, shape: tuple[int, int], length: int) -> Tensor:
+    """The first `length` positions of the slots that both have, in memory of another shape."""
+    new = _allocate(memory[:, 0], *shape)
+    slots, kept = min(memory.shape[1], new.shape[1]), min(length, memory.shape[3])
+    new[:, :slots, :, :kept] = memory[:, :slots, :, :kept]
+    return new
 
 
 class PrefillLayout:
@@ -130,10 +161,12 @@ class DecodeLayout:
 
     def __init__(self, memory: KvMemory, length_B: Tensor) -> None:
         self._memory = memory
+        longest = int(length_B.max()) + 1
+        memory.reserve(len(length_B), longest)
         slots, heads, context = memory.keys.shape[1:4]
         lanes = torch.arange(slots * heads, device=length_B.device).view(slots, heads)[: len(length_B)]
         self._places = (lanes * context + length_B.unsqueeze(1)).view(-1)
-        longest = padded_keys(int(length_B.max()) + 1)
+        longest = padded_keys(longest)
         self._runs = [(0, len(length_B), longest)] if longest <= WHOLE else runs(length_B.tolist())
         self._length_B1, self._longest = length_B.unsqueeze(1), longest
         self._masks: dict[int | None, Tensor] = {}
@@ -219,6 +252,9 @@ class ExtendLayout:
 
     def __init__(self, memory: KvMemory, extensions: Sequence[Extension], device: torch.device) -> None:
         self._memory = memory
+        memory.reserve(
+            max(e.slot for e in extensions) + 1, max(memory.longest, *(e.whole for e in extensions))
+        )
         heads, context = memory.keys.shape[2:4]
         slot_N = torch.cat([torch.full((e.new,), e.slot) for e in extensions])
         position_N = torch.cat([torch.arange(e.filled, e.whole) for e in extensions])

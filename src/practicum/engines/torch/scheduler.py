@@ -64,7 +64,7 @@ class Scheduler:
         self.allocate()
 
     def allocate(self) -> None:
-        """Set the KV memory aside, if it is not yet."""
+        """Set KV memory aside, if there is none."""
         if self.memory is None:
             self.memory = KvMemory(self._runner.token_kv, self._slots, self._context)
 

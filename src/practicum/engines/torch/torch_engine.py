@@ -1,8 +1,8 @@
-"""The torch engine: any transformers causal LM, with continuous batching and KV memory set aside once.
+"""The torch engine: any transformers causal LM, with continuous batching and KV memory that grows.
 
 Equal prompts are computed once, and a prompt that continues a kept answer only from there on. Left out on
-purpose: paging (a slot is as long as the context) and reuse of prompts that merely begin alike. This file is
-what callers use; the engine's work is `scheduler.step`.
+purpose: paging (all slots are as long as the longest running sequence) and reuse of prompts that merely begin
+alike. This file is what callers use; the engine's work is `scheduler.step`.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Rollout(Section):
     top_k: int = key(0, "Keep this many most likely tokens; 0 = all.", _ROLLOUTS, ge=0)
     min_p: float = key(0.0, "Drop tokens below this share of the best one.", _ROLLOUTS, ge=0, lt=1)
     stop: list[str] = key([], "Further stop tokens (each one token of the tokenizer).")
-    slots: int = key(256, "Sequences decoded at once; KV memory is slots × context.", ge=1)
+    slots: int = key(256, "Sequences decoded at once; KV memory grows up to slots × context.", ge=1)
     context: int | None = key(
         None, "Longest prompt + answer in tokens; unset: 1,024 + max_new_tokens, at most the model's.", ge=2
     )
