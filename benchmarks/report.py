@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks import report_async as ahead
 from benchmarks import report_engines as engines
 from benchmarks import report_forecast as forecasts
 from benchmarks import report_scale as scale
@@ -114,6 +115,7 @@ SECTIONS = (
     *(scale.data_plane, scale.routed_step, scale.store_keys, scale.ray_step, scale.controller_memory),
     scale.attention_memory,
     forecasts.forecast,
+    *(ahead.async_step, ahead.async_evidence),
     *(view.record_cost, view.view_page),
 )
 """In the report's order; each is named as its file in results/."""

@@ -154,6 +154,11 @@ def policy(
         elif kind == "cispo":
             weight = clip(r, 1 - clip_low, 1 + clip_high)
             losses[i], slopes[i] = -weight * a * logprob, -weight * a
+        elif kind == "dppo":
+            change = math.exp(logprob) - math.exp(batch.old[i])
+            held = (a > 0 and change > clip_high) or (a < 0 and change < -clip_low)
+            losses[i] = 0.0 if held else -r * a
+            slopes[i] = losses[i] if abs(log_ratio) <= limit else 0.0
         else:
             unclipped, clipped = r * a, clip(r, 1 - clip_low, 1 + clip_high) * a
             loss, follows_ratio = -min(unclipped, clipped), unclipped <= clipped

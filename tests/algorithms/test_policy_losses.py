@@ -117,6 +117,22 @@ def test_cispo_without_a_lower_bound() -> None:
     assert found.stats_N["clipped_low"].tolist() == [0]
 
 
+def test_dppo_by_hand() -> None:
+    """The probability was 0.368: doubled it has risen by too much, times 0.4 it has fallen by too much."""
+    inputs = inputs_of([2.0, 1.7, 0.4, 0.5, 0.4], [2, 1, -1, -1, 1])
+    found = POLICY_LOSSES["dppo"](inputs)
+    assert found.loss_N.tolist() == pytest.approx([0, -1.7, 0, 0.5, -0.4])
+    assert found.stats_N["clipped_high"].tolist() == [1, 0, 0, 0, 0]
+    assert found.stats_N["clipped_low"].tolist() == [0, 0, 1, 0, 0]
+    assert gradient("dppo", inputs).tolist() == pytest.approx([0, -1.7, 0, 0.5, -0.4])
+
+
+def test_dppo_lets_unlikely_tokens_move_by_any_ratio() -> None:
+    inputs = inputs_of([50.0], [1.0], old=math.log(1e-4))
+    assert gradient("dppo", inputs).tolist() == pytest.approx([-50])
+    assert gradient("ppo_clip", inputs).tolist() == [0]
+
+
 def test_reinforce_by_hand() -> None:
     inputs = inputs_of([1.0, 2.0], [3, -1])
     found = POLICY_LOSSES["reinforce"](inputs)

@@ -166,6 +166,18 @@ def _ray_agent(models: Path, server: str) -> dict[str, Any]:
     return found
 
 
+def _ahead(lag: int, make: Callable[[Path, str], dict[str, Any]]) -> Callable[[Path, str], dict[str, Any]]:
+    """The same recipe with rollouts that are ahead of the learner."""
+
+    def made(models: Path, server: str) -> dict[str, Any]:
+        found: dict[str, Any] = make(models, server) | {"async": {"lag": lag}}
+        if "pools" in found:
+            found["pools"] = found["pools"] | {"rollout": {"devices": 2}}
+        return found
+
+    return made
+
+
 def _ray_queue(models: Path, server: str) -> dict[str, Any]:
     store = {"kind": "transferqueue", "units": 2}
     sections = {"algorithm": {"advantage": "gae"}, "critic": {}, **_cluster(2, 10, **store)}
@@ -188,6 +200,17 @@ SCENARIOS: Mapping[str, Scenario] = {
             (CONTROLLER, OWN_TEACHER, SERVER, OWN_REWARD_MODEL),
         ),
         Scenario("local: agents, tool, refills", _local_agent, (CONTROLLER, TOOL)),
+        Scenario("local: agents, tool, refills, lag 2", _ahead(2, _local_agent), (CONTROLLER, TOOL)),
+        Scenario(
+            "local: 3 teachers, reward model, critic, lag 1",
+            _ahead(1, _local_teachers),
+            (CONTROLLER, OWN_TEACHER, SERVER, OWN_REWARD_MODEL),
+        ),
+        Scenario(
+            "ray: 3 teachers, reward model, lag 1",
+            _ahead(1, _ray_teachers),
+            (CONTROLLER, RANK, REPLICA, REWARD_WORKER, TEACHER_WORKER, REWARD_MODEL_WORKER, INDEX),
+        ),
         Scenario(
             "ray: 3 teachers, reward model",
             _ray_teachers,

@@ -19,7 +19,7 @@ def test_fresh_rows_must_have_the_learners_weight_version():
     mixed = batch(Tags(sampled_tokens=1, version_min=4, version_max=5))
     assert "weight versions 4–5" in (invariants.weight_version(mixed, 5) or "")
     newer = batch(Tags(sampled_tokens=1, version_min=5, version_max=5))
-    assert "the learner is at 4" in (invariants.weight_version(newer, 4) or "")
+    assert "the step is of version 4" in (invariants.weight_version(newer, 4) or "")
 
 
 def test_logprob_gap_names_the_number_and_the_limit():
@@ -96,8 +96,8 @@ def test_groups_must_be_whole():
 
 
 def test_store_must_hold_only_what_waits():
-    assert invariants.store_empty(0, 0) is None
-    assert "3 rows are in the store" in (invariants.store_empty(3, 1) or "")
+    assert invariants.store_empty(0) is None
+    assert "3 rows of finished steps are in the store" in (invariants.store_empty(3) or "")
 
 
 def test_levels_decide_what_a_finding_does():

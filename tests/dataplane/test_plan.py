@@ -12,7 +12,7 @@ from practicum.dataplane.stages import Plan, StageSpec, chain, draw, resolve
 from practicum.errors import RecipeError
 from practicum.recipe.derived import Traits
 from practicum.recipe.schema.recipe import Recipe
-from practicum.roles.stage_table import make_plan, old_source
+from practicum.roles.stage_table import make_plan, ratio_source
 
 ROWS = ("prompt_ids", "response_ids", "response_mask")
 SAMPLED = (*ROWS, "rollout_logprobs", "plain_logprobs")
@@ -102,14 +102,14 @@ def test_kl_in_the_loss_is_read_by_the_update_alone() -> None:
         ({"loss": "reinforce", "old_logprobs": "recompute"}, {}, "own", False, False, False),
         (
             {"loss": "reinforce", "kl": {"place": "reward"}},
-            *({}, "old_logprobs", True, False, True),
+            *({}, "own", True, False, True),
         ),
         ({"loss": "gspo"}, {"epochs": 2}, "old_logprobs", True, True, False),
         ({"mismatch": {"weights": "token"}}, {}, "old_logprobs", True, True, True),
         ({"mismatch": {"reject": {"low": 0.9, "high": 1.1}}}, {}, "old_logprobs", True, True, True),
         (
             {"loss": "reinforce", "mismatch": {"weights": "sequence"}},
-            *({"epochs": 2}, "old_logprobs", True, False, True),
+            *({"epochs": 2}, "own", True, False, True),
         ),
     ],
 )
@@ -123,7 +123,7 @@ def test_old_logprobs_are_computed_just_when_they_are_read(
 ) -> None:
     asked = recipe(algorithm=algorithm, train=train)
     plan = make_plan(asked)
-    assert old_source(asked) == source
+    assert ratio_source(asked) == source
     assert ("old_logprobs" in plan) == runs
     assert ("old_logprobs" in plan["update_student"].reads) == update_reads
     assert ("old_logprobs" in plan["advantages"].reads) == advantage_reads

@@ -40,9 +40,10 @@ def check_sentences() -> list[Sentence]:
         ("masks", invariants.loss_weights(4.0, 1.0)),
         ("advantages", invariants.advantages(rewarded, Ragged.from_rows([ids[:6].double()] * 2), masks)),
         ("logprob_gap", invariants.logprob_gap(gap, 0.05)),
+        ("sample_size", invariants.sample_size({"sample_size": 0.31}, 0.5)),
         ("finite", _nonfinite()),
         ("teacher_shares", ledger.starved(None)),
-        ("store_empty", invariants.store_empty(held=8, waiting=0)),
+        ("store_empty", invariants.store_empty(held=8)),
     ]
 
 

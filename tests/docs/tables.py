@@ -42,8 +42,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def fields_table() -> str:
     """Every field of a row."""
-    rows = ((f"`{f.name}`", f.dtype, _shape(f), f.writer, f.about) for f in FIELDS.values())
-    return table(("field", "dtype", "shape", "written by", "what"), rows)
+    rows = ((f"`{f.name}`", f.dtype, _shape(f), f.writer, f.clock, f.about) for f in FIELDS.values())
+    return table(("field", "dtype", "shape", "written by", "clock", "what"), rows)
 
 
 def _shape(field: Field) -> str:

@@ -25,7 +25,7 @@ from .reference import random_batch, tiny, with_padding
 from .updates import learn
 
 TRAIN = Train(lr=0.01, eps=1e-3, weight_decay=0.1, clip_norm=0.5)
-LOSSES = ("supervised", "ppo_clip", "gspo", "cispo", "reinforce")
+LOSSES = ("supervised", "ppo_clip", "gspo", "cispo", "dppo", "reinforce")
 AGGREGATIONS = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean")
 MODEL = tiny(dtype=torch.float32)
 places = st.lists(st.integers(0, 30), min_size=1, max_size=9)

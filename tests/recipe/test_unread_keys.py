@@ -47,6 +47,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "reward": {"weight": 0.0},
         "train": {"steps": 1, "prompts": 2, "schedule": "cosine"},
     },
+    "ahead": {"async": {"lag": 1}, "train": {"steps": 2, "prompts": 2}},
     "one teacher": {
         "teachers": {"a": {"student": {}}},
         "distill": {"divergence": "k1", "signal": "sampled", "through": "advantage"},
@@ -100,7 +101,7 @@ def ignored_keys(loaded: LoadedRecipe, patch: pytest.MonkeyPatch) -> set[str]:
     with patch.context() as reads:
         reads.setattr(Section, "__getattribute__", reading)
         train_loaded(loaded)
-    levels = {f"checks.{key}" for key in Checks.model_fields if not key.endswith("_max")}
+    levels = {f"checks.{key}" for key in Checks.model_fields if not key.endswith(("_max", "_min"))}
     return {path for path, key in paths.items() if key not in read} - declared - levels - {*UNSEEN}
 
 

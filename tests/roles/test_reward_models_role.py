@@ -33,7 +33,7 @@ from practicum.tasks.stream import eval_prompts, make_stream
 from practicum.trainer.evaluate import evaluate
 from practicum.trainer.preflight import check_without_models
 from practicum.trainer.run import train_loaded
-from practicum.trainer.step import training_attempts
+from practicum.trainer.sample_step import training_attempts
 
 FUNCTIONS = [{"use": "tests.trainer.rewards:even_length", "weight": 2.0}]
 

@@ -33,7 +33,7 @@ from practicum.roles.teachers import TeacherRole, Teachers, waiting_rows
 from practicum.runtime.local import LocalRoles, LocalWorkers, start_local
 from practicum.sessions.session import Session
 from practicum.tasks.stream import make_stream
-from practicum.trainer.step import TRAIN, training_attempts
+from practicum.trainer.sample_step import TRAIN, training_attempts
 
 ROUTE = {"by": "task", "to": {"copy": "small", "compare": "wide"}}
 

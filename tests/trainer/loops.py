@@ -1,6 +1,7 @@
 """Agent loops that recipes in tests name."""
 
 import asyncio
+import os
 
 from practicum.sessions.session import Session
 from practicum.sessions.trajectory import Trajectory
@@ -89,3 +90,11 @@ async def crowded(session: Session) -> None:
     """Opens a context that the prompt alone fills."""
     session.new_trajectory("1" * 100)
     await session.generate()
+
+
+async def notes_itself(session: Session) -> None:
+    """A session with a side effect: a line in the file that NOTES names."""
+    await session.generate(max_new_tokens=2)
+    with open(os.environ["NOTES"], "a") as file:
+        file.write(f"{session.prompt.uid} {session.index}\n")
+    await session.generate(max_new_tokens=2)

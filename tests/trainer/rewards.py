@@ -48,12 +48,17 @@ def answer_length(sample: RewardSample) -> float:
 
 
 def lazy_then_broken(sample: RewardSample) -> float:
-    """As by_letters; from prompt 12 on it raises, unless REWARD_IS_MENDED is set."""
-    if int(sample.key.split("/")[0].removeprefix("prompt ")) >= 12 and not os.environ.get("REWARD_IS_MENDED"):
-        raise ValueError("cannot parse this")
-    return by_letters(sample) + random.random() / 10
+    """As breaks_late, with a random part."""
+    return breaks_late(sample) + random.random() / 10
 
 
 def nothing(sample: RewardSample) -> float:
     """The same for every answer."""
     return 0.0
+
+
+def breaks_late(sample: RewardSample) -> float:
+    """As by_letters; from prompt 12 on it raises, unless REWARD_IS_MENDED is set."""
+    if int(sample.key.split("/")[0].removeprefix("prompt ")) >= 12 and not os.environ.get("REWARD_IS_MENDED"):
+        raise ValueError("cannot parse this")
+    return by_letters(sample)

@@ -26,6 +26,7 @@ from practicum.roles.load_teachers import OwnTeacher
 from practicum.roles.stage_table import make_plan
 from practicum.trainer import preflight as preflight_module
 from practicum.trainer.run import train_loaded
+from practicum.trainer.sample_step import SampledStep
 from practicum.trainer.step import StepRunner
 from practicum.trainer.step_metrics import METRICS
 from tests.serving.servers import MODEL, served
@@ -69,8 +70,8 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
     steps: list[dict[str, Tensor]] = []
     teach = StepRunner._teach
 
-    def keep(self: StepRunner, step: StepInfo) -> dict[str, float]:
-        metrics = teach(self, step)
+    def keep(self: StepRunner, sampled: SampledStep, step: StepInfo) -> dict[str, float]:
+        metrics = teach(self, sampled, step)
         columns = self.roles.store.get(step.batch, self.plan["teachers"].writes)
         steps.append({name: c.values.clone() for name, c in columns.items() if isinstance(c, Ragged)})
         return metrics

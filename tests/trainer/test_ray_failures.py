@@ -26,7 +26,8 @@ from practicum.runtime.ray import start_ray as start
 from practicum.runtime.ray.actor_calls import WorkerDied
 from practicum.runtime.ray.ray_roles import RayRoles, TrainGroup
 from practicum.trainer.run import train_loaded
-from practicum.trainer.step import TRAIN, StepRunner
+from practicum.trainer.sample_step import TRAIN
+from practicum.trainer.step import StepRunner
 from tests.cluster import local_ray
 from tests.teachers.tiny_reward_models import save_classifier
 from tests.teachers.tiny_teachers import teachers_recipe

@@ -20,6 +20,7 @@ from practicum.errors import CheckError, PracticumError
 from practicum.runtime.local import LocalRoles
 from practicum.trainer import run as run_module
 from practicum.trainer.run import train_loaded
+from practicum.trainer.sample_step import SampledStep, StepSampler
 from practicum.trainer.step import StepRunner
 from practicum.trainer.step_metrics import METRICS
 
@@ -285,17 +286,16 @@ def test_stale_weights_in_the_engine_stop_the_run(tmp_path: Path, monkeypatch: p
 
 
 def test_a_corrupt_engine_is_caught_by_the_logprob_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    roll_out = run_module.StepRunner._roll_out_and_reward
+    sample = StepSampler.sample
 
-    def tampered(self: StepRunner) -> Any:
-        batch, baselines, metrics = roll_out(self)
-        store = self.roles.store
+    def tampered(self: StepSampler, step: SampledStep) -> None:
+        sample(self, step)
+        store, batch = self.roles.store, step.batch
         columns = store.get(batch, ["plain_logprobs"])
         column: Any = columns["plain_logprobs"]
         store.put(batch, {"plain_logprobs": type(column).packed(column.values - 1.0, column.lengths)})
-        return batch, baselines, metrics
 
-    monkeypatch.setattr(StepRunner, "_roll_out_and_reward", tampered)
+    monkeypatch.setattr(StepSampler, "sample", tampered)
     with pytest.raises(CheckError, match="check logprob_gap: rollout and learner logprobs differ by 1 nats"):
         train_loaded(tiny(tmp_path), tmp_path / "run")
 

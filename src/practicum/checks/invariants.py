@@ -26,12 +26,12 @@ _SINGLE = 1e-6
 
 
 def weight_version(fresh: BatchRef, version: int) -> str | None:
-    """The engine sampled every token of a fresh rollout with the weights that the learner has."""
+    """The engine sampled every token of a step with the weights that are the step's to be sampled by."""
     for key, tags in fresh:
         if tags.sampled_tokens and (tags.version_min, tags.version_max) != (version, version):
             return (
                 f"{key} was sampled with weight versions {tags.version_min}–{tags.version_max}, "
-                f"the learner is at {version}: the engine missed an update"
+                f"and the step is of version {version}: the engine missed an update"
             )
     return None
 
@@ -81,6 +81,18 @@ def logprob_gap(metrics: Mapping[str, float], limit: float) -> str | None:
         f"rollout and learner logprobs differ by {gap:.3g} nats per token on average "
         f"(at most {metrics.get('gap_max', math.nan):.3g}); checks.logprob_gap_max is {limit:g}. "
         "The engine's weights, numbers or sampling settings are not the learner's"
+    )
+
+
+def sample_size(metrics: Mapping[str, float], limit: float) -> str | None:
+    """The rows that older weights sampled still tell of the policy that is trained."""
+    size = metrics.get("sample_size")
+    if size is None or size >= limit:
+        return None
+    return (
+        f"the batch's tokens count for {size:.0%} of their number: the policy that sampled them is far from "
+        f"the one that is trained (checks.sample_size_min is {limit:g}). Learning from such rows gets worse "
+        "and may collapse: lower train.lr or async.lag"
     )
 
 
@@ -187,8 +199,6 @@ def groups(batch: BatchRef, samples: int) -> str | None:
     return None
 
 
-def store_empty(held: int, waiting: int) -> str | None:
-    """After a step the store holds what waits in the buffer and nothing else."""
-    if held == waiting:
-        return None
-    return f"{held} rows are in the store after the step, {waiting} wait in the buffer"
+def store_empty(held: int) -> str | None:
+    """After a step the store holds nothing of it or of steps before it."""
+    return None if not held else f"{held} rows of finished steps are in the store after the step"

@@ -6,6 +6,8 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Coroutine
+from contextvars import ContextVar
+from types import TracebackType
 from typing import Any, TypeVar
 
 from practicum.errors import DeadlineError
@@ -47,8 +49,11 @@ def run_async(work: Coroutine[Any, Any, T], *, timeout: float, owner: str) -> T:
     When this returns or raises, the work is over, unless it refuses to end for UNWIND_S. A function that
     blocks the event loop is named in the DeadlineError.
     """
+    scope = _SCOPE.get()
     running = _Running(work, event_loop(), owner)
     try:
+        if scope is not None:
+            scope.add(running)
         return running.future.result(timeout)
     except concurrent.futures.TimeoutError:
         if running.future.done():  # the work itself raised a TimeoutError
@@ -60,6 +65,47 @@ def run_async(work: Coroutine[Any, Any, T], *, timeout: float, owner: str) -> T:
     except BaseException:
         running.cancel(UNWIND_S)  # Ctrl-C in the caller must not leave the work running
         raise
+    finally:
+        if scope is not None:
+            scope.remove(running)
+
+
+class WorkScope:
+    """Threads that run asynchronous work inside of it (`with`) can be ended from outside by `cancel`."""
+
+    def __init__(self) -> None:
+        self._lock, self.is_cancelled = threading.Lock(), False
+        self._running: set[_Running] = set()
+        self._entered = threading.local()
+
+    def __enter__(self) -> None:
+        self._entered.token = _SCOPE.set(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        _SCOPE.reset(self._entered.token)
+
+    def add(self, running: _Running) -> None:
+        """Work that begins; in a cancelled scope none does."""
+        with self._lock:
+            if self.is_cancelled:
+                raise concurrent.futures.CancelledError
+            self._running.add(running)
+
+    def remove(self, running: _Running) -> None:
+        with self._lock:
+            self._running.discard(running)
+
+    def cancel(self) -> None:
+        """End the work that is under way, and all that would begin later."""
+        with self._lock:
+            self.is_cancelled, running = True, list(self._running)
+        for one in running:
+            one.cancel(0.0)
+
+
+_SCOPE: ContextVar[WorkScope | None] = ContextVar("scope", default=None)
 
 
 class _Running:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Literal, get_args
 
@@ -17,6 +18,9 @@ from practicum.dataplane.keys import Key
 from practicum.errors import StoreError
 
 Extent = Literal["scalar", "prompt", "response", "sequence", "object"]
+Clock = Literal["frozen", "behaviour", "learner"]
+"""Of which weights a field is: of none, so that it is valid for ever; of those that sampled its row; of those
+that the step trains, and valid in that step alone."""
 Padding = Literal["end_token", "zero", "positions", "empty"]
 """What a padding row holds: the end token, zeros (false), positions from 0 on, an empty mapping."""
 
@@ -36,6 +40,7 @@ class Field:
     about: str
     padding: Padding | None = None
     trailing: tuple[str | int, ...] = ()
+    clock: Clock = "learner"
 
     @property
     def itemsize(self) -> int:
@@ -43,25 +48,28 @@ class Field:
         return _BYTES[self.dtype]
 
 
+_frozen, _behaviour = partial(Field, clock="frozen"), partial(Field, clock="behaviour")
 _FIELDS = (
-    Field("prompt_ids", "int64", "prompt", "rollout", "tokens of the prompt", "end_token"),
-    Field("response_ids", "int64", "response", "rollout", "tokens after the prompt", "end_token"),
-    Field("response_mask", "bool", "response", "rollout", "true where the student sampled", "zero"),
-    Field("rollout_logprobs", "float32", "response", "rollout", "as really sampled from", "zero"),
-    Field("plain_logprobs", "float32", "response", "rollout", "of the model at T = 1, uncut", "zero"),
-    Field(
+    _frozen("prompt_ids", "int64", "prompt", "rollout", "tokens of the prompt", "end_token"),
+    _frozen("response_ids", "int64", "response", "rollout", "tokens after the prompt", "end_token"),
+    _frozen("response_mask", "bool", "response", "rollout", "true where the student sampled", "zero"),
+    _behaviour("rollout_logprobs", "float32", "response", "rollout", "as really sampled from", "zero"),
+    _behaviour("plain_logprobs", "float32", "response", "rollout", "of the model at T = 1, uncut", "zero"),
+    _frozen(
         "position_ids", "int64", "sequence", "rollout", "if a model needs several axes", "positions", ("D",)
     ),
-    Field("multi_modal_inputs", "object", "object", "rollout", "image inputs of vision models", "empty"),
-    Field("routed_experts", "int64", "sequence", "rollout", "experts each token took", "zero", ("L", "E")),
-    Field("reward", "float32", "scalar", "reward", "the session's outcome", "zero"),
-    Field("reward_tokens", "float32", "response", "reward", "rewards of single tokens", "zero"),
-    Field("teacher_logprobs", "float32", "response", "teachers", "of the sampled token", "zero"),
-    Field("teacher_topk_ids", "int64", "response", "teachers", "most likely tokens", "zero", ("K",)),
-    Field("teacher_topk_logprobs", "float32", "response", "teachers", "their logprobs", "zero", ("K",)),
-    Field("teacher_hidden", "float32", "response", "teachers", "last hidden states", "zero", ("H",)),
+    _frozen("multi_modal_inputs", "object", "object", "rollout", "image inputs of vision models", "empty"),
+    _behaviour(
+        "routed_experts", "int64", "sequence", "rollout", "experts each token took", "zero", ("L", "E")
+    ),
+    _frozen("reward", "float32", "scalar", "reward", "the session's outcome", "zero"),
+    _frozen("reward_tokens", "float32", "response", "reward", "rewards of single tokens", "zero"),
+    _frozen("teacher_logprobs", "float32", "response", "teachers", "of the sampled token", "zero"),
+    _frozen("teacher_topk_ids", "int64", "response", "teachers", "most likely tokens", "zero", ("K",)),
+    _frozen("teacher_topk_logprobs", "float32", "response", "teachers", "their logprobs", "zero", ("K",)),
+    _frozen("teacher_hidden", "float32", "response", "teachers", "last hidden states", "zero", ("H",)),
     Field("old_logprobs", "float32", "response", "old_logprobs", "the student before the update", "zero"),
-    Field("ref_logprobs", "float32", "response", "ref_logprobs", "the reference policy", "zero"),
+    _frozen("ref_logprobs", "float32", "response", "ref_logprobs", "the reference policy", "zero"),
     Field("values", "float32", "response", "values", "the critic before each token", "zero"),
     Field("advantages", "float32", "response", "advantages", "what each token is worth", "zero"),
     Field("returns", "float32", "response", "advantages", "what the critic should have said", "zero"),

@@ -12,6 +12,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal
 
 from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.fields import FIELDS
 from practicum.dataplane.keys import Key
 from practicum.errors import RecipeError, StoreError
 from practicum.recipe.counts import Counts
@@ -21,6 +22,8 @@ if TYPE_CHECKING:  # the plan of a step is drawn without torch
 
 Ranks = Literal["all", "first", "controller"]
 """Who runs a stage: all ranks of the learner together, its first rank alone, or the step itself."""
+Side = Literal["sampling", "learning"]
+"""Where a stage is in time: before the step, with the weights that sample, or in the step that trains."""
 _BEFORE_LEARNING = ("teachers", "pad")
 
 
@@ -38,6 +41,7 @@ class StageSpec:
     about: str = ""
     not_asked: str = ""
     """Why this recipe rules the stage out, whatever its effect or readers; empty if it does not."""
+    side: Side = "learning"
     use: str = ""
     """How the recipe names a stage of the user's."""
 
@@ -49,6 +53,8 @@ class Plan:
     stages: tuple[StageSpec, ...]
     skipped: tuple[tuple[StageSpec, str], ...] = ()
     counts: Counts | None = field(default=None, compare=False)
+    lag: int = 0
+    """How many steps the sampling side is ahead."""
 
     def __getitem__(self, name: str) -> StageSpec:
         for stage in self.stages:
@@ -105,6 +111,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
             "about": stage.about,
             "role": stage.role,
             "ranks": stage.ranks,
+            "side": stage.side,
             "reads": {name: plan.writer(stage.name, name) for name in stage.reads},
             "writes": list(stage.writes),
         }
@@ -118,6 +125,8 @@ def draw(plan: Plan) -> str:
     """The plan for people: stages, what they read (from whom) and write, and what is skipped."""
     lines = []
     for number, stage in enumerate(plan.stages, start=1):
+        if plan.lag and (number == 1 or stage.side != plan.stages[number - 2].side):
+            lines += [*([""] if lines else []), _SIDES[stage.side].format(lag=plan.lag)]
         lines.append(f"{number:>2}. {stage.name:<15} {stage.about}".rstrip())
         by_writer: dict[str, list[str]] = {}
         for name in stage.reads:
@@ -125,13 +134,41 @@ def draw(plan: Plan) -> str:
         for writer, names in by_writer.items():
             lines.append(f"      ← {', '.join(names)}   (from {writer})")
         if stage.writes:
-            lines.append(f"      → {', '.join(stage.writes)}")
+            lines.append(f"      → {', '.join(map(_with_clock if plan.lag else str, stage.writes))}")
     if plan.skipped:
         lines += ["", "not run:"]
         lines += [f"  – {stage.name:<15} {why}" for stage, why in plan.skipped]
     if plan.counts is not None:
         lines += ["", "counts:", *(f"  {line}" for line in plan.counts.lines())]
     return "\n".join(lines)
+
+
+def _with_clock(name: str) -> str:
+    """A field, and of which weights it is unless it is of none."""
+    clock = FIELDS[name].clock
+    return name if clock == "frozen" else f"{name} ({clock})"
+
+
+_SIDES = {
+    "sampling": "sampled ahead, by weights that are {lag} steps older than those that the step trains:",
+    "learning": "in the step that trains:",
+}
+
+
+def check_sides(plan: Plan) -> None:
+    """With a lag, a stage on the sampling side that reads or writes a learner's field is a RecipeError."""
+    learning = False
+    for stage in plan.stages:
+        learning = learning or stage.side == "learning"
+        late = [name for name in (*stage.reads, *stage.writes) if FIELDS[name].clock == "learner"]
+        if plan.lag and stage.side == "sampling" and (late or learning):
+            found = f"that it reads or writes {late[0]}" if late else "it after stages that train"
+            raise RecipeError(
+                f"stage {stage.name}",
+                f"{found} on the sampling side with async.lag {plan.lag}",
+                "a stage of the step that trains, or fields that are frozen or of the weights that sampled",
+                "what the learner computes is of its weights in one step: computed earlier, it is of others",
+            )
 
 
 def chain(plan: Plan) -> str:

@@ -15,6 +15,7 @@ from practicum.recipe.derived import (
     adapter_folder,
     base_groups,
     is_own_base,
+    lag,
     own_models,
     own_options,
     rollout_context,
@@ -92,14 +93,16 @@ def device_memory(
 
 
 def engine_memory(setup: StepSetup, *, shares_weights: bool) -> Parts:
-    """An engine of the student: its weights (unless they are the learner's own) and the KV memory."""
+    """The student's engines of a process, one and one more for each step of async.lag: their weights (unless
+    they are the learner's own, which they are without a lag) and their KV memory."""
     recipe, sizes = setup.recipe, setup.models.student
-    number = BYTES[recipe.model.dtype]
+    number, copies = BYTES[recipe.model.dtype], lag(recipe) + 1
     tokens = _kv_tokens(setup)
     if recipe.agent.loop != "single_turn":
         tokens += tokens if recipe.rollout.keep_tokens is None else recipe.rollout.keep_tokens
-    weights = {} if shares_weights else {"engine's weights": float(sizes.parameters * number)}
-    return weights | {"KV memory": float(tokens * sizes.token_kv() * number)}
+    weights = {"engine's weights": float(copies * sizes.parameters * number)}
+    kv = {"KV memory": float(copies * tokens * sizes.token_kv() * number)}
+    return kv if shares_weights and copies == 1 else weights | kv
 
 
 def _kv_tokens(setup: StepSetup) -> float:

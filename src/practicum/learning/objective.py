@@ -173,3 +173,4 @@ def _count_gap(difference_M: Tensor, means: TokenMeans) -> None:
     means.add("gap_mean", difference_M.abs())
     means.add_max("gap_max", difference_M.abs())
     means.add("gap_k3", k3(-difference_M))
+    means.add_weights("sample_size", difference_M)

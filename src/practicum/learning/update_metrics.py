@@ -30,6 +30,7 @@ METRICS: dict[str, str] = {
     "gap_mean": "mean |learner - rollout| logprob on fresh rows, at the sampling temperature (1 if cut)",
     "gap_max": "largest such difference",
     "gap_k3": "k3 estimate of KL(rollout || learner) from them (unbiased if nothing is cut)",
+    "sample_size": "effective sample size of stale rows' ratios to the engine, as a fraction of tokens",
     "grad_norm": "global norm of the gradient before clipping",
     "lr": "learning rate",
     "router_load_max": "load of the busiest expert of any layer, in parts of an even load",
@@ -44,6 +45,10 @@ METRICS: dict[str, str] = {
 is absent."""
 
 
+_LARGEST_LOG = 100.0
+"""Importance weights beyond this are as bad as any; squares of larger ones would overflow."""
+
+
 class TokenMeans:
     """Sums of per-token numbers over micro-batches, in double precision."""
 
@@ -51,6 +56,8 @@ class TokenMeans:
         self._sums: dict[str, float] = defaultdict(float)
         self._counts: dict[str, int] = defaultdict(int)
         self._largest: dict[str, float] = {}
+        self._weights: dict[str, tuple[float, float, int]] = {}
+        """Summed importance weights, their summed squares, and their number."""
 
     def add(self, name: str, value_M: Tensor) -> None:
         """Count these tokens into the mean of `name`."""
@@ -65,8 +72,21 @@ class TokenMeans:
             largest = float(value_M.detach().max())
             self._largest[name] = max(self._largest.get(name, largest), largest)
 
+    def add_weights(self, name: str, log_M: Tensor) -> None:
+        """Count these importance weights, given as logarithms, into the effective sample size `name`."""
+        assert name in METRICS, name
+        weight_M = log_M.detach().double().clamp(-_LARGEST_LOG, _LARGEST_LOG).exp()
+        sums = float(weight_M.sum()), float(weight_M.square().sum()), weight_M.numel()
+        self._add_weights(name, sums)
+
+    def _add_weights(self, name: str, sums: tuple[float, float, int]) -> None:
+        total, squares, count = self._weights.get(name, (0.0, 0.0, 0))
+        self._weights[name] = total + sums[0], squares + sums[1], count + sums[2]
+
     def merge(self, other: TokenMeans) -> None:
         """Add what another one counted."""
+        for name, sums in other._weights.items():
+            self._add_weights(name, sums)
         for name, count in other._counts.items():
             self._sums[name] += other._sums[name]
             self._counts[name] += count
@@ -76,7 +96,8 @@ class TokenMeans:
     def result(self) -> dict[str, float]:
         """Means and maxima of what was counted."""
         means = {name: self._sums[name] / n for name, n in self._counts.items() if n}
-        return means | self._largest
+        sizes = {name: total**2 / (n * squares) for name, (total, squares, n) in self._weights.items() if n}
+        return means | self._largest | sizes
 
 
 @dataclass(frozen=True, slots=True)

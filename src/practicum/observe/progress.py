@@ -271,5 +271,7 @@ def stage_shares(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
         for name, seconds in metrics.items()
         if name.startswith("time/") and name not in ("time/step", "time/eval", "time/checkpoint")
     }
+    if "waited" in stages:  # what is sampled ahead takes no time of the step
+        stages = {name: s for name, s in stages.items() if name not in ("rollout", "reward", "publish_lag")}
     shares = [(name, seconds / whole) for name, seconds in stages.items() if whole]
     return sorted((s for s in shares if s[1] >= 0.01), key=lambda item: -item[1])

@@ -7,6 +7,7 @@ there goes to disk.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -94,7 +95,7 @@ class ColocatedModel:
 
 
 class ModelCache:
-    """Wakes one model at a time and keeps the sleeping ones within budgets (bytes).
+    """Wakes one model at a time, whichever threads ask, and keeps the sleeping ones within budgets (bytes).
 
     Without a device budget all stay where they are on a CPU, and none on another device.
     """
@@ -102,6 +103,7 @@ class ModelCache:
     def __init__(self, models: Sequence[Sleepable], device: float | None, host: float | None) -> None:
         self._models = {model.name: model for model in models}
         self._device, self._host = device, math.inf if host is None else host
+        self._turn = threading.Lock()
         self._order: list[str] = []
         """Names, the one used last at the end."""
         self._level: dict[str, Level] = {}
@@ -120,21 +122,22 @@ class ModelCache:
         An error in the block is the one that surfaces, even if the model can't be put to sleep after it.
         """
         model = self._models[name]
-        self.wakes[name] += 1
-        self._make_room(model)
-        try:
-            model.wake()
-        except (PracticumError, OSError, RuntimeError) as error:
-            raise EngineError(f"{name} can't be woken: {error}") from error
-        try:
-            yield
-        except BaseException as error:
+        with self._turn:
+            self.wakes[name] += 1
+            self._make_room(model)
             try:
-                self._put_to_sleep(model)
-            except PracticumError as also:
-                error.add_note(f"{name} could not be put to sleep either: {also}")
-            raise
-        self._put_to_sleep(model)
+                model.wake()
+            except (PracticumError, OSError, RuntimeError) as error:
+                raise EngineError(f"{name} can't be woken: {error}") from error
+            try:
+                yield
+            except BaseException as error:
+                try:
+                    self._put_to_sleep(model)
+                except PracticumError as also:
+                    error.add_note(f"{name} could not be put to sleep either: {also}")
+                raise
+            self._put_to_sleep(model)
 
     def _put_to_sleep(self, model: Sleepable) -> None:
         """Put it to sleep, then move the least recently used ones until all budgets hold."""

@@ -38,6 +38,8 @@ class LossTraits:
     """It compares each token's probability with the one before the update."""
     clips_ratio: bool = False
     """Ratios outside of 1 - clip_low to 1 + clip_high pull no further."""
+    to_sampler: bool = False
+    """Its ratio is always to the policy that sampled."""
     whole_sessions: bool = False
     """Its ratio is of all tokens of a session, which no mini-batch or micro-batch may cut."""
     reads: frozenset[str] = frozenset()
@@ -60,6 +62,7 @@ LOSSES: dict[str, LossTraits] = {
     "ppo_clip": LossTraits(clips_ratio=True, reads=_CLIPPED | {"dual_clip"}),
     "gspo": LossTraits(clips_ratio=True, whole_sessions=True, reads=_CLIPPED | {"dual_clip"}),
     "cispo": LossTraits(reads=_CLIPPED),
+    "dppo": LossTraits(to_sampler=True, reads=_CLIPPED),
     "reinforce": LossTraits(ratio=False, reads=frozenset({"entropy"})),
 }
 

@@ -21,6 +21,11 @@ def is_supervised(recipe: Recipe) -> bool:
     return recipe.algorithm.loss == "supervised"
 
 
+def lag(recipe: Recipe) -> int:
+    """How many steps older the weights that sample a batch are than those that it trains."""
+    return getattr(recipe, "async").lag
+
+
 def uses_reward(recipe: Recipe) -> bool:
     """Whether something is learnt from rewards."""
     return not is_supervised(recipe) and recipe.reward.weight > 0

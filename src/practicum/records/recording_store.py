@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from practicum.dataplane.batch import BatchRef
@@ -11,6 +12,7 @@ from practicum.dataplane.fields import FIELDS
 from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.ragged import Column
 from practicum.dataplane.store import Store
+from practicum.dataplane.store_files import read_batches
 from practicum.records.recorder import Recorder, told_tags
 
 _JUDGED = ("status", "reward", "reward_parts", "failure")
@@ -22,8 +24,7 @@ class RecordingStore:
 
     def __init__(self, store: Store, recorder: Recorder) -> None:
         self.inner, self.recorder = store, recorder
-        self.batch, self.clear, self.size = store.batch, store.clear, store.size
-        self.save, self.load = store.save, store.load
+        self.batch, self.clear, self.size, self.save = store.batch, store.clear, store.size, store.save
 
     def put(self, batch: BatchRef, columns: Mapping[str, Column], *, keep_tags: bool = False) -> None:
         self.inner.put(batch, columns, keep_tags=keep_tags)
@@ -42,6 +43,15 @@ class RecordingStore:
         self.inner.tag(partition, tags)
         batch = BatchRef(partition, tuple(tags), tuple(tags.values()))
         self.recorder.add("reward", batch, {}, lambda one: {name: getattr(one, name) for name in _JUDGED})
+
+    def load(self, path: Path) -> None:
+        """Rows of later steps may have been written to the record after the point that it is cut back to."""
+        self.inner.load(path)
+        for batch, columns in read_batches(path):
+            writers = {FIELDS[name].writer for name in columns}
+            for writer in sorted(writers):
+                written = {n: c for n, c in columns.items() if FIELDS[n].writer == writer and self._keeps(n)}
+                self.recorder.add(writer, batch, written, told_tags)
 
     def _keeps(self, name: str) -> bool:
         return FIELDS[name].extent != "object" or self.recorder.place.everything

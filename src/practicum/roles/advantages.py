@@ -21,7 +21,7 @@ from practicum.recipe.derived import corrects_mismatch, has_advantage_estimator
 from practicum.recipe.own_parts import find_part
 from practicum.recipe.schema.recipe import Recipe
 from practicum.records.recording_store import record_more, recorder_of
-from practicum.roles.stage_table import old_source
+from practicum.roles.stage_table import student_source
 
 
 def dense_ids(names: list) -> tuple[Tensor, int]:
@@ -132,7 +132,7 @@ class AdvantageRole:
         A policy loss grows as its advantage does, so weighed advantages weigh the loss; what the critic
         learns from is not weighed.
         """
-        old_N = columns.ragged(old_source(self.recipe)).values
+        old_N = columns.ragged(student_source(self.recipe)).values
         rollout_N = columns.ragged("rollout_logprobs").values
         mismatch = self.recipe.algorithm.mismatch
         reject = None if mismatch.reject is None else (mismatch.reject.low, mismatch.reject.high)
@@ -144,7 +144,7 @@ class AdvantageRole:
         distill = self.recipe.distill
         if distill is None or distill.through == "loss":
             return None, {}
-        student_N = columns.ragged(old_source(self.recipe)).values
+        student_N = columns.ragged(student_source(self.recipe)).values
         teacher_N = columns.ragged("teacher_logprobs").values
         kind, part = distill.divergence, "sampled_divergence"
         terms = token_kl(kind, student_N, teacher_N, mask_N, distill.clamp, part=part)
@@ -159,7 +159,7 @@ class AdvantageRole:
         self, columns: Columns, token_rewards_N: Tensor, mask_N: Tensor, sessions: int
     ) -> tuple[Tensor, dict[str, float]]:
         kl = self.recipe.algorithm.kl
-        student_N = columns.ragged(old_source(self.recipe)).values
+        student_N = columns.ragged(student_source(self.recipe)).values
         if not mask_N.any():
             return token_rewards_N, {}
         reference_N = columns.ragged("ref_logprobs").values

@@ -24,7 +24,7 @@ from practicum.dataplane.store import Store
 from practicum.engines.protocol import Engine, Sampling
 from practicum.errors import PracticumError, SessionError
 from practicum.models.vision import sequence_positions
-from practicum.recipe.derived import scores_during_rollout, session_deadline
+from practicum.recipe.derived import lag, scores_during_rollout, session_deadline
 from practicum.recipe.schema.recipe import Recipe
 from practicum.records.recording_store import record_more
 from practicum.roles.reward import SessionName, rewards_at_once
@@ -106,24 +106,49 @@ class RolloutRole:
         self._functions = RewardFunctions(recipe.tasks, recipe.reward)
         teachers = recipe.teachers.items() if "teachers" in plan else ()
         self._own_teachers = {name for name, teacher in teachers if scores_during_rollout(teacher)}
+        self._open: dict[SessionName, Prompt] = {}
+        """Sessions of the rollout under way that are not done yet."""
+        self._done: set[Key] = set()
+        """Rows of sessions that are done: run, and scored by those who score at once."""
+        self._kept: set[Key] = set()
+        """Those of them that a checkpoint had, until their step is sampled again."""
         self._rewarded: set[SessionName] = set()
-        """Sessions that were scored during the rollout."""
+        """Sessions that have their reward."""
 
     def demonstrate(self, prompts: Sequence[Prompt], partition: str) -> BatchRef:
         """Write what a demonstrator does with each prompt: rows for supervised training."""
         work, deadline_s = self.workers.demonstrate(prompts, partition), self.recipe.rollout.deadline_s
         batch = run_async(work, timeout=deadline_s, owner="demonstrations")
-        self._remember(batch, prompts)
+        self._remember(batch.keys, {prompt.uid: prompt for prompt in prompts})
         return batch
 
     def rollout(self, attempts: Sequence[Attempt], partition: str, *, seed: int) -> BatchRef:
-        """Run sessions side by side and write their rows; the batch is in the order of its keys."""
-        prompts = list({attempt.prompt.uid: attempt.prompt for attempt in attempts}.values())
+        """Run sessions side by side and write their rows; the batch is in the order of its keys.
 
+        Sessions that were done before a checkpoint are not run again: their rows are in the store.
+        """
+        prompts = {attempt.prompt.uid: attempt.prompt for attempt in attempts}
+        kept = [key for key in self._kept if key.prompt in prompts]
+        self._kept.difference_update(kept)
+        self._remember(kept, prompts)
+        ran = {key[:2] for key in kept}
+        attempts = [a for a in attempts if (a.prompt.uid, a.session) not in ran]
+        self._open = {(a.prompt.uid, a.session): a.prompt for a in attempts}
+        self._rewarded -= self._open.keys()
+        keys = self._run(attempts, prompts, partition, seed) if attempts else []
+        # Sessions finish in any order; the batch is in the order of its keys.
+        return self.store.batch(partition, sorted([*kept, *keys]))
+
+    def _run(
+        self, attempts: Sequence[Attempt], prompts: Mapping[int, Prompt], partition: str, seed: int
+    ) -> list[Key]:
         def finished(rows: BatchRef) -> Coroutine[Any, Any, None] | None:
             self.hidden.session_ended()
-            self._remember(rows, prompts)
-            return self._scoring(rows)
+            self._remember(rows.keys, prompts)
+            if (scoring := self._scoring(rows)) is None:
+                self._note_done(rows)
+                return None
+            return self._score(rows, scoring)
 
         options = {"at_once": self._scores_at_once, "finished": finished}
         work, deadline_s = (
@@ -131,27 +156,50 @@ class RolloutRole:
             self.recipe.rollout.deadline_s,
         )
         with self.hidden.rollout(), self.workers.named_blocks():
-            keys = run_async(work, timeout=deadline_s, owner=f"rollout ({partition})")
-        # Sessions finish in any order; the batch is in the order of its keys.
-        return self.store.batch(partition, sorted(keys))
+            return run_async(work, timeout=deadline_s, owner=f"rollout ({partition})")
 
     def reward(self, batch: BatchRef) -> None:
         """Score the sessions that were not scored during the rollout."""
         left = batch.where(lambda key, _: key[:2] not in self._rewarded)
-        self._rewarded -= {key[:2] for key in batch.keys}
         if left:
-            with self.workers.engines_asleep() if waits_for_models(self.recipe) else nullcontext():
+            with self.engines_asleep() if waits_for_models(self.recipe) else nullcontext():
                 self.workers.reward(left, {key: self.prompts[key] for key in left.keys})
+        self._rewarded.update(key[:2] for key in left.keys)
+
+    def engines_asleep(self) -> AbstractContextManager[None]:
+        """The student's engines free their memory for others; not with a lag, where they are at work."""
+        return nullcontext() if lag(self.recipe) else self.workers.engines_asleep()
+
+    def open_groups(self) -> list[tuple[Prompt, int]]:
+        """The groups of the rollout under way that are not done, each with how many sessions are not."""
+        left: dict[int, tuple[Prompt, int]] = {}
+        for prompt in list(self._open.values()):
+            left[prompt.uid] = prompt, left.get(prompt.uid, (prompt, 0))[1] + 1
+        return list(left.values())
+
+    def done_rows(self) -> tuple[list[Key], list[SessionName]]:
+        """Rows of sessions that are done, and sessions that have their reward: for a checkpoint."""
+        rewarded = sorted(self._rewarded.copy())
+        return sorted(self._done.copy()), rewarded
+
+    def restore(self, done: Iterable[Key], rewarded: Iterable[SessionName]) -> None:
+        """Take up what `done_rows` gave, of rows that are in the store again."""
+        self._done, self._kept, self._rewarded = set(done), set(done), set(rewarded)
 
     def forget(self, keys: Iterable[Key]) -> None:
         """Drop what is remembered of rows that leave the store."""
         for key in keys:
             self.prompts.pop(key, None)
+            self._done.discard(key)
             self._rewarded.discard(key[:2])
 
-    def _remember(self, rows: BatchRef, prompts: Sequence[Prompt]) -> None:
-        by_uid = {prompt.uid: prompt for prompt in prompts}
-        self.prompts.update((key, by_uid[key.prompt]) for key in rows.keys)
+    def _remember(self, keys: Iterable[Key], prompts: Mapping[int, Prompt]) -> None:
+        self.prompts.update((key, prompts[key.prompt]) for key in keys)
+
+    def _note_done(self, rows: BatchRef) -> None:
+        self._done.update(rows.keys)
+        for key in rows.keys:
+            self._open.pop(key[:2], None)
 
     def _scores_at_once(self, prompt: Prompt) -> bool:
         """Whether single sessions of this prompt are scored while others still roll out."""
@@ -160,19 +208,21 @@ class RolloutRole:
     def _rewards_at_once(self, task: str) -> bool:
         return rewards_at_once(self.recipe, self.plan, self._functions, task)
 
-    def _scoring(self, rows: BatchRef) -> Coroutine[Any, Any, None] | None:
-        """The work of those who score these finished rows at once, if there is any."""
+    def _scoring(self, rows: BatchRef) -> tuple[BatchRef, BatchRef] | None:
+        """Those of these finished rows that are rewarded and that are taught at once, if there are any."""
         rows = rows.where(lambda _, tags: tags.status == "ready")
         rewarded = rows.where(lambda _, tags: tags.given_reward is None and self._rewards_at_once(tags.task))
         taught = rows.where(lambda _, tags: tags.teacher in self._own_teachers and not tags.is_baseline)
-        return self._score(rewarded, taught) if rewarded or taught else None
+        return (rewarded, taught) if rewarded or taught else None
 
-    async def _score(self, rewarded: BatchRef, taught: BatchRef) -> None:
+    async def _score(self, rows: BatchRef, scoring: tuple[BatchRef, BatchRef]) -> None:
+        rewarded, taught = scoring
         by_models = bool(taught) or bool(self.recipe.reward.models)
         with self.hidden.scoring() if by_models else nullcontext():
             works = [self._reward_session(rewarded)] if rewarded else []
             works += [self._teach_session(taught)] if taught else []
             await gather_all(works)
+        self._note_done(rows)
 
     async def _reward_session(self, batch: BatchRef) -> None:
         prompts = {key: self.prompts[key] for key in batch.keys}

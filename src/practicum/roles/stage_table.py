@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Literal
 
 from practicum.dataplane.own_stage import OwnStage
-from practicum.dataplane.stages import Plan, StageSpec, resolve
+from practicum.dataplane.stages import Plan, StageSpec, check_sides, resolve
 from practicum.errors import RecipeError
 from practicum.recipe.algorithm_traits import estimator_traits, loss_traits
 from practicum.recipe.counts import count
@@ -24,7 +24,9 @@ from practicum.recipe.derived import (
     has_advantage_estimator,
     has_policy_loss,
     is_supervised,
+    lag,
     model_traits,
+    scores_during_rollout,
     uses_reward,
 )
 from practicum.recipe.own_parts import find_part
@@ -37,7 +39,13 @@ _ROWS = (*_TOKENS, "response_mask")
 VISION_FIELDS = ("position_ids", "multi_modal_inputs")
 """Further fields of the rows of vision models."""
 _REWARD = StageSpec(
-    "reward", _ROWS, ("reward", "reward_tokens"), "reward", "controller", about="judge each session"
+    "reward",
+    _ROWS,
+    ("reward", "reward_tokens"),
+    "reward",
+    "controller",
+    about="judge each session",
+    side="sampling",
 )
 
 
@@ -47,25 +55,32 @@ def make_plan(recipe: Recipe, traits: Traits | None = None) -> Plan:
     `traits` are the student's, if more is known than `model_traits` can find out.
     """
     traits = model_traits(recipe.model) if traits is None else traits
-    return replace(resolve(all_stages(recipe, traits), _why_unread(recipe)), counts=count(recipe))
+    plan = resolve(all_stages(recipe, traits), _why_unread(recipe))
+    check_sides(plan := replace(plan, counts=count(recipe), lag=lag(recipe)))
+    return plan
 
 
-def old_source(recipe: Recipe) -> OldSource:
-    """Where the logprobs before the update come from: for the ratio, and for what the advantages need.
+def ratio_source(recipe: Recipe) -> OldSource:
+    """Where the denominator of the policy loss's ratio comes from.
 
-    own: the update's own logprobs, detached, are the old ones; nothing is stored for them. A loss
-    without a ratio reads none of them, even if the advantages do.
+    own: the update's own logprobs, detached, are the old ones; nothing is stored for them.
     """
     algorithm, train = recipe.algorithm, recipe.train
-    in_advantages = _advantages_need_old(recipe)
-    if not in_advantages and not _has_ratio(recipe):
+    if not _has_ratio(recipe):
         return "own"
-    if algorithm.old_logprobs == "rollout":
+    if algorithm.old_logprobs == "rollout" or loss_traits(algorithm.loss).to_sampler:
+        return "rollout_logprobs"
+    if algorithm.old_logprobs == "auto" and lag(recipe) and algorithm.mismatch.weights == "off":
         return "rollout_logprobs"
     several = train.epochs * train.minibatches > 1 or train.minibatch_rows is not None
-    if algorithm.old_logprobs == "recompute" or several or in_advantages:
+    if algorithm.old_logprobs == "recompute" or several or _advantages_need_old(recipe):
         return "old_logprobs"
     return "own"
+
+
+def student_source(recipe: Recipe) -> Literal["old_logprobs", "rollout_logprobs"]:
+    """Where the student's logprobs come from that the advantages are made with, if they need any."""
+    return "rollout_logprobs" if recipe.algorithm.old_logprobs == "rollout" else "old_logprobs"
 
 
 def compares_sampled(recipe: Recipe) -> bool:
@@ -91,6 +106,7 @@ def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
             "rollout",
             "controller",
             about="a demonstrator's turns",
+            side="sampling",
             not_asked="" if supervised else f"{loss}: the student's own answers are the batch",
         ),
         StageSpec(
@@ -100,6 +116,7 @@ def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
             "rollout",
             "controller",
             about="the student answers",
+            side="sampling",
             not_asked=f"{loss}: demonstrations are the batch" if supervised else "",
         ),
         replace(_REWARD, effect=recipe.reward.watch),
@@ -109,6 +126,8 @@ def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
             _teacher_writes(recipe),
             "teachers",
             about="the teachers score each answer",
+            # Colocated ones share the learner's devices, and so its time.
+            side="sampling" if all(map(scores_during_rollout, recipe.teachers.values())) else "learning",
         ),
         StageSpec(
             "pad",
@@ -153,7 +172,13 @@ def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
             about=_loss_text(recipe),
         ),
         StageSpec(
-            "sync", role="sync", ranks="controller", effect=True, about="the engine takes the new weights"
+            "sync",
+            role="sync",
+            ranks="controller",
+            effect=True,
+            about="the new weights are kept for the engines"
+            if lag(recipe)
+            else "the engine takes the new weights",
         ),
         StageSpec("clear", role="step", ranks="controller", effect=True, about="the store forgets the step"),
     ]
@@ -211,7 +236,7 @@ def _advantage_reads(recipe: Recipe) -> tuple[str, ...]:
     if distils_by_policy(recipe):
         reads.append("teacher_logprobs")
     if _advantages_need_old(recipe):
-        reads.append(old_source(recipe))
+        reads.append(student_source(recipe))
     if corrects_mismatch(recipe):
         reads.append("rollout_logprobs")
     return tuple(reads)
@@ -232,8 +257,8 @@ def _update_reads(recipe: Recipe) -> tuple[str, ...]:
         return _ROWS
     reads = [*_ROWS, *(["advantages"] if has_policy_loss(recipe) else [])]
     reads.append("rollout_logprobs" if compares_sampled(recipe) else "plain_logprobs")
-    if _has_ratio(recipe) and old_source(recipe) != "own":
-        reads.append(old_source(recipe))
+    if (denominator := ratio_source(recipe)) != "own":
+        reads.append(denominator)
     if recipe.distill is not None:
         reads += _teacher_writes(recipe) if distils_by_loss(recipe) else ("teacher_logprobs",)
     if recipe.algorithm.kl.place == "loss":
@@ -278,6 +303,9 @@ def _why_unread(recipe: Recipe) -> dict[str, str]:
         old = f"algorithm.loss {algorithm.loss} has no ratio"
     elif algorithm.old_logprobs == "rollout":
         old = "algorithm.old_logprobs is rollout: the engine's are used"
+    elif ratio_source(recipe) == "rollout_logprobs":
+        why = f"algorithm.loss is {algorithm.loss}" if not lag(recipe) else f"async.lag is {lag(recipe)}"
+        old = f"{why}: the ratio is to the engine's"
     else:
         old = "a batch gets one optimizer step, whose own logprobs are the old ones"
     return {

@@ -24,7 +24,7 @@ from practicum.learning.minibatches import student_cut
 from practicum.learning.packing import RowExtras
 from practicum.learning.update_batch import BatchFacts, UpdateBatch
 from practicum.learning.update_metrics import TeacherSums
-from practicum.recipe.derived import teacher_numbers
+from practicum.recipe.derived import lag, teacher_numbers
 from practicum.recipe.own_parts import find_part
 from practicum.recipe.schema.recipe import Recipe
 from practicum.records.recording_store import record_more, recorder_of
@@ -38,11 +38,13 @@ from practicum.roles.learner_rows import (
     session_tokens,
     whole_sessions,
 )
-from practicum.roles.stage_table import compares_sampled, old_source
+from practicum.roles.stage_table import compares_sampled, ratio_source
 from practicum.teachers.ledger import TeacherMeasures, pair_of
 
 FRESH_ONLY = ("gap_mean", "gap_max", "gap_k3")
-"""Metrics that mean something only before the batch's first optimizer step."""
+"""Metrics that mean something only before the batch's first optimizer step, if these weights sampled it."""
+STALE_ONLY = ("sample_size",)
+"""The same, of batches that older weights sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class StudentRole:
         self.parallel = learner.parallel
         self.on_gradient: Callable[[], None] | None = None
         """Called before each optimizer step, when the gradients lie on the parameters."""
-        self._old = old_source(recipe)
+        self._old = ratio_source(recipe)
         self._numbers = teacher_numbers(recipe)
 
     @stage("old_logprobs", rows=rank_share)
@@ -134,13 +136,15 @@ class StudentRole:
         self.learner.step = step.number - 1
         reports: list[dict[str, float]] = []
         records = recorder_of(self.store) is not None
+        version = self.learner.version
+        stale = lag(self.recipe) > 0 and any(tags.version_min != version for tags in step.batch.real().tags)
         unseen = {key for key, tags in batch if records and tags.recorded}
         for number, optimizer_step in enumerate(steps, start=1):
             update = self._update_batch(inputs, optimizer_step, unseen)
             if not reports and len(pairs) > 1 and self._measures_gradients(step.number):
                 norms = self._gradient_norms(update, step.batch, optimizer_step)
             facts = inputs.facts.select(optimizer_step.rows)
-            self.learner.stepper.before_step = partial(self._check, facts, fresh=not reports)
+            self.learner.stepper.before_step = partial(self._check, facts, first=not reports, stale=stale)
             try:
                 reports.append(self.learner.update(update))
             finally:  # the numbers of an update that is refused are those that people look for
@@ -148,7 +152,7 @@ class StudentRole:
                 unseen -= {step.batch.keys[row] for row in optimizer_step.own_rows}
             sums.merge(self.learner.by_group)
         measured = TeacherMeasures(pairs, sums, *norms) if self._numbers else None
-        return {}, UpdateReport(mean_metrics(reports), measured, self.learner.version)
+        return {}, UpdateReport(mean_metrics(reports, stale=stale), measured, self.learner.version)
 
     def _record(
         self,
@@ -210,14 +214,16 @@ class StudentRole:
             return of_teachers, dict(zip(by_domain, of_teachers.values(), strict=True))
         return of_teachers, norms(by_domain)
 
-    def _check(self, facts: BatchFacts, metrics: Mapping[str, float], *, fresh: bool) -> None:
+    def _check(self, facts: BatchFacts, metrics: Mapping[str, float], *, first: bool, stale: bool) -> None:
         """Refuse an optimizer step whose numbers are not in order; weights are untouched so far."""
         self.watch("masks", invariants.denominator(metrics.get("tokens"), sum(facts.sampled_tokens)))
         expected = total_weight(self.recipe.algorithm.aggregation, facts)
         self.watch("masks", invariants.loss_weights(self.learner.weight, expected))
-        if fresh:
-            limit = self.recipe.checks.logprob_gap_max
-            self.watch("logprob_gap", invariants.logprob_gap(metrics, limit))
+        checks = self.recipe.checks
+        if first and stale:
+            self.watch("sample_size", invariants.sample_size(metrics, checks.sample_size_min))
+        elif first:
+            self.watch("logprob_gap", invariants.logprob_gap(metrics, checks.logprob_gap_max))
         if self.on_gradient is not None:
             self.on_gradient()
 
@@ -280,11 +286,12 @@ def total_weight(aggregation: str, facts: BatchFacts) -> float:
     return float((tokens_S / divisor_S).sum())
 
 
-def mean_metrics(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean over optimizer steps of what each of them measured."""
+def mean_metrics(reports: Sequence[Mapping[str, float]], *, stale: bool = False) -> dict[str, float]:
+    """Mean over optimizer steps of what each of them measured; `stale`: older weights sampled the batch."""
     means = {}
-    for name in dict.fromkeys(name for report in reports for name in report):
-        values = [r[name] for r in (reports[:1] if name in FRESH_ONLY else reports) if name in r]
+    first, none = (STALE_ONLY, FRESH_ONLY) if stale else (FRESH_ONLY, STALE_ONLY)
+    for name in dict.fromkeys(name for report in reports for name in report if name not in none):
+        values = [r[name] for r in (reports[:1] if name in first else reports) if name in r]
         if values:
             means[name] = sum(values) / len(values)
     return means

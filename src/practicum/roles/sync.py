@@ -1,8 +1,15 @@
-"""The probe after each sync of weights: engine and learner say the same of a fixed sequence."""
+"""Weights on their way to the engines, and the probe after each sync: engine and learner say the same."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, contiguous_format
 
 from practicum.checks import invariants
 from practicum.checks.watch import Watch
@@ -38,3 +45,38 @@ class SyncProbe:
             if finding is not None and len(found) > 1:
                 finding = f"engine {number}: {finding}"
             self._watch("fingerprint", finding)
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedWeights:
+    """A copy of the learner's weights after a step, which engines may take later."""
+
+    weights: Mapping[str, Tensor]
+    version: int
+    fingerprint: tuple[float, ...] = ()
+    """The learner's, if it is checked."""
+
+    @classmethod
+    def copy(
+        cls, weights: Iterable[tuple[str, Tensor]], version: int, fingerprint: Sequence[float] = ()
+    ) -> PublishedWeights:
+        """A copy, which later updates do not reach."""
+        copied = {name: x.detach().cpu().clone(memory_format=contiguous_format) for name, x in weights}
+        return cls(copied, version, tuple(fingerprint))
+
+    def save(self, folder: Path, step: int) -> None:
+        """Write them into a checkpoint, as those after this step."""
+        folder.mkdir(parents=True, exist_ok=True)
+        about = {"version": str(self.version), "fingerprint": json.dumps(self.fingerprint)}
+        save_file(dict(self.weights), folder / f"{step}.safetensors", metadata=about)
+
+    @classmethod
+    def load_all(cls, folder: Path) -> dict[int, PublishedWeights]:
+        """What `save` wrote, by step."""
+        found = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                about = file.metadata()
+            fingerprint = tuple(json.loads(about["fingerprint"]))
+            found[int(path.stem)] = cls(load_file(path), int(about["version"]), fingerprint)
+        return found

@@ -210,8 +210,12 @@ def load_reference(recipe: Recipe, student: PreTrainedModel) -> PreTrainedModel:
     return reference
 
 
-def set_threads(threads: int | None) -> int:
-    """Torch's threads: as the recipe says, else as OMP_NUM_THREADS says, else one per core."""
-    count = threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or (os.cpu_count() or 1)
+def set_threads(threads: int | None, *, sides: int = 1) -> int:
+    """Torch's threads: as the recipe says, else as OMP_NUM_THREADS says, else one per core.
+
+    `sides` share the cores: engines and learner, if they work at once.
+    """
+    cores = max(1, (os.cpu_count() or 1) // sides)
+    count = threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or cores
     torch.set_num_threads(count)
     return count

@@ -1,7 +1,10 @@
-"""All roles in this process: the learner and the engine share one model object."""
+"""All roles in this process. Without a lag the learner and the engine share one model object; with one, each
+engine has its own copy of the weights and works in its own thread beside the learner.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,9 +21,11 @@ from practicum.dataplane.memory_store import MemoryStore
 from practicum.dataplane.stages import Plan, StepInfo
 from practicum.dataplane.store import Store
 from practicum.engines.protocol import Engine
+from practicum.models.fingerprint import LENGTH
 from practicum.models.load_model import context_length, load_model
+from practicum.models.lora import copy_on_base
 from practicum.places.model_cache import ModelCache
-from practicum.recipe.derived import evaluates, rollout_context
+from practicum.recipe.derived import evaluates, lag, rollout_context
 from practicum.recipe.schema.recipe import Recipe
 from practicum.records.record_files import RecordPlace
 from practicum.records.recorder import Recorder
@@ -31,7 +36,7 @@ from practicum.roles.reward import RewardRole
 from practicum.roles.reward_models import RewardModelRole, RewardModels, load_reward_models
 from practicum.roles.rollout import Finished, RolloutRole, SessionRunner
 from practicum.roles.stage_table import evaluation_plan
-from practicum.roles.sync import SyncProbe
+from practicum.roles.sync import PublishedWeights, SyncProbe
 from practicum.roles.teachers import TeacherRole, Teachers
 from practicum.roles.train_rank import TrainRank, set_threads
 from practicum.sessions.attempts import Attempt
@@ -133,20 +138,43 @@ class LocalRoles(TrainRank):
         store: Store = MemoryStore()
         if record is not None:
             store = RecordingStore(store, Recorder(record))
+        self.lag, copies = lag(recipe), range(lag(recipe) + 1)
+        sampling = [copy_on_base(model).requires_grad_(False) for _ in copies] if self.lag else [model]
         super().__init__(recipe, plan, store, watch, model, frozen.teachers)
-        self.frozen = frozen
-        self.engine = make_engine(recipe, model, self._engine_weights)
+        self.frozen, self.toolbox = frozen, Toolbox(recipe.agent.tools)
+        self.probes = [SyncProbe(recipe, watch) for _ in copies]
+        self.published: dict[int, PublishedWeights] = {}
+        self._held: list[int | None] = [0 for _ in copies]
+        """The step after which each engine's weights were the learner's."""
+        self._taking = [threading.Lock() for _ in copies]
+        self.engines = [make_engine(recipe, copy, self._engine_weights) for copy in sampling]
         try:
-            self.toolbox = Toolbox(recipe.agent.tools)
-            self.probe = SyncProbe(recipe, watch)
-            self.rollout = self._make_rollout(plan, model)
-            self.eval_rollout = self._make_rollout(evaluation_plan(), model)
+            self.rollouts = [self._make_rollout(plan, model, engine) for engine in self.engines]
+            self.eval_rollouts = [
+                self._make_rollout(evaluation_plan(), model, engine) for engine in self.engines
+            ]
             self.probe_weights()
+            if self.lag:
+                self.publish(0)
         except BaseException:
-            self.engine.close()
+            for engine in self.engines:
+                engine.close()
             raise
 
-    def _make_rollout(self, plan: Plan, model: PreTrainedModel) -> RolloutRole:
+    @property
+    def rollout(self) -> RolloutRole:
+        """The first one's."""
+        return self.rollouts[0]
+
+    @property
+    def eval_rollout(self) -> RolloutRole:
+        return self.eval_rollouts[0]
+
+    @property
+    def engine(self) -> Engine:
+        return self.engines[0]
+
+    def _make_rollout(self, plan: Plan, model: PreTrainedModel, engine: Engine) -> RolloutRole:
         recipe, store, frozen = self.recipe, self.store, self.frozen
         functions = RewardFunctions(recipe.tasks, recipe.reward)
         teachers = self.teachers if "teachers" in plan else None
@@ -154,7 +182,7 @@ class LocalRoles(TrainRank):
             recipe,
             plan,
             store,
-            self.engine,
+            engine,
             self.encoder,
             functions,
             self.toolbox,
@@ -166,7 +194,7 @@ class LocalRoles(TrainRank):
         if frozen.reward_models.places and "reward" in plan:
             models = RewardModelRole(recipe, frozen.reward_models, frozen.residency, store)
         reward = RewardRole(recipe, plan, store, self.encoder, functions, models)
-        return RolloutRole(recipe, plan, store, LocalWorkers(sessions, reward, teachers, self.engine))
+        return RolloutRole(recipe, plan, store, LocalWorkers(sessions, reward, teachers, engine))
 
     def describe(self) -> list[str]:
         places = [] if self.frozen.teachers is None else self.frozen.teachers.places.values()
@@ -178,18 +206,54 @@ class LocalRoles(TrainRank):
         plain = self.recipe.rollout.engine == "vllm"
         return learner.plain_weights() if plain else learner.named_weights(), learner.version
 
+    def publish(self, step: int) -> None:
+        if not self.lag:
+            self.sync_weights()
+            return
+        looks = self.probes[0].looks
+        fingerprint = self.fingerprint(LENGTH) if looks else ()
+        copied = PublishedWeights.copy(*self._engine_weights(), fingerprint)
+        kept = {old: weights for old, weights in self.published.items() if old >= step - self.lag}
+        self.published = kept | {step: copied}
+
     def sync_weights(self) -> None:
+        """The engine takes the learner's weights."""
         self.engine.load_weights(*self._engine_weights())
         self.probe_weights()
 
+    def give_weights(self, copy: int, step: int) -> None:
+        if not self.lag:
+            return
+        with self._taking[copy]:
+            if self._held[copy] != step:
+                found, engine, probe = self.published[step], self.engines[copy], self.probes[copy]
+                engine.load_weights(found.weights.items(), found.version)
+                self._held[copy] = step
+                if probe.looks:
+                    probe.check([engine.fingerprint().tolist()], lambda _: found.fingerprint)
+
+    def version_of(self, step: int) -> int:
+        return self.published[step].version if self.lag else self.version
+
     def probe_weights(self) -> None:
-        """Check that the engine has the learner's weights."""
-        if self.probe.looks:
-            self.probe.check([self.engine.fingerprint().tolist()], self.fingerprint)
+        """Check that the engines have the learner's weights."""
+        for engine, probe in zip(self.engines, self.probes, strict=True):
+            if probe.looks:
+                probe.check([engine.fingerprint().tolist()], self.fingerprint)
+
+    def save(self, folder: Path, rows: bool = True) -> None:
+        super().save(folder, rows)
+        for step, weights in self.published.items():
+            if (step, weights.version) != (max(self.published), self.version):  # else they are the student's
+                weights.save(folder / "sampling", step)
 
     def load(self, folder: Path, kl_state: Mapping[str, float]) -> int:
         version = super().load(folder, kl_state)
-        self.sync_weights()
+        if self.lag:
+            self.published = PublishedWeights.load_all(folder / "sampling")
+            self._held = [None for _ in self.engines]
+        else:
+            self.sync_weights()
         return version
 
     def incidents(self) -> dict[str, Any]:
@@ -198,7 +262,8 @@ class LocalRoles(TrainRank):
     def close(self) -> None:
         """Stop what runs in the background."""
         with ExitStack() as stack:
-            stack.callback(self.engine.close)
+            for engine in self.engines:
+                stack.callback(engine.close)
             stack.callback(self.toolbox.close)
             stack.callback(self.frozen.close)
 
@@ -220,7 +285,7 @@ def load_frozen_models(recipe: Recipe, plan: Plan, student: PreTrainedModel) -> 
 
 def start_local(recipe: Recipe, plan: Plan, watch: Watch, record: RecordPlace | None = None) -> LocalRoles:
     """Load the models and connect the roles; if that fails, nothing stays behind."""
-    set_threads(recipe.runtime.threads)
+    set_threads(recipe.runtime.threads, sides=2 if lag(recipe) else 1)
     model = load_model(recipe.model, recipe.seed)
     frozen = load_frozen_models(recipe, plan, model)
     with ExitStack() as undo:

@@ -30,8 +30,10 @@ class Roles(Protocol):
     """Data-parallel ranks of the learner."""
     stop: frozenset[int]
     """Tokens that end an answer."""
-    rollout: RolloutRole
-    eval_rollout: RolloutRole
+    rollouts: list[RolloutRole]
+    """One for each copy of the weights that samples: async.lag + 1."""
+    eval_rollouts: list[RolloutRole]
+    """On the same engines."""
 
     @property
     def store(self) -> Store:
@@ -59,8 +61,16 @@ class Roles(Protocol):
         """Seconds and wakes of each teacher since the last call."""
         ...
 
-    def sync_weights(self) -> None:
-        """Give the engines the learner's weights and version."""
+    def publish(self, step: int) -> None:
+        """Keep the learner's weights as those after this step; without a lag the engines take them now."""
+        ...
+
+    def give_weights(self, copy: int, step: int) -> None:
+        """The engines of `rollouts[copy]` take the weights after this step, unless they have them."""
+        ...
+
+    def version_of(self, step: int) -> int:
+        """The version of the weights after a step, of those that are kept."""
         ...
 
     def transcripts(self, batch: BatchRef) -> list[Transcript]:

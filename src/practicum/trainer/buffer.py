@@ -1,4 +1,4 @@
-"""The replay buffer: which finished groups are trained on next. It holds keys and tags, no tensors."""
+"""The replay buffer: which finished groups of a step are trained on. It holds keys and tags, no tensors."""
 
 from __future__ import annotations
 
@@ -48,11 +48,10 @@ def groups_of(batch: BatchRef) -> list[Group]:
 
 @dataclass(frozen=True, slots=True)
 class TakenGroups:
-    """What a step trains on, and the rows of its groups that are not trained on and can be cleared."""
+    """What a step trains on, and the rewards of greedy sessions by prompt."""
 
     batch: BatchRef
     baselines: dict[int, float]
-    spent: list[Key]
 
 
 class ReplayBuffer:
@@ -65,12 +64,10 @@ class ReplayBuffer:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def add(self, groups: Sequence[Group]) -> list[Group]:
-        """Take in finished groups; gives back those left out for having no signal or a failed session."""
-        left_out = [g for g in groups if self._leaves_out(g)]
-        self._groups += [g for g in groups if g not in left_out]
+    def add(self, groups: Sequence[Group]) -> None:
+        """Take in finished groups, but those without a signal or with a failed session, as the rules say."""
+        self._groups += [group for group in groups if not self._leaves_out(group)]
         self._groups.sort(key=lambda group: group.prompt)
-        return left_out
 
     def _leaves_out(self, group: Group) -> bool:
         dropped = self.on_failure == "drop_group" and group.has_failed
@@ -85,14 +82,5 @@ class ReplayBuffer:
         rows = [row for group in chosen for row in group.rows]
         kept = [(k, t) for k, t in rows if t.status == "ready" and not t.is_baseline]
         baselines = {k.prompt: t.reward for k, t in rows if t.is_baseline and t.reward is not None}
-        train = {key for key, _ in kept}
         batch = BatchRef(self.partition, tuple(k for k, _ in kept), tuple(t for _, t in kept))
-        return TakenGroups(batch, baselines, [key for key, _ in rows if key not in train])
-
-    def keys(self) -> list[Key]:
-        """Every row that waits here."""
-        return [key for group in self._groups for key, _ in group.rows]
-
-    def restore(self, batch: BatchRef) -> None:
-        """Hold again what a checkpoint held; nothing is filtered twice."""
-        self._groups = sorted(groups_of(batch), key=lambda group: group.prompt)
+        return TakenGroups(batch, baselines)

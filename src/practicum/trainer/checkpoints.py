@@ -37,6 +37,8 @@ class Progress:
     best: float | None = None
     best_step: int | None = None
     seconds: float = 0.0
+    window: dict[str, Any] = field(default_factory=dict)
+    """Rows of later steps whose sessions are done, and sessions that have their reward (async.lag)."""
     pending: dict[str, Any] = field(default_factory=dict)
     """Metrics and samples of this step, if they are yet to be recorded: its evaluation failed."""
 

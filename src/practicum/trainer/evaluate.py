@@ -20,7 +20,7 @@ from practicum.errors import PracticumError, RecipeError
 from practicum.observe.tables import score_table
 from practicum.observe.text import say
 from practicum.recipe.load_recipe import LoadedRecipe
-from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.recipe import Async, Recipe
 from practicum.roles.stage_table import evaluation_plan
 from practicum.runtime.start_roles import Roles, loading, start_roles
 from practicum.sessions.attempts import Attempt
@@ -48,6 +48,7 @@ def evaluate(
 ) -> Evaluation:
     """Greedy score, mean@k and pass@k, over all prompts and by domain; and answers of track.eval_prompts.
 
+    It is of the weights after `step`, whatever else is sampled meanwhile.
     Failed sessions are left out of the scores; `log` is told why they failed.
     """
     if not prompts:
@@ -61,9 +62,13 @@ def evaluate(
         attempts += [Attempt(p, rules.samples, greedy, is_baseline=True) for p in prompts]
     if not attempts:
         return Evaluation()
+    # The copy that has these weights, or is the next to take them: see `Schedule.copy_of`.
+    copy = step % len(roles.eval_rollouts)
+    rollout = roles.eval_rollouts[copy]
     try:
-        batch = roles.eval_rollout.rollout(attempts, EVAL, seed=recipe.seed + SEED_OFFSET)
-        roles.eval_rollout.reward(batch.where(lambda _, tags: tags.status == "ready"))
+        roles.give_weights(copy, step)
+        batch = rollout.rollout(attempts, EVAL, seed=recipe.seed + SEED_OFFSET)
+        rollout.reward(batch.where(lambda _, tags: tags.status == "ready"))
         batch = roles.store.batch(EVAL, batch.keys)
         failed = {key[:2]: tags for key, tags in batch if tags.failure}.values()
         traces = {tags.failure: tags.trace for tags in failed}
@@ -72,12 +77,12 @@ def evaluate(
             log(f"failed in the evaluation ({count}×): {failure}{f'{chr(10)}{trace}' if trace else ''}")
         chosen = choose_prompts({key.prompt: tags.task for key, tags in batch}, recipe.track.eval_prompts)
         shown = batch.where(lambda key, _: key.prompt in chosen)
-        answers = describe(step, roles, shown, roles.eval_rollout.prompts)
+        answers = describe(step, roles, shown, rollout.prompts)
         return Evaluation(scores(batch, rules.samples, rules.pass_threshold), answers)
     finally:
         left = roles.store.batch(EVAL).keys
         roles.store.clear(EVAL)
-        roles.eval_rollout.forget(left)
+        rollout.forget(left)
 
 
 def evaluate_recipe(
@@ -120,6 +125,7 @@ def evaluate_model(recipe: Recipe, model: Path | None = None) -> Evaluation:
     """Scores and answers of the recipe's model, or of the one in this folder, on its held-out prompts."""
     if model is not None:
         recipe = _with_model(recipe, str(model))
+    recipe = recipe.model_copy(update={"async": Async()})
     roles = start_roles(recipe, evaluation_plan(), Watch(recipe.checks, say))
     try:
         return evaluate(recipe, roles, eval_prompts(recipe.tasks, recipe.eval.rows, recipe.seed), say)

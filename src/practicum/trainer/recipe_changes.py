@@ -30,6 +30,7 @@ _FIXED = {
     "model.path": "the weights are the checkpoint's",
     "model.tokenizer": "the model was trained with the tokens of the other one",
     "train.optimizer": "the checkpoint holds the state of the other optimizer",
+    "async.lag": "the checkpoint holds old weights, and rows that they sampled, for the other lag",
     "model.dtype": "weights and optimizer state in the checkpoint have the other number type",
 }
 """Keys that can't change, and why."""

@@ -30,7 +30,7 @@ from practicum.models.load_model import load_model
 from practicum.places.adapter_teachers import base_spec
 from practicum.places.torch_teacher import ColocatedTeacher, load_teacher
 from practicum.recipe.algorithm_traits import estimator_traits
-from practicum.recipe.derived import data_parallel
+from practicum.recipe.derived import data_parallel, lag
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.schema.recipe import Checks, Recipe
 from practicum.records.compare_runs import Difference, first_in_rows
@@ -47,7 +47,7 @@ from practicum.teachers.ledger import make_ledger
 from practicum.trainer.checkpoints import Checkpoints, Progress, is_checkpoint, step_name
 from practicum.trainer.preflight import known_traits
 from practicum.trainer.run_folder import RunFolder
-from practicum.trainer.step import TRAIN
+from practicum.trainer.sample_step import TRAIN
 from practicum.trainer.step_metrics import prefixed
 
 CHANGEABLE = ("algorithm.", "distill.", "train.", "critic.", "reward.weight", "route.shares")
@@ -256,7 +256,7 @@ def _learn(
 
     What checks find is added to `notes`.
     """
-    set_threads(recipe.runtime.threads)
+    set_threads(recipe.runtime.threads, sides=2 if lag(recipe) else 1)
     plan = make_plan(recipe, known_traits(recipe.model))
     with tempfile.TemporaryDirectory() as aside:
         again = Path(aside)

@@ -16,7 +16,6 @@ from rich.console import Console
 
 from practicum.checks.learning import LearningWatch
 from practicum.checks.watch import Watch
-from practicum.dataplane.batch import BatchRef
 from practicum.errors import CheckError, PracticumError
 from practicum.models.load_model import save_tokenizer
 from practicum.observe.progress import ProgressView
@@ -43,9 +42,10 @@ from practicum.trainer.preflight import check_without_models, known_traits
 from practicum.trainer.recipe_changes import Change, allowed_changes
 from practicum.trainer.run_folder import RunFolder, choose_folder, folder_of, require_possible
 from practicum.trainer.run_models import finish_export, resolve_models
+from practicum.trainer.sample_step import SampledStep
 from practicum.trainer.samples import StepSamples
 from practicum.trainer.saver import Saver, best_metric
-from practicum.trainer.step import TRAIN, StepRunner
+from practicum.trainer.step import StepRunner
 from practicum.trainer.versions import describe_start
 from practicum.user_code import text_of
 
@@ -95,7 +95,9 @@ class Trainer:
         recorder = None if record is None else Recorder(replace(record, role="controller"))
         self.runner = StepRunner(recipe, self.plan, self.roles, stream, self.watch, recorder)
         self.samples = StepSamples(self.roles)
-        self.runner.on_stage, self.runner.on_batch = view.stage, self._note_batch
+        self.runner.on_stage, self.runner.on_rolled = view.stage, self._note_rolled
+        if self.runner.window is not None:
+            self.runner.window.on_wait = self._note_wait
         if "advantages" in self.plan:
             self.runner.on_learnt = self.samples.learnt
         self.saver = Saver(recipe, folder, self.roles, self.runner)
@@ -135,7 +137,7 @@ class Trainer:
             self.saver.checkpoints.set_aside(step)
             self._report(f"checkpoint {step_name(step)} can't be used, {path.name} is: {damage}")
         roles.load(path, self.progress.kl)
-        self.runner.buffer.restore(roles.store.batch(TRAIN))
+        self.runner.restore(self.progress.step, self.progress.window)
         self._check_taken_up(path.name)
         set_random_state(torch.load(path / "random.pt", weights_only=True))
         self.folder.rewind(self.progress.positions)
@@ -286,11 +288,16 @@ class Trainer:
         if self.on_step is not None:
             self.on_step(row)
 
-    def _note_batch(self, batch: BatchRef) -> None:
-        self.failures.note(batch)
-        self.samples.rolled_out(self.progress.step + 1, batch)
+    def _note_rolled(self, sampled: SampledStep) -> None:
+        for batch in sampled.rolled:
+            self.failures.note(batch)
+            self.samples.rolled_out(sampled.number, batch, self.roles.rollouts[sampled.copy].prompts)
         if self.samples.answers:
             self.view.sample(self.samples.answers[-1])
+
+    def _note_wait(self, sentence: str) -> None:
+        self.view.stage(f"waiting: {sentence}")
+        self.folder.log(f"the learner waits: {sentence}")
 
     def _report(self, sentence: str) -> None:
         self.view.say(sentence)
@@ -306,6 +313,7 @@ class Trainer:
         """Stop what runs in the background."""
         for tracker in self.trackers:
             tracker.close()
+        self.runner.close()
         self.roles.close()
 
 

@@ -26,8 +26,6 @@ class Mark:
     random: dict[str, Any]
     updates: tuple[int, ...]
     """Optimizer steps begun by then: while there are no more, the roles hold what they held."""
-    rows: int
-    """Rows that waited in the store."""
 
 
 class Saver:
@@ -45,10 +43,11 @@ class Saver:
         """Note the run as it is now, between two steps; `seconds` is the time that it has taken."""
         roles = self.roles
         progress.version, progress.kl = roles.version, roles.kl_state()
-        progress.stream, progress.positions = self.runner.stream.state_dict(), self.folder.positions()
+        progress.stream = self.runner.stream_state(progress.step + 1)
+        progress.positions = self.folder.positions()
         progress.record_sums = self.folder.record_sums()
         noted = replace(progress, seconds=seconds)
-        self._mark = Mark(noted, random_state(), roles.updates(), len(self.runner.buffer.keys()))
+        self._mark = Mark(noted, random_state(), roles.updates())
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint of this step is to be written, by its number or by the clock."""
@@ -61,13 +60,15 @@ class Saver:
         mark = self._mark
         assert mark is not None, "a run is marked before its first step"
         began = time.perf_counter()
+        # Before the rows are written: those of sessions that are done by then are among them.
+        progress = replace(mark.progress, window=window_state(self.roles) if rows else {})
 
         def write(folder: Path) -> None:
             self.roles.save(folder, rows=rows)
             torch.save(mark.random, folder / "random.pt")
 
         try:
-            path = self.checkpoints.save(mark.progress, write)
+            path = self.checkpoints.save(progress, write)
         except Exception as error:
             self._failed = mark.progress.step
             if (trouble := machine_trouble(error)) is None:
@@ -80,17 +81,24 @@ class Saver:
     def rescue(self) -> None:
         """After an error: a checkpoint of the mark, unless there is one or nothing was learnt yet.
 
-        A PracticumError says why there can't be one. Rows of the failed step are not in it: workers that
-        do not know of the error may still be writing some.
+        A PracticumError says why there can't be one. Without a lag, no rows are in it: the failed step is
+        sampled again.
         """
         mark = self._mark
         if mark is None or mark.progress.step in (0, self._failed, *self.checkpoints.steps()):
             return
-        if mark.rows:
-            raise PracticumError("groups that waited in the buffer were in use")
         if self.roles.updates() != mark.updates:
             raise PracticumError("the student or the critic was already partly updated")
-        self.save(rows=False)
+        self.save(rows=self.runner.schedule.lag > 0)
+
+
+def window_state(roles: Roles) -> dict[str, Any]:
+    """The sessions of steps under way that are done, as a checkpoint names them."""
+    done, rewarded = zip(*(rollout.done_rows() for rollout in roles.rollouts), strict=True)
+    return {
+        "done": [key for keys in done for key in keys],
+        "rewarded": [n for names in rewarded for n in names],
+    }
 
 
 def best_metric(recipe: Recipe) -> str | None:

@@ -2,46 +2,40 @@
 
 A step is a chain of stages. Which of them run, what they read and write and who runs them is in the plan
 (`roles/stage_table.py`); what they do is in `roles/`, a file for each role; where they run is the runtime's
-(`runtime/`). This module holds keys and tags only.
+(`runtime/`). This module holds keys and tags only. A step has two sides: `sample_step.py` samples its batch,
+and here it is learnt from. With `async.lag` sampling is some steps ahead (`schedule.py`, `window.py`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any
 
 from practicum.checks import invariants
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.keys import Key
 from practicum.dataplane.stages import Plan, StepInfo
-from practicum.engines.protocol import Sampling
-from practicum.errors import PracticumError
 from practicum.recipe.algorithm_traits import estimator_traits
-from practicum.recipe.derived import recorded_groups
+from practicum.recipe.derived import lag
 from practicum.recipe.schema.recipe import Recipe
 from practicum.records.recorder import Recorder
 from practicum.roles.learner_rows import balance_metrics
 from practicum.roles.student import UpdateReport
 from practicum.roles.teachers import prompts_read, waiting_rows
 from practicum.runtime.start_roles import Roles
-from practicum.sessions.attempts import Attempt
-from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import PromptStream
 from practicum.teachers.ledger import make_ledger
-from practicum.trainer.buffer import Group, ReplayBuffer, TakenGroups, groups_of
-from practicum.trainer.samples import choose_prompts
-from practicum.trainer.step_metrics import prefixed, rollout_metrics, session_tags, trajectories
-
-TRAIN = "train"
-T = TypeVar("T")
-Metrics = dict[str, float]
+from practicum.trainer.sample_step import TRAIN, Metrics, SampledStep, StageTimer, StepSampler
+from practicum.trainer.schedule import Schedule
+from practicum.trainer.step_metrics import prefixed
+from practicum.trainer.window import Window
 
 
 class StepRunner:
-    """Runs steps over a set of roles. Its state is the prompt stream and the replay buffer."""
+    """Runs steps over a set of roles, in order. Its state is the prompt stream and the window."""
 
     def __init__(
         self,
@@ -54,138 +48,106 @@ class StepRunner:
     ) -> None:
         self.recipe, self.plan, self.roles, self.stream = recipe, plan, roles, stream
         self.watch = watch
-        self.buffer = ReplayBuffer(recipe.buffer, TRAIN, recipe.agent.on_failure)
+        self.schedule = Schedule(lag(recipe), recipe.train.steps)
+        self.sampler = StepSampler(recipe, plan, roles, stream, recorder)
+        self.window = Window(recipe, self.schedule, roles, self.sampler) if lag(recipe) else None
         self.on_stage: Callable[[str], None] = lambda name: None
-        self.on_batch: Callable[[BatchRef], None] = lambda batch: None
+        self.on_rolled: Callable[[SampledStep], None] = lambda step: None
         self.learnt: tuple[int, Metrics] | None = None
         """The step under way and its metrics so far, once its update is done and can't be undone."""
         self.on_learnt: Callable[[BatchRef], None] = lambda batch: None
-        self._seconds: Metrics = {}
-        self._number = self._recorded = 0
+        self._timer = StageTimer(plan, 0, recorder, self.on_stage)
         self.recorder = recorder
 
     def step(self, number: int) -> Metrics:
-        """Roll out, score, learn, and leave the store as it was. Returns the step's metrics."""
-        began = time.perf_counter()
-        self._seconds, self.learnt = {}, None
-        self._number, self._recorded = number, 0
+        """Sample, learn, and leave the store as it was. Returns the step's metrics."""
+        began, self.learnt = time.perf_counter(), None
+        self._timer = StageTimer(self.plan, number, self.recorder, self.on_stage)
         self.watch.fired.clear()
 
         if "teachers" in self.plan:
             self.roles.refresh_copies(number)
-        supervised = "demonstrate" in self.plan
-        batch, baselines, metrics = self._demonstrate() if supervised else self._roll_out_and_reward()
-        step = StepInfo(batch, number, baselines)
-        metrics |= self._teach(step)
+        sampled = self._sampled(number)
+        step = StepInfo(sampled.batch, number, sampled.baselines)
+        metrics = sampled.metrics | self._teach(sampled, step)
         step, padded = self._pad(step)
         metrics |= padded
         for stage in self.plan.learner_stages():  # old_logprobs, … advantages, update_critic, update_student
             metrics |= self._learn(stage.name, step)
         self.learnt = number, metrics
         self.on_learnt(step.batch.real())
-        self._run("sync", self.roles.sync_weights)
-        self._run("clear", lambda: self._clear(step.batch))
+        self._timer.run("sync", lambda: self.roles.publish(number))
+        self._timer.run("clear", lambda: self._clear(sampled, step.batch))
+        if self.window is not None:
+            self.window.move(number)
         self.watch.after_step(metrics, step.batch.real())
 
         metrics |= self.roles.incidents()
         metrics |= {f"checks/{name}": count for name, count in self.watch.fired.items()}
-        metrics |= {f"time/{name}": seconds for name, seconds in self._seconds.items()}
-        if (rolled := self._seconds.get("rollout")) and "rollout/tokens" in metrics:
+        seconds = sampled.timer.seconds | self._timer.seconds
+        metrics |= {f"time/{name}": spent for name, spent in seconds.items()}
+        if (rolled := seconds.get("rollout")) and "rollout/tokens" in metrics:
             metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / rolled
         return metrics | {"time/step": time.perf_counter() - began}
 
-    def _take(self, count: int) -> list[Prompt]:
-        """The next prompts of the stream; each knows its step, and whether its rows are recorded."""
-        prompts = self.stream.take(count)
-        most = recorded_groups(self.recipe)
-        left = None if most is None else max(most - self._recorded, 0)
-        chosen = choose_prompts({prompt.uid: prompt.task for prompt in prompts}, left, turn=self._number)
-        self._recorded += len(chosen)
-        return [replace(p, step=self._number, recorded=p.uid in chosen) for p in prompts]
+    def stream_state(self, number: int) -> dict[str, int]:
+        """The prompt stream's state before a step, of which some prompts may be drawn already."""
+        return self.stream.state_dict() if self.window is None else self.window.stream_state(number)
 
-    def _demonstrate(self) -> tuple[BatchRef, dict[int, float], Metrics]:
-        prompts = self._take(self.recipe.train.prompts)
-        batch = self._run("demonstrate", lambda: self.roles.rollout.demonstrate(prompts, TRAIN))
-        assert batch is not None
-        self.on_batch(batch)
-        return batch, {}, {"epoch": prompts[0].epoch}
+    def restore(self, learnt: int, window: Mapping[str, Any]) -> None:
+        """Continue after so many steps with what a checkpoint kept of later ones; the store has its rows."""
+        done = {Key(*key) for key in window.get("done", [])}
+        rewarded = {tuple(name) for name in window.get("rewarded", [])}
+        held = self.roles.store.batch(TRAIN)
+        kept = [key for key, tags in held if key in done and tags.step > learnt]
+        if lost := [key for key in held.keys if key not in set(kept)]:
+            self.roles.store.clear(TRAIN, lost)
+        steps = {key: tags.step for key, tags in held}
+        for copy, rollout in enumerate(self.roles.rollouts):
+            own = [key for key in kept if self.schedule.copy_of(steps[key]) == copy]
+            rollout.restore(own, rewarded & {key[:2] for key in own})
+        if self.schedule.lag:
+            self.roles.publish(learnt)
 
-    def _roll_out_and_reward(self) -> tuple[BatchRef, dict[int, float], Metrics]:
-        """Roll out and score until enough complete groups are there, and take the oldest."""
-        needed = self.recipe.train.prompts
-        rolled: list[BatchRef] = []
-        groups: list[Group] = []
-        refills, epoch = -1, None
-        while len(self.buffer) < needed and refills < self.recipe.buffer.max_refills:
-            prompts = self._take(needed - len(self.buffer))
-            epoch = prompts[0].epoch if epoch is None else epoch
-            rolled.append(self._roll_out(prompts))
-            new = groups_of(rolled[-1])
-            groups += new
-            self._forget([key for group in self.buffer.add(new) for key, _ in group.rows])
-            refills += 1
-            if not self.recipe.buffer.filter_flat_groups:
-                break
-        taken = self.buffer.take(needed)
-        self._forget(taken.spent)
-        batch, lost = self._with_baseline(taken)
-        if not batch:
-            raise PracticumError(nothing_left(groups, refills))
-        if not any(tags.sampled_tokens for tags in batch.tags):
-            raise PracticumError("the student sampled no token in this step: the loop adds only given ones")
-        metrics = self._rollout_metrics(rolled, groups) | {"epoch": epoch or 0}
-        if self.recipe.buffer.filter_flat_groups:
-            short = needed - len({key.prompt for key in batch.keys})
-            metrics |= {"groups/refills": refills, "groups/short": short}
-        return batch, taken.baselines, metrics | lost
+    def close(self) -> None:
+        """End the sampling of steps that are under way."""
+        if self.window is not None:
+            self.window.close()
 
-    def _rollout_metrics(self, rolled: Sequence[BatchRef], groups: Sequence[Group]) -> Metrics:
-        metrics = rollout_metrics([tags for batch in rolled for tags in session_tags(batch)], groups)
-        left = trajectories(BatchRef.concat(rolled))
-        if left is not None and left != 1:
-            metrics["rollout/trajectories"] = left
-        if self.recipe.agent.on_failure == "drop_group":
-            metrics["groups/dropped"] = sum(group.has_failed for group in groups)
-        return metrics
+    def _sampled(self, number: int) -> SampledStep:
+        """The step's batch, when it is sampled; what was rolled out is told even if that failed."""
+        window, sampler = self.window, self.sampler
+        if window is not None:
+            self.on_stage("waiting for its sessions")
+        sampled = sampler.begin(number, 0, self.on_stage) if window is None else window.begin(number)
+        try:
+            sampler.sample(sampled) if window is None else window.finish(sampled)
+        finally:
+            self.on_rolled(sampled)
+        recipe, expected = self.recipe, self.roles.version_of(self.schedule.weights_of(number))
+        sessions = recipe.rollout.samples + estimator_traits(recipe.algorithm.advantage).greedy_baseline
+        for batch in sampled.rolled if "rollout" in self.plan else ():
+            self.watch("weight_version", invariants.weight_version(batch, expected))
+            self.watch("groups", invariants.groups(batch, sessions))
+        return sampled
 
-    def _with_baseline(self, taken: TakenGroups) -> tuple[BatchRef, Metrics]:
-        """Leave out and count the groups whose greedy session failed, if the estimator needs it."""
-        if not estimator_traits(self.recipe.algorithm.advantage).greedy_baseline:
-            return taken.batch, {}
-        batch = taken.batch.where(lambda key, _: key.prompt in taken.baselines)
-        lost = {key for key in taken.batch.keys if key.prompt not in taken.baselines}
-        self._forget(list(lost))
-        return batch, {"groups/without_baseline": len({key.prompt for key in lost})}
-
-    def _roll_out(self, prompts: list[Prompt]) -> BatchRef:
-        """Rollout and reward of these prompts; gives the rows with their rewards in the tags."""
-        rollout, recipe = self.roles.rollout, self.recipe
-        attempts = training_attempts(recipe, prompts, self.roles.stop)
-        rolled = self._run("rollout", lambda: rollout.rollout(attempts, TRAIN, seed=recipe.seed))
-        assert rolled is not None
-        baseline = estimator_traits(recipe.algorithm.advantage).greedy_baseline
-        self.watch("weight_version", invariants.weight_version(rolled, self.roles.version))
-        self.watch("groups", invariants.groups(rolled, recipe.rollout.samples + baseline))
-        done = rolled.where(lambda _, tags: tags.status == "ready")
-        self._run("reward", lambda: rollout.reward(done))
-        batch = self.roles.store.batch(TRAIN, rolled.keys)
-        self.on_batch(batch)
-        return batch
-
-    def _teach(self, step: StepInfo) -> Metrics:
-        """Colocated teachers score their rows while the engines sleep; others did during the rollout."""
+    def _teach(self, sampled: SampledStep, step: StepInfo) -> Metrics:
+        """Colocated teachers score their rows; others did during the rollout."""
         if "teachers" not in self.plan:
             return {}
+        rollout = self.roles.rollouts[sampled.copy]
         if waiting := waiting_rows(self.recipe, step.batch):
-            prompts = prompts_read(self.recipe, waiting, self.roles.rollout.prompts)
-            with self.roles.rollout.workers.engines_asleep():
-                self._run("teachers", lambda: self.roles.run("teachers", replace(step, prompts=prompts)))
-        hidden = self.roles.rollout.hidden.take()
+            prompts = prompts_read(self.recipe, waiting, rollout.prompts)
+            with rollout.engines_asleep():
+                self._timer.run(
+                    "teachers", lambda: self.roles.run("teachers", replace(step, prompts=prompts))
+                )
+        hidden = rollout.hidden.take()
         return {} if hidden is None else {"teachers/hidden": hidden}
 
     def _pad(self, step: StepInfo) -> tuple[StepInfo, Metrics]:
         """Add rows that do nothing, as many as ranks and mini-batches need to be cut evenly."""
-        padding = self._run("pad", lambda: self.roles.run("pad", step))
+        padding = self._timer.run("pad", lambda: self.roles.run("pad", step))
         if padding is None:
             return step, {}
         batch = BatchRef.concat([step.batch, padding])
@@ -198,7 +160,7 @@ class StepRunner:
         critic = self.recipe.critic
         if stage == "update_student" and critic is not None and step.number <= critic.warmup_steps:
             return {}
-        report = self._run(stage, lambda: self.roles.run(stage, step))
+        report = self._timer.run(stage, lambda: self.roles.run(stage, step))
         if isinstance(report, UpdateReport):
             return prefixed("train", report.metrics) | self._ledger(step, report)
         if stage == "advantages":
@@ -212,58 +174,13 @@ class StepRunner:
         self.watch("teacher_shares", ledger.starved(self.recipe.route.shares))
         return ledger.metrics()
 
-    def _clear(self, batch: BatchRef) -> None:
-        self._forget(list(batch.keys))
-        held = self.roles.store.size(TRAIN)
-        self.watch("store_empty", invariants.store_empty(held, len(self.buffer.keys())))
-
-    def _forget(self, keys: list) -> None:
-        if keys:
-            self.roles.store.clear(TRAIN, keys)
-            self.roles.rollout.forget(keys)
-
-    def _run(self, name: str, work: Callable[[], T]) -> T | None:
-        """Run a stage if the plan has it, and keep its time."""
-        if name not in self.plan:
-            return None
-        self.on_stage(name)
-        began = time.perf_counter()
-        try:
-            with nullcontext() if self.recorder is None else self.recorder.span(name, self._number):
-                return work()
-        finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
-
-
-def training_attempts(recipe: Recipe, prompts: list[Prompt], stop: frozenset[int]) -> list[Attempt]:
-    """The sessions of each prompt, and a greedy one if the advantage estimator needs a baseline."""
-    rollout = recipe.rollout
-    drawn = Sampling(
-        max_new_tokens=rollout.max_new_tokens,
-        stop=stop,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-    )
-    attempts = [Attempt(p, i, drawn) for p in prompts for i in range(rollout.samples)]
-    if estimator_traits(recipe.algorithm.advantage).greedy_baseline:
-        greedy = Sampling(max_new_tokens=rollout.max_new_tokens, stop=stop, greedy=True)
-        attempts += [Attempt(p, rollout.samples, greedy, is_baseline=True) for p in prompts]
-    return attempts
-
-
-def nothing_left(groups: Sequence[Group], refills: int) -> str:
-    """Why a step has nothing to learn from."""
-    failures = [tags.failure for group in groups for _, tags in group.rows if tags.failure]
-    again = f" after {refills} refills" if refills else ""
-    if failures:
-        failed = f"{len(failures)} sessions failed, the first: {failures[0]}"
-        return f"no group to learn from is left{again}: {failed}"
-    return (
-        f"no group to learn from is left{again}: rewards are all equal (the task is "
-        "too easy or too hard for this model); see samples.jsonl"
-    )
+    def _clear(self, sampled: SampledStep, batch: BatchRef) -> None:
+        """Forget the step's rows: those that were learnt from, padding, and those that were left out."""
+        keys = list(dict.fromkeys([*sampled.rows(), *batch.keys]))
+        self.roles.store.clear(TRAIN, keys)
+        self.roles.rollouts[sampled.copy].forget(keys)
+        held = [tags for tags in self.roles.store.batch(TRAIN).tags if tags.step <= sampled.number]
+        self.watch("store_empty", invariants.store_empty(len(held)))
 
 
 def _advantage_metrics(statistics: Mapping[str, float]) -> dict[str, float]:

@@ -49,8 +49,11 @@ METRICS: dict[str, str] = {
     "advantage/mismatch_masked": "Share of sampled tokens whose ratio was outside of floor to cap.",
     "advantage/mismatch_rejected": "Share of sessions left out by algorithm.mismatch.reject.",
     "advantage/<name>": "Other counts of the advantage estimator.",
+    "async/staleness": "Steps from the weights of a row's oldest token to those it trains; mean of rows.",
+    "async/staleness_max": "The largest of them: async.lag, or less in the first steps.",
     "train/loss": "The aggregated loss that was minimised.",
     "train/<name>": "Other numbers of the student's update; `learning/update_metrics.py` lists them.",
+    "train/sample_size": "Effective sample size of stale rows, as a fraction of their tokens (async.lag).",
     "train/gap_mean": "Mean |rollout - learner| logprob on fresh sampled tokens, in nats.",
     "train/gap_max": "Largest such difference.",
     "train/gap_k3": "k3 estimate of KL(rollout || learner) on them.",
@@ -82,6 +85,8 @@ METRICS: dict[str, str] = {
     "cluster/deaths": "Workers that died in the step and were started again (runtime.kind ray).",
     "cluster/reruns": "Pieces of work that were done again because of it.",
     "time/step": "Seconds of the whole step.",
+    "time/waited": "Seconds that the learner waited for its batch (async.lag).",
+    "time/publish_lag": "Seconds until engines had the weights that sampled the batch (async.lag).",
     "time/<stage>": "Seconds of one stage, or of the evaluation.",
 }
 """Every name that may stand in metrics.jsonl; <…> stands for any word. A test holds runs to this list."""

@@ -228,11 +228,13 @@ def slow_stage(evidence: Evidence) -> Iterator[Advisory]:
         "reward": "more of runtime.reward_workers",
     }
     for stage, keys in advice.items():
-        share = fmean(recent[f"time/{stage}"]) / whole if whole and recent.get(f"time/{stage}") else 0.0
+        # With a lag, what is sampled ahead costs what the learner waits for it.
+        timed = "waited" if stage in ("rollout", "reward") and recent.get("time/waited") else stage
+        share = fmean(recent[f"time/{timed}"]) / whole if whole and recent.get(f"time/{stage}") else 0.0
         if share >= MOST_OF_A_STEP:
             said = f"{stage} takes {share:.0%} of a step: {keys}"
-            rule = f"time/{stage} at least {MOST_OF_A_STEP:.0%} of time/step, means of {LAST} steps"
-            yield Advisory("hint", "slow stage", said, rule, "step/last", f"time/{stage}", {"share": share})
+            rule = f"time/{timed} at least {MOST_OF_A_STEP:.0%} of time/step, means of {LAST} steps"
+            yield Advisory("hint", "slow stage", said, rule, "step/last", f"time/{timed}", {"share": share})
 
 
 Rule = Callable[[Evidence], Iterator[Advisory]]

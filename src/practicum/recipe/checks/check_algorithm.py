@@ -17,10 +17,13 @@ from practicum.recipe.derived import (
 )
 from practicum.recipe.schema.recipe import Recipe
 
+_CUT = "the engine's logprobs are those of the cut distribution, the learner's are not"
+_CORRECTED = "the ratio to the engine's logprobs corrects the mismatch already: choose one of the two"
+
 
 def check_algorithm(recipe: Recipe) -> Iterator[RecipeError]:
     """Every problem of what is learnt from an answer."""
-    for check in (_pair, _clip, _kl, _critic, _groups, _reward_weight, _mismatch):
+    for check in (_pair, _to_sampler, _clip, _kl, _critic, _groups, _reward_weight, _mismatch):
         yield from check(recipe)
 
 
@@ -41,6 +44,18 @@ def _pair(recipe: Recipe) -> Iterator[RecipeError]:
             "an estimator such as grpo",
             "a policy loss needs an advantage; only algorithm.loss supervised needs none",
         )
+
+
+def _to_sampler(recipe: Recipe) -> Iterator[RecipeError]:
+    loss = recipe.algorithm.loss
+    if not has_policy_loss(recipe) or not loss_traits(loss).to_sampler:
+        return
+    if recipe.algorithm.old_logprobs == "recompute":
+        found = f"recompute with algorithm.loss {loss}"
+        yield RecipeError("algorithm.old_logprobs", found, "auto", "its ratio is to the policy that sampled")
+    if cuts_sampling(recipe):
+        found = f"{loss} with top_p, top_k or min_p"
+        yield RecipeError("algorithm.loss", found, "another loss, or nothing that is cut", _CUT)
 
 
 def _clip(recipe: Recipe) -> Iterator[RecipeError]:
@@ -70,8 +85,7 @@ def _kl(recipe: Recipe) -> Iterator[RecipeError]:
         yield RecipeError("algorithm.kl.horizon", found, expected, advice)
     if recipe.algorithm.old_logprobs == "rollout" and cuts_sampling(recipe):
         found = "rollout with top_p, top_k or min_p"
-        advice = "the engine's logprobs are those of the cut distribution, the learner's are not"
-        yield RecipeError("algorithm.old_logprobs", found, "auto or recompute", advice)
+        yield RecipeError("algorithm.old_logprobs", found, "auto or recompute", _CUT)
     if kl.place == "loss" and kl.estimator == "k1":
         expected = "an estimator whose gradient depends on the reference"
         advice = f"{why_k1_is_dead('reference')}; use k2 or k3, or k1 with algorithm.kl.place reward"
@@ -141,8 +155,9 @@ def _mismatch(recipe: Recipe) -> Iterator[RecipeError]:
         yield RecipeError(path, "a correction without a policy loss", expected, advice)
         return
     if recipe.algorithm.old_logprobs == "rollout":
-        advice = "the ratio to the engine's logprobs corrects the mismatch already: choose one of the two"
-        yield RecipeError(path, "a correction with algorithm.old_logprobs rollout", expected, advice)
+        yield RecipeError(path, "a correction with algorithm.old_logprobs rollout", expected, _CORRECTED)
+    elif loss_traits(recipe.algorithm.loss).to_sampler:
+        found = f"a correction with algorithm.loss {recipe.algorithm.loss}"
+        yield RecipeError(path, found, expected, _CORRECTED)
     if cuts_sampling(recipe):
-        advice = "the engine's logprobs are those of the cut distribution, the learner's are not"
-        yield RecipeError(path, "a correction with top_p, top_k or min_p", expected, advice)
+        yield RecipeError(path, "a correction with top_p, top_k or min_p", expected, _CUT)

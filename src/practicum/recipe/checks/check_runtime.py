@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from practicum.devices import names_one_of_several
 from practicum.errors import RecipeError
 from practicum.recipe.checks.bin_packing import fit
-from practicum.recipe.derived import data_parallel, engine_replicas, on_ray, own_models, own_options
+from practicum.recipe.derived import data_parallel, engine_replicas, lag, on_ray, own_models, own_options
 from practicum.recipe.schema.recipe import Recipe
 
 
@@ -44,6 +44,12 @@ def _compile(recipe: Recipe) -> Iterator[RecipeError]:
 
 def _rollout(recipe: Recipe) -> Iterator[RecipeError]:
     pool, replicas = recipe.pools.rollout, engine_replicas(recipe)
+    if pool is None and lag(recipe):
+        found = f"none with async.lag {lag(recipe)}"
+        advice = (
+            "engines that share the learner's devices can't work while it does: add rollout: {devices: 1}"
+        )
+        yield RecipeError("pools.rollout", found, "a pool of devices", advice)
     if pool is not None and replicas < pool.nodes * pool.devices:
         yield RecipeError(
             "rollout.replicas",

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from practicum.errors import RecipeError
 from practicum.recipe.checks.check_algorithm import check_algorithm
+from practicum.recipe.checks.check_async import check_async
 from practicum.recipe.checks.check_reward import check_reward
 from practicum.recipe.checks.check_runtime import check_runtime
 from practicum.recipe.checks.check_teachers import check_teachers
@@ -28,7 +29,8 @@ def combinations(recipe: Recipe) -> list[RecipeError]:
     """Every key that nothing reads and every impossible combination of a recipe."""
     checks = (
         *(check_unread, _names, _texts, _model, _engine, _tasks, _agent, _minibatches, _train, _eval),
-        *(check_algorithm, check_reward, check_teachers, check_route, check_distill, check_runtime),
+        *(check_algorithm, check_async, check_reward, check_teachers, check_route, check_distill),
+        check_runtime,
     )
     return [problem for check in checks for problem in check(recipe)]
 

@@ -17,7 +17,7 @@ AdvantageName = (
     Literal["none", "gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax"]
     | OwnName
 )
-LossName = Literal["supervised", "ppo_clip", "gspo", "cispo", "reinforce"] | OwnName
+LossName = Literal["supervised", "ppo_clip", "gspo", "cispo", "dppo", "reinforce"] | OwnName
 
 _WITHOUT_REWARD = "with reward.weight 0 and distill.through {0.distill.through}"
 ESTIMATES = read_if(
@@ -105,8 +105,18 @@ class Algorithm(Section):
     aggregation: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] | OwnName = key(
         "token_mean", "How token losses become one number, by global real counts."
     )
-    clip_low: float = key(0.2, "Lower clip range of the ratio (1 - this).", *_CLIP_LOW, ge=0)
-    clip_high: float = key(0.2, "Upper clip range of the ratio (1 + this).", *_CLIP_HIGH, ge=0)
+    clip_low: float = key(
+        0.2,
+        "Lower clip range of the ratio (1 - this); dppo: how far a probability may fall.",
+        *_CLIP_LOW,
+        ge=0,
+    )
+    clip_high: float = key(
+        0.2,
+        "Upper clip range of the ratio (1 + this); dppo: how far a probability may rise.",
+        *_CLIP_HIGH,
+        ge=0,
+    )
     dual_clip: float | None = key(None, "Dual-clip bound for negative advantages.", *_DUAL_CLIP, gt=1)
     log_ratio_clamp: float | None = key(None, "Clamp log-ratios to ± this.", *_LOG_RATIO_CLAMP, gt=0)
     gamma: float = key(1.0, "Discount per token (gae, reinforce_pp).", *_GAMMA, gt=0, le=1)
@@ -117,7 +127,8 @@ class Algorithm(Section):
     old_logprobs: Literal["auto", "recompute", "rollout"] = key(
         "auto",
         "Denominator of the ratio: recomputed by the learner, the engine's own, or auto: recomputed only "
-        "if a batch gets more than one optimizer step or its advantages need them.",
+        "if a batch gets more than one optimizer step or its advantages need them; with async.lag the "
+        "engine's own, unless algorithm.mismatch weighs the recomputed ones.",
         _POLICY,
         _COMPARED,
     )

@@ -238,6 +238,18 @@ class Buffer(Section):
     )
 
 
+class Async(Section):
+    """Rollouts of later steps while the learner works on this one."""
+
+    lag: int = key(
+        0,
+        "Steps between the weights that sample a batch and those that it trains: always so many, fewer only "
+        "in the first steps. Each has an engine with its own copy of the weights. 0: one after the other.",
+        ge=0,
+        le=16,
+    )
+
+
 class Eval(Section):
     """Evaluation on held-out prompts, per domain."""
 
@@ -299,7 +311,9 @@ def _own_check(value: Any) -> Any:
 class Checks(Section):
     """Invariants watched at run time: error stops the run, warn reports, off does not look."""
 
-    weight_version: Level = key("error", "The engine sampled with the learner's weights.")
+    weight_version: Level = key(
+        "error", "The engine sampled with the weights that the step is to be sampled by."
+    )
     fingerprint: Level = key(
         "error", "After each sync, engine and learner agree on the logprobs of a fixed sequence."
     )
@@ -316,6 +330,19 @@ class Checks(Section):
         "Largest mean |difference| in nats that logprob_gap accepts.",
         read_with("checks.logprob_gap", "error", "warn", refused=False),
         gt=0,
+    )
+    sample_size: Level = key(
+        "warn",
+        "Rows that older weights sampled (async.lag) still tell of the policy that is trained.",
+        read_with("async.lag", refused=False),
+    )
+    sample_size_min: float = key(
+        0.5,
+        "Least effective sample size, as a fraction of the tokens, that sample_size accepts.",
+        read_with("async.lag", refused=False),
+        read_with("checks.sample_size", "error", "warn", refused=False),
+        gt=0,
+        lt=1,
     )
     masks: Level = key("error", "Masks, lengths and loss denominators agree.")
     groups: Level = key("error", "Each group has the sessions it should have.")
@@ -353,6 +380,9 @@ class Recipe(Section):
     critic: CriticSection | None = key(None, "Value model; needed by advantage gae.", ESTIMATES, _WITH_CRITIC)
     stages: list[OwnName] = key([], "Stages of your own, as package.module:name, in order.")
     buffer: Buffer = key(Buffer(), "Which groups are trained on.")
+    # A word of Python's own can't be written as an attribute: `derived.lag` reads it.
+    __annotations__["async"] = "Async"
+    locals()["async"] = key(Async(), "Rollouts while the learner works.")
     eval: Eval = key(Eval(), "Evaluation on held-out prompts.")
     checkpoint: Checkpoint = key(Checkpoint(), "What is kept.")
     track: Track = key(Track(), "Where metrics go.")

@@ -56,7 +56,10 @@ class Runtime(Section):
 
     kind: RuntimeKind = key("local", "local: all roles in this process; ray: actors of a Ray cluster.")
     threads: int | None = key(
-        None, "torch threads of a process; unset: one per core, on ray shared among pools.train.", ge=1
+        None,
+        "torch threads of a process; unset: one per core, on ray shared among pools.train. With async.lag, "
+        "of the learner and of each engine; unset: half of the cores.",
+        ge=1,
     )
     teachers_gb: float | None = key(
         None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +17,8 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.stages import Plan, StepInfo
 from practicum.dataplane.store import Store
 from practicum.errors import PracticumError
-from practicum.recipe.derived import scores_during_rollout
+from practicum.models.fingerprint import LENGTH
+from practicum.recipe.derived import lag, scores_during_rollout
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.rollout import RolloutRole
 from practicum.roles.stage_table import evaluation_plan
@@ -107,23 +109,40 @@ class RayRoles:
         group: TrainGroup,
         pools: ReplicaPools,
         facts: StudentFacts,
-        latest: dict[str, Manifest],
+        student: dict[int, Manifest],
+        copies: dict[str, Manifest],
     ) -> None:
-        """`latest` holds the weights that restarted replicas get: of the student, and of its copies."""
+        """Restarted replicas get the weights in `student`, by copy, and in `copies`, of teachers."""
         self.recipe, self.plan, self.cluster, self.handle = recipe, plan, cluster, handle
-        self.group, self.pools, self.latest = group, pools, latest
+        self.group, self.pools, self.lag = group, pools, lag(recipe)
+        self.student, self.copies = student, copies
+        self.published: dict[int, tuple[Manifest, Sequence[float]]] = {}
+        """Weights by the step that they are after, each with the learner's fingerprint, if it is checked."""
+        self._held: dict[int, int] = {}
+        self._taking = [threading.Lock() for _ in range(self.lag + 1)]
         self.stop, self.version, self.ranks = facts.stop, facts.version, len(group)
         self.store: Store = ControllerStore(handle.connect(recipe.runtime.store_s, lasting=False))
-        workers = RayWorkers(recipe, self.store, pools, is_eval=False)
-        self.rollout = RolloutRole(recipe, plan, self.store, workers)
-        eval_workers = RayWorkers(recipe, self.store, pools, is_eval=True)
-        self.eval_rollout = RolloutRole(recipe, evaluation_plan(), self.store, eval_workers)
+        self.rollouts = [self._rollout(plan, copy, is_eval=False) for copy in range(self.lag + 1)]
+        evaluation = evaluation_plan()
+        self.eval_rollouts = [self._rollout(evaluation, copy, is_eval=True) for copy in range(self.lag + 1)]
         self._colocated = {
             name for name, teacher in recipe.teachers.items() if not scores_during_rollout(teacher)
         }
         self._busy_before: dict[str, float] = {}
         self._reported = (0, 0)
-        self.probe = SyncProbe(recipe, watch)
+        self.probes = [SyncProbe(recipe, watch) for _ in range(self.lag + 1)]
+
+    def begin(self) -> None:
+        """Everyone is there: check that the engines have the learner's weights."""
+        for copy in range(self.lag + 1):
+            self._probe(copy, lambda length: self.group.all("fingerprint", length))
+            self._held[copy] = 0
+        if self.lag:
+            self.publish(0)
+
+    def _rollout(self, plan: Plan, copy: int, *, is_eval: bool) -> RolloutRole:
+        workers = RayWorkers(self.recipe, self.store, self.pools, copy=copy, is_eval=is_eval)
+        return RolloutRole(self.recipe, plan, self.store, workers)
 
     def describe(self) -> list[str]:
         lines: list[str] = []
@@ -144,7 +163,7 @@ class RayRoles:
 
     def _give(self, name: str, manifest: Manifest) -> None:
         """A copy of the student with its own resources takes these weights, and so do later replicas."""
-        self.latest[name] = manifest
+        self.copies[name] = manifest
         self._each(self.pools.teachers[name], "take", manifest, who=f"teacher {name}")
         if self.recipe.distill is not None and self.recipe.distill.signal == "full":
             timeout, owner = self.recipe.runtime.stage_s, f"the output head of teacher {name}"
@@ -174,18 +193,40 @@ class RayRoles:
             self._busy_before[name] = so_far
         return seconds, wakes
 
-    def sync_weights(self) -> None:
+    def publish(self, step: int) -> None:
         manifest: Manifest = self.group.all("publish")
-        self.latest["student"] = manifest
-        self.pools.version = manifest.version
-        self._each(self.pools.rollout, "load", manifest, who="a rollout worker")
-        self.probe_weights()
+        if not self.lag:
+            self._load(0, manifest)
+            self._probe(0, lambda length: self.group.all("fingerprint", length))
+            return
+        looks = self.probes[0].looks
+        fingerprint: Sequence[float] = self.group.all("fingerprint", LENGTH) if looks else ()
+        kept = {old: found for old, found in self.published.items() if old >= step - self.lag}
+        self.published = kept | {step: (manifest, fingerprint)}
 
-    def probe_weights(self) -> None:
-        """Check that the engines have the learner's weights."""
-        if self.probe.looks:
-            fingerprints = self._each(self.pools.rollout, "fingerprint", who="a rollout worker")
-            self.probe.check(fingerprints, lambda length: self.group.all("fingerprint", length))
+    def give_weights(self, copy: int, step: int) -> None:
+        if not self.lag:
+            return
+        with self._taking[copy]:
+            if self._held.get(copy) != step:
+                manifest, fingerprint = self.published[step]
+                self._load(copy, manifest)
+                self._probe(copy, lambda _: fingerprint)
+                self._held[copy] = step
+
+    def version_of(self, step: int) -> int:
+        return self.published[step][0].version if self.lag else self.version
+
+    def _load(self, copy: int, manifest: Manifest) -> None:
+        """Every replica's copy takes these weights; replicas that are restarted later too."""
+        self.student[copy], self.pools.versions[copy] = manifest, manifest.version
+        self._each(self.pools.rollout, "load", copy, manifest, who="a rollout worker")
+
+    def _probe(self, copy: int, learner: Callable[[int], Sequence[float]]) -> None:
+        """Check that a copy of the weights is the learner's, in every replica."""
+        if self.probes[copy].looks:
+            found = self._each(self.pools.rollout, "fingerprint", copy, who="a rollout worker")
+            self.probes[copy].check(found, learner)
 
     def _each(self, pool: ReplicaPool, method: str, *args: Any, who: str) -> list[Any]:
         """Call every replica, those that are being restarted too; their answers in order."""
@@ -220,6 +261,10 @@ class RayRoles:
 
     def save(self, folder: Path, *, rows: bool = True) -> None:
         self.group.all("save", folder.absolute(), rows)
+        for step, (manifest, fingerprint) in self.published.items():
+            if (step, manifest.version) != (max(self.published), self.version):  # else they are the student's
+                where = folder.absolute() / "sampling"
+                self.group.first("save_published", manifest, fingerprint, where, step)
         for name in self._copies():
             self._one(
                 self.pools.teachers[name], "save", folder.absolute() / "teachers", who=f"teacher {name}"
@@ -231,7 +276,11 @@ class RayRoles:
             manifest = self.group.first("publish_copy", folder.absolute() / "teachers", name)
             if manifest is not None:
                 self._give(name, manifest)
-        self.sync_weights()
+        if self.lag:
+            self.published = self.group.first("publish_saved", folder.absolute() / "sampling")
+            self._held.clear()
+        else:
+            self.publish(0)
 
     def _copies(self) -> list[str]:
         """Teachers with their own resources that are copies of the student."""

@@ -34,13 +34,14 @@ _BLOCKED_S = 5.0
 
 @dataclass(slots=True)
 class ReplicaPools:
-    """The replicas that work on sessions, and the version of the weights that engines have."""
+    """The replicas that work on sessions, and the versions of the weights that engines have."""
 
     rollout: ReplicaPool
     reward: ReplicaPool
     teachers: dict[str, ReplicaPool] = field(default_factory=dict)
     """Those with their own resources."""
-    version: int = 0
+    versions: dict[int, int] = field(default_factory=dict)
+    """Of the weights that each copy has; 0 at first."""
     busy_s: dict[str, dict[str, float]] = field(default_factory=dict)
     """Seconds of scoring of each teacher so far, by the process that reported them."""
 
@@ -49,14 +50,16 @@ class ReplicaPools:
 
 
 class RayWorkers:
-    """Sessions and their scoring by replicas: for training, or for evaluations.
+    """Sessions and their scoring by replicas: for training or for evaluations, on one copy of the weights.
 
     Each prompt's sessions go to one replica. Rows go from worker to worker through the store, never through
     here; see `roles.rollout.SessionWorkers`.
     """
 
-    def __init__(self, recipe: Recipe, store: Store, pools: ReplicaPools, *, is_eval: bool) -> None:
-        self.recipe, self.store, self.pools, self.is_eval = recipe, store, pools, is_eval
+    def __init__(
+        self, recipe: Recipe, store: Store, pools: ReplicaPools, *, copy: int, is_eval: bool
+    ) -> None:
+        self.recipe, self.store, self.pools, self.copy, self.is_eval = recipe, store, pools, copy, is_eval
         self._functions = RewardFunctions(recipe.tasks, recipe.reward)
 
     async def demonstrate(self, prompts: Sequence[Prompt], partition: str) -> BatchRef:
@@ -100,8 +103,9 @@ class RayWorkers:
         groups: dict[int, list[Attempt]] = {}
         for attempt in attempts:
             groups.setdefault(attempt.prompt.uid, []).append(attempt)
+        version = self.pools.versions.get(self.copy, 0)
         request = partial(
-            RolloutRequest, self.is_eval, partition=partition, seed=seed, version=self.pools.version
+            RolloutRequest, self.is_eval, self.copy, partition=partition, seed=seed, version=version
         )
         requests = [request(group, eager=True) for group in groups.values() if at_once(group[0].prompt)]
         patient = [group for group in groups.values() if not at_once(group[0].prompt)]
@@ -117,7 +121,7 @@ class RayWorkers:
 
     async def _send(self, request: RolloutRequest, finished: Finished) -> list[Key]:
         """Have sessions run; after a replica's death, those that it had not reported run again."""
-        prompts = {attempt.prompt.uid for attempt in request.attempts}
+        asked = {(attempt.prompt.uid, attempt.session) for attempt in request.attempts}
         reported: set[Key] = set()
         scoring: asyncio.TaskGroup
 
@@ -133,7 +137,7 @@ class RayWorkers:
         async def clean_up() -> None:
             """Rows that the dead replica wrote and did not report would be there twice, or be old."""
             held = await asyncio.to_thread(self.store.batch, request.partition)
-            ghosts = [key for key in held.keys if key.prompt in prompts and key not in reported]
+            ghosts = [key for key in held.keys if key[:2] in asked and key not in reported]
             if ghosts:
                 await asyncio.to_thread(self.store.clear, request.partition, ghosts)
 

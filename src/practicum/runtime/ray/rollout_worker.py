@@ -1,4 +1,4 @@
-"""A rollout replica: its own engine, the sessions on it, and a thread that writes their rows."""
+"""A rollout replica: its own engines, the sessions on them, and a thread that writes their rows."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.stages import Plan
 from practicum.errors import EngineError
 from practicum.models.load_model import context_length, load_model, load_tokenizer
-from practicum.models.lora import merged_weights
+from practicum.models.lora import copy_on_base, merged_weights
 from practicum.models.offloaded_weights import take_weights
-from practicum.recipe.derived import rollout_context
+from practicum.recipe.derived import lag, rollout_context
 from practicum.records.recording_store import stage_span
 from practicum.roles.make_engine import Weights, describe_engines, make_engine
 from practicum.roles.rollout import SessionRow, SessionRunner
@@ -38,6 +38,8 @@ class RolloutRequest(NamedTuple):
     """Sessions to be run: for training or an evaluation, by weights of one version."""
 
     is_eval: bool
+    copy: int
+    """Which of the worker's copies of the weights samples them."""
     attempts: Sequence[Attempt]
     partition: str
     seed: int
@@ -47,22 +49,24 @@ class RolloutRequest(NamedTuple):
 
 
 class RolloutWorker(Worker):
-    """An asynchronous actor: many requests at once share the engine."""
+    """An asynchronous actor: many requests at once share its engines, one for each copy of the weights."""
 
-    async def begin(self, plan: Plan, manifest: Manifest | None) -> None:
-        """Load the model and, if there are newer weights, these."""
+    async def begin(self, plan: Plan, manifests: Mapping[int, Manifest]) -> None:
+        """Load the model and, for copies that have newer weights, these."""
         recipe = self.recipe
         require_isolation(recipe.agent.tools)
-        model = load_model(recipe.model, recipe.seed).requires_grad_(False)
+        model = load_model(recipe.model, recipe.seed)
         self._manifest: Manifest | None = None
+        self._loading = threading.Lock()
         # What comes is the adapter alone; vLLM takes whole weights, which are merged here.
         self._merged = model if recipe.model.lora is not None and recipe.rollout.engine == "vllm" else None
-        self.engine, self.toolbox = make_engine(recipe, model, self._weights), Toolbox(recipe.agent.tools)
+        copies = [model, *(copy_on_base(model) for _ in range(lag(recipe)))]
+        self.engines = [make_engine(recipe, copy.requires_grad_(False), self._weights) for copy in copies]
+        self.toolbox = Toolbox(recipe.agent.tools)
         sessions = partial(
             SessionRunner,
             recipe,
             store=self.store,
-            engine=self.engine,
             encoder=make_encoder(recipe, load_tokenizer(recipe.model)),
             functions=RewardFunctions(recipe.tasks, recipe.reward),
             toolbox=self.toolbox,
@@ -70,20 +74,22 @@ class RolloutWorker(Worker):
             config=model.config,
         )
         route = partial(teacher_of, route=recipe.route, teachers=recipe.teachers, seed=recipe.seed)
-        self._train = sessions(plan, teacher_of=route if "teachers" in plan else None)
-        self._eval = sessions(evaluation_plan())
+        taught = route if "teachers" in plan else None
+        self._train = [sessions(plan, engine=engine, teacher_of=taught) for engine in self.engines]
+        self._eval = [sessions(evaluation_plan(), engine=engine) for engine in self.engines]
         self._writer = RowWriter()
-        if manifest is not None:
-            self._load(manifest)
+        for copy, manifest in manifests.items():
+            self._load(copy, manifest)
 
     async def run(self, request: RolloutRequest) -> AsyncIterator[BatchRef]:
         """Run sessions; gives the rows of those that are finished and written, at the latest in the end."""
-        if self.engine.version != request.version:
+        version = self.engines[request.copy].version
+        if version != request.version:
             raise EngineError(
-                f"this engine has weights of version {self.engine.version} and the request is for "
+                f"this engine has weights of version {version} and the request is for "
                 f"{request.version}: it missed an update"
             )
-        sessions = self._eval if request.is_eval else self._train
+        sessions = (self._eval if request.is_eval else self._train)[request.copy]
         prompts = {a.prompt.uid: a.prompt for a in request.attempts}
         starts = {uid: sessions.start(prompt) for uid, prompt in prompts.items()}
         # Each piece is a trip to the other event loop and back, and a put: sessions that nobody waits for
@@ -101,34 +107,36 @@ class RolloutWorker(Worker):
     async def demonstrate(self, prompts: Sequence[Prompt], partition: str) -> BatchRef:
         """Write what a demonstrator does with each prompt."""
         with stage_span(self.store, "demonstrate", prompts[0].step, rows=len(prompts)):
-            running = [_begin(self._train.demonstrate(prompt)) for prompt in prompts]
+            sessions = self._train[0]
+            running = [_begin(sessions.demonstrate(prompt)) for prompt in prompts]
             rows = [row for rows in await asyncio.gather(*running) for row in rows]
-            writes = self._train.plan["demonstrate"].writes
-            return await asyncio.to_thread(self._train.put, partition, rows, writes)
+            writes = sessions.plan["demonstrate"].writes
+            return await asyncio.to_thread(sessions.put, partition, rows, writes)
 
-    async def load(self, manifest: Manifest) -> None:
-        """Take the weights of a version; what was computed with older ones is never used again."""
-        await asyncio.to_thread(self._load, manifest)
+    async def load(self, copy: int, manifest: Manifest) -> None:
+        """A copy takes the weights of a version; what was computed with older ones is never used again."""
+        await asyncio.to_thread(self._load, copy, manifest)
 
     async def sleep(self) -> None:
-        """Free memory for others until `wake`."""
-        await asyncio.to_thread(self.engine.sleep)
+        """Free memory for others until `wake`; without a lag there is one engine."""
+        await asyncio.to_thread(self.engines[0].sleep)
 
     async def wake(self) -> None:
         """Take the memory back."""
-        await asyncio.to_thread(self.engine.wake)
+        await asyncio.to_thread(self.engines[0].wake)
 
     async def describe(self) -> list[str]:
         """Its engine, if that has its own process."""
-        return describe_engines(self.engine)
+        return describe_engines(self.engines[0])
 
-    async def fingerprint(self) -> list[float]:
-        """Logprobs of a fixed sequence by the weights that the engine has."""
-        return (await asyncio.to_thread(self.engine.fingerprint)).tolist()
+    async def fingerprint(self, copy: int) -> list[float]:
+        """Logprobs of a fixed sequence by the weights that a copy has."""
+        return (await asyncio.to_thread(self.engines[copy].fingerprint)).tolist()
 
-    def _load(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-        self.engine.load_weights(*self._weights())
+    def _load(self, copy: int, manifest: Manifest) -> None:
+        with self._loading:
+            self._manifest = manifest
+            self.engines[copy].load_weights(*self._weights())
 
     def _weights(self) -> tuple[Weights, int]:
         """Those that were given last, or of the model as it starts."""

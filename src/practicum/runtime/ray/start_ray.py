@@ -61,9 +61,10 @@ def start_ray(recipe: Recipe, plan: Plan, watch: Watch, record: RecordPlace | No
         group, pools, facts = run_async(
             work, timeout=recipe.runtime.start_s, owner="the start of all workers"
         )
-        pools.version = facts.version
-        roles = RayRoles(recipe, plan, watch, cluster, handle, group, pools, facts, starter.latest)
-        roles.probe_weights()
+        assert facts.version == 0
+        latest = starter.student, starter.teachers
+        roles = RayRoles(recipe, plan, watch, cluster, handle, group, pools, facts, *latest)
+        roles.begin()
         undo.pop_all()
         return roles
 
@@ -92,7 +93,9 @@ class _Starter:
     ) -> None:
         self.recipe, self.plan, self.watch, self.cluster, self.handle = recipe, plan, watch, cluster, handle
         self.record = record
-        self.latest: dict[str, Manifest] = {}
+        # The weights that restarted replicas get: of the student by copy, and of teachers that copy it.
+        self.student: dict[int, Manifest] = {}
+        self.teachers: dict[str, Manifest] = {}
 
     async def everyone(self) -> tuple[TrainGroup, ReplicaPools, StudentFacts]:
         """All workers, loading side by side."""
@@ -141,7 +144,7 @@ class _Starter:
 
     async def _rollout(self, number: int) -> Any:
         actor = self._actor(RolloutWorker, "rollout", number, self.recipe, self._handle("rollout", number))
-        return await self._begun(actor, f"rollout {number}", self.latest.get("student"))
+        return await self._begun(actor, f"rollout {number}", dict(self.student))
 
     async def _reward(self, reward_models: dict[str, list[Any]], number: int) -> Any:
         # Colocated models are woken one at a time, by one call at a time.
@@ -154,7 +157,7 @@ class _Starter:
     async def _teacher(self, name: str, number: int) -> Any:
         role = f"teachers.{name}"
         actor = self._actor(TeacherWorker, role, number, self.recipe, self._handle(role, number), name)
-        return await self._begun(actor, f"{role} {number}", self.latest.get(name))
+        return await self._begun(actor, f"{role} {number}", self.teachers.get(name))
 
     def _reward_models(self) -> dict[str, list[Any]]:
         """Reward models with their own resources."""

@@ -21,9 +21,10 @@ from practicum.models.load_model import load_model
 from practicum.recipe.derived import data_parallel, scores_during_rollout
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.load_teachers import load_teachers
+from practicum.roles.sync import PublishedWeights
 from practicum.roles.teachers import Teachers, copy_file, read_copy
 from practicum.roles.train_rank import TrainRank
-from practicum.runtime.ray.weight_transport import Manifest, publish
+from practicum.runtime.ray.weight_transport import Manifest, publish, receive
 from practicum.runtime.ray.worker import RankReply, StoreHandle, Worker
 
 
@@ -46,6 +47,20 @@ class PublishingRank(TrainRank):
         for _ in learner.named_weights():
             pass  # takes part in gathering each
         return None
+
+    def save_published(
+        self, manifest: Manifest, fingerprint: Sequence[float], folder: Path, step: int
+    ) -> None:
+        """Write weights that were published after an earlier step into a checkpoint."""
+        received = receive(manifest, timeout=self.recipe.runtime.store_s)
+        PublishedWeights.copy(received, manifest.version, fingerprint).save(folder, step)
+
+    def publish_saved(self, folder: Path) -> dict[int, tuple[Manifest, tuple[float, ...]]]:
+        """Publish what `save_published` wrote, by step, each with the learner's fingerprint of then."""
+        found = PublishedWeights.load_all(folder)
+        return {
+            step: (publish(one.weights.items(), one.version), one.fingerprint) for step, one in found.items()
+        }
 
     def publish_copy(self, folder: Path, name: str) -> Manifest | None:
         """The weights that a teacher elsewhere, a copy of the student, had when it saved them, if it did.

@@ -1,0 +1,139 @@
+"""Two things that a lag can do to learning, shown on the sorter.
+
+Dropping: groups of long prompts take longer. A schedule that throws away what is late trains on fewer of them
+than it samples; ours takes every group in its turn. Late is decided by numbers here (a group of a long prompt
+is late in so many of ten cases), so that both schedules are exact. Such a schedule is in this file only.
+
+Weights: REINFORCE without importance weights at lag 4, which a recipe refuses, beside the same lag with
+weights, and beside no lag. `checks.sample_size` speaks before the reward falls.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.model import model_folder
+from benchmarks.stepping import Steps
+from practicum.recipe.load_recipe import load_recipe
+from practicum.recipe.schema.recipe import Recipe
+from practicum.tasks.prompts import Prompt
+from practicum.trainer.run import train_loaded
+from practicum.trainer.sample_step import SampledStep, StepSampler
+
+SHORT, LONG = (6, 10), (15, 18)
+LATE = {"short": 0.05, "long": 0.6}
+"""Share of the groups that are too late for a schedule that drops."""
+STEPS, PROMPTS, SAMPLES, LR = 60, 16, 8, 1e-4
+FAST_LR, LAG, COLLAPSE_STEPS = 1e-3, 4, 60
+COLLAPSED = 0.5
+"""A reward below this share of its best so far counts as collapsed."""
+
+
+def written(name: str, **sections: Any) -> dict[str, Any]:
+    """GRPO on short and long lists."""
+    tasks = {"short": SHORT, "long": LONG}
+    return {
+        "name": f"evidence-{name}",
+        "model": {"path": str(model_folder())},
+        "tasks": {n: {"kind": "sort", "options": {"length": list(size)}} for n, size in tasks.items()},
+        "rollout": {"samples": SAMPLES, "max_new_tokens": 24},
+        "train": {"prompts": PROMPTS, "lr": LR, "steps": STEPS},
+        "eval": {"rows": 64},
+        "track": {"record": "none"},
+        "runtime": {"threads": 1},
+        "async": {"lag": 1},
+        **sections,
+    }
+
+
+def is_late(prompt: Prompt) -> bool:
+    """Whether a schedule that drops would throw this prompt's group away."""
+    return random.Random(f"late {prompt.uid}").random() < LATE[prompt.task]
+
+
+def train(drops: bool, steps: int) -> dict[str, float]:
+    """Greedy scores by task before and after training, and the share of long prompts that were trained on."""
+    trained: dict[str, int] = {}
+    whole = StepSampler._take
+
+    def take(self: StepSampler, step: SampledStep, count: int) -> list[Prompt]:
+        """The next prompts; those whose groups are late are passed over by a schedule that drops."""
+        kept: list[Prompt] = []
+        while len(kept) < count:
+            kept += [prompt for prompt in whole(self, step, 1) if not (drops and is_late(prompt))]
+        for prompt in kept:
+            trained[prompt.task] = trained.get(prompt.task, 0) + 1
+        return kept
+
+    StepSampler._take = take
+    more = {"train": {"prompts": PROMPTS, "lr": LR, "steps": steps}}
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            outcome = train_loaded(load_recipe(written("drop", **more)), Path(folder) / "run", quiet=True)
+    finally:
+        StepSampler._take = whole
+    after = {name.removeprefix("eval/"): score for name, score in outcome.last_eval.items()}
+    before = {f"first {name.removeprefix('eval/')}": score for name, score in outcome.first_eval.items()}
+    return before | after | {"long trained": trained.get("long", 0) / sum(trained.values())}
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "no lag": {"async": {"lag": 0}, "algorithm": {"loss": "reinforce"}},
+    "lag 4, unweighted": {"async": {"lag": LAG}, "algorithm": {"loss": "reinforce"}},
+    "lag 4, weighted": {
+        "async": {"lag": LAG},
+        "algorithm": {"loss": "reinforce", "mismatch": {"weights": "token"}},
+    },
+    "lag 4, dppo": {"async": {"lag": LAG}, "algorithm": {"loss": "dppo"}},
+}
+
+
+def collapse(way: str, steps: int, lr: float) -> dict[str, Any]:
+    """Rewards and sample sizes by step, when the check first spoke, and when the reward collapsed."""
+    sections = WAYS[way] | {"train": {"prompts": PROMPTS, "lr": lr, "steps": steps}}
+    recipe = Recipe.model_validate(written("collapse", **sections))  # which does not refuse what is wrong
+    rewards, sizes, warned = list[float](), list[float | None](), None
+    with Steps(recipe) as run:
+        for number in range(1, steps + 1):
+            metrics = run.run.runner.step(number)
+            rewards.append(metrics["reward/mean"])
+            sizes.append(metrics.get("train/sample_size"))
+            if warned is None and metrics.get("checks/sample_size"):
+                warned = number
+    return {"rewards": rewards, "sizes": sizes, "warned": warned, "collapsed": collapsed_at(rewards)}
+
+
+def collapsed_at(rewards: list[float]) -> int | None:
+    """The first step from which on the reward stays below a share of the best before."""
+    for step in range(1, len(rewards)):
+        best = max(rewards[:step])
+        if best > 0 and all(reward < COLLAPSED * best for reward in rewards[step:]):
+            return step + 1
+    return None
+
+
+def main(steps: int = STEPS, collapse_steps: int = COLLAPSE_STEPS, lr: float = FAST_LR) -> None:
+    """Train with and without dropping, and each way of weighing; write the results."""
+    model_folder()
+    dropping = {}
+    for name, drops in (("in order", False), ("dropping", True)):
+        dropping[name] = train(drops, steps)
+        print(f"{name}: {dropping[name]}", flush=True)
+    collapses = {}
+    for way in WAYS:
+        collapses[way] = collapse(way, collapse_steps, lr)
+        told = {key: collapses[way][key] for key in ("warned", "collapsed")}
+        last = collapses[way]["rewards"][-5:]
+        print(f"{way}: {told}, last rewards {last}, sizes {collapses[way]['sizes'][::10]}", flush=True)
+    settings = {"steps": steps, "prompts": PROMPTS, "samples": SAMPLES, "late": LATE, "lr": lr, "lag": LAG}
+    harness.write_results(
+        "async_evidence", {"settings": settings, "dropping": dropping, "weights": collapses}
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""The sampling side of a step: prompts, sessions and rewards, until there are enough groups to learn from.
+
+It needs the weights that sample and nothing of the learner, so it may run while an earlier step is learnt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.keys import Key
+from practicum.dataplane.stages import Plan
+from practicum.engines.protocol import Sampling
+from practicum.errors import PracticumError
+from practicum.recipe.algorithm_traits import estimator_traits
+from practicum.recipe.derived import recorded_groups
+from practicum.recipe.schema.recipe import Recipe
+from practicum.records.recorder import Recorder
+from practicum.runtime.start_roles import Roles
+from practicum.sessions.attempts import Attempt
+from practicum.tasks.prompts import Prompt
+from practicum.tasks.stream import PromptStream
+from practicum.trainer.buffer import Group, ReplayBuffer, TakenGroups, groups_of
+from practicum.trainer.samples import choose_prompts
+from practicum.trainer.step_metrics import rollout_metrics, session_tags, trajectories
+
+TRAIN = "train"
+T = TypeVar("T")
+Metrics = dict[str, float]
+
+
+class StageTimer:
+    """Runs stages of one step that the plan has, and keeps their seconds."""
+
+    def __init__(
+        self, plan: Plan, number: int, recorder: Recorder | None, on_stage: Callable[[str], None]
+    ) -> None:
+        self.plan, self.number, self.recorder, self.on_stage = plan, number, recorder, on_stage
+        self.seconds: Metrics = {}
+        self.stage = ""
+        """The last one that began."""
+
+    def run(self, name: str, work: Callable[[], T]) -> T | None:
+        """Run a stage if the plan has it, and keep its time."""
+        if name not in self.plan:
+            return None
+        self.stage = name
+        self.on_stage(name)
+        began = time.perf_counter()
+        try:
+            with nullcontext() if self.recorder is None else self.recorder.span(name, self.number):
+                return work()
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+@dataclass(slots=True)
+class SampledStep:
+    """A step on its sampling side: its first prompts are drawn, `StepSampler.sample` fills in the rest."""
+
+    number: int
+    copy: int
+    """Which of `Roles.rollouts` samples it."""
+    timer: StageTimer
+    stream: dict[str, int]
+    """The prompt stream's state before it."""
+    prompts: list[Prompt]
+    recorded: int = 0
+    """Prompts whose rows are recorded."""
+    rolled: list[BatchRef] = field(default_factory=list)
+    """All its rollouts, with the rows that nothing is learnt from."""
+    batch: BatchRef = field(default_factory=lambda: BatchRef(TRAIN, (), ()))
+    baselines: dict[int, float] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
+
+    def rows(self) -> list[Key]:
+        """Everything that the store holds of it."""
+        return [key for batch in self.rolled for key in batch.keys]
+
+
+class StepSampler:
+    """Samples steps over a set of roles. Its state is the prompt stream."""
+
+    def __init__(
+        self, recipe: Recipe, plan: Plan, roles: Roles, stream: PromptStream, recorder: Recorder | None = None
+    ) -> None:
+        self.recipe, self.plan, self.roles, self.stream = recipe, plan, roles, stream
+        self.recorder = recorder
+
+    def begin(
+        self, number: int, copy: int = 0, on_stage: Callable[[str], None] = lambda name: None
+    ) -> SampledStep:
+        """Draw a step's first prompts; steps are begun in order."""
+        timer = StageTimer(self.plan, number, self.recorder, on_stage)
+        step = SampledStep(number, copy, timer, self.stream.state_dict(), [])
+        step.prompts = self._take(step, self.recipe.train.prompts)
+        return step
+
+    def sample(self, step: SampledStep) -> None:
+        """Roll out and score until there is a batch to learn from."""
+        if "demonstrate" in self.plan:
+            self._demonstrate(step)
+        else:
+            self._roll_out_and_reward(step)
+
+    def _take(self, step: SampledStep, count: int) -> list[Prompt]:
+        """The next prompts of the stream; each knows its step, and whether its rows are recorded."""
+        prompts = self.stream.take(count)
+        most = recorded_groups(self.recipe)
+        left = None if most is None else max(most - step.recorded, 0)
+        chosen = choose_prompts({prompt.uid: prompt.task for prompt in prompts}, left, turn=step.number)
+        step.recorded += len(chosen)
+        return [replace(p, step=step.number, recorded=p.uid in chosen) for p in prompts]
+
+    def _demonstrate(self, step: SampledStep) -> None:
+        rollout = self.roles.rollouts[step.copy]
+        batch = step.timer.run("demonstrate", lambda: rollout.demonstrate(step.prompts, TRAIN))
+        assert batch is not None
+        step.rolled, step.batch, step.metrics = [batch], batch, {"epoch": step.prompts[0].epoch}
+
+    def _roll_out_and_reward(self, step: SampledStep) -> None:
+        """Roll out and score until enough complete groups are there, and take the oldest."""
+        recipe, needed, refills = self.recipe, self.recipe.train.prompts, 0
+        buffer = ReplayBuffer(recipe.buffer, TRAIN, recipe.agent.on_failure)
+        groups = self._roll_out(step, step.prompts)
+        buffer.add(groups)
+        while recipe.buffer.filter_flat_groups and len(buffer) < needed:
+            if refills == recipe.buffer.max_refills:
+                break
+            refills += 1
+            new = self._roll_out(step, self._take(step, needed - len(buffer)))
+            groups += new
+            buffer.add(new)
+        taken = buffer.take(needed)
+        step.batch, lost = self._with_baseline(taken)
+        step.baselines = taken.baselines
+        if not step.batch:
+            raise PracticumError(nothing_left(groups, refills))
+        if not any(tags.sampled_tokens for tags in step.batch.tags):
+            raise PracticumError("the student sampled no token in this step: the loop adds only given ones")
+        step.metrics = self._metrics(step, groups) | {"epoch": step.prompts[0].epoch}
+        if recipe.buffer.filter_flat_groups:
+            short = needed - len({key.prompt for key in step.batch.keys})
+            step.metrics |= {"groups/refills": refills, "groups/short": short}
+        step.metrics |= lost
+
+    def _roll_out(self, step: SampledStep, prompts: list[Prompt]) -> list[Group]:
+        """Rollout and reward of these prompts; gives the groups, with their rewards in the tags."""
+        rollout, recipe = self.roles.rollouts[step.copy], self.recipe
+        attempts = training_attempts(recipe, prompts, self.roles.stop)
+        rolled = step.timer.run("rollout", lambda: rollout.rollout(attempts, TRAIN, seed=recipe.seed))
+        assert rolled is not None
+        done = rolled.where(lambda _, tags: tags.status == "ready")
+        step.timer.run("reward", lambda: rollout.reward(done))
+        step.rolled.append(self.roles.store.batch(TRAIN, rolled.keys))
+        return groups_of(step.rolled[-1])
+
+    def _metrics(self, step: SampledStep, groups: Sequence[Group]) -> Metrics:
+        metrics = rollout_metrics([tags for batch in step.rolled for tags in session_tags(batch)], groups)
+        left = trajectories(BatchRef.concat(step.rolled))
+        if left is not None and left != 1:
+            metrics["rollout/trajectories"] = left
+        if self.recipe.agent.on_failure == "drop_group":
+            metrics["groups/dropped"] = sum(group.has_failed for group in groups)
+        return metrics
+
+    def _with_baseline(self, taken: TakenGroups) -> tuple[BatchRef, Metrics]:
+        """Leave out and count the groups whose greedy session failed, if the estimator needs it."""
+        if not estimator_traits(self.recipe.algorithm.advantage).greedy_baseline:
+            return taken.batch, {}
+        batch = taken.batch.where(lambda key, _: key.prompt in taken.baselines)
+        lost = {key.prompt for key in taken.batch.keys} - set(taken.baselines)
+        return batch, {"groups/without_baseline": len(lost)}
+
+
+def training_attempts(recipe: Recipe, prompts: list[Prompt], stop: frozenset[int]) -> list[Attempt]:
+    """The sessions of each prompt, and a greedy one if the advantage estimator needs a baseline."""
+    rollout = recipe.rollout
+    drawn = Sampling(
+        max_new_tokens=rollout.max_new_tokens,
+        stop=stop,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+    )
+    attempts = [Attempt(p, i, drawn) for p in prompts for i in range(rollout.samples)]
+    if estimator_traits(recipe.algorithm.advantage).greedy_baseline:
+        greedy = Sampling(max_new_tokens=rollout.max_new_tokens, stop=stop, greedy=True)
+        attempts += [Attempt(p, rollout.samples, greedy, is_baseline=True) for p in prompts]
+    return attempts
+
+
+def nothing_left(groups: Sequence[Group], refills: int) -> str:
+    """Why a step has nothing to learn from."""
+    failures = [tags.failure for group in groups for _, tags in group.rows if tags.failure]
+    again = f" after {refills} refills" if refills else ""
+    if failures:
+        failed = f"{len(failures)} sessions failed, the first: {failures[0]}"
+        return f"no group to learn from is left{again}: {failed}"
+    return (
+        f"no group to learn from is left{again}: rewards are all equal (the task is "
+        "too easy or too hard for this model); see samples.jsonl"
+    )

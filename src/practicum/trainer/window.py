@@ -1,0 +1,149 @@
+"""With a lag: the steps under way on the sampling side, each in its own thread, ahead of the learner."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from practicum.concurrency.event_loop import UNWIND_S, WorkScope
+from practicum.errors import DeadlineError
+from practicum.recipe.schema.recipe import Recipe
+from practicum.runtime.start_roles import Roles
+from practicum.trainer.sample_step import Metrics, SampledStep, StepSampler
+from practicum.trainer.schedule import Schedule
+
+TELL_S, TELL_MOST_S = 5.0, 60.0
+"""Seconds after which it is told what the learner waits for; then after twice as many, up to the second."""
+_MARGIN_S = 60.0
+"""Seconds beside its rollouts and rewards, which have deadlines of their own, that a step may take."""
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    step: SampledStep
+    began: float = field(default_factory=time.monotonic)
+    thread: threading.Thread | None = None
+    is_done: bool = False
+    error: BaseException | None = None
+
+
+class Window:
+    """Samples steps ahead of the learner, as far as the schedule lets it."""
+
+    def __init__(self, recipe: Recipe, schedule: Schedule, roles: Roles, sampler: StepSampler) -> None:
+        self.recipe, self.schedule, self.roles, self.sampler = recipe, schedule, roles, sampler
+        self.on_wait: Callable[[str], None] = lambda sentence: None
+        """Told what the learner waits for, again and again while it does."""
+        self._under_way: dict[int, _UnderWay] = {}
+        self._learnt = self._begun = 0
+        self._published: dict[int, float] = {}
+        """When weights were there, by the step that they are after."""
+        self._changed = threading.Condition()
+        self._scope = WorkScope()
+        self._draw_error: BaseException | None = None
+        # Where the prompts of a step begin follows from the refills of the one before.
+        self._one_by_one = recipe.buffer.filter_flat_groups
+
+    def begin(self, number: int) -> SampledStep:
+        """The next step that the learner needs: it is under way, or sampled already."""
+        self.move(number - 1)
+        if number not in self._under_way and self._draw_error is not None:
+            raise self._draw_error
+        return self._under_way[number].step
+
+    def finish(self, step: SampledStep) -> None:
+        """Wait until a step is sampled; what went wrong there is raised here."""
+        found, began = self._under_way[step.number], time.perf_counter()
+        rounds = 1 + (self.recipe.buffer.max_refills if self._one_by_one else 0)
+        deadline = found.began + 2 * rounds * self.recipe.rollout.deadline_s + _MARGIN_S
+        patience = TELL_S
+        with self._changed:
+            while not self._changed.wait_for(lambda: found.is_done, patience):
+                self.on_wait(self._waits_for(found))
+                if time.monotonic() > deadline:
+                    raise DeadlineError(f"step {step.number} was not sampled: {self._waits_for(found)}")
+                patience = min(2 * patience, TELL_MOST_S)
+        if found.error is not None:
+            raise found.error
+        step.metrics |= self._staleness(step)
+        step.timer.seconds["waited"] = time.perf_counter() - began
+
+    def _staleness(self, step: SampledStep) -> Metrics:
+        """Steps from the weights of each row's oldest token to those that it trains."""
+        first, trains = self.schedule.weights_of(step.number), step.number - 1
+        steps = {self.roles.version_of(s): s for s in range(trains, first - 1, -1)}
+        stale = [trains - steps.get(tags.version_min, first - 1) for tags in step.batch.tags]
+        return {"async/staleness": sum(stale) / len(stale), "async/staleness_max": max(stale)}
+
+    def move(self, learnt: int) -> None:
+        """So many steps are learnt and their weights published: begin what the schedule lets begin."""
+        with self._changed:
+            self._learnt, self._begun = learnt, max(self._begun, learnt)
+            self._published.setdefault(learnt, time.monotonic())
+            for number in [n for n in self._under_way if n <= learnt]:
+                del self._under_way[number]
+            self._begin_next()
+
+    def stream_state(self, number: int) -> dict[str, int]:
+        """The prompt stream's state before a step's first prompt."""
+        with self._changed:
+            found = self._under_way.get(number)
+            return self.sampler.stream.state_dict() if found is None else found.step.stream
+
+    def close(self) -> None:
+        """End what is under way."""
+        self._scope.cancel()
+        for found in list(self._under_way.values()):
+            if found.thread is not None:
+                found.thread.join(UNWIND_S)
+
+    def _begin_next(self) -> None:
+        """Begin steps in order, as far as weights are there; the lock is held."""
+        if self._scope.is_cancelled or self._draw_error is not None:
+            return
+        for number in self.schedule.under_way(self._learnt):
+            if number <= self._begun:
+                continue
+            before = self._under_way.get(number - 1)
+            if self._one_by_one and before is not None and not before.is_done:
+                return
+            if before is not None and before.error is not None:
+                return
+            found = _UnderWay(self.sampler.begin(number, self.schedule.copy_of(number)))
+            name = f"practicum-step-{number}"
+            found.thread = threading.Thread(target=self._sample, args=(found,), name=name, daemon=True)
+            self._under_way[number], self._begun = found, number
+            found.thread.start()
+
+    def _sample(self, found: _UnderWay) -> None:
+        step = found.step
+        try:
+            with self._scope:
+                weights = self.schedule.weights_of(step.number)
+                self.roles.give_weights(step.copy, weights)
+                if published := self._published.pop(weights, None) if weights else None:
+                    step.timer.seconds["publish_lag"] = time.monotonic() - published
+                self.sampler.sample(step)
+        except BaseException as error:  # raised by `finish`, in the step's turn
+            found.error = error
+        with self._changed:
+            found.is_done = True
+            if self._one_by_one and found.error is None:
+                try:
+                    self._begin_next()
+                except BaseException as error:  # of drawing the next step's prompts: raised by its `begin`
+                    self._draw_error = error
+            self._changed.notify_all()
+
+    def _waits_for(self, found: _UnderWay) -> str:
+        """What a step under way is at, and which groups are not done."""
+        step, waited = found.step, time.monotonic() - found.began
+        groups = self.roles.rollouts[step.copy].open_groups()
+        stage = step.timer.stage or "new weights"
+        if stage != "rollout" or not groups:
+            return f"{stage} of step {step.number}, {waited:.0f} s after it began"
+        named = ", ".join(f"{prompt} ({count} sessions not done)" for prompt, count in groups[:2])
+        more = f" and {len(groups) - 2} more groups" if len(groups) > 2 else ""
+        return f"{named}{more}, {waited:.0f} s after step {step.number} began"

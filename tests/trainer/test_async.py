@@ -1,0 +1,198 @@
+"""Runs with a lag: each step is sampled by the weights that the schedule says, whatever takes how long."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from practicum.engines.torch.torch_engine import TorchEngine
+from practicum.errors import DeadlineError, PracticumError
+from practicum.learning.learner import Learner
+from practicum.trainer import window
+from practicum.trainer.run import train_loaded
+from tests.teachers.tiny_reward_models import save_classifier
+from tests.teachers.tiny_teachers import MAKE, save_teacher
+
+from .oracle import delay_everything, train_late
+from .recipes import TINY, tiny
+from .test_run import metrics_of, same_run, stop_after, weights_of
+
+REWARD = {"reward": {"functions": [{"use": "tests.trainer.rewards:by_letters"}]}}
+REFILLED = REWARD | {
+    "reward": {"functions": [{"use": "tests.trainer.rewards:even_length"}]},
+    "buffer": {"filter_flat_groups": True, "max_refills": 50},
+    "train": TINY["train"] | {"minibatches": 2},
+}
+DECOUPLED = REWARD | {"algorithm": {"mismatch": {"weights": "token"}}, "train": TINY["train"] | {"epochs": 2}}
+TOOLS = {
+    "agent": {"loop": "tool_use", "tools": ["calculator"], "calls": "plain", "turns": 3},
+    "tasks": {"total": {"kind": "total", "chat": True}},
+    "model": {"make": TINY["model"]["make"] | {"context": 192}},
+}
+AGENT = REWARD | {"agent": {"loop": "tests.trainer.loops:uneven"}, "algorithm": {"loss": "dppo"}}
+
+
+def equals_the_oracle(folder: Path, lag: int, seed: int, **sections: Any) -> list[dict[str, Any]]:
+    """Train with random delays, and compare with the oracle bit for bit; gives the rows of metrics."""
+    loaded = tiny(folder, "eval.rows=2", "eval.every=2", f"async.lag={lag}", **sections)
+    with pytest.MonkeyPatch.context() as patch:
+        delay_everything(patch, seed)
+        train_loaded(loaded, folder / "run", quiet=True)
+    reports, weights = train_late(loaded.recipe, lag)
+    rows = metrics_of(folder / "run")[1:]
+    for report, row in zip(reports, rows, strict=True):
+        assert {name: row.get(f"train/{name}") for name in report} == report
+    found = weights_of(folder / "run")
+    shared = found.keys() & weights.keys()  # an adapter is merged in the export
+    assert shared or loaded.recipe.model.lora is not None
+    assert all(torch.equal(found[name], weights[name]) for name in shared)
+    return rows
+
+
+@pytest.mark.parametrize(("lag", "sections"), [(1, AGENT), (2, REFILLED)], ids=["agent-dppo-1", "refilled-2"])
+def test_a_lag_equals_a_synchronous_trainer_with_old_weights(tmp_path: Path, lag: int, sections: dict):
+    rows = equals_the_oracle(tmp_path, lag, seed=0, **sections)
+    stale = [min(t, lag) for t in range(len(rows))]
+    assert [row["async/staleness"] for row in rows] == stale
+    assert [row["async/staleness_max"] for row in rows] == stale
+    assert [("train/sample_size" in row, "train/gap_mean" in row) for row in rows] == [
+        (number > 0, number == 0) for number in stale
+    ]
+
+
+def cases(folder: Path) -> dict[str, dict[str, Any]]:
+    """What may be combined with a lag."""
+    teacher = save_teacher(folder / "teacher", seed=1)
+    taught: dict[str, Any] = {"model": {"make": MAKE}, "distill": {"signal": "top_k", "top_k": 4}} | REWARD
+    save_classifier(folder / "judge")
+    judge = {"model": str(folder / "judge"), "label": 1}
+    judged = {"reward": REWARD["reward"] | {"models": {"judge": judge}}}
+    moe = {"family": "qwen3_moe", "experts": 4, "experts_per_token": 2}
+    return {
+        "decoupled": DECOUPLED,
+        "gspo": REWARD | {"algorithm": {"loss": "gspo", "advantage": "rloo"}},
+        "kl": REWARD | {"algorithm": {"kl": {"place": "reward", "target": 0.1, "horizon": 1000}}},
+        "critic": REWARD | {"algorithm": {"advantage": "gae"}, "critic": {"warmup_steps": 1}},
+        "remax": REWARD | {"algorithm": {"advantage": "remax", "loss": "cispo"}},
+        "padded": REWARD | {"train": TINY["train"] | {"minibatch_rows": 5}},
+        "tools": REWARD | TOOLS,
+        "retried": REWARD
+        | {"agent": {"loop": "tests.trainer.loops:fails_first", "on_failure": {"retry": 2}}},
+        "colocated teacher": taught | {"teachers": {"t": {"model": teacher}}},
+        "full signal": taught | {"teachers": {"t": {"model": teacher}}, "distill": {"signal": "full"}},
+        "streamed teacher": taught | {"teachers": {"t": {"model": teacher, "placement": "own"}}},
+        "copy of the student": taught | {"teachers": {"t": {"student": {"every": 2}}}},
+        "reward model": judged,
+        "experts": REWARD | {"model": {"make": TINY["model"]["make"] | moe}},
+        "adapter": REWARD | {"model": TINY["model"] | {"lora": {"rank": 2}}},
+    }
+
+
+CASES = (
+    *("decoupled", "gspo", "kl", "critic", "remax", "padded", "tools", "retried", "colocated teacher"),
+    *("full signal", "streamed teacher", "copy of the student", "reward model", "experts", "adapter"),
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
+def test_whatever_is_combined_with_a_lag_equals_the_oracle(tmp_path: Path, name: str):
+    assert set(CASES) == cases(tmp_path).keys()
+    equals_the_oracle(tmp_path, 2, seed=3, **cases(tmp_path)[name])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sections", [AGENT, REFILLED, REWARD], ids=["agent", "refilled", "plain"])
+@given(lag=st.integers(1, 4), seed=st.integers(0, 2**31))
+@settings(max_examples=10, deadline=None, derandomize=True)
+def test_many_delays(sections: dict[str, Any], lag: int, seed: int):
+    with tempfile.TemporaryDirectory() as folder:
+        equals_the_oracle(Path(folder), lag, seed, **sections)
+
+
+def test_lag_0_is_the_synchronous_trainer(tmp_path: Path):
+    """Without a lag the oracle samples with the weights of now, and nothing runs in another thread."""
+    rows = equals_the_oracle(tmp_path, 0, seed=1, **REWARD)
+    assert not any(name.startswith("async/") or name == "time/waited" for row in rows for name in row)
+
+
+def test_a_stopped_run_continues_with_the_sessions_that_were_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    sections = REWARD | {"agent": {"loop": "tests.trainer.loops:notes_itself"}}
+    options = ("async.lag=2", "eval.rows=2", "eval.every=2", "train.steps=5", "track.record=all")
+    for name in ("whole", "cut"):
+        monkeypatch.setenv("NOTES", str(tmp_path / f"{name}.txt"))
+        with pytest.MonkeyPatch.context() as patch:
+            if name == "cut":
+                late_updates(patch)
+                stop_after(patch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
+            train_loaded(tiny(tmp_path, *options, **sections), tmp_path / name, quiet=True)
+    path = tmp_path / "cut" / "checkpoints" / "step-000002" / "progress.json"
+    done = {tuple(key[:2]) for key in json.loads(path.read_text())["window"]["done"]}
+    assert len(done) > 2 * 16  # steps 3 and 4, and maybe some of step 5
+    train_loaded(tiny(tmp_path, *options, **sections), tmp_path / "cut", resume=True, quiet=True)
+    same_run(tmp_path / "whole", tmp_path / "cut")
+    ran = Counter(tuple(map(int, line.split())) for line in (tmp_path / "cut.txt").read_text().splitlines())
+    assert {name: ran[name] for name in done} == dict.fromkeys(done, 1)
+    every = [(uid, session) for uid in range(5 * 4) for session in range(4)]
+    assert ran.keys() == set(every)
+    lines = map(json.loads, (tmp_path / "cut" / "samples.jsonl").read_text().splitlines())
+    trained = [(row["step"], row["group"], row["session"]) for row in lines]
+    assert trained == [(1 + uid // 4, uid, session) for uid, session in every]  # each once, in order
+
+
+def late_updates(patch: pytest.MonkeyPatch) -> None:
+    """The learner is slow: what may be sampled ahead is sampled when it is done."""
+    update = Learner.update
+
+    def late(self: Learner, batch: Any) -> Any:
+        time.sleep(0.4)
+        return update(self, batch)
+
+    patch.setattr(Learner, "update", late)
+
+
+def test_an_error_ahead_costs_nothing_of_the_steps_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The reward raises in step 4, while the learner is at an earlier one; the run fails in step 4."""
+    sections = {"reward": {"functions": [{"use": "tests.trainer.rewards:breaks_late"}]}}
+    options = ("async.lag=2", "eval.rows=2", "train.steps=5")
+    with pytest.raises(PracticumError) as raised:
+        train_loaded(tiny(tmp_path, *options, **sections), tmp_path / "cut", quiet=True)
+    assert "has a checkpoint of step 3: --resume continues from it" in raised.value.__notes__[-1]
+    monkeypatch.setenv("REWARD_IS_MENDED", "1")
+    train_loaded(tiny(tmp_path, *options, **sections), tmp_path / "cut", resume=True, quiet=True)
+    train_loaded(tiny(tmp_path, *options, **sections), tmp_path / "whole", quiet=True)
+    same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_a_group_that_holds_the_learner_up_is_named_and_a_deadline_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(window, "TELL_S", 0.2)
+    generate = TorchEngine.generate
+
+    async def hangs(self: TorchEngine, request: Any) -> Any:
+        if request.counter.prompt == 5 and request.counter.session == 1:
+            await asyncio.Event().wait()
+        return await generate(self, request)
+
+    monkeypatch.setattr(TorchEngine, "generate", hangs)
+    options = ("async.lag=1", "eval.rows=2", "rollout.deadline_s=1.5", "agent.deadline_s=1.5")
+    with pytest.raises(DeadlineError, match="rollout"):
+        train_loaded(tiny(tmp_path, *options, **REWARD), tmp_path / "run", quiet=True)
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "the learner waits: " in log
+    assert any("prompt 5" in told.splitlines()[0] for told in log.split("the learner waits: ")[1:])
