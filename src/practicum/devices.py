@@ -101,6 +101,13 @@ def _module(device: torch.device, name: str, *args: Any) -> Any:
     return None if function is None else function(*args)
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether this says that a device, or the machine, has too little memory left."""
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def has_fused_optimizers(device: torch.device) -> bool:
     """Whether torch's optimizers have one kernel for all of a parameter's step there."""
     return device.type in FUSED_OPTIMIZERS

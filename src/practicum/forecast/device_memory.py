@@ -123,13 +123,17 @@ def _learner_memory(setup: StepSetup) -> Parts:
     number = BYTES[recipe.model.dtype]
     weights = sizes.parameters * number / ranks
     trained = trained_bytes(recipe, sizes) / ranks
-    parts = {"weights": weights, "gradients": trained, "Adam's moments": 2 * trained}
+    kept = trained_bytes(recipe, sizes, in_float32=True) / ranks
+    parts = {"weights": weights, "gradients": trained, "Adam's moments": 2 * kept}
+    masters = kept if kept > trained else 0.0
+    if masters:
+        parts["master weights"] = masters
     if recipe.model.lora is not None:
         parts["adapter"] = trained
     if "update_critic" in setup.plan:
         # Adapters of one process share their base.
         base = weights if recipe.model.lora is not None and ranks > 1 else 0.0
-        parts["critic (all of it)"] = base + 4 * trained
+        parts["critic (all of it)"] = base + 2 * trained + 2 * kept + masters
     if "ref_logprobs" in setup.plan and not is_own_base(recipe):
         parts["reference"] = setup.models.reference.parameters * number / ranks
     if ranks > 1:

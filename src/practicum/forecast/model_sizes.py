@@ -89,9 +89,10 @@ class Models:
         return max((sizes.hidden for sizes in self.teachers.values()), default=0)
 
 
-def trained_bytes(recipe: Recipe, sizes: Sizes) -> int:
-    """Bytes of the weights that training changes: the student's, or those of its adapter."""
-    number = BYTES[recipe.model.dtype]
+def trained_bytes(recipe: Recipe, sizes: Sizes, *, in_float32: bool = False) -> int:
+    """Bytes of the weights that training changes: the student's, or those of its adapter; or of float32
+    copies, as the optimizer's are."""
+    number = max(BYTES[recipe.model.dtype], BYTES["float32"] if in_float32 else 0)
     if recipe.model.lora is None:
         return sizes.parameters * number
     return sizes.adapter(recipe.model.lora) * max(number, BYTES["float32"])

@@ -83,23 +83,31 @@ class Learner(TrainedModel):
         The result does not depend on how rows fall into micro-batches. Without a sampled token nothing is
         done; with a non-finite loss or gradient the weights stay as they are.
         """
-        self.trace = None
-        job = _Update(batch, self.objective, self.trunk.dtype, self.parallel)
-        report = _Report(idle_tokens=job.idle_tokens, load=self.trunk.router_load())
-        self.by_group, self.trace = report.groups, job.trace
+        halved = self.trunk.halved
+        job, report = self.trunk.halving(partial(self._accumulate, batch))
         if not job.tokens:
             return {"tokens": 0.0}
-        add = partial(self._add, report, job, trace=job.trace)
-        with self.trunk.training():
-            self.trunk.each(job.microbatches(self.trunk, job.active), add)
-        with torch.no_grad():
-            self.trunk.each(job.microbatches(self.trunk, job.idle), add)
         self.stepper.zero_missing_grads()
         report = self.join(report)
         self.by_group, self.weight = report.groups, report.weight
         if job.trace is not None:
             job.trace.total = report.absolute
+        report.count_halved(self.trunk.halved - halved)
         return self.apply(report, lr_at(self.step, self.train))
+
+    def _accumulate(self, batch: UpdateBatch) -> tuple[_Update, _Report]:
+        """Gradients of a mini-batch, and what was measured on the way."""
+        self.stepper.optimizer.zero_grad(set_to_none=True)
+        job = _Update(batch, self.objective, self.trunk.dtype, self.parallel)
+        report = _Report(idle_tokens=job.idle_tokens, load=self.trunk.router_load())
+        self.by_group, self.trace = report.groups, job.trace
+        if job.tokens:
+            add = partial(self._add, report, job, trace=job.trace)
+            with self.trunk.training():
+                self.trunk.each(job.microbatches(self.trunk, job.active), add)
+            with torch.no_grad():
+                self.trunk.each(job.microbatches(self.trunk, job.idle), add)
+        return job, report
 
     def gradient_norms(self, batch: UpdateBatch, parts: Sequence[Sequence[int]]) -> list[float]:
         """Norm of the gradient of each part of the rows in this mini-batch's loss; nothing is learnt."""
@@ -224,6 +232,11 @@ class _Report:
     def add(self, name: str, part: float) -> None:
         """Add a micro-batch's part of a sum."""
         self.totals[name] = self.totals.get(name, 0.0) + part
+
+    def count_halved(self, times: int) -> None:
+        """Note how often micro-batches were halved, if they were."""
+        if times:
+            self.add("microbatch_halved", float(times))
 
     def merge(self, other: _Report) -> None:
         """Add what another rank measured."""

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from practicum.errors import PracticumError
 from practicum.learning.optimizer import Metrics, OptimizerStepper
+from practicum.learning.packed_model import PackedModel
 from practicum.learning.parallel import Parallel
 from practicum.models.lora import trained_names
 from practicum.recipe.schema.recipe import Train
@@ -57,6 +58,7 @@ class TrainedModel:
     Of a model with an adapter, a checkpoint holds what is trained; `base` is the fingerprint of the rest."""
 
     NAME: ClassVar[str]
+    trunk: PackedModel
     base: str | None = None
 
     def __init__(
@@ -113,6 +115,7 @@ class TrainedModel:
         if parallel is None or parallel.rank == 0:
             counters = {"version": self.version, "step": self.step}
             counters |= {} if self.base is None else {"base": self.base}
+            counters |= {"microbatch_tokens": self.trunk.token_budget} if self.trunk.halved else {}
             (folder / f"{self.NAME}.json").write_text(json.dumps(counters) + "\n")
         if parallel is not None:
             parallel.gather(None)  # a rank that returns may read at once what rank 0 writes
@@ -148,6 +151,9 @@ class TrainedModel:
             if step or empty[key]:
                 optimizer.state[p] = {**step, **empty[key]}
         self.version, self.step = counters["version"], counters["step"]
+        if (tokens := counters.get("microbatch_tokens")) is not None:
+            # As in the run that was stopped: sums are rounded in the same order.
+            self.trunk.token_budget, self.trunk.halved = min(self.trunk.token_budget, tokens), 1
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

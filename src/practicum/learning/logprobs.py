@@ -163,7 +163,7 @@ class LogprobScorer:
                 column[packed.column_M] = getattr(found, name).float().cpu()
 
         with nullcontext() if self.adapter else adapter_off(trunk.model):
-            trunk.each(trunk.microbatches(rows), score)
+            trunk.halving(lambda: trunk.each(trunk.microbatches(rows), score))
 
         def ragged(name: str) -> Ragged | None:
             return Ragged.packed(columns[name], response_ids.lengths) if name in columns else None

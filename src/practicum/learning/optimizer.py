@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from practicum.devices import has_fused_optimizers
 from practicum.errors import CheckError
@@ -57,8 +59,11 @@ SCHEDULES: dict[str, Callable[[int, Train], float]] = {
 """The learning rate of a step after the warm-up, by the name that a recipe gives the schedule."""
 
 
-def make_adamw(parameters: Iterable[nn.Parameter], train: Train) -> torch.optim.AdamW:
-    """AdamW, fused; weight decay acts on matrices, not on norms and biases."""
+def make_adamw(parameters: Iterable[nn.Parameter], train: Train) -> torch.optim.Optimizer:
+    """AdamW, fused where torch can; weight decay acts on matrices, not on norms and biases.
+
+    Parameters of 16 bits have float32 weights beside them, to which the updates are added.
+    """
     trained = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": train.weight_decay},
@@ -66,7 +71,51 @@ def make_adamw(parameters: Iterable[nn.Parameter], train: Train) -> torch.optim.
     ]
     groups = [group for group in groups if group["params"]]
     fused = all(has_fused_optimizers(p.device) for p in trained)
+    if any(p.itemsize < 4 for p in trained):
+        return MasterAdamW(groups, train, fused=fused)
     return torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=train.eps, fused=fused)
+
+
+class MasterAdamW(torch.optim.Optimizer):
+    """AdamW on float32 master weights, which the parameters are rounded from.
+
+    In bfloat16 itself, an update of less than about 1/256 of a weight would be rounded away.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], train: Train, *, fused: bool) -> None:
+        self._fused = fused
+        super().__init__(groups, {"lr": train.lr, "betas": train.betas, "eps": train.eps})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One step; one parameter at a time, so that only its gradient has a float32 copy."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["master"] = p.detach().float()
+                    state["step"] = torch.zeros((), device=p.device)
+                    state |= {name: torch.zeros_like(state["master"]) for name in ("exp_avg", "exp_avg_sq")}
+                adamw(
+                    [state["master"]],
+                    [p.grad.float()],
+                    [state["exp_avg"]],
+                    [state["exp_avg_sq"]],
+                    [],
+                    [state["step"]],
+                    foreach=False,
+                    fused=self._fused,
+                    amsgrad=False,
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    maximize=False,
+                )
+                p.copy_(state["master"])
 
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter], Train], torch.optim.Optimizer]

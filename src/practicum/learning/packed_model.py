@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,19 +14,32 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from practicum.dataplane.ragged import Ragged
-from practicum.errors import DataError, EngineError
+from practicum.devices import is_out_of_memory
+from practicum.errors import DataError, EngineError, PracticumError
 from practicum.learning.packing import Packed, RowExtras, RowSpans
 from practicum.learning.parallel import Parallel, run_in
 from practicum.learning.update_metrics import RouterLoad
 from practicum.models.attention import IMPLEMENTATION, packed_forward, run_model
 from practicum.models.experts import Routes, routes_of
 from practicum.models.fingerprint import fingerprint_ids
+from practicum.models.offloaded_weights import return_memory
 from practicum.models.vision import is_vision, picture_tokens
 from practicum.recipe.counts import CPU_MICROBATCH_TOKENS
 from practicum.recipe.schema.recipe import Train
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Largest difference of the self-test's hidden states, in parts of their largest value."""
+
+
+T = TypeVar("T")
+
+
+class MicrobatchTooLargeError(Exception):
+    """A micro-batch of so many tokens ran out of memory."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(f"a micro-batch of {tokens} tokens")
+        self.tokens = tokens
 
 
 class PackedModel:
@@ -48,6 +62,8 @@ class PackedModel:
         self.token_budget = train.microbatch_tokens
         if self.device.type == "cpu":
             self.token_budget = min(self.token_budget, CPU_MICROBATCH_TOKENS)
+        self.halved = 0
+        """How often the token budget was halved because memory ran out."""
         self.autocast = train.autocast == "bfloat16"
         self.gradient_checkpointing = train.gradient_checkpointing
         self.routes = routes_of(model)
@@ -83,7 +99,8 @@ class PackedModel:
     def each(self, microbatches: Iterable[Packed], work: Callable[[Packed], Tensor | None]) -> None:
         """Do `work` on each micro-batch, and back-propagate the loss that it gives if gradients are on.
 
-        Ranks must go through equally many: one with fewer runs made-up tokens that leave no trace.
+        Ranks must go through equally many: one with fewer runs made-up tokens that leave no trace. One that
+        runs out of memory is a MicrobatchTooLargeError: `halving` knows what to do.
         """
         if self.parallel is None:
             for packed in microbatches:
@@ -98,9 +115,29 @@ class PackedModel:
             self._pass(lambda: 0.0 * self.hidden(blank).sum(), blank)
 
     def _pass(self, work: Callable[[], Tensor | None], packed: Packed) -> None:
-        loss = run_in(self._root, work)
-        if loss is not None and torch.is_grad_enabled():
-            self.backward(loss, packed)
+        try:
+            loss = run_in(self._root, work)
+            if loss is not None and torch.is_grad_enabled():
+                self.backward(loss, packed)
+            return
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        # Out here the error is gone, and with it what its frames held.
+        raise MicrobatchTooLargeError(len(packed.ids_N))
+
+    def halving(self, attempt: Callable[[], T]) -> T:
+        """What the attempt gives. If a micro-batch runs out of memory, it is made again from its start with
+        micro-batches of half the size, which all later ones have too."""
+        while True:
+            try:
+                return attempt()
+            except MicrobatchTooLargeError as error:
+                tokens = error.tokens
+            if self.parallel is not None or tokens > self.token_budget:
+                raise PracticumError(_too_large(tokens, self.parallel is not None))
+            self.token_budget, self.halved = tokens // 2, self.halved + 1
+            return_memory(self.device)
 
     def _blank(self) -> Packed:
         """A micro-batch of made-up tokens."""
@@ -243,3 +280,12 @@ class PackedModel:
         with self.routes.record() as taken:
             out = self.model.base_model(input_ids=ids_1N, use_cache=False)
         return out.last_hidden_state[0], taken.tensor().cpu()
+
+
+def _too_large(tokens: int, ranks: bool) -> str:
+    what = "micro-batches can't be halved on several ranks" if ranks else "it is one row, which can't be cut"
+    return (
+        f"a micro-batch of {tokens:,} tokens ran out of memory, and {what}\n"
+        f"  → {'lower train.microbatch_tokens, ' if ranks else ''}set train.gradient_checkpointing, or lower "
+        "rollout.max_new_tokens or rollout.context"
+    )

@@ -72,7 +72,7 @@ class ValueLearner(TrainedModel):
         def estimate(packed: Packed) -> None:
             values_M[packed.column_M] = self._values(packed).float().cpu()
 
-        self.trunk.each(self.trunk.microbatches(rows), estimate)
+        self.trunk.halving(lambda: self.trunk.each(self.trunk.microbatches(rows), estimate))
         return Ragged.packed(values_M, response_ids.lengths)
 
     def update(self, batch: CriticBatch) -> Metrics:
@@ -86,16 +86,22 @@ class ValueLearner(TrainedModel):
         tokens = int(sampled_M.sum()) if batch.whole_tokens is None else batch.whole_tokens
         if not tokens:
             return {"tokens": 0.0}
-        report = _ValueReport(
-            left=Moments.of((returns_M - values_M)[sampled_M]), returns=Moments.of(returns_M[sampled_M])
-        )
 
-        def add(packed: Packed) -> Tensor:
-            old_M, wanted_M = (x_M[packed.column_M] for x_M in (values_M, returns_M))
-            return self._loss(packed, old_M, wanted_M, report.means) / tokens
+        def accumulate() -> _ValueReport:
+            self.stepper.optimizer.zero_grad(set_to_none=True)
+            report = _ValueReport(
+                left=Moments.of((returns_M - values_M)[sampled_M]), returns=Moments.of(returns_M[sampled_M])
+            )
 
-        with self.trunk.training():
-            self.trunk.each(self.trunk.microbatches(rows, sampled_M=sampled_M), add)
+            def add(packed: Packed) -> Tensor:
+                old_M, wanted_M = (x_M[packed.column_M] for x_M in (values_M, returns_M))
+                return self._loss(packed, old_M, wanted_M, report.means) / tokens
+
+            with self.trunk.training():
+                self.trunk.each(self.trunk.microbatches(rows, sampled_M=sampled_M), add)
+            return report
+
+        report = self.trunk.halving(accumulate)
         self.stepper.zero_missing_grads()
         return self.apply(self.join(report), self._lr())
 
