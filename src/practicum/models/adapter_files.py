@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from practicum.errors import PracticumError
 from practicum.models.load_model import load_model
-from practicum.models.lora import ADAPTER, base_fingerprint, merged_weights
+from practicum.models.lora import ADAPTER, adapter_config, base_fingerprint, merged_weights
 from practicum.models.offloaded_weights import take_weights
 from practicum.models.saved_adapter import ORIGIN, PREFIX, WEIGHTS
 from practicum.recipe.derived import EXPORTED
@@ -24,12 +24,9 @@ _BASE = "base.json"
 
 def write_adapter(folder: Path, model: PreTrainedModel, weights: Mapping[str, Tensor], base: str) -> None:
     """Write an adapter of this model in PEFT's format; `base` is the fingerprint of its base."""
-    from peft import PeftConfig
-
-    configs: dict[str, PeftConfig] = model.peft_config  # pyright: ignore[reportAssignmentType]
-    config = copy.copy(configs[ADAPTER])
+    config = copy.copy(adapter_config(model))
     config.inference_mode = True
-    config.target_modules = sorted(config.target_modules)  # pyright: ignore[reportAttributeAccessIssue]
+    config.target_modules = sorted(config.target_modules or ())
     config.save_pretrained(str(folder))
     named = {f"{PREFIX}{name.replace(f'.{ADAPTER}.', '.')}": x for name, x in weights.items()}
     tensors = {name: x.detach().cpu().contiguous() for name, x in named.items()}

@@ -22,6 +22,7 @@ from torch.nn.functional import linear
 from practicum.errors import MissingExtraError, RecipeError
 
 if TYPE_CHECKING:  # whoever only asks for names needs neither
+    from peft import LoraConfig
     from transformers import PreTrainedModel
 
     from practicum.recipe.schema.recipe import Lora
@@ -72,6 +73,12 @@ def add_adapter(model: PreTrainedModel, lora: Lora, seed: int, source: str | Non
 def is_adapter(name: str) -> bool:
     """Whether a parameter of this name belongs to an adapter."""
     return any(part in name for part in _PARTS)
+
+
+def adapter_config(model: PreTrainedModel) -> LoraConfig:
+    """PEFT's config of a model's adapter."""
+    configs: Any = model.peft_config
+    return configs[ADAPTER]
 
 
 def has_adapter(model: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from practicum.devices import describe_device
 from practicum.engines.protocol import Engine
 from practicum.engines.torch.torch_engine import TorchEngine
+from practicum.engines.vllm.make_vllm import EngineSize, engine_of_adapted, engine_of_model, takes_adapter
 from practicum.engines.vllm.vllm_engine import VllmEngine
 from practicum.models.load_model import context_length
 from practicum.places.place import TeacherPlace
@@ -56,17 +57,19 @@ def make_engine(recipe: Recipe, model: PreTrainedModel, weights: Callable[[], tu
     """The engine that samples the student's answers, with its weights of now and their version.
 
     The torch engine samples with the model object itself. vLLM has weights of its own: those that `weights`
-    gives, now and whenever it wakes.
+    gives (an adapter, if it takes it), now and whenever it wakes.
     """
     rollout = recipe.rollout
     context = rollout_context(recipe, context_length(model))
     if rollout.engine == "torch":
         return TorchEngine(model, slots=rollout.slots, context=context, keep_tokens=rollout.keep_tokens)
-    from practicum.engines.vllm.make_vllm import EngineSize, engine_of_model
-
     room = EngineSize(context, rollout.slots, kv_tokens=rollout.slots * context)
     threads = torch.get_num_threads()
-    engine = engine_of_model("rollout", model, rollout.vllm, room, weights, threads=threads)
+    if takes_adapter(model):
+        path, options = recipe.model.path, rollout.vllm
+        engine = engine_of_adapted("rollout", model, path, options, room, weights, threads=threads)
+    else:
+        engine = engine_of_model("rollout", model, rollout.vllm, room, weights, threads=threads)
     try:
         engine.load_weights(*weights())
     except BaseException:

@@ -21,6 +21,7 @@ from practicum.dataplane.memory_store import MemoryStore
 from practicum.dataplane.stages import Plan, StepInfo
 from practicum.dataplane.store import Store
 from practicum.engines.protocol import Engine
+from practicum.engines.vllm.make_vllm import takes_adapter
 from practicum.models.fingerprint import LENGTH
 from practicum.models.load_model import context_length, load_model
 from practicum.models.lora import copy_on_base
@@ -201,9 +202,9 @@ class LocalRoles(TrainRank):
         return describe_engines(self.engine, *places)
 
     def _engine_weights(self) -> tuple[Weights, int]:
-        """The learner's weights, as the engine takes them: vLLM has no adapters."""
+        """The learner's weights, as the engine takes them: of some models, vLLM takes no adapters."""
         learner = self.student.learner
-        plain = self.recipe.rollout.engine == "vllm"
+        plain = self.recipe.rollout.engine == "vllm" and not takes_adapter(learner.model)
         return learner.plain_weights() if plain else learner.named_weights(), learner.version
 
     def publish(self, step: int) -> None:

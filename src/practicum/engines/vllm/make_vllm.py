@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from practicum.engines.vllm.vllm_engine import VllmEngine, Weights
-from practicum.engines.vllm.vllm_messages import VllmSetup
+from practicum.engines.vllm.vllm_messages import RANKS, VllmSetup
+from practicum.models.adapter_files import write_adapter
+from practicum.models.adapter_rows import bare_base
+from practicum.models.lora import adapter_config, has_adapter
 from practicum.models.model_files import read_config
 from practicum.recipe.schema.rollout_sections import Vllm
 
 GIB = 2**30
+_ADAPTED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _BLOCK = 32
 """Tokens of a block of KV memory on a CPU, the largest there is."""
 
@@ -52,6 +58,46 @@ def engine_of_model(
     config.save_pretrained(folder.name)
     setup = _setup(key, folder.name, model.dtype, config, chosen, room, threads=threads)
     return VllmEngine(setup, start_s=chosen.start_s, weights=weights, folder=folder, wait=wait)
+
+
+def takes_adapter(model: PreTrainedModel) -> bool:
+    """Whether vLLM computes this model's adapter beside its base; else it gets weights that are merged.
+
+    Not those of experts, which PEFT saves in a form of its own, and of families that were not tried.
+    """
+    return (
+        has_adapter(model)
+        and model.config.model_type in _ADAPTED_FAMILIES
+        and adapter_config(model).r <= RANKS[-1]
+    )
+
+
+def engine_of_adapted(
+    key: str,
+    model: PreTrainedModel,
+    path: str | None,
+    chosen: Vllm,
+    room: EngineSize,
+    weights: Callable[[], tuple[Weights, int]],
+    *,
+    threads: int,
+) -> VllmEngine:
+    """An engine for a model with an adapter (`takes_adapter`): vLLM reads the base, and adapters are sent.
+
+    `path` is the folder or hub name of the base; one that was made is written for vLLM.
+    """
+    folder, source = None, path
+    if source is None:
+        folder = TemporaryDirectory(prefix="practicum-vllm-")
+        source = folder.name
+        bare_base(model).save_pretrained(source)
+    setup = _setup(key, source, model.dtype, model.config, chosen, room, threads=threads, loads=True)
+    setup = replace(setup, rank=adapter_config(model).r)
+
+    def write(to: Path, adapter: Mapping[str, Tensor]) -> None:
+        write_adapter(to, model, adapter, base="")
+
+    return VllmEngine(setup, start_s=chosen.start_s, weights=weights, folder=folder, write_adapter=write)
 
 
 def engine_of_folder(

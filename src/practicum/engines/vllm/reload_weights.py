@@ -61,7 +61,8 @@ def weight_bytes(model: nn.Module) -> int:
     """Of all weights, with the packed copies that vLLM computes with on a CPU and shows to nobody."""
     tensors = [*model.parameters(), *model.buffers()]
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    linear: list[Any] = [layer for layer in model.modules() if hasattr(layer, "cpu_linear")]
+    # Layers around others that have adapters show the attributes of those.
+    linear: list[Any] = [layer for layer in model.modules() if "cpu_linear" in vars(layer)]
     if all(layer.weight.numel() for layer in linear):
         return sum(held.values())  # nothing is packed: a layer that is gives up its weight
     packed = (get_layerwise_info(layer).restore_metadata[0]["weight"].nbytes for layer in linear)
@@ -72,21 +73,22 @@ class VllmSleep:
     """Frees the weights and the KV memory of an engine, and makes room for them again.
 
     Where vLLM has its own sleep (GPUs), that is used. On a CPU it frees nothing, so tensors lose their
-    storage and packed copies are dropped; loading weights after that fills them again.
+    storage and packed copies are dropped; loading weights after that fills them again. With `keeps_weights`,
+    KV memory alone is freed (on GPUs, weights go to the host's memory).
     """
 
-    def __init__(self, engine: Any, runner: Any) -> None:
-        self._engine, self._runner = engine, runner
+    def __init__(self, engine: Any, runner: Any, *, keeps_weights: bool = False) -> None:
+        self._engine, self._runner, self._keeps = engine, runner, keeps_weights
         self._own = bool(engine.model_config.enable_sleep_mode)
         self._freed: list[tuple[Any, int]] = []
 
     def begin(self) -> None:
-        """Give memory back; the weights are lost."""
+        """Give memory back; weights that are not kept are lost."""
         if self._own:
-            self._engine.sleep(level=2)
+            self._engine.sleep(level=1 if self._keeps else 2)
             return
         for module in self._runner.get_model().modules():
-            if "cpu_linear" in vars(module):
+            if not self._keeps and "cpu_linear" in vars(module):
                 module.cpu_linear = None  # holds a packed copy of the weights
         for storage in self._storages():
             self._freed.append((storage, storage.nbytes()))
@@ -94,7 +96,7 @@ class VllmSleep:
         return_memory(self._runner.device)
 
     def end(self) -> None:
-        """Have room again, for weights that must be loaded now."""
+        """Have room again; weights that were not kept must be loaded now."""
         if self._own:
             self._engine.wake_up()
             return
@@ -105,7 +107,8 @@ class VllmSleep:
 
     def _storages(self) -> Iterator[Any]:
         """Of weights and KV memory, each once; buffers are small and no weights, they stay."""
-        tensors = [*self._runner.get_model().parameters(), *self._runner.kv_caches]
+        weights = [] if self._keeps else self._runner.get_model().parameters()
+        tensors = [*weights, *self._runner.kv_caches]
         seen: set[int] = set()
         for tensor in tensors:
             storage = tensor.untyped_storage()

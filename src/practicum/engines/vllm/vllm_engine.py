@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -42,6 +43,8 @@ Weights = Iterable[tuple[str, Tensor]]
 _LOAD_S = 300.0
 """How long loading weights may take, and any other call that is not sampling or scoring."""
 _GRACE_S = 3.0
+_MEMORY = Path("/dev/shm")
+"""Where files are in memory, if the system has it."""
 
 
 class VllmEngine:
@@ -49,7 +52,8 @@ class VllmEngine:
 
     Weights are sent by `load_weights` unless the setup says that vLLM loads them. `weights` gives them again
     to an engine that was put to sleep, with their version. `folder` has the model's configuration, and goes
-    with the engine. Without `wait`, it must be `ready` before anything is asked of it.
+    with the engine. Without `wait`, it must be `ready` before anything is asked of it. `write_adapter`, for a
+    setup with a rank, puts an adapter's weights into a folder in PEFT's format: they are what is sent then.
     """
 
     def __init__(
@@ -59,8 +63,10 @@ class VllmEngine:
         start_s: float = 300.0,
         weights: Callable[[], tuple[Weights, int]] | None = None,
         folder: TemporaryDirectory[str] | None = None,
+        write_adapter: Callable[[Path, Mapping[str, Tensor]], None] | None = None,
         wait: bool = True,
     ) -> None:
+        self._write_adapter, self._adapter = write_adapter, None
         self._setup, self._start_s, self._source, self._folder = setup, start_s, weights, folder
         self.version = 0
         self._asleep = False
@@ -140,6 +146,9 @@ class VllmEngine:
         child = self._awake()
         if self._open:
             raise EngineError(f"can't load weights with {self._open} requests under way")
+        if self._write_adapter is not None:
+            self._send_adapter(child, dict(weights), version)
+            return
         block = SharedBlock()
         number, loading = child.post("load", (version,), f"loading weights of version {version}")
         child.flush()
@@ -157,6 +166,21 @@ class VllmEngine:
             block.close()
         self.version = version
 
+    def _send_adapter(self, child: ChildProcess, weights: Mapping[str, Tensor], version: int) -> None:
+        """Put an adapter where vLLM finds it, and where it stays until the next one has taken its place."""
+        assert self._write_adapter is not None
+        folder = TemporaryDirectory(prefix="practicum-adapter-", dir=_MEMORY if _MEMORY.is_dir() else None)
+        try:
+            self._write_adapter(Path(folder.name), weights)
+            about = f"loading the adapter of version {version}"
+            _result(self._post(child, "adapter", (folder.name, version), about), _LOAD_S)
+        except BaseException:
+            folder.cleanup()
+            raise
+        old, self._adapter, self.version = self._adapter, folder, version
+        if old is not None:
+            old.cleanup()
+
     def sleep(self) -> Memory:
         """Free memory until `wake`; what vLLM needs beside weights and KV memory stays with its process."""
         child = self._awake()
@@ -164,7 +188,7 @@ class VllmEngine:
             raise EngineError(f"can't sleep with {self._open} requests under way")
         if self._source is None and not (self._setup.loads and self.version == 0):
             raise EngineError("a vLLM engine without a source of weights can't sleep: it would forget them")
-        before = self.memory()
+        before = self.memory() if self._write_adapter is None else Memory(0, self.facts.kv)
         _result(self._post(child, "sleep", (), "going to sleep"), _LOAD_S)
         self._asleep = True
         return before
@@ -182,8 +206,11 @@ class VllmEngine:
 
     def memory(self) -> Memory:
         """Bytes of vLLM's weights and KV memory now."""
-        rests = self._asleep or self._child is None
-        return Memory(0, 0) if rests else Memory(self.facts.weights, self.facts.kv)
+        if self._child is None:
+            return Memory(0, 0)
+        if self._asleep:
+            return Memory(self.facts.weights if self._write_adapter is not None else 0, 0)
+        return Memory(self.facts.weights, self.facts.kv)
 
     def fingerprint(self) -> Tensor:
         """Logprobs of a fixed token sequence, to compare with the learner's.
@@ -205,8 +232,9 @@ class VllmEngine:
         child, self._child = self._child, None
         if child is not None:
             end_processes([child], (_GRACE_S, _GRACE_S, _GRACE_S))
-        if self._folder is not None:
-            self._folder.cleanup()
+        for folder in (self._folder, self._adapter):
+            if folder is not None:
+                folder.cleanup()
 
     def _alive(self) -> ChildProcess:
         if self._child is None:

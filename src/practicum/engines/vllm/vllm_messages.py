@@ -16,6 +16,10 @@ CPU_ENVIRONMENT = {
 """What vLLM on a CPU reads from its environment when it is imported."""
 
 
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Largest ranks of adapters that vLLM can be made for."""
+
+
 @dataclass(frozen=True, slots=True)
 class VllmSetup:
     """How to make the engine. The model's folder needs weights only with `loads`: else they are sent."""
@@ -34,6 +38,8 @@ class VllmSetup:
     """Engine arguments of vLLM that override ours."""
     where: str = "rollout"
     """The recipe's section that these settings come from, for error messages."""
+    rank: int | None = None
+    """The rank of the adapters that are sent in place of weights; None: weights are sent."""
 
     def environment(self) -> dict[str, str]:
         """What vLLM and torch read when they are imported."""
@@ -64,8 +70,16 @@ class VllmSetup:
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
             "load_format": "auto" if self.loads else "dummy",
+            **self._for_adapters(),
             **self.options,
         }
+
+    def _for_adapters(self) -> dict[str, Any]:
+        """One is in use at a time, while the next one is loaded."""
+        if self.rank is None:
+            return {}
+        most = next(rank for rank in RANKS if rank >= self.rank)
+        return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": most}
 
 
 class VllmFacts(NamedTuple):

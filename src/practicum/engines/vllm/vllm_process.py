@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
@@ -26,7 +27,7 @@ from practicum.engines.vllm.weight_delivery import WeightDelivery
 from practicum.errors import EngineError
 from practicum.processes.child_main import ChildRequest, serve
 
-_ACTS = {"sleep": "_sleep", "wake": "_wake"}
+_ACTS = {"sleep": "_sleep", "wake": "_wake", "adapter": "_take_adapter"}
 """What is done between two steps of the engine."""
 
 
@@ -34,7 +35,8 @@ def main(pipe: Connection, setup: VllmSetup) -> None:
     """Run the process from its start to its end.
 
     It answers `generate`: (GenerateMessage,); `score`: (ScoreMessage,); `load`: (version,), while `bucket`:
-    (MemoryBucket,) brings the weights and (None,) ends them; `sleep`: (); `wake`: ().
+    (MemoryBucket,) brings the weights and (None,) ends them; `adapter`: (folder, version); `sleep`: ();
+    `wake`: ().
     """
     serve(pipe, lambda: _start(setup))
 
@@ -75,9 +77,14 @@ class VllmProcess:
         self._runner: Any = self._engine.model_executor.driver_worker.worker.model_runner
         self._vocab: int = self._engine.model_config.get_vocab_size()
         self._sampler = PlainLogprobSampler.take_over(self._runner.sampler, self._vocab)
-        self._memory = VllmSleep(self._engine, self._runner)
+        self._memory = VllmSleep(self._engine, self._runner, keeps_weights=setup.rank is not None)
         self.version = 0
         self._broken: str | None = None if setup.loads else "no weights were loaded yet"
+        self._adapter: Any = None
+        """The request by which vLLM knows the adapter that all requests have."""
+        if setup.rank is not None:
+            _leave_head_alone(self._runner.get_model())
+            self._broken = "no adapter was loaded yet"
         self._open: dict[str, _Open] = {}
         self._later: list[_Open] = []
         """Score requests with other settings than those under way."""
@@ -114,7 +121,7 @@ class VllmProcess:
         if request.what == "load":
             return await self._begin_load(request.args[0], answered, loop)
         if request.what in _ACTS:
-            act = getattr(self, _ACTS[request.what])
+            act = partial(getattr(self, _ACTS[request.what]), *request.args)
             self._inbox.put(lambda: _settle(loop, answered, act))
             return await answered
         opened = _Open(request.args[0], answered, loop)
@@ -191,7 +198,7 @@ class VllmProcess:
                 return
             number = str(next(self._numbers))
             prompt = {"prompt_token_ids": one.asked.ids}
-            self._engine.add_request(number, prompt, _params(one.asked))
+            self._engine.add_request(number, prompt, _params(one.asked), lora_request=self._adapter)
             self._open[number] = one
         except Exception as error:
             _fail(one, error)
@@ -240,7 +247,7 @@ class VllmProcess:
 
         self._memory.end()
         self._broken = "no weights were loaded since it woke"
-        if self._setup.loads and self.version == 0:
+        if self._setup.rank is None and self._setup.loads and self.version == 0:
             reload_folder(self._runner)
             self._broken = None
 
@@ -254,6 +261,27 @@ class VllmProcess:
         reload(self._runner, delivery.tensors())
         self._forget()
         return_memory(self._runner.device)  # layers were made anew, and their old ones are in the heap
+        self.version, self._broken = version, None
+
+    def _take_adapter(self, folder: str, version: int) -> None:
+        """Have all requests from now on computed with this adapter; the one before is removed."""
+        from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+
+        self._idle("load an adapter")
+        self._broken = "the last adapter that it was to load could not be loaded: load another"
+        number = 1 if self._adapter is None else self._adapter.lora_int_id + 1
+        # vLLM keeps what it computed of prompts by the adapter's name: no two may have the same one.
+        taken = LoRARequest(f"version {version}, number {number}", number, folder)
+        try:
+            is_there = self._engine.add_lora(taken) and number in self._engine.list_loras()
+        except Exception as error:
+            raise EngineError(f"vLLM can't take the adapter of version {version}: {error}") from error
+        if not is_there:
+            raise EngineError(f"vLLM did not take the adapter of version {version}")
+        if self._adapter is not None:  # no request names it any more: the engine is idle
+            self._engine.remove_lora(self._adapter.lora_int_id)
+        self._adapter = taken
+        self._forget()
         self.version, self._broken = version, None
 
     def _idle(self, what: str) -> None:
@@ -274,6 +302,13 @@ def _here(setup: VllmSetup) -> dict[str, Any]:
     # Of 128 tokens, as vLLM would have it, the samples of a short prompt share none. And a seeded sample of
     # a prompt that is computed in parts ends vLLM: the generators of a CPU can't be turned back.
     return {"block_size": 32} | ({"enable_chunked_prefill": False} if setup.samples else {})
+
+
+def _leave_head_alone(model: Any) -> None:
+    """Take adapters off the head, which has none: vLLM would add them to logits of prompts by wrong rows."""
+    for name, module in list(model.named_modules()):
+        if type(module).__name__ == "LogitsProcessorWithLoRA":
+            model.set_submodule(name, module.base_layer)
 
 
 def _params(asked: GenerateMessage | ScoreMessage) -> Any:

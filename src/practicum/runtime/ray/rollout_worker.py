@@ -14,10 +14,11 @@ from practicum.concurrency.event_loop import event_loop
 from practicum.concurrency.gather import gather_all
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.stages import Plan
+from practicum.engines.vllm.make_vllm import takes_adapter
 from practicum.errors import EngineError
 from practicum.models.load_model import context_length, load_model, load_tokenizer
-from practicum.models.lora import copy_on_base, merged_weights
-from practicum.models.offloaded_weights import take_weights
+from practicum.models.lora import copy_on_base, has_adapter, merged_weights
+from practicum.models.offloaded_weights import named_tensors, take_weights
 from practicum.recipe.derived import lag, rollout_context
 from practicum.records.recording_store import stage_span
 from practicum.roles.make_engine import Weights, describe_engines, make_engine
@@ -58,8 +59,9 @@ class RolloutWorker(Worker):
         model = load_model(recipe.model, recipe.seed)
         self._manifest: Manifest | None = None
         self._loading = threading.Lock()
-        # What comes is the adapter alone; vLLM takes whole weights, which are merged here.
-        self._merged = model if recipe.model.lora is not None and recipe.rollout.engine == "vllm" else None
+        # What comes is the adapter alone; where vLLM does not take it, whole weights are merged here.
+        merges = recipe.rollout.engine == "vllm" and has_adapter(model) and not takes_adapter(model)
+        self._merged = model if merges else None
         copies = [model, *(copy_on_base(model) for _ in range(lag(recipe)))]
         self.engines = [make_engine(recipe, copy.requires_grad_(False), self._weights) for copy in copies]
         self.toolbox = Toolbox(recipe.agent.tools)
@@ -142,7 +144,7 @@ class RolloutWorker(Worker):
         """Those that were given last, or of the model as it starts."""
         if self._manifest is None:
             model = self._merged or load_model(self.recipe.model, self.recipe.seed)
-            return merged_weights(model), 0
+            return named_tensors(model).items() if takes_adapter(model) else merged_weights(model), 0
         received = receive(self._manifest, timeout=self.recipe.runtime.store_s)
         if self._merged is not None:
             take_weights(self._merged, received)
