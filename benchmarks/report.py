@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks import report_async as ahead
 from benchmarks import report_engines as engines
 from benchmarks import report_forecast as forecasts
+from benchmarks import report_lora as lora
 from benchmarks import report_scale as scale
 from benchmarks import report_sessions as sessions
 from benchmarks import report_teachers as teachers
@@ -111,6 +112,7 @@ def profile(found: Mapping[str, Any]) -> str:
 SECTIONS = (
     *(rollout, engines.vllm_engine, grpo_step, growth, profile),
     *(teachers.distill_step, teachers.teacher_overlap, teachers.teacher_sleep, teachers.distill_memory),
+    *(lora.lora_step, lora.vllm_lora),
     *(sessions.sessions, sessions.padding_cost, sessions.balance),
     *(scale.data_plane, scale.routed_step, scale.store_keys, scale.ray_step, scale.controller_memory),
     scale.attention_memory,

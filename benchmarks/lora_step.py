@@ -1,0 +1,243 @@
+"""Adapters beside whole weights: a GRPO step by model and rank, beside TRL's with the same PEFT config, and
+a distillation step with three teachers that are adapters, three whole ones, or one.
+
+Each contender is a process of its own; `peak_mb` is the most memory that it had beyond what it had before its
+models were loaded.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness, trl_peer
+from benchmarks.grpo_step import LR, MAX_NEW, PROMPTS, SAMPLES
+from benchmarks.harness import Channel, Contender, Measured
+from benchmarks.model import CACHE, DIGITS, examples, model_folder, random_folder
+from benchmarks.stepping import Steps, make_distillation, make_recipe, mean
+
+SIZES = {"4M": (256, 4), "31M": (512, 8), "135M": (768, 15)}
+"""Width and layers by the number of parameters."""
+SIZE_PROMPTS = {"4M": 32, "31M": 8, "135M": 4}
+"""Prompts of a step, of SAMPLES answers each: larger models take fewer."""
+RANKS = (None, 1, 8, 64)
+"""None: all weights are trained."""
+TRL_RANK, LORA_LR = 8, 10 * LR
+DOMAINS = ("first", "second", "third")
+STEP_PROMPTS, TEACHER_SIZE, TEACHER_RANK = 24, "31M", 8
+ROUNDS, BLOCK = 3, 2
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def _peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _serve(channel: Channel, recipe: Any, *, stops: bool, block: int = BLOCK) -> None:
+    """Take steps of a recipe in turn, and say how much memory they needed."""
+    import practicum.learning.learner  # noqa: F401 - what is imported later is not the models' memory
+
+    before = _peak_mb()
+    with Steps(recipe, stops=stops) as steps:
+
+        def run(turn: int) -> Measured:
+            found = mean([steps.step() for _ in range(block)])
+            return found | {"peak_mb": _peak_mb() - before} | _weights(steps.run.roles)
+
+        channel.serve(run)
+
+
+def _weights(roles: Any) -> Measured:
+    """MiB of all weights in the process, each tensor once, and of the student's base alone."""
+    from practicum.models.lora import is_adapter
+
+    student = roles.student.learner.model
+    teachers = [] if roles.frozen.teachers is None else roles.frozen.teachers.places.values()
+    models = [student, *(getattr(place, "base", place).model for place in teachers)]
+    held = {p.data_ptr(): p.nbytes for model in models for p in model.parameters()}
+    base = {p.data_ptr(): p.nbytes for name, p in student.named_parameters() if not is_adapter(name)}
+    return {"weights_mb": sum(held.values()) / 2**20, "model_mb": sum(base.values()) / 2**20}
+
+
+def stepper(channel: Channel, size: str, rank: int | None, prompts: int) -> None:
+    """GRPO steps of a model with random weights, whose answers are all as long as they may be."""
+    recipe = make_recipe(
+        f"lora-{size}-{rank}",
+        prompts=prompts,
+        samples=SAMPLES,
+        max_new_tokens=MAX_NEW,
+        digits=DIGITS,
+        lr=LR if rank is None else LORA_LR,
+        threads=1,
+    )
+    lora = None if rank is None else {"rank": rank}
+    _serve(channel, _with_model(recipe, random_folder(*SIZES[size]), lora), stops=False)
+
+
+def practicum(channel: Channel, prompts: int) -> None:
+    """GRPO steps of the taught model's adapter: what TRL's trainer does beside it."""
+    recipe = make_recipe(
+        "lora-grpo",
+        prompts=prompts,
+        samples=SAMPLES,
+        max_new_tokens=MAX_NEW,
+        digits=DIGITS,
+        lr=LORA_LR,
+        threads=1,
+    )
+    _serve(channel, _with_model(recipe, model_folder(), {"rank": TRL_RANK}), stops=True)
+
+
+def trl(channel: Channel, prompts: int) -> None:
+    """GRPOTrainer with the same adapter, whose loop waits in a callback for its turn."""
+    import torch
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+
+    torch.set_num_threads(1)
+    folder, before = model_folder(), _peak_mb()
+    drawn = examples(2, 0, 4096, DIGITS)
+    rows = {"prompt": [e.prompt for e in drawn], "answer": [e.answer for e in drawn]}
+    counted: list[Measured] = []
+
+    def is_sorted(
+        completions: list[str], completion_ids: list[list[int]], answer: list[str], **row: Any
+    ) -> list[float]:
+        rewards = [float(c.strip() == a) for c, a in zip(completions, answer, strict=True)]
+        tokens = sum(len(ids) for ids in completion_ids)
+        counted.append({"tokens": tokens, "mean_reward": sum(rewards) / len(rewards)})
+        return rewards
+
+    shared = trl_peer.settings(prompts * SAMPLES, MAX_NEW, LORA_LR)
+    options = {"num_generations": SAMPLES, "beta": 0.0, "epsilon": 0.2, "loss_type": "dapo"}
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        reward_funcs=is_sorted,
+        args=GRPOConfig(**shared, **options, num_iterations=1),
+        train_dataset=Dataset.from_dict(rows),
+        processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
+        peft_config=LoraConfig(
+            r=TRL_RANK, lora_alpha=32, target_modules=list(TARGETS), task_type="CAUSAL_LM"
+        ),
+        callbacks=[trl_peer.make_turns(channel, BLOCK, counted, lambda: {"peak_mb": _peak_mb() - before})],
+    )
+    trainer.train()
+
+
+def taught(channel: Channel, kind: str, prompts: int, size: str) -> None:
+    """Distillation of an adapter: from one whole teacher, three whole ones, or three adapters on its base."""
+    teachers = {
+        "one whole": {DOMAINS[0]: {"model": str(_teacher(size, 0, merged=True))}},
+        "three whole": {d: {"model": str(_teacher(size, i, merged=True))} for i, d in enumerate(DOMAINS)},
+        "three adapters": {d: {"adapter": str(_teacher(size, i))} for i, d in enumerate(DOMAINS)},
+    }[kind]
+    recipe = make_distillation(
+        f"taught-{kind.replace(' ', '-')}",
+        teachers,
+        prompts=prompts,
+        samples=SAMPLES,
+        max_new_tokens=MAX_NEW,
+        digits=DIGITS,
+        lr=1e-9,  # too little to change the student: all contenders score the same rows
+        tasks=DOMAINS,
+    )
+    recipe = _with_model(recipe, random_folder(*SIZES[size]), {"rank": TEACHER_RANK})
+    _serve(channel, recipe, stops=False, block=1)
+
+
+def _with_model(recipe: Any, folder: Path, lora: Mapping[str, Any] | None) -> Any:
+    from practicum.recipe.schema.recipe import Recipe
+
+    data = recipe.model_dump(mode="json", exclude_unset=True)
+    return Recipe.model_validate(data | {"model": {"path": str(folder), "lora": lora}})
+
+
+def _teacher(size: str, number: int, *, merged: bool = False) -> Path:
+    """An adapter on the model of this size with random weights, or a model that it was merged into."""
+    import torch
+
+    from practicum.models.adapter_files import write_adapter
+    from practicum.models.load_model import load_model, load_tokenizer
+    from practicum.models.lora import base_fingerprint, merged_weights
+    from practicum.models.offloaded_weights import named_tensors
+    from practicum.recipe.schema.recipe import Lora, Model
+
+    base = random_folder(*SIZES[size])
+    folder = CACHE / f"{base.name}-{'merged' if merged else 'adapter'}-{TEACHER_RANK}-{number}"
+    if (folder / "practicum.json").is_file() or (folder / "model.safetensors").is_file():
+        return folder
+    model = load_model(Model(path=str(base), lora=Lora(rank=TEACHER_RANK)), number)
+    generator = torch.Generator().manual_seed(number)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator)
+    if merged:
+        plain = load_model(Model(path=str(base)), 0)
+        plain.load_state_dict(dict(merged_weights(model)), strict=False)
+        plain.save_pretrained(folder)
+        load_tokenizer(Model(path=str(base))).save_pretrained(folder)
+    else:
+        folder.mkdir(parents=True)
+        write_adapter(folder, model, named_tensors(model), base_fingerprint(model))
+    return folder
+
+
+def race_ranks(size: str, prompts: int, rounds: int) -> dict[str, list[Measured]]:
+    """All weights and adapters of each rank in turn."""
+    contenders = [
+        Contender(
+            f"{size}, all weights" if rank is None else f"{size}, rank {rank}",
+            "benchmarks.lora_step:stepper",
+            {"size": size, "rank": rank, "prompts": prompts},
+        )
+        for rank in RANKS
+    ]
+    return harness.race(contenders, rounds)
+
+
+def race_trl(prompts: int, rounds: int) -> dict[str, list[Measured]]:
+    """practicum beside TRL, with one adapter config."""
+    names = ("practicum", "trl")
+    contenders = [Contender(f"{n}, LoRA", f"benchmarks.lora_step:{n}", {"prompts": prompts}) for n in names]
+    return harness.race(contenders, rounds)
+
+
+def race_teachers(size: str, prompts: int, rounds: int) -> dict[str, list[Measured]]:
+    """The three kinds of teachers in turn."""
+    for number in range(len(DOMAINS)):  # made here, so that no contender's memory has the making in it
+        _teacher(size, number)
+        _teacher(size, number, merged=True)
+    contenders = [
+        Contender(kind, "benchmarks.lora_step:taught", {"kind": kind, "prompts": prompts, "size": size})
+        for kind in ("one whole", "three whole", "three adapters")
+    ]
+    return harness.race(contenders, rounds)
+
+
+def main(rounds: int = ROUNDS, scale: float = 1.0, sizes: tuple[str, ...] = tuple(SIZES)) -> None:
+    """Race all of them, and write the results; `scale` makes the batches smaller."""
+
+    def part(prompts: int) -> int:
+        return max(3, round(prompts * scale) // 3 * 3)
+
+    found = {}
+    for size in sizes:
+        print(f"GRPO step of {size} parameters, all weights and adapters, 1 thread")
+        found[size] = race_ranks(size, max(2, round(SIZE_PROMPTS[size] * scale)), rounds)
+    print("GRPO step of an adapter beside TRL, 1 thread")
+    peers = race_trl(max(8, round(PROMPTS * scale)), rounds)
+    print("three teachers as adapters and as whole models, 1 thread")
+    size = TEACHER_SIZE if TEACHER_SIZE in sizes else sizes[0]
+    teachers = race_teachers(size, part(STEP_PROMPTS), rounds)
+    settings = {"samples": SAMPLES, "max_new_tokens": MAX_NEW, "sizes": SIZES, "rounds": rounds}
+    settings |= {"trl_rank": TRL_RANK, "teacher_rank": TEACHER_RANK, "teachers_on": size, "scale": scale}
+    content = {"settings": settings, "ranks": found, "trl": peers, "teachers": teachers}
+    harness.write_results("lora_step", content)
+
+
+if __name__ == "__main__":
+    main()

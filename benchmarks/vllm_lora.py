@@ -1,0 +1,100 @@
+"""What a sync costs with an adapter: the adapter alone beside whole weights, torch engine and vLLM.
+
+In the environment of vLLM's tests. vLLM's engines are also asked for a rollout: an adapter beside its base
+takes more products than weights it was merged into.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.harness import Channel, Contender, Measured, Stopwatch
+from benchmarks.lora_step import LORA_LR, SIZES
+from benchmarks.model import random_folder
+
+RANK, PROMPTS, SAMPLES, PROMPT_TOKENS, MAX_NEW = 8, 4, 4, 16, 16
+WAYS = {"torch, adapter": ("torch", 8), "torch, all weights": ("torch", None)}
+WAYS |= {"vLLM, adapter": ("vllm", 8), "vLLM, all weights": ("vllm", None)}
+ROUNDS = 3
+
+
+@contextmanager
+def started(kind: str, rank: int | None, size: str) -> Iterator[Any]:
+    """The roles of a run with this engine."""
+    from practicum.checks.watch import Watch
+    from practicum.recipe.schema.recipe import Recipe
+    from practicum.roles.stage_table import make_plan
+    from practicum.runtime.local import start_local
+
+    lora = None if rank is None else {"rank": rank}
+    data: dict[str, Any] = {
+        "name": "sync",
+        "model": {"path": str(random_folder(*SIZES[size])), "lora": lora},
+        "tasks": {"sort": {"kind": "sort"}},
+        "rollout": {"engine": kind, "slots": PROMPTS * SAMPLES, "max_new_tokens": MAX_NEW, "context": 64},
+        "train": {"lr": LORA_LR},
+        "runtime": {"threads": 1},
+    }
+    if kind == "vllm":
+        data["rollout"]["vllm"] = {"threads": 1}
+    recipe = Recipe.model_validate(data)
+    roles = start_local(recipe, make_plan(recipe), Watch(recipe.checks, print))
+    try:
+        yield roles
+    finally:
+        roles.close()
+
+
+def syncer(channel: Channel, kind: str, rank: int | None, size: str) -> None:
+    """Syncs without the probe, then a rollout."""
+    with started(kind, rank, size) as roles:
+
+        def run(turn: int) -> Measured:
+            roles.student.learner.version += 1
+            watch = Stopwatch()
+            roles.engine.load_weights(*roles._engine_weights())
+            spent = watch.read()
+            watch = Stopwatch()
+            asyncio.run(_sample(roles.engine, turn))
+            sent = sum(tensor.nbytes for _, tensor in roles._engine_weights()[0])
+            return spent | {"rollout": watch.read()["seconds"], "mb": sent / 2**20}
+
+        channel.serve(run)
+
+
+async def _sample(engine: Any, turn: int) -> None:
+    from practicum.engines.protocol import Counter, GenerateRequest, Sampling
+
+    sampling = Sampling(MAX_NEW, frozenset())
+    requests = [
+        GenerateRequest([5 + prompt] * PROMPT_TOKENS, sampling, Counter(turn, prompt, session))
+        for prompt in range(PROMPTS)
+        for session in range(SAMPLES)
+    ]
+    await asyncio.gather(*map(engine.generate, requests))
+
+
+def main(rounds: int = ROUNDS, sizes: tuple[str, ...] = ("31M", "135M")) -> None:
+    """All ways in turn, by size, and write the results."""
+    found = {}
+    for size in sizes:
+        print(f"sync of {size} parameters, 1 thread")
+        contenders = [
+            Contender(
+                f"{size}, {way}",
+                "benchmarks.vllm_lora:syncer",
+                {"kind": kind, "rank": rank, "size": size},
+            )
+            for way, (kind, rank) in WAYS.items()
+        ]
+        found[size] = harness.race(contenders, rounds)
+    settings = {"rank": RANK, "rounds": rounds, "answers": PROMPTS * SAMPLES, "max_new_tokens": MAX_NEW}
+    harness.write_results("vllm_lora", {"settings": settings, "raced": found})
+
+
+if __name__ == "__main__":
+    main()
