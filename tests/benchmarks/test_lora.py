@@ -20,7 +20,8 @@ class Turns:
         self.found: list[Measured] = []
 
     def serve(self, run: Any) -> None:
-        self.found += [run(turn) for turn in range(2)]
+        # The peak of this process is not the contender's.
+        self.found += [run(turn) | {"peak_mb": 1.0} for turn in range(2)]
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("benchmarks.stepping.model_folder", lambda: lora_step.random_folder(128, 1))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_three_adapters_are_one_model_in_memory_and_the_report_says_so(small: None):
     raced: dict[str, list[Measured]] = {}
     for kind in ("one whole", "three whole", "three adapters"):

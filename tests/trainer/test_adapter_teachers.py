@@ -34,7 +34,7 @@ from practicum.runtime.local import LocalRoles, start_local
 from practicum.tasks.stream import make_stream
 from practicum.trainer import preflight
 from practicum.trainer.run import train_loaded
-from practicum.trainer.step import TRAIN, training_attempts
+from practicum.trainer.sample_step import TRAIN, training_attempts
 
 from ..teachers.test_check import tokenizer_of
 from ..teachers.tiny_teachers import save_adapter, save_teacher

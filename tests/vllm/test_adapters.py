@@ -23,7 +23,7 @@ from practicum.recipe.schema.recipe import Model, Recipe
 from practicum.roles.stage_table import make_plan
 from practicum.runtime.local import LocalRoles, start_local
 from practicum.tasks.stream import make_stream
-from practicum.trainer.step import TRAIN, training_attempts
+from practicum.trainer.sample_step import TRAIN, training_attempts
 
 from ..teachers.models import rows
 from .models import save_model
