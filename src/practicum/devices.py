@@ -93,6 +93,16 @@ def memory_of(device: torch.device) -> int | None:
     return None if sizes is None else sizes[1]
 
 
+def reset_peak_memory(device: torch.device) -> None:
+    """Begin to count `peak_memory` anew."""
+    _module(device, "reset_peak_memory_stats", device)
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Most bytes that tensors took on the device since `reset_peak_memory`, if torch can say."""
+    return _module(device, "max_memory_allocated", device)
+
+
 def _module(device: torch.device, name: str, *args: Any) -> Any:
     """A function of torch's module for this kind of device, called; None where it has no such function."""
     import torch

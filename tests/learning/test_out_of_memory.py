@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from practicum.errors import PracticumError
 from practicum.learning.learner import Learner
+from practicum.learning.memory_probe import probe_memory
 from practicum.learning.packed_model import PackedModel
 from practicum.recipe.schema.algorithm_sections import Algorithm
 from practicum.recipe.schema.recipe import Train
@@ -73,3 +75,25 @@ def test_other_errors_are_passed_on(limited):
     limited(3, "shapes differ")
     with pytest.raises(RuntimeError, match="shapes differ"):
         learner.update(random_batch(3))
+
+
+def test_a_probe_before_the_first_step_leaves_no_trace():
+    model, batch = tiny(), random_batch(3)
+    plain, _ = learn(model, batch, TRAIN, ALGORITHM)
+    learner = Learner(copy.deepcopy(model), TRAIN, ALGORITHM)
+    assert probe_memory(learner, 20, 30) is None  # torch does not count a CPU's memory
+    assert not learner.stepper.optimizer.state
+    assert all(p.grad is None for p in learner.stepper.parameters)
+    learner.update(batch)
+    for name, p in learner.model.named_parameters():
+        assert torch.equal(p, plain.weights[name])
+
+
+def test_a_probe_finds_micro_batches_that_fit_and_rows_that_do_not(limited):
+    learner = Learner(tiny(), TRAIN, ALGORITHM)
+    limited(100)
+    probe_memory(learner, 20, 30)
+    assert learner.trunk.token_budget < 2 * 100
+    with pytest.raises(PracticumError, match=r"(?s)micro-batch of 139 tokens.*rollout\.max_new_tokens"):
+        probe_memory(learner, 100, 40)
+    assert all(p.grad is None for p in learner.stepper.parameters)

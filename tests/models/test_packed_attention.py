@@ -71,9 +71,10 @@ def tensors(total, heads, kv_heads, seed, dtype=torch.float64) -> tuple[Tensor, 
     window=st.sampled_from([None, 1, 3, 10]),
     softcap=st.sampled_from([None, None, 0.7]),
     has_sinks=st.sampled_from([False, False, True]),
+    on_cpu=st.booleans(),
 )
 def test_output_and_gradients_equal_dense_attention(
-    prompts, responses, heads, chunk, few_scores, mask_keys, window, softcap, has_sinks
+    prompts, responses, heads, chunk, few_scores, mask_keys, window, softcap, has_sinks, on_cpu
 ):
     segments = segments_of(prompts, [(p % len(prompts), n) for p, n in responses])
     inputs = tensors(int(segments.lengths.sum()), *heads, seed=len(responses))
@@ -85,6 +86,8 @@ def test_output_and_gradients_equal_dense_attention(
         patch.setattr(layout_module, "KEY_BLOCK", mask_keys)
         patch.setattr(padded_attention, "KEY_BLOCK", mask_keys)
         patch.setattr(padded_attention, "SCORES_AT_ONCE", 20 * mask_keys)
+        if not on_cpu:  # other devices have no kernel for long rows
+            patch.setattr(padded_attention, "_has_kernel", lambda *_: False)
         mine = PackedLayout.of_segments(segments).attend(0, *inputs, rule)
         weights = torch.randn(mine.shape, dtype=mine.dtype, generator=torch.Generator().manual_seed(0))
         leaves = inputs if sinks is None else (*inputs, sinks)

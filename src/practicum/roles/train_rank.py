@@ -24,14 +24,16 @@ from practicum.dataplane.store_files import write_rows
 from practicum.errors import RecipeError
 from practicum.learning.learner import Learner
 from practicum.learning.logprobs import LogprobScorer
+from practicum.learning.memory_probe import probe_memory
 from practicum.learning.packed_model import PackedModel
 from practicum.learning.parallel import Parallel
 from practicum.learning.value_learner import ValueLearner
 from practicum.models.adapter_files import save_base
 from practicum.models.export_model import save_description
-from practicum.models.load_model import load_model, load_tokenizer, stop_ids
+from practicum.models.load_model import context_length, load_model, load_tokenizer, stop_ids
 from practicum.models.processor import save_processor
-from practicum.recipe.derived import is_own_base
+from practicum.models.vision import is_vision
+from practicum.recipe.derived import is_own_base, is_supervised, rollout_context
 from practicum.recipe.own_parts import find_part, guarded
 from practicum.recipe.schema.recipe import Recipe
 from practicum.records.recording_store import stage_span
@@ -70,6 +72,18 @@ class TrainRank:
             if spec.ranks != "controller"
         }
         check_fields(plan, model)
+        self.memory_tried = self._try_memory(model)
+        """What the longest rows took on an accelerator; None if nothing was tried."""
+
+    def _try_memory(self, model: PreTrainedModel) -> str | None:
+        """A run whose longest rows do not fit fails now. Not on a CPU, where the system ends the process
+        without an error; nor for demonstrations, whose lengths the recipe does not say."""
+        recipe = self.recipe
+        if model.device.type == "cpu" or is_vision(model.config) or is_supervised(recipe):
+            return None
+        context = rollout_context(recipe, context_length(model))
+        response = min(recipe.rollout.max_new_tokens, context - 1)
+        return probe_memory(self.student.learner, context - response, response)
 
     def _own_stage(self, spec: StageSpec) -> Callable[[StepInfo], Any]:
         """A stage of the user's, with the rows of this rank or, on the first rank alone, all of them."""
@@ -124,6 +138,10 @@ class TrainRank:
     def version(self) -> int:
         """Updates that the student's weights have had."""
         return self.student.learner.version
+
+    def describe_memory(self) -> list[str]:
+        """What was found out about memory before the first step."""
+        return [] if self.memory_tried is None else [self.memory_tried]
 
     def run(self, stage: str, step: StepInfo) -> Any:
         """Run a stage on this rank; gives its report."""

@@ -199,7 +199,7 @@ class LocalRoles(TrainRank):
 
     def describe(self) -> list[str]:
         places = [] if self.frozen.teachers is None else self.frozen.teachers.places.values()
-        return describe_engines(self.engine, *places)
+        return [*self.describe_memory(), *describe_engines(self.engine, *places)]
 
     def _engine_weights(self) -> tuple[Weights, int]:
         """The learner's weights, as the engine takes them: of some models, vLLM takes no adapters."""

@@ -145,7 +145,7 @@ class RayRoles:
         return RolloutRole(self.recipe, plan, self.store, workers)
 
     def describe(self) -> list[str]:
-        lines: list[str] = []
+        lines: list[str] = [*self.group.all("describe_memory")]
         for role, pool in {"rollout": self.pools.rollout, **self.pools.teachers}.items():
             for sentences in self._each(pool, "describe", who=f"a worker of {role}"):
                 lines += sentences
