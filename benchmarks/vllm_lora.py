@@ -13,9 +13,10 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.harness import Channel, Contender, Measured, Stopwatch
-from benchmarks.lora_step import LORA_LR, SIZES
 from benchmarks.model import random_folder
 
+SIZES = {"4M": (256, 4), "31M": (512, 8), "135M": (768, 15)}
+"""Width and layers by the number of parameters, as in lora_step."""
 RANK, PROMPTS, SAMPLES, PROMPT_TOKENS, MAX_NEW = 8, 4, 4, 16, 16
 WAYS = {"torch, adapter": ("torch", 8), "torch, all weights": ("torch", None)}
 WAYS |= {"vLLM, adapter": ("vllm", 8), "vLLM, all weights": ("vllm", None)}
@@ -36,7 +37,6 @@ def started(kind: str, rank: int | None, size: str) -> Iterator[Any]:
         "model": {"path": str(random_folder(*SIZES[size])), "lora": lora},
         "tasks": {"sort": {"kind": "sort"}},
         "rollout": {"engine": kind, "slots": PROMPTS * SAMPLES, "max_new_tokens": MAX_NEW, "context": 64},
-        "train": {"lr": LORA_LR},
         "runtime": {"threads": 1},
     }
     if kind == "vllm":

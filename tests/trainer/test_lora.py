@@ -26,6 +26,7 @@ from practicum.roles import train_rank
 from practicum.runtime import local
 from practicum.trainer import preflight
 from practicum.trainer.run import train_loaded
+from practicum.trainer.run_models import resolve_models
 
 from ..teachers.tiny_teachers import save_teacher
 from .recipes import TINY, tiny
@@ -132,6 +133,25 @@ def test_a_run_with_an_adapter_is_a_model_for_others(whole: Path, tmp_path: Path
     scores = tmp_path / "scores"
     succeed("eval", tmp_path / "recipe.yaml", "--model", whole, "--answers", scores)
     assert scores.is_file()
+
+
+def test_a_run_is_a_teacher_by_its_adapter_and_stays_it_when_resumed(whole: Path, tmp_path: Path, base: str):
+    checkpoint, teacher = whole / "checkpoints" / "step-000003", {}
+    for named, taken in ((whole, whole / "export"), (checkpoint, whole / "exports" / checkpoint.name)):
+        teacher = {"teachers": {"t": {"adapter": str(named)}}, "distill": {}}
+        resolved, told = resolve_models(recipe(tmp_path, base, **teacher))
+        assert resolved.recipe.teachers["t"].adapter == str(taken / "adapter")
+        assert any(line.startswith("teachers.t.adapter: ") for line in told)
+    for steps in (1, 2):
+        loaded = recipe(tmp_path, base, f"train.steps={steps}", **teacher)
+        train_loaded(loaded, tmp_path / "run", resume=steps > 1)
+    assert metrics_of(tmp_path / "run")[-1]["train/teacher_kl"] > 0
+    shutil.copytree(whole, tmp_path / "plain")
+    shutil.rmtree(tmp_path / "plain" / "export" / "adapter")
+    with pytest.raises(RecipeError, match=r"(?s)teachers\.t\.adapter: .*has no adapter.*set model to it"):
+        resolve_models(
+            recipe(tmp_path, base, teachers={"t": {"adapter": str(tmp_path / "plain")}}, distill={})
+        )
 
 
 def test_another_base_or_a_damaged_adapter_is_refused_on_resume(tmp_path: Path, base: str):
