@@ -11,7 +11,7 @@ from practicum.forecast.device_memory import TIGHT, DeviceMemory, device_memory
 from practicum.forecast.seconds import Cost, calibrate, costs
 from practicum.forecast.step_setup import StepSetup, measured_setup, step_setup
 from practicum.forecast.workload import MeasuredRun, workload
-from practicum.recipe.derived import on_ray
+from practicum.recipe.derived import lag, on_ray
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.stage_table import make_plan
 from practicum.runtime.ray.needs import needs
@@ -110,6 +110,8 @@ def _notes(setup: StepSetup, memory: Sequence[DeviceMemory], run: MeasuredRun | 
         yield "teachers behind a URL are taken to answer before the rollout ends"
     if setup.traffic.uncounted:
         yield f"{', '.join(setup.traffic.uncounted)}: not counted, its size differs from row to row"
+    if lag(setup.recipe):
+        yield "with async.lag, rollout and reward overlap the other stages: a step takes less than their sum"
     if run is None:
         yield "seconds are by the devices' numbers alone: a measured run (--from) would correct them"
     elif run.recipe.runtime.threads is None and not on_ray(run.recipe) and setup.on_cpu:
