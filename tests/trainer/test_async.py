@@ -122,6 +122,7 @@ def test_many_delays(sections: dict[str, Any], lag: int, seed: int):
         equals_the_oracle(Path(folder), lag, seed, **sections)
 
 
+@pytest.mark.long
 def test_lag_0_is_the_synchronous_trainer(tmp_path: Path):
     """Without a lag the oracle samples with the weights of now, and nothing runs in another thread."""
     rows = equals_the_oracle(tmp_path, 0, seed=1, **REWARD)
@@ -165,6 +166,7 @@ def late_updates(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Learner, "update", late)
 
 
+@pytest.mark.long
 def test_an_error_ahead_costs_nothing_of_the_steps_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The reward raises in step 4, while the learner is at an earlier one; the run fails in step 4."""
     sections = {"reward": {"functions": [{"use": "tests.trainer.rewards:breaks_late"}]}}
