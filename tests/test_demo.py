@@ -22,7 +22,7 @@ def test_the_student_learns_from_all_specialists_at_once(tmp_path: Path):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_ppo_raises_the_score(tmp_path: Path):
     train_loaded(load_recipe(RECIPES / "mopd" / "base.yaml"), tmp_path / "base")
     loaded = load_recipe(RECIPES / "ppo" / "reverse.yaml", [f"model.path={tmp_path / 'base' / 'export'}"])

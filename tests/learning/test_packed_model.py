@@ -92,6 +92,7 @@ def test_a_forward_that_differs_is_refused_by_name(monkeypatch):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_compiled_forward_gives_the_same_update(monkeypatch):
     # The tracing is what may go wrong here; inductor's code generation takes minutes.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))

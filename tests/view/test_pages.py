@@ -67,8 +67,13 @@ def run(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def address(run: Path) -> Iterator[str]:
-    other = copy_run(run, run.with_name("other"))
+def other(run: Path) -> Path:
+    """The same run under another name."""
+    return copy_run(run, run.with_name("other"))
+
+
+@pytest.fixture(scope="module")
+def address(run: Path, other: Path) -> Iterator[str]:
     with served([run, other]) as url:
         yield url
 
@@ -305,9 +310,9 @@ def test_text_of_models_tools_and_recipes_is_never_html(page: Any, run: Path, tm
 
 
 @pytest.mark.long
-def test_an_exported_file_opens_from_disk_with_all_panes(page: Any, run: Path, tmp_path: Path):
+def test_an_exported_file_opens_from_disk_with_all_panes(page: Any, run: Path, other: Path, tmp_path: Path):
     file = tmp_path / "run.html"
-    said = export_page(name_runs([run, run.with_name("other")]), file)
+    said = export_page(name_runs([run, other]), file)
     assert "Exported by practicum" in said
     page.route(
         "**/*", lambda route: route.abort() if route.request.url.startswith("http") else route.continue_()

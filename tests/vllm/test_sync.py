@@ -137,7 +137,7 @@ def test_a_tied_head_that_was_forgotten_is_caught(roles: LocalRoles, how: Path):
 def test_warn_lets_the_run_go_on_and_counts_it(roles: LocalRoles, how: Path, monkeypatch: pytest.MonkeyPatch):
     said: list[str] = []
     watch = Watch(Checks(fingerprint="warn"), said.append)
-    monkeypatch.setattr(roles.probe, "_watch", watch)
+    monkeypatch.setattr(roles.probes[0], "_watch", watch)
     update(roles.student.learner)
     how.write_text("head")
     roles.sync_weights()
