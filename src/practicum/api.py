@@ -88,8 +88,8 @@ def check(recipe: RecipeLike, *, static: bool = False) -> Report:
         from practicum.trainer.preflight import preflight
 
         with problems_of(loaded):
-            found = preflight(loaded)
-        warnings, findings, sizes = found.warnings, findings + found.findings, found.sizes + sizes
+            checked = preflight(loaded)
+        warnings, findings, sizes = checked.warnings, findings + checked.findings, checked.sizes + sizes
     not_run = [f"{stage.name}: {why}" for stage, why in plan.skipped]
     return Report(loaded, tuple(warnings), tuple(findings), tuple(sizes), tuple(not_run))
 

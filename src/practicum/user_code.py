@@ -85,9 +85,9 @@ def running_frames(thread: int, indent: str = "  ") -> str:
 def trace(error: BaseException) -> str:
     """The whole traceback for log.txt, with the errors that caused it, without our frames."""
     try:
-        found = traceback.TracebackException.from_exception(error)
-        _drop_ours(found)
-        return _cut(writable("".join(found.format()).rstrip()))
+        summary = traceback.TracebackException.from_exception(error)
+        _drop_ours(summary)
+        return _cut(writable("".join(summary.format()).rstrip()))
     except BaseException:  # a hostile exception: its frames are what is left
         return _cut(f"{frames(error)}\n{error_line(error)}")
 
@@ -150,10 +150,10 @@ def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def _users(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    found = _without_ours(stack)
-    while found and found[0].filename.startswith(_MACHINERY):
-        del found[0]
-    return found
+    frames_of_user = _without_ours(stack)
+    while frames_of_user and frames_of_user[0].filename.startswith(_MACHINERY):
+        del frames_of_user[0]
+    return frames_of_user
 
 
 def _blocks(stack: list[traceback.FrameSummary]) -> list[str]:
@@ -174,8 +174,8 @@ def _without_ours(stack: traceback.StackSummary) -> list[traceback.FrameSummary]
     return [frame for frame in stack if not frame.filename.startswith(_OURS)]
 
 
-def _drop_ours(found: traceback.TracebackException) -> None:
-    todo, seen = [found], set()
+def _drop_ours(summary: traceback.TracebackException) -> None:
+    todo, seen = [summary], set()
     while todo:
         one = todo.pop()
         if id(one) in seen:

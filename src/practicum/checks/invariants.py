@@ -152,15 +152,15 @@ def advantages(batch: BatchRef, values: Ragged, mask: Ragged) -> str | None:
     row_N = torch.arange(len(mask)).repeat_interleave(torch.tensor(mask.lengths))
     sampled_2N = torch.stack([values.values.double().masked_fill(~mask.values, 0.0), mask.values.double()])
     sums, counts = torch.zeros(2, len(mask), dtype=torch.float64).index_add(1, row_N, sampled_2N).tolist()
-    found: dict[int, dict[int, tuple[float, float, float]]] = {}
+    statistics_of: dict[int, dict[int, tuple[float, float, float]]] = {}
     left_out: set[int] = set()
     for (key, tags), total, count in zip(batch, sums, counts, strict=True):
         if tags.reward is None or not count:
             left_out.add(key.prompt)
             continue
-        _, before, tokens = found.setdefault(key.prompt, {}).get(key.session, (0.0, 0.0, 0.0))
-        found[key.prompt][key.session] = tags.reward, before + total, tokens + count
-    findings = (_group(prompt, group) for prompt, group in found.items() if prompt not in left_out)
+        _, before, tokens = statistics_of.setdefault(key.prompt, {}).get(key.session, (0.0, 0.0, 0.0))
+        statistics_of[key.prompt][key.session] = tags.reward, before + total, tokens + count
+    findings = (_group(prompt, group) for prompt, group in statistics_of.items() if prompt not in left_out)
     return next(filter(None, findings), None)
 
 

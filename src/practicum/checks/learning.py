@@ -36,8 +36,8 @@ class LearningWatch:
         self._rows.append(row)
         sentences = []
         for kind, signs in SIGNS.items():
-            found = (sign(self._rows, self.recipe) for sign in signs) if kind not in self._said else ()
-            if (sentence := next(filter(None, found), None)) is not None:
+            warnings = (sign(self._rows, self.recipe) for sign in signs) if kind not in self._said else ()
+            if (sentence := next(filter(None, warnings), None)) is not None:
                 self._said.add(kind)
                 sentences.append(sentence)
         return sentences
@@ -105,8 +105,8 @@ SIGNS: dict[str, tuple[Callable[[Rows, Recipe], str | None], ...]] = {
 
 def _last(rows: Rows, name: str, steps: int) -> list[float]:
     """A metric in the last steps; nothing if there are fewer, or if it is not in all of them."""
-    found = [row[name] for row in rows[-steps:] if name in row]
-    return found if len(found) == steps else []
+    values = [row[name] for row in rows[-steps:] if name in row]
+    return values if len(values) == steps else []
 
 
 def _has_risen(rows: Rows) -> bool:

@@ -127,10 +127,10 @@ def plan(
     loaded, _ = resolve_models(load_recipe(recipe, [*(overrides or []), *on_ray]), weights=False)
     spec = this_machine() if cluster is None else load_spec(cluster)
     measured = None if run is None else read_run(run)
-    found = forecast(loaded.recipe, spec, mean_prompt_tokens, measured)
-    typer.echo(report(found))
-    if found.refusals:
-        raise ClusterError("\n".join(["", *found.refusals]))
+    predicted = forecast(loaded.recipe, spec, mean_prompt_tokens, measured)
+    typer.echo(report(predicted))
+    if predicted.refusals:
+        raise ClusterError("\n".join(["", *predicted.refusals]))
 
 
 @app.command()

@@ -34,13 +34,13 @@ def view(
     """
     from practicum.view.serve_view import find_runs, serve_runs
 
-    found = find_runs(runs or [])
+    views = find_runs(runs or [])
     if export is not None:
         from practicum.view.export_page import export_page
 
-        typer.echo(export_page(found, export))
+        typer.echo(export_page(views, export))
         return
-    serve_runs(found, port, typer.echo, open_browser=browser)
+    serve_runs(views, port, typer.echo, open_browser=browser)
 
 
 @app.command(no_args_is_help=True)
@@ -55,9 +55,9 @@ def diff(
     """
     from practicum.records.compare_runs import compare_runs, comparison_text
 
-    found = compare_runs(one, two)
-    typer.echo(comparison_text(found))
-    if found.first is not None:
+    comparison = compare_runs(one, two)
+    typer.echo(comparison_text(comparison))
+    if comparison.first is not None:
         raise typer.Exit(1)
 
 
@@ -78,9 +78,9 @@ def replay(
     say_loading()
     from practicum.trainer.replay import replay_step, replay_text
 
-    found = replay_step(run, step, overrides or [])
-    typer.echo(replay_text(found))
-    if not found.is_equal:
+    replayed = replay_step(run, step, overrides or [])
+    typer.echo(replay_text(replayed))
+    if not replayed.is_equal:
         raise typer.Exit(1)
 
 

@@ -48,8 +48,8 @@ class MemoryStore:
 
     def batch(self, partition: str, keys: Sequence[Key] | None = None) -> BatchRef:
         with self._lock:
-            found, tags = self._rows.batch(partition, keys)
-        return BatchRef(partition, tuple(map(Key._make, found)), tuple(tags))
+            held_keys, tags = self._rows.batch(partition, keys)
+        return BatchRef(partition, tuple(map(Key._make, held_keys)), tuple(tags))
 
     def tag(self, partition: str, tags: Mapping[Key, Tags]) -> None:
         with self._lock:

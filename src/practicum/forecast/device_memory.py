@@ -73,7 +73,7 @@ def device_memory(
         title = "a device of train" if setup.on_ray else "this process"
         limit = GIB * (own or machines[0].memory_gb)
         return (DeviceMemory(title, _joined([uses[TRAIN], uses[ROLLOUT]]), limit),)
-    found: dict[str, DeviceMemory] = {}
+    devices: dict[str, DeviceMemory] = {}
     for number, bundle in enumerate(layout.needs.bundles):
         roles = [a.role for a in layout.needs.actors if a.bundle == number and a.role in uses]
         if not roles:
@@ -81,15 +81,15 @@ def device_memory(
         parts, place = _joined([uses[role] for role in roles]), layout.places[number]
         if setup.on_cpu:
             node = layout.nodes[place]
-            before = found[node.name].parts if node.name in found else {}
-            found[node.name] = DeviceMemory(node.name, _joined([before, parts]), node.memory)
+            before = devices[node.name].parts if node.name in devices else {}
+            devices[node.name] = DeviceMemory(node.name, _joined([before, parts]), node.memory)
             continue
         title = f"a device of {bundle.pool} ({', '.join(dict.fromkeys(roles))})"
         limit = GIB * (machines[place].device.memory_gb or machines[place].memory_gb)
         device = DeviceMemory(title, parts, limit)
-        if title not in found or device.share > found[title].share:
-            found[title] = device
-    return tuple(found.values())
+        if title not in devices or device.share > devices[title].share:
+            devices[title] = device
+    return tuple(devices.values())
 
 
 def engine_memory(setup: StepSetup, *, shares_weights: bool) -> Parts:
@@ -161,14 +161,14 @@ def _colocated_teachers(setup: StepSetup) -> list[float]:
     }
     groups = base_groups(chosen)
     alone = [[name] for name in chosen if not any(name in group for group in groups)]
-    found = []
+    bytes_of_each = []
     for names in (*groups, *alone):
         first = chosen[names[0]]
         is_lent = first.adapter is not None and first.model is None and recipe.model.lora is not None
         dtype = recipe.model.dtype if first.model is None else first.dtype
         base = 0.0 if is_lent else float(setup.teachers[names[0]].parameters * BYTES[dtype])
-        found.append(base + sum(_adapter_bytes(chosen[name]) for name in names))
-    return found
+        bytes_of_each.append(base + sum(_adapter_bytes(chosen[name]) for name in names))
+    return bytes_of_each
 
 
 def _adapter_bytes(teacher: Teacher) -> int:

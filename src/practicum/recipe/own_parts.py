@@ -144,9 +144,9 @@ def users_errors(what: str, kind: type[PracticumError] = PracticumError) -> Iter
     except (PracticumError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        found = kind(f"{what} raised {error_line(error)}\n{frames(error)}".rstrip())
-        found.details = trace(error)
-        raise found from None
+        named_error = kind(f"{what} raised {error_line(error)}\n{frames(error)}".rstrip())
+        named_error.details = trace(error)
+        raise named_error from None
 
 
 def short_name(name: str) -> str:

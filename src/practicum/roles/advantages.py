@@ -54,9 +54,12 @@ class AdvantageRole:
         prompts = [batch.keys[i].prompt for i in _first_rows(session_B)]
         advantages_N, returns_N, stats = self._estimate(columns, mask.values, session_N, prompts, step)
         if corrects_mismatch(self.recipe):
-            found = self._weights(columns, mask.values, session_N)
-            advantages_N, stats = found.weights_N.to(advantages_N.dtype) * advantages_N, stats | found.stats
-            self._record(batch, mask.lengths, found)
+            weights = self._weights(columns, mask.values, session_N)
+            advantages_N, stats = (
+                weights.weights_N.to(advantages_N.dtype) * advantages_N,
+                stats | weights.stats,
+            )
+            self._record(batch, mask.lengths, weights)
         written: dict[str, Column] = {"advantages": Ragged.packed(advantages_N, mask.lengths)}
         if returns_N is not None and "returns" in self.plan["advantages"].writes:
             written["returns"] = Ragged.packed(returns_N, mask.lengths)

@@ -149,13 +149,13 @@ def _places(
 
 def _sleepers(places: Iterable[TeacherPlace]) -> list[Sleepable]:
     """The models that are woken when they are needed, each once."""
-    found: list[Sleepable] = []
+    sleepers: list[Sleepable] = []
     for place in places:
         if isinstance(place, AdapterTeacher):
-            found += [place.base] if place.base.owned and place.base not in found else []
+            sleepers += [place.base] if place.base.owned and place.base not in sleepers else []
         elif isinstance(place, ColocatedTeacher | VllmTeacher) and place.sleeps:
-            found.append(place)
-    return found
+            sleepers.append(place)
+    return sleepers
 
 
 def _heads(
@@ -167,8 +167,8 @@ def _heads(
     """Output heads of the teachers of these kinds, on the student's device, if the signal needs them."""
     if recipe.distill is None or recipe.distill.signal != "full":
         return {}
-    found = {name: p.head() for name, p in places.items() if isinstance(p, kinds)}
-    return {name: _moved(head, device) for name, head in found.items()}
+    heads = {name: p.head() for name, p in places.items() if isinstance(p, kinds)}
+    return {name: _moved(head, device) for name, head in heads.items()}
 
 
 def _moved(head: OutputHead, device: torch.device) -> OutputHead:

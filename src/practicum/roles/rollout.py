@@ -377,10 +377,10 @@ class SessionRunner:
 
     def _rows(self, attempt: Attempt, ended: AttemptResult) -> list[SessionRow]:
         assert ended.result is not None
-        found = zip(ended.result.trajectories, ended.result.row_rewards(), strict=True)
+        rewarded = zip(ended.result.trajectories, ended.result.row_rewards(), strict=True)
         return [
             SessionRow(Key(attempt.prompt.uid, attempt.session, i), self._tags(attempt, ended, t, reward), t)
-            for i, (t, reward) in enumerate(found)
+            for i, (t, reward) in enumerate(rewarded)
         ]
 
     def _tags(

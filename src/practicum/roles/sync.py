@@ -73,10 +73,10 @@ class PublishedWeights:
     @classmethod
     def load_all(cls, folder: Path) -> dict[int, PublishedWeights]:
         """What `save` wrote, by step."""
-        found = {}
+        weights_of_step = {}
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
                 about = file.metadata()
             fingerprint = tuple(json.loads(about["fingerprint"]))
-            found[int(path.stem)] = cls(load_file(path), int(about["version"]), fingerprint)
-        return found
+            weights_of_step[int(path.stem)] = cls(load_file(path), int(about["version"]), fingerprint)
+        return weights_of_step

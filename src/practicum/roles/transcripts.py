@@ -39,7 +39,7 @@ def read_transcripts(store: Store, tokenizer: PreTrainedTokenizerBase, batch: Ba
     names = ("prompt_ids", "response_ids", "response_mask")
     columns = Columns("transcripts", store.get(written, names))
     rows = zip(*(columns.ragged(name).rows for name in names), strict=True)
-    found = {}
+    transcripts = {}
     for key, (prompt, response, mask) in zip(written.keys, rows, strict=True):
         spans, at = [], 0
         for sampled, run in groupby(mask.tolist()):
@@ -47,5 +47,5 @@ def read_transcripts(store: Store, tokenizer: PreTrainedTokenizerBase, batch: Ba
             spans.append(TranscriptSpan(sampled, str(tokenizer.decode(response[at:end])), end - at))
             at = end
         before, after = (str(tokenizer.decode(ids)) for ids in (prompt, response))
-        found[key] = Transcript(before, after, tuple(spans))
-    return [found.get(key, Transcript()) for key in batch.keys]
+        transcripts[key] = Transcript(before, after, tuple(spans))
+    return [transcripts.get(key, Transcript()) for key in batch.keys]

@@ -227,11 +227,11 @@ class LocalRoles(TrainRank):
             return
         with self._taking[copy]:
             if self._held[copy] != step:
-                found, engine, probe = self.published[step], self.engines[copy], self.probes[copy]
-                engine.load_weights(found.weights.items(), found.version)
+                weights, engine, probe = self.published[step], self.engines[copy], self.probes[copy]
+                engine.load_weights(weights.weights.items(), weights.version)
                 self._held[copy] = step
                 if probe.looks:
-                    probe.check([engine.fingerprint().tolist()], lambda _: found.fingerprint)
+                    probe.check([engine.fingerprint().tolist()], lambda _: weights.fingerprint)
 
     def version_of(self, step: int) -> int:
         return self.published[step].version if self.lag else self.version

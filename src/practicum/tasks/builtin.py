@@ -67,8 +67,8 @@ def bind(task: str, kind: str, options: Mapping[str, Any]) -> BuiltinTask:
         raise problems[0]
     if problems:
         raise RecipeErrors(f"tasks.{task}", problems)
-    found = find_kind(kind, task)
-    return BuiltinTask(task, kind, found, found.settle(task, options)[0])
+    builtin = find_kind(kind, task)
+    return BuiltinTask(task, kind, builtin, builtin.settle(task, options)[0])
 
 
 class TaskDescription(NamedTuple):

@@ -83,8 +83,8 @@ def make_reasoning_gym() -> Scorer:
         if name not in scorers:
             scorers[name] = get_score_answer_fn(name)
         text = sample.response_text
-        found = extract_answer(text)
-        return scorers[name](text.strip() if found is None else found, entry)
+        answer = extract_answer(text)
+        return scorers[name](text.strip() if answer is None else answer, entry)
 
     return reasoning_gym
 

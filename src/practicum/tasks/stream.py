@@ -229,14 +229,14 @@ def eval_prompts(
 
 def _distinct(source: BuiltinSource, rows: int) -> list[Drawn]:
     """The first `rows` different prompts; fewer if 20 draws for each do not find them."""
-    found: dict[str, Drawn] = {}
+    first_of_uid: dict[str, Drawn] = {}
     for index in range(20 * rows):
-        if len(found) == rows:
+        if len(first_of_uid) == rows:
             break
         drawn = source.draw(index)
         assert drawn.example is not None
-        found.setdefault(drawn.example.key, drawn)
-    return list(found.values())
+        first_of_uid.setdefault(drawn.example.key, drawn)
+    return list(first_of_uid.values())
 
 
 def used_rows(source: RowSource, left_out: Mapping[str, frozenset[int]]) -> Sequence[int]:

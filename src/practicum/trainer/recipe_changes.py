@@ -83,14 +83,14 @@ def allowed_changes(old: dict[str, Any], new: dict[str, Any], *, change: bool = 
 
 def changes_of(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[Change]:
     """The values in which two resolved recipes differ."""
-    found = []
+    changes = []
     for key in sorted(old.keys() | new.keys()):
         path, a, b = f"{prefix}{key}", old.get(key), new.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            found += changes_of(a, b, f"{path}.")
+            changes += changes_of(a, b, f"{path}.")
         elif a != b:
-            found.append(Change(path, a, b))
-    return found
+            changes.append(Change(path, a, b))
+    return changes
 
 
 def _why_not(change: Change, new: dict[str, Any]) -> str | None:

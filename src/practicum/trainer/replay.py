@@ -184,15 +184,15 @@ class _RecordedBatch:
                 f"{record.run} keeps some rows of a step only (track.record: {recipe.track.record}): "
                 "a replay needs all.\n  → train with --set track.record=all"
             )
-        found = [row for row in record.rows() if row.trained == step]
-        if not found:
+        trained_rows = [row for row in record.rows() if row.trained == step]
+        if not trained_rows:
             there = sorted({row.trained for row in record.rows() if row.trained is not None})
             known = f"{there[0]} to {there[-1]}" if there else "none"
             raise PracticumError(
                 f"{record.run} has no recorded update in step {step}; steps with one: {known}"
             )
         self.rows: list[RecordedRow] = []
-        for row in sorted(found, key=lambda row: row.key):
+        for row in sorted(trained_rows, key=lambda row: row.key):
             whole = record.row(row.step, row.key)
             assert whole is not None
             self.rows.append(whole)
@@ -356,33 +356,34 @@ def _has_weights_of(rank: TrainRank, folder: Path) -> bool:
     return all(torch.equal(x, learnt[name]) for name, x in learner.model.state_dict().items())
 
 
-def replay_text(found: Replay) -> str:
+def replay_text(replayed: Replay) -> str:
     """A replay for people."""
-    lines = [*(f"note: {note}" for note in found.notes)]
-    what = f"step {found.step} learnt again from {found.rows} recorded rows"
-    if found.is_equal:
-        weights = " and the weights of the checkpoint" if found.same.weights_equal else ""
-        lines.append(
-            f"{what}: all recorded columns, {len(found.same.metrics)} metrics{weights} are those of the run"
-        )
+    lines = [*(f"note: {note}" for note in replayed.notes)]
+    what = f"step {replayed.step} learnt again from {replayed.rows} recorded rows"
+    if replayed.is_equal:
+        weights = " and the weights of the checkpoint" if replayed.same.weights_equal else ""
+        numbers = f"all recorded columns, {len(replayed.same.metrics)} metrics{weights}"
+        lines.append(f"{what}: {numbers} are those of the run")
     else:
         lines.append(f"{what}: the numbers are not those of the run")
-        if (first := found.same.first) is not None:
+        if (first := replayed.same.first) is not None:
             token = "" if first.token is None else f", token {first.token}"
             lines.append(
                 f"  first {first.field} of {first.key}{token}: {first.one} in the run, {first.two} here"
             )
-        lines += [f"  {name}: {a} in the run, {b} here" for name, (a, b) in list(found.differing.items())[:8]]
-        if found.same.weights_equal is False:
+        lines += [
+            f"  {name}: {a} in the run, {b} here" for name, (a, b) in list(replayed.differing.items())[:8]
+        ]
+        if replayed.same.weights_equal is False:
             lines.append("  the weights are not those of the step's checkpoint")
-    return "\n".join([*lines, *_changes_text(found)])
+    return "\n".join([*lines, *_changes_text(replayed)])
 
 
-def _changes_text(found: Replay) -> list[str]:
+def _changes_text(replayed: Replay) -> list[str]:
     """What the changed values did."""
-    if (other := found.changed) is None:
+    if (other := replayed.changed) is None:
         return []
-    same = found.same
+    same = replayed.same
     names = [n for n in {**same.metrics, **other.metrics} if same.metrics.get(n) != other.metrics.get(n)]
     cosine = torch.nn.functional.cosine_similarity(same.gradient, other.gradient, dim=0)
     lines = ["", f"cosine of the gradients of the first optimizer step: {float(cosine):.6f}"]

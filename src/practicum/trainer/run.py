@@ -82,10 +82,10 @@ class Trainer:
         self.progress = Progress()
         self._passed_over: dict[int, str] = {}
         if resume:
-            found = Checkpoints(folder.checkpoints, 1).latest(
+            checkpoint = Checkpoints(folder.checkpoints, 1).latest(
                 lambda p: folder.find_damage(p.positions, p.record_sums)
             )
-            self.checkpoint, self.progress, self._passed_over = found
+            self.checkpoint, self.progress, self._passed_over = checkpoint
             stream.load_state_dict(self.progress.stream)
         resumed = None if self.checkpoint is None else f"continuing from {self.checkpoint.name}"
         view.starting(resumed or loading(recipe))
@@ -200,10 +200,10 @@ class Trainer:
         """Scores and answers on the held-out prompts with the current weights."""
         self.view.stage("eval")
         began, step = time.perf_counter(), self.progress.step
-        found = evaluate(self.recipe, self.roles, self.eval_prompts, self.folder.log, step=step)
-        if found.scores:
-            found.scores["time/eval"] = time.perf_counter() - began
-        return found
+        evaluation = evaluate(self.recipe, self.roles, self.eval_prompts, self.folder.log, step=step)
+        if evaluation.scores:
+            evaluation.scores["time/eval"] = time.perf_counter() - began
+        return evaluation
 
     def _one_step(self, number: int) -> None:
         self._end_step(number, self.runner.step(number))
@@ -223,10 +223,10 @@ class Trainer:
         pending = self.progress.pending
         metrics, tables = dict(pending["metrics"]), {"samples": pending["samples"]}
         if number == steps or (every and number % every == 0):
-            found = self.evaluate()
-            self.progress.last_eval = found.scores
-            metrics |= found.scores
-            tables["eval"] = found.answers
+            evaluation = self.evaluate()
+            self.progress.last_eval = evaluation.scores
+            metrics |= evaluation.scores
+            tables["eval"] = evaluation.answers
         self._record(number, metrics, tables, pending["distributions"])
         self.progress.pending = {}
         is_best = self._is_best(metrics)

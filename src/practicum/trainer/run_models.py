@@ -84,18 +84,21 @@ def resolve_models(
     recipe, taken = loaded.recipe, []
     before = dict(_models_of(resumed.recipe())) if resumed is not None else {}
     for path, named in _models_of(recipe):
-        found = find_run_model(named)
-        if found is None:
+        run_model = find_run_model(named)
+        if run_model is None:
             continue
         is_adapter, kept = path[-1] == "adapter", before.get(path)
         if kept is not None and _is_of(str(Path(kept).parent) if is_adapter else kept, Path(named)):
             about, folder = "as when the run began", Path(kept)
         elif is_adapter:
-            if not found.is_export and not weights:
+            if not run_model.is_export and not weights:
                 continue
-            about, folder = found.about, found.adapter(".".join(path))
+            about, folder = run_model.about, run_model.adapter(".".join(path))
         else:
-            about, folder = found.about, found.with_weights() if weights else found.without_weights()
+            about, folder = (
+                run_model.about,
+                run_model.with_weights() if weights else run_model.without_weights(),
+            )
         taken.append(f"{'.'.join(path)}: {named}, {about}: {folder}")
         recipe = _put(recipe, path, str(folder))
     return replace(loaded, recipe=recipe), taken
@@ -103,8 +106,8 @@ def resolve_models(
 
 def model_folder(named: str) -> str:
     """A model as transformers reads it: a folder in HuggingFace format or a hub name."""
-    found = find_run_model(named)
-    return named if found is None else str(found.with_weights())
+    run_model = find_run_model(named)
+    return named if run_model is None else str(run_model.with_weights())
 
 
 def export_checkpoint(checkpoint: Path, to: Path) -> None:

@@ -155,14 +155,14 @@ def by_domain(name: str, tags: Iterable[Tags]) -> dict[str, float]:
 
 def session_tags(batch: BatchRef) -> list[Tags]:
     """One Tags per session: its last trajectory's, with the tokens of all. No baselines, no padding."""
-    found: dict[tuple[int, ...], Tags] = {}
+    tags_of_session: dict[tuple[int, ...], Tags] = {}
     for key, last in batch:
         if last.is_baseline or last.is_padding:
             continue
-        before = found.get(key[:2], Tags())
+        before = tags_of_session.get(key[:2], Tags())
         sums = {name: getattr(before, name) + getattr(last, name) for name in _SUMMED}
-        found[key[:2]] = replace(last, **sums)
-    return list(found.values())
+        tags_of_session[key[:2]] = replace(last, **sums)
+    return list(tags_of_session.values())
 
 
 def trajectories(batch: BatchRef) -> float | None:

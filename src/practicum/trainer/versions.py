@@ -22,8 +22,8 @@ _GIT_S = 5.0
 
 def versions() -> dict[str, str]:
     """Packages, Python and the machine."""
-    found = {name: _version(name) for name in PACKAGES}
-    return found | {"python": platform.python_version(), "machine": platform.platform()}
+    version_of = {name: _version(name) for name in PACKAGES}
+    return version_of | {"python": platform.python_version(), "machine": platform.platform()}
 
 
 def describe_start(recipe: Path) -> dict[str, Any]:

@@ -55,18 +55,18 @@ class Window:
 
     def finish(self, step: SampledStep) -> None:
         """Wait until a step is sampled; what went wrong there is raised here."""
-        found, began = self._under_way[step.number], time.perf_counter()
+        under_way, began = self._under_way[step.number], time.perf_counter()
         rounds = 1 + (self.recipe.buffer.max_refills if self._one_by_one else 0)
-        deadline = found.began + 2 * rounds * self.recipe.rollout.deadline_s + _MARGIN_S
+        deadline = under_way.began + 2 * rounds * self.recipe.rollout.deadline_s + _MARGIN_S
         patience = TELL_S
         with self._changed:
-            while not self._changed.wait_for(lambda: found.is_done, patience):
-                self.on_wait(self._waits_for(found))
+            while not self._changed.wait_for(lambda: under_way.is_done, patience):
+                self.on_wait(self._waits_for(under_way))
                 if time.monotonic() > deadline:
-                    raise DeadlineError(f"step {step.number} was not sampled: {self._waits_for(found)}")
+                    raise DeadlineError(f"step {step.number} was not sampled: {self._waits_for(under_way)}")
                 patience = min(2 * patience, TELL_MOST_S)
-        if found.error is not None:
-            raise found.error
+        if under_way.error is not None:
+            raise under_way.error
         step.metrics |= self._staleness(step)
         step.timer.seconds["waited"] = time.perf_counter() - began
 
@@ -89,15 +89,15 @@ class Window:
     def stream_state(self, number: int) -> dict[str, int]:
         """The prompt stream's state before a step's first prompt."""
         with self._changed:
-            found = self._under_way.get(number)
-            return self.sampler.stream.state_dict() if found is None else found.step.stream
+            under_way = self._under_way.get(number)
+            return self.sampler.stream.state_dict() if under_way is None else under_way.step.stream
 
     def close(self) -> None:
         """End what is under way."""
         self._scope.cancel()
-        for found in list(self._under_way.values()):
-            if found.thread is not None:
-                found.thread.join(UNWIND_S)
+        for under_way in list(self._under_way.values()):
+            if under_way.thread is not None:
+                under_way.thread.join(UNWIND_S)
 
     def _begin_next(self) -> None:
         """Begin steps in order, as far as weights are there; the lock is held."""
@@ -111,14 +111,16 @@ class Window:
                 return
             if before is not None and before.error is not None:
                 return
-            found = _UnderWay(self.sampler.begin(number, self.schedule.copy_of(number)))
+            under_way = _UnderWay(self.sampler.begin(number, self.schedule.copy_of(number)))
             name = f"practicum-step-{number}"
-            found.thread = threading.Thread(target=self._sample, args=(found,), name=name, daemon=True)
-            self._under_way[number], self._begun = found, number
-            found.thread.start()
+            under_way.thread = threading.Thread(
+                target=self._sample, args=(under_way,), name=name, daemon=True
+            )
+            self._under_way[number], self._begun = under_way, number
+            under_way.thread.start()
 
-    def _sample(self, found: _UnderWay) -> None:
-        step = found.step
+    def _sample(self, under_way: _UnderWay) -> None:
+        step = under_way.step
         try:
             with self._scope:
                 weights = self.schedule.weights_of(step.number)
@@ -127,19 +129,19 @@ class Window:
                     step.timer.seconds["publish_lag"] = time.monotonic() - published
                 self.sampler.sample(step)
         except BaseException as error:  # raised by `finish`, in the step's turn
-            found.error = error
+            under_way.error = error
         with self._changed:
-            found.is_done = True
-            if self._one_by_one and found.error is None:
+            under_way.is_done = True
+            if self._one_by_one and under_way.error is None:
                 try:
                     self._begin_next()
                 except BaseException as error:  # of drawing the next step's prompts: raised by its `begin`
                     self._draw_error = error
             self._changed.notify_all()
 
-    def _waits_for(self, found: _UnderWay) -> str:
+    def _waits_for(self, under_way: _UnderWay) -> str:
         """What a step under way is at, and which groups are not done."""
-        step, waited = found.step, time.monotonic() - found.began
+        step, waited = under_way.step, time.monotonic() - under_way.began
         groups = self.roles.rollouts[step.copy].open_groups()
         stage = step.timer.stage or "new weights"
         if stage != "rollout" or not groups:

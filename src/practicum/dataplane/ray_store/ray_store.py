@@ -106,8 +106,8 @@ class RayStore:
         return {field.name: columns[field.name] for field in specs}
 
     def batch(self, partition: str, keys: Sequence[Key] | None = None) -> BatchRef:
-        found, tags = self._call("batch", partition, None if keys is None else plain_keys(keys))
-        return BatchRef(partition, tuple(map(Key._make, found)), tuple(Tags(*values) for values in tags))
+        held_keys, tags = self._call("batch", partition, None if keys is None else plain_keys(keys))
+        return BatchRef(partition, tuple(map(Key._make, held_keys)), tuple(Tags(*values) for values in tags))
 
     def tag(self, partition: str, tags: Mapping[Key, Tags]) -> None:
         self._call("tag", partition, plain_keys(tuple(tags)), [plain_tags(new) for new in tags.values()])

@@ -13,8 +13,8 @@ from practicum.recipe.text.type_text import nearest
 
 def destinations(route: Route, value: str) -> dict[str, float]:
     """Teachers that take a value, with weights; a value that route.to does not list names its teacher."""
-    found = route.to.get(value, value)
-    return {found: 1.0} if isinstance(found, str) else found
+    teacher = route.to.get(value, value)
+    return {teacher: 1.0} if isinstance(teacher, str) else teacher
 
 
 def value_of_task(route: Route, name: str, task: Task) -> str | None:

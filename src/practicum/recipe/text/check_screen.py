@@ -33,13 +33,13 @@ def screen(
     """
     head = [f"{loaded.recipe.name}: {loaded.source}", ""]
     sizes_lines = _block("sizes", [line for text in sizes for line in _wrapped(text)])
-    found = [line for text in findings for line in _wrapped(text)]
-    found = _block("findings", found if everything else _cut(found, _FINDINGS))
-    room = LINES - len(head) - len(found) - len(sizes_lines) - 4
+    finding_lines = [line for text in findings for line in _wrapped(text)]
+    finding_lines = _block("findings", finding_lines if everything else _cut(finding_lines, _FINDINGS))
+    room = LINES - len(head) - len(finding_lines) - len(sizes_lines) - 4
     rows = _columns([_HEAD, *changed_values(loaded.recipe)])
     rows = rows if everything else _cut(rows, max(8, room))
     changed = _block("differs from the defaults", rows if rows[1:] else ["nothing"])
-    return "\n".join([*head, *found, *changed, *sizes_lines])
+    return "\n".join([*head, *finding_lines, *changed, *sizes_lines])
 
 
 def changed_values(recipe: Recipe) -> Iterator[tuple[str, str, str]]:

@@ -56,8 +56,8 @@ _YES_NO = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 
 def explain(error: ValidationError, origins: Mapping[str, Origin]) -> list[RecipeError]:
     """Every problem that a validation found."""
-    found = [(details, find_key(details["loc"])) for details in _whole_lists(error)]
-    return [_explain(details, spot, origins) for details, spot in _one_per_union(found)]
+    located = [(details, find_key(details["loc"])) for details in _whole_lists(error)]
+    return [_explain(details, spot, origins) for details, spot in _one_per_union(located)]
 
 
 def _whole_lists(error: ValidationError) -> Iterator[Any]:

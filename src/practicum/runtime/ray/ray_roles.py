@@ -201,7 +201,7 @@ class RayRoles:
             return
         looks = self.probes[0].looks
         fingerprint: Sequence[float] = self.group.all("fingerprint", LENGTH) if looks else ()
-        kept = {old: found for old, found in self.published.items() if old >= step - self.lag}
+        kept = {old: weights for old, weights in self.published.items() if old >= step - self.lag}
         self.published = kept | {step: (manifest, fingerprint)}
 
     def give_weights(self, copy: int, step: int) -> None:
@@ -225,8 +225,8 @@ class RayRoles:
     def _probe(self, copy: int, learner: Callable[[int], Sequence[float]]) -> None:
         """Check that a copy of the weights is the learner's, in every replica."""
         if self.probes[copy].looks:
-            found = self._each(self.pools.rollout, "fingerprint", copy, who="a rollout worker")
-            self.probes[copy].check(found, learner)
+            fingerprints = self._each(self.pools.rollout, "fingerprint", copy, who="a rollout worker")
+            self.probes[copy].check(fingerprints, learner)
 
     def _each(self, pool: ReplicaPool, method: str, *args: Any, who: str) -> list[Any]:
         """Call every replica, those that are being restarted too; their answers in order."""

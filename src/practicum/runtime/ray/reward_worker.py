@@ -109,12 +109,12 @@ class RayRewardModel:
             call = self._replicas[number].judge.remote(case)
             # The replica's own deadline comes first; this one is for a replica that can't answer at all.
             timeout, who = 2 * self._deadline_s, f"reward model {self.name}"
-            found = await ask_async(call, timeout=timeout, owner=case.name, who=who)
+            score = await ask_async(call, timeout=timeout, owner=case.name, who=who)
         finally:
             self._waiting[number] -= size
-        if isinstance(found, CannotScore):
-            raise found
-        return found
+        if isinstance(score, CannotScore):
+            raise score
+        return score
 
     def close(self) -> None:
         """The replicas are the cluster's to end."""

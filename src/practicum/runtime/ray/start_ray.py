@@ -161,16 +161,16 @@ class _Starter:
 
     def _reward_models(self) -> dict[str, list[Any]]:
         """Reward models with their own resources."""
-        found: dict[str, list[Any]] = {}
+        workers: dict[str, list[Any]] = {}
         for name, spec in self.recipe.reward.models.items():
             if spec.url is None and has_own_process(spec.placement):
                 role, count = f"reward.models.{name}", own_options(spec).replicas
                 more = {"max_restarts": self.recipe.runtime.max_deaths, "max_task_retries": -1}
-                found[name] = [
+                workers[name] = [
                     self._actor(RewardModelWorker, role, number, self.recipe, name, **more)
                     for number in range(count)
                 ]
-        return found
+        return workers
 
     async def _loaded(self, reward_models: dict[str, list[Any]]) -> None:
         """Until all reward models are loaded."""

@@ -57,9 +57,9 @@ class PublishingRank(TrainRank):
 
     def publish_saved(self, folder: Path) -> dict[int, tuple[Manifest, tuple[float, ...]]]:
         """Publish what `save_published` wrote, by step, each with the learner's fingerprint of then."""
-        found = PublishedWeights.load_all(folder)
+        saved = PublishedWeights.load_all(folder)
         return {
-            step: (publish(one.weights.items(), one.version), one.fingerprint) for step, one in found.items()
+            step: (publish(one.weights.items(), one.version), one.fingerprint) for step, one in saved.items()
         }
 
     def publish_copy(self, folder: Path, name: str) -> Manifest | None:
