@@ -94,7 +94,7 @@ def memory_of(device: torch.device) -> int | None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Begin to count `peak_memory` anew."""
+    """Start counting `peak_memory` again."""
     _module(device, "reset_peak_memory_stats", device)
 
 

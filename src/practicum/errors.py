@@ -14,7 +14,7 @@ class PracticumError(Exception):
     """An error with a sentence for the user; the command line shows it without a traceback."""
 
     details: str = ""
-    """What log.txt gets besides: the whole traceback of a user's own code."""
+    """What log.txt gets in addition: the whole traceback of a user's own code."""
 
     def _render_traceback_(self) -> list[str]:
         """What IPython and notebooks show in place of a traceback."""

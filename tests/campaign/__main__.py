@@ -91,7 +91,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=__doc__)
     parser.add_argument("--seed", type=int, default=1, help="chooses scenarios, victims, signals and moments")
     parser.add_argument("--minutes", type=float, default=13.0, help="no run is begun after this many (13)")
-    parser.add_argument("--kills", type=int, default=0, help="so many kills, in place of minutes")
+    parser.add_argument("--kills", type=int, default=0, help="how many kills, in place of minutes")
     parser.add_argument("--slow", type=float, default=1.0, help="factor of deadlines, for a busy machine")
     parser.add_argument("--only", default="", help="scenarios whose name has these words")
     parser.add_argument("--result", type=Path, default=None, help="a JSON file for the outcomes")

@@ -153,8 +153,8 @@ def test_a_rank_with_padding_alone_takes_part_and_writes_nothing(learner: Learne
     ("names", "message"),
     [
         (["ref_logprobs"], "did not write old_logprobs\n"),
-        (["ref_logprobs", "old_logprobs", "values"], "wrote values besides\n"),
-        (["ref_logprobs", "values"], "did not write old_logprobs and wrote values besides\n"),
+        (["ref_logprobs", "old_logprobs", "values"], "also wrote values\n"),
+        (["ref_logprobs", "values"], "did not write old_logprobs and also wrote values\n"),
         ([], "did not write old_logprobs, ref_logprobs\n"),
     ],
 )

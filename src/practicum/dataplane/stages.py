@@ -316,7 +316,7 @@ def _check_writes(name: str, declared: Iterable[str], written: Mapping[str, Colu
     missing, extra = set(declared) - set(written), set(written) - set(declared)
     if missing or extra:
         wrong = [f"did not write {_names(missing)}"] if missing else []
-        wrong += [f"wrote {_names(extra)} besides"] if extra else []
+        wrong += [f"also wrote {_names(extra)}"] if extra else []
         raise StoreError(
             f"stage {name!r} declares that it writes {_names(declared)}; it " + " and ".join(wrong)
         )

@@ -72,7 +72,7 @@ class DistillSettings:
     def columns(self, given: TeacherColumns | None, lengths: list[int]) -> dict[str, Tensor]:
         """The token columns [M, ...] that this way of teaching reads, of responses of these lengths."""
         if given is None:
-            raise DataError("the mini-batch lacks what the teachers said, which distill needs")
+            raise DataError("the mini-batch is missing what the teachers said, which distill needs")
         wanted = {"teacher_logprobs": given.logprobs}
         if self.by_loss:
             wanted |= {
@@ -82,7 +82,7 @@ class DistillSettings:
             }[self.distill.signal]
         missing = [name for name, column in wanted.items() if column is None]
         if missing:
-            raise DataError(f"the mini-batch lacks {', '.join(missing)}, which distill needs")
+            raise DataError(f"the mini-batch is missing {', '.join(missing)}, which distill needs")
         uneven = [name for name, column in wanted.items() if column is not None and column.lengths != lengths]
         if uneven:
             raise DataError(f"{', '.join(uneven)} has rows of other lengths than the responses")

@@ -340,7 +340,7 @@ def _row_weights(
     whole: BatchFacts, session_B: Tensor, weigh: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
     """The summed weights of each row's tokens, on any rank, and its teacher [B]."""
-    assert whole.teachers is not None, "the whole mini-batch lacks its rows' teachers"
+    assert whole.teachers is not None, "the whole mini-batch is missing its rows' teachers"
     sampled_B = torch.tensor(whole.sampled_tokens)
     weights_B = weigh(sampled_B > 0, session_B).double() * sampled_B
     return weights_B, torch.tensor(whole.teachers)

@@ -86,8 +86,8 @@ def token_logprobs(
     """Logprobs of the targets under logits / temperature; entropy and plain logprobs if asked.
 
     Gradients flow through the logprobs if `logprobs_grad`, through the entropy if `entropy_grad`, never
-    through plain. `also` makes further tensors [C, ...] of the same logits, see TokenLogprobs.more. `top` are
-    the targets (bool) of which so many most likely tokens are given.
+    through plain. `also` makes further tensors [C, ...] of the same logits, see TokenLogprobs.more. `top` is
+    a mask of targets, and how many of the most likely tokens to give for each of them.
     """
     fixed = not (logprobs_grad or entropy_grad)
 

@@ -14,7 +14,7 @@ from practicum.models.offloaded_weights import return_memory
 
 
 def probe_memory(learner: Learner, prompt: int, response: int) -> str | None:
-    """Forward and backward pass of a micro-batch of rows with so many tokens, beside the optimizer's state.
+    """Forward and backward pass of a micro-batch of rows with this many tokens, beside the optimizer's state.
 
     It leaves no trace but smaller micro-batches, if these are too large for the device. A row that is too
     long is a PracticumError. Says how much memory it took, where torch knows. All ranks together.

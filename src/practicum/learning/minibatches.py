@@ -22,7 +22,7 @@ Session = list[int]
 Group = list[Session]
 """Sessions of one prompt."""
 Unit = tuple[int, Group]
-"""Sessions that are taken together or not at all, behind the number of their rows."""
+"""The number of rows, and the sessions that have them, taken together or not at all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ def _cosine(step: int, train: Train) -> float:
 
 
 def _done(step: int, train: Train) -> float:
-    """Share of the decay that is behind step `step`; 1 from the last step on."""
+    """Share of the decay that is done at step `step`; 1 from the last step on."""
     decay_steps = max(train.steps - 1 - train.warmup_steps, 1)
     return min((step - train.warmup_steps) / decay_steps, 1.0)
 

@@ -28,14 +28,14 @@ from practicum.recipe.counts import CPU_MICROBATCH_TOKENS
 from practicum.recipe.schema.recipe import Train
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Largest difference of the self-test's hidden states, in parts of their largest value."""
+"""Largest difference of the self-test's hidden states, as a fraction of their largest value."""
 
 
 T = TypeVar("T")
 
 
 class MicrobatchTooLargeError(Exception):
-    """A micro-batch of so many tokens ran out of memory."""
+    """A micro-batch of this many tokens ran out of memory."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__(f"a micro-batch of {tokens} tokens")
@@ -192,7 +192,7 @@ class PackedModel:
 
     def backward(self, loss: Tensor, packed: Packed) -> None:
         """Back-propagate a loss of this micro-batch's hidden states."""
-        # Layers that are computed anew in the backward pass must take the same experts again.
+        # Layers that are computed again in the backward pass must take the same experts again.
         with self._routed(packed):
             loss.backward()
 
@@ -255,7 +255,7 @@ class PackedModel:
             )
 
     def _probe_gap(self) -> float:
-        """Largest difference of the two forward passes, in parts of the largest hidden state."""
+        """Largest difference of the two forward passes, as a fraction of the largest hidden state."""
         ids = torch.tensor(fingerprint_ids(self.model.config.get_text_config().vocab_size))
         prompts, responses = [ids[:5], ids[:5], ids[3:5]], [ids[5:9], ids[8:16], ids[9:12]]
         theirs, experts = [], []

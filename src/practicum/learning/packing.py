@@ -2,7 +2,7 @@
 
 Rows with equal prompts share one prompt segment: equal in tokens, in pictures, and in recorded experts if
 these are replayed. A packed input is every distinct prompt once, then each row's response without its last
-token (which predicts nothing), with positions that go on after the prompt.
+token (which predicts nothing), with positions that continue after the prompt.
 """
 
 from __future__ import annotations

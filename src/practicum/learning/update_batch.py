@@ -155,7 +155,7 @@ def need_column(batch: UpdateBatch | CriticBatch, name: str, why: str) -> Tensor
     """As `token_column`, for a column that must be there."""
     column = token_column(batch, name)
     if column is None:
-        raise DataError(f"the mini-batch lacks {name}, which {why} needs")
+        raise DataError(f"the mini-batch is missing {name}, which {why} needs")
     return column
 
 

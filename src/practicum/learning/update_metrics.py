@@ -34,7 +34,7 @@ METRICS: dict[str, str] = {
     "grad_norm": "global norm of the gradient before clipping",
     "lr": "learning rate",
     "microbatch_halved": "how often micro-batches were halved because memory ran out; absent if never",
-    "router_load_max": "load of the busiest expert of any layer, in parts of an even load",
+    "router_load_max": "load of the busiest expert of any layer, as a multiple of an even load",
     "router_unused": "share of the experts of all layers that no token took",
     "router_moved": "share of (token, layer) whose router would choose other experts than those replayed",
     "value_loss": "the critic's loss",

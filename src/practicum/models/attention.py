@@ -109,7 +109,7 @@ class _PaddedLayout:
 
 
 def padded_layout(layout: Layout, tokens: int, rows: int) -> Layout:
-    """The same layout, for tokens that `pad_rows` has padded to so many rows."""
+    """The same layout, for tokens that `pad_rows` has padded to this many rows."""
     return layout if tokens == rows else _PaddedLayout(layout, tokens, rows)
 
 

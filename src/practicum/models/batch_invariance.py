@@ -19,7 +19,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 ROWS = 4
 """Products with fewer rows, or with some left over, take other ways through the algebra libraries."""
 LANES, NUMBERS_OF_A_THREAD = 16, 32_768
-"""Activations on a CPU take so many numbers at once, and a further thread for more than so many."""
+"""Activations on a CPU take this many numbers at once, and another thread above the second number."""
 KEY_STEP = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 KEY_BLOCK = 512
 """Sums over keys go in lanes of KEY_STEP; attention on a CPU takes KEY_BLOCK keys at a time."""

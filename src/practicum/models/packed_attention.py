@@ -341,7 +341,7 @@ def _is_large(rows: int, keys: int, most_keys: int) -> bool:
 def _bounded(
     rows: Sequence[tuple[int, ...]], keys: int, most_keys: int
 ) -> Iterator[Sequence[tuple[int, ...]]]:
-    """Rows of so many keys each, in parts that gather no more than they should."""
+    """Rows with these numbers of keys, in parts that gather no more than they should."""
     step = max(1, most_keys // keys) if keys > KEY_BLOCK else len(rows)
     for start in range(0, len(rows), step):
         yield rows[start : start + step]

@@ -31,7 +31,7 @@ class AttentionRule:
 
     scale: float
     window: int | None = None
-    """A token sees itself and those before it, so many in all; None: all."""
+    """How many tokens a token sees, itself and those before it; None: all."""
     softcap: float | None = None
     """Scores approach this number, and its negative, but don't pass them."""
     sinks: Tensor | None = None

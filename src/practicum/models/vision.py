@@ -2,7 +2,7 @@
 
 A picture stands in a prompt as a run of image tokens, one for each merged patch. The first image tokens of a
 sequence are its pictures'; later ones, which a model may sample, are plain tokens. Positions have three axes
-(time, height, width): those of text go on from the largest + 1 on all of them.
+(time, height, width): those of text continue from the largest + 1 on all of them.
 """
 
 from __future__ import annotations

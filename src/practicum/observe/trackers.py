@@ -29,7 +29,7 @@ _NUMBERS = ("reward", "advantage", "response_tokens")
 
 @dataclass(frozen=True, slots=True)
 class StepDetails:
-    """What a step has besides numbers: recorded answers, and values of all its sessions."""
+    """What a step has in addition to numbers: recorded answers, and values of all its sessions."""
 
     tables: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     """Lines of samples.jsonl and eval.jsonl, by `samples` and `eval`; none is empty."""

@@ -35,7 +35,7 @@ class SyncProbe:
         return self._watch.looks_at("fingerprint")
 
     def check(self, found: Sequence[Sequence[float]], learner: Callable[[int], Sequence[float]]) -> None:
-        """Fingerprints of the engines; `learner` gives its own, for a sequence of so many tokens."""
+        """Fingerprints of the engines; `learner` gives its own, for a sequence of this many tokens."""
         lengths = {len(one) + 1 for one in found}
         expected = {length: learner(length) for length in sorted(lengths)}
         for number, one in enumerate(found):

@@ -133,7 +133,7 @@ class VllmLimits(LimitedApp):
 
 
 def too_large(most: int) -> Refusal:
-    """The refusal of a body of more than so many bytes."""
+    """The refusal of a body of more than this many bytes."""
     message = f"the body is larger than the limit of {most:,} bytes (practicum serve --max-body-mb)"
     return Refusal(413, message)
 

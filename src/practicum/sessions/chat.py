@@ -99,7 +99,7 @@ class Chat:
     def extend(self, messages: Sequence[Message], written: WrittenTurn, new: Sequence[Message]) -> str | None:
         if not messages:
             raise SessionError(
-                "a trajectory that was opened with tokens goes on with tokens, not with messages"
+                "a trajectory that was opened with tokens continues with tokens, not with messages"
             )
         there = self.render(messages) + written.content + written.end
         longer = self.render([*messages, *written.messages(), *new])
@@ -164,7 +164,7 @@ def begins_with(messages: Sequence[Message], opening: Sequence[Message]) -> bool
 
 
 def check_messages(messages: Sequence[Any]) -> list[Message]:
-    """Messages that a session may go on with: role and text; pictures belong to the prompt."""
+    """Messages that a session may continue with: role and text; pictures belong to the prompt."""
     for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             raise SessionError(f"found {repr_of(message)} among messages, expected role and content")
@@ -185,7 +185,7 @@ def _is_text(content: object) -> bool:
 def _between_bars(message: Message) -> str:
     if message["role"] not in ("user", "tool"):
         raise SessionError(
-            f"a plain-text prompt goes on with text, user and tool messages, not with a {message['role']} "
+            f"a plain-text prompt continues with text, user and tool messages, not with a {message['role']} "
             "message: set the task's chat to true"
         )
     return f"|{message_text(message)}|"

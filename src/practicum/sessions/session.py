@@ -118,7 +118,7 @@ def make_demonstrator(agent: Agent, toolbox: Toolbox) -> Demonstrator:
 
 
 New = str | Sequence[Message] | Sequence[int]
-"""What a conversation goes on with: text, messages, or tokens as they are."""
+"""What a conversation continues with: text, messages, or tokens as they are."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Session:
     """
 
     trajectory: Trajectory
-    """The one that `generate` goes on with."""
+    """The one that `generate` continues."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class Session:
         self._opened: list[Trajectory] = []
         self._forks: list[Session] = []
         self._left: tuple[Trajectory, int] | None = None
-        """Of a fork: the trajectory it goes on from, and the turns that this one had then."""
+        """Of a fork: the trajectory it continues, and the turns that this one had then."""
         self.new_trajectory()
 
     @property
@@ -243,7 +243,7 @@ class Session:
         return ran
 
     def fork(self) -> Session:
-        """Another session that goes on from here; its trajectories belong to this one's too.
+        """Another session that continues from here; its trajectories belong to this one's too.
 
         All tokens so far are the prompt of its first trajectory: they are trained where they were sampled.
         """
@@ -255,7 +255,7 @@ class Session:
         return fork
 
     def new_trajectory(self, context: New | None = None) -> Trajectory:
-        """Open a context and go on with it: the prompt's, or another one as text, messages or tokens."""
+        """Open a context and continue with it: the prompt's, or another one as text, messages or tokens."""
         if context is None:
             return self._open(self._of_tokens(self.start.ids))
         said: str | list[Any] = context if isinstance(context, str) else list(context)
@@ -285,7 +285,7 @@ class Session:
         trajectory, given, messages = self._go_on(new)
         room = self.context - len(trajectory) - len(given)
         if room < 1:
-            await asyncio.sleep(0)  # a loop that goes on and on lets others work, and its deadline pass
+            await asyncio.sleep(0)  # an endless loop lets others work, and its deadline pass
             self.trajectory.finish = "context"
             return ModelTurn([], "context", self.tokenizer)
         if trajectory is not self.trajectory:

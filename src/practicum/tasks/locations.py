@@ -62,7 +62,7 @@ def open_rows(
 ) -> RowSource:
     """The rows at a location, read as the task of this name says; they are checked once per process.
 
-    Of a stream, its first rows: `at_least` so many.
+    Of a stream, its first rows: at least `at_least` of them.
     """
     looked_at = max(at_least, LOOKED_AT) if at.streaming else 0
     return _opened(at, at.stamp(), reader_of(name, task, needs_answer), looked_at)

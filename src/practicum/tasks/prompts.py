@@ -91,7 +91,7 @@ def encode_prompt(
 
     Messages, and strings if `chat`, go through the tokenizer's chat template with the schemas of the
     `tools`, after the `system` message unless they bring their own. Other strings are tokenised as they
-    are, behind the BOS if the tokenizer puts one. Pictures need the model's `processor`.
+    are, after the BOS if the tokenizer puts one. Pictures need the model's `processor`.
     """
     content = prompt.content
     if broken := lone_surrogate(f"{system or ''}{prompt_text(content)}"):

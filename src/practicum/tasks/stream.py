@@ -139,7 +139,7 @@ def to_prompt(uid: int, name: str, task: Task, drawn: Drawn) -> Prompt:
 
 
 class PromptStream:
-    """Prompts of all tasks, mixed by weight. `take` goes on from `position`."""
+    """Prompts of all tasks, mixed by weight. `take` continues from `position`."""
 
     def __init__(self, tasks: Mapping[str, Task], sources: Sequence[Source], seed: int) -> None:
         self._tasks = list(tasks.items())
@@ -167,7 +167,7 @@ class PromptStream:
         return {"position": self.position, "identity": self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a saved stream was; an error if the prompts are not the same now."""
+        """Continue where a saved stream was; an error if the prompts are not the same now."""
         if state.get("identity", self._identity) != self._identity:
             raise PracticumError(
                 "the prompts are not those of the checkpoint: the seed, a task's weight or "

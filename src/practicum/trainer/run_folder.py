@@ -45,7 +45,7 @@ OWNED = (
     "tensorboard",
     "wandb",
 )
-"""What a run writes besides versions.json, which marks its folder; nothing else is ever removed."""
+"""What a run writes in addition to versions.json, which marks its folder; nothing else is ever removed."""
 _PIECE = 1 << 20
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The order of a run with this lag and so many steps."""
+    """The order of a run with this lag and number of steps."""
 
     lag: int
     steps: int
@@ -42,7 +42,7 @@ class Schedule:
         return step - 1 - self.weights_of(step)
 
     def under_way(self, learnt: int) -> range:
-        """The steps that may be sampled once so many are learnt: the weights of each are there."""
+        """The steps that may be sampled once this many are learnt: the weights of each are there."""
         return range(learnt + 1, min(learnt + 1 + self.lag, self.steps) + 1)
 
     def kept_weights(self, learnt: int) -> range:

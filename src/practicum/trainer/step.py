@@ -95,7 +95,7 @@ class StepRunner:
         return self.stream.state_dict() if self.window is None else self.window.stream_state(number)
 
     def restore(self, learnt: int, window: Mapping[str, Any]) -> None:
-        """Continue after so many steps with what a checkpoint kept of later ones; the store has its rows."""
+        """Continue after step `learnt` with what a checkpoint kept of later ones; the store has its rows."""
         done = {Key(*key) for key in window.get("done", [])}
         rewarded = {tuple(name) for name in window.get("rewarded", [])}
         held = self.roles.store.batch(TRAIN)

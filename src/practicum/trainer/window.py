@@ -30,7 +30,7 @@ class _UnderWay:
 
 
 class Window:
-    """Samples steps ahead of the learner, as far as the schedule lets it."""
+    """Samples steps ahead of the learner, as far as the schedule allows."""
 
     def __init__(self, recipe: Recipe, schedule: Schedule, roles: Roles, sampler: StepSampler) -> None:
         self.recipe, self.schedule, self.roles, self.sampler = recipe, schedule, roles, sampler
@@ -78,7 +78,7 @@ class Window:
         return {"async/staleness": sum(stale) / len(stale), "async/staleness_max": max(stale)}
 
     def move(self, learnt: int) -> None:
-        """So many steps are learnt and their weights published: begin what the schedule lets begin."""
+        """This many steps are learnt and their weights published: begin what the schedule lets begin."""
         with self._changed:
             self._learnt, self._begun = learnt, max(self._begun, learnt)
             self._published.setdefault(learnt, time.monotonic())
@@ -100,7 +100,7 @@ class Window:
                 under_way.thread.join(UNWIND_S)
 
     def _begin_next(self) -> None:
-        """Begin steps in order, as far as weights are there; the lock is held."""
+        """Begin the steps, in order, whose weights are there; the lock is held."""
         if self._scope.is_cancelled or self._draw_error is not None:
             return
         for number in self.schedule.under_way(self._learnt):

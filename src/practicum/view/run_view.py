@@ -267,7 +267,7 @@ class RunView:
         if kept in (0, "none"):
             return "This run records no rows: track.record is none. A number of groups, or all, keeps them."
         return (
-            f"This row is not in the record: track.record is {kept}, so many groups of each step are kept. "
+            f"This row is not in the record: track.record is {kept}, that many groups of each step are kept. "
             "all keeps every row."
         )
 

@@ -63,7 +63,7 @@ def lazy_zeros(size: tuple[int, ...], like: Tensor) -> Tensor:
 class KvMemory:
     """keys and values [layers, slots, kv heads, positions, D], all 0 at first.
 
-    Zeros, because attention multiplies what lies behind a sequence's end by 0, and 0 x NaN is NaN. There is
+    Zeros, because attention multiplies what lies after a sequence's end by 0, and 0 x NaN is NaN. There is
     room for the longest running sequence in as many slots as are needed, up to `slots` and `context`: many
     short sequences fit, and few long ones. A slot has room for attention's padding.
     """
@@ -76,7 +76,7 @@ class KvMemory:
         self.keys, self.values = (_allocate(part, *shape) for part in (like.keys, like.values))
 
     def reserve(self, slots: int, length: int) -> None:
-        """Make room: so many slots are in use, the longest of which is to hold `length` positions."""
+        """Make room: this many slots are in use, the longest of which is to hold `length` positions."""
         before, self.longest, (held, room) = self.longest, length, self.keys.shape[1:4:2]
         if slots <= held and length <= room:
             return
@@ -222,7 +222,7 @@ def runs(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 class Extension(NamedTuple):
-    """A slot, how many positions of it are filled, and how many tokens come behind them."""
+    """A slot, how many positions of it are filled, and how many tokens follow them."""
 
     slot: int
     filled: int
@@ -247,7 +247,7 @@ class _SlotBlock:
 
 
 class ExtendLayout:
-    """Packed tokens of several slots, one slot behind the other: each attends to what its slot holds, and
+    """Packed tokens of several slots, one slot after the other: each attends to what its slot holds, and
     causally to those that come with it. Their keys and values are written into the slots."""
 
     def __init__(self, memory: KvMemory, extensions: Sequence[Extension], device: torch.device) -> None:

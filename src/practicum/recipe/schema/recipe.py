@@ -139,7 +139,7 @@ class Reward(Section):
     on_error: Literal["stop", "skip"] = key(
         "stop", "A raising reward stops the run, or its sample is counted and left out."
     )
-    models: dict[str, RewardModel] = key({}, "Models that judge besides the functions, by name.", _JUDGED)
+    models: dict[str, RewardModel] = key({}, "Models that judge too, by name.", _JUDGED)
     weight: float = key(
         1.0, "Weight of what is learnt from rewards, beside distill.weight.", _ON_POLICY, ge=0
     )
@@ -243,7 +243,7 @@ class Async(Section):
 
     lag: int = key(
         0,
-        "Steps between the weights that sample a batch and those that it trains: always so many, fewer only "
+        "Steps between the weights that sample a batch and those that it trains: always this many, less only "
         "in the first steps. Each has an engine with its own copy of the weights. 0: one after the other.",
         ge=0,
         le=16,
@@ -278,7 +278,7 @@ class Checkpoint(Section):
 
 
 class Track(Section):
-    """Where metrics and samples go besides metrics.jsonl."""
+    """Where metrics and samples go in addition to metrics.jsonl."""
 
     tensorboard: bool = key(False, "Write TensorBoard events into the run folder.")
     wandb: str | None = key(None, "Weights & Biases project to log to.")

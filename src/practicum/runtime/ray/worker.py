@@ -63,7 +63,7 @@ class Worker:
     """The base of all workers. What may fail is in `begin`: of an error in __init__ Ray keeps words only."""
 
     LASTING = True
-    """Whether the run goes on without this process, with what it wrote."""
+    """Whether the run continues without this process, with what it wrote."""
 
     def __init__(self, recipe: Recipe, handle: StoreHandle, threads: int | None = None) -> None:
         enter_folder()

@@ -22,7 +22,7 @@ def make(draws: Draws, settings: Settings) -> Example:
 def demonstrate(example: Example, messages: list[Message]) -> str:
     """Calls the tool for the next pair until one number is left, and answers with it.
 
-    Asked for anything else, such as a summary, it says what is left to add, and goes on from that if it
+    Asked for anything else, such as a summary, it says what is left to add, and continues from that if it
     finds it as a message of its own.
     """
     left = _numbers(example.prompt)
@@ -41,7 +41,7 @@ def demonstrate(example: Example, messages: list[Message]) -> str:
 
 
 def _asks(message: Message, example: Example) -> bool:
-    """Whether the message is the task itself, or a summary to go on from."""
+    """Whether the message is the task itself, or a summary to continue from."""
     text = message_text(message)
     return example.prompt in text or _SUM.fullmatch(text.strip()) is not None
 
