@@ -26,7 +26,7 @@ Weights = Iterable[tuple[str, Tensor]]
 def describe_engines(*parts: Engine | TeacherPlace) -> list[str]:
     """What there is to say of vLLM's, and of devices other than the CPU; and warnings: of more threads than
     the machine has cores, and of a torch engine whose numbers depend on its batch."""
-    told: list[str] = []
+    lines: list[str] = []
     elsewhere: list[str] = []
     depends: list[str] = []
     at_once = torch.get_num_threads()
@@ -40,17 +40,17 @@ def describe_engines(*parts: Engine | TeacherPlace) -> list[str]:
                 "runs whose sessions have several turns are equal up to rounding only"
             )
         elif isinstance(part, VllmEngine):
-            told.append(part.describe())
+            lines.append(part.describe())
         elif isinstance(part, VllmTeacher):
-            told += part.describe()
+            lines += part.describe()
             at_once += 0 if part.sleeps else sum(engine.facts.threads for engine in part.engines)
     cores = os.cpu_count() or 1
-    if told and at_once > cores:
-        told.append(
+    if lines and at_once > cores:
+        lines.append(
             f"{at_once} threads may work at once on {cores} cores, and slow each other down: lower "
             "runtime.threads or vllm.threads"
         )
-    return elsewhere + told + depends
+    return elsewhere + lines + depends
 
 
 def make_engine(recipe: Recipe, model: PreTrainedModel, weights: Callable[[], tuple[Weights, int]]) -> Engine:
