@@ -35,9 +35,13 @@ def describe_engines(*parts: Engine | TeacherPlace) -> list[str]:
             elsewhere.append(describe_device(part.runner.device))
         if isinstance(part, TorchEngine) and not part.runner.invariant:
             kind = f"{part.runner.device.type}, {str(part.runner.model.dtype).removeprefix('torch.')}"
+            so = (
+                "each is computed alone, so that runs repeat (rollout.repeatable: false is faster)"
+                if part.alone
+                else "two runs whose sessions have several turns are equal up to rounding only"
+            )
             depends.append(
-                f"logprobs depend in their last bits on what else is in the engine's batch ({kind}): two "
-                "runs whose sessions have several turns are equal up to rounding only"
+                f"logprobs depend in their last bits on what else is in the engine's batch ({kind}): {so}"
             )
         elif isinstance(part, VllmEngine):
             lines.append(part.describe())
@@ -62,7 +66,13 @@ def make_engine(recipe: Recipe, model: PreTrainedModel, weights: Callable[[], tu
     rollout = recipe.rollout
     context = rollout_context(recipe, context_length(model))
     if rollout.engine == "torch":
-        return TorchEngine(model, slots=rollout.slots, context=context, keep_tokens=rollout.keep_tokens)
+        return TorchEngine(
+            model,
+            slots=rollout.slots,
+            context=context,
+            keep_tokens=rollout.keep_tokens,
+            repeatable=rollout.repeatable,
+        )
     room = EngineSize(context, rollout.slots, kv_tokens=rollout.slots * context)
     threads = torch.get_num_threads()
     if takes_adapter(model):
