@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,34 @@ def last_rows(path: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict):
             found.append(row)
     return found
+
+
+def find_rows(path: Path, places: Sequence[tuple[int, int]], text: str) -> list[int]:
+    """Numbers of the lines, by their places, in which people read `text`; A to Z are equal to a to z."""
+    wanted = json.dumps(text, ensure_ascii=False)[1:-1].encode("utf-8", "backslashreplace").lower()
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    # The whole file is searched first: few lines are then read as JSON.
+    lower, starts, found, at = data.lower(), [begin for begin, _ in places], [], 0
+    while (at := lower.find(wanted, at)) >= 0:
+        row = bisect_right(starts, at) - 1
+        if row < 0:
+            break
+        begin, length = places[row]
+        said = json.loads(data[begin : begin + length])
+        if any(text.casefold() in one.casefold() for one in _texts(said)):
+            found.append(row)
+        at = max(at + 1, begin + length)
+    return found
+
+
+def _texts(line: Mapping[str, Any]) -> Iterator[str]:
+    """What people read of a session: all its turns."""
+    for name in ("prompt", "response", "expected", "failure"):
+        if (text := line.get(name)) is not None:
+            yield str(text)
+    for one in line.get("trajectories") or ():
+        yield one["prompt"]
+        yield from (span["text"] for span in one["spans"])
