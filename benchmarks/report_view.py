@@ -45,8 +45,8 @@ def record_cost(found: Mapping[str, Any]) -> str:
         "whole steps to `none`",
     ]
     text = (
-        "Processor time of the code that only runs for the record, by the clock of its thread. The last column "
-        "compares whole steps, round by round: their own spread is larger than what recording costs."
+        "Processor time of the code that only runs for the record, by the clock of its thread. The last "
+        "column compares whole steps, round by round: their own spread is larger than what recording costs."
     )
     return "\n\n".join([f"### Recording, {where(found)}", text, table(head, rows)])
 

@@ -151,7 +151,7 @@ def test_numbers_of_the_page_are_those_of_the_files(page: Any, address: str, run
     visit(page, address, "#/school/rollouts")
     assert f"{len(rows)} of {len(rows)} recorded sessions" in page.inner_text(".tools")
     visit(page, address, "#/school/recipe?q=train.lr")
-    assert page.locator(".recipe-table tbody tr").first.inner_text().split("\t")[1] == "0.001"
+    assert page.locator(".recipe-table tbody tr").first.inner_text().split("\t")[1].strip() == "0.001"
 
 
 @pytest.mark.slow
