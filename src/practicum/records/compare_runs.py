@@ -224,5 +224,7 @@ def _is_compared(found: Difference) -> bool:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, dict):  # a section that one recipe has: what is not set says nothing
+        value = {name: one for name, one in value.items() if one is not None}
     text = json.dumps(value, ensure_ascii=False, default=str) if not isinstance(value, str) else value
     return text if len(text) <= 100 else f"{text[:99]}…"

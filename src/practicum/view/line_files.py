@@ -90,8 +90,8 @@ class LineFile:
             return json.loads(file.read(length))
 
 
-def last_rows(path: Path) -> list[dict[str, Any]]:
-    """The whole JSON lines at the end of a file, without reading the rest."""
+def last_rows(path: Path, count: int | None = None) -> list[dict[str, Any]]:
+    """The whole JSON lines at the end of a file, without reading the rest: of the last step, or `count`."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -99,15 +99,18 @@ def last_rows(path: Path) -> list[dict[str, Any]]:
             lines = file.read(TAIL).split(b"\n")
     except FileNotFoundError:
         return []
-    found = []
-    for line in lines[1 if size > TAIL else 0 : -1]:
+    found: list[dict[str, Any]] = []
+    for line in reversed(lines[1 if size > TAIL else 0 : -1]):
         try:
             row = json.loads(line)
         except ValueError:
             continue  # `LineFile` counts it
-        if isinstance(row, dict):
-            found.append(row)
-    return found
+        if not isinstance(row, dict):
+            continue
+        if len(found) == count or (count is None and found and row.get("step") != found[0].get("step")):
+            break
+        found.append(row)
+    return found[::-1]
 
 
 def find_rows(path: Path, places: Sequence[tuple[int, int]], text: str) -> list[int]:

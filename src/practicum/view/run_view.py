@@ -31,7 +31,7 @@ PREVIEW = 400
 RECENT = 20
 """Steps whose mean duration tells how long the rest will take."""
 TIMED = 200
-"""Steps whose times a forecast is compared with."""
+"""Steps whose times a forecast is compared with, and answers whose prompts it takes the length of."""
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 LEVELS = ("error", "warn", "off")
 
@@ -169,8 +169,7 @@ class RunView:
 
     def advisories(self, recipe: Mapping[str, Any]) -> list[Any]:
         """What to look at next."""
-        newest = last_rows(self.path / "samples.jsonl")
-        answers = [row for row in newest if row.get("step") == newest[-1].get("step")]
+        answers = last_rows(self.path / "samples.jsonl")
         lines = [line["text"] for line in self.log()["lines"]]
         said = [text.removeprefix("warning: ") for text in lines if text.startswith("warning: ")]
         return advisories(Evidence(self.metrics, recipe, answers, list(dict.fromkeys(said))[-3:]))
@@ -272,7 +271,7 @@ class RunView:
         return self._forecast[1]
 
     def _make_forecast(self) -> dict[str, Any]:
-        prompts = [row.get("prompt_tokens") for row in last_rows(self.path / "samples.jsonl")]
+        prompts = [row.get("prompt_tokens") for row in last_rows(self.path / "samples.jsonl", TIMED)]
         with self.lock:
             rows = [self.metrics.at(step) for step in self.metrics.steps[-TIMED:]]
         known = [tokens for tokens in prompts if tokens]

@@ -115,6 +115,8 @@ function drawFrame(at) {
     class: name === active ? "active" : "", "aria-current": name === active ? "page" : null,
   }, name[0].toUpperCase() + name.slice(1))), h("span", { class: "gap" }),
   h("button", { class: "quiet", onclick: search }, "/ search"), h("button", { class: "quiet", onclick: showKeys }, "? keys"));
+  const tab = tabs.querySelector(".active");
+  if (tab) tabs.scrollLeft = tab.offsetLeft + tab.offsetWidth / 2 - tabs.clientWidth / 2;
   drawNotices(info);
 }
 

@@ -38,25 +38,29 @@ export async function show(place, node, context) {
         grid.append(made.node);
       }
     }
-    const box = speed(info);
-    replace(facts, checks(info, place), box);
-    return box;
+    replace(facts, checks(info, place), speed(info, foreseen));
   }
 
-  // What is below the curves, after they are shown.
-  async function drawRest(box) {
-    if (!box) return;
+  // What is below the curves, after they are shown. The forecast is asked for once: it takes longer than all else.
+  async function drawRest() {
+    if (!context.info.names.length) return;
     replace(newest, newestGroup(await askRun(place.run, "/newest"), place, context.info));
-    forecasts ??= askRun(place.run, "/forecast").catch((error) => ({ sentence: error.message }));
-    box.append(forecast(await forecasts));
+    if (foreseen) return;
+    foreseen = await askRun(place.run, "/forecast").catch((error) => ({ sentence: error.message }));
+    replace(facts, checks(context.info, place), speed(context.info, foreseen));
   }
 
   const charts = new Map();
-  let forecasts = null; // is asked for once: it takes longer than all else
-  const rest = (box) => drawRest(box).catch((error) => replace(newest, empty(error.message)));
-  const box = await draw();
-  requestAnimationFrame(() => setTimeout(() => rest(box)));
-  return { update: async () => rest(await draw()) };
+  let foreseen = null;
+  const rest = () => drawRest().catch((error) => replace(newest, empty(error.message)));
+  await draw();
+  requestAnimationFrame(() => setTimeout(rest));
+  return {
+    update: async () => {
+      await draw();
+      await rest();
+    },
+  };
 }
 
 function advisory(one, place) {
@@ -148,7 +152,7 @@ function checks(info, place) {
   return section(`Checks after step ${num(info.step)}`, body);
 }
 
-function speed(info) {
+function speed(info, foreseen) {
   const rows = [
     ["one step", duration(info.seconds_per_step)],
     ["left", info.state.kind === "live" ? duration(info.seconds_left) : "–"],
@@ -157,7 +161,7 @@ function speed(info) {
     ...stale(info),
   ];
   const table = h("table", { class: "plain" }, h("tbody", {}, rows.map(([what, value]) => h("tr", {}, h("td", {}, what), h("td", { class: "n" }, value)))));
-  return section("Speed, forecast against measured", table);
+  return section("Speed, forecast against measured", table, foreseen && forecast(foreseen));
 }
 
 // With a lag: how old the weights are that sampled what is learnt from.
