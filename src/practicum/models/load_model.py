@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ def model_class(config: Any) -> Any:
 
 def load_tokenizer(spec: Model) -> PreTrainedTokenizerBase:
     """The recipe's tokenizer, with a padding token."""
+    # Texts are short: its threads gain nothing, and every process that is forked after them prints a warning.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if spec.make is not None and spec.tokenizer is None:
         return make_vision_tokenizer() if spec.make.family == "qwen2_5_vl" else make_tokenizer()
     source = spec.tokenizer or spec.path

@@ -7,7 +7,7 @@ rewrites that text, there is nothing to append.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from practicum.recipe.derived import rollout_context
 from practicum.recipe.schema.recipe import Recipe, Task
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.messages import Message, message_text
-from practicum.tasks.prompts import Encoded, Prompt, encode_prompt
+from practicum.tasks.prompts import Encoded, Prompt, encode_prompt, encode_texts
 from practicum.user_code import lone_surrogate, repr_of, shorten
 
 
@@ -212,6 +212,13 @@ class Encoder:
     def room(self, task: str) -> int | None:
         """Tokens that prompts of this task are cut to, if they are plain text; None if they are not cut."""
         return self.most_tokens if self.tasks[task].too_long == "cut" and not self.tasks[task].chat else None
+
+    def whole_of(self, prompts: Sequence[Prompt]) -> Iterator[Encoded]:
+        """As `whole`, with the plain texts tokenised in one call, which takes a fraction of the time."""
+        plain = [p for p in prompts if isinstance(p.content, str) and not self.tasks[p.task].chat]
+        texts = iter(encode_texts(plain, self.tokenizer))
+        is_plain = {id(p) for p in plain}
+        return (next(texts) if id(p) in is_plain else self.whole(p) for p in prompts)
 
     def whole(self, prompt: Prompt) -> Encoded:
         """The prompt as it is, however long."""

@@ -93,28 +93,43 @@ def encode_prompt(
     `tools`, after the `system` message unless they bring their own. Other strings are tokenised as they
     are, after the BOS if the tokenizer puts one. Pictures need the model's `processor`.
     """
-    content = prompt.content
-    if broken := lone_surrogate(f"{system or ''}{prompt_text(content)}"):
-        raise DataError(f"{prompt}: its text has {broken}, which no tokenizer takes")
-    if isinstance(content, str) and not chat:
-        messages, images, ids = None, None, _encode_plain(content, tokenizer)
-    else:
-        messages = _chat_messages(content, system)
-        ids = _encode_chat(prompt, messages, tokenizer, tools)
-        ids, images = _place_pictures(prompt, ids, processor)
-    if not ids:
-        raise PracticumError(f"{prompt} has no tokens: its text is {prompt_text(content)!r}")
-    return Encoded(ids, images, messages)
+    if isinstance(prompt.content, str) and not chat:
+        return encode_texts([prompt], tokenizer)[0]
+    _check_text(prompt, system or "")
+    messages = _chat_messages(prompt.content, system)
+    ids = _encode_chat(prompt, messages, tokenizer, tools)
+    ids, images = _place_pictures(prompt, ids, processor)
+    return Encoded(_check_ids(prompt, ids), images, messages)
 
 
-def _encode_plain(text: str, tokenizer: Any) -> list[int]:
-    ids = [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
+def encode_texts(prompts: Sequence[Prompt], tokenizer: Any) -> list[Encoded]:
+    """Prompts that are plain text, all tokenised in one call: equal texts once."""
+    texts = {prompt_text(prompt.content): _check_text(prompt) for prompt in prompts}
+    if not texts:
+        return []
+    all_ids = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
     bos = tokenizer.bos_token_id
-    if bos is None or ids[:1] == [bos]:
-        return ids
     # Only the BOS is wanted: some tokenizers also close the text, and nothing follows a closed one.
-    adds_bos = tokenizer("a", add_special_tokens=True)["input_ids"][0] == bos
-    return [int(bos), *ids] if adds_bos else ids
+    adds_bos = bos is not None and tokenizer("a", add_special_tokens=True)["input_ids"][0] == bos
+    ids_of = {
+        text: [int(bos), *ids] if adds_bos and ids[:1] != [bos] else list(ids)
+        for text, ids in zip(texts, all_ids, strict=True)
+    }
+    return [
+        Encoded(list(_check_ids(prompt, ids_of[prompt_text(prompt.content)])), None, None)
+        for prompt in prompts
+    ]
+
+
+def _check_text(prompt: Prompt, system: str = "") -> None:
+    if broken := lone_surrogate(f"{system}{prompt_text(prompt.content)}"):
+        raise DataError(f"{prompt}: its text has {broken}, which no tokenizer takes")
+
+
+def _check_ids(prompt: Prompt, ids: list[int]) -> list[int]:
+    if not ids:
+        raise PracticumError(f"{prompt} has no tokens: its text is {prompt_text(prompt.content)!r}")
+    return ids
 
 
 def _chat_messages(content: Content, system: str | None) -> list[Message]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,9 +22,11 @@ from practicum.tasks.prompts import Prompt, demonstration
 from practicum.tasks.stream import draw_row, eval_prompts, make_stream, to_prompt
 from practicum.user_code import shorten
 
-DRAWN = 2_000
+DRAWN = 500
 """Prompts of a built-in task that are measured: there is no end to them."""
 _SHOWN = 5
+_AT_ONCE = 512
+"""Rows that are tokenised in one call."""
 
 
 @dataclass(slots=True)
@@ -83,8 +86,7 @@ def _measure_task(
     too_long: list[tuple[_Row, int, int]] = []
     skipped: dict[Location, set[int]] = {}
     trained, held_out = set[int](), set[int]()
-    for row in _rows(recipe, name, task):
-        prompt_tokens, answer_tokens = _measure(recipe, encode, row, task)
+    for row, prompt_tokens, answer_tokens in _measured(recipe, encode, name, task):
         kept_tokens = min(prompt_tokens, encode.room(name) or prompt_tokens)
         lengths.count += 1
         (held_out if row.is_held_out else trained).add(hash(repr(row.prompt.content)))
@@ -124,21 +126,30 @@ def _rows(recipe: Recipe, name: str, task: Task) -> Iterator[_Row]:
         yield _Row(prompt, held_out, prompt.index, is_held_out=True)
 
 
-def _measure(recipe: Recipe, encode: Encoder, row: _Row, task: Task) -> tuple[int, int]:
-    """Tokens of a prompt, whole, and of its answer; a text that the tokenizer can't write is an error."""
-    tokenizer, prompt = encode.tokenizer, row.prompt
-    ids, answer = encode.whole(prompt).ids, []
-    if is_supervised(recipe):
-        answer = tokenizer.encode(demonstration(prompt), add_special_tokens=False)
+def _measured(recipe: Recipe, encode: Encoder, name: str, task: Task) -> Iterator[tuple[_Row, int, int]]:
+    """Each row with the tokens of its prompt, whole, and of its answer."""
+    rows, tokenizer, supervised = _rows(recipe, name, task), encode.tokenizer, is_supervised(recipe)
     unknown = tokenizer.unk_token_id
-    if unknown is not None and unknown in (*ids, *answer):
-        text = prompt.content if unknown in ids else demonstration(prompt)
-        found = f"{_where(row, task)}: a row with unknown characters: {shorten(repr(text))}"
-        advice = "use a model whose tokenizer covers them"
-        expected = "texts that the model's tokenizer can write"
-        problem = RecipeError(f"tasks.{prompt.task}", found, expected, advice)
-        raise RecipeErrors(f"recipe {recipe.name}", [problem])
-    return len(ids), len(answer) + 1 if is_supervised(recipe) else recipe.rollout.max_new_tokens
+    while batch := list(islice(rows, _AT_ONCE)):
+        answers: list[list[int]] = [[] for _ in batch]
+        if supervised:
+            texts = [demonstration(row.prompt) for row in batch]
+            answers = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        prompts = encode.whole_of([row.prompt for row in batch])
+        for row, prompt, answer in zip(batch, prompts, answers, strict=True):
+            if unknown is not None and (unknown in prompt.ids or unknown in answer):
+                problem = _unknown(row, task, unknown in prompt.ids)
+                raise RecipeErrors(f"recipe {recipe.name}", [problem])
+            yield row, len(prompt.ids), len(answer) + 1 if supervised else recipe.rollout.max_new_tokens
+
+
+def _unknown(row: _Row, task: Task, in_prompt: bool) -> RecipeError:
+    """A prompt or answer that the tokenizer can't write."""
+    text = row.prompt.content if in_prompt else demonstration(row.prompt)
+    found = f"{_where(row, task)}: a row with unknown characters: {shorten(repr(text))}"
+    advice = "use a model whose tokenizer covers them"
+    expected = "texts that the model's tokenizer can write"
+    return RecipeError(f"tasks.{row.prompt.task}", found, expected, advice)
 
 
 def _where(row: _Row, task: Task) -> str:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,7 @@ def _git(folder: Path, *command: str) -> str | None:
     return done.stdout.strip()
 
 
+@cache
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
