@@ -6,12 +6,17 @@ is late in so many of ten cases), so that both schedules are exact. Such a sched
 
 Weights: REINFORCE without importance weights at lag 4, which a recipe refuses, beside the same lag with
 weights, and beside no lag. `checks.sample_size` speaks before the reward falls.
+
+`python -m benchmarks.async_evidence [NAME …]` trains these, or all; results of others are kept.
 """
 
 from __future__ import annotations
 
+import json
 import random
+import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +60,7 @@ def is_late(prompt: Prompt) -> bool:
     return random.Random(f"late {prompt.uid}").random() < LATE[prompt.task]
 
 
-def train(drops: bool, steps: int) -> dict[str, float]:
+def train(drops: bool) -> dict[str, float]:
     """Greedy scores by task before and after training, and the share of long prompts that were trained on."""
     trained: dict[str, int] = {}
     whole = StepSampler._take
@@ -70,10 +75,9 @@ def train(drops: bool, steps: int) -> dict[str, float]:
         return kept
 
     StepSampler._take = take
-    more = {"train": {"prompts": PROMPTS, "lr": LR, "steps": steps}}
     try:
         with tempfile.TemporaryDirectory() as folder:
-            outcome = train_loaded(load_recipe(written("drop", **more)), Path(folder) / "run", quiet=True)
+            outcome = train_loaded(load_recipe(written("drop")), Path(folder) / "run", quiet=True)
     finally:
         StepSampler._take = whole
     after = {name.removeprefix("eval/"): score for name, score in outcome.last_eval.items()}
@@ -92,13 +96,13 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def collapse(way: str, steps: int, lr: float) -> dict[str, Any]:
+def collapse(way: str) -> dict[str, Any]:
     """Rewards and sample sizes by step, when the check first spoke, and when the reward collapsed."""
-    sections = WAYS[way] | {"train": {"prompts": PROMPTS, "lr": lr, "steps": steps}}
+    sections = WAYS[way] | {"train": {"prompts": PROMPTS, "lr": FAST_LR, "steps": COLLAPSE_STEPS}}
     recipe = Recipe.model_validate(written("collapse", **sections))  # which does not refuse what is wrong
     rewards, sizes, warned = list[float](), list[float | None](), None
     with Steps(recipe) as run:
-        for number in range(1, steps + 1):
+        for number in range(1, COLLAPSE_STEPS + 1):
             metrics = run.run.runner.step(number)
             rewards.append(metrics["reward/mean"])
             sizes.append(metrics.get("train/sample_size"))
@@ -116,24 +120,27 @@ def collapsed_at(rewards: list[float]) -> int | None:
     return None
 
 
-def main(steps: int = STEPS, collapse_steps: int = COLLAPSE_STEPS, lr: float = FAST_LR) -> None:
-    """Train with and without dropping, and each way of weighing; write the results."""
-    model_folder()
-    dropping = {}
-    for name, drops in (("in order", False), ("dropping", True)):
-        dropping[name] = train(drops, steps)
-        print(f"{name}: {dropping[name]}", flush=True)
-    collapses = {}
-    for way in WAYS:
-        collapses[way] = collapse(way, collapse_steps, lr)
-        told = {key: collapses[way][key] for key in ("warned", "collapsed")}
-        last = collapses[way]["rewards"][-5:]
-        print(f"{way}: {told}, last rewards {last}, sizes {collapses[way]['sizes'][::10]}", flush=True)
-    settings = {"steps": steps, "prompts": PROMPTS, "samples": SAMPLES, "late": LATE, "lr": lr, "lag": LAG}
-    harness.write_results(
-        "async_evidence", {"settings": settings, "dropping": dropping, "weights": collapses}
-    )
+SCHEDULES = {"in order": False, "dropping": True}
+
+
+def main(names: Sequence[str]) -> None:
+    """Train with these schedules and ways of weighing, or all, and add to the results."""
+    path = harness.RESULTS / "async_evidence.json"
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    dropping, weights = found.get("dropping", {}), found.get("weights", {})
+    for name in names or [*SCHEDULES, *WAYS]:
+        if name in SCHEDULES:
+            dropping[name] = train(SCHEDULES[name])
+            print(f"{name}: {dropping[name]}", flush=True)
+        else:
+            run = weights[name] = collapse(name)
+            told = {key: run[key] for key in ("warned", "collapsed")}
+            print(f"{name}: {told}, rewards {run['rewards'][::5]}, sizes {run['sizes'][::5]}", flush=True)
+        settings = {"steps": STEPS, "prompts": PROMPTS, "samples": SAMPLES, "late": LATE}
+        settings |= {"lr": FAST_LR, "lag": LAG, "collapse_steps": COLLAPSE_STEPS}
+        content = {"settings": settings, "dropping": dropping, "weights": weights}
+        harness.write_results("async_evidence", content)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

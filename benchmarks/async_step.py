@@ -1,40 +1,55 @@
 """Steps whose rollouts are ahead of the learner (`async.lag`) beside the same steps one after the other.
 
-Three kinds of work: GRPO on sorting, agents whose tools take 50 to 500 ms, and answers whose lengths have a
-long tail. Every turn is a block of steps that begins and ends with nothing under way, so filling the window
-counts. Synchronous steps take part with one and with two threads; with a lag, engines and learner have one
-each. Beside the speed: the greedy score by step and by second of GRPO runs from the same start.
+Kinds of work: GRPO on sorting, the demo's student and one of its specialists, agents whose tools take 50 to
+500 ms, and answers whose lengths have a long tail. A turn is a block of steps. Before it, as many steps are
+taken without the clock as can have been sampled before, so for each step in the block another one is sampled
+in it; and it ends for others when nothing is under way. Synchronous steps take part with one and with two
+threads; with a lag, engines and learner have one each. Beside the speed: the greedy score by step and by
+second of GRPO runs from the same start.
+
+`python -m benchmarks.async_step [KIND …]` races those kinds, or all, and `scores` trains; results of others
+are kept.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from benchmarks import harness
 from benchmarks.harness import Channel, Contender, Measured, Stopwatch
-from benchmarks.model import DIGITS, model_folder
+from benchmarks.model import DIGITS, demo_folder, model_folder
 from benchmarks.stepping import Steps
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.shipped import shipped_recipes
 from practicum.sessions.session import Session
 from practicum.trainer.run import train_loaded
 
-PROMPTS, SAMPLES, MAX_NEW, LR = 32, 8, 32, 1e-5
-BLOCK, ROUNDS = 8, 4
+SAMPLES, MAX_NEW, LR = 8, 32, 1e-5
+PROMPTS = {"grpo": 32, "agents": 16, "long tail": 16}
+ROUNDS, SCORES = 3, "scores"
+BLOCKS = {"grpo": 5, "demo student": 30, "demo specialist": 30, "agents": 6, "long tail": 6}
+"""Steps of a turn."""
 WAYS = {"sync, 1 thread": (0, 1), "sync, 2 threads": (0, 2), "lag 1": (1, 1), "lag 2": (2, 1)}
 """Lag and threads of each contender."""
 TOOL_MS, TOOL_TURNS, TURN_TOKENS = (50, 500), (2, 3), (4, 24)
 TAIL_MEDIAN, TAIL_SIGMA, TAIL_MOST = 12.0, 0.9, 160
-GOALS = {"grpo": {"lag 1": 1.5}, "agents": {"lag 1": 1.7, "lag 2": 2.1}}
-SCORE_STEPS, SCORE_EVERY, SCORE_LR = 40, 4, 1e-4
+GOALS = {
+    **{kind: {"lag 1": 1.5} for kind in ("grpo", "demo student", "demo specialist")},
+    "agents": {"lag 1": 1.7, "lag 2": 2.1},
+}
+SCORE_STEPS, SCORE_EVERY, SCORE_LR = 24, 4, 1e-4
 
 
 async def look_up(ms: int) -> str:
@@ -59,22 +74,27 @@ async def long_tail(session: Session) -> None:
     await session.generate(max_new_tokens=length, stop=())
 
 
+DEMO = {"demo student": "student", "demo specialist": "copy"}
+"""Recipes of the demo, by the kind of work that they are."""
 KINDS: dict[str, dict[str, Any]] = {
     "grpo": {},
+    **{name: {} for name in DEMO},
     "agents": {"agent": {"loop": f"{__name__}:errand", "tools": [f"{__name__}:look_up"]}},
     "long tail": {"agent": {"loop": f"{__name__}:long_tail"}},
 }
 
 
-def written(kind: str, lag: int, threads: int, prompts: int) -> dict[str, Any]:
+def written(kind: str, lag: int, threads: int) -> dict[str, Any]:
     """The recipe of a kind of work."""
+    if kind in DEMO:
+        return demo(kind, lag, threads)
     longest = {"grpo": MAX_NEW, "agents": TURN_TOKENS[1], "long tail": TAIL_MOST}[kind]
     return {
         "name": f"async-{kind.replace(' ', '-')}-{lag}-{threads}",
         "model": {"path": str(model_folder())},
         "tasks": {"sort": {"kind": "sort", "options": {"length": list(DIGITS)}}},
         "rollout": {"samples": SAMPLES, "max_new_tokens": longest, "context": 256},
-        "train": {"prompts": prompts, "lr": LR, "steps": 1000},
+        "train": {"prompts": PROMPTS[kind], "lr": LR, "steps": 1000},
         "eval": {"rows": 1},
         "track": {"record": "none"},
         "runtime": {"threads": threads},
@@ -83,31 +103,61 @@ def written(kind: str, lag: int, threads: int, prompts: int) -> dict[str, Any]:
     }
 
 
-def stepper(channel: Channel, kind: str, lag: int, threads: int, prompts: int, block: int) -> None:
-    """Blocks of steps, at whose end nothing is under way."""
-    with Steps(Recipe.model_validate(written(kind, lag, threads, prompts))) as steps:
+def demo(kind: str, lag: int, threads: int) -> dict[str, Any]:
+    """The demo's own recipe from its base model, which here is also each of the teachers."""
+    recipe = yaml.safe_load((shipped_recipes() / "mopd" / f"{DEMO[kind]}.yaml").read_text())
+    base = str(demo_folder())
+    teachers = {name: {"model": base} for name in recipe.get("teachers", {})}
+    return recipe | {
+        "name": f"async-{kind.replace(' ', '-')}-{lag}-{threads}",
+        "model": {"path": base},
+        "train": recipe["train"] | {"steps": 1000},
+        "eval": {"rows": 1},
+        "track": {"record": "none"},
+        "runtime": {"threads": threads},
+        "async": {"lag": lag},
+        **({"teachers": teachers} if teachers else {}),
+    }
+
+
+def stepper(channel: Channel, kind: str, lag: int, threads: int) -> None:
+    """Blocks of steps; a turn ends when nothing is under way."""
+    with Steps(Recipe.model_validate(written(kind, lag, threads))) as steps:
         runner, done = steps.run.runner, 0
+        engine = getattr(steps.run.roles, "engine_process", None)
+
+        def step() -> dict[str, Any]:
+            nonlocal done
+            done += 1
+            return runner.step(done)
 
         def run(turn: int) -> Measured:
-            nonlocal done
+            for _ in range(lag + 1):
+                step()
+            watch, elsewhere = Stopwatch(), 0.0 if engine is None else cpu_seconds(engine.pid)
+            measured = [step() for _ in range(BLOCKS[kind])]
+            spent = watch.read()
+            if engine is not None:
+                spent["cpu_seconds"] += cpu_seconds(engine.pid) - elsewhere
             if runner.window is not None:
-                runner.window.schedule = replace(runner.schedule, steps=done + block)
-            watch, tokens = Stopwatch(), 0.0
-            waited = 0.0
-            for _ in range(block):
-                done += 1
-                metrics = runner.step(done)
-                tokens += metrics["rollout/tokens"]
-                waited += metrics.get("time/waited", 0.0)
-            spent = {name: seconds / block for name, seconds in watch.read().items()}
-            return spent | {"tokens": tokens / block, "waited": waited / block}
+                for thread in runner.window.threads():
+                    thread.join()
+            spent["tokens"] = sum(metrics["rollout/tokens"] for metrics in measured)
+            spent["waited"] = sum(metrics.get("time/waited", 0.0) for metrics in measured)
+            return {name: value / len(measured) for name, value in spent.items()}
 
         channel.serve(run)
 
 
-def learn(lag: int, threads: int, steps: int) -> list[dict[str, float]]:
+def cpu_seconds(pid: int) -> float:
+    """Processor time of another process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def learn(lag: int, threads: int) -> list[dict[str, float]]:
     """A GRPO run from the benchmark's model: greedy scores by step, each with the seconds until then."""
-    train = {"prompts": PROMPTS, "steps": steps, "lr": SCORE_LR}
+    train = {"prompts": PROMPTS["grpo"], "steps": SCORE_STEPS, "lr": SCORE_LR}
     more = {"train": train, "eval": {"rows": 64, "every": SCORE_EVERY}}
     rows: list[dict[str, float]] = []
     began, evaluated = time.perf_counter(), 0.0
@@ -120,42 +170,51 @@ def learn(lag: int, threads: int, steps: int) -> list[dict[str, float]]:
             rows.append({"step": row["step"], "score": row["eval/greedy"], "seconds": seconds})
 
     with tempfile.TemporaryDirectory() as folder:
-        loaded = load_recipe(written("grpo", lag, threads, PROMPTS) | more)
+        loaded = load_recipe(written("grpo", lag, threads) | more)
         train_loaded(loaded, Path(folder) / "run", on_step=note, quiet=True)
     return rows
 
 
-def main(rounds: int = ROUNDS, prompts: int = PROMPTS, block: int = BLOCK, steps: int = SCORE_STEPS) -> None:
-    """Race each kind of work, train each way, and write the results."""
-    model_folder()
-    raced: dict[str, Any] = {}
-    for kind in KINDS:
-        print(f"{kind}, blocks of {block} steps, {os.cpu_count()} cores")
-        contenders = [
-            Contender(
-                name,
-                "benchmarks.async_step:stepper",
-                {"kind": kind, "lag": lag, "threads": threads, "prompts": prompts, "block": block},
-                threads,
-            )
-            for name, (lag, threads) in WAYS.items()
-        ]
-        raced[kind] = harness.race(contenders, rounds)
-    scores = scored([name for name in WAYS if name != "sync, 1 thread"], steps)
-    settings = {"prompts": prompts, "samples": SAMPLES, "block": block, "rounds": rounds, "steps": steps}
-    content = {"settings": settings, "goals": GOALS, "raced": raced, "scores": scores}
-    harness.write_results("async_step", content)
+def main(names: Sequence[str]) -> None:
+    """Race these kinds of work, or train each way, and add to the results."""
+    raced, scores = stored()
+    for kind in names or [*KINDS, SCORES]:
+        if kind == SCORES:
+            scores = scored([name for name in WAYS if name != "sync, 1 thread"])
+        else:
+            raced[kind] = race(kind)
+        settings = {"prompts": PROMPTS, "samples": SAMPLES, "blocks": BLOCKS, "rounds": ROUNDS}
+        content = {"settings": settings, "goals": GOALS, "raced": raced, "scores": scores}
+        harness.write_results("async_step", content)
 
 
-def scored(names: Sequence[str], steps: int) -> dict[str, list[dict[str, float]]]:
+def stored() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Races and scores of earlier calls."""
+    path = harness.RESULTS / "async_step.json"
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    return found.get("raced", {}), found.get("scores", {})
+
+
+def race(kind: str) -> dict[str, list[Measured]]:
+    """All ways of one kind of work in turn."""
+    print(f"{kind}, blocks of {BLOCKS[kind]} steps, {os.cpu_count()} cores")
+    contenders = [
+        Contender(
+            name, "benchmarks.async_step:stepper", {"kind": kind, "lag": lag, "threads": threads}, threads
+        )
+        for name, (lag, threads) in WAYS.items()
+    ]
+    return harness.race(contenders, ROUNDS, warmup=0)
+
+
+def scored(names: Sequence[str]) -> dict[str, list[dict[str, float]]]:
     """Scores of each way of training, each in its turn."""
     found = {}
     for name in names:
-        lag, threads = WAYS[name]
-        found[name] = learn(lag, threads, steps)
+        found[name] = learn(*WAYS[name])
         print(f"  {name}: {found[name][-1]}", flush=True)
     return found
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -14,8 +14,11 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from practicum.models.tokenizer import make_tokenizer
+from practicum.recipe.load_recipe import load_recipe
+from practicum.recipe.shipped import shipped_recipes
 from practicum.tasks.builtin import bind
 from practicum.tasks.procedural import Example
+from practicum.trainer.run import train_loaded
 
 CACHE = Path(__file__).parent / ".cache"
 DIGITS = (6, 18)
@@ -52,6 +55,14 @@ def teacher_folder(copy: str = "") -> Path:
     if not (twin / "model.safetensors").exists():
         shutil.copytree(folder, twin, dirs_exist_ok=True)
     return twin
+
+
+def demo_folder() -> Path:
+    """The demo's base model: as `practicum demo` makes it first."""
+    folder = CACHE / "demo-base"
+    if not (folder / "export" / "model.safetensors").exists():
+        train_loaded(load_recipe(shipped_recipes() / "mopd" / "base.yaml"), folder, fresh=True, quiet=True)
+    return folder / "export"
 
 
 def random_folder(width: int, layers: int) -> Path:

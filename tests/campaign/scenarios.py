@@ -40,10 +40,11 @@ TOOL = Victim("tool", r"[Tt]ool", title=r"sandbox\.py|bwrap", survives=True)
 SERVER = Victim("served teacher", r"teacher served", title=r"practicum serve .*--name served")
 OWN_TEACHER = Victim("own teacher", r"teacher small", child="teacher small")
 OWN_REWARD_MODEL = Victim("reward model", r"reward model judge|reward\.models\.judge", child="judge")
+ENGINE = Victim("engine's process", r"the torch engine", child="torch engine")
 VLLM = Victim("vLLM's process", r"vLLM", child="vLLM")
 
 RANK = _ray("learner rank", "TrainWorker", r"rank \d of \d of the learner")
-REPLICA = _ray("engine replica", "RolloutWorker", r"rollout \d", survives=True)
+REPLICA = _ray("engine replica", "RolloutWorker", r"rollout \d|rollout: |rollout worker", survives=True)
 REWARD_WORKER = _ray("reward worker", "RewardWorker", r"reward", survives=True)
 TEACHER_WORKER = _ray("own teacher or client", "TeacherWorker", r"teacher", survives=True)
 REWARD_MODEL_WORKER = _ray("reward model", "RewardModelWorker", r"reward model judge", survives=True)
@@ -200,11 +201,11 @@ SCENARIOS: Mapping[str, Scenario] = {
             (CONTROLLER, OWN_TEACHER, SERVER, OWN_REWARD_MODEL),
         ),
         Scenario("local: agents, tool, refills", _local_agent, (CONTROLLER, TOOL)),
-        Scenario("local: agents, tool, refills, lag 2", _ahead(2, _local_agent), (CONTROLLER, TOOL)),
+        Scenario("local: agents, tool, refills, lag 2", _ahead(2, _local_agent), (CONTROLLER, TOOL, ENGINE)),
         Scenario(
             "local: 3 teachers, reward model, critic, lag 1",
             _ahead(1, _local_teachers),
-            (CONTROLLER, OWN_TEACHER, SERVER, OWN_REWARD_MODEL),
+            (CONTROLLER, OWN_TEACHER, SERVER, OWN_REWARD_MODEL, ENGINE),
         ),
         Scenario(
             "ray: 3 teachers, reward model, lag 1",

@@ -23,10 +23,16 @@ def kills() -> list[dict[str, Any]]:
     return [row for row in rows if row["end"] != "missed"]
 
 
-def kills_table() -> str:
-    """By runtime and kind of process: how often it was struck, and what came of it."""
+def lag_table() -> str:
+    """The same of runs with `async.lag` alone."""
+    return kills_table([row for row in kills() if " lag " in row["scenario"]])
+
+
+def kills_table(total: list[dict[str, Any]] | None = None) -> str:
+    """By runtime and kind of process: how often it was struck, and what came of it; all, if not told."""
     cells: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in kills():
+    total = kills() if total is None else total
+    for row in total:
         runtime = row["scenario"].split(":")[0]
         cells.setdefault((runtime, row["victim"]), []).append(row)
     lines = []
@@ -40,7 +46,6 @@ def kills_table() -> str:
         lines.append(
             (runtime, victim, *counts, f"{longest:.0f} s", sum(bool(row["problems"]) for row in rows))
         )
-    total = kills()
     ends = [f"{sum(r['signal'] == s for r in total)}" for s in ("KILL", "STOP")]
     lines.append(("**all**", "", *ends, "", sum(bool(row["problems"]) for row in total)))
     columns = ("runtime", "process", "killed", "stopped", "longest until it continued or ended", "failed")

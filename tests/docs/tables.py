@@ -216,6 +216,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "rests of engines": ("engines.md", _of_engines(report_engines.rests)),
     "neighbours of engines": ("engines.md", _of_engines(report_engines.neighbours)),
     "kills": ("reliability.md", campaign.kills_table),
+    "kills with a lag": ("reliability.md", campaign.lag_table),
     "fuzz": ("reliability.md", campaign.fuzz_table),
     "soak": ("reliability.md", campaign.soak_table),
 }

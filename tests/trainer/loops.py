@@ -40,6 +40,13 @@ async def one_hangs(session: Session) -> None:
         await asyncio.Event().wait()
 
 
+async def hangs_late(session: Session) -> None:
+    """From the third step on, sessions never end."""
+    await session.generate()
+    if session.prompt.uid >= 8:
+        await asyncio.Event().wait()
+
+
 async def uneven(session: Session) -> None:
     """Sessions leave one to three trajectories, of one or two turns."""
     await session.generate(max_new_tokens=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.stages import StepInfo
+from practicum.engines.torch.engine_process import ProcessEngine
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.learning.learner import Learner
 from practicum.recipe.schema.recipe import Recipe
@@ -22,6 +23,7 @@ from practicum.roles.rollout import RolloutRole
 from practicum.roles.stage_table import make_plan
 from practicum.roles.student import UpdateReport
 from practicum.roles.teachers import TeacherRole, waiting_rows
+from practicum.runtime import local
 from practicum.runtime.local import LocalRoles, start_local
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.stream import make_stream
@@ -36,9 +38,14 @@ def weights_of(roles: LocalRoles) -> tuple[Any, int]:
 
 
 def train_late(recipe: Recipe, lag: int) -> tuple[list[dict[str, float]], Weights]:
-    """The update's metrics of each step, and the last weights: step t is sampled by weights t - lag."""
+    """The update's metrics of each step, and the last weights: step t is sampled by weights t - lag.
+
+    Everything is in this process, one after the other.
+    """
     plan, watch, reports = make_plan(recipe), Watch(recipe.checks, print), []
-    with closing(start_local(recipe, plan, watch)) as roles:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        engines_in_threads(patch)
+        roles = stack.enter_context(closing(start_local(recipe, plan, watch)))
         sampler = StepSampler(recipe, plan, roles, make_stream(recipe.tasks, recipe.seed))
         kept = [weights_of(roles)]
         for t in range(recipe.train.steps):
@@ -64,6 +71,11 @@ def train_late(recipe: Recipe, lag: int) -> tuple[list[dict[str, float]], Weight
         return reports, dict(kept[-1][0])
 
 
+def engines_in_threads(patch: pytest.MonkeyPatch) -> None:
+    """Engines work in this process, as on accelerators: a process of their own takes seconds to start."""
+    patch.setattr(local, "has_engine_process", lambda recipe: False)
+
+
 def delay_everything(patch: pytest.MonkeyPatch, seed: int, most: float = 0.02) -> None:
     """Engine, tools, teachers, rewards, learner and the handing over of weights take random times."""
     delays = Random(seed)
@@ -82,6 +94,7 @@ def delay_everything(patch: pytest.MonkeyPatch, seed: int, most: float = 0.02) -
         patch.setattr(owner, name, delayed_async if asyncio.iscoroutinefunction(whole) else delayed)
 
     late(TorchEngine, "generate")
+    late(ProcessEngine, "generate")
     late(Toolbox, "run")
     late(TeacherRole, "score_session")
     late(RolloutRole, "reward", share=5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import tempfile
 import time
@@ -20,12 +21,13 @@ from hypothesis import strategies as st
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import PracticumError
 from practicum.learning.learner import Learner
+from practicum.observe import progress
 from practicum.trainer import window
 from practicum.trainer.run import train_loaded
 from tests.teachers.tiny_reward_models import save_classifier
 from tests.teachers.tiny_teachers import MAKE, save_teacher
 
-from .oracle import delay_everything, train_late
+from .oracle import delay_everything, engines_in_threads, train_late
 from .recipes import TINY, tiny
 from .test_run import metrics_of, same_run, stop_after, weights_of
 
@@ -44,11 +46,15 @@ TOOLS = {
 AGENT = REWARD | {"agent": {"loop": "tests.trainer.loops:uneven"}, "algorithm": {"loss": "dppo"}}
 
 
-def equals_the_oracle(folder: Path, lag: int, seed: int, **sections: Any) -> list[dict[str, Any]]:
+def equals_the_oracle(
+    folder: Path, lag: int, seed: int, engines: str = "threads", **sections: Any
+) -> list[dict[str, Any]]:
     """Train with random delays, and compare with the oracle bit for bit; gives the rows of metrics."""
     loaded = tiny(folder, "eval.rows=2", "eval.every=2", f"async.lag={lag}", **sections)
     with pytest.MonkeyPatch.context() as patch:
         delay_everything(patch, seed)
+        if engines == "threads":
+            engines_in_threads(patch)
         train_loaded(loaded, folder / "run", quiet=True)
     reports, weights = train_late(loaded.recipe, lag)
     rows = metrics_of(folder / "run")[1:]
@@ -61,9 +67,15 @@ def equals_the_oracle(folder: Path, lag: int, seed: int, **sections: Any) -> lis
     return rows
 
 
-@pytest.mark.parametrize(("lag", "sections"), [(1, AGENT), (2, REFILLED)], ids=["agent-dppo-1", "refilled-2"])
-def test_a_lag_equals_a_synchronous_trainer_with_old_weights(tmp_path: Path, lag: int, sections: dict):
-    rows = equals_the_oracle(tmp_path, lag, seed=0, **sections)
+@pytest.mark.parametrize(
+    ("lag", "engines", "sections"),
+    [(1, "process", AGENT), (2, "threads", REFILLED)],
+    ids=["agent-dppo-1", "refilled-2"],
+)
+def test_a_lag_equals_a_synchronous_trainer_with_old_weights(
+    tmp_path: Path, lag: int, engines: str, sections: dict
+):
+    rows = equals_the_oracle(tmp_path, lag, seed=0, engines=engines, **sections)
     stale = [min(t, lag) for t in range(len(rows))]
     assert [row["async/staleness"] for row in rows] == stale
     assert [row["async/staleness_max"] for row in rows] == stale
@@ -110,7 +122,7 @@ CASES = (
 @pytest.mark.parametrize("name", CASES)
 def test_whatever_is_combined_with_a_lag_equals_the_oracle(tmp_path: Path, name: str):
     assert set(CASES) == cases(tmp_path).keys()
-    equals_the_oracle(tmp_path, 2, seed=3, **cases(tmp_path)[name])
+    equals_the_oracle(tmp_path, 2, seed=3, engines="process", **cases(tmp_path)[name])
 
 
 @pytest.mark.long
@@ -123,15 +135,26 @@ def test_many_delays(sections: dict[str, Any], lag: int, seed: int):
 
 
 @pytest.mark.long
+@given(lag=st.integers(1, 4), seed=st.integers(0, 2**31))
+@settings(max_examples=4, deadline=None, derandomize=True)
+def test_many_delays_of_a_process(lag: int, seed: int):
+    with tempfile.TemporaryDirectory() as folder:
+        equals_the_oracle(Path(folder), lag, seed, engines="process", **AGENT)
+
+
+@pytest.mark.long
 def test_lag_0_is_the_synchronous_trainer(tmp_path: Path):
     """Without a lag the oracle samples with the weights of now, and nothing runs in another thread."""
-    rows = equals_the_oracle(tmp_path, 0, seed=1, **REWARD)
+    rows = equals_the_oracle(tmp_path, 0, 1, "threads", **REWARD)
     assert not any(name.startswith("async/") or name == "time/waited" for row in rows for name in row)
 
 
+@pytest.mark.parametrize("engines", ["threads", pytest.param("process", marks=pytest.mark.long)])
 def test_a_stopped_run_continues_with_the_sessions_that_were_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engines: str
 ):
+    if engines == "threads":
+        engines_in_threads(monkeypatch)
     sections = REWARD | {"agent": {"loop": "tests.trainer.loops:notes_itself"}}
     options = ("async.lag=2", "eval.rows=2", "eval.every=2", "train.steps=5", "track.record=all")
     for name in ("whole", "cut"):
@@ -180,10 +203,36 @@ def test_an_error_ahead_costs_nothing_of_the_steps_before_it(tmp_path: Path, mon
     same_run(tmp_path / "whole", tmp_path / "cut")
 
 
-def test_a_group_that_holds_the_learner_up_is_named_and_its_deadline_counts(
+def test_slow_and_long_answers_are_trained_on_as_often_as_they_are_sampled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    engines_in_threads(monkeypatch)
+    generate, sampled = TorchEngine.generate, dict[tuple[int, int], int]()
+
+    async def slower(self: TorchEngine, request: Any) -> Any:
+        made = await generate(self, request)
+        await asyncio.sleep(0.05 * len(made.tokens) * (request.counter.prompt % 3))
+        if not request.sampling.greedy:  # evaluations are
+            sampled[request.counter.prompt, request.counter.session] = len(made.tokens)
+        return made
+
+    monkeypatch.setattr(TorchEngine, "generate", slower)
+    options = ("async.lag=2", "eval.rows=2", "track.record=all", "train.steps=5")
+    train_loaded(tiny(tmp_path, *options, **REWARD), tmp_path / "run", quiet=True)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    trained = {(row["group"], row["session"]): row["sampled_tokens"] for row in rows}
+    assert all(row["advantage"] is not None for row in rows)
+    assert len(rows) == len(trained) == 5 * 4 * 4
+    assert trained == sampled
+    assert len(set(sampled.values())) > 2
+
+
+def test_a_group_that_holds_the_learner_up_is_named_and_its_deadline_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setattr(window, "TELL_S", 0.2)
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    engines_in_threads(monkeypatch)
     generate = TorchEngine.generate
 
     async def hangs(self: TorchEngine, request: Any) -> Any:
@@ -193,8 +242,10 @@ def test_a_group_that_holds_the_learner_up_is_named_and_its_deadline_counts(
 
     monkeypatch.setattr(TorchEngine, "generate", hangs)
     options = ("async.lag=1", "eval.rows=2", "agent.deadline_s=2", "train.steps=2")
-    train_loaded(tiny(tmp_path, *options, **REWARD), tmp_path / "run", quiet=True)
+    train_loaded(tiny(tmp_path, *options, **REWARD), tmp_path / "run")
     assert metrics_of(tmp_path / "run")[2]["rollout/failed"] == 1
+    late = re.compile(r"prompt 5 \(task .*?\): 1 session not done, \d+ s after step 2 began")
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert "the learner waits: " in log
-    assert any("prompt 5" in told.splitlines()[0] for told in log.split("the learner waits: ")[1:])
+    assert any(late.match(told) for told in log.split("the learner waits: ")[1:])
+    shown = " ".join(capsys.readouterr().out.split())  # lines may be folded
+    assert any(late.match(told) for told in shown.split("step 1/2 · waiting: ")[1:])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from practicum.errors import PracticumError
 from practicum.trainer.run import train_loaded
 from tests.cluster import local_ray
 from tests.teachers.tiny_teachers import MAKE, save_teacher
@@ -17,6 +18,7 @@ from tests.teachers.tiny_teachers import MAKE, save_teacher
 from . import kill_orders
 from .recipes import TINY, tiny
 from .test_ray import STEPS, assert_same_run, on_ray
+from .test_ray_failures import Act, before_steps, pid_of
 from .test_run import metrics_of, same_run, stop_after
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
@@ -82,6 +84,35 @@ def test_a_stopped_run_on_ray_continues_with_the_window(tmp_path: Path):
         train_loaded(loaded, tmp_path / "cut")
     train_loaded(loaded, tmp_path / "cut", resume=True)
     same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+def frozen(actor: Any) -> None:
+    """From now on it answers nobody."""
+    os.kill(pid_of(actor), signal.SIGSTOP)
+
+
+STOPPED: dict[str, tuple[Act, str]] = {
+    "engine": (lambda roles: frozen(roles.pools.rollout.replicas()[0]), r"rollout"),
+    "teacher": (lambda roles: frozen(roles.pools.teachers["t"].replicas()[0]), r"teacher t"),
+    "learner": (lambda roles: frozen(roles.group.workers[0]), r"rank 0 of 1 of the learner"),
+}
+
+
+@pytest.mark.parametrize("who", STOPPED)
+def test_whoever_stops_answering_ends_the_run_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str
+):
+    """Nobody may be restarted here, and the run ends long before the test's own deadline."""
+    model = save_teacher(tmp_path / "teacher", seed=1)
+    teacher = {"model": model, "placement": "own", "deadline_s": 10}
+    taught = {"teachers": {"t": teacher}, "distill": {"signal": "top_k", "top_k": 4}, "model": {"make": MAKE}}
+    late = {"train": STEPS | {"steps": 50}, "rollout": TINY["rollout"] | {"deadline_s": 20}}
+    sections = late_on_ray(LAG | taught | late)
+    sections["runtime"] |= {"start_s": 240, "stage_s": 20, "store_s": 20, "max_deaths": 0}
+    act, named = STOPPED[who]
+    before_steps(monkeypatch, {3: act})
+    with pytest.raises(PracticumError, match=named):
+        train_loaded(tiny(tmp_path, **sections), tmp_path / "run")
 
 
 def _same_numbers(one: Path, other: Path) -> None:

@@ -83,6 +83,13 @@ class ProgressView:
         with self._lock:
             self._stage, self._stage_began = name, time.monotonic()
 
+    def waiting(self, what: str) -> None:
+        """What the learner waits for: a stage of the panel; without one a line, now and then."""
+        self.stage(f"waiting: {what}")
+        if not self.is_live and time.monotonic() - self._shown >= LINE_EVERY_S:
+            self._shown = time.monotonic()
+            self.say(f"{self.name} · step {self._step}/{self.steps} · waiting: {what}")
+
     def starting(self, what: str) -> None:
         """What the start is busy with: a stage of the panel; without one it is a line."""
         self.stage(what)

@@ -74,9 +74,9 @@ def serve(pipe: Connection, load: Callable[[], tuple[Served, Any]]) -> NoReturn:
     try:
         served, facts = load()
     except Exception as error:
-        _send_if_heard(pipe, ChildReply(HELLO, None, message_of_error(error), 0.0))
+        _send_if_heard(pipe, [ChildReply(HELLO, None, message_of_error(error), 0.0)])
         _leave(1)
-    if _send_if_heard(pipe, ChildReply(HELLO, facts, None, 0.0)):
+    if _send_if_heard(pipe, [ChildReply(HELLO, facts, None, 0.0)]):
         loop = asyncio.new_event_loop()
         loop.run_until_complete(_RequestServer(pipe, served).run())
         loop.close()
@@ -108,11 +108,13 @@ def _leave(code: int) -> NoReturn:
 
 
 class _RequestServer:
-    """Answers requests side by side; those that came in one message are begun together."""
+    """Answers requests side by side; those that came in one message are begun together, and replies of one
+    turn of the event loop are sent together."""
 
     def __init__(self, pipe: Connection, served: Served) -> None:
         self._pipe, self._served = pipe, served
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._replies: list[ChildReply] = []
         self._ended = asyncio.Event()
         self._busy = OpenTime()
 
@@ -154,13 +156,19 @@ class _RequestServer:
                 result = await self._served.answer(request)
         except Exception as error:
             message = message_of_error(error)
-        if not _send_if_heard(self._pipe, ChildReply(request.number, result, message, self._busy.seconds)):
+        if not self._replies:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._replies.append(ChildReply(request.number, result, message, self._busy.seconds))
+
+    def _send(self) -> None:
+        replies, self._replies = self._replies, []
+        if not _send_if_heard(self._pipe, replies):
             self._ended.set()
 
 
-def _send_if_heard(pipe: Connection, reply: ChildReply) -> bool:
+def _send_if_heard(pipe: Connection, replies: list[ChildReply]) -> bool:
     try:
-        send(pipe, reply)
+        send(pipe, replies)
     except OSError:  # the parent is gone, and with it everyone who waits
         return False
     return True

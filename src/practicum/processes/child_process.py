@@ -164,10 +164,11 @@ class ChildProcess:
     def _read(self) -> None:
         while True:
             try:
-                reply = receive(self._pipe)
+                replies: list[ChildReply] = receive(self._pipe)
             except (EOFError, OSError):
                 break
-            self._settle(reply)
+            for reply in replies:
+                self._settle(reply)
         if not self.gone(_EXIT_S):
             self._process.kill()
             self.gone(_EXIT_S)

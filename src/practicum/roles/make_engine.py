@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,50 +12,59 @@ from transformers import PreTrainedModel
 
 from practicum.devices import describe_device
 from practicum.engines.protocol import Engine
+from practicum.engines.torch.engine_process import EngineProcess, ProcessEngine
+from practicum.engines.torch.engine_thread import share_order
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.engines.vllm.make_vllm import EngineSize, engine_of_adapted, engine_of_model, takes_adapter
 from practicum.engines.vllm.vllm_engine import VllmEngine
-from practicum.models.load_model import context_length
+from practicum.models.load_model import context_length, load_model
+from practicum.models.lora import copy_on_base
 from practicum.places.place import TeacherPlace
 from practicum.places.vllm_teacher import VllmTeacher
-from practicum.recipe.derived import rollout_context
+from practicum.recipe.derived import lag, rollout_context
 from practicum.recipe.schema.recipe import Recipe
 
 Weights = Iterable[tuple[str, Tensor]]
 
 
 def describe_engines(*parts: Engine | TeacherPlace) -> list[str]:
-    """What there is to say of vLLM's, and of devices other than the CPU; and warnings: of more threads than
-    the machine has cores, and of a torch engine whose numbers depend on its batch."""
-    lines: list[str] = []
+    """What there is to say of those with their own process, and of devices other than the CPU; and warnings:
+    of more threads than the machine has cores, and of a torch engine whose numbers depend on its batch."""
+    told: list[str] = []
     elsewhere: list[str] = []
     depends: list[str] = []
     at_once = torch.get_num_threads()
     for part in parts:
+        if isinstance(part, ProcessEngine):
+            facts = part.process.ready()
+            told.append(part.process.describe())
+            at_once += facts.threads
+            if not facts.invariant:
+                depends.append(_depends("cpu", facts.dtype))
         if isinstance(part, TorchEngine) and part.runner.device.type != "cpu":
             elsewhere.append(describe_device(part.runner.device))
         if isinstance(part, TorchEngine) and not part.runner.invariant:
-            kind = f"{part.runner.device.type}, {str(part.runner.model.dtype).removeprefix('torch.')}"
-            so = (
-                "each is computed alone, so that runs repeat (rollout.repeatable: false is faster)"
-                if part.alone
-                else "two runs whose sessions have several turns are equal up to rounding only"
-            )
-            depends.append(
-                f"logprobs depend in their last bits on what else is in the engine's batch ({kind}): {so}"
-            )
+            depends.append(_depends(part.runner.device.type, str(part.runner.model.dtype)))
         elif isinstance(part, VllmEngine):
-            lines.append(part.describe())
+            told.append(part.describe())
         elif isinstance(part, VllmTeacher):
-            lines += part.describe()
+            told += part.describe()
             at_once += 0 if part.sleeps else sum(engine.facts.threads for engine in part.engines)
     cores = os.cpu_count() or 1
-    if lines and at_once > cores:
-        lines.append(
+    if told and at_once > cores:
+        told.append(
             f"{at_once} threads may work at once on {cores} cores, and slow each other down: lower "
             "runtime.threads or vllm.threads"
         )
-    return elsewhere + lines + depends
+    return elsewhere + told + depends
+
+
+def _depends(device: str, dtype: str) -> str:
+    kind = f"{device}, {dtype.removeprefix('torch.')}"
+    return (
+        f"logprobs depend in their last bits on what else is in the engine's batch ({kind}): two runs whose "
+        "sessions have several turns are equal up to rounding only"
+    )
 
 
 def make_engine(recipe: Recipe, model: PreTrainedModel, weights: Callable[[], tuple[Weights, int]]) -> Engine:
@@ -64,15 +74,9 @@ def make_engine(recipe: Recipe, model: PreTrainedModel, weights: Callable[[], tu
     gives (an adapter, if it takes it), now and whenever it wakes.
     """
     rollout = recipe.rollout
-    context = rollout_context(recipe, context_length(model))
     if rollout.engine == "torch":
-        return TorchEngine(
-            model,
-            slots=rollout.slots,
-            context=context,
-            keep_tokens=rollout.keep_tokens,
-            repeatable=rollout.repeatable,
-        )
+        return _torch_engine(recipe, model)
+    context = rollout_context(recipe, context_length(model))
     room = EngineSize(context, rollout.slots, kv_tokens=rollout.slots * context)
     threads = torch.get_num_threads()
     if takes_adapter(model):
@@ -86,3 +90,39 @@ def make_engine(recipe: Recipe, model: PreTrainedModel, weights: Callable[[], tu
         engine.close()
         raise
     return engine
+
+
+def make_engines(
+    recipe: Recipe, models: Iterable[PreTrainedModel], weights: Callable[[], tuple[Weights, int]]
+) -> list[Engine]:
+    """An engine for each copy of the student; torch engines of one process step in one order."""
+    engines: list[Engine] = []
+    try:
+        for model in models:
+            engines.append(make_engine(recipe, model, weights))
+    except BaseException:
+        for engine in engines:
+            engine.close()
+        raise
+    share_order(engine.thread for engine in engines if isinstance(engine, TorchEngine))
+    return engines
+
+
+def start_engine_process(recipe: Recipe, threads: int) -> EngineProcess:
+    """Begin to start a process with an engine for each copy of the weights that samples."""
+    load = partial(_load_engines, recipe)
+    # Before sessions are late: it is the engine that hangs then, not their loops.
+    deadline_s = recipe.rollout.deadline_s / 2
+    return EngineProcess(load, lag(recipe) + 1, threads=threads, deadline_s=deadline_s)
+
+
+def _load_engines(recipe: Recipe) -> list[TorchEngine]:
+    """Engines of the student as the run begins, each with its own copy of the weights."""
+    model = load_model(recipe.model, recipe.seed).requires_grad_(False)
+    copies = [model, *(copy_on_base(model) for _ in range(lag(recipe)))]
+    return [_torch_engine(recipe, copy) for copy in copies]
+
+
+def _torch_engine(recipe: Recipe, model: PreTrainedModel) -> TorchEngine:
+    rollout, context = recipe.rollout, rollout_context(recipe, context_length(model))
+    return TorchEngine(model, slots=rollout.slots, context=context, keep_tokens=rollout.keep_tokens)

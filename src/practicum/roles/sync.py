@@ -25,8 +25,8 @@ class SyncProbe:
 
     def __init__(self, recipe: Recipe, watch: Watch) -> None:
         self._watch = watch
-        most = recipe.checks.fingerprint_max
-        self._limit = _LIMITS.get(recipe.model.dtype, _LIMIT) if most is None else most
+        given = recipe.checks.fingerprint_max
+        self._limit = _LIMITS.get(recipe.model.dtype, _LIMIT) if given is None else given
         self._before: dict[int, tuple[Sequence[float], Sequence[float]]] = {}
 
     @property

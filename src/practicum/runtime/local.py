@@ -1,5 +1,5 @@
 """All roles in this process. Without a lag the learner and the engine share one model object; with one, each
-engine has its own copy of the weights and works in its own thread beside the learner.
+engine has its own copy of the weights and works beside the learner: on a CPU in a process of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from practicum.dataplane.keys import Key
 from practicum.dataplane.memory_store import MemoryStore
 from practicum.dataplane.stages import Plan, StepInfo
 from practicum.dataplane.store import Store
+from practicum.devices import pick_device
 from practicum.engines.protocol import Engine
+from practicum.engines.torch.engine_process import EngineProcess
 from practicum.engines.vllm.make_vllm import takes_adapter
 from practicum.models.fingerprint import LENGTH
 from practicum.models.load_model import context_length, load_model
@@ -32,7 +34,7 @@ from practicum.records.record_files import RecordPlace
 from practicum.records.recorder import Recorder
 from practicum.records.recording_store import RecordingStore, stage_span
 from practicum.roles.load_teachers import load_teachers, make_model_cache
-from practicum.roles.make_engine import Weights, describe_engines, make_engine
+from practicum.roles.make_engine import Weights, describe_engines, make_engines, start_engine_process
 from practicum.roles.reward import RewardRole
 from practicum.roles.reward_models import RewardModelRole, RewardModels, load_reward_models
 from practicum.roles.rollout import Finished, RolloutRole, SessionRunner
@@ -135,12 +137,15 @@ class LocalRoles(TrainRank):
         model: PreTrainedModel,
         frozen: FrozenModels,
         record: RecordPlace | None = None,
+        engine_process: EngineProcess | None = None,
     ) -> None:
         store: Store = MemoryStore()
         if record is not None:
             store = RecordingStore(store, Recorder(record))
         self.lag, copies = lag(recipe), range(lag(recipe) + 1)
-        sampling = [copy_on_base(model).requires_grad_(False) for _ in copies] if self.lag else [model]
+        self.engine_process, sampling = engine_process, [model]
+        if self.lag and engine_process is None:
+            sampling = [copy_on_base(model).requires_grad_(False) for _ in copies]
         super().__init__(recipe, plan, store, watch, model, frozen.teachers)
         self.frozen, self.toolbox = frozen, Toolbox(recipe.agent.tools)
         self.probes = [SyncProbe(recipe, watch) for _ in copies]
@@ -148,8 +153,13 @@ class LocalRoles(TrainRank):
         self._held: list[int | None] = [0 for _ in copies]
         """The step after which each engine's weights were the learner's."""
         self._taking = [threading.Lock() for _ in copies]
-        self.engines = [make_engine(recipe, copy, self._engine_weights) for copy in sampling]
+        self.engines: list[Engine] = []
         try:
+            if engine_process is not None:
+                engine_process.ready()
+                self.engines += engine_process.engines
+            else:
+                self.engines += make_engines(recipe, sampling, self._engine_weights)
             self.rollouts = [self._make_rollout(plan, model, engine) for engine in self.engines]
             self.eval_rollouts = [
                 self._make_rollout(evaluation_plan(), model, engine) for engine in self.engines
@@ -263,6 +273,8 @@ class LocalRoles(TrainRank):
     def close(self) -> None:
         """Stop what runs in the background."""
         with ExitStack() as stack:
+            if self.engine_process is not None:
+                stack.callback(self.engine_process.close)
             for engine in self.engines:
                 stack.callback(engine.close)
             stack.callback(self.toolbox.close)
@@ -286,11 +298,21 @@ def load_frozen_models(recipe: Recipe, plan: Plan, student: PreTrainedModel) -> 
 
 def start_local(recipe: Recipe, plan: Plan, watch: Watch, record: RecordPlace | None = None) -> LocalRoles:
     """Load the models and connect the roles; if that fails, nothing stays behind."""
-    set_threads(recipe.runtime.threads, sides=2 if lag(recipe) else 1)
-    model = load_model(recipe.model, recipe.seed)
-    frozen = load_frozen_models(recipe, plan, model)
+    threads = set_threads(recipe.runtime.threads, sides=2 if lag(recipe) else 1)
     with ExitStack() as undo:
+        engine_process = None
+        if has_engine_process(recipe):
+            engine_process = start_engine_process(recipe, threads)  # it loads its model meanwhile
+            undo.callback(engine_process.close)
+        model = load_model(recipe.model, recipe.seed)
+        frozen = load_frozen_models(recipe, plan, model)
         undo.callback(frozen.close)
-        roles = LocalRoles(recipe, plan, watch, model, frozen, record)
+        roles = LocalRoles(recipe, plan, watch, model, frozen, record, engine_process)
         undo.pop_all()
     return roles
+
+
+def has_engine_process(recipe: Recipe) -> bool:
+    """Whether engines have a process of their own: on a CPU, they would keep the learner from Python."""
+    is_torch = recipe.rollout.engine == "torch"
+    return lag(recipe) > 0 and is_torch and pick_device(recipe.model.device).type == "cpu"

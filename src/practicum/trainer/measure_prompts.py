@@ -46,16 +46,16 @@ class PromptLengths:
     def findings(self, context: int) -> list[str]:
         """What was measured, in sentences."""
         fits = f"{self.prompt} tokens + answer {self.answer} ≤ {context}"
-        sentences = [f"context: longest of {self.count:,} prompts {fits}"]
+        told = [f"context: longest of {self.count:,} prompts {fits}"]
         for path, rows in self.left_out.items():
-            sentences.append(f"too long: {len(rows):,} rows of {path} are left out (too_long: skip)")
+            told.append(f"too long: {len(rows):,} rows of {path} are left out (too_long: skip)")
         if self.cut:
-            sentences.append(f"too long: {self.cut:,} prompts lose their beginning (too_long: cut)")
+            told.append(f"too long: {self.cut:,} prompts lose their beginning (too_long: cut)")
         for name, (shared, count) in self.shared.items():
             if shared:
                 which = f"{shared:,} of its {count:,} different evaluation prompts are trained on too"
-                sentences.append(f"tasks.{name}: {which}: its scores are not of held-out prompts")
-        return sentences
+                told.append(f"tasks.{name}: {which}: its scores are not of held-out prompts")
+        return told
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,9 +253,9 @@ class Trainer:
 
     def _is_good_enough(self) -> bool:
         """Whether the last evaluation reached eval.stop_at."""
-        goal = self.recipe.eval.stop_at
+        wanted = self.recipe.eval.stop_at
         scores = self.progress.last_eval or self.progress.first_eval
-        return goal is not None and scores.get("eval/greedy", -math.inf) >= goal
+        return wanted is not None and scores.get("eval/greedy", -math.inf) >= wanted
 
     def _is_best(self, metrics: dict[str, float]) -> bool:
         name = best_metric(self.recipe)
@@ -296,7 +296,7 @@ class Trainer:
             self.view.sample(self.samples.answers[-1])
 
     def _note_wait(self, sentence: str) -> None:
-        self.view.stage(f"waiting: {sentence}")
+        self.view.waiting(sentence)
         self.folder.log(f"the learner waits: {sentence}")
 
     def _report(self, sentence: str) -> None:

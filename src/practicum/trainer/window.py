@@ -92,12 +92,16 @@ class Window:
             under_way = self._under_way.get(number)
             return self.sampler.stream.state_dict() if under_way is None else under_way.step.stream
 
+    def threads(self) -> list[threading.Thread]:
+        """Those that sample the steps under way; each ends when its step is sampled."""
+        steps = list(self._under_way.values())
+        return [under_way.thread for under_way in steps if under_way.thread is not None]
+
     def close(self) -> None:
         """End what is under way."""
         self._scope.cancel()
-        for under_way in list(self._under_way.values()):
-            if under_way.thread is not None:
-                under_way.thread.join(UNWIND_S)
+        for thread in self.threads():
+            thread.join(UNWIND_S)
 
     def _begin_next(self) -> None:
         """Begin the steps, in order, whose weights are there; the lock is held."""
@@ -146,6 +150,8 @@ class Window:
         stage = step.timer.stage or "new weights"
         if stage != "rollout" or not groups:
             return f"{stage} of step {step.number}, {waited:.0f} s after it began"
-        named = ", ".join(f"{prompt} ({count} sessions not done)" for prompt, count in groups[:2])
+        named = "; ".join(
+            f"{prompt}: {count} session{'s' * (count > 1)} not done" for prompt, count in groups[:2]
+        )
         more = f" and {len(groups) - 2} more groups" if len(groups) > 2 else ""
         return f"{named}{more}, {waited:.0f} s after step {step.number} began"

@@ -48,10 +48,7 @@ def find_runs(folders: Sequence[Path]) -> list[RunView]:
 def name_runs(folders: Sequence[Path]) -> list[RunView]:
     """Each run with the shortest end of its path that no other has, as a word of an address."""
     paths = list(dict.fromkeys(folder.absolute() for folder in folders))
-    runs = [RunView(path, _name(path, paths)) for path in paths]
-    for run in runs:
-        run.others = runs
-    return runs
+    return [RunView(path, _name(path, paths)) for path in paths]
 
 
 def _name(path: Path, paths: Sequence[Path]) -> str:

@@ -115,15 +115,15 @@ class RowLocations(RowTable[_Cell]):
                     break
             else:
                 groups.append(([name], cells))
-        names_of_source: dict[_Source, set[str]] = {}
+        asked: dict[_Source, set[str]] = {}
         for fields, cells in groups:
             for source in dict.fromkeys(source for source, _ in cells):
-                names_of_source.setdefault(source, set()).update(fields)
-        number = {source: i for i, source in enumerate(names_of_source)}
+                asked.setdefault(source, set()).update(fields)
+        number = {source: i for i, source in enumerate(asked)}
         # Of packs that the index holds itself, only the columns asked for.
         locators = [
             source.locator.only(fields) if isinstance(source.locator, Pack) else source.locator
-            for source, fields in names_of_source.items()
+            for source, fields in asked.items()
         ]
         return ColumnLocations(
             locators,

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +33,64 @@ Outcome = tuple[Job, Any]
 """A job and its result, or the exception it ended with."""
 
 
+class _ClosedError(Exception):
+    """The engine was closed while it waited for its turn."""
+
+
+class StepOrder:
+    """Engines of one process step one at a time: their threads would only keep each other from Python.
+
+    The engine whose work is oldest goes first, so what the learner needs next is sampled first. Work is as
+    old as the engine's weights.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._numbers = itertools.count()
+        self._ages: dict[EngineThread, int] = {}
+        self._at_work: dict[EngineThread, int] = {}
+        """Ages of those that have work left."""
+        self._is_stepping = False
+
+    @contextlib.contextmanager
+    def step(self, engine: EngineThread) -> Iterator[None]:
+        """Wait for the engine's turn; it keeps its place until `rest`. One that is closed gets no turn."""
+        with self._changed:
+            if engine not in self._ages:
+                self._ages[engine] = next(self._numbers)
+            age = self._at_work[engine] = self._ages[engine]
+            self._changed.wait_for(
+                lambda: engine.closed or (not self._is_stepping and age == min(self._at_work.values()))
+            )
+            if engine.closed:
+                raise _ClosedError
+            self._is_stepping = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_stepping = False
+                self._changed.notify_all()
+
+    def rest(self, engine: EngineThread) -> None:
+        """The engine has no work left."""
+        with self._changed:
+            self._at_work.pop(engine, None)
+            self._changed.notify_all()
+
+    def begin_anew(self, engine: EngineThread) -> None:
+        """What the engine does from now on is newer than what others do."""
+        with self._changed:
+            self._ages.pop(engine, None)
+
+
+def share_order(threads: Iterable[EngineThread]) -> None:
+    """Have the engines of one process step in one order; before they begin."""
+    order = StepOrder()
+    for thread in threads:
+        thread.order = order
+
+
 class EngineThread:
     """Runs `step` in one thread for as long as there is work; `reset` forgets all work after a failure.
 
@@ -45,7 +105,10 @@ class EngineThread:
     ) -> None:
         self.turn = threading.Lock()
         """Held while a step runs: whoever changes what steps use takes it."""
+        self.order = StepOrder()
+        """Engines of one process may have one in common."""
         self._step, self._reset, self._name = step, reset, name
+        self._began: float | None = None
         self._door = threading.Condition()
         self._arriving: dict[asyncio.AbstractEventLoop, list[Job]] = {}
         self._arrived: list[Job] = []
@@ -68,6 +131,12 @@ class EngineThread:
         """Jobs that a coroutine still waits for."""
         with self._door:
             return len(self._open)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds since the step under way began."""
+        began = self._began
+        return 0.0 if began is None else time.monotonic() - began
 
     @property
     def closed(self) -> bool:
@@ -97,6 +166,7 @@ class EngineThread:
             self._closed = True
             thread = self._thread
             self._door.notify()
+        self.order.rest(self)
         if thread is None:
             self._fail_all("was closed", None)
         elif thread is not threading.current_thread():
@@ -127,8 +197,11 @@ class EngineThread:
                     break
                 arrived, self._arrived, self._look_again = self._arrived, [], False
             try:
-                with self.turn:
+                with self.order.step(self), self.turn:
+                    self._began = time.monotonic()
                     outcomes, self._work_left = self._step(arrived)
+            except _ClosedError:
+                break
             except Exception as error:
                 with self.turn:
                     self._reset()
@@ -136,6 +209,11 @@ class EngineThread:
                 self._fail_all("failed", error)
             else:
                 self._deliver(outcomes)
+            finally:
+                self._began = None
+                if not self._work_left:
+                    self.order.rest(self)
+        self.order.rest(self)
         self._fail_all("was closed", None)
 
     def _fail_all(self, what: str, cause: Exception | None) -> None:

@@ -21,7 +21,7 @@ from practicum.models.lora import copy_on_base, has_adapter, merged_weights
 from practicum.models.offloaded_weights import named_tensors, take_weights
 from practicum.recipe.derived import lag, rollout_context
 from practicum.records.recording_store import stage_span
-from practicum.roles.make_engine import Weights, describe_engines, make_engine
+from practicum.roles.make_engine import Weights, describe_engines, make_engines
 from practicum.roles.rollout import SessionRow, SessionRunner
 from practicum.roles.stage_table import evaluation_plan
 from practicum.runtime.ray.weight_transport import Manifest, receive
@@ -63,7 +63,7 @@ class RolloutWorker(Worker):
         merges = recipe.rollout.engine == "vllm" and has_adapter(model) and not takes_adapter(model)
         self._merged = model if merges else None
         copies = [model, *(copy_on_base(model) for _ in range(lag(recipe)))]
-        self.engines = [make_engine(recipe, copy.requires_grad_(False), self._weights) for copy in copies]
+        self.engines = make_engines(recipe, [c.requires_grad_(False) for c in copies], self._weights)
         self.toolbox = Toolbox(recipe.agent.tools)
         sessions = partial(
             SessionRunner,

@@ -30,7 +30,7 @@ export function windowTable({ columns, draw, onopen, onsort, onview, sort }) {
       shown.push(element);
     }
     body.replaceChildren(...shown);
-    onview?.(Array.from(rows.slice(from, to)));
+    onview?.(rows.slice(from, to));
   }
 
   let asked = false;
