@@ -161,8 +161,9 @@ def test_adapters_that_do_not_fit_are_refused_before_they_are_loaded(tmp_path: P
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights pissa"),
         ("head", r"weights of lm_head"),
-        ("cut", r"(?s)that is whole"),
-        ("garbled", r"(?s)that is whole"),
+        ("cut", r"(?s)adapter_model\.safetensors, .*that is whole"),
+        ("garbled", r"(?s)adapter_config\.json, .*that is whole"),
+        ("another", r"(?s)a whole model: set teachers\.t\.model to it"),
         ("missing", r"(?s)adapter_config\.json.*train the recipe that makes it"),
     ],
 )
@@ -180,6 +181,8 @@ def test_adapters_of_other_kinds_and_damaged_ones_are_refused(tmp_path: Path, da
         config.write_text("{")
     else:
         config.unlink()
+        if damage == "another":
+            (own.folder / "config.json").write_text("{}")
     with pytest.raises(RecipeError, match=words):
         SavedAdapter.read(str(own.folder), "teachers.t.adapter")
 

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from practicum.errors import PracticumError
 from practicum.models.load_model import load_model
-from practicum.models.lora import ADAPTER, adapter_config, base_fingerprint, merged_weights
+from practicum.models.lora import adapter_config, base_fingerprint, merged_weights
+from practicum.models.lora_product import ADAPTER
 from practicum.models.offloaded_weights import take_weights
 from practicum.models.saved_adapter import ORIGIN, PREFIX, WEIGHTS
 from practicum.recipe.derived import EXPORTED

@@ -19,8 +19,9 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from practicum.errors import MissingExtraError
-from practicum.models.batch_invariance import pad_rows
-from practicum.models.lora import ADAPTER, base_fingerprint, has_adapter, is_adapter, is_plain_lora
+from practicum.models.batch_invariance import ROWS, padded_rows
+from practicum.models.lora import base_fingerprint, has_adapter, is_adapter
+from practicum.models.lora_product import ADAPTER, Factors, is_plain_lora
 from practicum.models.saved_adapter import SavedAdapter
 
 
@@ -57,19 +58,17 @@ class RowsLayer(nn.Module):
         self.base_layer, self.adapted, self.rows = base, nn.ModuleDict(adapted), rows
         self.is_product = all(map(is_plain_lora, adapted.values()))
         """Whether all adapters here are products of two small matrices."""
+        self._factors = {name: Factors.of(layer) for name, layer in adapted.items() if self.is_product}
 
     def forward(self, x: Tensor, *more: Tensor) -> Tensor:
         """Rows lie along the last but one dimension."""
         if not self.is_product:
             return self._by_part(x, *more)
         result = self.base_layer(x)
-        for name, start, stop in self.rows.parts:
-            if name in self.adapted:
-                layer: Any = self.adapted[name]
-                down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-                rows = pad_rows(x[..., start:stop, :].reshape(stop - start, -1).to(down.dtype))
-                added = linear(linear(rows, down), up).mul_(layer.scaling[ADAPTER])
-                result[..., start:stop, :].add_(added[: stop - start])
+        x_N, result_N = x.reshape(-1, x.shape[-1]), result.view(-1, result.shape[-1])
+        for part in self.rows.parts:
+            if part.adapter in self._factors:
+                _add_product(result_N, x_N, part, self._factors[part.adapter])
         return result
 
     def _by_part(self, *inputs: Tensor) -> Tensor:
@@ -86,6 +85,28 @@ class RowsLayer(nn.Module):
         if adapter in self.adapted:
             return self.adapted[adapter]
         return self.base_layer
+
+
+def _add_product(result_N: Tensor, x_N: Tensor, part: RowPart, factors: Factors) -> None:
+    """Add an adapter's product to the rows of its part.
+
+    A multiple of ROWS of them is taken, so that the bits do not depend on the batch: neighbours' rows, which
+    are not copied, with a product of 0.
+    """
+    _, start, stop = part
+    first, last = start // ROWS * ROWS, padded_rows(stop)
+    rows_N = x_N[first:last]
+    down, up, scaling = factors
+    if x_N.dtype != down.dtype:
+        inner_N = linear(rows_N.to(down.dtype), down)
+        result_N[start:stop].add_(linear(inner_N, up)[start - first : stop - first].mul_(scaling))
+        return
+    inner_N = linear(rows_N, down)
+    if first < start:
+        inner_N[: start - first] = 0.0
+    if stop < last:
+        inner_N[stop - first :] = 0.0
+    result_N[first:last].addmm_(inner_N, up.t(), alpha=scaling)
 
 
 def rows_of(model: nn.Module) -> AdapterRows | None:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from practicum.errors import MissingExtraError, RecipeError
+from practicum.models.lora_product import ADAPTER, Factors, fuse_adapter
 
 if TYPE_CHECKING:  # whoever only asks for names needs neither
     from peft import LoraConfig
@@ -29,8 +29,6 @@ if TYPE_CHECKING:  # whoever only asks for names needs neither
 
 M = TypeVar("M", bound=nn.Module)
 
-ADAPTER = "student"
-"""The name under which PEFT holds the student's adapter; others may lie beside it on the same base."""
 _PARTS = (".lora_A.", ".lora_B.")
 _WRAPPED = ".base_layer"
 """What PEFT puts into the names of weights that it wraps."""
@@ -68,6 +66,7 @@ def add_adapter(model: PreTrainedModel, lora: Lora, seed: int, source: str | Non
     for name, parameter in model.named_parameters():
         if is_adapter(name):  # updates would be lost in the rounding of half precision
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+    fuse_adapter(model)
 
 
 def is_adapter(name: str) -> bool:
@@ -146,8 +145,8 @@ def merged_weights(
 
 def _delta(layer: Any, gather: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
     """What a layer's adapter adds to its weight."""
-    down, up = (gather(part[ADAPTER].weight.detach()).to(dtype) for part in (layer.lora_A, layer.lora_B))
-    scaling = layer.scaling[ADAPTER]
+    *both, scaling = Factors.of(layer)
+    down, up = (gather(part.detach()).to(dtype) for part in both)
     if (experts := getattr(layer, "num_experts", 1)) > 1:
         down = down.reshape(experts, -1, down.shape[-1])
         up = up.reshape(len(up), -1, experts)
@@ -170,40 +169,6 @@ def base_fingerprint(model: nn.Module) -> str:
         total = int(bits.sum(dtype=torch.int64))
         digest.update(f"{name} {tuple(parameter.shape)} {total} {sample}\n".encode())
     return digest.hexdigest()[:16]
-
-
-def is_plain_lora(module: nn.Module) -> bool:
-    """Whether a module is a layer to which PEFT's usual LoRA adds a product, and nothing else."""
-    if (type(module).__module__, type(module).__name__) != ("peft.tuners.lora.layer", "Linear"):
-        return False
-    layer: Any = module
-    return (
-        list(layer.lora_A) == [ADAPTER]
-        and not layer.lora_variant
-        and not layer.lora_bias[ADAPTER]
-        and not layer.merged
-        and isinstance(layer.lora_dropout[ADAPTER], nn.Identity)
-    )
-
-
-def is_plain_adapted(module: nn.Module) -> bool:
-    """Whether a module is a linear layer with such a product, in one number type."""
-    layer: Any = module
-    return (
-        is_plain_lora(module)
-        and type(layer.base_layer) is nn.Linear
-        and layer.lora_A[ADAPTER].weight.dtype == layer.base_layer.weight.dtype
-    )
-
-
-def adapted_linear(x: Tensor, layer: Any) -> Tensor:
-    """What such a layer's own forward gives, to the bit, in fewer calls; without gradients."""
-    base = layer.base_layer
-    result = linear(x, base.weight, base.bias)
-    if layer._disable_adapters:
-        return result
-    down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-    return result.add_(linear(linear(x, down), up).mul_(layer.scaling[ADAPTER]))
 
 
 def find_targets(model: PreTrainedModel, targets: str | Sequence[str]) -> tuple[list[str], list[str]]:
@@ -233,7 +198,7 @@ def _no_target(model: PreTrainedModel, target: str, names: Iterable[str]) -> Rec
     expected = f"endings of the names of linear layers, such as {', '.join(known)}"
     others = [name for name, _ in model.named_modules() if _ends(name, target)]
     if others:
-        found = f"{target}, which is {others[0]}"
+        found = target if others[0] == target else f"{target}, which is {others[0]}"
         advice = "the head, embeddings, norms, routers and a vision tower stay as they are"
         return RecipeError("model.lora.targets", found, expected, advice)
     advice = f"did you mean {' or '.join(near)}?" if near else "leave targets out to adapt all of them"

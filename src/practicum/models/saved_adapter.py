@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from practicum.errors import RecipeError
-from practicum.models.lora import ADAPTER
+from practicum.models.lora_product import ADAPTER
 from practicum.models.model_files import must_read
 from practicum.recipe.derived import ADAPTER_CONFIG, adapter_folder
 
@@ -60,13 +60,18 @@ class SavedAdapter:
         """By its config and the header of its weights; a RecipeError if it is missing, damaged or unknown."""
         folder = adapter_folder(named)
         if folder is None:
-            raise RecipeError(key, named, _FOUND, "train the recipe that makes it first, or check the path")
-        with must_read(str(folder), key, _WHOLE):
+            advice = "train the recipe that makes it first, or check the path"
+            if (Path(named).expanduser() / "config.json").is_file():
+                advice = f"this is a whole model: set {key.rpartition('.')[0]}.model to it, without adapter"
+            raise RecipeError(key, named, _FOUND, advice)
+        origin = folder / ORIGIN
+        with must_read(str(folder / ADAPTER_CONFIG), key, _WHOLE):
             config = json.loads((folder / ADAPTER_CONFIG).read_text())
+        with must_read(str(origin), key, _WHOLE):
+            base = json.loads(origin.read_text()).get("base") if origin.is_file() else None
+        with must_read(str(folder / WEIGHTS), key, _WHOLE):
             with safe_open(folder / WEIGHTS, "pt") as file:
                 shapes = {_own_name(n): tuple(file.get_slice(n).get_shape()) for n in file.keys()}  # noqa: SIM118
-            origin = folder / ORIGIN
-            base = json.loads(origin.read_text()).get("base") if origin.is_file() else None
             fingerprint = _fingerprint(folder, config)
         saved = cls(key, folder, config, shapes, base, fingerprint)
         saved._check_kind()

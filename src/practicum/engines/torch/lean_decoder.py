@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from practicum.models.adapter_rows import RowsLayer
 from practicum.models.attention import Layout, padded_layout
 from practicum.models.batch_invariance import mlp_width, pad_rows, padded_tokens
-from practicum.models.lora import adapted_linear, is_plain_adapted
+from practicum.models.lora_product import adapted_linear, is_plain_adapted
 from practicum.models.padded_attention import AttentionRule
 
 _FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
