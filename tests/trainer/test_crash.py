@@ -20,7 +20,7 @@ from practicum.trainer.run import train_loaded
 from practicum.trainer.saver import crash_cost
 
 from .recipes import tiny
-from .test_run import KL, MINIBATCHES, PPO, SUPERVISED, metrics_of, same_run, stop_after
+from .test_run import KL, LORA, MINIBATCHES, PPO, SUPERVISED, metrics_of, same_run, stop_after
 
 BROKEN: dict[str, Any] = {
     "reward": {"functions": [{"use": "tests.trainer.rewards:lazy_then_broken"}]},
@@ -47,7 +47,11 @@ def raises(patch: pytest.MonkeyPatch, owner: type, name: str, *, at: int, after:
     patch.setattr(owner, name, calling)
 
 
-@pytest.mark.parametrize("sections", [{}, KL], ids=["grpo", "kl"])
+@pytest.mark.parametrize(
+    "sections",
+    [{}, KL, pytest.param({"model": LORA["model"]}, marks=pytest.mark.long)],
+    ids=["grpo", "kl", "adapter"],
+)
 def test_a_reward_that_raises_costs_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict):
     recipe = BROKEN | sections
     with pytest.raises(PracticumError) as raised:

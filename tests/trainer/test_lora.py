@@ -203,8 +203,9 @@ def test_a_critic_with_its_own_adapter_learns_and_resumes_to_the_bit(tmp_path: P
         {"model": lora(MOE), **UNEVEN, **KL, "train": TRAIN | {"gradient_checkpointing": True}},
         {"model": lora(EYES), "tasks": PICTURES, "train": TRAIN | {"autocast": "bfloat16"}},
         {"teachers": {"t": {"student": {"every": 1}}}, "distill": {"signal": "full"}},
+        {"agent": {"loop": "tests.museum.loops:two_contexts"}, **KL},
     ],
-    ids=["experts", "pictures", "copies"],
+    ids=["experts", "pictures", "copies", "agents"],
 )
 @pytest.mark.long
 def test_adapters_learn_in_other_kinds_of_runs_too(tmp_path: Path, sections: dict[str, Any], base: str):

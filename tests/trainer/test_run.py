@@ -24,12 +24,13 @@ from practicum.trainer.sample_step import SampledStep, StepSampler
 from practicum.trainer.step import StepRunner
 from practicum.trainer.step_metrics import METRICS
 
-from .recipes import tiny
+from .recipes import TINY, tiny
 
 SUPERVISED = {"algorithm": {"loss": "supervised", "advantage": "none"}}
 PPO = {"algorithm": {"advantage": "gae", "lam": 0.95}, "critic": {"lr": 1e-3, "warmup_steps": 1}}
 MINIBATCHES = {"steps": 2, "prompts": 4, "epochs": 2, "minibatches": 2, "lr": 1e-3}
 KL = {"algorithm": {"kl": {"place": "reward", "target": 0.1, "horizon": 1000}}}
+LORA = {"model": TINY["model"] | {"lora": {"rank": 4}}, "train": {"steps": 4, "prompts": 4, "lr": 1e-2}}
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
@@ -153,8 +154,8 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, how: Any) -> None:
 
 @pytest.mark.parametrize(
     "sections",
-    [{}, PPO, *(pytest.param(sections, marks=pytest.mark.long) for sections in (SUPERVISED, KL))],
-    ids=["grpo", "ppo", "supervised", "kl"],
+    [{}, PPO, *(pytest.param(sections, marks=pytest.mark.long) for sections in (SUPERVISED, KL, LORA))],
+    ids=["grpo", "ppo", "supervised", "kl", "adapter"],
 )
 def test_interrupted_and_resumed_equals_never_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict
@@ -188,9 +189,10 @@ def test_filtered_groups_are_refilled_and_the_run_resumes(tmp_path: Path, monkey
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_killed_between_steps_and_resumed_equals_never_stopped(tmp_path: Path):
+@pytest.mark.parametrize("sections", [{}, LORA], ids=["all weights", "adapter"])
+def test_killed_between_steps_and_resumed_equals_never_stopped(tmp_path: Path, sections: dict):
     args = ["--set", "checkpoint.every=1", "--set", "train.steps=6"]
-    tiny(tmp_path)
+    tiny(tmp_path, **sections)
 
     def command(out: str, *more: str) -> list[str]:
         return [
