@@ -1,33 +1,37 @@
 """Adapters beside whole weights: a GRPO step by model and rank, beside TRL's with the same PEFT config, and
 a distillation step with three teachers that are adapters, three whole ones, or one.
 
-Each contender is a process of its own; `peak_mb` is the most memory that it had beyond what it had before its
-models were loaded.
+`python -m benchmarks.lora_step [ranks] [trl] [teachers]` measures these parts, all of them if none is named;
+what was measured of the others stays. Each contender is a process of its own; `peak_mb` is the most memory
+that it had beyond what it had before its models were loaded.
 """
 
 from __future__ import annotations
 
+import json
 import resource
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks import harness, trl_peer
-from benchmarks.grpo_step import LR, MAX_NEW, PROMPTS, SAMPLES
+from benchmarks.grpo_step import LR, MAX_NEW, SAMPLES
 from benchmarks.harness import Channel, Contender, Measured
 from benchmarks.model import CACHE, DIGITS, examples, model_folder, random_folder
-from benchmarks.stepping import Steps, make_distillation, make_recipe, mean
+from benchmarks.stepping import Steps, make_distillation, make_recipe
 
 SIZES = {"4M": (256, 4), "31M": (512, 8), "135M": (768, 15)}
 """Width and layers by the number of parameters."""
-SIZE_PROMPTS = {"4M": 32, "31M": 8, "135M": 4}
+SIZE_PROMPTS = {"4M": 8, "31M": 2, "135M": 1}
 """Prompts of a step, of SAMPLES answers each: larger models take fewer."""
 RANKS = (None, 1, 8, 64)
 """None: all weights are trained."""
-TRL_RANK, LORA_LR = 8, 10 * LR
+TRL_RANK, TRL_PROMPTS, LORA_LR = 8, 16, 10 * LR
 DOMAINS = ("first", "second", "third")
-STEP_PROMPTS, TEACHER_SIZE, TEACHER_RANK = 24, "31M", 8
-ROUNDS, BLOCK = 3, 2
+STEP_PROMPTS, TEACHER_SIZE, TEACHER_RANK = 6, "31M", 8
+ROUNDS = 3
+PARTS = ("ranks", "trl", "teachers")
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -35,30 +39,38 @@ def _peak_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def _serve(channel: Channel, recipe: Any, *, stops: bool, block: int = BLOCK) -> None:
+def _serve(channel: Channel, recipe: Any, *, stops: bool) -> None:
     """Take steps of a recipe in turn, and say how much memory they needed."""
-    import practicum.learning.learner  # noqa: F401 - what is imported later is not the models' memory
+    import peft  # noqa: F401 - what is imported later is not the models' memory
+
+    import practicum.learning.learner  # noqa: F401
 
     before = _peak_mb()
     with Steps(recipe, stops=stops) as steps:
 
         def run(turn: int) -> Measured:
-            found = mean([steps.step() for _ in range(block)])
-            return found | {"peak_mb": _peak_mb() - before} | _weights(steps.run.roles)
+            return steps.step() | {"peak_mb": _peak_mb() - before} | _held(steps.run.roles)
 
         channel.serve(run)
 
 
-def _weights(roles: Any) -> Measured:
-    """MiB of all weights in the process, each tensor once, and of the student's base alone."""
+def _held(roles: Any) -> Measured:
+    """MiB that models hold: all weights, each tensor once; the student's base; gradients and moments too."""
     from practicum.models.lora import is_adapter
 
-    student = roles.student.learner.model
+    learner = roles.student.learner
     teachers = [] if roles.frozen.teachers is None else roles.frozen.teachers.places.values()
-    models = [student, *(getattr(place, "base", place).model for place in teachers)]
-    held = {p.data_ptr(): p.nbytes for model in models for p in model.parameters()}
-    base = {p.data_ptr(): p.nbytes for name, p in student.named_parameters() if not is_adapter(name)}
-    return {"weights_mb": sum(held.values()) / 2**20, "model_mb": sum(base.values()) / 2**20}
+    models = [learner.model, *(getattr(place, "base", place).model for place in teachers)]
+    weights = {p.data_ptr(): p.nbytes for model in models for p in model.parameters()}
+    base = {p.data_ptr(): p.nbytes for name, p in learner.model.named_parameters() if not is_adapter(name)}
+    gradients = sum(p.nbytes for p in learner.stepper.parameters)
+    states = learner.stepper.optimizer.state.values()
+    moments = sum(x.nbytes for state in states for x in state.values() if hasattr(x, "nbytes"))
+    return {
+        "weights_mb": sum(weights.values()) / 2**20,
+        "model_mb": sum(base.values()) / 2**20,
+        "held_mb": (sum(weights.values()) + gradients + moments) / 2**20,
+    }
 
 
 def stepper(channel: Channel, size: str, rank: int | None, prompts: int) -> None:
@@ -76,22 +88,23 @@ def stepper(channel: Channel, size: str, rank: int | None, prompts: int) -> None
     _serve(channel, _with_model(recipe, random_folder(*SIZES[size]), lora), stops=False)
 
 
-def practicum(channel: Channel, prompts: int) -> None:
-    """GRPO steps of the taught model's adapter: what TRL's trainer does beside it."""
+def practicum(channel: Channel, prompts: int, rank: int | None) -> None:
+    """GRPO steps of the taught model or its adapter: what TRL's trainer does beside it."""
     recipe = make_recipe(
         "lora-grpo",
         prompts=prompts,
         samples=SAMPLES,
         max_new_tokens=MAX_NEW,
         digits=DIGITS,
-        lr=LORA_LR,
+        lr=LR if rank is None else LORA_LR,
         threads=1,
     )
-    _serve(channel, _with_model(recipe, model_folder(), {"rank": TRL_RANK}), stops=True)
+    lora = None if rank is None else {"rank": rank}
+    _serve(channel, _with_model(recipe, model_folder(), lora), stops=True)
 
 
-def trl(channel: Channel, prompts: int) -> None:
-    """GRPOTrainer with the same adapter, whose loop waits in a callback for its turn."""
+def trl(channel: Channel, prompts: int, rank: int | None) -> None:
+    """GRPOTrainer with the same adapter or none, whose loop waits in a callback for its turn."""
     import torch
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from peft import LoraConfig
@@ -112,7 +125,9 @@ def trl(channel: Channel, prompts: int) -> None:
         counted.append({"tokens": tokens, "mean_reward": sum(rewards) / len(rewards)})
         return rewards
 
-    shared = trl_peer.settings(prompts * SAMPLES, MAX_NEW, LORA_LR)
+    shared = trl_peer.settings(prompts * SAMPLES, MAX_NEW, LR if rank is None else LORA_LR)
+    targets: list[str] = [*TARGETS]
+    lora = rank and LoraConfig(r=rank, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM")
     options = {"num_generations": SAMPLES, "beta": 0.0, "epsilon": 0.2, "loss_type": "dapo"}
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
@@ -120,10 +135,8 @@ def trl(channel: Channel, prompts: int) -> None:
         args=GRPOConfig(**shared, **options, num_iterations=1),
         train_dataset=Dataset.from_dict(rows),
         processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
-        peft_config=LoraConfig(
-            r=TRL_RANK, lora_alpha=32, target_modules=list(TARGETS), task_type="CAUSAL_LM"
-        ),
-        callbacks=[trl_peer.make_turns(channel, BLOCK, counted, lambda: {"peak_mb": _peak_mb() - before})],
+        peft_config=lora or None,
+        callbacks=[trl_peer.make_turns(channel, 1, counted, lambda: {"peak_mb": _peak_mb() - before})],
     )
     trainer.train()
 
@@ -146,7 +159,7 @@ def taught(channel: Channel, kind: str, prompts: int, size: str) -> None:
         tasks=DOMAINS,
     )
     recipe = _with_model(recipe, random_folder(*SIZES[size]), {"rank": TEACHER_RANK})
-    _serve(channel, recipe, stops=False, block=1)
+    _serve(channel, recipe, stops=False)
 
 
 def _with_model(recipe: Any, folder: Path, lora: Mapping[str, Any] | None) -> Any:
@@ -200,9 +213,12 @@ def race_ranks(size: str, prompts: int, rounds: int) -> dict[str, list[Measured]
 
 
 def race_trl(prompts: int, rounds: int) -> dict[str, list[Measured]]:
-    """practicum beside TRL, with one adapter config."""
-    names = ("practicum", "trl")
-    contenders = [Contender(f"{n}, LoRA", f"benchmarks.lora_step:{n}", {"prompts": prompts}) for n in names]
+    """practicum beside TRL, with one adapter config, and with all weights."""
+    contenders = [
+        Contender(f"{name}, {trained}", f"benchmarks.lora_step:{name}", {"prompts": prompts, "rank": rank})
+        for trained, rank in (("LoRA", TRL_RANK), ("all weights", None))
+        for name in ("practicum", "trl")
+    ]
     return harness.race(contenders, rounds)
 
 
@@ -218,26 +234,31 @@ def race_teachers(size: str, prompts: int, rounds: int) -> dict[str, list[Measur
     return harness.race(contenders, rounds)
 
 
-def main(rounds: int = ROUNDS, scale: float = 1.0, sizes: tuple[str, ...] = tuple(SIZES)) -> None:
-    """Race all of them, and write the results; `scale` makes the batches smaller."""
+def main(parts: Collection[str], rounds: int = ROUNDS) -> None:
+    """Race these parts, and put each among the results when it is measured."""
+    path = harness.RESULTS / "lora_step.json"
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    settings = {"samples": SAMPLES, "max_new_tokens": MAX_NEW, "sizes": SIZES, "prompts": SIZE_PROMPTS}
+    settings |= {"trl_prompts": TRL_PROMPTS, "trl_rank": TRL_RANK, "rounds": rounds}
+    settings |= {"teacher_prompts": STEP_PROMPTS, "teacher_rank": TEACHER_RANK, "teachers_on": TEACHER_SIZE}
 
-    def part(prompts: int) -> int:
-        return max(3, round(prompts * scale) // 3 * 3)
+    def keep(name: str, raced: Mapping[str, Any]) -> None:
+        found[name] = raced
+        harness.write_results("lora_step", found | {"settings": settings})
 
-    found = {}
-    for size in sizes:
-        print(f"GRPO step of {size} parameters, all weights and adapters, 1 thread")
-        found[size] = race_ranks(size, max(2, round(SIZE_PROMPTS[size] * scale)), rounds)
-    print("GRPO step of an adapter beside TRL, 1 thread")
-    peers = race_trl(max(8, round(PROMPTS * scale)), rounds)
-    print("three teachers as adapters and as whole models, 1 thread")
-    size = TEACHER_SIZE if TEACHER_SIZE in sizes else sizes[0]
-    teachers = race_teachers(size, part(STEP_PROMPTS), rounds)
-    settings = {"samples": SAMPLES, "max_new_tokens": MAX_NEW, "sizes": SIZES, "rounds": rounds}
-    settings |= {"trl_rank": TRL_RANK, "teacher_rank": TEACHER_RANK, "teachers_on": size, "scale": scale}
-    content = {"settings": settings, "ranks": found, "trl": peers, "teachers": teachers}
-    harness.write_results("lora_step", content)
+    if "teachers" in parts:
+        print("three teachers as adapters and as whole models, 1 thread")
+        keep("teachers", race_teachers(TEACHER_SIZE, STEP_PROMPTS, rounds))
+    if "trl" in parts:
+        print("GRPO step beside TRL, 1 thread")
+        keep("trl", race_trl(TRL_PROMPTS, rounds))
+    if "ranks" in parts:
+        sizes: dict[str, Any] = {}
+        for size, prompts in SIZE_PROMPTS.items():
+            print(f"GRPO step of {size} parameters, all weights and adapters, 1 thread")
+            sizes[size] = race_ranks(size, prompts, rounds)
+            keep("ranks", sizes)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] or PARTS)

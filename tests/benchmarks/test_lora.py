@@ -52,9 +52,15 @@ def test_three_adapters_are_one_model_in_memory_and_the_report_says_so(small: No
     assert share["one whole"] > 2
     assert share["three whole"] > 4
     assert share["three adapters"] < 2, "the adapters of such a small model are large"
-    found = {"ranks": {"4M": steps}, "trl": {"practicum": steps["4M, 2"], "trl": steps["4M, None"]}}
+    names = ("practicum, LoRA", "trl, LoRA", "practicum, all weights", "trl, all weights")
+    found = {"ranks": {"4M": steps}, "trl": dict.fromkeys(names, steps["4M, 2"])}
     found |= {"teachers": raced, "settings": {"teachers_on": "4M"}, "machine": MACHINE}
     text = report_lora.lora_step(found)
+    assert "1.0× (1.0 to 1.0) · goal 1.0× as with all weights, reached" in text
+    held = {rank: steps[f"4M, {rank}"][1]["held_mb"] for rank in (None, 2)}
+    model_mb = steps["4M, None"][1]["model_mb"]
+    assert held[None] == pytest.approx(4 * model_mb, rel=0.01), "weights, gradients and two moments"
+    assert held[2] < 1.5 * model_mb
     assert "Three adapters take" in text
     assert f"they are {share['three adapters']:.2f} of one model" in text
 
