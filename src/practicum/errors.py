@@ -113,10 +113,10 @@ def machine_trouble(error: BaseException) -> str | None:
 
     Libraries wrap such errors, or only quote what the system said.
     """
-    for one in _chain(error):
-        number = one.errno if isinstance(one, OSError) else _quoted(str(one))
+    for cause in _chain(error):
+        number = cause.errno if isinstance(cause, OSError) else _quoted(str(cause))
         if number in _OF_THE_MACHINE:
-            name = getattr(one, "filename", None)
+            name = getattr(cause, "filename", None)
             where, advice = f"{name}: " if name else "", _OF_THE_MACHINE[number]
             return f"{where}{os.strerror(number)}\n  → {advice}; then --resume continues a run"
     return None
@@ -126,14 +126,14 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
     """An error and those it was made of, each once."""
     waiting, seen = [error], set[int]()
     while waiting:
-        one = waiting.pop(0)
-        if one is None or id(one) in seen:
+        cause = waiting.pop(0)
+        if cause is None or id(cause) in seen:
             continue
-        seen.add(id(one))
-        yield one
-        failures = getattr(one, "failures", None)  # torch's CheckpointException: by rank, with a traceback
+        seen.add(id(cause))
+        yield cause
+        failures = getattr(cause, "failures", None)  # torch's CheckpointException: by rank, with a traceback
         parts = [pair[0] for pair in failures.values()] if isinstance(failures, dict) else []
-        waiting += [*parts, one.__cause__, one.__context__]
+        waiting += [*parts, cause.__cause__, cause.__context__]
 
 
 def _quoted(text: str) -> int | None:

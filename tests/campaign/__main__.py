@@ -6,12 +6,13 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -56,21 +57,19 @@ def main() -> int:
         around = Surroundings(
             work / "models", server, Cluster(work / "r", family, CPUS), family, options.slow
         )
-        references = References(work, around)
+        references = References(work, around, options.references)
         for number, (scenario, victims) in enumerate(_episodes(rng, options.only, options.signals)):
-            kills = sum(outcome.end != "missed" for outcome in outcomes)
-            over = (
-                kills >= options.kills if options.kills else time.monotonic() - began > 60 * options.minutes
-            )
-            if over:
-                break
             reference, stages = references.of(scenario)
+            if _is_over(options, outcomes, began):
+                break
             joins = scenario.on_ray and rng.random() < JOIN
-            folder = Folder(scenario, work / f"{number:03d}", around, joins=joins)
-            new = disturb(folder, reference, draw(rng, victims), stages)
-            outcomes += new
-            for outcome in new:
+            folder, new = Folder(scenario, work / f"{number:03d}", around, joins=joins), []
+            first, *rest = draw(rng, victims)
+            rest = takewhile(lambda _: not _is_over(options, outcomes, began), rest)
+            for outcome in disturb(folder, reference, chain([first], rest), stages, new):
                 _show(outcome)
+                outcomes.append(outcome)
+                _write(options.result, options.seed, outcomes, time.monotonic() - began)
             _write(options.result, options.seed, outcomes, time.monotonic() - began)
             if not any(outcome.problems for outcome in new):
                 shutil.rmtree(folder.folder)
@@ -87,13 +86,21 @@ def main() -> int:
     return bool(failed)
 
 
+def _is_over(options: argparse.Namespace, outcomes: list[Outcome], began: float) -> bool:
+    """Whether there are enough kills, or it has been long enough."""
+    if options.kills:
+        return sum(outcome.end != "missed" for outcome in outcomes) >= options.kills
+    return time.monotonic() - began > 60 * options.minutes
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=__doc__)
     parser.add_argument("--seed", type=int, default=1, help="chooses scenarios, victims, signals and moments")
-    parser.add_argument("--minutes", type=float, default=13.0, help="no run is begun after this many (13)")
+    parser.add_argument("--minutes", type=float, default=13.0, help="nothing is killed after this many (13)")
     parser.add_argument("--kills", type=int, default=0, help="how many kills, in place of minutes")
     parser.add_argument("--slow", type=float, default=1.0, help="factor of deadlines, for a busy machine")
-    parser.add_argument("--only", default="", help="scenarios whose name has these words")
+    parser.add_argument("--only", default="", help="scenarios whose name has this pattern")
+    parser.add_argument("--references", type=Path, default=None, help="a folder to keep undisturbed runs in")
     parser.add_argument("--signals", nargs="+", choices=["KILL", "STOP"], default=["KILL", "STOP"])
     parser.add_argument("--result", type=Path, default=None, help="a JSON file for the outcomes")
     return parser.parse_args()
@@ -103,7 +110,7 @@ def _episodes(
     rng: random.Random, only: str, signals: Sequence[str]
 ) -> Iterator[tuple[Scenario, list[tuple[Victim, str]]]]:
     """Without end: runs with their victims, so that all kinds are met before one is met again."""
-    scenarios = [s for s in SCENARIOS.values() if only in s.name and s.is_there]
+    scenarios = [s for s in SCENARIOS.values() if re.search(only, s.name) and s.is_there]
     for missing in (s for s in SCENARIOS.values() if not s.is_there):
         print(f"left out: {missing.name}, there is no {missing.python}")
     while True:
@@ -117,27 +124,28 @@ def _episodes(
 
 
 class References:
-    """One undisturbed run of each scenario, made when it is first needed."""
+    """One undisturbed run of each scenario, made when first needed; in `kept`, for later campaigns too."""
 
-    def __init__(self, work: Path, around: Surroundings) -> None:
-        self._work, self._around = work, around
-        self._made: dict[str, tuple[Path, list[tuple[str, float]]]] = {}
+    def __init__(self, work: Path, around: Surroundings, kept: Path | None = None) -> None:
+        self._work, self._around, self._kept = work, around, kept
 
     def of(self, scenario: Scenario) -> tuple[Path, list[tuple[str, float]]]:
         """Its folder, and the stages of a step with their seconds."""
-        if scenario.name not in self._made:
-            number = f"reference-{len(self._made)}"
-            folder = Folder(scenario, self._work / number, self._around, joins=scenario.on_ray)
+        made = (self._kept or self._work / "references") / re.sub(r"\W+", "-", scenario.name)
+        if not made.exists():
+            folder = Folder(scenario, self._work / made.name, self._around, joins=scenario.on_ray)
             began = time.monotonic()
             run = folder.start()
             problems = folder.finish(run)
             if problems:
                 raise RuntimeError(f"the undisturbed run of {scenario.name!r} failed: {problems}")
             stages = _stages(run.timeline)
+            (folder.folder / "stages.json").write_text(json.dumps(stages))
+            made.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(folder.folder, made)
             names = ", ".join(stage for stage, _ in stages)
             print(f"{scenario.name}: {time.monotonic() - began:.0f} s undisturbed; stages: {names}")
-            self._made[scenario.name] = folder.out, stages
-        return self._made[scenario.name]
+        return made / "run", [tuple(pair) for pair in json.loads((made / "stages.json").read_text())]
 
 
 def _stages(timeline: list[tuple[float, int, str]]) -> list[tuple[str, float]]:

@@ -44,7 +44,7 @@ ENGINE = Victim("engine's process", r"the torch engine", child="torch engine")
 VLLM = Victim("vLLM's process", r"vLLM", child="vLLM")
 
 RANK = _ray("learner rank", "TrainWorker", r"rank \d of \d of the learner")
-REPLICA = _ray("engine replica", "RolloutWorker", r"rollout \d|rollout: |rollout worker", survives=True)
+REPLICA = _ray("engine replica", "RolloutWorker", r"rollout \d", survives=True)
 REWARD_WORKER = _ray("reward worker", "RewardWorker", r"reward", survives=True)
 TEACHER_WORKER = _ray("own teacher or client", "TeacherWorker", r"teacher", survives=True)
 REWARD_MODEL_WORKER = _ray("reward model", "RewardModelWorker", r"reward model judge", survives=True)

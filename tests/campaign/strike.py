@@ -7,7 +7,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -222,10 +222,16 @@ def tail(printed: str) -> str:
 
 
 def disturb(
-    folder: Folder, reference: Path, strikes: Sequence[Strike], stages: Sequence[tuple[str, float]]
-) -> list[Outcome]:
-    """All strikes on one run folder, then its undisturbed end, compared with the reference."""
-    outcomes: list[Outcome] = []
+    folder: Folder,
+    reference: Path,
+    strikes: Iterable[Strike],
+    stages: Sequence[tuple[str, float]],
+    outcomes: list[Outcome],
+) -> Iterator[Outcome]:
+    """All strikes on one run folder, then its undisturbed end, compared with the reference.
+
+    Yields each strike's outcome; `outcomes` has them too, with what was found later.
+    """
     run, last = folder.start(), None
 
     def ended_late() -> bool:
@@ -247,17 +253,18 @@ def disturb(
             end = f"exit code {run.code} in {run.stage} of step {run.step}: {tail(run.printed())}"
             first = Outcome(folder.scenario.name, strike.victim.kind, strike.signal, strike.step, "")
             outcomes.append(replace(first, end="ended too early", problems=[end]))
-            return outcomes
+            yield outcomes[-1]
+            return
         outcome.problems += folder.compare(reference, finished=False)
         outcomes.append(outcome)
         last = strike
+        yield outcome
     if run.code is not None:
         run = folder.start()
     folder.wait(run)
     if ended_late():
         folder.wait(run)
     outcomes[-1].problems += folder.finish(run) or folder.compare(reference, finished=True)
-    return outcomes
 
 
 def draw(rng: random.Random, victims: Sequence[tuple[Victim, str]]) -> list[Strike]:

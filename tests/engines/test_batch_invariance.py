@@ -27,7 +27,7 @@ from practicum.learning.packed_model import PackedModel
 from practicum.learning.packing import RowSpans
 from practicum.models import batch_invariance
 from practicum.models.attention import head_logits, packed_forward
-from practicum.models.batch_invariance import KEY_STEP, ROWS, padded_keys, padded_tokens
+from practicum.models.batch_invariance import KEY_STEP, LANES, ROWS, padded_keys, padded_tokens
 from practicum.models.images import Images
 from practicum.models.load_model import ready
 from practicum.models.packed_attention import PackedLayout
@@ -179,7 +179,7 @@ def test_activations_round_alike_on_any_number_of_threads(threads: int, width: i
         expected = torch.cat([silu(rows) for rows in x.split(16)])
         for count in (1, 7, 1050, 1100, 2600):
             padded = padded_tokens(count, width)
-            assert count <= padded < count + 16 * threads
+            assert count <= padded < count + LANES * threads
             assert torch.equal(silu(x[:padded])[:count], expected[:count])
     finally:
         torch.set_num_threads(before)
@@ -199,6 +199,18 @@ def test_the_probe_sees_shapes_in_which_bits_differ(name: str, value: Any, monke
     assert not batch_invariance.attention_is_invariant.__wrapped__(16, torch.float32, CPU, 1)
 
 
+def test_the_probe_sees_activations_that_are_not_padded(monkeypatch: pytest.MonkeyPatch):
+    probe = batch_invariance.activations_are_invariant.__wrapped__
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert probe(100, torch.float32, CPU, 3)
+        monkeypatch.setattr(batch_invariance, "LANES", 1)
+        assert not probe(100, torch.float32, CPU, 3)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_an_engine_whose_products_see_their_batch_says_so(monkeypatch: pytest.MonkeyPatch):
     model = tiny()
     with engine_of(model) as engine:
@@ -212,5 +224,5 @@ def test_an_engine_whose_products_see_their_batch_says_so(monkeypatch: pytest.Mo
     with engine_of(model) as engine:
         assert not engine.runner.invariant
         (sentence,) = describe_engines(engine)
-    assert "equal up to rounding only" in sentence
+    assert "each is computed alone" in sentence
     assert "(cpu, float32)" in sentence

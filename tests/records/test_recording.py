@@ -40,6 +40,16 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.startswith(timed)} for line in lines]
 
 
+def written(run: Path) -> list[str]:
+    """All lines of a record's rows and columns: sessions end, and are written, in an order of their own."""
+    lines = [json.loads(line) for kind in ("rows", "columns") for line in record_lines(run, kind)]
+    return sorted(json.dumps(line | {"at": None}) for line in lines)
+
+
+def record_lines(run: Path, kind: str) -> list[str]:
+    return (run / "record" / f"{kind}-local-0.jsonl").read_text().splitlines()
+
+
 def weights_of(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "export" / "model.safetensors")
 
@@ -137,9 +147,11 @@ def test_a_resumed_run_records_what_one_that_was_never_stopped_does(
         file.write('{"step": 2, "row": [4, 0, 0], "sta')
     (run / "record" / "rows-rollout-3.jsonl").write_text('{"of a step": "that was killed"}\n')
     recorded_run(tmp_path, resume=True)
-    for kind in ("rows", "columns"):
-        name = f"{kind}-local-0.jsonl"
-        assert (run / "record" / name).read_text() == (whole_run / "record" / name).read_text()
+    assert written(run) == written(whole_run)
+    for step in (1, 2):
+        assert [row.columns for row in rows_of(run, step)] == [
+            row.columns for row in rows_of(whole_run, step)
+        ]
     assert (run / "record" / "rows-rollout-3.jsonl").read_text() == ""
 
 

@@ -12,10 +12,8 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-import wandb
 from hypothesis import given
 from hypothesis import strategies as st
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from typer.testing import CliRunner
 
 from practicum.cli import app
@@ -95,6 +93,8 @@ def test_every_answer_of_every_evaluation_is_recorded(run: Path):
 
 
 def test_tensorboard_shows_answers_and_distributions(run: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     tags = events.Tags()
@@ -177,7 +177,7 @@ def test_wandb_gets_metrics_answers_and_distributions(tmp_path: Path, monkeypatc
     tracker.log(1, {"reward/mean": 0.5})
     tracker.log_details(1, DETAILS)
     tracker.close()
-    wandb.teardown()  # ends its process, which writes what it holds
+    importlib.import_module("wandb").teardown()  # ends its process, which writes what it holds
     (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/samples_*.table.json")
     data = json.loads(table.read_text())
     assert data["columns"] == list(COLUMNS)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from practicum.engines.protocol import GenerateRequest, Generation
+from practicum.engines.torch.model_runner import ModelRunner
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.trainer.run import train_loaded
 
@@ -66,6 +67,42 @@ def test_a_run_of_several_turns_is_the_same_with_any_timing(tmp_path: Path, loop
     rows = run_of_turns(tmp_path, loop, sections, seed=0)
     assert all(row["rollout/turns"] > 1 for row in rows)
     assert all(row["train/gap_max"] == 0.0 for row in rows)
+
+
+def see_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's numbers depend on how many tokens it computes at once, as on other processors."""
+    hidden = ModelRunner.hidden
+
+    def seen(self: ModelRunner, inputs: Any, layout: Any, parts: Any = ()) -> Any:
+        return hidden(self, inputs, layout, parts) * (1 + 1e-5 * (len(inputs.ids_N) // 4 % 5))
+
+    monkeypatch.setattr(ModelRunner, "hidden", seen)
+
+
+@pytest.mark.parametrize(
+    ("loop", "sections"),
+    [
+        ("retry", TOKEN),
+        pytest.param("tests.trainer.loops:uneven", ROLLOUT | REFILLS, marks=pytest.mark.long),
+        pytest.param("tests.trainer.loops:asks_a_helper", TOKEN, marks=pytest.mark.long),
+    ],
+    ids=["retry-token", "uneven-refilled-rollout", "contexts-token"],
+)
+def test_a_run_is_the_same_where_numbers_depend_on_the_batch(
+    tmp_path: Path, loop: str, sections: dict, monkeypatch: pytest.MonkeyPatch
+):
+    see_the_batch(monkeypatch)
+    rows = run_of_turns(tmp_path, loop, sections, seed=0)
+    assert all(row["train/gap_max"] > 0.0 for row in rows)
+    assert "each is computed alone" in (tmp_path / "whole/log.txt").read_text()
+
+
+@pytest.mark.long
+def test_a_run_that_is_not_to_repeat_differs_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    see_the_batch(monkeypatch)
+    few = {"rollout": FEW_SLOTS["rollout"] | {"repeatable": False}}
+    with pytest.raises(AssertionError):
+        run_of_turns(tmp_path, "retry", TOKEN | few, seed=0)
 
 
 @pytest.mark.long

@@ -151,7 +151,7 @@ def test_numbers_of_the_page_are_those_of_the_files(page: Any, address: str, run
     visit(page, address, "#/school/rollouts")
     assert f"{len(rows)} of {len(rows)} recorded sessions" in page.inner_text(".tools")
     visit(page, address, "#/school/recipe?q=train.lr")
-    assert page.locator(".recipe-table tbody tr").first.inner_text().split("\t")[1] == "0.001"
+    assert page.locator(".recipe-table tbody tr").first.inner_text().split("\t")[1].strip() == "0.001"
 
 
 @pytest.mark.slow
@@ -224,9 +224,22 @@ def test_filters_bins_keys_and_links_change_the_place(page: Any, address: str, r
     page.wait_for_function("() => location.hash.includes('domain=copy')")
     copies = sum(row["domain"] == "copy" for row in rows)
     page.wait_for_selector(f"text={copies} of {len(rows)} recorded sessions")
+    for sort, best in (("-reward", max), ("reward", min)):
+        visit(page, address, f"#/school/rollouts?domain=copy&sort={sort}")
+        extreme = best(row["reward"] for row in rows if row["domain"] == "copy")
+        assert shown(extreme) in page.locator(".wt-body .wt-row").first.inner_text().split("\n")
+    prompt = next(row["prompt"] for row in rows if row["domain"] == "copy")
+    page.fill("input[type=search]", prompt)
+    same = sum(row["domain"] == "copy" and prompt in row["prompt"] for row in rows)
+    page.wait_for_selector(f"text={same} of {len(rows)} recorded sessions")
+    page.fill("input[type=search]", "")
+    page.wait_for_selector(f"text={copies} of {len(rows)} recorded sessions")
     page.locator(".histogram").first.locator(".bin").first.click()
     page.wait_for_function("() => location.hash.includes('reward=')")
     lowest = min(row["reward"] for row in rows if row["domain"] == "copy")
+    page.wait_for_function(
+        "most => parseInt(document.querySelector('.tools .muted').textContent) <= most", arg=copies
+    )
     kept = int(page.inner_text(".tools .muted").split()[0])
     assert 0 < kept <= copies
     assert shown(lowest) in page.inner_text(".tools .chip")

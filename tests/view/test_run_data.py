@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 
 from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.shipped import list_recipes
+from practicum.records.record_files import HEADER
 from practicum.trainer.run_folder import append_lines
 from practicum.view.advisories import Evidence, advisories, repeated_share
 from practicum.view.expected_band import Band, expected_band
 from practicum.view.metric_table import MetricTable, thin
 from practicum.view.run_view import RunView
+from practicum.view.serve_view import name_runs
 from practicum.view.token_texts import TokenTexts, byte_table
 from practicum.view.web_app import to_json
 
@@ -105,7 +107,7 @@ def test_thinned_curves_keep_the_mean_and_the_extremes(values: list[float], poin
     found = thin(np.arange(len(values)), array, points)
     assert len(found["steps"]) <= max(points, 1)
     low, high = found["low"] or found["values"], found["high"] or found["values"]
-    assert (min(low), max(high)) == (array.min(), array.max())
+    assert (min(low), max(high)) == pytest.approx((array.min(), array.max()), rel=1e-5, abs=0)  # six digits
     assert found["steps"] == sorted(set(found["steps"]))
 
 
@@ -225,6 +227,54 @@ def test_scores_of_teachers_are_those_of_their_evaluation(tmp_path: Path):
     assert view.teachers()["scores"] == {"base": {"copy": 0.2}, "teacher a": {"copy": 1.0}}
 
 
+def test_scores_of_teachers_come_from_their_runs_if_these_are_open(tmp_path: Path):
+    write_run(tmp_path / "a", [{"step": 9, "eval/greedy/copy": 0.8}])
+    teachers = {"a": {"model": "a/export"}, "b": {"adapter": str(tmp_path / "elsewhere")}, "c": None}
+    student = write_run(
+        tmp_path / "student",
+        [{"step": 4, "eval/greedy/copy": 0.9}],
+        recipe={"teachers": teachers},
+        start={"directory": str(tmp_path)},
+    )
+    page = name_runs([student, tmp_path / "a"])[0].teachers()
+    assert page["scores"] == {"teacher a": {"copy": 0.8}, "student": {"copy": 0.9}}
+    assert page["teachers"] == {"a": "model a/export", "b": f"adapter {tmp_path}/elsewhere", "c": ""}
+    assert "teacher a" not in name_runs([student])[0].teachers()["scores"]
+
+
+def test_stages_of_other_steps_that_ran_meanwhile_are_beside_those_of_a_step(tmp_path: Path):
+    run = write_run(tmp_path / "run", [{"step": step, "time/step": 1.0} for step in (1, 2, 3)])
+    (run / "record").mkdir()
+    spans = [("rollout", 1, 0.0), ("update", 1, 1.0), ("rollout", 2, 1.001), ("update", 2, 2.0)]
+    spans += [("rollout", 3, 3.0)]
+    lines = [
+        {"step": step, "stage": stage, "role": "local", "number": 0, "began": at, "clock": at, "seconds": 1.0}
+        for stage, step, at in spans
+    ]
+    append_lines(run / "record" / "stages-local-0.jsonl", [HEADER, *lines])
+    found = RunView(run, "run").step(1)["spans"]
+    assert [(span["stage"], span["step"]) for span in found] == [
+        ("rollout", 1),
+        ("update", 1),
+        ("rollout", 2),
+    ]
+    found = RunView(run, "run").step(3)["spans"]
+    assert [(span["stage"], span["step"]) for span in found] == [("rollout", 3)]
+
+
+def test_answers_are_searched_in_all_their_turns_and_nowhere_else(tmp_path: Path):
+    spans = [{"sampled": False, "text": 'the Tool said "ÿ"\n', "tokens": 2}]
+    turns = [{"prompt": "go", "spans": spans, "finish": "stop"}]
+    rows = [sample(1, 4, 0), sample(1, 4, 1, trajectories=turns), sample(1, 5, 0, failure="Broke")]
+    view = RunView(write_run(tmp_path / "run", samples=rows), "run")
+    assert view.search("samples", 'tool SAID "ÿ"\n') == [1]
+    assert view.search("samples", "copy:4") == [0, 1]
+    assert view.search("samples", "broke") == [2]
+    for word in ("finish", "null", "nothing has this"):
+        assert view.search("samples", word) == []
+    assert view.search("eval", "copy") == []
+
+
 ODD: tuple[Any, ...] = (None, [], {}, "x", 1.5, True, [1, "x"], {"a": [None]}, -1)
 KEYS = ("step", "group", "session", "reward", "domain", "response", "checks", "teachers", "route", "expected")
 
@@ -244,5 +294,6 @@ def test_damaged_files_are_shown_as_far_as_they_can_be(tmp_path: Path, key: str)
         assert view.info()["step"] == 1
         for page in (view.teachers, view.recipe_page, view.log, view.newest_group, view.forecast):
             to_json(page())
-        columns = view.rows("samples")["columns"]
+        view.refresh("samples")
+        columns = view.sessions["samples"].columns
         assert len({len(column) for column in columns.values()}) == 1

@@ -50,20 +50,18 @@ def fingerprint(
     little they differ.
     """
     gap, last = _mean_gap(found, expected), _mean_gap(found[-1:], expected[-1:])
-    told = (
+    sentence = (
         f"stale or corrupt weights: after a sync, engine and learner differ by {gap:.3g} nats per token on a "
         f"fixed sequence (checks.fingerprint_max is {limit:g})"
     )
     if before is not None:
         unmoved = list(found) == list(before[0]) and _mean_gap(expected, before[1]) > _ROUNDING
         if unmoved or (not gap <= limit and _mean_gap(found, before[1]) <= limit):
-            return f"{told}; the engine still has those of before the update"
+            return f"{sentence}; the engine still has those of before the update"
     if _mean_gap(found[:-1], expected[:-1]) <= limit < last / _ONE_TOKEN:
-        return (
-            f"{told}, and by {last:.3g} on one that follows a prompt it knew: its prefix cache is of older "
-            "weights"
-        )
-    return None if gap <= limit else told
+        cached = f"by {last:.3g} on one that follows a prompt it knew: its prefix cache is of older weights"
+        return f"{sentence}, and {cached}"
+    return None if gap <= limit else sentence
 
 
 def _mean_gap(one: Sequence[float], other: Sequence[float]) -> float:

@@ -52,7 +52,7 @@ def train(
     from practicum.trainer.run_folder import choose_folder
 
     loaded = [load_recipe(file, overrides or []) for file in recipes]
-    folders = [choose_folder(one.recipe, out, resume=resume, fresh=fresh).path for one in loaded]
+    folders = [choose_folder(item.recipe, out, resume=resume, fresh=fresh).path for item in loaded]
     with _viewed(folders) if view else nullcontext():
         say_loading()
         from practicum.trainer.run import train_recipes

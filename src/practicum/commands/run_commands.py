@@ -75,6 +75,9 @@ def replay(
     update bit for bit. With --set it shows what would have changed: loss, gradient, clipped tokens, teachers.
     Exit code 1 if the same recipe gives other numbers.
     """
+    from practicum.records.read_record import require_run
+
+    require_run(run)
     say_loading()
     from practicum.trainer.replay import replay_step, replay_text
 

@@ -101,8 +101,8 @@ class WorkScope:
         """End the work that is under way, and all that would begin later."""
         with self._lock:
             self.is_cancelled, running = True, list(self._running)
-        for one in running:
-            one.cancel(0.0)
+        for task in running:
+            task.cancel(0.0)
 
 
 _SCOPE: ContextVar[WorkScope | None] = ContextVar("scope", default=None)

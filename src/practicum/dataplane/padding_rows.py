@@ -41,11 +41,11 @@ def padding_batch(
 
     `widths` gives the axes after the tokens by their letter in the fields table (D, K, H, L, E).
     """
-    wanted = [field_of(name) for name in fields]
+    padded_fields = [field_of(name) for name in fields]
     check_padding_rules(fields)
     keys = tuple(Key(PADDING_PROMPT, number) for number in range(first, first + count))
     batch = BatchRef(partition, keys, (_TAGS,) * count)
-    return batch, {field.name: _column(field, count, end_id, widths) for field in wanted}
+    return batch, {field.name: _column(field, count, end_id, widths) for field in padded_fields}
 
 
 def _column(field: Field, count: int, end_id: int, widths: Mapping[str, int]) -> Column:
@@ -63,9 +63,9 @@ def _column(field: Field, count: int, end_id: int, widths: Mapping[str, int]) ->
 def _shape(field: Field, widths: Mapping[str, int]) -> tuple[int, ...]:
     missing = [axis for axis in field.trailing if isinstance(axis, str) and axis not in widths]
     if missing:
-        given = ", ".join(f"{letter} = {width}" for letter, width in widths.items()) or "none"
+        known_widths = ", ".join(f"{letter} = {width}" for letter, width in widths.items()) or "none"
         raise StoreError(
-            f"padding rows need the width {' and '.join(missing)} of {field.name}; given are: {given}"
+            f"padding rows need the width {' and '.join(missing)} of {field.name}; given are: {known_widths}"
         )
     tokens = () if field.extent == "scalar" else (_TOKENS[field.extent],)
     return (*tokens, *(axis if isinstance(axis, int) else widths[axis] for axis in field.trailing))

@@ -87,11 +87,11 @@ def resolve(candidates: Sequence[StageSpec], why_unread: Mapping[str, str] | Non
     """
     assert len({stage.name for stage in candidates}) == len(candidates), "stages share a name"
     kept: list[StageSpec] = []
-    wanted: set[str] = set()
+    needed_fields: set[str] = set()
     for stage in reversed(candidates):
-        if not stage.not_asked and (stage.effect or wanted & set(stage.writes)):
+        if not stage.not_asked and (stage.effect or needed_fields & set(stage.writes)):
             kept.append(stage)
-            wanted = (wanted - set(stage.writes)) | set(stage.reads)
+            needed_fields = (needed_fields - set(stage.writes)) | set(stage.reads)
     kept.reverse()
     _check_reads(kept, candidates)
     names = {stage.name for stage in kept}

@@ -80,7 +80,7 @@ def forecast(
 
 
 def _place(recipe: Recipe, spec: ClusterSpec) -> tuple[ActorPlacement | None, list[str]]:
-    wanted = needs(recipe, make_plan(recipe), gpus=any(kind.devices for kind in spec.nodes))
+    bundles = needs(recipe, make_plan(recipe), gpus=any(kind.devices for kind in spec.nodes))
     each = list(machines(spec))
     started_here = len(each) == 1 and recipe.runtime.address is None
     nodes = [
@@ -95,7 +95,7 @@ def _place(recipe: Recipe, spec: ClusterSpec) -> tuple[ActorPlacement | None, li
         for name, machine in each
     ]
     try:
-        return lay_out(wanted, nodes, started_here=started_here), []
+        return lay_out(bundles, nodes, started_here=started_here), []
     except ClusterError as error:
         return None, [str(error)]
 

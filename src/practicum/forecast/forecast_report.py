@@ -48,8 +48,8 @@ def _title(result: Forecast) -> list[str]:
 
 def _placement(result: Forecast) -> list[str]:
     if result.layout is not None:
-        wanted = [f"  {line}" for line in result.layout.needs.lines()]
-        return ["placement:", *wanted, *_machines(result.layout)]
+        bundle_lines = [f"  {line}" for line in result.layout.needs.lines()]
+        return ["placement:", *bundle_lines, *_machines(result.layout)]
     return ["placement:", "  none found" if result.setup.on_ray else "  all roles in one process"]
 
 

@@ -104,8 +104,7 @@ def token_logprobs(
             plain_CV = all_CV if temperature == 1.0 else log_distribution(logits_CV.detach())
             out.append(plain_CV.detach().gather(1, target_C1).squeeze(1))
         if top is not None:
-            best = all_CV.detach()[top[0][rows]].topk(min(top[1], all_CV.shape[1]))
-            out += [best.indices, best.values]
+            out += top_tokens(all_CV.detach(), top[0][rows], top[1])
         del all_CV, scaled_CV  # what `also` needs comes on top
         return (*out, *(also(logits_CV, rows) if also is not None else ()))
 
@@ -114,6 +113,12 @@ def token_logprobs(
     plain_M = more.pop(0) if plain else None
     best = (more.pop(0), more.pop(0)) if top is not None else ()
     return TokenLogprobs(logprobs_M, entropy_M, plain_M, tuple(more), best)
+
+
+def top_tokens(logprobs_CV: Tensor, wanted_C: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The most likely tokens of the wanted places and their logprobs."""
+    best = logprobs_CV[wanted_C].topk(min(count, logprobs_CV.shape[1]))
+    return best.indices, best.values
 
 
 @dataclass(frozen=True, slots=True)

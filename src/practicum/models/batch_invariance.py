@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import gelu, pad, scaled_dot_product_attention, silu
 
 ROWS = 4
 """Products with fewer rows, or with some left over, take other ways through the algebra libraries."""
-LANES, NUMBERS_OF_A_THREAD = 16, 32_768
-"""Activations on a CPU take this many numbers at once, and another thread above the second number."""
-KEY_STEP = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
+_WIDE = torch.backends.cpu.get_cpu_capability() == "AVX512"
+LANES, NUMBERS_OF_A_THREAD = 64 if _WIDE else 32, 32_768
+"""Activations on a CPU take this many numbers at once (in bfloat16, half of them in float32), and another
+thread above the second number."""
+KEY_STEP = 16 if _WIDE else 8
 KEY_BLOCK = 512
 """Sums over keys go in lanes of KEY_STEP; attention on a CPU takes KEY_BLOCK keys at a time."""
 _FEWEST, WHOLE, _PARTS = 16, 192, 384
@@ -64,6 +66,25 @@ def pad_rows(x_N: Tensor, rows: int | None = None) -> Tensor:
     """With rows of 0 after the last one, up to this many; unset: up to a multiple of ROWS."""
     more = (padded_rows(len(x_N)) if rows is None else rows) - len(x_N)
     return pad(x_N, (0, 0) * (x_N.dim() - 1) + (0, more)) if more else x_N
+
+
+@cache
+@torch.no_grad()
+def activations_are_invariant(width: int, dtype: torch.dtype, device: torch.device, threads: int) -> bool:
+    """Whether activations of this width keep the promise, with more numbers than one thread takes.
+
+    Each token is computed among few and among many, whose numbers do not go evenly into lanes and threads.
+    """
+    most = (threads + 1) * NUMBERS_OF_A_THREAD // width + ROWS
+    x_NF = 3 * torch.randn(padded_tokens(most, width), width, generator=torch.Generator().manual_seed(0))
+    x_NF = x_NF.to(device, dtype)
+    for function in (silu, gelu):
+        few = torch.cat([function(x) for x in x_NF.split(padded_tokens(1, width))])
+        for count in range(most - 5 * ROWS, most, ROWS):
+            rows = padded_tokens(count, width)
+            if not torch.equal(function(x_NF[:rows])[:count], few[:count]):
+                return False
+    return True
 
 
 @cache

@@ -27,8 +27,10 @@ def is_unreachable(source: str) -> bool:
 
 def not_found(key: str, source: str, what: str) -> RecipeError:
     """What the user is told of a model or dataset that `is_unreachable`."""
-    asked = next((name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name)), None)
-    why = f"{asked} is set" if asked else f"{_endpoint().hostname} can't be reached"
+    offline_variable = next(
+        (name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name)), None
+    )
+    why = f"{offline_variable} is set" if offline_variable else f"{_endpoint().hostname} can't be reached"
     found = f"{source!r}, which is neither a folder nor in the cache, and {why}"
     path = Path(source).expanduser()
     near = get_close_matches(path.name, os.listdir(path.parent), n=1) if path.parent.is_dir() else []

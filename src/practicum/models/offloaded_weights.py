@@ -37,11 +37,11 @@ def take_weights(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) 
     A model with an adapter takes the adapter's alone: its base is what was loaded.
     Names and shapes are checked before anything is changed. A tied weight may come under any of its names.
     """
-    given, own = dict(weights), named_tensors(model)
-    _check_names(given, own)
-    _check_tied(given, own)
+    new_tensors, own = dict(weights), named_tensors(model)
+    _check_names(new_tensors, own)
+    _check_tied(new_tensors, own)
     with torch.no_grad():
-        for name, tensor in given.items():
+        for name, tensor in new_tensors.items():
             if not _is_same_memory(tensor, own[name]):
                 own[name].copy_(tensor)
 

@@ -168,8 +168,8 @@ def lasting_id(file: Path) -> str:
 def require_trackers(recipe: Recipe) -> None:
     """The trackers that the recipe asks for are installed, or a MissingExtraError names the extra."""
     track = recipe.track
-    asked = {"tensorboard": track.tensorboard, "wandb": track.wandb, "trackio": track.trackio}
-    for name in (name for name, wanted in asked.items() if wanted):
+    switches = {"tensorboard": track.tensorboard, "wandb": track.wandb, "trackio": track.trackio}
+    for name in (name for name, is_on in switches.items() if is_on):
         try:
             importlib.import_module(name)
         except ImportError as error:

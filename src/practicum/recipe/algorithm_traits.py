@@ -97,5 +97,5 @@ def _traits(kind: str, name: str, builtin: Mapping[str, Traits], silent: Traits)
 def readers(option: str) -> list[str]:
     """Estimators or losses that read an option of `algorithm`."""
     return sorted(
-        name for table in (ESTIMATORS, LOSSES) for name, one in table.items() if option in one.reads
+        name for table in (ESTIMATORS, LOSSES) for name, traits in table.items() if option in traits.reads
     )

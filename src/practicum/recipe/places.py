@@ -173,8 +173,10 @@ def _walk(data: Any, steps: Sequence[str], path: str) -> Iterator[tuple[Any, Any
 
 
 def _matches(path: str, pattern: str) -> bool:
-    steps, wanted = path.split("."), pattern.split(".")
-    return len(steps) == len(wanted) and all(w in ("*", s) for s, w in zip(steps, wanted, strict=True))
+    steps, pattern_steps = path.split("."), pattern.split(".")
+    return len(steps) == len(pattern_steps) and all(
+        w in ("*", s) for s, w in zip(steps, pattern_steps, strict=True)
+    )
 
 
 def _short(path: Path) -> str:

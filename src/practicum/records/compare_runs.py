@@ -61,7 +61,7 @@ def compare_runs(one: Path, two: Path) -> Comparison:
     them, so that the first difference is the nearest to its cause. Times are not compared.
     """
     runs = one, two
-    recipe = _recipe_differences(*(_flat(_recipe(run)) for run in runs))
+    recipe = dict(_recipe_differences(*(_recipe(run) for run in runs)))
     records = Record(one), Record(two)
     metrics = _metrics(one), _metrics(two)
     notes = _notes(runs, records)
@@ -124,17 +124,15 @@ def _recipe(run: Path) -> dict[str, Any]:
     return recipe
 
 
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
-    """Values by their whole keys; lists are values."""
-    if not isinstance(value, dict) or not value:
-        return {path: value}
-    inner = (_flat(one, f"{path}.{name}" if path else str(name)) for name, one in value.items())
-    return {key: found for part in inner for key, found in part.items()}
-
-
-def _recipe_differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    keys = [*one, *(key for key in two if key not in one)]
-    return {key: (one.get(key), two.get(key)) for key in keys if one.get(key) != two.get(key)}
+def _recipe_differences(one: Any, two: Any, path: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Whole keys with both values; a section that only one recipe has is one value."""
+    if isinstance(one, dict) and isinstance(two, dict):
+        for name in dict.fromkeys([*one, *two]):
+            yield from _recipe_differences(
+                one.get(name), two.get(name), f"{path}.{name}" if path else str(name)
+            )
+    elif one != two:
+        yield path, (one, two)
 
 
 def _metrics(run: Path) -> dict[int, dict[str, Any]]:
@@ -226,5 +224,7 @@ def _is_compared(found: Difference) -> bool:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, dict):  # a section that one recipe has: what is not set says nothing
+        value = {name: one for name, one in value.items() if one is not None}
     text = json.dumps(value, ensure_ascii=False, default=str) if not isinstance(value, str) else value
     return text if len(text) <= 100 else f"{text[:99]}…"

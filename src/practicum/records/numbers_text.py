@@ -68,7 +68,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return {"dtype": str(value.dtype).removeprefix("torch."), "values": value.tolist()}
     if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return value

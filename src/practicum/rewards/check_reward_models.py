@@ -61,9 +61,9 @@ def _check_context(path: str, spec: RewardModel, student: PreTrainedTokenizerBas
         return
     needed, parts = longest, f"prompt and answer of {longest} tokens"
     if spec.kind == "judge":
-        asked = len(tokenizer.encode(_bare(spec.prompt)))
-        needed += asked + spec.max_new_tokens
-        parts += f" + {asked} of the question + {spec.max_new_tokens} of the reply"
+        template_tokens = len(tokenizer.encode(_bare(spec.prompt)))
+        needed += template_tokens + spec.max_new_tokens
+        parts += f" + {template_tokens} of the question + {spec.max_new_tokens} of the reply"
     if needed > context:
         advice = "use a model with a longer context, or shorten prompts, answers or the question"
         raise RecipeError(f"{path}.model", f"{parts} = {needed}", f"at most its context of {context}", advice)

@@ -39,15 +39,15 @@ GIB = 2**30
 def probe_servers(recipe: Recipe, vocab: int, longest: Mapping[str, int]) -> list[str]:
     """Whether teachers behind URLs can do what the recipe asks, each for its longest sequence in tokens."""
     distill = recipe.distill
-    wanted = ScoreOptions(top_k=distill.top_k if distill is not None and distill.signal == "top_k" else 0)
+    options = ScoreOptions(top_k=distill.top_k if distill is not None and distill.signal == "top_k" else 0)
     findings = []
     for name, teacher in recipe.teachers.items():
         if teacher.url is None:
             continue
         with closing(RemoteTeacher(name, teacher)) as place:
-            asked = probe_teacher(place, wanted, vocab, longest[name])
+            probe = probe_teacher(place, options, vocab, longest[name])
             run_async(
-                asked, timeout=teacher.deadline_s, owner=f"the probe of teacher {name} at {teacher.url}"
+                probe, timeout=teacher.deadline_s, owner=f"the probe of teacher {name} at {teacher.url}"
             )
         findings.append(f"teacher {name}: {teacher.url} scores prompts, twice the same")
     return findings

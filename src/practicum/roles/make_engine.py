@@ -30,41 +30,44 @@ Weights = Iterable[tuple[str, Tensor]]
 def describe_engines(*parts: Engine | TeacherPlace) -> list[str]:
     """What there is to say of those with their own process, and of devices other than the CPU; and warnings:
     of more threads than the machine has cores, and of a torch engine whose numbers depend on its batch."""
-    told: list[str] = []
+    lines: list[str] = []
     elsewhere: list[str] = []
     depends: list[str] = []
     at_once = torch.get_num_threads()
     for part in parts:
         if isinstance(part, ProcessEngine):
             facts = part.process.ready()
-            told.append(part.process.describe())
+            lines.append(part.process.describe())
             at_once += facts.threads
             if not facts.invariant:
-                depends.append(_depends("cpu", facts.dtype))
+                depends.append(_depends("cpu", facts.dtype, alone=facts.alone))
         if isinstance(part, TorchEngine) and part.runner.device.type != "cpu":
             elsewhere.append(describe_device(part.runner.device))
         if isinstance(part, TorchEngine) and not part.runner.invariant:
-            depends.append(_depends(part.runner.device.type, str(part.runner.model.dtype)))
+            runner = part.runner
+            depends.append(_depends(runner.device.type, str(runner.model.dtype), alone=part.alone))
         elif isinstance(part, VllmEngine):
-            told.append(part.describe())
+            lines.append(part.describe())
         elif isinstance(part, VllmTeacher):
-            told += part.describe()
+            lines += part.describe()
             at_once += 0 if part.sleeps else sum(engine.facts.threads for engine in part.engines)
     cores = os.cpu_count() or 1
-    if told and at_once > cores:
-        told.append(
+    if lines and at_once > cores:
+        lines.append(
             f"{at_once} threads may work at once on {cores} cores, and slow each other down: lower "
             "runtime.threads or vllm.threads"
         )
-    return elsewhere + told + depends
+    return elsewhere + lines + depends
 
 
-def _depends(device: str, dtype: str) -> str:
+def _depends(device: str, dtype: str, *, alone: bool) -> str:
     kind = f"{device}, {dtype.removeprefix('torch.')}"
-    return (
-        f"logprobs depend in their last bits on what else is in the engine's batch ({kind}): two runs whose "
-        "sessions have several turns are equal up to rounding only"
+    so = (
+        "each is computed alone, so that runs repeat (rollout.repeatable: false is faster)"
+        if alone
+        else "two runs whose sessions have several turns are equal up to rounding only"
     )
+    return f"logprobs depend in their last bits on what else is in the engine's batch ({kind}): {so}"
 
 
 def make_engine(recipe: Recipe, model: PreTrainedModel, weights: Callable[[], tuple[Weights, int]]) -> Engine:
@@ -125,4 +128,10 @@ def _load_engines(recipe: Recipe) -> list[TorchEngine]:
 
 def _torch_engine(recipe: Recipe, model: PreTrainedModel) -> TorchEngine:
     rollout, context = recipe.rollout, rollout_context(recipe, context_length(model))
-    return TorchEngine(model, slots=rollout.slots, context=context, keep_tokens=rollout.keep_tokens)
+    return TorchEngine(
+        model,
+        slots=rollout.slots,
+        context=context,
+        keep_tokens=rollout.keep_tokens,
+        repeatable=rollout.repeatable,
+    )

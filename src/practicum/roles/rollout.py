@@ -417,7 +417,9 @@ class SessionRunner:
         }
         if set(VISION_FIELDS) <= set(fields):
             pictures = [t.images for t in trajectories]
-            put["multi_modal_inputs"] = [{} if one is None else one.as_inputs() for one in pictures]
+            put["multi_modal_inputs"] = [
+                {} if picture is None else picture.as_inputs() for picture in pictures
+            ]
             places = [sequence_positions(self.config, t.ids(), t.images) for t in trajectories]
             put["position_ids"] = Ragged.from_rows(places)
         return put

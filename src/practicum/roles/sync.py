@@ -25,8 +25,8 @@ class SyncProbe:
 
     def __init__(self, recipe: Recipe, watch: Watch) -> None:
         self._watch = watch
-        given = recipe.checks.fingerprint_max
-        self._limit = _LIMITS.get(recipe.model.dtype, _LIMIT) if given is None else given
+        most = recipe.checks.fingerprint_max
+        self._limit = _LIMITS.get(recipe.model.dtype, _LIMIT) if most is None else most
         self._before: dict[int, tuple[Sequence[float], Sequence[float]]] = {}
 
     @property

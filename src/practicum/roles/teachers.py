@@ -159,14 +159,16 @@ class TeacherRole:
         rows = self._rows(batch, columns, step.prompts)
         scores: dict[int, Scores] = {}
         for names, places in self._by_model(batch):
-            asked = [(batch.tags[i].teacher or "", rows[i]) for i in places]
+            rows_of_teachers = [(batch.tags[i].teacher or "", rows[i]) for i in places]
             with (
                 stage_span(self.store, "teachers", step.number, ", ".join(names), len(places)),
                 self.loaded.awake(names[0]),
             ):
-                work = gather_all(self.loaded.places[who].score(row, self.options) for who, row in asked)
+                work = gather_all(
+                    self.loaded.places[who].score(row, self.options) for who, row in rows_of_teachers
+                )
                 found = self._in_time(names, work, len(places))
-            for (who, row), score in zip(asked, found, strict=True):
+            for (who, row), score in zip(rows_of_teachers, found, strict=True):
                 self._check(who, [row], [score])
             scores.update(zip(places, found, strict=True))
         return self._columns([scores[i] for i in range(len(batch))])

@@ -218,5 +218,5 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         yield error
         return
     assert isinstance(error, BaseExceptionGroup)
-    for one in error.exceptions:
-        yield from _causes(one)
+    for cause in error.exceptions:
+        yield from _causes(cause)

@@ -200,8 +200,8 @@ class Session:
 
     def room_after(self, new: New | None) -> int:
         """Tokens that `generate` would have for a turn after this; below 1, there is no room for it."""
-        trajectory, given, _ = self._go_on(new)
-        return self.context - len(trajectory) - len(given)
+        trajectory, new_ids, _ = self._go_on(new)
+        return self.context - len(trajectory) - len(new_ids)
 
     async def generate(
         self,
@@ -219,13 +219,15 @@ class Session:
         if self._busy:
             raise SessionError("a session takes one turn at a time: fork() it to sample side by side")
         # What an engine can't read would fail in it for all sessions: it is this loop's error here.
-        wanted = self.sampling.max_new_tokens if max_new_tokens is None else operator.index(max_new_tokens)
-        if wanted < 1:
-            raise SessionError(f"max_new_tokens is {wanted}, expected 1 or more")
+        most_tokens = (
+            self.sampling.max_new_tokens if max_new_tokens is None else operator.index(max_new_tokens)
+        )
+        if most_tokens < 1:
+            raise SessionError(f"max_new_tokens is {most_tokens}, expected 1 or more")
         stops = self.sampling.stop if stop is None else frozenset(map(operator.index, stop))
         self._busy = True
         try:
-            return await self._take_turn(new, wanted, stops)
+            return await self._take_turn(new, most_tokens, stops)
         finally:
             self._busy = False
 
@@ -258,10 +260,10 @@ class Session:
         """Open a context and continue with it: the prompt's, or another one as text, messages or tokens."""
         if context is None:
             return self._open(self._of_tokens(self.start.ids))
-        said: str | list[Any] = context if isinstance(context, str) else list(context)
-        if (ids := self._as_ids(said)) is not None:
+        content: str | list[Any] = context if isinstance(context, str) else list(context)
+        if (ids := self._as_ids(content)) is not None:
             return self._open(self._of_tokens(ids))
-        messages = [user(said)] if isinstance(said, str) else said
+        messages = [user(content)] if isinstance(content, str) else content
         known = len(self.opening) if begins_with(messages, self.opening) else 0
         return self._open(self._of_messages([*messages[:known], *check_messages(messages[known:])]))
 
@@ -281,23 +283,23 @@ class Session:
         """All that the model wrote, for people and checkers."""
         return "".join(self.said(trajectory))
 
-    async def _take_turn(self, new: New | None, wanted: int, stop: frozenset[int]) -> ModelTurn:
-        trajectory, given, messages = self._go_on(new)
-        room = self.context - len(trajectory) - len(given)
+    async def _take_turn(self, new: New | None, most_tokens: int, stop: frozenset[int]) -> ModelTurn:
+        trajectory, new_ids, messages = self._go_on(new)
+        room = self.context - len(trajectory) - len(new_ids)
         if room < 1:
             await asyncio.sleep(0)  # an endless loop lets others work, and its deadline pass
             self.trajectory.finish = "context"
             return ModelTurn([], "context", self.tokenizer)
         if trajectory is not self.trajectory:
             self._open(trajectory)
-        trajectory.add_given(given)
+        trajectory.add_given(new_ids)
         if messages is not None:
             trajectory.messages, trajectory.turn_start = messages, len(trajectory)
         counter = Counter(self._seed, self.prompt.uid, self.index, self._next_turn())
-        sampling = replace(self.sampling, max_new_tokens=min(wanted, room), stop=stop)
+        sampling = replace(self.sampling, max_new_tokens=min(most_tokens, room), stop=stop)
         generation = await self._policy.next(trajectory, sampling, counter, self)
         trajectory.add_sampled(generation)
-        cut = generation.finish == "length" and room < wanted
+        cut = generation.finish == "length" and room < most_tokens
         finish = "context" if cut else generation.finish
         trajectory.finish = finish
         tokens = generation.tokens.tolist()
@@ -308,14 +310,14 @@ class Session:
         now = self.trajectory
         if new is None:
             return now, [], None
-        said: str | list[Any] = new if isinstance(new, str) else list(new)
-        if (ids := self._as_ids(said)) is not None:
+        content: str | list[Any] = new if isinstance(new, str) else list(new)
+        if (ids := self._as_ids(content)) is not None:
             return now, ids, None
-        added = [user(said)] if isinstance(said, str) else check_messages(said)
+        added = [user(content)] if isinstance(content, str) else check_messages(content)
         written = self._written()
         messages = [*now.messages, *written.messages(), *added]
-        if isinstance(said, str) and self.start.messages is None:
-            return now, tokenise(self.tokenizer, said), messages
+        if isinstance(content, str) and self.start.messages is None:
+            return now, tokenise(self.tokenizer, content), messages
         text = self._format.extend(now.messages, written, added)
         if text is not None:
             return now, tokenise(self.tokenizer, text), messages

@@ -42,12 +42,12 @@ def share_places(weights: Sequence[float]) -> list[int]:
     if sum(whole) <= _MOST_PLACES:
         return whole
     places = max(_MOST_PLACES, len(weights))
-    wanted = [share * places / sum(exact) for share in exact]
-    counts = [max(1, int(share)) for share in wanted]
+    exact_places = [share * places / sum(exact) for share in exact]
+    counts = [max(1, int(share)) for share in exact_places]
     while (missing := places - sum(counts)) != 0:
         step = 1 if missing > 0 else -1
         movable = [i for i, count in enumerate(counts) if step > 0 or count > 1]
-        furthest = max(movable, key=lambda i: step * (wanted[i] - counts[i]))
+        furthest = max(movable, key=lambda i: step * (exact_places[i] - counts[i]))
         counts[furthest] += step
     return counts
 

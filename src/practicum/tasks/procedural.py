@@ -62,8 +62,8 @@ class Option:
             or ends[0] > ends[-1]
         ):
             shape = "[min, max] or one whole number" if self.is_span else "a whole number"
-            wanted = f"{shape} between {self.least} and {self.most}"
-            raise RecipeError(path, repr(value), wanted, self.about)
+            expected = f"{shape} between {self.least} and {self.most}"
+            raise RecipeError(path, repr(value), expected, self.about)
         return (ends[0], ends[-1]) if self.is_span else ends[0]
 
 

@@ -105,8 +105,8 @@ class RewardFunctions:
                     parts[i][function.name] = outcome.value
                     totals[i] += function.spec.weight * outcome.value
                 else:
-                    said = f"reward {function.name} {outcome.failure}{place(outcome.error)}"
-                    failures[i] = failures[i] or CallResult(failure=said, error=outcome.error)
+                    sentence = f"reward {function.name} {outcome.failure}{place(outcome.error)}"
+                    failures[i] = failures[i] or CallResult(failure=sentence, error=outcome.error)
         return [
             RewardResult(total, part) if failure is None else _unjudged(part, failure)
             for total, part, failure in zip(totals, parts, failures, strict=True)

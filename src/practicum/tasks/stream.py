@@ -223,7 +223,9 @@ def eval_prompts(
             drawn = [draw_row(source, index) for index in used[:rows]]
         else:
             continue
-        prompts.extend(to_prompt(uid, name, task, one) for uid, one in enumerate(drawn, start=len(prompts)))
+        prompts.extend(
+            to_prompt(uid, name, task, example) for uid, example in enumerate(drawn, start=len(prompts))
+        )
     return prompts
 
 

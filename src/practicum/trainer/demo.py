@@ -100,9 +100,9 @@ def shortfalls(rows: Rows) -> list[str]:
         sentences.append(f"the base model's mean is {base['mean']:.2f}, not in {low} to {high}")
     specialists = {domain: rows[f"specialist {domain}"] for domain in base if domain != "mean"}
     for domain, row in specialists.items():
-        reached, wanted = row[domain], min(base[domain] + RISE, CEILING)
-        if reached < wanted:
-            sentences.append(f"the specialist of {domain} reaches {reached:.2f}, not {wanted:.2f}")
+        reached, goal = row[domain], min(base[domain] + RISE, CEILING)
+        if reached < goal:
+            sentences.append(f"the specialist of {domain} reaches {reached:.2f}, not {goal:.2f}")
         if way.get(domain, 1.0) < OF_THE_WAY:
             sentences.append(f"the student comes {way[domain]:.2f} of the way on {domain}, not {OF_THE_WAY}")
     if student["mean"] <= max(row["mean"] for row in specialists.values()):

@@ -118,15 +118,15 @@ def _unmet(requirements: Iterable[str]) -> Iterator[str]:
     """Of what practicum needs: what is missing or too old; of its extras: what is there and too old."""
     for text in requirements:
         try:
-            wanted = Requirement(text)
+            requirement = Requirement(text)
         except InvalidRequirement:
             continue
-        optional = wanted.marker is not None and not wanted.marker.evaluate({"extra": ""})
-        version = _installed(wanted.name)
+        optional = requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
+        version = _installed(requirement.name)
         if version is None and not optional:
-            yield f"{wanted.name} is missing, expected {wanted.specifier}"
-        elif version is not None and not wanted.specifier.contains(version, prereleases=True):
-            yield f"{wanted.name} is {version}, expected {wanted.specifier}"
+            yield f"{requirement.name} is missing, expected {requirement.specifier}"
+        elif version is not None and not requirement.specifier.contains(version, prereleases=True):
+            yield f"{requirement.name} is {version}, expected {requirement.specifier}"
 
 
 def _installed(name: str) -> str | None:
@@ -148,14 +148,14 @@ def _steps(dtype: str, **sections: Mapping[str, Any]) -> tuple[Result, str]:
         rows = [row for row in run.metrics if row["step"]]
     seconds, gap = time.perf_counter() - began, max(row["train/gap_max"] for row in rows)
     norms = [row["train/grad_norm"] for row in rows]
-    told = f"2 steps in {seconds:.1f} s; logprobs of engine and learner differ by {gap:.2g} at most"
+    summary = f"2 steps in {seconds:.1f} s; logprobs of engine and learner differ by {gap:.2g} at most"
     if not all(math.isfinite(norm) and norm > 0 for norm in norms):
-        return "wrong", f"{told}; gradient norms are {norms}, expected numbers above 0"
+        return "wrong", f"{summary}; gradient norms are {norms}, expected numbers above 0"
     if gap > _GAP[dtype]:
-        return "wrong", f"{told}, expected {_GAP[dtype]:g}"
+        return "wrong", f"{summary}, expected {_GAP[dtype]:g}"
     if "depend in their last bits" in log:
-        return "note", f"{told}; a token's last bits depend on its batch here (docs/rollout.md)"
-    return "ok", f"{told}; a token's bits are the same in any batch"
+        return "note", f"{summary}; a token's last bits depend on its batch here (docs/rollout.md)"
+    return "ok", f"{summary}; a token's bits are the same in any batch"
 
 
 def _vllm() -> tuple[Result, str]:

@@ -96,8 +96,8 @@ def evaluate_recipe(
     if model is not None:
         loaded = replace(loaded, recipe=_with_model(loaded.recipe, model))
     elif (trained := folder_of(loaded.recipe)).is_used:
-        told = f"the model that the recipe starts from; --model {trained.path} is the one it trained"
-        say(told, console)
+        hint = f"the model that the recipe starts from; --model {trained.path} is the one it trained"
+        say(hint, console)
     loaded, taken = resolve_models(loaded)
     for sentence in taken:
         say(sentence, console)

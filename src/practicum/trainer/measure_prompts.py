@@ -46,16 +46,16 @@ class PromptLengths:
     def findings(self, context: int) -> list[str]:
         """What was measured, in sentences."""
         fits = f"{self.prompt} tokens + answer {self.answer} ≤ {context}"
-        told = [f"context: longest of {self.count:,} prompts {fits}"]
+        sentences = [f"context: longest of {self.count:,} prompts {fits}"]
         for path, rows in self.left_out.items():
-            told.append(f"too long: {len(rows):,} rows of {path} are left out (too_long: skip)")
+            sentences.append(f"too long: {len(rows):,} rows of {path} are left out (too_long: skip)")
         if self.cut:
-            told.append(f"too long: {self.cut:,} prompts lose their beginning (too_long: cut)")
+            sentences.append(f"too long: {self.cut:,} prompts lose their beginning (too_long: cut)")
         for name, (shared, count) in self.shared.items():
             if shared:
                 which = f"{shared:,} of its {count:,} different evaluation prompts are trained on too"
-                told.append(f"tasks.{name}: {which}: its scores are not of held-out prompts")
-        return told
+                sentences.append(f"tasks.{name}: {which}: its scores are not of held-out prompts")
+        return sentences
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,20 +138,20 @@ def check_without_models(recipe: Recipe) -> Preflight:
 
 def require_extras(recipe: Recipe) -> None:
     """The optional packages that the recipe needs are installed, or a MissingExtraError names the extra."""
-    wanted: list[tuple[str, str, str]] = []
+    extras: list[tuple[str, str, str]] = []
     if on_ray(recipe):  # vLLM must be where its actors are, which may not be here
-        wanted.append(("runtime.kind: ray", "ray", "ray"))
+        extras.append(("runtime.kind: ray", "ray", "ray"))
         if recipe.runtime.store.kind == "transferqueue":
-            wanted.append(("runtime.store.kind: transferqueue", "transfer_queue", "ray"))
+            extras.append(("runtime.store.kind: transferqueue", "transfer_queue", "ray"))
     else:
         engines = {f"teachers.{name}": teacher.engine for name, teacher in recipe.teachers.items()}
         engines |= {"rollout": recipe.rollout.engine}
-        wanted += [(f"{path}.engine: vllm", "vllm", "vllm") for path, e in engines.items() if e == "vllm"]
+        extras += [(f"{path}.engine: vllm", "vllm", "vllm") for path, e in engines.items() if e == "vllm"]
     if recipe.model.lora is not None:
-        wanted.append(("model.lora", "peft", "lora"))
+        extras.append(("model.lora", "peft", "lora"))
     adapted = [name for name, teacher in recipe.teachers.items() if teacher.adapter is not None]
-    wanted += [(f"teachers.{name}.adapter", "peft", "lora") for name in adapted[:1]]
-    for what, module, extra in wanted:
+    extras += [(f"teachers.{name}.adapter", "peft", "lora") for name in adapted[:1]]
+    for what, module, extra in extras:
         if importlib.util.find_spec(module) is None:
             raise MissingExtraError(what, extra)
     require_trackers(recipe)
@@ -279,5 +279,5 @@ def _sizes(recipe: Recipe, found: Preflight) -> list[str]:
     except RecipeError:  # a config whose sizes are not known
         return lines
     largest = max(memory.parts, key=lambda part: memory.parts[part])
-    told = f"about {memory.total / GIB:.2f} GiB, most of it {largest}; `practicum plan` shows the rest"
-    return [*lines, f"memory: {told}"]
+    summary = f"about {memory.total / GIB:.2f} GiB, most of it {largest}; `practicum plan` shows the rest"
+    return [*lines, f"memory: {summary}"]

@@ -142,12 +142,12 @@ def _changed(resolved: dict[str, Any], overrides: Sequence[str]) -> tuple[Recipe
     try:
         return _here(load_recipe(resolved, overrides).recipe), []
     except RecipeErrors as found:
-        asked = {text.partition("=")[0].strip() for text in overrides}
-        dropped = [e.path for e in found.errors if e.path not in asked and _drop(resolved, e.path)]
+        changed_keys = {text.partition("=")[0].strip() for text in overrides}
+        dropped = [e.path for e in found.errors if e.path not in changed_keys and _drop(resolved, e.path)]
         if len(dropped) < len(found.errors):
             raise
-    told = [f"{key} is as by default: the run's value does not go with --set" for key in dropped]
-    return _here(load_recipe(resolved, overrides).recipe), told
+    notes = [f"{key} is as by default: the run's value does not go with --set" for key in dropped]
+    return _here(load_recipe(resolved, overrides).recipe), notes
 
 
 def _drop(resolved: dict[str, Any], path: str) -> bool:
@@ -232,7 +232,7 @@ def _tags(row: RowSummary) -> Tags:
 
 def _with_nan(value: Any) -> Any:
     if isinstance(value, list):
-        return [_with_nan(one) for one in value]
+        return [_with_nan(item) for item in value]
     return float("nan") if value is None else value
 
 
@@ -241,8 +241,8 @@ def _object(value: Any) -> Any:
     if isinstance(value, dict) and value.keys() == {"dtype", "values"}:
         return torch.tensor(value["values"], dtype=getattr(torch, value["dtype"]))
     if isinstance(value, dict):
-        return {name: _object(one) for name, one in value.items()}
-    return [_object(one) for one in value] if isinstance(value, list) else value
+        return {name: _object(item) for name, item in value.items()}
+    return [_object(item) for item in value] if isinstance(value, list) else value
 
 
 def _learn(

@@ -253,9 +253,9 @@ class Trainer:
 
     def _is_good_enough(self) -> bool:
         """Whether the last evaluation reached eval.stop_at."""
-        wanted = self.recipe.eval.stop_at
+        goal = self.recipe.eval.stop_at
         scores = self.progress.last_eval or self.progress.first_eval
-        return wanted is not None and scores.get("eval/greedy", -math.inf) >= wanted
+        return goal is not None and scores.get("eval/greedy", -math.inf) >= goal
 
     def _is_best(self, metrics: dict[str, float]) -> bool:
         name = best_metric(self.recipe)

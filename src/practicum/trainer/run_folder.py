@@ -272,7 +272,7 @@ def follow_umask(folder: Path) -> None:
     mode = probe.stat().st_mode & 0o666
     probe.unlink()
     for path in [folder, *folder.rglob("*")]:
-        wanted = mode | (mode & 0o444) >> 2 if path.is_dir() else mode
+        new_mode = mode | (mode & 0o444) >> 2 if path.is_dir() else mode
         held = path.stat().st_mode
-        if held & 0o777 != wanted:
-            path.chmod(held & 0o7000 | wanted)
+        if held & 0o777 != new_mode:
+            path.chmod(held & 0o7000 | new_mode)

@@ -73,8 +73,8 @@ class Saver:
             self._failed = mark.progress.step
             if (trouble := machine_trouble(error)) is None:
                 raise
-            said = f"no checkpoint of step {mark.progress.step} could be written: {trouble}"
-            raise PracticumError(said) from error
+            sentence = f"no checkpoint of step {mark.progress.step} could be written: {trouble}"
+            raise PracticumError(sentence) from error
         self._saved_at = time.monotonic()
         self.folder.log(f"checkpoint {path.name} in {time.perf_counter() - began:.2f} s")
 

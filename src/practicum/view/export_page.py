@@ -27,7 +27,7 @@ COMPARED = 4
 """Runs that are compared with each other at most."""
 _PLAIN = "!*'()"
 """What browsers leave as it is in a part of an address, besides letters, digits and _.-~."""
-_IMPORT = re.compile(r'(from|import) "\./([\w./]+\.js)"')
+_IMPORT = re.compile(r'(from |import |import\()"\./([\w./]+\.js)"')
 
 
 def export_page(runs: Sequence[RunView], path: Path) -> str:
@@ -126,13 +126,13 @@ def page_text(data: Any) -> str:
 
 
 def _modules() -> list[str]:
-    own = [file.name for file in STATIC.iterdir() if file.name.endswith(".js")]
+    own = [file.name for file in STATIC.iterdir() if file.name.endswith(".js") and file.name != "early.js"]
     return [*sorted(own), "uplot/uPlot.esm.js"]
 
 
 def _module(name: str) -> str:
     """A module as a data URL; it names others by their place in the import map."""
-    return _data_url(_IMPORT.sub(r'\1 "practicum/\2"', _read(name)), "text/javascript")
+    return _data_url(_IMPORT.sub(r'\1"practicum/\2"', _read(name)), "text/javascript")
 
 
 def _read(name: str) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,8 @@ class LineFile:
             return json.loads(file.read(length))
 
 
-def last_rows(path: Path) -> list[dict[str, Any]]:
-    """The whole JSON lines at the end of a file, without reading the rest."""
+def last_rows(path: Path, count: int | None = None) -> list[dict[str, Any]]:
+    """The whole JSON lines at the end of a file, without reading the rest: of the last step, or `count`."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -98,12 +99,46 @@ def last_rows(path: Path) -> list[dict[str, Any]]:
             lines = file.read(TAIL).split(b"\n")
     except FileNotFoundError:
         return []
-    found = []
-    for line in lines[1 if size > TAIL else 0 : -1]:
+    found: list[dict[str, Any]] = []
+    for line in reversed(lines[1 if size > TAIL else 0 : -1]):
         try:
             row = json.loads(line)
         except ValueError:
             continue  # `LineFile` counts it
-        if isinstance(row, dict):
+        if not isinstance(row, dict):
+            continue
+        if len(found) == count or (count is None and found and row.get("step") != found[0].get("step")):
+            break
+        found.append(row)
+    return found[::-1]
+
+
+def find_rows(path: Path, places: Sequence[tuple[int, int]], text: str) -> list[int]:
+    """Numbers of the lines, by their places, in which people read `text`; A to Z are equal to a to z."""
+    wanted = json.dumps(text, ensure_ascii=False)[1:-1].encode("utf-8", "backslashreplace").lower()
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    # The whole file is searched first: few lines are then read as JSON.
+    lower, starts, found, at = data.lower(), [begin for begin, _ in places], [], 0
+    while (at := lower.find(wanted, at)) >= 0:
+        row = bisect_right(starts, at) - 1
+        if row < 0:
+            break
+        begin, length = places[row]
+        said = json.loads(data[begin : begin + length])
+        if any(text.casefold() in one.casefold() for one in _texts(said)):
             found.append(row)
+        at = max(at + 1, begin + length)
     return found
+
+
+def _texts(line: Mapping[str, Any]) -> Iterator[str]:
+    """What people read of a session: all its turns."""
+    for name in ("prompt", "response", "expected", "failure"):
+        if (text := line.get(name)) is not None:
+            yield str(text)
+    for one in line.get("trajectories") or ():
+        yield one["prompt"]
+        yield from (span["text"] for span in one["spans"])

@@ -13,8 +13,8 @@ import numpy as np
 
 from practicum.trainer.step_metrics import METRICS
 
-POINTS = 600
-"""Points of a curve that are sent at most: about one for each pixel of a wide chart's half."""
+POINTS = 300
+"""Points of a curve that are sent at most: about one for each pixel of a chart."""
 
 
 @lru_cache(4096)
@@ -106,8 +106,13 @@ def thin(steps: np.ndarray, values: np.ndarray, points: int) -> dict[str, Any]:
     counts = np.diff(np.append(edges, len(steps)))
     return {
         "steps": steps[edges + counts // 2].astype(int).tolist(),
-        "values": (np.add.reduceat(values, edges) / counts).tolist(),
-        "low": np.minimum.reduceat(values, edges).tolist(),
-        "high": np.maximum.reduceat(values, edges).tolist(),
+        "values": _rounded(np.add.reduceat(values, edges) / counts),
+        "low": _rounded(np.minimum.reduceat(values, edges)),
+        "high": _rounded(np.maximum.reduceat(values, edges)),
         "odd": odd,
     }
+
+
+def _rounded(values: np.ndarray) -> list[float]:
+    """Points that stand for several values: as many digits as anybody can see, and half the bytes."""
+    return [float(f"{value:.6g}") for value in values.tolist()]

@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from practicum.dataplane.fields import FIELDS
-from practicum.records.read_record import Record, RecordedRow, RowSummary
+from practicum.records.read_record import Record, RecordedRow, RowSummary, StageSpan
 from practicum.records.record_files import TRACED
 from practicum.view.token_texts import TokenTexts
 
 TOP_K = 8
 """Most likely tokens that are sent of each place."""
+NEIGHBOURS = 8
+"""Steps before and after one whose stages may run at the same time."""
+MEANWHILE = 0.01
+"""Part of a step's time by which a stage of another one must overlap: clocks of machines differ."""
 _STUDENT = ("learner_logprobs", "old_logprobs", "plain_logprobs", "rollout_logprobs")
 """Columns that hold the student's logprobs, the best first."""
 
@@ -74,9 +78,30 @@ def token_page(
 
 
 def step_page(record: Record | None, run: Path, step: int) -> dict[str, Any]:
-    """A step: its stages as every process ran them, and the plan."""
-    spans = [] if record is None else [asdict(span) for span in record.stages(step)]
+    """A step: its stages as every process ran them, what ran of other steps meanwhile, and the plan."""
+    spans = [] if record is None else [asdict(span) for span in stages_around(record, step)]
     return {"step": step, "spans": spans, "plan": _plan(run)}
+
+
+def stages_around(record: Record, step: int) -> list[StageSpan]:
+    """The stages of a step, and those of its neighbours that ran at the same time, as with a lag."""
+    own = record.stages(step)
+    if not own:
+        return []
+    began, ended = min(span.began for span in own), max(_end(span) for span in own)
+    least = MEANWHILE * (ended - began)
+    near = [one for one in range(step - NEIGHBOURS, step + NEIGHBOURS + 1) if one != step]
+    others = [
+        span
+        for one in near
+        for span in record.stages(one)
+        if min(_end(span), ended) - max(span.began, began) > least
+    ]
+    return [*own, *others]
+
+
+def _end(span: StageSpan) -> float:
+    return span.began + span.seconds
 
 
 def _plan(run: Path) -> dict[str, Any] | None:

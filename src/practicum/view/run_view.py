@@ -14,13 +14,14 @@ from typing import Any
 import yaml
 
 from practicum.records.read_record import Record
-from practicum.view.advisories import Evidence, advisories, gradient_shares
+from practicum.view.advisories import Evidence, advisories
 from practicum.view.expected_band import expected_band
-from practicum.view.line_files import LineFile, last_rows
+from practicum.view.line_files import LineFile, find_rows, last_rows
 from practicum.view.metric_table import POINTS, MetricTable, about_metric
 from practicum.view.recorded_pages import session_rows, step_page, token_page, trajectory_tree
 from practicum.view.run_state import read_versions, run_state, version_problem
 from practicum.view.session_table import SessionTable, group_of
+from practicum.view.teacher_page import teacher_page, trained_in
 from practicum.view.token_texts import TokenTexts, tokenizer_file
 
 LOG_BYTES = 400_000
@@ -30,7 +31,7 @@ PREVIEW = 400
 RECENT = 20
 """Steps whose mean duration tells how long the rest will take."""
 TIMED = 200
-"""Steps whose times a forecast is compared with."""
+"""Steps whose times a forecast is compared with, and answers whose prompts it takes the length of."""
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 LEVELS = ("error", "warn", "off")
 
@@ -40,12 +41,15 @@ class RunView:
 
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.id = path, name
+        self.others: Sequence[RunView] = ()
+        """All runs that are open here."""
         self.metrics = MetricTable()
         self.sessions = {"samples": SessionTable(), "eval": SessionTable()}
         self.lock = threading.RLock()
         self._record: Record | None = None
         self._token_texts: TokenTexts | None = None
         self._recipe: tuple[Any, dict[str, Any]] = (None, {})
+        self._forecast: tuple[Any, dict[str, Any]] = (None, {})
         self._files = {
             "metrics": LineFile(
                 path / "metrics.jsonl", lambda row, *_: self.metrics.add(row), self.metrics.clear
@@ -68,8 +72,18 @@ class RunView:
 
     def label(self) -> dict[str, Any]:
         """What a list of runs says of this one; reads no metrics."""
-        name = str(self.recipe().get("name") or self.path.name)
-        return {"id": self.id, "name": name, "path": str(self.path)}
+        return {"id": self.id, "name": self._recipe_name() or self.path.name, "path": str(self.path)}
+
+    def _recipe_name(self) -> str:
+        """The name alone: of many runs, reading whole recipes takes longer than all else."""
+        try:
+            with (self.path / "recipe.yaml").open(encoding="utf-8") as file:
+                line = next((line for line in file if line.startswith("name:")), "")
+            found = yaml.load(line, Loader=_LOADER)
+        except (OSError, ValueError, yaml.YAMLError):
+            found = None
+        named = found if isinstance(found, dict) else self.recipe()
+        return str(named.get("name") or "")
 
     def info(self) -> dict[str, Any]:
         """What the page needs of the run that it shows before anything else."""
@@ -155,8 +169,7 @@ class RunView:
 
     def advisories(self, recipe: Mapping[str, Any]) -> list[Any]:
         """What to look at next."""
-        newest = last_rows(self.path / "samples.jsonl")
-        answers = [row for row in newest if row.get("step") == newest[-1].get("step")]
+        answers = last_rows(self.path / "samples.jsonl")
         lines = [line["text"] for line in self.log()["lines"]]
         said = [text.removeprefix("warning: ") for text in lines if text.startswith("warning: ")]
         return advisories(Evidence(self.metrics, recipe, answers, list(dict.fromkeys(said))[-3:]))
@@ -186,6 +199,13 @@ class RunView:
             | {"expected": _shown(line.get("expected"))[:PREVIEW]}
             for row, line in lines.items()
         }
+
+    def search(self, kind: str, text: str) -> list[int]:
+        """Numbers of the rows whose prompt, answer, expected answer or failure has a text, in any case."""
+        self.refresh(kind)
+        with self.lock:
+            places = self.sessions[kind].places
+            return find_rows(self.path / f"{kind}.jsonl", places, text)
 
     def group(self, kind: str, step: int, prompt: int) -> list[dict[str, Any]]:
         """The sessions of a group, whole."""
@@ -243,9 +263,15 @@ class RunView:
         return page | {"metrics": metrics, "steps": [steps[0], steps[-1]] if steps else None}
 
     def forecast(self) -> dict[str, Any]:
-        """Seconds of the stages as forecast and as measured."""
+        """Seconds of the stages as forecast and as measured; made again when there are more steps."""
         self.refresh("metrics")
-        prompts = [row.get("prompt_tokens") for row in last_rows(self.path / "samples.jsonl")]
+        stamp = _size_and_time(self.path / "recipe.yaml"), self.metrics.steps[-1:]
+        if self._forecast[0] != stamp:
+            self._forecast = stamp, self._make_forecast()
+        return self._forecast[1]
+
+    def _make_forecast(self) -> dict[str, Any]:
+        prompts = [row.get("prompt_tokens") for row in last_rows(self.path / "samples.jsonl", TIMED)]
         with self.lock:
             rows = [self.metrics.at(step) for step in self.metrics.steps[-TIMED:]]
         known = [tokens for tokens in prompts if tokens]
@@ -253,9 +279,7 @@ class RunView:
             return {"sentence": "No forecast: it takes the lengths of prompts from recorded answers."}
         from practicum.view.forecast_page import forecast_page  # imports more than all else here
 
-        starts = read_versions(self.path).get("starts") or [{}]
-        directory = Path(str(starts[-1].get("directory") or "."))
-        return forecast_page(self.recipe(), fmean(known), rows, directory)
+        return forecast_page(self.recipe(), fmean(known), rows, self._directory())
 
     def _texts(self) -> TokenTexts | None:
         if self._token_texts is None and (path := tokenizer_file(self.path)) is not None:
@@ -274,31 +298,17 @@ class RunView:
     def teachers(self) -> dict[str, Any]:
         """Targets of shares, and the scores of teachers and student by domain, as far as they are known."""
         self.refresh("metrics")
-        recipe = self.recipe()
-        shares = gradient_shares(self.metrics, recipe)
-        return {
-            "teachers": list(_mapping(recipe.get("teachers"))),
-            "targets": {name: target for name, (_, target, _) in shares.items()},
-            "set": bool(_get(recipe, "route.shares")),
-            "scores": self.scores(),
-        }
+        open_runs = {run.path: run for run in self.others if run is not self}
+        places = trained_in(self.recipe(), self._directory(), open_runs)
+        for place in places.values():
+            open_runs[place].refresh("metrics")
+        trained = {name: open_runs[place].metrics for name, place in places.items()}
+        return teacher_page(self.path, self.recipe(), self.metrics, trained)
 
-    def scores(self) -> dict[str, dict[str, float]]:
-        """Greedy scores by domain: before training and now, or of all models that scores.json has."""
-
-        def by_domain(row: Mapping[str, float]) -> dict[str, float]:
-            prefix = "eval/greedy/"
-            return {n.removeprefix(prefix): v for n, v in row.items() if n.startswith(prefix)}
-
-        found = {"before training": by_domain(self.metrics.at(0)), "student": by_domain(self.metrics.last)}
-        try:
-            others = _mapping(json.loads((self.path / "scores.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            others = {}
-        teachers = _mapping(self.recipe().get("teachers"))
-        known = {str(name): by_domain(row) for name, row in others.items() if isinstance(row, dict)}
-        named = {f"teacher {name}" if name in teachers else name: row for name, row in known.items()}
-        return {name: scores for name, scores in (named or found).items() if scores}
+    def _directory(self) -> Path:
+        """Where the run was started: relative paths of its recipe begin there."""
+        starts = read_versions(self.path).get("starts") or [{}]
+        return Path(str(starts[-1].get("directory") or "."))
 
     def recipe_page(self) -> dict[str, Any]:
         """Every value of the recipe with its origin, changes of resumed runs, and versions."""

@@ -48,7 +48,10 @@ def find_runs(folders: Sequence[Path]) -> list[RunView]:
 def name_runs(folders: Sequence[Path]) -> list[RunView]:
     """Each run with the shortest end of its path that no other has, as a word of an address."""
     paths = list(dict.fromkeys(folder.absolute() for folder in folders))
-    return [RunView(path, _name(path, paths)) for path in paths]
+    runs = [RunView(path, _name(path, paths)) for path in paths]
+    for run in runs:
+        run.others = runs
+    return runs
 
 
 def _name(path: Path, paths: Sequence[Path]) -> str:

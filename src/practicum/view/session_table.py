@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 TEXT_COLUMNS = ("domain", "task", "teacher", "finish")
-NUMBER_COLUMNS = ("step", "prompt", "session", "reward", "advantage", "tokens", "turns", "tool_calls")
+NUMBER_COLUMNS = (
+    *("step", "prompt", "session", "reward", "advantage", "tokens", "turns", "tool_calls"),
+    "version",
+)
 
 
 class SessionTable:
@@ -37,6 +40,7 @@ class SessionTable:
         for name in ("reward", "advantage", "turns", "tool_calls"):
             numbers[name] = _number(row.get(name))
         numbers["tokens"] = _number(row.get("sampled_tokens", row.get("response_tokens")))
+        numbers["version"] = _oldest(row.get("version"))
         texts = {name: str(row.get(name) or "") for name in TEXT_COLUMNS}
         if row.get("failure"):
             texts["finish"] = "failed"
@@ -51,12 +55,13 @@ class SessionTable:
         self.places.append((position, length))
 
     def after(self, count: int) -> dict[str, Any]:
-        """The rows from number `count` on, as the page holds them."""
+        """The rows from number `count` on, as the page holds them; one value stands for a column of it."""
         return {
             "from": count,
             "total": len(self),
+            "rows": max(0, len(self) - count),
             "words": {name: list(words) for name, words in self.words.items()},
-            "columns": {name: column[count:] for name, column in self.columns.items()},
+            "columns": {name: _sent(column[count:]) for name, column in self.columns.items()},
         }
 
     def row_of(self, step: int, prompt: int, session: int) -> int | None:
@@ -68,8 +73,17 @@ class SessionTable:
         return self._groups.get((step, prompt), [])
 
 
+def _sent(column: list[Any]) -> Any:
+    return {"all": column[0]} if len(column) > 1 and column.count(column[0]) == len(column) else column
+
+
 def _number(value: Any) -> float | None:
     return value if isinstance(value, int | float) else None
+
+
+def _oldest(versions: Any) -> float | None:
+    """The oldest weights that sampled a session, of its first and last version."""
+    return _number(versions[0]) if isinstance(versions, list) and versions else None
 
 
 def group_of(row: Mapping[str, Any]) -> tuple[int, int]:

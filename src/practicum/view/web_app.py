@@ -118,8 +118,9 @@ def make_app(runs: Sequence[RunView], token: str, is_ending: Callable[[], bool])
 
         return endpoint
 
-    async def run_list(_: Request) -> Response:
-        return await _answered(lambda: [run.label() for run in runs])
+    async def first(request: Request) -> Response:
+        shown = by_id.get(request.query_params.get("run", ""), runs[0])
+        return await _answered(lambda: {"runs": [run.label() for run in runs], "info": shown.info()})
 
     async def diff(request: Request) -> Response:
         pair = [by_id.get(request.query_params.get(side, "")) for side in ("a", "b")]
@@ -134,7 +135,7 @@ def make_app(runs: Sequence[RunView], token: str, is_ending: Callable[[], bool])
             Route("/", page),
             Route("/static/{name:path}", asset),
             Route("/api/events", events),
-            Route("/api/runs", run_list),
+            Route("/api/first", first),
             Route("/api/diff", diff),
             *asked,
         ],
@@ -160,6 +161,7 @@ ASKED: Mapping[str, Callable[[RunView, Request], Any]] = {
     "/texts": lambda run, request: run.texts(
         _kind(request), [int(r) for r in request.query_params.getlist("row")]
     ),
+    "/search": lambda run, request: run.search(_kind(request), request.query_params["q"]),
     "/newest": lambda run, _: run.newest_group(),
     "/group/{step:int}/{prompt:int}": lambda run, request: run.group(
         _kind(request), request.path_params["step"], request.path_params["prompt"]

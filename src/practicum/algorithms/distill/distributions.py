@@ -36,8 +36,8 @@ def full_divergence(
     Logits come divided by the temperature, and finite.
     """
     compare = distribution_divergence(kind)
-    wanted = logits_CV.requires_grad and torch.is_grad_enabled()
-    return DistillTerms(*_Full.apply(logits_CV, teacher_logits_CV, compare, beta, clamp, wanted))
+    needs_grad = logits_CV.requires_grad and torch.is_grad_enabled()
+    return DistillTerms(*_Full.apply(logits_CV, teacher_logits_CV, compare, beta, clamp, needs_grad))
 
 
 def topk_divergence(
@@ -54,9 +54,9 @@ def topk_divergence(
     Logprobs are normalised over the whole vocabulary, at the temperature that the logits were divided by.
     """
     compare = distribution_divergence(kind)
-    wanted = logits_CV.requires_grad and torch.is_grad_enabled()
+    needs_grad = logits_CV.requires_grad and torch.is_grad_enabled()
     return DistillTerms(
-        *_TopK.apply(logits_CV, teacher_ids_CK, teacher_logprobs_CK, compare, beta, clamp, wanted)
+        *_TopK.apply(logits_CV, teacher_ids_CK, teacher_logprobs_CK, compare, beta, clamp, needs_grad)
     )
 
 
@@ -77,10 +77,10 @@ class _Full(torch.autograd.Function):
         compare: Compare,
         beta: float,
         clamp: float | None,
-        wanted: bool,
+        needs_grad: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         loss_C, gap_C = (logits_CV.new_empty(logits_CV.shape[0]) for _ in range(2))
-        grad_CV = torch.empty_like(logits_CV) if wanted else None
+        grad_CV = torch.empty_like(logits_CV) if needs_grad else None
         for rows in row_blocks(logits_CV):
             log_p, log_q = (log_distribution(x[rows]) for x in (logits_CV, teacher_logits_CV))
             buckets = Buckets(log_p - log_q, log_p.exp(), log_q.exp(), beta)
@@ -115,7 +115,7 @@ class _TopK(torch.autograd.Function):
         compare: Compare,
         beta: float,
         clamp: float | None,
-        wanted: bool,
+        needs_grad: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         logprobs_CK = logprobs_at(logits_CV, teacher_ids_CK)
         rest_C1, log_tail_C1 = _student_tail(logits_CV, teacher_ids_CK)
@@ -125,7 +125,7 @@ class _TopK(torch.autograd.Function):
         terms = compare(buckets)
         loss_C = terms.value.sum(-1)
         clamped_C = _clamp(loss_C, clamp)
-        if wanted:
+        if needs_grad:
             # Masses that sum to a little more or less than 1 still give slopes that sum to 0.
             mass_C1, common_C1 = (x.sum(-1, keepdim=True) for x in (buckets.p, terms.pull))
             slope = terms.pull * mass_C1 - buckets.p * common_C1

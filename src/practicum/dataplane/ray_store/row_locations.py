@@ -115,15 +115,15 @@ class RowLocations(RowTable[_Cell]):
                     break
             else:
                 groups.append(([name], cells))
-        asked: dict[_Source, set[str]] = {}
+        names_of_source: dict[_Source, set[str]] = {}
         for fields, cells in groups:
             for source in dict.fromkeys(source for source, _ in cells):
-                asked.setdefault(source, set()).update(fields)
-        number = {source: i for i, source in enumerate(asked)}
+                names_of_source.setdefault(source, set()).update(fields)
+        number = {source: i for i, source in enumerate(names_of_source)}
         # Of packs that the index holds itself, only the columns asked for.
         locators = [
             source.locator.only(fields) if isinstance(source.locator, Pack) else source.locator
-            for source, fields in asked.items()
+            for source, fields in names_of_source.items()
         ]
         return ColumnLocations(
             locators,

@@ -19,7 +19,12 @@ from practicum.engines.torch.sampler import Draw, Sampled, sample
 from practicum.errors import EngineError
 from practicum.models.adapter_rows import RowPart, rows_of
 from practicum.models.attention import IMPLEMENTATION, Layout, head_logits, packed_forward
-from practicum.models.batch_invariance import ROWS, attention_is_invariant
+from practicum.models.batch_invariance import (
+    ROWS,
+    activations_are_invariant,
+    attention_is_invariant,
+    mlp_width,
+)
 from practicum.models.experts import routes_of
 from practicum.models.fingerprint import fingerprint_ids
 from practicum.models.images import Images
@@ -266,8 +271,10 @@ def _probe(runner: ModelRunner) -> tuple[float, float]:
 
 def _is_invariant(runner: ModelRunner) -> bool:
     """Whether a sequence has the same keys, values and logits computed alone, among others, and decoded."""
-    keys = runner.token_kv.keys
-    if not attention_is_invariant(keys.shape[-1], keys.dtype, keys.device, torch.get_num_threads()):
+    keys, threads = runner.token_kv.keys, torch.get_num_threads()
+    if not attention_is_invariant(keys.shape[-1], keys.dtype, keys.device, threads):
+        return False
+    if not activations_are_invariant(mlp_width(runner.model), keys.dtype, keys.device, threads):
         return False
     half_of, plain_inputs = _probe_inputs(runner)
     whole_of = PromptKey.of(plain_inputs["input_ids"][0].tolist(), half_of.images)

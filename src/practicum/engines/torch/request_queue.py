@@ -25,6 +25,8 @@ class GenerateJob(Job):
     key: int
     keep: bool = False
     """Whether a later prompt is likely to continue from the answer."""
+    written: tuple[int, ...] = ()
+    """The last tokens of the prompt, if they belong to the answer: those that are sure (`confirm.py`)."""
     prompt_experts: Tensor | None = field(default=None, init=False)
     """Of a MoE model, once the prompt is computed."""
 

@@ -138,6 +138,11 @@ def stream_key(counter: Counter) -> int:
     return _signed(key)
 
 
+def skip_ahead(key: int, count: int) -> int:
+    """The key whose number at position 0 is this key's at position `count`."""
+    return _signed((key + count * _GAMMA) & _MASK)
+
+
 def uniforms(key_B: Tensor, position_B: Tensor) -> Tensor:
     """float64 [B] in [0, 1), one for each (key, position); both are int64.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from practicum.engines.protocol import Generation
+from practicum.engines.torch.confirm import confirm
 from practicum.engines.torch.engine_thread import Job, Outcome
 from practicum.engines.torch.kv_memory import KvMemory
 from practicum.engines.torch.model_runner import ModelRunner, decode, extend, prefill, sample_hidden
@@ -34,6 +35,10 @@ class EngineStats:
     decoded_tokens: int = 0
     sampled_tokens: int = 0
     scored_tokens: int = 0
+    confirmed_turns: int = 0
+    """Turns that were computed again alone."""
+    redrafted_turns: int = 0
+    """How often a token came out otherwise then."""
     most_rows: int = 0
 
 
@@ -49,7 +54,9 @@ class Scheduler:
         prefill_tokens: int,
         score_tokens: int,
         keep_tokens: int,
+        alone: bool = False,
     ) -> None:
+        """With `alone`, each turn is confirmed and each sequence scored by itself."""
         self.version = 0
         self.stats = EngineStats()
         self.memory: KvMemory | None = None
@@ -61,6 +68,8 @@ class Scheduler:
         self.waiting = RequestQueue()
         self.cache = SequenceCache(keep_tokens)
         self.scoring: deque[ScoreJob] = deque()
+        self._alone = alone
+        self._drafts: list[tuple[GenerateJob, Generation]] = []
         self.allocate()
 
     def allocate(self) -> None:
@@ -76,7 +85,7 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether there is work left."""
-        return bool(self.running.count or self.waiting or self.scoring)
+        return bool(self.running.count or self.waiting or self.scoring or self._drafts)
 
     def free(self) -> None:
         """Forget all requests and free the KV memory."""
@@ -89,6 +98,7 @@ class Scheduler:
         self.waiting.clear()
         self.cache.clear()
         self.scoring.clear()
+        self._drafts.clear()
 
     @torch.no_grad()
     def step(self, arrived: list[Job]) -> tuple[list[Outcome], bool]:
@@ -97,7 +107,7 @@ class Scheduler:
             raise EngineError("the engine sleeps: call wake() first")
         self._take_in(arrived)
         self._drop_abandoned(self.memory)
-        outcomes = self._score()
+        outcomes = self._score() + self._confirm()
         running_B = self._decode(self.memory)
         fresh_B = self._admit(self.memory)
         if self.running.count:
@@ -199,7 +209,27 @@ class Scheduler:
             if job.keep:
                 self._keep(memory, row, job, made)
         self._remove(memory, done)
-        return list(zip(jobs, generations, strict=True))
+        made = list(zip(jobs, generations, strict=True))
+        if self._alone:
+            self._drafts += made
+            return []
+        return [*made]
+
+    def _confirm(self) -> list[Outcome]:
+        """Compute drafted turns again, each alone; those that were wrong wait for a slot again."""
+        drafts, self._drafts = self._drafts, []
+        outcomes: list[Outcome] = []
+        for job, draft in drafts:
+            if job.abandoned:
+                continue
+            made = confirm(self._runner, job, draft)
+            if made is None:
+                self.stats.redrafted_turns += 1
+                self.waiting.add(job)
+            else:
+                self.stats.confirmed_turns += 1
+                outcomes.append((job, made))
+        return outcomes
 
     def _keep(self, memory: KvMemory, row: int, job: GenerateJob, made: Generation) -> None:
         # The last token was never an input: nothing is computed of it.
@@ -226,4 +256,6 @@ class Scheduler:
         if not jobs:
             return []
         self.stats.scored_tokens += sum(len(job.targets) for job in jobs)
-        return list(zip(jobs, score_batch(self._runner, jobs, self.version), strict=True))
+        batches = [[job] for job in jobs] if self._alone else [jobs]
+        scores = [one for batch in batches for one in score_batch(self._runner, batch, self.version)]
+        return list(zip(jobs, scores, strict=True))

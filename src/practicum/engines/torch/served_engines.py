@@ -71,6 +71,8 @@ class EngineFacts(NamedTuple):
     dtype: str
     invariant: bool
     """Whether numbers do not depend on what else is in the batch."""
+    alone: bool
+    """Whether they do, and each sequence is computed alone."""
     threads: int
 
 
@@ -95,7 +97,7 @@ def _start(setup: EngineSetup) -> tuple[ServedEngines, EngineFacts]:
     share_order(engine.thread for engine in engines)
     runner = engines[0].runner
     return ServedEngines(engines), EngineFacts(
-        str(runner.model.dtype), runner.invariant, torch.get_num_threads()
+        str(runner.model.dtype), runner.invariant, engines[0].alone, torch.get_num_threads()
     )
 
 

@@ -51,6 +51,7 @@ class TorchEngine:
     `slots` sequences are decoded at once, each of up to `context` tokens with its prompt. One forward call
     takes up to `prefill_tokens` tokens of prompts, or `score_tokens` to score (a longer sequence goes alone).
     Answers that are to be kept take up to `keep_tokens` tokens with their prompts; unset: slots x context.
+    Where numbers depend on the batch, a `repeatable` engine computes what it gives sequence by sequence.
     With `owns_weights`, a sleeping engine may offload them: nobody else may use the model then.
     """
 
@@ -65,6 +66,7 @@ class TorchEngine:
         score_tokens: int = 8192,
         keep_tokens: int | None = None,
         owns_weights: bool = False,
+        repeatable: bool = True,
     ) -> None:
         if slots < 1:
             raise EngineError(f"an engine needs at least 1 slot, not {slots}")
@@ -75,6 +77,8 @@ class TorchEngine:
         self._model, self._owns_weights = model, owns_weights
         self._context, self._longest = context, longest or context
         self.runner = ModelRunner(model)
+        self.alone = repeatable and not self.runner.invariant
+        """Whether turns are confirmed and sequences scored each by itself: `confirm.py`."""
         self.scheduler = Scheduler(
             self.runner,
             slots=slots,
@@ -82,6 +86,7 @@ class TorchEngine:
             prefill_tokens=prefill_tokens,
             score_tokens=score_tokens,
             keep_tokens=slots * context if keep_tokens is None else keep_tokens,
+            alone=self.alone,
         )
         self.scheduler.version = version
         self.offloaded: OffloadedWeights | None = None

@@ -69,20 +69,20 @@ def _teachers(recipe: Recipe) -> Iterator[RecipeError]:
         yield RecipeError("pools.teachers", found, "null", advice)
         return
     owns = {path: own_options(model) for path, model in models.items()}
-    wanted = " + ".join(f"{path} {own.replicas} × {own.devices}" for path, own in owns.items())
+    needs = " + ".join(f"{path} {own.replicas} × {own.devices}" for path, own in owns.items())
     sizes = [float(own.devices) for own in owns.values() for _ in range(own.replicas)]
     have = pool.nodes * pool.devices
     if sum(sizes) != have:
         yield RecipeError(
             "pools.teachers",
             f"{pool.nodes} × {pool.devices} = {have} devices",
-            f"{sum(sizes):.0f}: {wanted}",
+            f"{sum(sizes):.0f}: {needs}",
             "set the pool to what they take, or their placement.own.replicas and devices to what it has",
         )
     elif fit([(size,) for size in sizes], [(float(pool.devices),)] * pool.nodes) is None:
         yield RecipeError(
             "pools.teachers",
             f"{pool.nodes} nodes × {pool.devices} devices",
-            f"nodes into which these fit, each process on one node: {wanted}",
+            f"nodes into which these fit, each process on one node: {needs}",
             "choose other numbers of devices for the pool's nodes or for the processes",
         )

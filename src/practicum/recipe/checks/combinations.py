@@ -151,8 +151,8 @@ def _minibatches(recipe: Recipe) -> Iterator[RecipeError]:
         yield RecipeError("train.minibatches", found, f"at most {sessions}", advice)
     if recipe.agent.loop != "single_turn":  # a session of other loops may leave several rows
         return
-    asked = {"train": train.minibatch_rows, "critic": recipe.critic and recipe.critic.minibatch_rows}
-    for section, rows in asked.items():
+    rows_of = {"train": train.minibatch_rows, "critic": recipe.critic and recipe.critic.minibatch_rows}
+    for section, rows in rows_of.items():
         if rows is not None and rows > sessions:
             found = f"{rows} with {sessions} rows per step"
             advice = "lower it, leave it out for one optimizer step, or raise train.prompts"

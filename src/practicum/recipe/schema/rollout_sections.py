@@ -54,6 +54,12 @@ class Rollout(Section):
         read_with("rollout.engine", "torch", advice="vLLM keeps the blocks of prompts that it has room for"),
         ge=0,
     )
+    repeatable: bool = key(
+        True,
+        "Where the engine's numbers depend on its batch (a probe at the start says), compute each turn again "
+        "alone, so that the run repeats bit for bit; false: faster, and equal up to rounding.",
+        read_with("rollout.engine", "torch", advice="vLLM has its own arithmetic: remove it"),
+    )
     deadline_s: float = key(600.0, "Seconds one step's rollout may take.", gt=0)
     replicas: int | None = key(
         None, "Engines, with runtime.kind ray; unset: one for each device of their pool.", ON_RAY, ge=1

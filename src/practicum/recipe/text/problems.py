@@ -138,13 +138,13 @@ def _explain(details: Any, spot: Spot, origins: Mapping[str, Origin]) -> RecipeE
         where, meant = unknown_key(spot.path)
         meant = f"use {RENAMED[path]}" if path in RENAMED else meant
         return RecipeError(path, with_origin("an unknown key", path, origins), where, meant)
-    wanted = expected_type(kind, info.metadata if info else ())
+    expected = expected_type(kind, info.metadata if info else ())
     if details["type"] == "missing":
         sentence = (info.description or "").rstrip(".") if info else ""
-        return RecipeError(path, "nothing", f"{wanted} ({sentence})", f"add the key {path}")
+        return RecipeError(path, "nothing", f"{expected} ({sentence})", f"add the key {path}")
     found = with_origin(shorten(value), path, origins)
     optional = info is None or not info.is_required()
-    return RecipeError(path, found, wanted, _advice(kind, value, path, optional))
+    return RecipeError(path, found, expected, _advice(kind, value, path, optional))
 
 
 def _advice(kind: Any, value: Any, path: str, optional: bool) -> str:

@@ -96,11 +96,11 @@ class Cluster:
 def _lay_out(recipe: Recipe, plan: Plan | None, starts: bool) -> ActorPlacement:
     """On what is free; or on everything, because another run may just be ending."""
     free, everything = read_nodes()
-    wanted = needs(recipe, plan, gpus=any(node.gpus for node in everything))
+    bundles = needs(recipe, plan, gpus=any(node.gpus for node in everything))
     try:
-        return lay_out(wanted, free, started_here=starts)
+        return lay_out(bundles, free, started_here=starts)
     except ClusterError:
-        return lay_out(wanted, everything, started_here=starts)
+        return lay_out(bundles, everything, started_here=starts)
 
 
 def _reserve(layout: ActorPlacement, starts: bool, undo: ExitStack) -> dict[str, Any]:
@@ -113,8 +113,8 @@ def _reserve(layout: ActorPlacement, starts: bool, undo: ExitStack) -> dict[str,
             continue  # TransferQueue's actors are placed when it starts, in what is left for them
         numbers = _numbers(layout, pool)
         pinned = [{_NODE: layout.node_of(number).id} for number in numbers]
-        wanted = [_resources(bundles[number]) for number in numbers]
-        groups[pool] = placement_group(wanted, "PACK", bundle_label_selector=pinned)
+        resources = [_resources(bundles[number]) for number in numbers]
+        groups[pool] = placement_group(resources, "PACK", bundle_label_selector=pinned)
         undo.callback(remove_placement_group, groups[pool])
     deadline = time.monotonic() + PATIENCE_S
     for group in groups.values():

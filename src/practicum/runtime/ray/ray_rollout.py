@@ -121,7 +121,7 @@ class RayWorkers:
 
     async def _send(self, request: RolloutRequest, finished: Finished) -> list[Key]:
         """Have sessions run; after a replica's death, those that it had not reported run again."""
-        asked = {(attempt.prompt.uid, attempt.session) for attempt in request.attempts}
+        sessions = {(attempt.prompt.uid, attempt.session) for attempt in request.attempts}
         reported: set[Key] = set()
         scoring: asyncio.TaskGroup
 
@@ -137,7 +137,7 @@ class RayWorkers:
         async def clean_up() -> None:
             """Rows that the dead replica wrote and did not report would be there twice, or be old."""
             held = await asyncio.to_thread(self.store.batch, request.partition)
-            ghosts = [key for key in held.keys if key[:2] in asked and key not in reported]
+            ghosts = [key for key in held.keys if key[:2] in sessions and key not in reported]
             if ghosts:
                 await asyncio.to_thread(self.store.clear, request.partition, ghosts)
 

@@ -50,8 +50,8 @@ class RewardWorker(Worker):
         residency = make_model_cache(recipe, loaded.sleepers())
 
         def make_role(plan: Plan) -> RewardRole:
-            asked = loaded.places and "reward" in plan
-            models = RewardModelRole(recipe, loaded, residency, self.store) if asked else None
+            has_models = loaded.places and "reward" in plan
+            models = RewardModelRole(recipe, loaded, residency, self.store) if has_models else None
             return RewardRole(recipe, plan, self.store, encoder, functions, models)
 
         self._train, self._eval = make_role(plan), make_role(evaluation_plan())

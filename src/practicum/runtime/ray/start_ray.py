@@ -131,8 +131,8 @@ class _Starter:
         first = group.workers[0].meeting_point.remote()
         meeting = await self._ask(first, group.names[0])
         calls = [w.begin.remote(meeting, list(heads), *heads.values()) for w in group.workers]
-        asked = zip(calls, group.names, strict=True)
-        return (await gather_all(self._ask(call, name) for call, name in asked))[0]
+        named_calls = zip(calls, group.names, strict=True)
+        return (await gather_all(self._ask(call, name) for call, name in named_calls))[0]
 
     def _pool(self, role: str, count: int, make: Callable[..., Any]) -> ReplicaPool:
         return ReplicaPool(role, make, count, self.recipe.runtime.max_deaths, self.watch.report)

@@ -59,7 +59,8 @@ class PublishingRank(TrainRank):
         """Publish what `save_published` wrote, by step, each with the learner's fingerprint of then."""
         saved = PublishedWeights.load_all(folder)
         return {
-            step: (publish(one.weights.items(), one.version), one.fingerprint) for step, one in saved.items()
+            step: (publish(weights.weights.items(), weights.version), weights.fingerprint)
+            for step, weights in saved.items()
         }
 
     def publish_copy(self, folder: Path, name: str) -> Manifest | None:

@@ -80,8 +80,8 @@ def _parameters(function: Callable[..., Any], notes: dict[str, str], path: str) 
             raise RecipeError(path, f"parameter {p}", "parameters that have names", advice)
         kind = _kind(hints.get(p.name, str))
         if kind is None:
-            wanted = "str, int, float, bool, list or dict"
-            raise RecipeError(path, f"parameter {p}", wanted, "a model can only give what JSON has.")
+            types = "str, int, float, bool, list or dict"
+            raise RecipeError(path, f"parameter {p}", types, "a model can only give what JSON has.")
         found.append(Parameter(p.name, kind, notes.get(p.name, ""), p.default is p.empty))
     return tuple(found)
 

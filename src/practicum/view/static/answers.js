@@ -9,7 +9,7 @@ export function answerCard(row, href, { whole = false } = {}) {
     h("span", { class: "answer-head" },
       h("b", { title: exact(row.reward) }, row.reward === null || row.reward === undefined ? "no reward" : `reward ${num(row.reward)}`),
       row.advantage !== null && row.advantage !== undefined && h("span", { title: `advantage ${exact(row.advantage)}` }, `adv ${signed(row.advantage)}`),
-      h("span", { class: "muted" }, `${num(row.sampled_tokens ?? row.response_tokens)} tokens`),
+      h("span", { class: "muted" }, `${num(row.sampled_tokens ?? row.response_tokens)} tokens${row.turns > 1 ? `, ${num(row.turns)} turns` : ""}`),
       (row.failure || row.finish !== "stop") && h("span", { class: "warn" }, row.failure ? "failed" : row.finish)),
     h("code", { class: "text" }, row.failure ? `${row.failure}\n${cut}` : cut));
 }

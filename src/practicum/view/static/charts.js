@@ -171,7 +171,7 @@ function columns(options) {
       dash: curve.dash,
       fill: options.stacked && data.length === 2 ? alpha(curve.colour, 0.55) : undefined,
       spanGaps: true,
-      points: { show: few <= 30 && !options.stacked, size: 5, fill: curve.colour },
+      points: { show: few <= 30 && !options.stacked && !curve.quiet, size: 5, fill: curve.colour },
       curve,
     });
     if (options.stacked && data.length > 2) {

@@ -1,6 +1,7 @@
 // Colours that carry meaning: one for each teacher and domain everywhere, one scale for sizes, one around zero.
 
 const PALETTE = 8;
+const STRONGEST = 0.55; // text on it stays readable in both themes
 const names = [];
 
 // Names of teachers and domains get their colours in the order of all names known, so equal names look equal.
@@ -21,7 +22,7 @@ export const DASHES = [undefined, [6, 4], [2, 3], [8, 3, 2, 3]];
 
 // A token's background: `share` is -1 … 1 around zero, or 0 … 1 for a size.
 export function tokenColour(share, diverging) {
-  const strength = Math.min(1, Math.abs(share)) ** 0.7 * 0.62;
+  const strength = Math.min(1, Math.abs(share)) ** 0.7 * STRONGEST;
   if (!diverging) return `rgba(${variable("--sequential")}, ${strength})`;
   return `rgba(${variable(share < 0 ? "--negative" : "--positive")}, ${strength})`;
 }

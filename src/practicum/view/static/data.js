@@ -8,17 +8,25 @@ export const exportNote = exported?.note ?? null;
 
 export class Refusal extends Error {}
 
-export async function ask(path) {
+export async function ask(path, asked = null) {
   if (exported) return fromFile(path);
   let response;
   try {
-    response = await fetch(path);
+    response = await (asked ?? fetch(path));
   } catch {
     throw new Refusal("practicum view has ended: start it again, and open the address that it prints.");
   }
   const body = await response.json().catch(() => ({ error: `${response.status} ${response.statusText}` }));
   if (!response.ok) throw new Refusal(body.error ?? "The server could not answer.");
   return body;
+}
+
+// All runs by name, and what is known of the one that the address names, or of the first: early.js has asked already.
+export async function first(run) {
+  if (!exported) return ask("", window.firstAnswer);
+  const runs = fromFile("api/runs");
+  const shown = runs.find((one) => one.id === run) ?? runs[0];
+  return { runs, info: fromFile(`api/run/${encodeURIComponent(shown.id)}`) };
 }
 
 export const askRun = (run, path = "") => ask(`api/run/${encodeURIComponent(run)}${path}`);
@@ -43,6 +51,11 @@ function fromFile(path) {
   if (place.endsWith("/texts")) {
     const all = exported.answers[asked.get("kind") === "eval" ? `${place}?kind=eval` : place] ?? {};
     return Object.fromEntries(asked.getAll("row").map((row) => [row, all[row]]));
+  }
+  if (place.endsWith("/search")) {
+    const texts = exported.answers[asked.get("kind") === "eval" ? place.replace(/search$/, "texts?kind=eval") : place.replace(/search$/, "texts")] ?? {};
+    const words = asked.get("q").toLowerCase();
+    return Object.keys(texts).map(Number).filter((row) => Object.values(texts[row]).some((text) => text.toLowerCase().includes(words)));
   }
   asked.delete("after");
   const whole = asked.size ? `${place}?${asked}` : place;

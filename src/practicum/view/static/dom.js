@@ -51,11 +51,13 @@ export function num(value, digits = 3) {
 }
 
 export const exact = (value) => (value === null || value === undefined ? "not measured" : String(value));
+export const counted = (count, what) => `${num(count)} ${what}${count === 1 ? "" : "s"}`;
 export const percent = (value, digits = 0) =>
   value === null || value === undefined ? "–" : `${(100 * value).toFixed(digits)} %`;
 
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
+  if (seconds > 0 && seconds < 0.0995) return `${num(1000 * seconds, 2)} ms`;
   if (seconds < 10) return `${num(seconds, seconds < 1 ? 2 : 3)} s`;
   if (seconds < 60) return `${Math.round(seconds)} s`;
   if (seconds < 3600) return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`;

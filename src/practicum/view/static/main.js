@@ -2,22 +2,25 @@
 
 import { closeCharts, redrawCharts } from "./charts.js";
 import { know } from "./colours.js";
-import { ask, askRun, exportNote, isExport, listen, Refusal } from "./data.js";
+import { askRun, exportNote, first, isExport, listen, Refusal } from "./data.js";
 import { duration, empty, h, num, replace } from "./dom.js";
 import { address, go, kept, PANES, parse } from "./place.js";
-import * as diff from "./pane_diff.js";
-import * as group from "./pane_group.js";
-import * as log from "./pane_log.js";
-import * as metrics from "./pane_metrics.js";
 import * as overview from "./pane_overview.js";
-import * as recipe from "./pane_recipe.js";
-import * as rollouts from "./pane_rollouts.js";
-import * as session from "./pane_session.js";
-import * as step from "./pane_step.js";
-import * as teachers from "./pane_teachers.js";
-import * as tokens from "./pane_tokens.js";
 
-const modules = { overview, metrics, teachers, rollouts, group, session, tokens, step, diff, recipe, log };
+// What most people see first is loaded with the page, other panes when it is drawn.
+const modules = {
+  overview: () => overview,
+  metrics: () => import("./pane_metrics.js"),
+  teachers: () => import("./pane_teachers.js"),
+  rollouts: () => import("./pane_rollouts.js"),
+  group: () => import("./pane_group.js"),
+  session: () => import("./pane_session.js"),
+  tokens: () => import("./pane_tokens.js"),
+  step: () => import("./pane_step.js"),
+  diff: () => import("./pane_diff.js"),
+  recipe: () => import("./pane_recipe.js"),
+  log: () => import("./pane_log.js"),
+};
 const TAB_OF = { group: "rollouts", session: "rollouts", tokens: "rollouts" };
 const AGAIN_MS = 700;
 const KEYS = [
@@ -72,14 +75,15 @@ async function show() {
 }
 
 async function paint(number) {
-  const module = modules[place.pane];
-  if (current?.module === module && current.result?.move && (await current.result.move(place))) return;
+  const name = place.pane;
+  if (current?.name === name && current.result?.move && (await current.result.move(place))) return;
   closeCharts();
   current?.result?.close?.();
-  current = { module, result: null };
+  current = { name, result: null };
   const node = h("div", { class: `pane ${place.pane}` });
   try {
     if (place.unknown) throw new Refusal(`There is no pane “${place.unknown}”.`);
+    const module = await modules[name]();
     const result = await module.show(place, node, context);
     if (number !== showing) return result?.close?.();
     current.result = result;
@@ -90,6 +94,14 @@ async function paint(number) {
   }
   pane.replaceChildren(node);
   pane.dataset.shown = address(place);
+  loadAll();
+}
+
+let loaded = false;
+function loadAll() {
+  if (loaded) return;
+  loaded = true;
+  requestAnimationFrame(() => setTimeout(() => Object.values(modules).forEach((load) => load())));
 }
 
 function drawFrame(at) {
@@ -103,6 +115,8 @@ function drawFrame(at) {
     class: name === active ? "active" : "", "aria-current": name === active ? "page" : null,
   }, name[0].toUpperCase() + name.slice(1))), h("span", { class: "gap" }),
   h("button", { class: "quiet", onclick: search }, "/ search"), h("button", { class: "quiet", onclick: showKeys }, "? keys"));
+  const tab = tabs.querySelector(".active");
+  if (tab) tabs.scrollLeft = tab.offsetLeft + tab.offsetWidth / 2 - tabs.clientWidth / 2;
   drawNotices(info);
 }
 
@@ -231,13 +245,16 @@ async function start() {
   } catch { /* a file may not store anything */ }
   if (location.search) history.replaceState(null, "", location.pathname + location.hash);
   try {
-    for (const info of await ask("api/runs")) remember(info);
+    const found = await first(parse(location.hash).run);
+    for (const label of found.runs) remember(label);
+    if (found.info) remember(found.info);
   } catch (error) {
     return replace(pane, empty(error.message));
   }
   window.addEventListener("hashchange", show);
   window.addEventListener("keydown", onKey);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawCharts);
+  await show();
   listen(heard, (now) => {
     if (now !== online) {
       online = now;
@@ -245,7 +262,6 @@ async function start() {
       drawNotices(place && runs.get(place.run));
     }
   });
-  await show();
 }
 
 start();

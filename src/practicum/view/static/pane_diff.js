@@ -32,9 +32,12 @@ function first(found, place, chosen) {
     found.also.length > 0 && h("p", { class: "muted" }, `Metrics of this step that differ: ${found.also.slice(0, 12).join(", ")}${found.also.length > 12 ? ` and ${found.also.length - 12} more` : ""}`));
 }
 
+// Of a section that only one recipe has, what is not set says nothing.
+const set = (_, value) => value ?? undefined;
+
 function keys(found, a, b) {
   if (!found.keys.length) return section("Recipe", h("p", { class: "muted" }, "No key of the recipes differs."));
-  const value = (one) => h("td", {}, h("code", { class: "text" }, one === null || one === undefined ? "–" : typeof one === "string" ? one : JSON.stringify(one)));
+  const value = (one) => h("td", {}, h("code", { class: "text" }, one === null || one === undefined ? "–" : typeof one === "string" ? one : JSON.stringify(one, set)));
   return section(`Recipe: ${num(found.keys.length)} keys differ`, h("div", { class: "scroll" }, h("table", { class: "diff" }, h("thead", {}, h("tr", {}, ["key", a, b].map((t) => h("th", {}, t)))),
     h("tbody", {}, found.keys.map((one) => h("tr", {}, h("td", {}, h("code", {}, one.key)), value(one.a), value(one.b)))))));
 }

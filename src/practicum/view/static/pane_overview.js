@@ -3,7 +3,7 @@
 import { chart } from "./charts.js";
 import { colourOf, DASHES, nth } from "./colours.js";
 import { askRun, series } from "./data.js";
-import { duration, empty, exact, h, num, percent, replace, section } from "./dom.js";
+import { counted, duration, empty, exact, h, num, percent, replace, section } from "./dom.js";
 import { address, go, kept } from "./place.js";
 import { answerCard } from "./answers.js";
 import { pick } from "./picking.js";
@@ -38,18 +38,29 @@ export async function show(place, node, context) {
         grid.append(made.node);
       }
     }
-    const box = speed(info);
-    replace(facts, checks(info, place), box);
-    forecasts ??= askRun(place.run, "/forecast").catch((error) => ({ sentence: error.message }));
-    forecasts.then((found) => box.append(forecast(found)));
-    const rows = await askRun(place.run, "/newest");
-    replace(newest, newestGroup(rows, place, info));
+    replace(facts, checks(info, place), speed(info, foreseen));
+  }
+
+  // What is below the curves, after they are shown. The forecast is asked for once: it takes longer than all else.
+  async function drawRest() {
+    if (!context.info.names.length) return;
+    replace(newest, newestGroup(await askRun(place.run, "/newest"), place, context.info));
+    if (foreseen) return;
+    foreseen = await askRun(place.run, "/forecast").catch((error) => ({ sentence: error.message }));
+    replace(facts, checks(context.info, place), speed(context.info, foreseen));
   }
 
   const charts = new Map();
-  let forecasts = null; // is asked for once: it takes longer than all else
+  let foreseen = null;
+  const rest = () => drawRest().catch((error) => replace(newest, empty(error.message)));
   await draw();
-  return { update: draw };
+  requestAnimationFrame(() => setTimeout(rest));
+  return {
+    update: async () => {
+      await draw();
+      await rest();
+    },
+  };
 }
 
 function advisory(one, place) {
@@ -96,8 +107,10 @@ async function curves(place, context) {
     ...(wanted[0].reward.length || !wanted[0].other.length ? [{ ...common, title: "reward, mean ± spread", about: "mean of the rolled-out sessions, with the standard deviation of all", curves: lines("reward", (name) => name.slice("reward/mean/".length)), floor: true,
       none: "Answers are not judged in this recipe (reward.weight is 0; reward.watch judges them all the same).", onpick: onpick("reward/mean") }] : [{ ...common, title: "train/loss", curves: lines("loss", () => ""), onpick: onpick("train/loss") }]),
     ...(wanted[0].kl.length ? [{ ...common, title: "KL to teachers", unit: "nats", about: "k1 estimate of KL(student ‖ teacher), mean over tokens", curves: lines("kl", (name) => name.split("/").slice(1, -1).join("/")),
-      onpick: onpick("kl") }] : [{ ...common, title: wanted[0].other[0] ?? "train/loss", curves: lines("other", () => ""), onpick: onpick("train/loss") }]),
-    { ...common, title: "where a step's time goes", unit: "s", stacked: true, about: "seconds of each stage",
+      onpick: onpick("kl") }] : []),
+    ...(wanted[0].stale.length ? [{ ...common, title: "sample size of stale rows", about: "effective sample size of the ratios student / sampling policy: 1 if nothing has moved (async.lag)", curves: lines("stale", () => ""), onpick: onpick("train/ratio") }] : []),
+    ...(wanted[0].kl.length || wanted[0].stale.length ? [] : [{ ...common, title: wanted[0].other[0] ?? "train/loss", curves: lines("other", () => ""), onpick: onpick("train/loss") }]),
+    { ...common, title: wanted[0].stale.length ? "seconds of the stages, which overlap" : "where a step's time goes", unit: "s", stacked: true, about: "seconds of each stage",
       curves: lines("time", (name) => name.slice("time/".length)).filter((line) => !line.dash).map((line, at) => ({ ...line, colour: nth(at) })),
       onpick: (step) => go({ run: place.run, pane: "step", step, query: kept(place) }) },
   ];
@@ -121,7 +134,7 @@ function namesOf(info) {
   const times = info.names.filter((name) => name.startsWith("time/") && !NOT_STAGES.includes(name));
   times.sort((a, b) => (info.last[b] ?? 0) - (info.last[a] ?? 0));
   const other = ["train/kl", "advantage/kl_reward", "train/approx_kl", "train/loss"].filter((n) => info.names.includes(n) && info.last[n]).slice(0, 1);
-  return { metric, score, reward, kl, time: times.slice(0, STAGES_SHOWN), other, loss: info.names.filter((n) => n === "train/loss") };
+  return { metric, score, reward, kl, time: times.slice(0, STAGES_SHOWN), other, loss: info.names.filter((n) => n === "train/loss"), stale: info.names.filter((n) => n === "train/sample_size") };
 }
 
 const FIRED = { error: "else the run ends", warn: "else a warning", off: "" };
@@ -139,15 +152,28 @@ function checks(info, place) {
   return section(`Checks after step ${num(info.step)}`, body);
 }
 
-function speed(info) {
+function speed(info, foreseen) {
   const rows = [
     ["one step", duration(info.seconds_per_step)],
     ["left", info.state.kind === "live" ? duration(info.seconds_left) : "–"],
     ["rollout", info.last["rollout/tokens_per_second"] ? `${num(info.last["rollout/tokens_per_second"])} tokens/s` : "–"],
     ["answers", info.last["rollout/response_tokens"] ? `${num(info.last["rollout/response_tokens"])} tokens` : "–"],
+    ...stale(info),
   ];
   const table = h("table", { class: "plain" }, h("tbody", {}, rows.map(([what, value]) => h("tr", {}, h("td", {}, what), h("td", { class: "n" }, value)))));
-  return section("Speed, forecast against measured", table);
+  return section("Speed, forecast against measured", table, foreseen && forecast(foreseen));
+}
+
+// With a lag: how old the weights are that sampled what is learnt from.
+function stale({ last }) {
+  if (last["async/staleness"] === undefined) return [];
+  const steps = (count) => counted(count, "step");
+  return [
+    ["weights that sampled", `${steps(last["async/staleness"])} old`],
+    ["the oldest of them", `${steps(last["async/staleness_max"] ?? last["async/staleness"])} old`],
+    ["effective sample size", last["train/sample_size"] === undefined ? "–" : percent(last["train/sample_size"], 1)],
+    ["learner waits for rollouts", duration(last["time/waited"])],
+  ];
 }
 
 function forecast(found) {

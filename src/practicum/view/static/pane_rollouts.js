@@ -3,11 +3,13 @@
 import { colourOf } from "./colours.js";
 import { askRun } from "./data.js";
 import { empty, exact, h, num, replace, svg } from "./dom.js";
-import { go, kept } from "./place.js";
-import { histogram, rowTable, select, stepsOf, word } from "./rows.js";
+import { address, go, kept } from "./place.js";
+import { histogram, numbers, rowTable, select, stepsOf, word } from "./rows.js";
 import { signed } from "./answers.js";
 import { windowTable } from "./window_table.js";
 
+const NARROW = 760;
+const TYPING_MS = 150;
 const FILTERS = ["domain", "teacher", "task", "finish"];
 
 export async function show(place, node, context) {
@@ -16,12 +18,20 @@ export async function show(place, node, context) {
   let at = place;
   let rows = [];
   const texts = new Map();
-  const tools = h("div", { class: "tools" });
+  const tools = h("span", { class: "inline" });
+  const field = h("input", { type: "search", placeholder: "text of prompts and answers", value: place.query.q ?? "", "aria-label": "Search prompts and answers",
+    oninput: () => {
+      clearTimeout(typing);
+      typing = setTimeout(() => context.change({ q: field.value }), TYPING_MS);
+    } });
+  let typing = null;
+  let hits = { q: "", total: 0, keeps: null };
   const bars = h("div", { class: "histograms" });
   const count = h("span", { class: "muted" });
   const none = h("div", {});
+  const columns = columnsOf(table);
   const view = windowTable({
-    columns: COLUMNS, sort: at.query.sort ?? "-step", draw,
+    columns, sort: at.query.sort ?? "-step", draw,
     onopen: (row) => go({ run: at.run, pane: "session", ...keyOf(row), query: kept(at) }),
     onsort: (name) => {
       const now = at.query.sort ?? "-step";
@@ -33,21 +43,11 @@ export async function show(place, node, context) {
   const keyOf = (row) => ({ step: table.columns.step[row], prompt: table.columns.prompt[row], session: table.columns.session[row] });
 
   function draw(row) {
-    const { columns } = table;
-    const cell = (name, text, title) => h("span", { class: `wt-cell ${CLASS[name] ?? ""}`, role: "cell", title: title ?? null }, text);
     const found = texts.get(row);
-    const domain = word(table, "domain", row);
-    const teacher = word(table, "teacher", row);
-    const advantage = columns.advantage[row];
-    return [
-      cell("step", num(columns.step[row])), cell("prompt", String(columns.prompt[row])), cell("session", String(columns.session[row])),
-      cell("domain", [h("i", { class: "swatch", style: { borderColor: colourOf(domain) } }), domain]),
-      cell("teacher", teacher ? [h("i", { class: "swatch", style: { borderColor: colourOf(teacher) } }), teacher] : "–"),
-      cell("reward", num(columns.reward[row]), exact(columns.reward[row])),
-      cell("advantage", advantage === null ? "–" : signed(advantage), exact(advantage)),
-      cell("tokens", num(columns.tokens[row])), cell("finish", word(table, "finish", row)),
-      cell("text", found ? found.prompt : "…", found?.prompt), cell("text", found ? found.failure || found.response : "…", found?.response),
-    ];
+    return columns.map(({ name }) => {
+      const [content, title] = CELLS[name](table, row, { found, at, key: keyOf(row) });
+      return h("span", { class: `wt-cell ${CLASS[name] ?? ""}`, role: "cell", title: title ?? null }, content);
+    });
   }
 
   async function load(shown) {
@@ -59,9 +59,23 @@ export async function show(place, node, context) {
     view.paint();
   }
 
+  // Texts are on the server: rows that have the words come as their numbers.
+  async function search() {
+    const q = at.query.q ?? "";
+    if (q === hits.q && (!q || hits.total === table.total)) return;
+    hits = { q, total: table.total, keeps: null };
+    if (!q) return update();
+    const found = await askRun(at.run, `/search?${new URLSearchParams({ kind, q })}`);
+    if ((at.query.q ?? "") !== q) return;
+    hits.keeps = new Uint8Array(table.total);
+    for (const row of found) hits.keeps[row] = 1;
+    update();
+  }
+
   function update() {
-    rows = select(table, at.query);
-    count.textContent = `${num(rows.length)} of ${num(table.total)} recorded sessions`;
+    search();
+    rows = select(table, at.query, "", hits.keeps);
+    count.textContent = hits.q && !hits.keeps ? "searching …" : `${num(rows.length)} of ${num(table.total)} recorded sessions`;
     replace(tools, filters(table, at, context, kind), count);
     replace(bars, histogramOf("reward", "reward"), histogramOf("tokens", "tokens"));
     replace(none, table.total ? (rows.length ? null : empty("No recorded session passes these filters.", nearest())) : nothing(context.info, kind));
@@ -78,8 +92,8 @@ export async function show(place, node, context) {
   }
 
   function histogramOf(name, title) {
-    const counted = at.query[name] ? select(table, { ...at.query, sort: "" }, name) : rows;
-    const found = histogram(table.columns[name], counted);
+    const counted = at.query[name] ? select(table, { ...at.query, sort: "" }, name, hits.keeps) : rows;
+    const found = histogram(numbers(table, name), counted);
     return found && drawHistogram(found, title, at.query[name], (bin) => context.change({ [name]: bin }));
   }
 
@@ -90,7 +104,7 @@ export async function show(place, node, context) {
     if (next !== undefined) context.change({ step: String(next) });
   }
 
-  node.append(tools, bars, none, view.node);
+  node.append(h("div", { class: "tools" }, field, tools), bars, none, view.node);
   requestAnimationFrame(update);
   update();
   return {
@@ -104,6 +118,7 @@ export async function show(place, node, context) {
       const same = next.run === at.run && next.pane === "rollouts" && (next.query.kind === "eval" ? "eval" : "samples") === kind;
       if (same) {
         at = next;
+        if (document.activeElement !== field) field.value = next.query.q ?? "";
         update();
       }
       return same;
@@ -114,14 +129,43 @@ export async function show(place, node, context) {
   };
 }
 
-const CLASS = { step: "n", prompt: "n", session: "n", reward: "n", advantage: "n", tokens: "n", text: "text" };
+const number = (name) => (table, row) => [num(table.columns[name][row]), exact(table.columns[name][row])];
+const named = (name) => (table, row) => {
+  const text = word(table, name, row);
+  return [text ? [h("i", { class: "swatch", style: { borderColor: colourOf(text) } }), text] : "–"];
+};
+// What a cell shows, and its title.
+const CELLS = {
+  step: number("step"), reward: number("reward"), tokens: number("tokens"), version: number("version"), turns: number("turns"), tool_calls: number("tool_calls"),
+  prompt: ({ columns }, row, { at, key }) => [h("a", { href: address({ run: at.run, pane: "group", ...key, query: kept(at) }), title: "its group side by side", onclick: (event) => event.stopPropagation() }, String(columns.prompt[row]))],
+  session: ({ columns }, row) => [String(columns.session[row])],
+  domain: named("domain"), teacher: named("teacher"),
+  advantage: ({ columns }, row) => [columns.advantage[row] === null ? "–" : signed(columns.advantage[row]), exact(columns.advantage[row])],
+  finish: (table, row) => [word(table, "finish", row)],
+  prompt_text: (table, row, { found }) => [found ? found.prompt : "…", found?.prompt],
+  answer: (table, row, { found }) => [found ? found.failure || found.response : "…", found?.failure || found?.response],
+};
+const NUMBERS = ["step", "prompt", "session", "reward", "advantage", "tokens", "turns", "tool_calls", "version"];
+const CLASS = { ...Object.fromEntries(NUMBERS.map((name) => [name, "n"])), prompt_text: "text", answer: "text" };
 const COLUMNS = [
-  ["step", "step", "68px"], ["prompt", "prompt", "70px"], ["session", "session", "68px"], ["domain", "domain", "110px"], ["teacher", "teacher", "110px"],
-  ["reward", "reward", "76px"], ["advantage", "advantage", "88px"], ["tokens", "tokens", "72px"], ["finish", "finish", "76px"],
-].map(([name, title, width]) => ({ name, title, width, class: CLASS[name] })).concat([
-  { name: "prompt_text", title: "prompt", width: "minmax(160px, 1fr)", class: "text", sort: false },
+  ["step", "step", "64px"], ["prompt", "prompt", "70px"], ["session", "session", "76px"], ["domain", "domain", "104px"], ["teacher", "teacher", "104px"],
+  ["reward", "reward", "76px"], ["advantage", "advantage", "96px"], ["tokens", "tokens", "72px"], ["turns", "turns", "62px"], ["tool_calls", "calls", "60px", "tool calls"],
+  ["version", "version", "74px", "the oldest weights that sampled it, as their number of updates"], ["finish", "finish", "72px"],
+].map(([name, title, width, about]) => ({ name, title, width, about, class: CLASS[name] })).concat([
+  { name: "prompt_text", title: "prompt", width: "minmax(150px, 1fr)", class: "text", sort: false },
   { name: "answer", title: "answer", width: "minmax(220px, 2fr)", class: "text", sort: false },
 ]);
+
+// Columns that would say the same of every row are left out; what matters most is in view on a narrow page.
+function columnsOf({ words, columns }) {
+  const most = (name) => columns[name].reduce((a, b) => Math.max(a, b ?? 0), 0);
+  const any = (name) => columns[name].some((value) => value !== null);
+  const has = { teacher: words.teacher.some(Boolean), reward: any("reward"), advantage: any("advantage"), version: any("version"), turns: most("turns") > 1, tool_calls: most("tool_calls") > 0 };
+  const shown = COLUMNS.filter(({ name }) => has[name] ?? true);
+  if (innerWidth >= NARROW) return shown;
+  const first = ["step", "prompt", "reward", "answer"];
+  return [...first.flatMap((name) => shown.filter((one) => one.name === name)), ...shown.filter(({ name }) => !first.includes(name))];
+}
 
 function filters(table, at, context, kind) {
   const choices = FILTERS.map((name) => {

@@ -1,7 +1,7 @@
 // A session as people read it: prompt, turns, tool results; the tree of its trajectories and what each weighs.
 
 import { askRun } from "./data.js";
-import { empty, exact, h, num, percent, section } from "./dom.js";
+import { counted, empty, exact, h, num, percent, section } from "./dom.js";
 import { address, go, kept } from "./place.js";
 import { signed } from "./answers.js";
 import { groupsAround } from "./rows.js";
@@ -44,7 +44,7 @@ function facts(line) {
     [line.reward === null || line.reward === undefined ? "no reward" : `reward ${num(line.reward)}`, exact(line.reward)], parts.length > 1 && [parts.join(" · ")],
     line.advantage !== null && line.advantage !== undefined && [`advantage ${signed(line.advantage)}`, exact(line.advantage)],
     [`${num(line.prompt_tokens)} + ${num(line.response_tokens)} tokens`, `${exact(line.sampled_tokens)} sampled`], [`ended by ${line.finish}`],
-    line.turns > 1 && [`${line.turns} turns`], line.tool_calls > 0 && [`${line.tool_calls} tool calls, ${line.tool_errors ?? 0} errors`],
+    line.turns > 1 && [`${line.turns} turns`], line.tool_calls > 0 && [`${counted(line.tool_calls, "tool call")}, ${counted(line.tool_errors ?? 0, "error")}`],
     line.version && [`weight version ${[...new Set(line.version)].join(" to ")}`], line.greedy && ["greedy"],
   ].filter(Boolean);
   return h("p", { class: "stats" }, all.map(([fact, title]) => h("span", { title: title ?? null }, fact)));

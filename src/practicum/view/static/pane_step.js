@@ -19,7 +19,7 @@ export async function show(place, node) {
     h("button", { onclick: () => move(1), disabled: page.step >= last }, "▶"), h("span", { class: "muted" }, last ? `of ${num(first)} to ${num(last)}` : ""), h("a", { href: rows }, "its rollouts")));
   const order = page.plan?.stages.map((stage) => stage.name) ?? [...new Set(page.spans.map((span) => span.stage))];
   const colourOf = (name) => nth(Math.max(0, order.indexOf(name)));
-  if (page.spans.length) node.append(section("Timeline", timeline(page.spans, colourOf)), section("Bytes by stage and field", traffic(page.spans, colourOf)));
+  if (page.spans.length) node.append(section("Timeline", timeline(page.step, page.spans, colourOf)), section("Bytes by stage and field", traffic(page.spans.filter((span) => span.step === page.step), colourOf)));
   else node.append(section("Timeline", noSpans(page)));
   node.append(section("Plan", page.plan ? planGraph(page.plan, colourOf) : empty("This run wrote no plan: an earlier version of practicum made it.")));
   node.append(section("Metrics of this step", metricsTable(page.metrics, place)));
@@ -33,29 +33,54 @@ function noSpans(page) {
     h("table", { class: "plain" }, h("tbody", {}, times.map(([name, value]) => h("tr", {}, h("td", {}, name.slice(5)), h("td", { class: "n", title: exact(value) }, duration(value)))))));
 }
 
-function timeline(spans, colourOf) {
-  const start = Math.min(...spans.map((span) => span.began));
-  const end = Math.max(...spans.map((span) => span.began + span.seconds));
-  const lanes = [...new Set(spans.map(laneOf))].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+// A lane for each process, teacher and reward model; what overlaps in a lane, such as the steps of a lag, is drawn below each other.
+function timeline(step, spans, colourOf) {
+  const own = spans.filter((span) => span.step === step);
+  const start = Math.min(...own.map((span) => span.began));
+  const end = Math.max(...own.map((span) => span.began + span.seconds));
   const whole = end - start || 1e-9;
-  const x = (time) => LABEL + ((time - start) / whole) * (WIDE - LABEL - 10);
+  const lanes = lanesOf(spans, whole / 500);
+  const tall = 20 + lanes.reduce((sum, lane) => sum + lane.tracks.length, 0) * LANE;
+  const inside = (time) => Math.min(end, Math.max(start, time));
+  const x = (time) => LABEL + ((inside(time) - start) / whole) * (WIDE - LABEL - 10);
   const ticks = [0, 0.25, 0.5, 0.75, 1].map((share) => {
     const at = x(start + share * whole);
-    return [svg("line", { x1: at, x2: at, y1: 16, y2: 20 + lanes.length * LANE, class: "tick" }), svg("text", { x: at, y: 11, class: "tick-text", "text-anchor": share === 1 ? "end" : share ? "middle" : "start" }, duration(share * whole))];
+    return [svg("line", { x1: at, x2: at, y1: 16, y2: tall, class: "tick" }), svg("text", { x: at, y: 11, class: "tick-text", "text-anchor": share === 1 ? "end" : share ? "middle" : "start" }, duration(share * whole))];
   });
-  const rows = lanes.map((lane, at) => svg("text", { x: 4, y: 34 + at * LANE, class: "lane" }, lane));
-  const bars = spans.map((span) => {
-    const y = 20 + lanes.indexOf(laneOf(span)) * LANE;
+  let y = 20;
+  const rows = lanes.map((lane) => {
+    const label = svg("text", { x: 4, y: y + 14, class: "lane" }, lane.name);
+    const bars = lane.tracks.map((track, at) => track.map((span) => bar(span, y + at * LANE)));
+    y += lane.tracks.length * LANE;
+    return [label, bars];
+  });
+  function bar(span, top) {
     const wide = Math.max(1.5, x(span.began + span.seconds) - x(span.began));
     const name = span.part ? `${span.stage} · ${span.part}` : span.stage;
-    const told = `${name} on ${span.role} ${span.number}: ${duration(span.seconds)}, ${num(span.rows)} rows, ${num(span.calls)} calls, read ${bytes(total(span.read))}, wrote ${bytes(total(span.written))}`;
-    return svg("g", { class: "span" }, svg("title", {}, told), svg("rect", { x: x(span.began), y: y + 2, width: wide, height: LANE - 5, rx: 2, fill: colourOf(span.stage) }),
-      wide > 7 * name.length && svg("text", { x: x(span.began) + 5, y: y + 14 }, name));
-  });
-  return h("div", { class: "scroll" }, svg("svg", { class: "timeline", viewBox: `0 0 ${WIDE} ${26 + lanes.length * LANE}`, role: "img" }, ticks, rows, bars));
+    const shown = span.step === step ? name : `${name} of step ${span.step}`;
+    const told = `${name} of step ${span.step} on ${span.role} ${span.number}: ${duration(span.seconds)}, ${num(span.rows)} rows, ${num(span.calls)} calls, read ${bytes(total(span.read))}, wrote ${bytes(total(span.written))}`;
+    return svg("g", { class: span.step === step ? "span" : "span other" }, svg("title", {}, told), svg("rect", { x: x(span.began), y: top + 2, width: wide, height: LANE - 5, rx: 2, fill: colourOf(span.stage) }),
+      wide > 7.4 * shown.length && svg("text", { x: x(span.began) + 5, y: top + 14 }, shown));
+  }
+  const others = spans.length > own.length && h("p", { class: "muted" }, "Pale: other steps, at work at the same time (async.lag).");
+  return h("div", {}, h("div", { class: "scroll" }, svg("svg", { class: "timeline", viewBox: `0 0 ${WIDE} ${tall + 6}`, role: "img" }, ticks, rows)), others);
 }
 
-const laneOf = (span) => (span.part ? `${span.role} ${span.number} · ${span.part}` : `${span.role} ${span.number}`);
+function lanesOf(spans, least) {
+  const lanes = new Map();
+  const alone = (role) => new Set(spans.filter((span) => span.role === role).map((span) => span.number)).size === 1;
+  for (const span of [...spans].sort((a, b) => a.began - b.began)) {
+    const process = alone(span.role) ? span.role : `${span.role} ${span.number}`;
+    const name = span.part ? `${process} · ${span.part}` : process;
+    if (!lanes.has(name)) lanes.set(name, []);
+    const tracks = lanes.get(name);
+    const free = tracks.find((track) => track.at(-1).began + track.at(-1).seconds <= span.began + least);
+    if (free) free.push(span);
+    else tracks.push([span]);
+  }
+  return [...lanes].map(([name, tracks]) => ({ name, tracks })).sort((a, b) => a.name.localeCompare(b.name, "en", { numeric: true }));
+}
+
 const total = (fields) => Object.values(fields).reduce((a, b) => a + b, 0);
 
 function traffic(spans, colourOf) {

@@ -29,7 +29,7 @@ export async function show(place, node, context) {
     const names = kind === "domain" ? info.domains : info.teachers;
     const about = await askRun(place.run, "/teachers");
     if (!info.teachers.length) {
-      const why = about.teachers.length ? "No step with teachers is done yet." : "This recipe has no teachers: it learns from rewards or demonstrations.";
+      const why = Object.keys(about.teachers).length ? "No step with teachers is done yet." : "This recipe has no teachers: it learns from rewards or demonstrations.";
       replace(head, empty(why, "teachers, route and distill of a recipe bring them; domains are in Metrics."), matrix(about.scores));
       return;
     }
@@ -78,8 +78,9 @@ function ledger(kind, names, info, about, place) {
   known.map(([what, , form]) => {
     const value = what === "target" ? about.targets[name] : info.last[`${kind}/${name}/${what}`];
     return numeric(value ?? null, value === undefined || value === null ? "–" : form(value));
-  })));
-  return section("Newest step", h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, kind), known.map(([, title]) => h("th", { class: "n" }, title)))), h("tbody", {}, rows))));
+  }), kind === "teacher" && h("td", { class: "source" }, h("code", {}, about.teachers[name] ?? ""))));
+  const titles = [h("th", {}, kind), known.map(([, title]) => h("th", { class: "n" }, title)), kind === "teacher" && h("th", {}, "what it is")];
+  return section("Newest step", h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, titles)), h("tbody", {}, rows))));
 }
 
 function matrix(scores) {

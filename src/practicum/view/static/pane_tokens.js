@@ -137,6 +137,7 @@ function scaleOf(name, values, mask) {
     const span = Math.max(...known) - low || 1;
     return { diverging: false, share: (i) => (sampled[i] === null ? null : 0.2 + (0.8 * (sampled[i] - low)) / span), text: known.length ? `versions ${low} to ${low + (span === 1 && Math.max(...known) === low ? 0 : span)}` : "" };
   }
+  if (known.length && known.every((v) => v === 0)) return { diverging: false, share: () => null, text: name === "ratio" ? "all ratios are 1" : "all are 0" };
   const most = Math.max(...known.map(Math.abs), 0) || 1;
   const swatch = (share) => h("i", { class: "shade", style: { background: tokenColour(share, diverging) } });
   const what = name === "ratio" ? "log-ratio " : name.endsWith("logprobs") ? "−logprob " : "";

@@ -22,111 +22,156 @@ async function readOn(name, run, kind) {
     return readOn(name, run, kind);
   }
   if (isFresh) table = { run, kind, total: 0, generation: found.generation, columns: {} };
-  for (const [column, values] of Object.entries(found.columns)) {
+  const more = found.rows;
+  for (const [column, sent] of Object.entries(found.columns)) {
+    const values = Array.isArray(sent) ? sent : new Array(more).fill(sent.all);
     const old = table.columns[column] ?? [];
     table.columns[column] = old.length ? old.concat(values) : values;
   }
-  Object.assign(table, { total: found.columns.step.length + (isFresh ? 0 : table.total), words: found.words, flat: null });
+  if (more || isFresh) Object.assign(table, { total: table.total + more, words: found.words, made: new Map() });
   tables.set(name, table);
   return table;
 }
 
 export const word = (table, column, row) => table.words[column][table.columns[column][row]];
 
-// Numbers of the rows that a query keeps, in its order. `except` leaves one filter out.
-export function select(table, query, except = "") {
-  const tests = [];
-  const { columns } = table;
-  for (const name of ["step", "prompt"]) {
-    if (query[name] && except !== name) tests.push(equals(columns[name], Number(query[name])));
+// What is made of a table stays until it grows.
+function once(table, name, make) {
+  if (!table.made.has(name)) table.made.set(name, make());
+  return table.made.get(name);
+}
+
+// A column as numbers, NaN where a row has none.
+export const numbers = (table, name) => once(table, name, () => {
+  if (name === "flat") return flatGroups(table);
+  return filled(table.total, (row) => table.columns[name][row] ?? NaN);
+});
+
+// Quicker than Float64Array.from, which walks through an iterator.
+function filled(length, value) {
+  const made = new Float64Array(length);
+  for (let at = 0; at < length; at++) made[at] = value(at);
+  return made;
+}
+
+// Numbers of the rows that a query keeps, in its order. `except` leaves one filter out, `among` has 1 for rows that are looked at.
+export function select(table, query, except = "", among = null) {
+  const keeps = among?.slice() ?? new Uint8Array(table.total).fill(1);
+  for (const [name, low, high] of limits(table, query)) {
+    if (name === except) continue;
+    const column = numbers(table, name);
+    for (let row = 0; row < keeps.length; row++) keeps[row] &= column[row] >= low && column[row] <= high;
   }
+  const order = orderOf(table, query.sort ?? "-step");
+  const rows = new Uint32Array(table.total);
+  let count = 0;
+  for (let at = 0; at < order.length; at++) {
+    rows[count] = order[at];
+    count += keeps[order[at]];
+  }
+  return rows.subarray(0, count);
+}
+
+// The filters of a query: [column, least, largest].
+function limits(table, query) {
+  const found = [];
+  for (const name of ["step", "prompt"]) if (query[name]) found.push([name, Number(query[name]), Number(query[name])]);
   for (const name of ["domain", "teacher", "task", "finish"]) {
-    if (query[name] && except !== name) tests.push(equals(columns[name], table.words[name].indexOf(query[name])));
+    const at = query[name] ? table.words[name].indexOf(query[name]) : null;
+    if (at !== null) found.push([name, at, at]);
   }
   for (const name of ["reward", "tokens", "advantage"]) {
-    if (query[name] && except !== name) tests.push(between(columns[name], query[name]));
+    if (query[name]) found.push([name, ...query[name].split("..").map(Number)]);
   }
-  if (query.flat === "1") {
-    const flat = flatGroups(table);
-    tests.push((row) => flat.has(groupKey(columns, row)));
-  }
-  const kept = [];
-  for (let row = 0; row < table.total; row++) {
-    let good = true;
-    for (const test of tests) if (!test(row)) { good = false; break; }
-    if (good) kept.push(row);
-  }
-  return sorted(table, kept, query.sort ?? "-step");
+  if (query.flat === "1") found.push(["flat", 1, 1]);
+  return found;
 }
 
-const equals = (column, value) => (row) => column[row] === value;
-
-function between(column, text) {
-  const [low, high] = text.split("..").map(Number);
-  return (row) => column[row] !== null && column[row] >= low && column[row] <= high;
-}
-
-// Rows in the order of a column; rows without a value come last, equal ones stay as they were.
-function sorted(table, rows, sort) {
-  const down = sort.startsWith("-");
-  const name = down ? sort.slice(1) : sort;
-  const column = table.columns[name];
-  if (!column) return rows;
+// All rows in the order of a column, such as "-reward"; rows without a value come last, equal ones stay as they were.
+const orderOf = (table, sort) => once(table, `order ${sort}`, () => {
+  const sign = sort.startsWith("-") ? -1 : 1;
+  const name = sort.replace("-", "");
+  if (!table.columns[name]) return counted(table.total);
+  const column = numbers(table, name);
   const words = table.words[name];
-  const ranks = words && [...words].sort();
-  const sign = down ? -1 : 1;
-  const keys = new Float64Array(table.total);
-  for (const row of rows) {
-    const value = ranks ? ranks.indexOf(words[column[row]]) : column[row];
-    keys[row] = value === null || value === undefined ? Infinity : sign * value;
+  const sorted = words && [...words].sort();
+  const ranks = words?.map((one) => sorted.indexOf(one));
+  const key = (row) => sign * (ranks ? ranks[column[row]] : column[row]);
+  return ascending(filled(table.total, (row) => (Number.isNaN(column[row]) ? NaN : key(row))));
+});
+
+// Places of numbers from the least to the largest, NaN last: a radix sort, sixteen bits at a time, by which equal ones keep their order.
+export function ascending(values) {
+  const bits = new Uint32Array(values.buffer, values.byteOffset, 2 * values.length);
+  for (let at = 1; at < bits.length; at += 2) { // of negative numbers all bits are turned, of others the sign
+    if (bits[at] >>> 31) {
+      bits[at] = ~bits[at];
+      bits[at - 1] = ~bits[at - 1];
+    } else bits[at] |= 0x80000000;
   }
-  return rows.sort((a, b) => (keys[a] < keys[b] ? -1 : keys[a] > keys[b] ? 1 : a - b));
+  let order = counted(values.length);
+  let next = new Uint32Array(values.length);
+  const counts = new Uint32Array(65537);
+  for (const [half, shift] of [[0, 0], [0, 16], [1, 0], [1, 16]]) {
+    counts.fill(0);
+    for (let at = half; at < bits.length; at += 2) counts[((bits[at] >>> shift) & 0xffff) + 1]++;
+    if (counts.includes(values.length)) continue;
+    for (let at = 1; at < counts.length; at++) counts[at] += counts[at - 1];
+    for (let at = 0; at < order.length; at++) next[counts[(bits[2 * order[at] + half] >>> shift) & 0xffff]++] = order[at];
+    [order, next] = [next, order];
+  }
+  return order;
 }
 
-const groupKey = (columns, row) => columns.step[row] * 1e9 + columns.prompt[row];
+function counted(length) {
+  const made = new Uint32Array(length);
+  for (let at = 0; at < length; at++) made[at] = at;
+  return made;
+}
 
-function flatGroups(table) {
-  if (table.flat) return table.flat;
-  const { columns } = table;
+// 1 for rows of groups whose rewards are all equal.
+function flatGroups({ columns, total }) {
+  const key = (row) => columns.step[row] * 1e9 + columns.prompt[row];
   const ends = new Map();
-  for (let row = 0; row < table.total; row++) {
+  for (let row = 0; row < total; row++) {
     const reward = columns.reward[row];
     if (reward === null) continue;
-    const key = groupKey(columns, row);
-    const end = ends.get(key);
-    if (!end) ends.set(key, [reward, reward]);
+    const end = ends.get(key(row));
+    if (!end) ends.set(key(row), [reward, reward]);
     else {
       end[0] = Math.min(end[0], reward);
       end[1] = Math.max(end[1], reward);
     }
   }
-  table.flat = new Set([...ends].filter(([, [low, high]]) => low === high).map(([key]) => key));
-  return table.flat;
+  return filled(total, (row) => {
+    const end = ends.get(key(row));
+    return end && end[0] === end[1] ? 1 : 0;
+  });
 }
 
-// Counts of a column in equal bins: {low, high, bins: [{from, to, count}]}; null if it has no numbers.
+// Counts of a column's numbers in equal bins: {low, high, bins: [{from, to, count}]}; null if it has no numbers.
 export function histogram(column, rows, count = 20) {
-  let [low, high] = [Infinity, -Infinity];
+  let [low, high, whole] = [Infinity, -Infinity, true];
   for (const row of rows) {
     const value = column[row];
-    if (value === null || value === undefined) continue;
     if (value < low) low = value;
     if (value > high) high = value;
+    whole &&= Number.isNaN(value) || Number.isInteger(value);
   }
   if (low > high) return null;
-  const whole = high - low <= 40 && rows.every((row) => column[row] === null || Number.isInteger(column[row]));
+  whole &&= high - low <= 40;
   const width = whole ? 1 : (high - low) / count || 1;
   const bins = Array.from({ length: low === high ? 1 : whole ? high - low + 1 : count }, (_, at) => ({ from: low + at * width, to: whole ? low + at : low + (at + 1) * width, count: 0 }));
   bins.at(-1).to = high;
   for (const row of rows) {
     const value = column[row];
-    if (value !== null && value !== undefined) bins[Math.min(bins.length - 1, Math.floor((value - low) / width))].count++;
+    if (!Number.isNaN(value)) bins[Math.min(bins.length - 1, Math.floor((value - low) / width))].count++;
   }
   return { low, high, bins };
 }
 
 // The steps that have rows, in order.
-export const stepsOf = (table) => [...new Set(table.columns.step)].sort((a, b) => a - b);
+export const stepsOf = (table) => once(table, "steps", () => [...new Set(table.columns.step)].sort((a, b) => a - b));
 
 // The groups before and after a place: group(by) and step(by) give the step, prompt and session to go to, or null.
 export async function groupsAround(place, kind) {

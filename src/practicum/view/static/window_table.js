@@ -30,7 +30,7 @@ export function windowTable({ columns, draw, onopen, onsort, onview, sort }) {
       shown.push(element);
     }
     body.replaceChildren(...shown);
-    onview?.(rows.slice(from, to));
+    onview?.(Array.from(rows.slice(from, to)));
   }
 
   let asked = false;

@@ -1,0 +1,120 @@
+"""A finished turn, computed again alone: the numbers of an engine whose bits depend on its batch.
+
+Where the probe (`ModelRunner.invariant`) fails, what is in the batch shows in the last bits of logprobs, and
+now and then in a token. Then the batch only drafts a turn. Here its sequence is computed alone, in blocks of
+tokens whose shapes depend on nothing but their place in it, and each token is drawn again with its own random
+number. Up to the first token that comes out otherwise, the draft is right; from there on it is drafted again.
+So a turn is a function of weights, tokens before it and its counter, whatever the batch was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from practicum.engines.protocol import Finish, Generation
+from practicum.engines.torch.kv_memory import ExtendLayout, Extension, KvMemory, PrefillLayout
+from practicum.engines.torch.model_runner import ModelRunner, StepInputs, pack, pack_rest, sample_hidden
+from practicum.engines.torch.prompt_cache import PromptKey
+from practicum.engines.torch.request_queue import GenerateJob
+from practicum.engines.torch.sampler import Sampled, skip_ahead, uniforms
+from practicum.models.attention import Layout
+from practicum.models.load_model import context_length
+
+BLOCK, DRAWN = 256, 64
+"""Tokens that are computed at once, and those of them that are drawn at once. The last block is filled up."""
+
+
+def confirm(runner: ModelRunner, job: GenerateJob, draft: Generation) -> Generation | None:
+    """The turn with the numbers of its sequence alone; None if the draft was wrong before its end.
+
+    Then the job asks for the rest of the turn: it is to be drafted again.
+    """
+    written = len(job.written)
+    start, key = len(job.prompt) - written, skip_ahead(job.key, -written)
+    tokens = [*job.written, *draft.tokens.tolist()]
+    prompt = PromptKey.of(job.prompt.ids[:start], job.prompt.images, job.prompt.experts)
+    sampled, experts = _compute(runner, job, prompt, tokens, key)
+    drawn = sampled.tokens_B.tolist()
+    # What was right once stays: of a MoE model, other tokens in its block may show in a token's bits.
+    wrong = next((i for i in range(written, len(tokens)) if drawn[i] != tokens[i]), None)
+    finish: Finish = draft.finish
+    if wrong is not None:
+        tokens = [*tokens[:wrong], drawn[wrong]]
+        left = job.sampling.max_new_tokens + written - len(tokens)
+        if drawn[wrong] not in job.sampling.stop and left > 0:
+            _ask_for_rest(job, prompt, tokens, key, left)
+            return None
+        finish = "stop" if drawn[wrong] in job.sampling.stop else "length"
+    count = len(tokens)
+    return replace(
+        draft,
+        tokens=torch.tensor(tokens),
+        logprobs=sampled.logprobs_B[:count].float(),
+        plain_logprobs=sampled.plain_B[:count].float(),
+        finish=finish,
+        experts=None if experts is None else experts[: start + count - 1],
+    )
+
+
+def _ask_for_rest(job: GenerateJob, prompt: PromptKey, tokens: Sequence[int], key: int, left: int) -> None:
+    job.prompt = PromptKey.of((*prompt.ids, *tokens), prompt.images, prompt.experts)
+    job.sampling = replace(job.sampling, max_new_tokens=left)
+    job.key, job.written = skip_ahead(key, len(tokens)), tuple(tokens)
+
+
+def _compute(
+    runner: ModelRunner, job: GenerateJob, prompt: PromptKey, tokens: Sequence[int], key: int
+) -> tuple[Sampled, Tensor | None]:
+    """What is drawn in the place of each token, on the CPU, and the experts that all inputs took."""
+    first = len(prompt) - 1  # it predicts the turn's first token
+    last = first + len(tokens) - 1
+    parts: list[Sampled] = []
+    experts: list[Tensor] = []
+    for start, hidden_N, experts_N in _blocks(runner, prompt, tokens):
+        if experts_N is not None:
+            experts.append(experts_N.cpu())
+        for at in range(start, start + len(hidden_N), DRAWN):
+            if at > last or at + DRAWN <= first:
+                continue
+            position_B = torch.arange(at - first, at - first + DRAWN, device=runner.device).clamp_(min=0)
+            uniform_B = uniforms(torch.full_like(position_B, key), position_B)
+            drawn = sample_hidden(runner, hidden_N[at - start : at - start + DRAWN], job.draw, uniform_B)
+            parts.append(Sampled(*(x[max(0, first - at) : last + 1 - at].cpu() for x in drawn)))
+    return Sampled(*map(torch.cat, zip(*parts, strict=True))), torch.cat(experts) if experts else None
+
+
+def _blocks(
+    runner: ModelRunner, prompt: PromptKey, tokens: Sequence[int]
+) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+    """Where each block begins, its last hidden states [N, H], and its experts if there are any."""
+    inputs_of_turn = tokens[:-1]  # the last token predicts nothing that was asked for
+    count = len(prompt) + len(inputs_of_turn)
+    filled = -(-count // BLOCK) * BLOCK
+    ids = (*prompt.ids, *inputs_of_turn, *[0] * (filled - count))
+    # Pictures stand in the prompt, and are computed with the first block.
+    end = BLOCK if prompt.images is None else -(-len(prompt) // BLOCK) * BLOCK
+    config, device = runner.model.config, runner.device
+    longest = context_length(runner.model)
+
+    def key(stop: int) -> PromptKey:
+        experts = None if prompt.experts is None else prompt.experts[:stop]
+        return PromptKey.of(ids[:stop], prompt.images, experts)
+
+    def compute(inputs: StepInputs, layout: Layout) -> tuple[Tensor, Tensor | None]:
+        if longest is not None:  # what fills up a block may be beyond the model's last position
+            inputs.positions_N.clamp_(max=longest - 1)
+        return runner.routed(inputs, layout)
+
+    layout = PrefillLayout([end], device)
+    yield (0, *compute(pack(config, [key(end)], device), layout))
+    if end == filled:
+        return
+    memory = KvMemory(runner.token_kv, 1, filled)
+    memory.put_prompt(layout.prompts()[0], 0, 1)
+    for start in range(end, filled, BLOCK):
+        inputs = pack_rest(config, [key(start + BLOCK)], [start], device)
+        yield (start, *compute(inputs, ExtendLayout(memory, [Extension(0, start, BLOCK)], device)))
