@@ -61,7 +61,7 @@ def compare_runs(one: Path, two: Path) -> Comparison:
     them, so that the first difference is the nearest to its cause. Times are not compared.
     """
     runs = one, two
-    recipe = dict(_recipe_differences(*(_recipe(run) for run in runs)))
+    recipe = dict(_recipe_differences(_recipe(one), _recipe(two)))
     records = Record(one), Record(two)
     metrics = _metrics(one), _metrics(two)
     notes = _notes(runs, records)
