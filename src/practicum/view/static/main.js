@@ -61,7 +61,8 @@ async function show() {
     const wrong = next.run;
     if (runs.size && wrong === null) return go({ run: runs.keys().next().value, pane: "overview", query: {} }, { replace: true });
     drawFrame(next);
-    return replace(pane, empty(`No run “${wrong}” is open here.`, `Open are: ${[...runs.keys()].join(", ")}`));
+    const links = [...runs.keys()].map((id) => h("li", {}, h("a", { href: address({ run: id, pane: "overview", query: {} }) }, id)));
+    return replace(pane, empty(`No run “${wrong}” is open here. These are:`), h("ul", { class: "open-runs" }, links));
   }
   place = next;
   try {
@@ -122,6 +123,7 @@ function drawFrame(at) {
 
 function runChoice(at) {
   const choice = h("select", { "aria-label": "Run", onchange: (event) => go({ ...parse(location.hash), run: event.target.value }) },
+    !runs.has(at.run) && h("option", { value: "", selected: true, disabled: true }, "choose a run"),
     [...runs.values()].map((info) => h("option", { value: info.id, selected: info.id === at.run }, label(info))));
   const others = (at.query.with ?? "").split(",").filter(Boolean);
   const free = [...runs.values()].filter((info) => info.id !== at.run && !others.includes(info.id));
@@ -191,7 +193,7 @@ function showKeys() {
 
 let before = "";
 function onKey(event) {
-  if (event.ctrlKey || event.metaKey || event.altKey || document.getElementById("keys").open) return;
+  if (!place || event.ctrlKey || event.metaKey || event.altKey || document.getElementById("keys").open) return;
   if (event.target.closest?.("input, select, textarea")) {
     if (event.key === "Escape") event.target.blur();
     return;

@@ -6,7 +6,7 @@ import { bytes, duration, empty, exact, h, num, section, svg } from "./dom.js";
 import { address, go, kept } from "./place.js";
 
 const LANE = 22;
-const LABEL = 150;
+const LETTER = 7.4; // pixels of a letter of the timeline, about
 const WIDE = 1000;
 
 export async function show(place, node) {
@@ -40,27 +40,28 @@ function timeline(step, spans, colourOf) {
   const end = Math.max(...own.map((span) => span.began + span.seconds));
   const whole = end - start || 1e-9;
   const lanes = lanesOf(spans, whole / 500);
+  const label = Math.min(300, 16 + LETTER * Math.max(...lanes.map((lane) => lane.name.length)));
   const tall = 20 + lanes.reduce((sum, lane) => sum + lane.tracks.length, 0) * LANE;
   const inside = (time) => Math.min(end, Math.max(start, time));
-  const x = (time) => LABEL + ((inside(time) - start) / whole) * (WIDE - LABEL - 10);
+  const x = (time) => label + ((inside(time) - start) / whole) * (WIDE - label - 10);
   const ticks = [0, 0.25, 0.5, 0.75, 1].map((share) => {
     const at = x(start + share * whole);
     return [svg("line", { x1: at, x2: at, y1: 16, y2: tall, class: "tick" }), svg("text", { x: at, y: 11, class: "tick-text", "text-anchor": share === 1 ? "end" : share ? "middle" : "start" }, duration(share * whole))];
   });
   let y = 20;
   const rows = lanes.map((lane) => {
-    const label = svg("text", { x: 4, y: y + 14, class: "lane" }, lane.name);
+    const title = svg("text", { x: 4, y: y + 14, class: "lane" }, lane.name);
     const bars = lane.tracks.map((track, at) => track.map((span) => bar(span, y + at * LANE)));
     y += lane.tracks.length * LANE;
-    return [label, bars];
+    return [title, bars];
   });
   function bar(span, top) {
     const wide = Math.max(1.5, x(span.began + span.seconds) - x(span.began));
     const name = span.part ? `${span.stage} · ${span.part}` : span.stage;
-    const shown = span.step === step ? name : `${name} of step ${span.step}`;
+    const shown = (span.step === step ? [name, span.stage] : [`${name} of step ${span.step}`, `step ${span.step}`]).find((text) => wide > LETTER * text.length);
     const told = `${name} of step ${span.step} on ${span.role} ${span.number}: ${duration(span.seconds)}, ${num(span.rows)} rows, ${num(span.calls)} calls, read ${bytes(total(span.read))}, wrote ${bytes(total(span.written))}`;
     return svg("g", { class: span.step === step ? "span" : "span other" }, svg("title", {}, told), svg("rect", { x: x(span.began), y: top + 2, width: wide, height: LANE - 5, rx: 2, fill: colourOf(span.stage) }),
-      wide > 7.4 * shown.length && svg("text", { x: x(span.began) + 5, y: top + 14 }, shown));
+      shown && svg("text", { x: x(span.began) + 5, y: top + 14 }, shown));
   }
   const others = spans.length > own.length && h("p", { class: "muted" }, "Pale: other steps, at work at the same time (async.lag).");
   return h("div", {}, h("div", { class: "scroll" }, svg("svg", { class: "timeline", viewBox: `0 0 ${WIDE} ${tall + 6}`, role: "img" }, ticks, rows)), others);

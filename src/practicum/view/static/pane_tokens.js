@@ -28,7 +28,7 @@ export async function show(place, node, context) {
     h("button", { onclick: () => move(-1), disabled: at <= 0 }, "◀"), h("b", {}, `row ${at + 1}/${session.group.length}`), h("button", { onclick: () => move(1), disabled: at + 1 >= session.group.length }, "▶"),
     h("span", {}, `step ${place.step} · prompt ${place.prompt} · session ${place.session}`),
     session.trajectories.length > 1 && session.trajectories.map((one) => h("a", { class: one.trajectory === trajectory ? "active" : "", href: address({ ...place, query: { ...place.query, trajectory: one.trajectory || "" } }) }, `trajectory ${one.trajectory}`)),
-    h("a", { href: address({ ...place, pane: "session", query: kept(place) }) }, "its session"));
+    h("a", { href: address({ ...place, pane: "session", query: kept(place) }) }, "its session"), !page.missing && h("span", { class: "muted" }, learnt(page.summary)));
   node.append(crumbs);
   const around = await groupsAround(place, "samples");
   const keys = { j: () => move(1), k: () => move(-1), ...aroundKeys(around, place) };
@@ -113,6 +113,11 @@ export async function show(place, node, context) {
   };
 }
 
+function learnt({ trained, update }) {
+  if (trained === null) return "not learnt from";
+  return update > 1 ? `learnt from in step ${trained}, update ${update}` : `learnt from in step ${trained}`;
+}
+
 function rank(name) {
   const at = FIRST.indexOf(name);
   return at < 0 ? FIRST.length : at;
@@ -133,9 +138,9 @@ function scaleOf(name, values, mask) {
   const known = sampled.filter((v) => v !== null && Number.isFinite(v));
   const diverging = DIVERGING.includes(name) && (known.some((v) => v < 0) || name === "ratio");
   if (name === "version") {
-    const low = Math.min(...known);
-    const span = Math.max(...known) - low || 1;
-    return { diverging: false, share: (i) => (sampled[i] === null ? null : 0.2 + (0.8 * (sampled[i] - low)) / span), text: known.length ? `versions ${low} to ${low + (span === 1 && Math.max(...known) === low ? 0 : span)}` : "" };
+    const [low, high] = [Math.min(...known), Math.max(...known)];
+    const span = high - low || 1;
+    return { diverging: false, share: (i) => (sampled[i] === null ? null : 0.2 + (0.8 * (sampled[i] - low)) / span), text: !known.length ? "" : low === high ? `version ${low}` : `versions ${low} to ${high}` };
   }
   if (known.length && known.every((v) => v === 0)) return { diverging: false, share: () => null, text: name === "ratio" ? "all ratios are 1" : "all are 0" };
   const most = Math.max(...known.map(Math.abs), 0) || 1;
