@@ -83,9 +83,11 @@ $(VENV)/.base: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) --editable .
 	touch $@
 
+# The list is whole, so pip need not look up what each package needs; where that does not fit, it does.
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing into $(VENV) (once; torch is large)"
-	$(INSTALL) --editable '.[dev]'
+	$(INSTALL) --no-deps --requirement constraints.txt && $(INSTALL) --no-deps --editable . \
+		&& $(BIN)/python -m pip check >/dev/null || $(INSTALL) --editable '.[dev]'
 	touch $@ $(VENV)/.base
 
 # From nothing whenever the list changes: what it no longer names must go.
