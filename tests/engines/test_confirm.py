@@ -84,7 +84,7 @@ def test_confirming_changes_nothing_where_numbers_do_not_depend_on_the_batch(
     family: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Blocks, draws and random numbers are those of decoding, over the edges of blocks too."""
-    monkeypatch.setattr(confirm, "BLOCK", 16)
+    monkeypatch.setattr(confirm, "FIRST", 16)
     monkeypatch.setattr(confirm, "DRAWN", 8)
     model = tiny(family)
     asked = list(enumerate(asked_of(model)))
@@ -146,6 +146,15 @@ def test_the_log_says_which_of_both_holds():
     with engine_of(model) as engine, engine_of(model, repeatable=False) as other:
         assert "each is computed alone, so that runs repeat" in describe_engines(engine)[0]
         assert "equal up to rounding only" in describe_engines(other)[0]
+
+
+def test_a_tokens_block_depends_on_its_place_alone():
+    longest = confirm.block_edges(9000)
+    assert longest[:6] == [64, 128, 256, 512, 1024, 2048]
+    for count in (1, 64, 65, 700, 3000, 8999):
+        edges = confirm.block_edges(count)
+        assert edges == longest[: len(edges)]
+        assert count <= edges[-1] < max(65, 2 * count)
 
 
 def test_a_key_skips_ahead():

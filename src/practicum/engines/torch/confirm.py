@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -24,8 +25,11 @@ from practicum.engines.torch.sampler import Sampled, skip_ahead, uniforms
 from practicum.models.attention import Layout
 from practicum.models.load_model import context_length
 
-BLOCK, DRAWN = 256, 64
-"""Tokens that are computed at once, and those of them that are drawn at once. The last block is filled up."""
+FIRST, MOST, DRAWN = 64, 1024, 64
+"""Tokens of the first block and of the longest ones, and those of a block that are drawn at once."""
+
+_NO_LIMIT = 2**40
+"""Of a sequence's memory: how it grows depends on where a block is, not on how long the sequence is."""
 
 
 def confirm(runner: ModelRunner, job: GenerateJob, draft: Generation) -> Generation | None:
@@ -93,10 +97,11 @@ def _blocks(
     """Where each block begins, its last hidden states [N, H], and its experts if there are any."""
     inputs_of_turn = tokens[:-1]  # the last token predicts nothing that was asked for
     count = len(prompt) + len(inputs_of_turn)
-    filled = -(-count // BLOCK) * BLOCK
+    edges = block_edges(count)
+    filled = edges[-1]
     ids = (*prompt.ids, *inputs_of_turn, *[0] * (filled - count))
     # Pictures stand in the prompt, and are computed with the first block.
-    end = BLOCK if prompt.images is None else -(-len(prompt) // BLOCK) * BLOCK
+    end = edges[0] if prompt.images is None else block_edges(len(prompt))[-1]
     config, device = runner.model.config, runner.device
     longest = context_length(runner.model)
 
@@ -113,8 +118,16 @@ def _blocks(
     yield (0, *compute(pack(config, [key(end)], device), layout))
     if end == filled:
         return
-    memory = KvMemory(runner.token_kv, 1, filled)
+    memory = KvMemory(runner.token_kv, 1, _NO_LIMIT)
     memory.put_prompt(layout.prompts()[0], 0, 1)
-    for start in range(end, filled, BLOCK):
-        inputs = pack_rest(config, [key(start + BLOCK)], [start], device)
-        yield (start, *compute(inputs, ExtendLayout(memory, [Extension(0, start, BLOCK)], device)))
+    for start, stop in pairwise(edge for edge in edges if edge >= end):
+        inputs = pack_rest(config, [key(stop)], [start], device)
+        yield (start, *compute(inputs, ExtendLayout(memory, [Extension(0, start, stop - start)], device)))
+
+
+def block_edges(count: int) -> list[int]:
+    """Where blocks end that hold this many tokens: twice as long each time, so at most half is padding."""
+    edges = [FIRST]
+    while edges[-1] < count:
+        edges.append(edges[-1] + min(edges[-1], MOST))
+    return edges
