@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from practicum.engines.torch.engine_thread import EngineThread, Job, Outcome
 from practicum.errors import EngineError
 from practicum.models.batch_invariance import mlp_width, padded_keys, padded_tokens
+from practicum.models.fingerprint import fingerprint_ids
 from practicum.models.load_model import context_length
 from practicum.models.offloaded_weights import OffloadedWeights, OffloadTarget, return_memory
 from practicum.recipe.schema.teacher_sections import RewardModel
@@ -44,7 +45,7 @@ class Classifier:
     """A classifier in this process. Rows that arrive together go in batches of up to `batch_tokens` tokens.
 
     A row's score is the same, bit for bit, in any batch (`models/batch_invariance.py`): which rows arrive
-    together is a matter of timing. It is awake at first.
+    together is a matter of timing. Where a probe finds that it is not, rows go one by one. Awake at first.
     """
 
     def __init__(self, spec: RewardModel, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -59,6 +60,8 @@ class Classifier:
         self._offloaded: OffloadedWeights | None = None
         self._awake = True
         self._thread = EngineThread(self._step, self._waiting.clear, "classifier")
+        self._alone = self._pad is None or not self._is_invariant()
+        """Whether a batch has one row."""
 
     async def judge(self, case: JudgeInput) -> float:
         """The output for the recipe's label, before any softmax or sigmoid."""
@@ -87,10 +90,22 @@ class Classifier:
 
     def _next_batch(self) -> list[_Job]:
         """The shortest rows that wait: those that are padded to the same width, as far as they fit."""
-        if self._pad is None:  # then the model can't tell where a row of a batch ends
+        if self._alone:  # without a padding token, the model can't tell where a row of a batch ends
             return self._waiting[:1]
         alike = [j for j in self._waiting if self._shape(j.ids) == self._shape(self._waiting[0].ids)]
         return alike[: max(1, self.spec.batch_tokens // self._width(alike[0].ids))] if alike else []
+
+    @torch.no_grad()
+    def _is_invariant(self) -> bool:
+        """Whether rows have the same scores alone and among others."""
+        one = fingerprint_ids(self.model.get_input_embeddings().weight.shape[0])  # pyright: ignore
+        for row in (one[:3], one, one * 3):
+            if self._context is not None and len(row) > self._context:
+                continue
+            others = [row[::-1]] * 2
+            if not torch.equal(self._scores([row]), self._scores([*others, row, *others])[2:3]):
+                return False
+        return True
 
     def _width(self, ids: Sequence[int]) -> int:
         """The width that a row is padded to, by its own length alone."""
