@@ -146,8 +146,8 @@ class RayRoles:
 
     def describe(self) -> list[str]:
         lines: list[str] = [*self.group.all("describe_memory")]
-        for role, pool in {"rollout": self.pools.rollout, **self.pools.teachers}.items():
-            for sentences in self._each(pool, "describe", who=f"a worker of {role}"):
+        for pool in (self.pools.rollout, *self.pools.teachers.values()):
+            for sentences in self._each(pool, "describe"):
                 lines += sentences
         return lines
 
@@ -164,7 +164,7 @@ class RayRoles:
     def _give(self, name: str, manifest: Manifest) -> None:
         """A copy of the student with its own resources takes these weights, and so do later replicas."""
         self.copies[name] = manifest
-        self._each(self.pools.teachers[name], "take", manifest, who=f"teacher {name}")
+        self._each(self.pools.teachers[name], "take", manifest)
         if self.recipe.distill is not None and self.recipe.distill.signal == "full":
             timeout, owner = self.recipe.runtime.stage_s, f"the output head of teacher {name}"
             head = run_async(
@@ -220,29 +220,30 @@ class RayRoles:
     def _load(self, copy: int, manifest: Manifest) -> None:
         """Every replica's copy takes these weights; replicas that are restarted later too."""
         self.student[copy], self.pools.versions[copy] = manifest, manifest.version
-        self._each(self.pools.rollout, "load", copy, manifest, who="a rollout worker")
+        self._each(self.pools.rollout, "load", copy, manifest)
 
     def _probe(self, copy: int, learner: Callable[[int], Sequence[float]]) -> None:
         """Check that a copy of the weights is the learner's, in every replica."""
         if self.probes[copy].looks:
-            fingerprints = self._each(self.pools.rollout, "fingerprint", copy, who="a rollout worker")
+            fingerprints = self._each(self.pools.rollout, "fingerprint", copy)
             self.probes[copy].check(fingerprints, learner)
 
-    def _each(self, pool: ReplicaPool, method: str, *args: Any, who: str) -> list[Any]:
+    def _each(self, pool: ReplicaPool, method: str, *args: Any) -> list[Any]:
         """Call every replica, those that are being restarted too; their answers in order."""
-        work, timeout = self._calling(method, args, who), self.recipe.runtime.stage_s
+        work, timeout = self._calling(pool, method, args), self.recipe.runtime.stage_s
         return run_async(pool.each(work), timeout=timeout + 5, owner=f"{method} on every replica")
 
-    def _one(self, pool: ReplicaPool, method: str, *args: Any, who: str) -> None:
+    def _one(self, pool: ReplicaPool, method: str, *args: Any) -> None:
         """Call some replica."""
-        work, timeout = self._calling(method, args, who), self.recipe.runtime.stage_s
+        work, timeout = self._calling(pool, method, args), self.recipe.runtime.stage_s
         run_async(pool.run(work, load=1), timeout=timeout + 5, owner=f"{method} on a replica")
 
-    def _calling(self, method: str, args: tuple[Any, ...], who: str) -> Callable[[Any], Awaitable[Any]]:
+    def _calling(
+        self, pool: ReplicaPool, method: str, args: tuple[Any, ...]
+    ) -> Callable[[Any], Awaitable[Any]]:
         async def work(worker: Any) -> Any:
-            call = getattr(worker, method).remote(*args)
-            timeout = self.recipe.runtime.stage_s
-            return await ask_async(call, timeout=timeout, owner="the controller", who=who)
+            call, timeout = getattr(worker, method).remote(*args), self.recipe.runtime.stage_s
+            return await ask_async(call, timeout=timeout, owner="the controller", who=pool.name_of(worker))
 
         return work
 
@@ -266,9 +267,7 @@ class RayRoles:
                 where = folder.absolute() / "sampling"
                 self.group.first("save_published", manifest, fingerprint, where, step)
         for name in self._copies():
-            self._one(
-                self.pools.teachers[name], "save", folder.absolute() / "teachers", who=f"teacher {name}"
-            )
+            self._one(self.pools.teachers[name], "save", folder.absolute() / "teachers")
 
     def load(self, folder: Path, kl_state: Mapping[str, float]) -> None:
         self.version = self.group.all("load", folder.absolute(), dict(kl_state))

@@ -129,7 +129,7 @@ class RayWorkers:
             done = {key[:2] for key in reported}
             left = [a for a in request.attempts if (a.prompt.uid, a.session) not in done]
             calls = worker.run.options(num_returns="streaming").remote(request._replace(attempts=left))
-            async for rows in each_report(calls, who="a rollout worker"):
+            async for rows in each_report(calls, who=self.pools.rollout.name_of(worker)):
                 reported.update(rows.keys)
                 if (score := finished(rows)) is not None:
                     scoring.create_task(score)
@@ -208,23 +208,22 @@ class RayWorkers:
             raise
 
     def _engines(self, method: str) -> None:
-        async def work(worker: Any) -> None:
-            await self._ask(getattr(worker, method).remote(), "a rollout worker")
+        pool, timeout = self.pools.rollout, self.recipe.runtime.stage_s
 
-        timeout = self.recipe.runtime.stage_s
-        run_async(self.pools.rollout.each(work), timeout=timeout, owner=f"{method} of the engines")
+        async def work(worker: Any) -> None:
+            call, who = getattr(worker, method).remote(), pool.name_of(worker)
+            await ask_async(call, timeout=timeout, owner="the controller", who=who)
+
+        run_async(pool.each(work), timeout=timeout + 5, owner=f"{method} of the engines")
 
     async def _call(self, pool: ReplicaPool, method: str, *args: Any, load: float) -> Any:
         """Call a method of the least loaded replica."""
 
         async def work(worker: Any) -> Any:
-            return await self._ask(getattr(worker, method).remote(*args), f"a {pool.role} worker")
+            call, timeout = getattr(worker, method).remote(*args), self.recipe.rollout.deadline_s
+            return await ask_async(call, timeout=timeout, owner="the controller", who=pool.name_of(worker))
 
         return await pool.run(work, load=load)
-
-    async def _ask(self, call: Any, who: str) -> Any:
-        timeout = self.recipe.rollout.deadline_s
-        return await ask_async(call, timeout=timeout, owner="the controller", who=who)
 
 
 async def output_head(teacher: ReplicaPool, timeout: float) -> Any:

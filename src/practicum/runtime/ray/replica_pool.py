@@ -109,6 +109,10 @@ class ReplicaPool:
         """Handles of those that are alive, as far as is known."""
         return [place.actor for place in self._places if place.actor is not None]
 
+    def name_of(self, actor: Any) -> str:
+        """A replica's name, for errors."""
+        return next((name for name, one in self.named_replicas() if one is actor), f"a {self.role} worker")
+
     def named_replicas(self) -> list[tuple[str, Any]]:
         """As `replicas`, each with its name."""
         return [
