@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import tempfile
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -324,6 +326,13 @@ def zoo_reward(sample: Any) -> Any:
 
 async def zoo_reward_async(sample: Any) -> Any:
     return _reward("async reward", sample.key)
+
+
+def leaves(sample: Any) -> float:
+    """Goes to a folder of its own, which is gone then: as code that runs other code does."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+    return float(len(sample.response_text) % 2)
 
 
 BLOCKED, RELEASED = threading.Event(), threading.Event()

@@ -383,3 +383,15 @@ def test_answers_domains_and_columns_may_be_no_text_that_can_be_written(tmp_path
     train_loaded(tiny(tmp_path, train=ONE_STEP, **sections), tmp_path / "run")
     answer = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
     assert (answer["expected"], answer["domain"]) == (row["answer"], "d\\udfff")
+
+
+def test_a_reward_that_leaves_the_working_folder_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    reward = {"functions": [{"use": "tests.hostile:leaves"}]}
+    loaded = tiny(tmp_path, "train.steps=2", "eval.every=1", "checkpoint.every=1", reward=reward)
+    assert train_loaded(loaded, Path("run"), quiet=True).steps == 2
+    assert Path.cwd() == tmp_path
+    assert (tmp_path / "run/export/model.safetensors").exists()
+    assert "has changed the working folder to a folder that is gone" in (tmp_path / "run/log.txt").read_text()

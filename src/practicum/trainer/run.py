@@ -47,6 +47,7 @@ from practicum.trainer.samples import StepSamples
 from practicum.trainer.saver import Saver, best_metric
 from practicum.trainer.step import StepRunner
 from practicum.trainer.versions import describe_start
+from practicum.trainer.working_folder import WorkingFolder
 from practicum.user_code import text_of
 
 LEDGER_WIDTH = 150
@@ -72,8 +73,10 @@ class Trainer:
         self.recipe, self.folder, self.view, self.on_step = recipe, folder, view, on_step
         self.plan = make_plan(recipe, known_traits(recipe.model))
         self.watch = Watch(recipe.checks, self._report)
+        self.working_folder = WorkingFolder(self._report)
         view.stage("reading data and tokenizer")
         checked = check_without_models(recipe)
+        self.working_folder.return_to()
         left_out = checked.left_out
         needs_answer = tasks_needing_answer(recipe)
         stream = make_stream(recipe.tasks, recipe.seed, needs_answer=needs_answer, left_out=left_out)
@@ -95,7 +98,7 @@ class Trainer:
         recorder = None if record is None else Recorder(replace(record, role="controller"))
         self.runner = StepRunner(recipe, self.plan, self.roles, stream, self.watch, recorder)
         self.samples = StepSamples(self.roles)
-        self.runner.on_stage, self.runner.on_rolled = view.stage, self._note_rolled
+        self.runner.on_stage, self.runner.on_rolled = self._stage, self._note_rolled
         if self.runner.window is not None:
             self.runner.window.on_wait = self._note_wait
         if "advantages" in self.plan:
@@ -201,6 +204,7 @@ class Trainer:
         self.view.stage("eval")
         began, step = time.perf_counter(), self.progress.step
         evaluation = evaluate(self.recipe, self.roles, self.eval_prompts, self.folder.log, step=step)
+        self.working_folder.return_to()
         if evaluation.scores:
             evaluation.scores["time/eval"] = time.perf_counter() - began
         return evaluation
@@ -238,6 +242,7 @@ class Trainer:
         """After an error: keep the last finished step, and say what there is to continue from."""
         lost = ""
         try:
+            self.working_folder.return_to()
             if (learnt := self.runner.learnt) is not None and learnt[0] > self.progress.step:
                 self._end_step(*learnt)
             self.saver.rescue()
@@ -288,7 +293,12 @@ class Trainer:
         if self.on_step is not None:
             self.on_step(row)
 
+    def _stage(self, name: str) -> None:
+        self.working_folder.return_to()
+        self.view.stage(name)
+
     def _note_rolled(self, sampled: SampledStep) -> None:
+        self.working_folder.return_to()
         for batch in sampled.rolled:
             self.failures.note(batch)
             self.samples.rolled_out(sampled.number, batch, self.roles.rollouts[sampled.copy].prompts)
