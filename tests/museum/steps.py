@@ -40,6 +40,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "old": {"algorithm": {"old_logprobs": "recompute"}},
     "kl": {"algorithm": {"kl": {"place": "loss"}}},
     "adapter": {"model": {"lora": {"rank": 4}}},
+    "half": {"model": {"lora": {"rank": 4}, "dtype": "bfloat16"}},
+    "ahead": {"async": {"lag": 1}, "train": BASE["train"] | {"steps": 3}},
     "padded": {"train": BASE["train"] | {"minibatch_rows": 3}},
     "gpt2": {"model": {"make": {"family": "gpt2", "hidden": 32, "layers": 2, "heads": 2, "context": 64}}},
     "late": {"rollout": BASE["rollout"] | {"deadline_s": 1.0}},
@@ -69,7 +71,9 @@ def started(name: str) -> Iterator[StepRunner]:
     recipe = recipe_of(name)
     plan, watch = make_plan(recipe), Watch(recipe.checks, print)
     with closing(start_local(recipe, plan, watch)) as roles:
-        yield StepRunner(recipe, plan, roles, make_stream(recipe.tasks, recipe.seed), watch)
+        runner = StepRunner(recipe, plan, roles, make_stream(recipe.tasks, recipe.seed), watch)
+        with closing(runner):
+            yield runner
 
 
 def take_steps(name: str, count: int = 2) -> list[dict[str, float]]:

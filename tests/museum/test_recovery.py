@@ -12,13 +12,14 @@ import torch
 
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import CheckError, PracticumError, RecipeErrors
-from practicum.learning import optimizer
+from practicum.learning import learner_checkpoint, optimizer
 from practicum.recipe.load_recipe import load_recipe
 from practicum.tasks.stream import PromptStream
 from practicum.trainer import checkpoints
 from practicum.trainer.checkpoints import Checkpoints, Progress
 from practicum.trainer.run import train_loaded
 
+from ..engines.test_confirm import made_by, same
 from ..recipe.test_unread_keys import ignored_keys, write
 from ..trainer.recipes import tiny
 from .steps import passes, take_steps
@@ -35,6 +36,22 @@ def test_a_resumed_run_that_begins_with_the_first_prompts(tmp_path: Path, monkey
     monkeypatch.setattr(PromptStream, "load_state_dict", lambda stream, state: None)
     with pytest.raises(CheckError, match=r"the next prompt is 0 after step-000001 was read, and 2 in it"):
         train_loaded(loaded, tmp_path / "forgets", resume=True, quiet=True)
+
+
+def test_a_resumed_run_without_the_optimizers_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """KempnerInstitute/KempnerForge#114, thinking-machines-lab/tinker-feedback#127: weights were restored,
+    the optimizer's moments were not, and nothing said so."""
+    few = ("train.prompts=2", "eval.greedy=false")
+    reward = {"functions": [{"use": "tests.trainer.rewards:by_letters"}]}
+    train_loaded(tiny(tmp_path, *few, "train.steps=1", reward=reward), tmp_path / "run", quiet=True)
+    shutil.copytree(tmp_path / "run", tmp_path / "cold")
+    loaded = tiny(tmp_path, *few, "train.steps=2", reward=reward)
+    assert train_loaded(loaded, tmp_path / "run", resume=True, quiet=True).steps == 2
+    monkeypatch.setattr(
+        learner_checkpoint, "_empty_states", lambda states, index: {key: {} for key in states}
+    )
+    with pytest.raises(CheckError, match=r"the optimizer's state adds up to 0 after .* was read, and to "):
+        train_loaded(loaded, tmp_path / "cold", resume=True, quiet=True)
 
 
 def test_a_checkpoint_that_is_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -72,6 +89,16 @@ def test_an_engine_that_never_answers(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(TorchEngine, "generate", silent)
     with pytest.raises(PracticumError, match=r"8 sessions failed, the first: .* was not done after"):
         take_steps("late", 1)
+
+
+def test_answers_that_depend_on_their_neighbours():
+    """vllm-project/vllm#51187, thinking-machines-lab/batch_invariant_ops#6: the same requests with the same
+    seed had other logprobs, and in the end other tokens, by what else was in the engine's batch."""
+    (alone,), _ = made_by("qwen3", [2], 0.05, slots=1)
+    drafted, _ = made_by("qwen3", range(5), 0.05, slots=5, repeatable=False)
+    confirmed, _ = made_by("qwen3", range(5), 0.05, slots=5)
+    assert not all(map(same, alone, drafted[2]))
+    assert all(map(same, alone, confirmed[2]))
 
 
 def test_a_key_that_nothing_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

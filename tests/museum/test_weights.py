@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor
 
 from practicum.engines.torch import torch_engine
+from practicum.engines.torch.model_runner import ModelRunner
 from practicum.engines.torch.prompt_cache import CachedSequence, SequenceCache
 from practicum.errors import CheckError, EngineError
 from practicum.learning.logprobs import LogprobScorer
-from practicum.models import load_model
+from practicum.models import attention, load_model
+from practicum.models.lora import ADAPTER
 from practicum.models.offloaded_weights import take_weights
+from practicum.models.padded_attention import AttentionRule
 from practicum.roles.make_engine import make_engine
 from practicum.roles.student import StudentRole
 from practicum.runtime import local
 from practicum.runtime.local import LocalRoles
 
-from .steps import passes, take_steps
+from ..models.test_attention_families import family
+from .steps import passes, started, take_steps
 
 Weights = Iterable[tuple[str, Tensor]]
 
@@ -81,6 +87,29 @@ def test_an_adapter_that_never_arrives(own_weights: Any):
         take_steps("adapter")
 
 
+def test_a_base_that_drifts_as_its_adapter_is_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """huggingface/trl#6688: the adapter was merged into a base in bfloat16 for each sync and taken out again:
+    what rounding left behind added up."""
+    with started("half") as runner:
+        assert all(runner.step(number)["train/grad_norm"] > 0 for number in (1, 2))
+        runner.roles.save(tmp_path / "whole")
+    sync = LocalRoles.sync_weights
+
+    def merging(roles: LocalRoles) -> None:
+        layers = [m for m in roles.student.learner.model.modules() if isinstance(m, LoraLayer)]
+        for layer in layers:
+            layer.merge(adapter_names=[ADAPTER])
+        for layer in layers:
+            layer.unmerge()
+        sync(roles)
+
+    monkeypatch.setattr(LocalRoles, "sync_weights", merging)
+    with started("half") as runner:
+        runner.step(1)
+        with pytest.raises(CheckError, match=r"the base of the adapter is not as it was loaded"):
+            runner.roles.save(tmp_path / "drifted")
+
+
 def test_a_sync_that_is_left_out(monkeypatch: pytest.MonkeyPatch):
     """rllm-org/rllm#291: with one setting of the engine's cache, weights were never sent to it."""
     assert passes("plain")
@@ -116,6 +145,20 @@ def test_a_reference_that_takes_the_place_of_the_student(monkeypatch: pytest.Mon
     monkeypatch.setattr(StudentRole, "_logprobs", left_in_place)
     with pytest.raises(CheckError, match=r"check logprob_gap: rollout and learner logprobs differ"):
         take_steps("kl")
+
+
+def test_attention_sinks_that_are_left_out(monkeypatch: pytest.MonkeyPatch):
+    """radixark/miles#1500, verl-project/verl#3894, NVIDIA-NeMo/RL#1672: the learner's attention left out the
+    sinks that the model has, without a word, and its logprobs were not the engine's."""
+    model = family("gpt_oss")
+    assert ModelRunner(model).lean is None
+    monkeypatch.setattr(
+        attention,
+        "AttentionRule",
+        lambda scale, window, softcap, sinks: AttentionRule(scale, window, softcap),
+    )
+    with pytest.raises(EngineError, match=r"GptOssForCausalLM gives other logits with packed attention than"):
+        ModelRunner(model)
 
 
 def test_dropout_that_is_left_on(monkeypatch: pytest.MonkeyPatch):

@@ -197,6 +197,27 @@ def groups(batch: BatchRef, samples: int) -> str | None:
     return None
 
 
+def drawn(
+    prompts: Sequence[int], rolled: Sequence[BatchRef], batch: BatchRef, *, filters: bool
+) -> str | None:
+    """Each prompt that a step drew was rolled out; it is learnt from too, unless a session of it failed.
+
+    With `filters`, groups may be left out by their rewards.
+    """
+    rows = [row for one in rolled for row in one]
+    sampled, learnt = {key.prompt for key, _ in rows}, {key.prompt for key in batch.keys}
+    excused = {key.prompt for key, tags in rows if filters or tags.status == "failed"}
+    for prompt in prompts:
+        if prompt not in sampled:
+            return f"prompt {prompt} was drawn for the step and has no sessions"
+        if prompt not in learnt | excused:
+            return (
+                f"prompt {prompt} was drawn for the step, none of its sessions failed, and the step does not "
+                "learn from it"
+            )
+    return None
+
+
 def store_empty(held: int) -> str | None:
     """After a step the store holds nothing of it or of steps before it."""
     return None if not held else f"{held} rows of finished steps are in the store after the step"

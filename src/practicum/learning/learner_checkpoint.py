@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,11 +24,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from practicum.errors import PracticumError
+from practicum.errors import CheckError, PracticumError
 from practicum.learning.optimizer import Metrics, OptimizerStepper
 from practicum.learning.packed_model import PackedModel
 from practicum.learning.parallel import Parallel
-from practicum.models.lora import trained_names
+from practicum.models.lora import base_fingerprint, trained_names
 from practicum.recipe.schema.recipe import Train
 
 logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.INFO)  # two debug records per tensor
@@ -97,6 +98,11 @@ class TrainedModel:
         model, parallel, optimizer = self._trained, self.parallel, self.stepper.optimizer
         if parallel is not None and not all(isinstance(p, DTensor) for p in model.parameters()):
             raise PracticumError("an error in the middle of a forward pass left the weights gathered")
+        if self.base is not None and parallel is None and base_fingerprint(model) != self.base:
+            raise CheckError(
+                "the base of the adapter is not as it was loaded: something has written to it, and the "
+                "adapter would not fit the model that it is put on later"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         tensors = _weights(model)
         for key, p in model.named_parameters():
@@ -115,6 +121,7 @@ class TrainedModel:
         if parallel is None or parallel.rank == 0:
             counters = {"version": self.version, "step": self.step}
             counters |= {} if self.base is None else {"base": self.base}
+            counters |= {"optimizer": self._optimizer_size()} if parallel is None else {}
             counters |= {"microbatch_tokens": self.trunk.token_budget} if self.trunk.halved else {}
             (folder / f"{self.NAME}.json").write_text(json.dumps(counters) + "\n")
         if parallel is not None:
@@ -150,10 +157,25 @@ class TrainedModel:
             step = {"step": tensors[_STEP].to(p.device, copy=True)} if _STEP in shapes else {}
             if step or empty[key]:
                 optimizer.state[p] = {**step, **empty[key]}
+        if parallel is None and "optimizer" in counters:
+            self._require_optimizer(folder, counters["optimizer"])
         self.version, self.step = counters["version"], counters["step"]
         if (tokens := counters.get("microbatch_tokens")) is not None:
             # As in the run that was stopped: sums are rounded in the same order.
             self.trunk.token_budget, self.trunk.halved = min(self.trunk.token_budget, tokens), 1
+
+    def _require_optimizer(self, folder: Path, size: float) -> None:
+        if not math.isclose(found := self._optimizer_size(), size, rel_tol=1e-9):
+            raise CheckError(
+                f"the optimizer's state adds up to {found:.6g} after {folder} was read, and to {size:.6g} in "
+                "it: the checkpoint was not taken up whole"
+            )
+
+    def _optimizer_size(self) -> float:
+        """The sum of the sizes of all numbers that the optimizer keeps, by which a lost state is seen."""
+        states = [state.values() for state in self.stepper.optimizer.state.values()]
+        kept = [x for values in states for x in values if isinstance(x, Tensor) and x.ndim]
+        return sum(float(x.abs().sum(dtype=torch.float64)) for x in kept)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from practicum.errors import PracticumError, machine_trouble
+from practicum.errors import CheckError, PracticumError, machine_trouble
 from practicum.recipe.schema.recipe import Checkpoint, Recipe
 from practicum.runtime.random_state import random_state
 from practicum.runtime.start_roles import Roles
@@ -44,6 +44,13 @@ class Saver:
         roles = self.roles
         progress.version, progress.kl = roles.version, roles.kl_state()
         progress.stream = self.runner.stream_state(progress.step + 1)
+        following, position = self.runner.next_prompt, progress.stream["position"]
+        if following not in (None, position):
+            raise CheckError(
+                f"a checkpoint of step {progress.step} would continue with prompt {position}, and the prompt "
+                f"after that step's last one is {following}: a resumed run would pass over prompts, or "
+                "repeat some"
+            )
         progress.positions = self.folder.positions()
         progress.record_sums = self.folder.record_sums()
         noted = replace(progress, seconds=seconds)

@@ -56,6 +56,8 @@ class StepRunner:
         self.learnt: tuple[int, Metrics] | None = None
         """The step under way and its metrics so far, once its update is done and can't be undone."""
         self.on_learnt: Callable[[BatchRef], None] = lambda batch: None
+        self.next_prompt: int | None = None
+        """The prompt after the last one of the newest step; None before a step was taken."""
         self._timer = StageTimer(plan, 0, recorder, self.on_stage)
         self.recorder = recorder
 
@@ -129,6 +131,11 @@ class StepRunner:
         for batch in sampled.rolled if "rollout" in self.plan else ():
             self.watch("weight_version", invariants.weight_version(batch, expected))
             self.watch("groups", invariants.groups(batch, sessions))
+        if "rollout" in self.plan:
+            uids, filters = [prompt.uid for prompt in sampled.prompts], recipe.buffer.filter_flat_groups
+            found = invariants.drawn(uids, sampled.rolled, sampled.batch, filters=filters)
+            self.watch("groups", found)
+        self.next_prompt = max(key.prompt for key in sampled.rows()) + 1
         return sampled
 
     def _teach(self, sampled: SampledStep, step: StepInfo) -> Metrics:

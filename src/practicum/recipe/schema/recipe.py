@@ -345,7 +345,7 @@ class Checks(Section):
         lt=1,
     )
     masks: Level = key("error", "Masks, lengths and loss denominators agree.")
-    groups: Level = key("error", "Each group has the sessions it should have.")
+    groups: Level = key("error", "Each prompt of a step is learnt from, with the sessions it should have.")
     advantages: Level = key(
         "error", "Advantages agree with the rewards of their sessions and add up to 0 in each group."
     )
