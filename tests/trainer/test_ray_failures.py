@@ -19,7 +19,7 @@ import yaml
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
-from practicum.errors import ClusterError, PracticumError
+from practicum.errors import ClusterError, DeadlineError, PracticumError
 from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
 from practicum.recipe.schema.recipe import Checks
 from practicum.runtime.ray import start_ray as start
@@ -263,3 +263,32 @@ def test_a_death_that_ends_the_run_is_named_and_the_run_resumes(
     assert any("a checkpoint of step 1: --resume continues" in note for note in raised.value.__notes__)
     train_loaded(tiny(tmp_path, **MORTAL), tmp_path / "cut", resume=True)
     assert_same_run(whole, tmp_path / "cut", 1e-6)
+
+
+def hang(actor: Any) -> None:
+    os.kill(pid_of(actor), signal.SIGSTOP)
+
+
+HANGS: dict[str, tuple[Act, str]] = {
+    "replica in a rollout": (
+        lambda roles: hang(roles.pools.rollout.replicas()[0]),
+        "rollout 0 gave no sign of life",
+    ),
+    "replica at a sync": (
+        at_the_update(lambda roles: hang(roles.pools.rollout.replicas()[0])),
+        "waited 15 s for rollout 0: no answer",
+    ),
+    "reward worker": (lambda roles: hang(roles.pools.reward.replicas()[0]), "reward 0"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("who", HANGS)
+def test_a_process_that_hangs_is_named_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str):
+    act, named = HANGS[who]
+    sections = fragile(MORTAL)
+    sections["rollout"] |= {"deadline_s": 15}
+    sections["runtime"] |= {"stage_s": 15, "store_s": 15}
+    before_steps(monkeypatch, {2: act})
+    with pytest.raises(DeadlineError, match=named):
+        train_loaded(tiny(tmp_path, **sections), tmp_path / "run", quiet=True)
