@@ -43,8 +43,8 @@ def confirm(runner: ModelRunner, job: GenerateJob, draft: Generation) -> Generat
     prompt = PromptKey.of(job.prompt.ids[:start], job.prompt.images, job.prompt.experts)
     sampled, experts = _compute(runner, job, prompt, tokens, key)
     drawn = sampled.tokens_B.tolist()
-    # What was right once stays: of a MoE model, other tokens in its block may show in a token's bits.
-    wrong = next((i for i in range(written, len(tokens)) if drawn[i] != tokens[i]), None)
+    # From the first token on, sure ones too: of a MoE model, later tokens of a block may show in its bits.
+    wrong = next((i for i, token in enumerate(tokens) if drawn[i] != token), None)
     finish: Finish = draft.finish
     if wrong is not None:
         tokens = [*tokens[:wrong], drawn[wrong]]
