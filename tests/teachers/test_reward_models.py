@@ -110,13 +110,14 @@ def test_without_any_padding_token_rows_are_judged_one_by_one(tmp_path: Path):
 def test_batches_keep_their_token_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     save_classifier(tmp_path, pad_token_id=0)
     sizes: list[int] = []
-    scores = Classifier._scores
+    next_batch = Classifier._next_batch
 
-    def noting(self: Classifier, rows: list[list[int]]) -> Any:
-        sizes.append(len(rows) * self._width(rows[0]))
-        return scores(self, rows)
+    def noting(self: Classifier) -> Any:
+        jobs = next_batch(self)
+        sizes.append(sum(self._width(job.ids) for job in jobs))
+        return jobs
 
-    monkeypatch.setattr(Classifier, "_scores", noting)
+    monkeypatch.setattr(Classifier, "_next_batch", noting)
     scores_here(classifier_of(tmp_path, batch_tokens=90), cases(24))
     assert max(sizes) <= 90
     assert max(sizes) > 45, "rows go together"
