@@ -39,7 +39,7 @@ from practicum.trainer.run import train_loaded
 SAMPLES, MAX_NEW, LR = 8, 32, 1e-5
 PROMPTS = {"grpo": 32, "agents": 16, "long tail": 16}
 ROUNDS, SCORES = 3, "scores"
-BLOCKS = {"grpo": 5, "demo student": 30, "demo specialist": 30, "agents": 6, "long tail": 6}
+BLOCKS = {"grpo": 4, "demo student": 20, "demo specialist": 20, "agents": 4, "long tail": 4}
 """Steps of a turn."""
 WAYS = {"sync, 1 thread": (0, 1), "sync, 2 threads": (0, 2), "lag 1": (1, 1), "lag 2": (2, 1)}
 """Lag and threads of each contender."""
@@ -49,7 +49,7 @@ GOALS = {
     **{kind: {"lag 1": 1.5} for kind in ("grpo", "demo student", "demo specialist")},
     "agents": {"lag 1": 1.7, "lag 2": 2.1},
 }
-SCORE_STEPS, SCORE_EVERY, SCORE_LR = 24, 4, 1e-4
+SCORE_STEPS, SCORE_EVERY, SCORE_LR = 16, 4, 1e-4
 
 
 async def look_up(ms: int) -> str:
@@ -120,7 +120,7 @@ def demo(kind: str, lag: int, threads: int) -> dict[str, Any]:
     }
 
 
-def stepper(channel: Channel, kind: str, lag: int, threads: int) -> None:
+def stepper(channel: Channel, kind: str, lag: int, threads: int, block: int) -> None:
     """Blocks of steps; a turn ends when nothing is under way."""
     with Steps(Recipe.model_validate(written(kind, lag, threads))) as steps:
         runner, done = steps.run.runner, 0
@@ -135,7 +135,7 @@ def stepper(channel: Channel, kind: str, lag: int, threads: int) -> None:
             for _ in range(lag + 1):
                 step()
             watch, elsewhere = Stopwatch(), 0.0 if engine is None else cpu_seconds(engine.pid)
-            measured = [step() for _ in range(BLOCKS[kind])]
+            measured = [step() for _ in range(block)]
             spent = watch.read()
             if engine is not None:
                 spent["cpu_seconds"] += cpu_seconds(engine.pid) - elsewhere
@@ -198,10 +198,9 @@ def stored() -> tuple[dict[str, Any], dict[str, Any]]:
 def race(kind: str) -> dict[str, list[Measured]]:
     """All ways of one kind of work in turn."""
     print(f"{kind}, blocks of {BLOCKS[kind]} steps, {os.cpu_count()} cores")
+    options = {"kind": kind, "block": BLOCKS[kind]}
     contenders = [
-        Contender(
-            name, "benchmarks.async_step:stepper", {"kind": kind, "lag": lag, "threads": threads}, threads
-        )
+        Contender(name, "benchmarks.async_step:stepper", options | {"lag": lag, "threads": threads}, threads)
         for name, (lag, threads) in WAYS.items()
     ]
     return harness.race(contenders, ROUNDS, warmup=0)

@@ -24,7 +24,7 @@ def async_step(found: Mapping[str, Any]) -> str:
             rows.append([kind, name, ranged(rounds, "seconds"), cpu, waited, ratio])
     head = ["work", "way", "s/step", "of processor", "learner waited", "faster than the best synchronous way"]
     parts = [f"### Rollouts ahead of the learner, {where(found)}", table(head, rows)]
-    return "\n\n".join([*parts, _scores(found["scores"])])
+    return "\n\n".join([*parts, *([_scores(found["scores"])] if found["scores"] else [])])
 
 
 def _scores(scores: Mapping[str, list[dict[str, float]]]) -> str:
