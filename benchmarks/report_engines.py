@@ -55,13 +55,20 @@ def weights(found: Mapping[str, Any]) -> str:
     for title, raced in sorted(found["synced"].items(), key=lambda item: _size(item[1])):
         threads, size, _ = title.split(", ", 2)
         floor = medians(raced[TORCH])["memcpy"]
-        rate = _size(raced) / medians(raced[VLLM])["seconds"] / 1e6
         both = [_ms(raced[kind], "seconds") for kind in (TORCH, VLLM)]
+        times = [{"ratio": one["seconds"] / one["memcpy"]} for one in raced[VLLM]]
         rows.append(
-            [size, f"{_size(raced) / 1e6:,.0f}", threads, f"{1e3 * floor:.1f}", *both, f"{rate:,.0f}"]
+            [
+                size,
+                f"{_size(raced) / 1e6:,.0f}",
+                threads,
+                f"{1e3 * floor:.1f}",
+                *both,
+                ranged(times, "ratio", ".1f"),
+            ]
         )
     head = ["parameters", "MB", "threads", "one memcpy, ms", *(f"{kind}, ms" for kind in (TORCH, VLLM))]
-    return table([*head, f"{VLLM}, MB/s"], rows)
+    return table([*head, f"{VLLM} ÷ memcpy"], rows)
 
 
 def rests(found: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -32,13 +33,13 @@ from benchmarks.engine_work import (
 )
 from benchmarks.harness import Channel, Contender, Measured, Stopwatch
 from benchmarks.model import CACHE
-from benchmarks.report_engines import TORCH, VLLM
+from benchmarks.report_engines import TORCH, VLLM, measured
 
 CASES = ("equal", "ragged", "score, top-0", f"score, top-{TOP_K}", "sync")
 RESTS = ("sync", "sync", "rest")
 """Turns of the model that is only sent and put to sleep."""
 COMPARED, RESTED = ("4M", "135M"), "31M"
-ROUNDS, REST_ROUNDS = 3, 2
+ROUNDS, REST_ROUNDS, SYNC_ROUNDS = 3, 2, 7
 THREADS = (1, 2)
 BESIDE, BESIDE_SIZE = Load(4, 4, 16, 0), "135M"
 """The rollout that one engine does alone, and two at once."""
@@ -136,6 +137,28 @@ def compare(size: str, rounds: int) -> tuple[dict[str, Any], dict[str, Any], Mea
     )
 
 
+def compare_weights(size: str, rounds: int) -> dict[str, Any]:
+    """New weights alone, with all threads, by title."""
+    print(f"weights, {size} parameters")
+    contenders = [
+        Contender(
+            f"{kind}, {size}, {threads}",
+            "benchmarks.vllm_engine:competitor",
+            {"kind": kind, "size": size, "threads": threads, "cases": ("sync",)},
+            threads,
+        )
+        for threads in THREADS
+        for kind in (TORCH, VLLM)
+    ]
+    turns = race_cases(contenders, ("sync",), rounds)["sync"]
+    return {
+        f"{threads} thread{'s' * (threads > 1)}, {size}, sync": {
+            kind: turns[f"{kind}, {size}, {threads}"] for kind in (TORCH, VLLM)
+        }
+        for threads in THREADS
+    }
+
+
 def check_same(size: str, references: Sequence[dict[str, Any]]) -> Measured:
     """How far the engines agree at worst; an error if that is too little."""
     first, *others = references
@@ -198,6 +221,15 @@ def main(rounds: int = ROUNDS, rest_rounds: int = REST_ROUNDS) -> None:
     harness.write_results("vllm_engine", content)
 
 
+def weights_again(rounds: int = SYNC_ROUNDS, rest_rounds: int = REST_ROUNDS) -> None:
+    """Measure weights and sleep by themselves; the other results stay as they are."""
+    synced: dict[str, Any] = {}
+    for size in COMPARED:
+        synced |= compare_weights(size, rounds)
+    synced[f"1 thread, {RESTED}, sync"], rested = race_rests(rest_rounds)
+    harness.write_results("vllm_engine", measured() | {"synced": synced, "rested": rested})
+
+
 def settings(rounds: int, rest_rounds: int) -> dict[str, Any]:
     """What was compared."""
     loads = {
@@ -223,4 +255,4 @@ def settings(rounds: int, rest_rounds: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    weights_again() if "--weights" in sys.argv[1:] else main()

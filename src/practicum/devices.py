@@ -111,6 +111,13 @@ def _module(device: torch.device, name: str, *args: Any) -> Any:
     return None if function is None else function(*args)
 
 
+def gpu_id(device: torch.device) -> str | None:
+    """What a GPU is called in every process, whichever of them it sees; None for other devices."""
+    import torch
+
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether this says that a device, or the machine, has too little memory left."""
     import torch

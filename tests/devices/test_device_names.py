@@ -15,7 +15,7 @@ ROOT = Path(practicum.__file__).parent
 
 def test_no_other_module_names_a_kind_of_accelerator():
     named = re.compile(r"\bcuda|\bmps\b|\bxpu\b|\bnccl", re.IGNORECASE)
-    allowed = {"devices.py"}
+    allowed = {"devices.py", "engines/vllm/gpu_weights.py"}  # the other one names what vLLM calls so
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in sorted(ROOT.rglob("*.py"))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from practicum.engines.vllm import vllm_process as host
 from practicum.engines.vllm.vllm_messages import VllmSetup
-from practicum.engines.vllm.weight_delivery import WeightDelivery
 
 BREAK = "PRACTICUM_TEST_BREAK"
 
@@ -16,22 +15,19 @@ BREAK = "PRACTICUM_TEST_BREAK"
 def main(pipe: Connection, setup: VllmSetup) -> None:
     """As `host.main`."""
     how = Path(os.environ[BREAK])
-    forget, load = host.VllmProcess._forget, host.VllmProcess._load
+    forget, begin_load = host.VllmProcess._forget, host.VllmProcess._begin_load
 
     def broken_forget(self: host.VllmProcess) -> None:
         if how.read_text() != "cache":
             forget(self)
 
-    def broken_load(self: host.VllmProcess, version: int, delivery: WeightDelivery) -> None:
-        from practicum.engines.vllm import reload_weights as reload
+    def broken_begin_load(self: host.VllmProcess) -> None:
+        from practicum.engines.vllm import reload_weights, weight_transfer
 
-        repack = reload._repack_head
-        if how.read_text() == "head":
-            reload._repack_head = lambda model: None
-        try:
-            load(self, version, delivery)
-        finally:
-            reload._repack_head = repack
+        repack = weight_transfer.__dict__.setdefault("_whole_repack", reload_weights.repack_head)
+        chosen = (lambda model: None) if how.read_text() == "head" else repack
+        reload_weights.repack_head = weight_transfer.repack_head = chosen
+        begin_load(self)
 
-    host.VllmProcess._forget, host.VllmProcess._load = broken_forget, broken_load
+    host.VllmProcess._forget, host.VllmProcess._begin_load = broken_forget, broken_begin_load
     host.main(pipe, setup)

@@ -419,6 +419,29 @@ def test_a_llama_with_a_head_of_its_own_starts_from_its_folder_and_takes_new_wei
     assert KV_BYTES - block <= llama.vllm.memory().kv <= KV_BYTES
 
 
+def test_weights_by_the_layout_are_those_of_the_loaders_to_the_last_bit(qwen: Pair, llama: Pair):
+    for pair in (qwen, llama):
+        for version, seed in enumerate((7, 8), start=2):
+            other = changed(pair.model, seed)
+            scores = []
+            for layout in (None, pair.vllm.weight_sender.layout):
+                pair.vllm.weight_sender.layout = layout
+                pair.load(other, version)
+                assert pair.vllm.weight_sender.layout is not None
+                scores.append(pair.vllm.fingerprint())
+            assert torch.equal(*scores)
+
+
+def test_a_tied_weight_may_come_under_its_other_name_too_and_in_any_order(qwen: Pair):
+    other = changed(qwen.model)
+    assert qwen.vllm.weight_sender.layout is not None
+    named = list(reversed(other.state_dict().items()))
+    assert "lm_head.weight" not in qwen.vllm.weight_sender.layout.shapes
+    assert "lm_head.weight" in dict(named)
+    qwen.vllm.load_weights(named, 2)
+    same_fingerprint(qwen.vllm, other)
+
+
 def test_experts_take_new_weights(tmp_path: Path):
     model = save_model(tmp_path, family="qwen3_moe", context=CONTEXT)
     pair = Pair(VllmEngine(setup_of(tmp_path, CONTEXT)), model)
@@ -426,6 +449,7 @@ def test_experts_take_new_weights(tmp_path: Path):
         for version in (1, 2):  # the second is loaded over weights that are packed
             other = changed(model, version)
             pair.load(other, version)
+            assert pair.vllm.weight_sender.layout is None, "experts are packed in a way of their own"
             same_fingerprint(pair.vllm, other)
     finally:
         pair.close()
@@ -465,13 +489,17 @@ def breaking(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         (breaking, "the learner has gone"),
     ],
 )
+@pytest.mark.parametrize("by", ["loaders", "layout"])
 def test_a_load_that_fails_midway_is_named_and_the_next_whole_one_mends_it(
     qwen: Pair,
     monkeypatch: pytest.MonkeyPatch,
     spoil: Callable[[str, Tensor], Iterator[tuple[str, Tensor]]],
     words: str,
+    by: str,
 ):
     split(monkeypatch, qwen.model)
+    if by == "loaders":
+        qwen.vllm.weight_sender.layout = None
     other = changed(qwen.model)
     spoilt = (pair for named in other.named_parameters() for pair in spoil(*named))
     with pytest.raises(ArithmeticError if spoil is breaking else EngineError, match=words):

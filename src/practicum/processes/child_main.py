@@ -70,7 +70,7 @@ def serve(pipe: Connection, load: Callable[[], tuple[Served, Any]]) -> NoReturn:
     """Run the process from its start to its end; `load` gives what is served, and what is said of it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group: the parent decides
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # processes that are started here may hear it
-    threading.Thread(target=_die_with_parent, name="parent", daemon=True).start()
+    threading.Thread(target=die_with_parent, name="parent", daemon=True).start()
     try:
         served, facts = load()
     except Exception as error:
@@ -89,7 +89,7 @@ def message_of_error(error: BaseException) -> str:
     return str(error) if isinstance(error, PracticumError) else f"{type(error).__name__}: {error}"
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """End when the parent was killed, also while loading, when nobody looks at the pipe."""
     parent = multiprocessing.parent_process()
     assert parent is not None

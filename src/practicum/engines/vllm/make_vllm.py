@@ -126,7 +126,8 @@ def _setup(
     threads: int,
     loads: bool = False,
 ) -> VllmSetup:
-    kv = chosen.kv_gb * GIB if chosen.kv_gb is not None else kv_bytes(config, dtype, room)
+    parallel = chosen.tensor_parallel
+    kv = chosen.kv_gb * GIB if chosen.kv_gb is not None else kv_bytes(config, dtype, room, parallel)
     batch = {} if room.batch_tokens is None else {"max_num_batched_tokens": room.batch_tokens}
     return VllmSetup(
         where=key,
@@ -139,18 +140,20 @@ def _setup(
         threads=chosen.threads or threads,
         loads=loads,
         samples=room.samples,
+        tensor_parallel=parallel,
         options=batch | chosen.options,
     )
 
 
-def kv_bytes(config: Any, dtype: torch.dtype, room: EngineSize) -> int:
-    """KV memory for `room.kv_tokens` tokens, in blocks: each sequence has one that is not full."""
-    return kv_token_bytes(config, dtype) * _BLOCK * (-(-room.kv_tokens // _BLOCK) + room.slots + 1)
+def kv_bytes(config: Any, dtype: torch.dtype, room: EngineSize, parallel: int = 1) -> int:
+    """KV memory of each device for `room.kv_tokens` tokens, in blocks: each sequence has one that is not
+    full."""
+    return kv_token_bytes(config, dtype, parallel) * _BLOCK * (-(-room.kv_tokens // _BLOCK) + room.slots + 1)
 
 
-def kv_token_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Bytes that one token's keys and values take in all layers."""
+def kv_token_bytes(config: Any, dtype: torch.dtype, parallel: int = 1) -> int:
+    """Bytes that one token's keys and values take in all layers, on each of the devices that share them."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * text.num_hidden_layers * heads * width * dtype.itemsize
+    return 2 * text.num_hidden_layers * max(1, heads // parallel) * width * dtype.itemsize

@@ -1,7 +1,7 @@
 """Weights of a vLLM model that runs: replaced by new ones, or freed while it sleeps.
 
 A load takes all of the weights or fails with an error that names what is wrong: vLLM itself only warns of
-missing weights, and continues a failed load in the middle. In the engine's process only: importing this
+missing weights, and continues a failed load in the middle. In the processes of vLLM only: importing this
 imports vLLM.
 """
 
@@ -22,39 +22,73 @@ from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: igno
 )
 from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
+from practicum.engines.vllm.copy_recorder import CopyRecorder
+from practicum.engines.vllm.weight_delivery import missing_weights
 from practicum.errors import EngineError
 from practicum.models.offloaded_weights import return_memory
 
-_NAMED = 3
 
+class LoaderLoad:
+    """One load by vLLM's own loaders, of weights by their names in transformers, in as many parts as they
+    come in. After an error, all of them must be loaded again. With `records`, what they copy is recorded."""
 
-def reload(runner: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Load weights by their names in transformers; after an error, all of them must be loaded again."""
-    model, config = runner.get_model(), runner.model_config
-    seen = _LastWeight(weights)
-    _pack_experts_again(model)
-    initialize_layerwise_reload(model)
-    try:
-        model.load_weights(iter(seen))
-        if config.quantization is None and (missing := list(_missing(model))):
-            named = ", ".join([*missing[:_NAMED], *["…"][: len(missing) > _NAMED]])
+    def __init__(self, model: Any, config: Any, *, records: bool = False) -> None:
+        self._model, self._config = model, config
+        _pack_experts_again(model)
+        initialize_layerwise_reload(model)
+        self.recorder = CopyRecorder(model) if records else None
+
+    def take(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load some of the weights."""
+        seen = _LastWeight(weights)
+        try:
+            if self.recorder is None:
+                self._model.load_weights(iter(seen))
+            else:
+                with self.recorder:
+                    self._model.load_weights(self.recorder.watched(seen))
+        except Exception as error:
+            if isinstance(error, EngineError) or seen.last is None:
+                raise
             raise EngineError(
-                f"{len(missing)} layers did not get all of their weights: {named}. Engine and "
-                "learner must hold the same architecture"
-            )
-    except Exception as error:
-        _put_back(model)
-        if isinstance(error, EngineError) or seen.last is None:
-            raise
-        raise EngineError(f"weights do not fit vLLM's model at {seen.last}: {_describe(error)}") from error
-    finalize_layerwise_reload(model, config)
-    _repack_head(model)
+                f"weights do not fit vLLM's model at {seen.last}: {_describe(error)}"
+            ) from error
+
+    def finish(self) -> None:
+        """Use them, if all have come."""
+        if self._config.quantization is None and (missing := list(_missing(self._model))):
+            raise EngineError(missing_weights(missing))
+        finalize_layerwise_reload(self._model, self._config)
+        repack_head(self._model)
+
+    def give_up(self) -> None:
+        """Undo what the start did: the next load must not continue this one."""
+        for layer in self._model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load() and info.kernel_tensors is not None:
+                _place_kernel_tensors(layer, info)
+            info.reset()
 
 
 def reload_folder(runner: Any) -> None:
     """Read the weights of the model's folder again."""
     runner.reload_weights()
-    _repack_head(runner.get_model())
+    repack_head(runner.get_model())
+
+
+def repack_head(model: Any) -> None:
+    """On a CPU, vLLM computes with a packed copy of the output head; of a tied one it keeps the old copy."""
+    head = getattr(model, "lm_head", None)
+    method = getattr(head, "quant_method", None)
+    if method is not None:
+        method.process_weights_after_loading(head)
+
+
+def process_attention(model: nn.Module, dtype: Any) -> None:
+    """Have attention layers compute anew what they derive from weights."""
+    for layer in model.modules():
+        if is_deferred_attention_layer(layer):
+            layer.process_weights_after_loading(dtype)  # pyright: ignore[reportCallIssue]
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -70,23 +104,18 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 class VllmSleep:
-    """Frees the weights and the KV memory of an engine, and makes room for them again.
+    """Frees the weights and the KV memory of a worker on a CPU, where vLLM's own sleep frees nothing.
 
-    Where vLLM has its own sleep (GPUs), that is used. On a CPU it frees nothing, so tensors lose their
-    storage and packed copies are dropped; loading weights after that fills them again. With `keeps_weights`,
-    KV memory alone is freed (on GPUs, weights go to the host's memory).
+    Tensors lose their storage and packed copies are dropped; loading weights after that fills them again.
+    With `keeps_weights`, KV memory alone is freed.
     """
 
-    def __init__(self, engine: Any, runner: Any, *, keeps_weights: bool = False) -> None:
-        self._engine, self._runner, self._keeps = engine, runner, keeps_weights
-        self._own = bool(engine.model_config.enable_sleep_mode)
+    def __init__(self, runner: Any, *, keeps_weights: bool = False) -> None:
+        self._runner, self._keeps = runner, keeps_weights
         self._freed: list[tuple[Any, int]] = []
 
     def begin(self) -> None:
         """Give memory back; weights that are not kept are lost."""
-        if self._own:
-            self._engine.sleep(level=1 if self._keeps else 2)
-            return
         for module in self._runner.get_model().modules():
             if not self._keeps and "cpu_linear" in vars(module):
                 module.cpu_linear = None  # holds a packed copy of the weights
@@ -97,9 +126,6 @@ class VllmSleep:
 
     def end(self) -> None:
         """Have room again; weights that were not kept must be loaded now."""
-        if self._own:
-            self._engine.wake_up()
-            return
         for storage, size in self._freed:
             storage.resize_(size)
             storage.fill_(0)  # old bytes may be NaN, and attention reads whole blocks
@@ -150,15 +176,6 @@ def _missing(model: nn.Module) -> Iterator[str]:
         yield f"{name} ({came} of {sum(p.numel() for p in layer.parameters(recurse=False))} numbers came)"
 
 
-def _put_back(model: nn.Module) -> None:
-    """Undo what `initialize_layerwise_reload` did: the next load must not continue this one."""
-    for layer in model.modules():
-        info = get_layerwise_info(layer)
-        if info.can_load() and info.kernel_tensors is not None:
-            _place_kernel_tensors(layer, info)
-        info.reset()
-
-
 def _pack_experts_again(model: nn.Module) -> None:
     """On a CPU, vLLM packs experts only for a new kernel: a load into an old one leaves them unpacked."""
     if not current_platform.is_cpu():
@@ -167,14 +184,6 @@ def _pack_experts_again(model: nn.Module) -> None:
         method: Any = getattr(layer, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
-
-
-def _repack_head(model: Any) -> None:
-    """On a CPU, vLLM computes with a packed copy of the output head; of a tied one it keeps the old copy."""
-    head = getattr(model, "lm_head", None)
-    method = getattr(head, "quant_method", None)
-    if method is not None:
-        method.process_weights_after_loading(head)
 
 
 def _describe(error: Exception) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,15 +33,12 @@ from practicum.engines.vllm.vllm_messages import (
     VllmFacts,
     VllmSetup,
 )
-from practicum.engines.vllm.weight_delivery import SharedBlock
+from practicum.engines.vllm.weight_sender import Weights, WeightSender, await_reply
 from practicum.errors import EngineError
 from practicum.models.fingerprint import LENGTH, fingerprint_ids
 from practicum.models.images import Images
 from practicum.processes.child_process import ChildProcess, end_processes
 
-Weights = Iterable[tuple[str, Tensor]]
-_LOAD_S = 300.0
-"""How long loading weights may take, and any other call that is not sampling or scoring."""
 _GRACE_S = 3.0
 _MEMORY = Path("/dev/shm")
 """Where files are in memory, if the system has it."""
@@ -71,6 +68,7 @@ class VllmEngine:
         self.version = 0
         self._asleep = False
         self._open = 0
+        self.weight_sender = WeightSender(lambda *asked: self._post(self._alive(), *asked))
         self.facts = VllmFacts()
         """What vLLM told of itself when it started."""
         who = f"vLLM of {setup.where}"
@@ -103,8 +101,9 @@ class VllmEngine:
     def describe(self) -> str:
         """What was started, in a sentence for the log."""
         facts = self.facts
+        workers = f" with {facts.workers} workers" if facts.workers > 1 else ""
         return (
-            f"{self._setup.where}: vLLM {facts.release} in process {self.pid}, {facts.threads} "
+            f"{self._setup.where}: vLLM {facts.release} in process {self.pid}{workers}, {facts.threads} "
             f"thread{'s' * (facts.threads > 1)} ({self._setup.where}.vllm.threads), "
             f"{facts.weights / 2**20:,.1f} MiB of weights, {facts.kv / 2**20:,.1f} MiB of KV memory"
         )
@@ -149,21 +148,7 @@ class VllmEngine:
         if self._write_adapter is not None:
             self._send_adapter(child, dict(weights), version)
             return
-        block = SharedBlock()
-        number, loading = child.post("load", (version,), f"loading weights of version {version}")
-        child.flush()
-        try:
-            for bucket in block.buckets(weights):
-                read = self._post(child, "bucket", (bucket,), "a bucket of weights")
-                done, _ = wait([read, loading], _LOAD_S, FIRST_COMPLETED)
-                if loading in done:
-                    break
-                _result(read, 0.0)
-            self._post(child, "bucket", (None,), "the last bucket of weights")
-            _result(loading, _LOAD_S)
-        finally:
-            child.forget(number)  # if it broke off here, vLLM must not wait for the rest
-            block.close()
+        self.weight_sender.send(weights, version, self.facts)
         self.version = version
 
     def _send_adapter(self, child: ChildProcess, weights: Mapping[str, Tensor], version: int) -> None:
@@ -173,7 +158,7 @@ class VllmEngine:
         try:
             self._write_adapter(Path(folder.name), weights)
             about = f"loading the adapter of version {version}"
-            _result(self._post(child, "adapter", (folder.name, version), about), _LOAD_S)
+            await_reply(self._post(child, "adapter", (folder.name, version), about))
         except BaseException:
             folder.cleanup()
             raise
@@ -189,8 +174,9 @@ class VllmEngine:
         if self._source is None and not (self._setup.loads and self.version == 0):
             raise EngineError("a vLLM engine without a source of weights can't sleep: it would forget them")
         before = self.memory() if self._write_adapter is None else Memory(0, self.facts.kv)
-        _result(self._post(child, "sleep", (), "going to sleep"), _LOAD_S)
+        await_reply(self._post(child, "sleep", (), "going to sleep"))
         self._asleep = True
+        self.weight_sender.free()
         return before
 
     def wake(self) -> None:
@@ -198,7 +184,7 @@ class VllmEngine:
         child = self._alive()
         if not self._asleep:
             return
-        _result(self._post(child, "wake", (), "waking"), _LOAD_S)
+        await_reply(self._post(child, "wake", (), "waking"))
         self._asleep = False
         if not (self._setup.loads and self.version == 0):
             assert self._source is not None
@@ -222,9 +208,9 @@ class VllmEngine:
         ids = fingerprint_ids(self.facts.vocab, length)
         wish = GenerateMessage(ids[:-1], Sampling(1, frozenset(), greedy=True), 0, only=ids[-1])
         # First: a score of the sequence would leave a block of the new weights.
-        sampled: GenerateReply = _result(self._post(child, "generate", (wish,), "a fingerprint"), _LOAD_S)
+        sampled: GenerateReply = await_reply(self._post(child, "generate", (wish,), "a fingerprint"))
         question = self._question(ScoreRequest(ids, 1), LOGPROBS_ONLY)
-        scored = _scores(_result(self._post(child, "score", (question,), "a fingerprint"), _LOAD_S), 0)
+        scored = _scores(await_reply(self._post(child, "score", (question,), "a fingerprint")), 0)
         return torch.cat([scored.logprobs[:-1], _tensor(sampled.plain, np.float32)])
 
     def close(self) -> None:
@@ -232,6 +218,7 @@ class VllmEngine:
         child, self._child = self._child, None
         if child is not None:
             end_processes([child], (_GRACE_S, _GRACE_S, _GRACE_S))
+        self.weight_sender.close()
         for folder in (self._folder, self._adapter):
             if folder is not None:
                 folder.cleanup()
@@ -306,10 +293,3 @@ def _scores(found: ScoreReply, top_k: int) -> Scores:
 
 def _tensor(data: bytes, dtype: Any) -> Tensor:
     return torch.from_numpy(np.frombuffer(data, dtype).copy())
-
-
-def _result(future: Future[Any], seconds: float) -> Any:
-    try:
-        return future.result(seconds)
-    except TimeoutError:
-        raise EngineError(f"vLLM did not answer for {seconds:g} s") from None

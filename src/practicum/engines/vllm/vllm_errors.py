@@ -67,9 +67,16 @@ _RULES = (
         "{where}.vllm.options has a name that vLLM does not know: remove it",
     ),
     _Rule(
-        r"daemonic processes are not allowed",
-        "{where}.vllm.options asks for several workers, and this engine is one process: remove "
-        "tensor_parallel_size and the like",
+        r"divisible by tensor parallel size",
+        "the model's attention heads can't be split over as many devices: lower {where}.vllm.tensor_parallel",
+    ),
+    _Rule(
+        r"World size .* larger than the number of available",
+        "{where}.vllm.tensor_parallel is more than there are devices here: lower it",
+    ),
+    _Rule(
+        r"WorkerProc initialization failed",
+        "one of vLLM's workers could not start: with {where}.vllm.tensor_parallel: 1 the reason is told",
     ),
 )
 """The first that fits counts."""

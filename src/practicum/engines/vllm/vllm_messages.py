@@ -16,6 +16,8 @@ CPU_ENVIRONMENT = {
 """What vLLM on a CPU reads from its environment when it is imported."""
 
 
+TRANSFER = "practicum"
+"""The name of our backend of vLLM's weight transfer."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks of adapters that vLLM can be made for."""
 
@@ -40,15 +42,27 @@ class VllmSetup:
     """The recipe's section that these settings come from, for error messages."""
     rank: int | None = None
     """The rank of the adapters that are sent in place of weights; None: weights are sent."""
+    tensor_parallel: int = 1
+    """Devices that each layer is split over."""
+
+    @property
+    def workers(self) -> int:
+        """Processes that compute: with more than one, each has its own."""
+        arguments = self.arguments()
+        return arguments["tensor_parallel_size"] * arguments.get("pipeline_parallel_size", 1)
 
     def environment(self) -> dict[str, str]:
         """What vLLM and torch read when they are imported."""
         return {
             "OMP_NUM_THREADS": str(self.threads),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # this process is the one that is set apart
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # it has threads
             "VLLM_LOGGING_LEVEL": "CRITICAL",
             "VLLM_NO_USAGE_STATS": "1",
             "MALLOC_ARENA_MAX": "1",  # of others, the C library does not give all back when it sleeps
+            # Packed copies of new weights take the memory of the old ones: new pages cost more than the copy.
+            "MALLOC_MMAP_THRESHOLD_": str(2**40),
+            "MALLOC_TRIM_THRESHOLD_": str(2**40),
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             "PYTHONWARNINGS": "ignore",  # of the libraries that vLLM imports
             **CPU_ENVIRONMENT,
@@ -70,6 +84,9 @@ class VllmSetup:
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
             "load_format": "auto" if self.loads else "dummy",
+            "tensor_parallel_size": self.tensor_parallel,
+            "worker_extension_cls": "practicum.engines.vllm.vllm_worker.PracticumWorker",
+            "weight_transfer_config": {"backend": TRANSFER},
             **self._for_adapters(),
             **self.options,
         }
@@ -92,6 +109,9 @@ class VllmFacts(NamedTuple):
     block: int = 0
     """Tokens of a block of KV memory: prompts share whole ones."""
     release: str = ""
+    workers: int = 1
+    gpus: tuple[str, ...] = ()
+    """Of its workers; none on a CPU."""
 
 
 class GenerateMessage(NamedTuple):

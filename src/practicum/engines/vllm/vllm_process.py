@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
 import queue
 import threading
 from collections.abc import Callable
@@ -23,20 +24,31 @@ from practicum.engines.vllm.vllm_messages import (
     VllmFacts,
     VllmSetup,
 )
-from practicum.engines.vllm.weight_delivery import WeightDelivery
+from practicum.engines.vllm.weight_delivery import SLOT_BYTES, MemoryBucket, SlotBucket
+from practicum.engines.vllm.weight_layout import WeightLayout, plan_layout
 from practicum.errors import EngineError
 from practicum.processes.child_main import ChildRequest, serve
 
-_ACTS = {"sleep": "_sleep", "wake": "_wake", "adapter": "_take_adapter"}
+_ACTS = {
+    "sleep": "_sleep",
+    "wake": "_wake",
+    "adapter": "_take_adapter",
+    "load": "_begin_load",
+    "way": "_init_way",
+    "weights": "_take_weights",
+    "unused": "_check_unused",
+    "loaded": "_end_load",
+}
 """What is done between two steps of the engine."""
 
 
 def main(pipe: Connection, setup: VllmSetup) -> None:
     """Run the process from its start to its end.
 
-    It answers `generate`: (GenerateMessage,); `score`: (ScoreMessage,); `load`: (version,), while `bucket`:
-    (MemoryBucket,) brings the weights and (None,) ends them; `adapter`: (folder, version); `sleep`: ();
-    `wake`: ().
+    It answers `generate`: (GenerateMessage,); `score`: (ScoreMessage,); `load`: () begins a load, `weights`:
+    (way, bucket) brings some, `unused`: (bucket,) those that it should have no use for, `loaded`: (version,)
+    ends it, and gives the layout for the next one if there is one; `way`: (way, arguments) begins with one of
+    vLLM's backends; `adapter`: (folder, version); `sleep`: (); `wake`: ().
     """
     serve(pipe, lambda: _start(setup))
 
@@ -69,57 +81,50 @@ class VllmProcess:
         from vllm import EngineArgs  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
         from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore[reportMissingImports]
 
-        from practicum.engines.vllm.plain_logprobs import PlainLogprobSampler
-        from practicum.engines.vllm.reload_weights import VllmSleep
-
         self._setup = setup
+        if setup.workers > 1:
+            multiprocessing.current_process().daemon = False  # it has children: the workers
         self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**_here(setup) | setup.arguments()))
-        self._runner: Any = self._engine.model_executor.driver_worker.worker.model_runner
         self._vocab: int = self._engine.model_config.get_vocab_size()
-        self._sampler = PlainLogprobSampler.take_over(self._runner.sampler, self._vocab)
-        self._memory = VllmSleep(self._engine, self._runner, keeps_weights=setup.rank is not None)
+        self._workers("prepare", setup, self._vocab)
+        self._scored_by = 1.0, self._vocab
+        """Temperature and vocabulary of the prompts that are scored now."""
+        self._own_sleep = bool(self._engine.model_config.enable_sleep_mode)
         self.version = 0
         self._broken: str | None = None if setup.loads else "no weights were loaded yet"
         self._adapter: Any = None
         """The request by which vLLM knows the adapter that all requests have."""
         if setup.rank is not None:
-            _leave_head_alone(self._runner.get_model())
             self._broken = "no adapter was loaded yet"
         self._open: dict[str, _Open] = {}
         self._later: list[_Open] = []
         """Score requests with other settings than those under way."""
         self._numbers = iter(range(2**62))
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._delivery: WeightDelivery | None = None
         self._try_once()
         self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
         self._thread.start()
 
     def facts(self) -> VllmFacts:
-        """Measured from its tensors."""
-        import torch
+        """Of all workers together; threads are those of each."""
         import vllm  # pyright: ignore[reportMissingImports]
 
-        from practicum.engines.vllm.reload_weights import weight_bytes
-
-        # Layers may have their KV memory in one block.
-        blocks = {
-            c.untyped_storage().data_ptr(): c.untyped_storage().nbytes() for c in self._runner.kv_caches
-        }
-        weights, kv = weight_bytes(self._runner.get_model()), sum(blocks.values())
-        block = self._engine.vllm_config.cache_config.block_size
-        version = vllm.__version__  # pyright: ignore[reportAttributeAccessIssue]
-        return VllmFacts(weights, kv, self._vocab, torch.get_num_threads(), block, version)
+        found = self._workers("facts")
+        return VllmFacts(
+            weights=sum(one.weights for one in found),
+            kv=sum(one.kv for one in found),
+            vocab=self._vocab,
+            threads=found[0].threads,
+            block=self._engine.vllm_config.cache_config.block_size,
+            release=vllm.__version__,  # pyright: ignore[reportAttributeAccessIssue]
+            workers=len(found),
+            gpus=tuple(one.gpu for one in found if one.gpu is not None),
+        )
 
     async def answer(self, request: ChildRequest) -> Any:
         """Do what is asked, between two steps of the engine or in them."""
-        if request.what == "bucket":
-            assert self._delivery is not None
-            return await self._delivery.hand_over(request.args[0])
         loop = asyncio.get_running_loop()
         answered = loop.create_future()
-        if request.what == "load":
-            return await self._begin_load(request.args[0], answered, loop)
         if request.what in _ACTS:
             act = partial(getattr(self, _ACTS[request.what]), *request.args)
             self._inbox.put(lambda: _settle(loop, answered, act))
@@ -136,18 +141,9 @@ class VllmProcess:
         """Stop after the step under way."""
         self._inbox.put(None)
         self._thread.join(2.0)
-
-    async def _begin_load(
-        self, version: int, answered: asyncio.Future[None], loop: asyncio.AbstractEventLoop
-    ) -> None:
-        if self._delivery is not None:
-            self._delivery.close("another load of weights began")
-        delivery = self._delivery = WeightDelivery(loop)
-        self._inbox.put(lambda: _settle(loop, answered, lambda: self._load(version, delivery)))
-        try:
-            await answered
-        finally:
-            delivery.close("nobody waits for these weights any more")
+        for worker in multiprocessing.active_children():  # those that are processes of their own
+            worker.kill()
+            worker.join(2.0)
 
     def _try_once(self) -> None:
         """Some models can be made but not run: find out now. Some code is compiled at the first step."""
@@ -206,10 +202,11 @@ class VllmProcess:
     def _admit(self, asked: ScoreMessage) -> bool:
         """Whether it can be scored beside what is under way; the sampler knows one setting at a time."""
         wanted = asked.temperature, asked.vocab
-        if wanted != (self._sampler.temperature, self._sampler.vocab):
+        if wanted != self._scored_by:
             if any(isinstance(one.asked, ScoreMessage) for one in self._open.values()):
                 return False
-            self._sampler.temperature, self._sampler.vocab = wanted
+            self._workers("score_by", *wanted)
+            self._scored_by = wanted
         return True
 
     def _abort(self, one: _Open) -> None:
@@ -235,33 +232,59 @@ class VllmProcess:
         sampled, plain = logprobs[:, 0], logprobs[:, 1]
         return GenerateReply(tokens.tobytes(), sampled.tobytes(), plain.tobytes(), finish, self.version)
 
+    def _workers(self, what: str, *args: Any) -> list[Any]:
+        """Have all workers do something (`WorkerPart`), and give what each of them answers."""
+        replies = self._engine.collective_rpc("practicum_do", args=(what, args))
+        for number, reply in enumerate(replies):
+            if reply.error is not None:
+                raise EngineError(reply.error if len(replies) == 1 else f"worker {number}: {reply.error}")
+        return [reply.result for reply in replies]
+
     def _sleep(self) -> None:
         self._idle("sleep")
         self._broken = "it sleeps"
         self._forget()
-        self._memory.begin()
+        if self._own_sleep:  # with an adapter, weights go to the host's memory
+            self._engine.sleep(level=1 if self._setup.rank is not None else 2)
+        else:
+            self._workers("sleep")
 
     def _wake(self) -> None:
         """Have memory again, and the weights if they are those of the model's folder."""
-        from practicum.engines.vllm.reload_weights import reload_folder
-
-        self._memory.end()
+        if self._own_sleep:
+            self._engine.wake_up()
+        else:
+            self._workers("wake")
         self._broken = "no weights were loaded since it woke"
         if self._setup.rank is None and self._setup.loads and self.version == 0:
-            reload_folder(self._runner)
+            self._workers("reload_folder")
             self._broken = None
 
-    def _load(self, version: int, delivery: WeightDelivery) -> None:
-        """Take new weights; if that fails midway, the engine refuses to work until it gets all of them."""
-        from practicum.engines.vllm.reload_weights import reload
-        from practicum.models.offloaded_weights import return_memory
-
+    def _begin_load(self) -> None:
+        """Expect new weights; until it has all of them, the engine refuses to work."""
         self._idle("load weights")
         self._broken = "its weights were loaded only in part: load all of them"
-        reload(self._runner, delivery.tensors())
+        self._workers("begin_load")
+
+    def _init_way(self, way: str, given: dict[str, Any]) -> None:
+        self._workers("init_way", way, given)
+
+    def _take_weights(self, way: str, given: MemoryBucket | SlotBucket | dict[str, Any]) -> None:
+        self._workers("take", way, given)
+
+    def _check_unused(self, bucket: MemoryBucket) -> None:
+        self._workers("check_unused", bucket)
+
+    def _end_load(self, version: int) -> WeightLayout | None:
+        learnt = self._workers("end_load")
         self._forget()
-        return_memory(self._runner.device)  # layers were made anew, and their old ones are in the heap
+        layout = None
+        if all(one is not None for one in learnt):
+            layout = plan_layout(learnt[0][0], [one[1] for one in learnt], SLOT_BYTES)
+            numbers = range(len(learnt))
+            self._workers("use_layout", [[b.arrivals[n] for b in layout.buckets] for n in numbers])
         self.version, self._broken = version, None
+        return layout
 
     def _take_adapter(self, folder: str, version: int) -> None:
         """Have all requests from now on computed with this adapter; the one before is removed."""
@@ -302,13 +325,6 @@ def _here(setup: VllmSetup) -> dict[str, Any]:
     # Of 128 tokens, as vLLM would have it, the samples of a short prompt share none. And a seeded sample of
     # a prompt that is computed in parts ends vLLM: the generators of a CPU can't be turned back.
     return {"block_size": 32} | ({"enable_chunked_prefill": False} if setup.samples else {})
-
-
-def _leave_head_alone(model: Any) -> None:
-    """Take adapters off the head, which has none: vLLM would add them to logits of prompts by wrong rows."""
-    for name, module in list(model.named_modules()):
-        if type(module).__name__ == "LogitsProcessorWithLoRA":
-            model.set_submodule(name, module.base_layer)
 
 
 def _params(asked: GenerateMessage | ScoreMessage) -> Any:

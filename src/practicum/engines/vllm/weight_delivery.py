@@ -1,27 +1,37 @@
-"""Weights on their way to a vLLM process: bucket by bucket through memory that both processes map.
+"""Weights on their way to a vLLM process: bucket by bucket through memory that all its processes map.
 
-The memory has no name in any folder, so a process that is killed leaves nothing behind.
+The memory has no name in any folder, so a process that is killed leaves nothing behind. It is kept from one
+load to the next: pages of new memory cost more than what is written to them.
 """
 
 from __future__ import annotations
 
-import asyncio
 import mmap
 import os
-import queue
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from practicum.engines.vllm.weight_layout import Piece, Region, WeightLayout, aligned
+from practicum.errors import EngineError
 from practicum.models.offloaded_weights import in_buckets
 
 BUCKET_BYTES = 64 * 2**20
-_ALIGN = 64
-_BUCKET_S = 120.0
-"""How long a load waits for its next bucket."""
+SLOT_BYTES, SLOTS = 16 * 2**20, 4
+"""Buckets by a layout are smaller, and some are written while others are read."""
+_NAMED = 3
+
+
+class MemoryPlace(NamedTuple):
+    """Shared memory; the path is good as long as the process that made it lives."""
+
+    path: str
+    size: int
+    inode: int
 
 
 class TensorEntry(NamedTuple):
@@ -34,20 +44,32 @@ class TensorEntry(NamedTuple):
 
 
 class MemoryBucket(NamedTuple):
-    """Tensors in shared memory; its path is good as long as the process that wrote them lives."""
+    """Weights by their names, for vLLM's own loaders."""
 
-    path: str
-    size: int
+    place: MemoryPlace
     entries: list[TensorEntry]
 
 
+class SlotBucket(NamedTuple):
+    """A bucket of the layout, at an offset of the memory."""
+
+    place: MemoryPlace
+    number: int
+    offset: int
+
+
 class SharedBlock:
-    """Shared memory that is filled again and again; it grows to the largest tensor."""
+    """Shared memory that is filled again and again; it grows to what is asked of it."""
 
     def __init__(self) -> None:
         self._file = os.memfd_create("practicum-weights")
         self._memory: mmap.mmap | None = None
         self._size = 0
+
+    @property
+    def place(self) -> MemoryPlace:
+        """For other processes."""
+        return MemoryPlace(f"/proc/{os.getpid()}/fd/{self._file}", self._size, os.fstat(self._file).st_ino)
 
     def buckets(
         self, weights: Iterable[tuple[str, Tensor]], most: int = BUCKET_BYTES
@@ -55,99 +77,145 @@ class SharedBlock:
         """Fill the memory; each bucket must have been read before the next one is asked for."""
         return map(self._fill, in_buckets(weights, most))
 
-    def close(self) -> None:
-        """Give the memory back."""
-        if self._memory is not None:
-            self._memory.close()
-        os.close(self._file)
-
-    def _fill(self, held: list[tuple[str, Tensor]]) -> MemoryBucket:
-        size = sum(_aligned(tensor.nbytes) for _, tensor in held)
+    def reserve(self, size: int) -> None:
+        """Have at least so many bytes; what others have mapped stays theirs."""
         if size > self._size:
             os.ftruncate(self._file, size)
             self._memory, self._size = mmap.mmap(self._file, size), size
+
+    def write(self, offset: int, dtype: str, target: Region, tensor: Tensor) -> None:
+        """Copy a tensor to a region of numbers of this type, which begin at an offset."""
         assert self._memory is not None
+        if not target.numel:
+            return
+        extent = 1 + sum((n - 1) * step for n, step in zip(target.size, target.stride, strict=True))
+        whole = _view(self._memory, dtype, (target.start + extent,), offset)
+        target.of(whole).copy_(tensor.detach())
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._memory = None
+        os.close(self._file)
+
+    def _fill(self, held: list[tuple[str, Tensor]]) -> MemoryBucket:
+        self.reserve(sum(aligned(tensor.nbytes) for _, tensor in held))
         entries, at = [], 0
         for name, tensor in held:
             dtype = str(tensor.dtype).removeprefix("torch.")
             entries.append(TensorEntry(name, dtype, tuple(tensor.shape), at))
-            if tensor.numel():
-                _view(self._memory, entries[-1]).copy_(tensor.detach())
-            at += _aligned(tensor.nbytes)
-        return MemoryBucket(f"/proc/{os.getpid()}/fd/{self._file}", size, entries)
+            self.write(at, dtype, Region.whole(tensor.shape), tensor)
+            at += aligned(tensor.nbytes)
+        return MemoryBucket(self.place, entries)
 
 
-def read_bucket(bucket: MemoryBucket) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a bucket, each a copy: vLLM keeps them until it has all of a layer."""
-    file = os.open(bucket.path, os.O_RDWR)
-    try:
-        memory = mmap.mmap(file, bucket.size)
-    finally:
-        os.close(file)
-    for entry in bucket.entries:
-        yield entry.name, _view(memory, entry).clone()
+class SharedReader:
+    """The same memory in another process; it stays mapped."""
+
+    def __init__(self) -> None:
+        self._place: MemoryPlace | None = None
+        self._memory: mmap.mmap | None = None
+
+    def tensor(self, place: MemoryPlace, dtype: str, shape: tuple[int, ...], offset: int) -> Tensor:
+        """What is there now: the next bucket will be in its place."""
+        if place != self._place:
+            file = os.open(place.path, os.O_RDWR)
+            try:
+                self._memory, self._place = mmap.mmap(file, place.size), place
+            finally:
+                os.close(file)
+        assert self._memory is not None
+        return _view(self._memory, dtype, shape, offset)
+
+    def copies(self, bucket: MemoryBucket) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor of a bucket as a copy: vLLM keeps them until it has all of a layer."""
+        for entry in bucket.entries:
+            yield entry.name, self.tensor(bucket.place, entry.dtype, entry.shape, entry.offset).clone()
 
 
-def _view(memory: mmap.mmap, entry: TensorEntry) -> Tensor:
-    dtype = getattr(torch, entry.dtype)
-    count = prod(entry.shape)
+def _view(memory: mmap.mmap, dtype: str, shape: tuple[int, ...], offset: int) -> Tensor:
+    kind, count = getattr(torch, dtype), prod(shape)
     if not count:
-        return torch.empty(entry.shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(memory, dtype=kind, count=count, offset=offset).view(shape)
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN
+class LayoutWriter:
+    """Writes weights to where vLLM has them, in whatever order they come, and gives buckets that are whole.
+
+    `free_slot` waits for a bucket to be read and gives its slot; None if none is on its way. Weights for
+    which there is no slot are kept until there is one.
+    """
+
+    def __init__(self, layout: WeightLayout, block: SharedBlock, free_slot: Callable[[], int | None]) -> None:
+        self._layout, self._block, self._free_slot = layout, block, free_slot
+        self.slot_bytes = max(SLOT_BYTES, layout.largest)
+        self.slots = max(2, min(SLOTS, SLOTS * SLOT_BYTES // self.slot_bytes))
+        block.reserve(self.slots * self.slot_bytes)
+        self._free = list(range(self.slots))
+        self._slot_of: dict[int, int] = {}
+        self._left = Counter(piece.bucket for some in layout.pieces.values() for piece in some)
+        self._kept: dict[int, list[tuple[Piece, Tensor]]] = {}
+        self._came: Counter[str] = Counter()
+        self._seen: set[str] = set()
+
+    def put(self, name: str, tensor: Tensor) -> Iterator[tuple[int, SlotBucket]]:
+        """Take a weight; gives the buckets that are whole now, with their slots."""
+        shape = self._layout.shapes[name]
+        if tuple(tensor.shape) != shape or name in self._seen:
+            why = "it came twice" if name in self._seen else f"expected {list(shape)}"
+            raise EngineError(f"weights do not fit vLLM's model at {name} {list(tensor.shape)}: {why}")
+        self._seen.add(name)
+        plain = tensor.detach().contiguous()
+        for piece in self._layout.pieces[name]:
+            part = piece.source.of(plain)
+            slot = self._slot(piece.bucket)
+            if slot is None:
+                self._kept.setdefault(piece.bucket, []).append((piece, part.clone()))
+            else:
+                for kept in (*self._kept.pop(piece.bucket, ()), (piece, part)):
+                    yield from self._write(kept[0], slot, kept[1])
+
+    def rest(self) -> Iterator[tuple[int, SlotBucket]]:
+        """After the last weight: what was kept. An error names layers that did not get all of theirs."""
+        missing = [layer for layer, count in self._layout.numbers.items() if self._came_of(layer) < count]
+        if missing:
+            raise EngineError(missing_weights([f"{x} ({self._told(x)} numbers came)" for x in missing]))
+        while self._kept:
+            bucket, parts = next(iter(self._kept.items()))
+            del self._kept[bucket]
+            slot = self._slot(bucket)
+            assert slot is not None, "all buckets that have slots are whole"
+            for piece, part in parts:
+                yield from self._write(piece, slot, part)
+
+    def _came_of(self, layer: str) -> int:
+        kept = (piece for some in self._kept.values() for piece, _ in some)
+        return self._came[layer] + sum(piece.source.numel for piece in kept if piece.layer == layer)
+
+    def _told(self, layer: str) -> str:
+        return f"{self._came_of(layer)} of {self._layout.numbers[layer]}"
+
+    def _slot(self, bucket: int) -> int | None:
+        if bucket not in self._slot_of:
+            slot = self._free.pop() if self._free else self._free_slot()
+            if slot is None:
+                return None
+            self._slot_of[bucket] = slot
+        return self._slot_of[bucket]
+
+    def _write(self, piece: Piece, slot: int, part: Tensor) -> Iterator[tuple[int, SlotBucket]]:
+        at = slot * self.slot_bytes
+        self._block.write(at + piece.offset, piece.dtype, piece.target, part)
+        self._came[piece.layer] += piece.source.numel
+        self._left[piece.bucket] -= 1
+        if not self._left[piece.bucket]:
+            yield slot, SlotBucket(self._block.place, piece.bucket, at)
 
 
-class WeightDelivery:
-    """The buckets of one load. All but `tensors` is called in the event loop's thread."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._queue: queue.SimpleQueue[tuple[MemoryBucket, asyncio.Future[None]] | str | None] = (
-            queue.SimpleQueue()
-        )
-        self._unread: set[asyncio.Future[None]] = set()
-        self._over = False
-
-    async def hand_over(self, bucket: MemoryBucket | None) -> None:
-        """Give the load its next bucket, and wait until it was read or the load is over. None ends it."""
-        if self._over:
-            return
-        if bucket is None:
-            self._queue.put(None)
-            return
-        read = self._loop.create_future()
-        self._unread.add(read)
-        self._queue.put((bucket, read))
-        await read
-
-    def close(self, why: str) -> None:
-        """End the load: its senders stop waiting, and it stops waiting for buckets."""
-        self._over = True
-        self._queue.put(why)
-        for read in self._unread:
-            _done(read)
-        self._unread.clear()
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights as they come, in the thread that loads them."""
-        while (received := self._next()) is not None:
-            bucket, read = received
-            yield from read_bucket(bucket)
-            self._loop.call_soon_threadsafe(_done, read)
-
-    def _next(self) -> tuple[MemoryBucket, asyncio.Future[None]] | None:
-        try:
-            message = self._queue.get(timeout=_BUCKET_S)
-        except queue.Empty:
-            raise TimeoutError(f"no bucket of weights came for {_BUCKET_S:g} s") from None
-        if isinstance(message, str):
-            raise RuntimeError(message)
-        return message
-
-
-def _done(read: asyncio.Future[None]) -> None:
-    if not read.done():
-        read.set_result(None)
+def missing_weights(layers: list[str]) -> str:
+    """That these layers did not get all of their weights."""
+    named = ", ".join([*layers[:_NAMED], *["…"][: len(layers) > _NAMED]])
+    return (
+        f"{len(layers)} layers did not get all of their weights: {named}. Engine and learner must hold "
+        "the same architecture"
+    )

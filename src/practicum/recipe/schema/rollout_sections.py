@@ -22,12 +22,20 @@ class Vllm(Section):
     """Settings of a vLLM engine, which runs in its own process."""
 
     threads: int | None = key(None, "Threads of its process on a CPU; unset: as torch's here.", ge=1)
-    kv_gb: float | None = key(None, "GiB of KV memory; unset: what slots × context tokens take.", gt=0)
+    tensor_parallel: int = key(
+        1,
+        "Devices that each layer is split over: one engine, with a worker process on each of them; on a CPU, "
+        "each worker has `threads`.",
+        ge=1,
+    )
+    kv_gb: float | None = key(
+        None, "GiB of KV memory on each device; unset: what slots × context tokens take.", gt=0
+    )
     start_s: float = key(300.0, "Seconds in which it must be ready.", gt=0)
     options: dict[str, Any] = key(
         {},
         "Engine arguments of vLLM by its own names, such as block_size or quantization; they win over "
-        "those that are set here. It is one process: no tensor_parallel_size.",
+        "those that are set here.",
     )
 
 

@@ -1,0 +1,144 @@
+"""One vLLM engine over two workers: the numbers of one, whole weights in both, and no process stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from practicum.checks.watch import Watch
+from practicum.engines.torch.torch_engine import TorchEngine
+from practicum.engines.vllm.vllm_engine import VllmEngine
+from practicum.errors import CheckError, EngineError
+from practicum.places.vllm_teacher import VllmTeacher
+from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.teacher_sections import Teacher
+from practicum.roles.stage_table import make_plan
+from practicum.runtime.local import start_local
+from tests.vllm.models import await_true, descendants, save_model, setup_of, still_there
+from tests.vllm.test_engine import (
+    CONTEXT,
+    Pair,
+    changed,
+    generate,
+    greedy,
+    missing,
+    same_answers,
+    same_fingerprint,
+    score,
+)
+from tests.vllm.test_sync import update
+
+SPLIT: dict[str, int] = {"heads": 4, "kv_heads": 2, "context": CONTEXT}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Two workers, each with half of the heads and of the vocabulary."""
+    folder = tmp_path_factory.mktemp("split")
+    model = save_model(folder, **SPLIT)
+    setup = setup_of(folder, CONTEXT, tensor_parallel=2)
+    pair = Pair(VllmEngine(setup, weights=lambda: (model.named_parameters(), 1)), model)
+    yield pair
+    pair.close()
+
+
+def test_answers_scores_and_syncs_are_those_of_one_worker(pair: Pair):
+    assert pair.vllm.facts.workers == 2
+    assert "with 2 workers" in pair.vllm.describe()
+    # The first load goes through vLLM's loaders, the others to where these put the weights.
+    for version in (1, 2, 3):
+        other = changed(pair.model, version)
+        pair.load(other, version)
+        assert pair.vllm.weight_sender.layout is not None
+        same_answers(pair, other)
+        same_fingerprint(pair.vllm, other)
+    rows = [([5, 6, 7, 8, 9], 2), ([3] * 40, 1)]
+    for a, b in zip(
+        score(pair.vllm, rows, 5, temperature=0.7, vocab=40),
+        score(pair.torch_of(other), rows, 5, temperature=0.7, vocab=40),
+        strict=True,
+    ):
+        torch.testing.assert_close(a.topk_logprobs, b.topk_logprobs, rtol=0, atol=2e-5)
+
+
+def test_asleep_both_workers_hold_no_memory_and_awake_they_answer_as_before(pair: Pair):
+    pair.load()
+    before = [one.tokens.tolist() for one in generate(pair.vllm, greedy([[5, 6], [7]]))]
+    pair.vllm.sleep()
+    pair.vllm.wake()
+    assert [one.tokens.tolist() for one in generate(pair.vllm, greedy([[5, 6], [7]]))] == before
+
+
+def test_a_weight_that_is_missing_is_named_and_the_next_whole_load_mends_it(pair: Pair):
+    other = changed(pair.model)
+    pair.load()
+    spoilt = [pair for named in other.named_parameters() for pair in missing(*named)]
+    with pytest.raises(EngineError, match=r"layers\.1\.self_attn\.qkv_proj \(\d+ of \d+ numbers came\)"):
+        pair.vllm.load_weights(spoilt, 2)
+    with pytest.raises(EngineError, match="loaded only in part"):
+        generate(pair.vllm, greedy([[5, 6]]))
+    pair.load(other, 3)
+    same_fingerprint(pair.vllm, other)
+
+
+def processes_of(engine: VllmEngine) -> set[int]:
+    workers = set(descendants(engine.pid))
+    assert len(workers) >= 2
+    return {engine.pid, *workers}
+
+
+def test_the_probe_of_a_run_holds_with_two_workers_and_they_end_with_a_killed_engine():
+    recipe = Recipe.model_validate(
+        {
+            "name": "split",
+            "model": {"make": {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32}},
+            "tasks": {"sort": {"kind": "sort"}},
+            "rollout": {
+                "engine": "vllm",
+                "slots": 4,
+                "max_new_tokens": 8,
+                "vllm": {"threads": 1, "tensor_parallel": 2},
+            },
+        }
+    )
+    roles = start_local(recipe, make_plan(recipe), Watch(recipe.checks, print))
+    try:
+        for _ in range(2):
+            update(roles.student.learner)
+            roles.sync_weights()
+        update(roles.student.learner)
+        with pytest.raises(CheckError, match="stale or corrupt weights"):
+            roles.probe_weights()
+        assert isinstance(roles.engine, VllmEngine)
+        all_of_it = processes_of(roles.engine)
+        os.kill(roles.engine.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="by signal SIGKILL"):
+            roles.sync_weights()
+        await_true(lambda: not still_there(all_of_it), 60)
+    finally:
+        roles.close()
+
+
+def test_a_teacher_over_two_workers_scores_as_the_torch_engine_until_one_is_killed(tmp_path: Path):
+    model = save_model(tmp_path, **SPLIT)
+    rows = [([5, 6, 7, 8], 1), ([9] * 30, 2)]
+    options = {"threads": 1, "tensor_parallel": 2}
+    teacher = Teacher.model_validate({"model": str(tmp_path), "engine": "vllm", "vllm": options})
+    place, plain = VllmTeacher("t", teacher, None, most=4), TorchEngine(model, slots=1, context=CONTEXT)
+    try:
+        engine = place.engines[0]
+        all_of_it = processes_of(engine)
+        for one, two in zip(score(engine, rows, 4), score(plain, rows, 4), strict=True):
+            torch.testing.assert_close(one.topk_logprobs, two.topk_logprobs, rtol=0, atol=2e-5)
+        os.kill(max(all_of_it - {engine.pid}), signal.SIGKILL)
+        with pytest.raises(EngineError):
+            [score(engine, rows, 4) for _ in range(100)]  # the engine may not have noticed yet
+    finally:
+        place.close()
+        plain.close()
+    await_true(lambda: not still_there(all_of_it), 60)
