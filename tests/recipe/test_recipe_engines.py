@@ -68,6 +68,26 @@ def load(folder: Path, text: str) -> None:
             "'vllm' with url",
             "the server decides",
         ),
+        (
+            "rollout: {engine: vllm, vllm: {options: {tensor_parallel_size: 2}}}",
+            "rollout.vllm.options",
+            "tensor_parallel_size",
+            "set rollout.vllm.tensor_parallel",
+        ),
+        (
+            "rollout: {engine: vllm, vllm: {tensor_parallel: 4}}\nmodel: {make: {heads: 6, kv_heads: 2}}",
+            "rollout.vllm.tensor_parallel",
+            "4 with 6 attention heads and 2 KV heads",
+            "divides the heads",
+        ),
+        (
+            "teachers: {t: {student: {}, engine: vllm, vllm: {tensor_parallel: 2}}}\n"
+            + DISTILL
+            + "model: {make: {heads: 6, kv_heads: 3}}",
+            "teachers.t.vllm.tensor_parallel",
+            "2 with 6 attention heads and 3 KV heads",
+            "divides the KV heads or is a multiple",
+        ),
     ],
 )
 def test_what_an_engine_can_not_do_is_refused_with_its_path_and_fix(
@@ -90,6 +110,7 @@ def test_what_an_engine_can_not_do_is_refused_with_its_path_and_fix(
         TEACHER % ", placement: {own: {replicas: 2}}" + DISTILL,
         TEACHER % ", vllm: {threads: 1}" + DISTILL + VLLM,
         "teachers: {t: {student: {every: 3}, engine: vllm}}\n" + DISTILL,
+        "rollout: {engine: vllm, vllm: {tensor_parallel: 4}}\nmodel: {make: {heads: 8, kv_heads: 2}}",
     ],
 )
 def test_what_an_engine_can_do_is_allowed(tmp_path: Path, text: str) -> None:

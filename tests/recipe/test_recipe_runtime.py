@@ -15,6 +15,7 @@ from practicum.recipe.text.show_recipe import json_schema
 
 Write = Callable[..., Path]
 OWN = "teachers.t.model=a distill={} teachers.t.placement.own"
+SPLIT = "rollout.engine=vllm rollout.vllm.tensor_parallel=2"
 TWOS = f"{OWN}.replicas=3 {OWN}.devices=2"
 
 
@@ -99,6 +100,14 @@ def test_own_models_are_those_with_processes_here(write: Write) -> None:
         ("model.device=cuda:1", "model.device", "Ray chooses"),
         (f"{OWN}={{}} teachers.t.device=cuda:0", "teachers.t.device", "Ray chooses"),
         ("pools.rollout.devices=4 rollout.replicas=3", "rollout.replicas", "idle"),
+        (f"{SPLIT}", "rollout.vllm.tensor_parallel", "add pools.rollout: {devices: 2}"),
+        (f"{SPLIT} pools.rollout.devices=3", "rollout.vllm.tensor_parallel", "on one machine"),
+        (f"{SPLIT} pools.rollout.devices=4 rollout.replicas=4", "rollout.replicas", "2, as many as fit"),
+        (
+            "teachers.t.student={} teachers.t.engine=vllm teachers.t.vllm.tensor_parallel=2 distill={}",
+            "teachers.t.vllm.tensor_parallel",
+            "set teachers.t.placement to own",
+        ),
         ("pools.teachers={}", "pools.teachers", "without a teacher"),
         (f"{OWN}.replicas=2 pools.teachers={{}}", "pools.teachers", "2: teachers.t 2 × 1"),
         (f"{TWOS} pools.teachers.nodes=2 pools.teachers.devices=3", "pools.teachers", "fit"),
@@ -118,6 +127,7 @@ def test_what_a_cluster_could_not_use_is_refused(write: Write, overrides: str, p
     [
         "pools.train.devices=4 rollout.replicas=2",
         "pools.rollout.devices=2 rollout.replicas=4",
+        f"{SPLIT} pools.rollout.nodes=2 pools.rollout.devices=4 rollout.replicas=4",
         f"{TWOS} pools.teachers.nodes=3 pools.teachers.devices=2",
         "runtime.store.kind=transferqueue runtime.store.units=8",
         "runtime.cpus=8 runtime.object_store_gb=0.5",

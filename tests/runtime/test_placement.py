@@ -79,6 +79,26 @@ def test_pools_of_their_own_and_services_are_counted(tmp_path: Path):
     assert (big.cpus, big.gpus) == (2, 3)
 
 
+def test_an_engine_or_teacher_over_several_devices_asks_for_all_of_them_on_one_machine(tmp_path: Path):
+    teacher = "{model: a, placement: own, engine: vllm, vllm: {tensor_parallel: 4}}"
+    split = recipe(
+        tmp_path,
+        "rollout.engine=vllm",
+        "rollout.vllm.tensor_parallel=2",
+        "pools.rollout={nodes: 2, devices: 4}",
+        "runtime.threads=3",
+        text=f"teachers: {{t: {teacher}}}\ndistill: {{}}\n",
+    )
+    on_gpus, on_cpus = needs(split, gpus=True), needs(split, gpus=False)
+    engines = [b for b in on_gpus.bundles if b.pool == "rollout"]
+    assert [(b.group, b.gpus) for b in engines] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert [on_gpus.actor("rollout", n).gpus for n in range(4)] == [2, 2, 2, 2]
+    assert [b.cpus for b in on_cpus.bundles if b.pool == "rollout"] == [6] * 4
+    assert on_gpus.actor("teachers.t").gpus == on_cpus.actor("teachers.t").cpus == 4
+    nodes = [Node(f"n{n}", cpus=32, gpus=gpus) for n, gpus in enumerate((5, 4, 4))]
+    assert is_aligned(on_gpus.bundles, lay_out(on_gpus, nodes).places)
+
+
 def test_teachers_that_nobody_asks_take_no_room(tmp_path: Path):
     school = recipe(tmp_path, text=SCHOOL)
     roles = {actor.role for actor in needs(school, evaluation_plan(), gpus=False).actors}

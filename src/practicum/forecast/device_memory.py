@@ -14,10 +14,11 @@ from practicum.recipe.counts import CHUNK_LOGITS, CPU_MICROBATCH_TOKENS, KV_POSI
 from practicum.recipe.derived import (
     adapter_folder,
     base_groups,
+    engine_devices,
     is_own_base,
     lag,
+    model_devices,
     own_models,
-    own_options,
     rollout_context,
     scores_during_rollout,
 )
@@ -191,11 +192,13 @@ def _logits(tokens: int, sizes: Sizes) -> float:
 def _uses(setup: StepSetup) -> dict[str, Parts]:
     """What each role's actor holds. Reward models are not counted: their sizes are not known."""
     uses: dict[str, Parts] = {TRAIN: _learner_memory(setup)}
-    uses[ROLLOUT] = engine_memory(setup, shares_weights=not setup.on_ray)
+    spread = 1 if setup.on_cpu else engine_devices(setup.recipe)  # a machine's cores share its memory
+    engine = engine_memory(setup, shares_weights=not setup.on_ray)
+    uses[ROLLOUT] = {what: size / spread for what, size in engine.items()}
     for path, model in own_models(setup.recipe).items():
         sizes = setup.models.teachers.get(path.removeprefix("teachers."))
         if sizes is not None:
-            devices = own_options(model).devices
+            devices = model_devices(model)
             uses[path] = _teacher_memory(sizes, model.dtype, model.batch_tokens, devices)
     return uses
 

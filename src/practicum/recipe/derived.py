@@ -156,7 +156,20 @@ def engine_replicas(recipe: Recipe) -> int:
     """Engines of the student."""
     if not on_ray(recipe):
         return 1
-    return recipe.rollout.replicas or _devices(recipe.pools.rollout or recipe.pools.train)
+    devices = _devices(recipe.pools.rollout or recipe.pools.train)
+    return recipe.rollout.replicas or max(1, devices // engine_devices(recipe))
+
+
+def engine_devices(recipe: Recipe) -> int:
+    """Devices that one engine of the student is on."""
+    return recipe.rollout.vllm.tensor_parallel if recipe.rollout.engine == "vllm" else 1
+
+
+def model_devices(model: Teacher | RewardModel) -> int:
+    """Devices that one process, or one vLLM engine, of a model with its own processes is on."""
+    if isinstance(model, Teacher) and model.engine == "vllm":
+        return model.vllm.tensor_parallel
+    return own_options(model).devices
 
 
 def own_models(recipe: Recipe) -> dict[str, Teacher | RewardModel]:

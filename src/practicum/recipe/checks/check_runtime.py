@@ -10,7 +10,16 @@ from collections.abc import Iterator
 from practicum.devices import names_one_of_several
 from practicum.errors import RecipeError
 from practicum.recipe.checks.bin_packing import fit
-from practicum.recipe.derived import data_parallel, engine_replicas, lag, on_ray, own_models, own_options
+from practicum.recipe.derived import (
+    data_parallel,
+    engine_devices,
+    engine_replicas,
+    lag,
+    model_devices,
+    on_ray,
+    own_models,
+    own_options,
+)
 from practicum.recipe.schema.recipe import Recipe
 
 
@@ -50,7 +59,7 @@ def _rollout(recipe: Recipe) -> Iterator[RecipeError]:
             "engines that share the learner's devices can't work while it does: add rollout: {devices: 1}"
         )
         yield RecipeError("pools.rollout", found, "a pool of devices", advice)
-    if pool is not None and replicas < pool.nodes * pool.devices:
+    if pool is not None and engine_devices(recipe) == 1 and replicas < pool.nodes * pool.devices:
         yield RecipeError(
             "rollout.replicas",
             f"{replicas} with {pool.nodes} × {pool.devices} devices in pools.rollout",
@@ -68,9 +77,9 @@ def _teachers(recipe: Recipe) -> Iterator[RecipeError]:
         found = "a pool without a teacher or reward model of placement own"
         yield RecipeError("pools.teachers", found, "null", advice)
         return
-    owns = {path: own_options(model) for path, model in models.items()}
-    needs = " + ".join(f"{path} {own.replicas} × {own.devices}" for path, own in owns.items())
-    sizes = [float(own.devices) for own in owns.values() for _ in range(own.replicas)]
+    owns = {path: (own_options(model).replicas, model_devices(model)) for path, model in models.items()}
+    needs = " + ".join(f"{path} {replicas} × {devices}" for path, (replicas, devices) in owns.items())
+    sizes = [float(devices) for replicas, devices in owns.values() for _ in range(replicas)]
     have = pool.nodes * pool.devices
     if sum(sizes) != have:
         yield RecipeError(

@@ -12,6 +12,7 @@ from practicum.recipe.checks.check_async import check_async
 from practicum.recipe.checks.check_reward import check_reward
 from practicum.recipe.checks.check_runtime import check_runtime
 from practicum.recipe.checks.check_teachers import check_teachers
+from practicum.recipe.checks.check_vllm import check_vllm
 from practicum.recipe.checks.divergences import check_distill
 from practicum.recipe.checks.routing import check_route
 from practicum.recipe.checks.unread_keys import check_unread
@@ -30,7 +31,7 @@ def combinations(recipe: Recipe) -> list[RecipeError]:
     checks = (
         *(check_unread, _names, _texts, _model, _engine, _tasks, _agent, _minibatches, _train, _eval),
         *(check_algorithm, check_async, check_reward, check_teachers, check_route, check_distill),
-        check_runtime,
+        *(check_runtime, check_vllm),
     )
     return [problem for check in checks for problem in check(recipe)]
 

@@ -140,6 +140,8 @@ def check_cluster(recipe: Recipe) -> list[str]:
     for path, model in own_models(recipe).items():
         if (devices := own_options(model).devices) > 1:
             key, advice = f"{path}.placement.own.devices", "the torch engine runs a model on one device"
+            if getattr(model, "engine", "torch") == "vllm":
+                advice = f"{path}.vllm.tensor_parallel says over how many devices vLLM splits it"
             raise RecipeError(key, str(devices), "1", advice)
     for cut in (student_cut(recipe), critic_cut(recipe)):
         cut.multiple(ranks)

@@ -15,8 +15,10 @@ from practicum.devices import is_accelerator_name
 from practicum.recipe.counts import count
 from practicum.recipe.derived import (
     computes_reward,
+    engine_devices,
     engine_replicas,
     evaluates,
+    model_devices,
     own_models,
     own_options,
     scores_during_rollout,
@@ -128,21 +130,25 @@ def _student(recipe: Recipe, gpus: bool) -> Iterator[Shared]:
     on_gpu = uses_gpu(recipe.model.device, gpus)
     ranks = pools.train.nodes * pools.train.devices
     learners = _spread(ranks, pools.train)
-    engines = _spread(engine_replicas(recipe), pools.rollout or pools.train)
+    span = engine_devices(recipe) if pools.rollout else 1
+    engines = _spread(engine_replicas(recipe), pools.rollout or pools.train, span)
     shared = {TRAIN: learners} | ({} if pools.rollout else {ROLLOUT: engines})
     if _has_colocated_reward_models(recipe):
         shared[REWARD] = _spread(recipe.runtime.reward_workers, pools.train)
-    placed = [(TRAIN, pools.train, shared)]
+    placed = [(TRAIN, pools.train, 1, shared)]
     if pools.rollout is not None:
-        placed.append((ROLLOUT, pools.rollout, {ROLLOUT: engines}))
-    for name, pool, roles in placed:
-        for device in range(pool.nodes * pool.devices):
+        placed.append((ROLLOUT, pools.rollout, span, {ROLLOUT: engines}))
+    for name, pool, each, roles in placed:
+        for device in range(pool.nodes * pool.devices // each):
             shares = [(role, index, threads) for role, numbers in roles.items() for index in numbers[device]]
             models = sum(
                 _TRAINED_COPIES * weights // ranks if role == TRAIN else weights for role, *_ in shares
             )
-            memory = PROCESS_BYTES * len(shares) + (0 if on_gpu else models)
-            yield Bundle(name, device // pool.devices, float(threads), float(on_gpu), memory), shares
+            # An engine of several devices has a process on each of them, beside its own.
+            processes = len(shares) * (1 if each == 1 else 1 + each)
+            memory = PROCESS_BYTES * processes + (0 if on_gpu else models)
+            group = device * each // pool.devices
+            yield Bundle(name, group, float(threads * each), float(on_gpu * each), memory), shares
 
 
 def _own(recipe: Recipe, gpus: bool) -> Iterator[Shared]:
@@ -155,10 +161,11 @@ def _own(recipe: Recipe, gpus: bool) -> Iterator[Shared]:
         if source is None:
             source, device = recipe.model.path, recipe.model.device
         on_gpu = uses_gpu(device, gpus)
-        cpus = float(own.threads if on_gpu else own.threads * own.devices)
+        devices = model_devices(model)
+        cpus = float(own.threads if on_gpu else own.threads * devices)
         memory = PROCESS_BYTES + (0 if on_gpu else folder_bytes(source) or 0)
         for index in range(own.replicas):
-            bundle = Bundle(TEACHERS, number, cpus, float(own.devices * on_gpu), memory)
+            bundle = Bundle(TEACHERS, number, cpus, float(devices * on_gpu), memory)
             yield bundle, [(path, index, own.threads)]
             number += 1
 
@@ -191,9 +198,9 @@ def uses_gpu(device: str, gpus: bool) -> bool:
     return is_accelerator_name(device) or (device == "auto" and gpus)
 
 
-def _spread(count: int, pool: Pool) -> Mapping[int, list[int]]:
-    """The numbers of a role's actors on each device of a pool, in turn."""
-    devices = pool.nodes * pool.devices
+def _spread(count: int, pool: Pool, each: int = 1) -> Mapping[int, list[int]]:
+    """The numbers of a role's actors on each device of a pool, or on each so many of them, in turn."""
+    devices = max(1, pool.nodes * pool.devices // each)
     return {device: list(range(device, count, devices)) for device in range(devices)}
 
 
