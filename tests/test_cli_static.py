@@ -198,3 +198,13 @@ def test_asking_whether_a_run_folder_can_be_leaves_nothing(recipe: str) -> None:
     (folder / "kept").mkdir()
     require_possible(folder / "kept")
     assert sorted(path.name for path in folder.iterdir()) == ["kept", "run.yaml"]
+
+
+def test_a_folder_that_is_gone_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    result = CliRunner().invoke(app, ["recipes"])
+    assert result.exit_code == 2
+    assert "the folder that you are in is gone" in result.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +21,7 @@ class _Commands(TyperGroup):
     # Any: some versions of typer bring their own click, whose Context is another class.
     def invoke(self, ctx: Any) -> Any:
         try:
+            _require_folder()
             return super().invoke(ctx)
         except PracticumError as error:
             lines = [text_of(error), *map(text_of, getattr(error, "__notes__", []))]
@@ -36,6 +38,13 @@ class _Commands(TyperGroup):
         except KeyboardInterrupt as stop:
             typer.echo("stopped", err=True)
             raise typer.Exit(128 + getattr(stop, "number", signal.SIGINT)) from None
+
+
+def _require_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise PracticumError("the folder that you are in is gone: go to another one") from None
 
 
 app = typer.Typer(
