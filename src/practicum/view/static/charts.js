@@ -85,7 +85,7 @@ function settings(one, legend, data, series, bands) {
       y: false,
     },
     scales: {
-      x: { time: false, range: (u, low, high) => options.range ?? (low === high ? [low - 1, high + 1] : [low, high]) },
+      x: { time: false, range: () => options.range ?? xRange(data[0]) },
       y: options.log ? { distr: 3, range: (u, low, high) => (low === null ? [0.1, 1] : [low / 1.2, high * 1.2]) } : { range: (u, low, high) => yRange(low, high, options) },
     },
     axes: [
@@ -120,6 +120,11 @@ function zoomed(u, options) {
   const range = [u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")];
   u.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
   options.onzoom?.([Math.floor(range[0]), Math.ceil(range[1])]);
+}
+
+function xRange(steps) {
+  const [low, high] = [steps[0], steps.at(-1)];
+  return low === high ? [low - 1, high + 1] : [low, high];
 }
 
 function yRange(low, high, { band, stacked, floor }) {
