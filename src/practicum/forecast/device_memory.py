@@ -95,15 +95,19 @@ def device_memory(
 
 def engine_memory(setup: StepSetup, *, shares_weights: bool) -> Parts:
     """The student's engines of a process, one and one more for each step of async.lag: their weights (unless
-    they are the learner's own, which they are without a lag) and their KV memory."""
+    they are the learner's own, which they are without a lag), those that are packed for decoding
+    (models/linears.py), and their KV memory."""
     recipe, sizes = setup.recipe, setup.models.student
     number, copies = BYTES[recipe.model.dtype], lag(recipe) + 1
     tokens = _kv_tokens(setup)
     if recipe.agent.loop != "single_turn":
         tokens += tokens if recipe.rollout.keep_tokens is None else recipe.rollout.keep_tokens
     weights = {"engine's weights": float(copies * sizes.parameters * number)}
-    kv = {"KV memory": float(copies * tokens * sizes.token_kv() * number)}
-    return kv if shares_weights and copies == 1 else weights | kv
+    parts = {"KV memory": float(copies * tokens * sizes.token_kv() * number)}
+    is_packed = setup.on_cpu and recipe.rollout.engine == "torch" and recipe.model.dtype == "float32"
+    if is_packed and sizes.gated and not sizes.experts:
+        parts["packed weights"] = float(copies * sizes.parameters * number)
+    return parts if shares_weights and copies == 1 else weights | parts
 
 
 def _kv_tokens(setup: StepSetup) -> float:

@@ -22,6 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from practicum.errors import EngineError
 from practicum.models.batch_invariance import mlp_width, pad_rows, padded_tokens
 from practicum.models.images import Images
+from practicum.models.linears import product
 from practicum.models.packed_attention import uncompiled
 from practicum.models.padded_attention import AttentionRule
 from practicum.models.vision import embed, is_vision
@@ -215,5 +216,5 @@ class OutputHead:
     def logits(self, hidden_MH: Tensor) -> Tensor:
         """Logits [M, V] as the model itself computes them (see `head_logits`)."""
         padded_MH = pad_rows(hidden_MH.to(self.weight.dtype))
-        logits_MV = torch.nn.functional.linear(padded_MH, self.weight, self.bias)
+        logits_MV = product(padded_MH, self.weight, self.bias)
         return self.scalings.apply(logits_MV[: len(hidden_MH)])

@@ -21,6 +21,7 @@ from practicum.devices import pick_device
 from practicum.errors import RecipeError
 from practicum.models import experts
 from practicum.models.attention import prepare_attention
+from practicum.models.linears import fuse_linears
 from practicum.models.lora import add_adapter
 from practicum.models.model_files import must_read, read_config, read_tokenizer
 from practicum.models.norms import fuse_norms
@@ -114,12 +115,13 @@ def skeleton(spec: Model) -> PreTrainedModel:
 
 def ready(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     """Without dropout (sampling and training must see one distribution), with packed attention, and with
-    norms and experts that give learner and engines the same bits."""
+    norms, products and experts that give learner and engines the same bits."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     prepare_attention(model)
     fuse_norms(model)
+    fuse_linears(model)
     if model.dtype == torch.float64:
         model.set_experts_implementation("eager")  # the grouped matrix product knows no doubles
     elif device.type == "cpu":

@@ -6,12 +6,15 @@ its gradient. Learner and engines all take this, so that their numbers are the s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+
+from practicum.models.linears import is_linear, product
 
 ADAPTER = "student"
 """The name under which PEFT holds the student's adapter; others may lie beside it on the same base."""
@@ -49,7 +52,7 @@ def is_plain_adapted(module: nn.Module) -> bool:
     layer: Any = module
     return (
         is_plain_lora(module)
-        and type(layer.base_layer) is nn.Linear
+        and is_linear(layer.base_layer)
         and layer.lora_A[ADAPTER].weight.dtype == layer.base_layer.weight.dtype
     )
 
@@ -61,10 +64,10 @@ def fuse_adapter(model: nn.Module) -> None:
             module.forward = MethodType(_forward, module)
 
 
-def adapted_linear(x: Tensor, layer: Any) -> Tensor:
-    """What such a layer gives, without gradients."""
+def adapted_linear(x: Tensor, layer: Any, multiply: Callable[..., Tensor] = product) -> Tensor:
+    """What such a layer gives, without gradients; `multiply` is `product`, or the same by packed weights."""
     base = layer.base_layer
-    result = linear(x, base.weight, base.bias)
+    result = multiply(x, base.weight, base.bias)
     if layer._disable_adapters:
         return result
     factors = Factors.of(layer)
@@ -100,7 +103,7 @@ class _Adapted(torch.autograd.Function):
         inner = linear(x, down)
         ctx.save_for_backward(x, inner, weight, down, up)
         ctx.scaling = scaling
-        return _add(linear(x, weight, bias), inner, Factors(down, up, scaling))
+        return _add(product(x, weight, bias), inner, Factors(down, up, scaling))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -113,5 +116,5 @@ class _Adapted(torch.autograd.Function):
         grad_down = scaled @ x_N
         if not ctx.needs_input_grad[0]:
             return None, None, None, grad_down, grad_up, None
-        grad_x = (grad_N @ weight).addmm_(scaled.t(), down).view(x.shape)
+        grad_x = product(grad_N, weight.t()).addmm_(scaled.t(), down).view(x.shape)
         return grad_x, None, None, grad_down, grad_up, None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import repeat
@@ -92,6 +92,7 @@ class ModelRunner:
             """What the model keeps of one token, for the shape of KV memory."""
             self.invariant = _is_invariant(self)
             """Whether a token's bits do not depend on its batch here: `models/batch_invariance.py`."""
+        self.forget_packed()
 
     def hidden(self, inputs: StepInputs, layout: Layout, parts: Sequence[RowPart] = ()) -> Tensor:
         """Last hidden states [N, hidden] of packed tokens; `parts` of them have adapters."""
@@ -100,7 +101,9 @@ class ModelRunner:
             with self.adapters.use(parts):
                 return self.hidden(inputs, layout)
         if self.lean is not None:
-            return self.lean(inputs.ids_N, inputs.positions_N, layout)
+            # Decoding multiplies few rows by the same weights again and again.
+            pack = isinstance(layout, DecodeLayout)
+            return self.lean(inputs.ids_N, inputs.positions_N, layout, pack=pack)
         return packed_forward(
             self.model, inputs.ids_N, inputs.positions_N, layout, inputs.images, inputs.picture_N
         )
@@ -114,9 +117,25 @@ class ModelRunner:
             hidden_N = self.hidden(inputs, layout)
         return hidden_N, taken.tensor()[: len(hidden_N)]
 
-    def logits(self, hidden_N: Tensor) -> Tensor:
-        """Logits [N, V] of last hidden states."""
+    def logits(self, hidden_N: Tensor, *, pack: bool = False) -> Tensor:
+        """Logits [N, V] of last hidden states; with `pack`, the head is packed for later calls."""
+        if self.lean is not None:
+            return self.lean.logits(hidden_N, pack=pack)
         return head_logits(self.model, hidden_N)
+
+    def forget_packed(self, weights: Iterable[Tensor] | None = None) -> None:
+        """Give up packed copies: of weights that may have changed, or of all."""
+        if self.lean is None:
+            return
+        if weights is None:
+            self.lean.packed.clear()
+        else:
+            self.lean.packed.forget(weights)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of packed copies of weights."""
+        return 0 if self.lean is None else self.lean.packed.nbytes
 
 
 def prefill(runner: ModelRunner, prompts: Sequence[PromptKey]) -> list[PrefilledPrompt]:
@@ -179,7 +198,7 @@ def sample_hidden(runner: ModelRunner, hidden_B: Tensor, draw: Draw, uniform_B: 
     rows, fine_rows = (max(ROWS, most // runner.vocab) for most in (LOGITS_AT_ONCE, SAMPLED_AT_ONCE))
     parts: list[Sampled] = []
     for hidden, uniform in zip(hidden_B.split(rows), uniform_B.split(rows), strict=True):
-        logits = runner.logits(hidden)
+        logits = runner.logits(hidden, pack=True)
         parts += map(sample, logits.split(fine_rows), repeat(draw), uniform.split(fine_rows))
     return parts[0] if len(parts) == 1 else Sampled(*map(torch.cat, zip(*parts, strict=True)))
 

@@ -39,6 +39,7 @@ from practicum.models.offloaded_weights import (
     OffloadedWeights,
     OffloadTarget,
     distinct_tensors,
+    named_tensors,
     return_memory,
     take_weights,
 )
@@ -170,20 +171,23 @@ class TorchEngine:
         self._check_idle("load weights")
         with self.thread.turn:
             take_weights(self._model, weights)
+            self.runner.forget_packed(named_tensors(self._model).values())
             self.scheduler.reset()
             self.version = self.scheduler.version = version
         self.thread.order.begin_anew(self.thread)
 
     def sleep(self) -> Memory:
-        """Free the KV memory; says what was freed. `offload` then frees the weights too."""
+        """Free KV memory and packed weights; says what was freed. `offload` then frees the weights too."""
         self._check_awake()
         self._check_idle("sleep")
         with self.thread.take_turn("go to sleep"):
             before = self.memory()
             self.scheduler.free()
-            if self.runner.device.type != "cpu":  # a CPU's large blocks go back to the system by themselves
+            self.runner.forget_packed()
+            packed = before.weights - self.memory().weights
+            if self.runner.device.type != "cpu":  # a CPU's KV memory is in pages of its own
                 return_memory(self.runner.device)
-        return Memory(0, before.kv)
+        return Memory(packed, before.kv)
 
     def offload(self, where: OffloadTarget) -> Memory:
         """Move a sleeping engine's weights to the host's memory or to disk; says what its device gained.
@@ -210,9 +214,10 @@ class TorchEngine:
             self.scheduler.allocate()
 
     def memory(self) -> Memory:
-        """Bytes held now on the model's device: its weights, and KV memory with what is kept beside it."""
+        """Bytes held now on the model's device: its weights, packed copies of them, and KV memory with what
+        is kept beside it."""
         held = (t.nbytes for t in distinct_tensors(self._model) if t.device == self.runner.device)
-        return Memory(sum(held), self.scheduler.kv_bytes)
+        return Memory(sum(held) + self.runner.packed_bytes, self.scheduler.kv_bytes)
 
     @torch.no_grad()
     def fingerprint(self) -> Tensor:
