@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from practicum.devices import pick_device
+from practicum.devices import keep_freed_memory, pick_device
 from practicum.errors import RecipeError
 from practicum.models import experts
 from practicum.models.attention import prepare_attention
@@ -126,6 +126,8 @@ def ready(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
         model.set_experts_implementation("eager")  # the grouped matrix product knows no doubles
     elif device.type == "cpu":
         model.set_experts_implementation(experts.IMPLEMENTATION)
+    if device.type == "cpu":
+        keep_freed_memory()
     model.to(device)  # pyright: ignore[reportArgumentType]  (transformers' wrapper hides the signature)
     return model.eval()
 
