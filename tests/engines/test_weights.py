@@ -13,6 +13,7 @@ from practicum.engines.protocol import Counter, GenerateRequest, Generation, Mem
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import EngineError
 from practicum.models.fingerprint import fingerprint_ids
+from practicum.recipe.counts import KV_POSITIONS
 from tests.engines.engines import (
     FAMILIES,
     engine_of,
@@ -133,7 +134,7 @@ def test_sleep_frees_what_it_says_and_wake_restores_every_bit(aside: Literal["di
         expected = generate(engine, REQUESTS)
         held = engine.memory()
         assert held.weights >= size
-        assert held.kv == 2 * 2 * 16 * 2 * 96 * 12 * 4
+        assert held.kv == 2 * 2 * 16 * 2 * KV_POSITIONS * 12 * 4
         freed = engine.sleep()
         if aside is not None:
             freed = Memory(engine.offload(aside).weights, freed.kv)

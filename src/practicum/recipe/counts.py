@@ -12,8 +12,9 @@ CHUNK_LOGITS = 2**25
 CPU_MICROBATCH_TOKENS = 2048
 """On a CPU, larger micro-batches are slower: activations leave the caches (measured, 250 to 4,000 tokens)."""
 
-KV_POSITIONS, KV_SPARE = 256, 1.25
-"""Of the torch engine's KV memory: positions of a slot at first, and what it grows to for each needed one."""
+KV_POSITIONS, KV_SPARE = 64, 1.25
+"""Of the torch engine's KV memory: positions of a slot at first, and what it grows to for each needed one.
+When an engine wakes, this memory is filled with zeros: more of it would cost more than growing does."""
 
 
 @dataclass(frozen=True, slots=True)
