@@ -28,14 +28,22 @@ def score_batch(runner: ModelRunner, jobs: Sequence[ScoreJob], version: int) -> 
     """Scores of each job, by one forward call. Each job must have at least one token to score."""
     order = sorted(range(len(jobs)), key=lambda i: jobs[i].adapter)
     hidden = dict(zip(order, _hidden(runner, [jobs[i] for i in order]), strict=True))
-    scores = []
+    alike: dict[ScoreOptions, list[int]] = {}
     for i, job in enumerate(jobs):
-        target_R = torch.tensor(job.targets, device=runner.device)
-        logprobs, ids, best = _logprobs(runner, hidden[i], target_R, job.options)
-        top = (ids, best) if job.options.top_k else (None, None)
-        kept = hidden[i].float().cpu() if job.options.hidden else None
-        scores.append(Scores(logprobs, *top, version, kept))
-    return scores
+        alike.setdefault(job.options, []).append(i)
+    scores: dict[int, Scores] = {}
+    for options, places in alike.items():
+        hidden_N = torch.cat([hidden[i] for i in places])
+        target_N = torch.tensor([t for i in places for t in jobs[i].targets], device=runner.device)
+        logprobs, ids, best = _logprobs(runner, hidden_N, target_N, options)
+        columns = [logprobs, ids, best, *([hidden_N.float().cpu()] if options.hidden else [])]
+        lengths = [len(jobs[i].targets) for i in places]
+        # Each has memory of its own: a view would keep the whole batch's.
+        parts = ([part.clone() for part in column.split(lengths)] for column in columns)
+        for i, (picked, top_ids, top_best, *kept) in zip(places, zip(*parts, strict=True), strict=True):
+            top = (top_ids, top_best) if options.top_k else (None, None)
+            scores[i] = Scores(picked, *top, version, kept[0] if kept else None)
+    return [scores[i] for i in range(len(jobs))]
 
 
 Prefix = tuple[str, PromptKey]
