@@ -23,6 +23,7 @@ from practicum.dataplane.store import Store
 from practicum.devices import pick_device
 from practicum.engines.protocol import Engine
 from practicum.engines.torch.engine_process import EngineProcess
+from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.engines.vllm.make_vllm import takes_adapter
 from practicum.models.fingerprint import LENGTH
 from practicum.models.load_model import context_length, load_model
@@ -230,7 +231,13 @@ class LocalRoles(TrainRank):
     def sync_weights(self) -> None:
         """The engine takes the learner's weights."""
         self.engine.load_weights(*self._engine_weights())
-        self.probe_weights()
+        if not self._is_one_model:  # one whose tensors are the learner's own can't have others
+            self.probe_weights()
+
+    @property
+    def _is_one_model(self) -> bool:
+        """Whether the engine computes with the learner's model object."""
+        return isinstance(self.engine, TorchEngine) and self.engine.runner.model is self.student.learner.model
 
     def give_weights(self, copy: int, step: int) -> None:
         if not self.lag:
