@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def model_folder() -> Path:
     folder = CACHE / f"sorter-{DIGITS[0]}-{DIGITS[1]}-{STEPS}x{ROWS}"
     if not (folder / "model.safetensors").exists():
         tokenizer = make_tokenizer()
-        model = teach(make_random_model(tokenizer), tokenizer)
+        model = teach(make_random_model(tokenizer), tokenizer, _sorting(0, DIGITS), STEPS)
         tokenizer.save_pretrained(folder)
         model.save_pretrained(folder)
     return folder
@@ -46,7 +47,7 @@ def teacher_folder(copy: str = "") -> Path:
     if not (folder / "model.safetensors").exists():
         tokenizer = make_tokenizer()
         model = AutoModelForCausalLM.from_pretrained(model_folder(), dtype=torch.float32)
-        model = teach(model, tokenizer, MORE_STEPS, MORE_DIGITS, start=STEPS * ROWS)
+        model = teach(model, tokenizer, _sorting(STEPS * ROWS, MORE_DIGITS), MORE_STEPS)
         tokenizer.save_pretrained(folder)
         model.save_pretrained(folder)
     if not copy:
@@ -101,22 +102,22 @@ def examples(split_seed: int, start: int, count: int, digits: tuple[int, int]) -
     return [task.example(split_seed, "train", start + i) for i in range(count)]
 
 
+def _sorting(start: int, digits: tuple[int, int]) -> Callable[[int], list[Example]]:
+    """Demonstrations of each step, from number `start` on."""
+    return lambda step: examples(0, start + step * ROWS, ROWS, digits)
+
+
 def teach(
-    model: PreTrainedModel,
-    tokenizer: Any,
-    steps: int = STEPS,
-    digits: tuple[int, int] = DIGITS,
-    start: int = 0,
+    model: PreTrainedModel, tokenizer: Any, demonstrations: Callable[[int], list[Example]], steps: int
 ) -> PreTrainedModel:
-    """Supervised on demonstrations from number `start` on, with a short warm-up and a linear decay."""
+    """Supervised on the demonstrations of each step, with a short warm-up and a linear decay."""
     torch.set_num_threads(1)  # the same weights whatever the machine; faster, if it is busy
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, weight_decay=0.0)
     began = time.perf_counter()
     for step in range(steps):
         rate = min((step + 1) / 20, (steps - step) / steps)
         optimizer.param_groups[0]["lr"] = PEAK_LR * rate
-        rows = examples(0, start + step * ROWS, ROWS, digits)
-        ids_BT, labels_BT = _demonstrations(tokenizer, rows)
+        ids_BT, labels_BT = _padded(tokenizer, demonstrations(step))
         logits_BTV = model(input_ids=ids_BT).logits[:, :-1]
         loss = cross_entropy(logits_BTV.flatten(0, 1), labels_BT[:, 1:].flatten())
         optimizer.zero_grad()
@@ -129,7 +130,7 @@ def teach(
     return model.eval()
 
 
-def _demonstrations(tokenizer: Any, rows: list[Example]) -> tuple[Tensor, Tensor]:
+def _padded(tokenizer: Any, rows: list[Example]) -> tuple[Tensor, Tensor]:
     """Right-padded ids, and labels on the answers only. Right padding needs no attention mask."""
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
     ids: list[Tensor] = []

@@ -27,7 +27,7 @@ SETTINGS = {
 }
 """Threads and the most new tokens. A cap of the longest right answer and its end token takes away
 the few answers that never end, for which `generate` decodes all 256 rows to the last."""
-ROUNDS = {1: 5, 2: 3}
+ROUNDS = {1: 4, 2: 3}
 """By threads."""
 CONTENDERS = ("practicum", "transformers generate", "transformers continuous batching")
 

@@ -21,9 +21,11 @@ from benchmarks.grpo_step import LR, MAX_NEW, PROMPTS, SAMPLES
 from benchmarks.harness import Channel, Contender
 from benchmarks.model import DIGITS, model_folder
 from benchmarks.stepping import Steps, make_recipe
+from practicum.models.linears import product
 
+LINEAR = "mkldnn::_linear_pointwise"
 GROUPS = {
-    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
+    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", LINEAR),
     "attention": ("scaled_dot_product",),
     "norms": ("rms_norm", "RmsNorm"),
     "optimizer": ("Optimizer", "_foreach", "_fused_adam"),
@@ -80,24 +82,27 @@ def by_kind(averages: Any) -> dict[str, float]:
         seconds[kind] += event.self_cpu_time_total / 1e6
         seconds["calls"] += event.count
         if kind == "matrix products":
-            seconds["gflop"] += event.count * gflop(event.input_shapes)
+            seconds["gflop"] += event.count * gflop(event.key, event.input_shapes)
     return dict(seconds)
 
 
-def gflop(shapes: Sequence[Sequence[int]]) -> float:
-    """Of one matrix product with these inputs; the two that are multiplied are the last matrices."""
-    left, right = [shape for shape in shapes if len(shape) >= 2][-2:]
-    return 2 * math.prod(left) * right[-1] / 1e9
+def gflop(operator: str, shapes: Sequence[Sequence[int]]) -> float:
+    """Of one matrix product with these inputs; the two that are multiplied are the last matrices, or the
+    first and the last of a linear layer, whose weight is transposed."""
+    matrices = [shape for shape in shapes if len(shape) >= 2]
+    if operator == LINEAR:
+        return 2 * math.prod(matrices[0]) * matrices[-1][0] / 1e9
+    return 2 * math.prod(matrices[-2]) * matrices[-1][-1] / 1e9
 
 
 def best_rate() -> float:
     """GFLOP/s of a matrix product of this model's widths and many rows: what this thread can do."""
     rows, wide, narrow = 2048, 1024, 256
-    left, right = torch.randn(rows, narrow), torch.randn(narrow, wide)
+    left, right = torch.randn(rows, narrow), torch.randn(wide, narrow)
     times = []
     for _ in range(20):
         began = time.perf_counter()
-        torch.mm(left, right)
+        product(left, right)
         times.append(time.perf_counter() - began)
     return 2 * rows * wide * narrow / min(times) / 1e9
 
