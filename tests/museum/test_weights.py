@@ -21,9 +21,9 @@ from practicum.models import attention, load_model
 from practicum.models.lora import ADAPTER
 from practicum.models.offloaded_weights import take_weights
 from practicum.models.padded_attention import AttentionRule
+from practicum.roles import make_engine as make_engine_module
 from practicum.roles.make_engine import make_engine
 from practicum.roles.student import StudentRole
-from practicum.runtime import local
 from practicum.runtime.local import LocalRoles
 
 from ..models.test_attention_families import family
@@ -40,7 +40,7 @@ def own_weights(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any, Wei
         return make_engine(recipe, copy.deepcopy(model), weights)
 
     def use(take: Callable[[Any, Weights], None]) -> None:
-        monkeypatch.setattr(local, "make_engine", copied)
+        monkeypatch.setattr(make_engine_module, "make_engine", copied)
         monkeypatch.setattr(torch_engine, "take_weights", take)
 
     return use
