@@ -76,13 +76,13 @@ def activations_are_invariant(width: int, dtype: torch.dtype, device: torch.devi
     Each token is computed among few and among many, whose numbers do not go evenly into lanes and threads.
     """
     most = (threads + 1) * NUMBERS_OF_A_THREAD // width + ROWS
-    x_NF = 3 * torch.randn(padded_tokens(most, width), width, generator=torch.Generator().manual_seed(0))
-    x_NF = x_NF.to(device, dtype)
+    x_N = 3 * torch.randn(padded_tokens(most, width), width, generator=torch.Generator().manual_seed(0))
+    x_N = x_N.to(device, dtype)
     for function in (silu, gelu):
-        few = torch.cat([function(x) for x in x_NF.split(padded_tokens(1, width))])
+        few = torch.cat([function(x) for x in x_N.split(padded_tokens(1, width))])
         for count in range(most - 5 * ROWS, most, ROWS):
             rows = padded_tokens(count, width)
-            if not torch.equal(function(x_NF[:rows])[:count], few[:count]):
+            if not torch.equal(function(x_N[:rows])[:count], few[:count]):
                 return False
     return True
 
