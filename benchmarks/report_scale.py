@@ -147,6 +147,18 @@ def attention_memory(found: Mapping[str, Any]) -> str:
     return "\n\n".join([f"### Memory of long rows, {where(found)}", table(head, rows), text])
 
 
+def learner_memory(found: Mapping[str, Any]) -> str:
+    """Memory of the optimizer's state."""
+    rows = []
+    for name, rounds in found["stepped"].items():
+        middle = medians(rounds)
+        share = f"{middle['bytes'] / found['weights']:.2f}"
+        rows.append([name, f"{middle['bytes'] / 1e6:.1f}", share, f"{1e3 * middle['seconds']:.0f}"])
+    head = ["optimizer", "its state between steps, MB", "÷ weights", "a step, ms"]
+    text = f"The weights have {found['weights'] / 1e6:.1f} MB."
+    return "\n\n".join([f"### Memory of the learner, {where(found)}", table(head, rows), text])
+
+
 def _ms(seconds: float | None) -> str:
     return "" if seconds is None else f"{1e3 * seconds:.1f}"
 

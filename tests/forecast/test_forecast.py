@@ -28,6 +28,7 @@ from practicum.forecast.seconds import Cost
 from practicum.forecast.step_setup import step_setup
 from practicum.forecast.workload import MeasuredRun, read_run, summarise, workload
 from practicum.learning import update_metrics as learning_metrics
+from practicum.learning.optimizer import OptimizerStepper
 from practicum.learning.packed_model import PackedModel
 from practicum.learning.packing import RowSpans
 from practicum.models.load_model import load_model
@@ -172,6 +173,30 @@ def test_a_device_that_is_too_small_is_refused_and_more_ranks_fit():
     assert not sharded.refusals
     (device,) = sharded.memory
     assert device.parts["weights"] == alone.memory[0].parts["weights"] / 8
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_optimizer_s_state_is_counted_as_it_really_is(dtype: str):
+    spec = made().model_copy(update={"dtype": dtype})
+    for optimizer in ("adamw", "adamw_8bit"):
+        stepper = OptimizerStepper(load_model(spec, 0).parameters(), Train(optimizer=optimizer))
+        for p in stepper.parameters:
+            p.grad = torch.ones_like(p)
+        stepper.step(1e-4, {"loss": 1.0, "tokens": 1.0})
+        real = sum(x.nbytes for state in stepper.optimizer.state.values() for x in state.values())
+        model = {"make": spec.make, "dtype": dtype}
+        (device,) = predict(local(model=model, train={"optimizer": optimizer})).memory
+        told = device.parts["Adam's moments"] + device.parts.get("master weights", 0.0)
+        assert told == pytest.approx(real, rel=0.05)
+
+
+def test_of_an_offloaded_state_only_what_is_more_than_the_activations_counts():
+    for tokens in (16, 2048):
+        sections = [{"train": {"microbatch_tokens": tokens, "offload": where}} for where in ("none", "disk")]
+        here, away = (predict(local(**section)).memory[0].parts for section in sections)
+        rest = here["activations"] + here["logits"]
+        assert away["optimizer's state (offloaded)"] == max(0.0, here["Adam's moments"] - rest)
+        assert "Adam's moments" not in away
 
 
 def test_a_cluster_that_is_too_small_is_refused_with_the_rest_of_the_forecast():

@@ -28,12 +28,15 @@ from practicum.runtime.ray.placement import ActorPlacement
 
 TIGHT = 0.9
 """Fraction of a device above which a forecast warns: allocators and libraries need some memory too."""
+EIGHT_BIT = (1 + 4 / 256) / 4
+"""Bytes of 8-bit moments, with a scale for each block of 256, as a fraction of float32's."""
 Parts = Mapping[str, float]
 """Bytes by what they hold."""
 _ADVICE = {
     "KV memory": "lower rollout.slots or rollout.context, or give engines their own devices (pools.rollout)",
     "activations": "lower train.microbatch_tokens, or set train.gradient_checkpointing",
     "teachers": "give teachers their own devices (placement: own)",
+    "Adam's moments": "take train.optimizer adamw_8bit or train.offload, or raise pools.train.devices",
     "engine's weights": "give engines their own devices (pools.rollout)",
 }
 
@@ -129,8 +132,9 @@ def _learner_memory(setup: StepSetup) -> Parts:
     weights = sizes.parameters * number / ranks
     trained = trained_bytes(recipe, sizes) / ranks
     kept = trained_bytes(recipe, sizes, in_float32=True) / ranks
-    parts = {"weights": weights, "gradients": trained, "Adam's moments": 2 * kept}
+    moments = 2 * kept * (EIGHT_BIT if train.optimizer == "adamw_8bit" else 1.0)
     masters = kept if kept > trained else 0.0
+    parts = {"weights": weights, "gradients": trained, "Adam's moments": moments}
     if masters:
         parts["master weights"] = masters
     if recipe.model.lora is not None:
@@ -138,7 +142,8 @@ def _learner_memory(setup: StepSetup) -> Parts:
     if "update_critic" in setup.plan:
         # Adapters of one process share their base.
         base = weights if recipe.model.lora is not None and ranks > 1 else 0.0
-        parts["critic (all of it)"] = base + 2 * trained + 2 * kept + masters
+        state = 0.0 if train.offload != "none" else moments + masters  # the student's is there at other times
+        parts["critic (all of it)"] = base + 2 * trained + state
     if "ref_logprobs" in setup.plan and not is_own_base(recipe):
         parts["reference"] = setup.models.reference.parameters * number / ranks
     if ranks > 1:
@@ -150,6 +155,10 @@ def _learner_memory(setup: StepSetup) -> Parts:
     activation = 3.0 if train.autocast == "bfloat16" else number
     parts["activations"] = tokens * activation * sizes.token_activations(train.gradient_checkpointing)
     parts["logits"] = _logits(tokens, sizes)
+    if train.offload != "none":
+        # There while the optimizer steps, when activations are gone: only what is larger than these counts.
+        state = parts.pop("Adam's moments") + parts.pop("master weights", 0.0)
+        parts["optimizer's state (offloaded)"] = max(0.0, state - parts["activations"] - parts["logits"])
     if teachers := _colocated_teachers(setup):
         asleep, limit = sum(teachers) - max(teachers), recipe.runtime.teachers_gb
         if not setup.on_cpu or limit is not None:

@@ -115,10 +115,14 @@ class Learner(TrainedModel):
         norms = []
         for rows in parts:
             mine = sorted(set(rows) & set(job.active))
-            with self.trunk.training():
-                self.trunk.each(job.microbatches(self.trunk, mine), partial(self._add, _Report(), job))
+            self.trunk.halving(partial(self._accumulate_part, job, mine))
             norms.append(self.stepper.take_norm())
         return norms
+
+    def _accumulate_part(self, job: _Update, rows: list[int]) -> None:
+        self.stepper.optimizer.zero_grad(set_to_none=True)
+        with self.trunk.training():
+            self.trunk.each(job.microbatches(self.trunk, rows), partial(self._add, _Report(), job))
 
     def _add(self, report: _Report, job: _Update, packed: Packed, trace: UpdateTrace | None = None) -> Tensor:
         """Forward pass of one micro-batch: its part of the loss."""

@@ -95,6 +95,10 @@ class TrainedModel:
 
         The folder is made if it is not there; all ranks together.
         """
+        with self.stepper.state_in_place():
+            self._save(folder)
+
+    def _save(self, folder: Path) -> None:
         model, parallel, optimizer = self._trained, self.parallel, self.stepper.optimizer
         if parallel is not None and not all(isinstance(p, DTensor) for p in model.parameters()):
             raise PracticumError("an error in the middle of a forward pass left the weights gathered")
@@ -152,13 +156,14 @@ class TrainedModel:
             tensors[_STEP] = torch.zeros(())
         with _plain(parallel):
             load(tensors, checkpoint_id=folder, no_dist=parallel is None)
-        optimizer.state.clear()
-        for key, p in states.items():
-            step = {"step": tensors[_STEP].to(p.device, copy=True)} if _STEP in shapes else {}
-            if step or empty[key]:
-                optimizer.state[p] = {**step, **empty[key]}
-        if parallel is None and "optimizer" in counters:
-            self._require_optimizer(folder, counters["optimizer"])
+        with self.stepper.state_in_place():
+            optimizer.state.clear()
+            for key, p in states.items():
+                step = {"step": tensors[_STEP].to(p.device, copy=True)} if _STEP in shapes else {}
+                if step or empty[key]:
+                    optimizer.state[p] = {**step, **empty[key]}
+            if parallel is None and "optimizer" in counters:
+                self._require_optimizer(folder, counters["optimizer"])
         self.version, self.step = counters["version"], counters["step"]
         if (tokens := counters.get("microbatch_tokens")) is not None:
             # As in the run that was stopped: sums are rounded in the same order.

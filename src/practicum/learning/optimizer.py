@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from practicum.devices import has_fused_optimizers
-from practicum.errors import CheckError
+from practicum.errors import CheckError, RecipeError
+from practicum.learning.adamw_8bit import AdamW8bit
+from practicum.learning.offloaded_state import OffloadedState
 from practicum.learning.parallel import whole
 from practicum.recipe.own_parts import find_part
 from practicum.recipe.schema.recipe import Train
@@ -65,15 +68,24 @@ def make_adamw(parameters: Iterable[nn.Parameter], train: Train) -> torch.optim.
     Parameters of 16 bits have float32 weights beside them, to which the updates are added.
     """
     trained = [p for p in parameters if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": train.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    groups = _decay_groups(trained, train)
     fused = all(has_fused_optimizers(p.device) for p in trained)
     if any(p.itemsize < 4 for p in trained):
         return MasterAdamW(groups, train, fused=fused)
     return torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=train.eps, fused=fused)
+
+
+def make_adamw_8bit(parameters: Iterable[nn.Parameter], train: Train) -> torch.optim.Optimizer:
+    """AdamW with moments of 8 bits; weight decay and master weights as above."""
+    return AdamW8bit(_decay_groups([p for p in parameters if p.requires_grad], train), train)
+
+
+def _decay_groups(trained: list[nn.Parameter], train: Train) -> list[dict[str, Any]]:
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 class MasterAdamW(torch.optim.Optimizer):
@@ -119,8 +131,20 @@ class MasterAdamW(torch.optim.Optimizer):
 
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter], Train], torch.optim.Optimizer]
-OPTIMIZERS: dict[str, MakeOptimizer] = {"adamw": make_adamw}
+OPTIMIZERS: dict[str, MakeOptimizer] = {"adamw": make_adamw, "adamw_8bit": make_adamw_8bit}
 """By the name that a recipe gives them."""
+
+
+def _offloaded(
+    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], train: Train
+) -> OffloadedState | None:
+    if train.offload == "none" or not parameters:
+        return None
+    device = parameters[0].device
+    if train.offload == "host" and device.type == "cpu":
+        found = "host with the model on the CPU, whose memory is the host's"
+        raise RecipeError("train.offload", found, "disk or none")
+    return OffloadedState(optimizer, train.offload, device)
 
 
 def stop_on_nonfinite(what: str) -> None:
@@ -139,6 +163,7 @@ class OptimizerStepper:
     ) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.optimizer = find_part("optimizer", train.optimizer, OPTIMIZERS)(self.parameters, train)
+        self._offloaded = _offloaded(self.optimizer, self.parameters, train)
         self.clip_norm = math.inf if train.clip_norm is None else train.clip_norm
         self.on_nonfinite = on_nonfinite
         self.before_step: Callable[[Metrics], None] | None = None
@@ -165,10 +190,28 @@ class OptimizerStepper:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.begun += 1
-            self.optimizer.step()
+            with self.state_in_place():
+                self.optimizer.step()
             return True
         finally:
             self.optimizer.zero_grad(set_to_none=True)
+
+    @contextmanager
+    def state_in_place(self) -> Iterator[None]:
+        """Inside, the optimizer has its state; outside it may be offloaded."""
+        if self._offloaded is None:
+            yield
+            return
+        self._offloaded.restore()
+        try:
+            yield
+        finally:
+            self._offloaded.take()
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the optimizer has made a step."""
+        return bool(self.optimizer.state)
 
     def take_norm(self) -> float:
         """Global norm of the gradients that lie on the parameters, which are removed."""

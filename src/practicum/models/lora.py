@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import difflib
 import hashlib
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,9 @@ if TYPE_CHECKING:  # whoever only asks for names needs neither
     from practicum.recipe.schema.recipe import Lora
 
 M = TypeVar("M", bound=nn.Module)
+
+# PEFT imports bitsandbytes where it is installed, which then tells of kernels that nothing here needs.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 _PARTS = (".lora_A.", ".lora_B.")
 _WRAPPED = ".base_layer"

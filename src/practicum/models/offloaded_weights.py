@@ -131,7 +131,7 @@ class OffloadedWeights:
         file = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115
         try:
             for parameter in self._parameters:
-                file.write(_bytes(parameter.data.cpu().contiguous()))
+                file.write(tensor_bytes(parameter.data.cpu().contiguous()))
             file.flush()
         except OSError as error:
             file.close()
@@ -150,7 +150,7 @@ class OffloadedWeights:
         self._file.seek(0)
         for parameter, shape in zip(self._parameters, self._shapes, strict=True):
             read_back = parameter.data.new_empty(shape)
-            count = self._file.readinto(_bytes(read_back))  # pyright: ignore[reportAttributeAccessIssue]
+            count = self._file.readinto(tensor_bytes(read_back))  # pyright: ignore[reportAttributeAccessIssue]
             if count != read_back.nbytes:
                 raise EngineError("the temporary file with a sleeping engine's weights was cut short")
             parameter.data = read_back.to(self._device)
@@ -162,7 +162,8 @@ class OffloadedWeights:
             self._file.close()
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
     array: Any = tensor.view(-1).view(torch.uint8).numpy()
     return memoryview(array)
 

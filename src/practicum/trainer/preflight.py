@@ -149,6 +149,8 @@ def require_extras(recipe: Recipe) -> None:
         extras += [(f"{path}.engine: vllm", "vllm", "vllm") for path, e in engines.items() if e == "vllm"]
     if recipe.model.lora is not None:
         extras.append(("model.lora", "peft", "lora"))
+    if recipe.train.optimizer == "adamw_8bit":
+        extras.append(("train.optimizer: adamw_8bit", "bitsandbytes", "8bit"))
     adapted = [name for name, teacher in recipe.teachers.items() if teacher.adapter is not None]
     extras += [(f"teachers.{name}.adapter", "peft", "lora") for name in adapted[:1]]
     for what, module, extra in extras:

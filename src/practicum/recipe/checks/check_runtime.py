@@ -24,7 +24,8 @@ from practicum.recipe.schema.recipe import Recipe
 
 
 def check_runtime(recipe: Recipe) -> Iterator[RecipeError]:
-    """Every problem of a recipe that runs on a cluster."""
+    """Every problem of a recipe that runs on a cluster, and of its optimizer."""
+    yield from _optimizer(recipe)
     if not on_ray(recipe):
         return
     yield from _devices(recipe)
@@ -49,6 +50,22 @@ def _compile(recipe: Recipe) -> Iterator[RecipeError]:
         found = f"true with {ranks} data-parallel ranks (pools.train)"
         advice = "sharded weights are gathered between its graphs"
         yield RecipeError("train.compile", found, "false", advice)
+
+
+def _optimizer(recipe: Recipe) -> Iterator[RecipeError]:
+    ranks = data_parallel(recipe)
+    if recipe.train.optimizer == "adamw_8bit" and ranks > 1:
+        found = f"adamw_8bit with {ranks} data-parallel ranks (pools.train)"
+        advice = (
+            "blocks of 256 numbers share a scale, and the cut between ranks does not follow them: use one "
+            "rank, or adamw with train.offload"
+        )
+        yield RecipeError("train.optimizer", found, "adamw", advice)
+    if recipe.train.optimizer == "adamw_8bit" and recipe.model.dtype == "float64":
+        yield RecipeError("train.optimizer", "adamw_8bit with model.dtype float64", "adamw")
+    if recipe.train.offload == "host" and recipe.model.device == "cpu":
+        found = "host with model.device cpu, whose memory is the host's"
+        yield RecipeError("train.offload", found, "disk or none")
 
 
 def _rollout(recipe: Recipe) -> Iterator[RecipeError]:

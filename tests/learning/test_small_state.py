@@ -1,0 +1,132 @@
+"""Optimizers whose state is small, or elsewhere between updates."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from practicum.errors import MissingExtraError, RecipeError
+from practicum.learning.learner import Learner
+from practicum.learning.optimizer import OptimizerStepper
+from practicum.recipe.load_recipe import load_recipe
+from practicum.recipe.schema.algorithm_sections import Algorithm
+from practicum.recipe.schema.recipe import Train
+
+from .reference import adapted, random_batch, tiny
+
+EIGHT = Train(lr=1e-3, optimizer="adamw_8bit", weight_decay=0.1)
+PLAIN = Train(lr=1e-3, weight_decay=0.1)
+
+
+def trained(train: Train, dtype: torch.dtype = torch.float32, steps: int = 40) -> OptimizerStepper:
+    """A matrix and a vector after steps by gradients that are drawn."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(96, 64).to(dtype)), nn.Parameter(torch.randn(5).to(dtype))]
+    stepper = OptimizerStepper(parameters, train)
+    for _ in range(steps):
+        for p in parameters:
+            p.grad = (torch.randn(p.shape) + 0.5).to(dtype)
+        assert stepper.step(train.lr, {"loss": 1.0, "tokens": 3.0})
+    return stepper
+
+
+def state_bytes(stepper: OptimizerStepper) -> int:
+    return sum(x.nbytes for state in stepper.optimizer.state.values() for x in state.values())
+
+
+def test_moments_of_8_bits_go_where_those_of_32_do_in_a_quarter_of_the_memory():
+    eight, plain = trained(EIGHT), trained(PLAIN)
+    start = trained(PLAIN, steps=0).parameters
+    for mine, theirs, first in zip(eight.parameters, plain.parameters, start, strict=True):
+        moved = float((theirs - first).detach().norm())
+        assert float((mine - theirs).detach().norm()) < 0.05 * moved
+    assert torch.equal(eight.parameters[1], plain.parameters[1]), "small ones have moments of 32 bits"
+    assert state_bytes(eight) < 0.27 * state_bytes(plain)
+
+
+def test_tiny_steps_of_8_bit_moments_move_bfloat16_weights():
+    train = Train(lr=1e-5, optimizer="adamw_8bit")
+    stepper = trained(train, torch.bfloat16)
+    matrix = stepper.parameters[0]
+    master = stepper.optimizer.state[matrix]["master"]
+    start = trained(train, torch.bfloat16, steps=0).parameters[0].detach().float()
+    assert master.dtype == torch.float32
+    assert 1e-4 < float((master - start).abs().mean()) < 5e-4
+    assert torch.equal(matrix, master.bfloat16())
+
+
+@pytest.mark.parametrize("offload", ["none", "disk"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+@pytest.mark.parametrize("make", [tiny, adapted])
+def test_a_resumed_learner_continues_bit_by_bit(make, optimizer, offload, tmp_path: Path):
+    train = Train(lr=1e-3, optimizer=optimizer, offload=offload)
+    batches = [random_batch(seed) for seed in range(4)]
+    learner = Learner(make(dtype=torch.float32), train, Algorithm())
+    for batch in batches[:2]:
+        learner.update(batch)
+    learner.save(tmp_path)
+    resumed = Learner(make(dtype=torch.float32), train, Algorithm())
+    resumed.load(tmp_path)
+    found = [[one.update(batch) for batch in batches[2:]] for one in (learner, resumed)]
+    assert found[0] == found[1]
+    for mine, theirs in zip(learner.stepper.parameters, resumed.stepper.parameters, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_state_that_is_offloaded_is_gone_between_updates_and_changes_nothing(tmp_path: Path):
+    batches = [random_batch(seed) for seed in range(3)]
+    here, away = (
+        Learner(tiny(), Train(lr=1e-3, offload=offload), Algorithm()) for offload in ("none", "disk")
+    )
+    for batch in batches:
+        assert here.update(batch) == away.update(batch)
+        left = [x for state in away.stepper.optimizer.state.values() for x in state.values()]
+        assert left
+        assert all(isinstance(x, Tensor) and x.ndim == 0 for x in left)
+    for mine, theirs in zip(here.stepper.parameters, away.stepper.parameters, strict=True):
+        assert torch.equal(mine, theirs)
+        with away.stepper.state_in_place():
+            state = dict(away.stepper.optimizer.state[theirs])
+        assert all(torch.equal(x, state[name]) for name, x in here.stepper.optimizer.state[mine].items())
+
+
+def test_host_memory_is_no_other_place_for_a_model_on_the_cpu():
+    with pytest.raises(RecipeError, match=r"train\.offload: found host with the model on the CPU"):
+        Learner(tiny(), Train(offload="host"), Algorithm())
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
+    with pytest.raises(MissingExtraError, match=r"adamw_8bit needs an extra: pip .*\[8bit\]"):
+        OptimizerStepper(tiny(dtype=torch.float32).parameters(), EIGHT)
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        (
+            {
+                "train": {"optimizer": "adamw_8bit"},
+                "runtime": {"kind": "ray"},
+                "pools": {"train": {"devices": 2}},
+            },
+            r"train\.optimizer: found adamw_8bit with 2 data-parallel ranks.*\n.*the cut between ranks",
+        ),
+        (
+            {"train": {"optimizer": "adamw_8bit"}, "model": {"make": {}, "dtype": "float64"}},
+            r"train\.optimizer: found adamw_8bit with model\.dtype float64",
+        ),
+        (
+            {"train": {"offload": "host"}, "model": {"make": {}, "device": "cpu"}},
+            r"train\.offload: found host with model\.device cpu",
+        ),
+    ],
+)
+def test_recipes_that_can_t_be_are_refused(sections, sentence):
+    recipe = {"name": "x", "model": {"make": {}}, "tasks": {"copy": {"kind": "copy"}}}
+    with pytest.raises(Exception, match=sentence):
+        load_recipe(recipe | sections)
