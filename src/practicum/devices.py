@@ -81,8 +81,8 @@ def pick_device(name: str, key: str = "model.device") -> torch.device:
 
 def describe_device(device: torch.device) -> str:
     """Where the student samples, and what is known of such devices."""
-    tried = "" if device.type == "cuda" else "; practicum was never tried on such a device"
-    return f"the student samples on {device}{tried}"
+    known = "its tests know a pretend GPU only" if device.type == "cuda" else "nor can its tests be"
+    return f"the student samples on {device}; practicum was never tried on such a device, {known}"
 
 
 def empty_cache(device: torch.device) -> None:

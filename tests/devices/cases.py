@@ -18,15 +18,21 @@ import torch
 
 from practicum import devices
 from practicum.algorithms import token_logprobs
+from practicum.errors import PracticumError
+from practicum.learning.learner import Learner
+from practicum.learning.memory_probe import probe_memory
 from practicum.learning.packing import Packed
+from practicum.recipe.schema.algorithm_sections import Algorithm
+from practicum.recipe.schema.recipe import Train
 from practicum.trainer.doctor import examine
 from practicum.trainer.run import train_loaded
 
-from ..teachers.tiny_teachers import save_teacher
+from ..learning.reference import tiny as tiny_model
+from ..teachers.tiny_teachers import save_adapter, save_teacher
 from ..trainer.recipes import TINY, tiny
 from ..trainer.test_experts_and_pictures import EYES, MOE, PICTURES, UNEVEN
 from ..trainer.test_run import metrics_of, weights_of, without_times
-from .pretend_gpu import NAME, pretend_gpu
+from .pretend_gpu import MEMORY, NAME, pretend_gpu
 
 TRAIN = {"steps": 2, "prompts": 3, "lr": 1e-3, "minibatches": 2, "microbatch_tokens": 256}
 CUT: dict[str, Any] = {
@@ -47,10 +53,19 @@ CASES: dict[str, dict[str, Any]] = {
     "top_k": {"distill": {"signal": "top_k", "top_k": 4}, **ASLEEP},
     "adapter": {"model": TINY["model"] | {"lora": {"rank": 4}}, "algorithm": PPO, "critic": {}},
     "full": {"distill": {"signal": "full", "divergence": "jsd"}},
+    "copied": {"distill": {}, "teachers": {"old": {"student": {"every": 1}}}},
+    "adapters": {"distill": {"signal": "full"}, "model": {"lora": {"rank": 4}}, "teachers": "adapters"},
+    "small": {"model": TINY["model"] | {"dtype": "bfloat16"}},
+    "lag": {"async": {"lag": 1}},
+    "state": {"train": TRAIN | {"optimizer": "adamw_8bit"}},
 }
-"""Sections of the tiny recipe. A recipe that distils gets two teachers of different widths."""
+"""Sections of the tiny recipe. A recipe that distils and has no teachers gets two of different widths, or two
+adapters on the student's base."""
+ON_GPU: dict[str, dict[str, Any]] = {"state": {"train": CASES["state"]["train"] | {"offload": "host"}}}
+"""Sections that are others there, and change no number."""
 LEFT_BEHIND = "left_behind"
 DOCTOR = "doctor"
+TIGHT = "tight"
 CLOSE = ("moe",)
 """Cases whose numbers are only close: on a CPU experts have a product of their own."""
 
@@ -67,14 +82,20 @@ def run(folder: Path, sections: dict[str, Any]) -> tuple[list[dict[str, Any]], d
 def difference(name: str, folder: Path) -> str:
     """Where the run on the pretend GPU differs from the CPU's; empty if nowhere."""
     sections = dict(CASES[name])
-    if "distill" in sections:
+    if sections.get("teachers") == "adapters":
+        base = save_teacher(folder / "base", seed=5)
+        sections["model"] = {"path": base} | sections["model"]
+        for i, task in enumerate(TINY["tasks"]):
+            save_adapter(folder / task, base, seed=i)
+        sections["teachers"] = {task: {"adapter": str(folder / task)} for task in TINY["tasks"]}
+    elif "distill" in sections and "teachers" not in sections:
         sections["teachers"] = {
             task: {"model": save_teacher(folder / task, seed=i, hidden=32 + 16 * i)}
             for i, task in enumerate(TINY["tasks"])
         }
     here = run(folder / "cpu", sections)
     with pretend_gpu() as device:
-        there = run(folder / "gpu", sections)
+        there = run(folder / "gpu", sections | ON_GPU.get(name, {}))
         log = (folder / "gpu" / "run" / "log.txt").read_text()
     if f"the student samples on {device}" not in log:
         return f"the log does not say that the student is on {device}"
@@ -97,6 +118,33 @@ def left_behind(folder: Path) -> str:
     finally:
         Packed.to = moved
     return "the run went on"
+
+
+def tight(_: Path) -> str:
+    """Memory that is short is found before the first step: smaller micro-batches, or an error with keys."""
+    rows = {"prompt": 20, "response": 30}
+    with pretend_gpu() as device:
+        learner = Learner(tiny_model(dtype=torch.float32).to(device), Train(), Algorithm())  # pyright: ignore
+        learner.trunk.token_budget = 400
+        told = probe_memory(learner, **rows, planned=2**30)
+        peak = MEMORY.peak
+        if told is None or "8 rows of 50 tokens" not in told or "`practicum plan` says 1.0" not in told:
+            return f"told {told}"
+        try:
+            MEMORY.limit = MEMORY.used + (peak - MEMORY.used) * 2 // 3
+            probe_memory(learner, **rows)
+            if learner.trunk.halved != 1 or learner.trunk.token_budget >= 400:
+                return f"halved {learner.trunk.halved} times, to {learner.trunk.token_budget} tokens"
+            errors = []
+            for limit, sentence in ((peak // 3, "rollout.max_new_tokens"), (1, "train.optimizer adamw_8bit")):
+                MEMORY.limit = max(limit, MEMORY.used + limit)
+                try:
+                    probe_memory(learner, 200, 300)
+                except PracticumError as error:
+                    errors.append(sentence in str(error) or str(error))
+            return "" if errors == [True, True] else f"errors: {errors}"
+        finally:
+            MEMORY.limit = 2**40
 
 
 def examined(_: Path) -> str:
@@ -138,7 +186,9 @@ def main() -> None:
     for name in names:
         (folder / name).mkdir()
         try:
-            check = {LEFT_BEHIND: left_behind, DOCTOR: examined}.get(name, partial(difference, name))
+            check = {LEFT_BEHIND: left_behind, DOCTOR: examined, TIGHT: tight}.get(
+                name, partial(difference, name)
+            )
             found[name] = check(folder / name)
         except Exception as error:
             frames = "".join(traceback.format_tb(error.__traceback__)[-6:])

@@ -21,10 +21,55 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 NAME = "pretend"
 
 
+class DeviceMemory:
+    """Bytes of all tensors on the device; more than the `limit` can't be had."""
+
+    def __init__(self) -> None:
+        self.limit, self.peak = 2**40, 0
+        self._holders: dict[int, int] = {}
+        self._used = 0
+
+    @property
+    def used(self) -> int:
+        return self._used
+
+    def take(self, place: int, size: int) -> None:
+        """One more tensor in this piece of memory."""
+        self._holders[place] = self._holders.get(place, 0) + 1
+        if self._holders[place] == 1:
+            self._used += size
+            self.peak = max(self.peak, self._used)
+
+    def give_back(self, place: int, size: int) -> None:
+        """One fewer."""
+        self._holders[place] -= 1
+        if not self._holders[place]:
+            del self._holders[place]
+            self._used -= size
+
+
+MEMORY = DeviceMemory()
+
+
+class _Allocated:
+    """A tensor's part of the device's memory, for as long as the tensor lives."""
+
+    def __init__(self, held: Tensor) -> None:
+        self._storage = held.untyped_storage()  # so that nothing else gets its place
+        self._part = self._storage.data_ptr(), self._storage.nbytes()
+        MEMORY.take(*self._part)
+        if MEMORY.used > MEMORY.limit:
+            raise torch.OutOfMemoryError(f"the pretend device has {MEMORY.limit:,} bytes")
+
+    def __del__(self) -> None:
+        MEMORY.give_back(*self._part)
+
+
 class PretendTensor(Tensor):
     """Says that it is on the pretend device, and holds a CPU tensor."""
 
     held: Tensor
+    memory: _Allocated
 
     @staticmethod
     def __new__(cls, held: Tensor) -> PretendTensor:
@@ -36,7 +81,7 @@ class PretendTensor(Tensor):
             dtype=held.dtype,
             device=torch.device(NAME, 0),
         )
-        made.held = held
+        made.held, made.memory = held, _Allocated(held)
         return made
 
     def __repr__(self, **_: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -190,6 +235,15 @@ class _Module:
 
     def stream(self, stream: _Stream) -> nullcontext:
         return nullcontext()
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return MEMORY.limit - MEMORY.used, MEMORY.limit
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return MEMORY.peak
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        MEMORY.peak = MEMORY.used
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from .cases import CASES, DOCTOR, LEFT_BEHIND
+from .cases import CASES, DOCTOR, LEFT_BEHIND, TIGHT
 
-QUICK = ("top_k", LEFT_BEHIND)
+QUICK = ("top_k", LEFT_BEHIND, TIGHT)
 
 
 def differences(folder: Path, *names: str) -> dict[str, str]:

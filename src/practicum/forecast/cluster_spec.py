@@ -82,10 +82,13 @@ def load_spec(path: Path) -> ClusterSpec:
         raise RecipeErrors(str(path), list(_problems(error))) from None
 
 
-def this_machine() -> ClusterSpec:
-    """The machine that this runs on, its cores as devices."""
+def this_machine(device_gb: float | None = None) -> ClusterSpec:
+    """The machine that this runs on, with one accelerator of this many GiB; without, its cores as devices."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-    return ClusterSpec(nodes=[Machine(name="this machine", cpus=os.cpu_count() or 1, memory_gb=memory)])
+    machine = Machine(name="this machine", cpus=os.cpu_count() or 1, memory_gb=memory)
+    if device_gb is not None:
+        machine = machine.model_copy(update={"devices": 1, "device": Device(memory_gb=device_gb)})
+    return ClusterSpec(nodes=[machine])
 
 
 def machines(spec: ClusterSpec) -> Iterator[tuple[str, Machine]]:

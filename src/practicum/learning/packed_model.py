@@ -73,6 +73,8 @@ class PackedModel:
         if train.compile:
             assert parallel is None, "the recipe's checks refuse it"
             self._run = torch.compile(run_model, dynamic=True)
+        self.gap = 0.0
+        """What `self_test` found: the largest difference, in parts of the largest hidden state."""
         self.self_test()
         self._root = None
         if parallel is not None:
@@ -246,7 +248,7 @@ class PackedModel:
             gap = self._probe_gap()
         except (TypeError, ValueError, RuntimeError) as error:
             raise EngineError(f"{name} can't run packed rows: {error}") from error
-        allowed = _TOLERANCE[self.model.dtype]
+        self.gap, allowed = gap, _TOLERANCE[self.model.dtype]
         if not gap <= allowed:
             raise EngineError(
                 f"{name}: packed rows differ from the model's own forward pass by {gap:.2g} (allowed: "

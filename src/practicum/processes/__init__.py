@@ -1,4 +1,5 @@
-"""Child processes: a model or engine asked through a pipe, a guarded server, a command with limits.
+"""Child processes: a model or engine asked through a pipe, a guarded server, a command with limits;
+the memory of this one.
 
 May be imported by checks, models, records and the layers above.
 """

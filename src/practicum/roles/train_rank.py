@@ -24,7 +24,7 @@ from practicum.dataplane.store_files import write_rows
 from practicum.errors import RecipeError
 from practicum.learning.learner import Learner
 from practicum.learning.logprobs import LogprobScorer
-from practicum.learning.memory_probe import probe_memory
+from practicum.learning.memory_probe import is_worth_trying, probe_memory
 from practicum.learning.packed_model import PackedModel
 from practicum.learning.parallel import Parallel
 from practicum.learning.value_learner import ValueLearner
@@ -72,18 +72,22 @@ class TrainRank:
             if spec.ranks != "controller"
         }
         check_fields(plan, model)
-        self.memory_tried = self._try_memory(model)
-        """What the longest rows took on an accelerator; None if nothing was tried."""
 
-    def _try_memory(self, model: PreTrainedModel) -> str | None:
-        """A run whose longest rows do not fit fails now. Not on a CPU, where the system ends the process
-        without an error; nor for demonstrations, whose lengths the recipe does not say."""
-        recipe = self.recipe
-        if model.device.type == "cpu" or is_vision(model.config) or is_supervised(recipe):
-            return None
-        context = rollout_context(recipe, context_length(model))
+    def describe_memory(self, planned: float | None = None) -> list[str]:
+        """A run whose longest rows do not fit fails now; says how much memory they took, if they were tried.
+
+        On a CPU, only a run that is `planned` to take much of the memory (bytes). Not demonstrations, whose
+        lengths the recipe does not say, nor vision models.
+        """
+        recipe, learner = self.recipe, self.student.learner
+        if is_vision(learner.model.config) or is_supervised(recipe):
+            return []
+        if not is_worth_trying(learner.trunk.device, planned):
+            return []
+        context = rollout_context(recipe, context_length(learner.model))
         response = min(recipe.rollout.max_new_tokens, context - 1)
-        return probe_memory(self.student.learner, context - response, response)
+        told = probe_memory(learner, context - response, response, planned)
+        return [] if told is None else [told]
 
     def _own_stage(self, spec: StageSpec) -> Callable[[StepInfo], Any]:
         """A stage of the user's, with the rows of this rank or, on the first rank alone, all of them."""
@@ -138,10 +142,6 @@ class TrainRank:
     def version(self) -> int:
         """Updates that the student's weights have had."""
         return self.student.learner.version
-
-    def describe_memory(self) -> list[str]:
-        """What was found out about memory before the first step."""
-        return [] if self.memory_tried is None else [self.memory_tried]
 
     def run(self, stage: str, step: StepInfo) -> Any:
         """Run a stage on this rank; gives its report."""

@@ -208,9 +208,9 @@ class LocalRoles(TrainRank):
         reward = RewardRole(recipe, plan, store, self.encoder, functions, models)
         return RolloutRole(recipe, plan, store, LocalWorkers(sessions, reward, teachers, engine))
 
-    def describe(self) -> list[str]:
+    def describe(self, planned: float | None = None) -> list[str]:
         places = [] if self.frozen.teachers is None else self.frozen.teachers.places.values()
-        return [*self.describe_memory(), *describe_engines(self.engine, *places)]
+        return [*self.describe_memory(planned), *describe_engines(self.engine, *places)]
 
     def _engine_weights(self) -> tuple[Weights, int]:
         """The learner's weights, as the engine takes them: of some models, vLLM takes no adapters."""

@@ -49,8 +49,9 @@ class Roles(Protocol):
         """Run a stage of the plan on the learner's ranks; gives its report, or None if it had no row."""
         ...
 
-    def describe(self) -> list[str]:
-        """Engines with their own processes, in sentences for the log: their memory, their threads."""
+    def describe(self, planned: float | None = None) -> list[str]:
+        """The learner's memory, tried with the longest rows, and engines with their own processes, in
+        sentences for the log; `planned` are bytes that the learner's process or device is to take."""
         ...
 
     def refresh_copies(self, step: int) -> None:

@@ -24,6 +24,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from practicum.devices import find_accelerator, memory_of, synchronize
 from practicum.errors import PracticumError
+from practicum.learning.packed_model import PackedModel
+from practicum.models.load_model import load_model
 from practicum.recipe.load_recipe import load_recipe
 from practicum.tasks.scorers import RewardSample
 from practicum.trainer.run import train_loaded
@@ -158,6 +160,16 @@ def _steps(dtype: str, **sections: Mapping[str, Any]) -> tuple[Result, str]:
     return "ok", f"{summary}; a token's bits are the same in any batch"
 
 
+def _packed() -> tuple[Result, str]:
+    """Rows packed into one, against the model's own forward pass."""
+    found = []
+    for dtype in _GAP:
+        recipe = load_recipe(_RECIPE | {"model": _RECIPE["model"] | {"dtype": dtype}}).recipe
+        gap = PackedModel(load_model(recipe.model, recipe.seed), recipe.train).gap
+        found.append(f"{dtype} {gap:.2g}")
+    return "ok", f"hidden states differ from the plain forward pass by at most: {', '.join(found)}"
+
+
 def _vllm() -> tuple[Result, str]:
     if importlib.util.find_spec("vllm") is None:
         return "note", "not installed: rollout.engine torch is what there is"
@@ -207,6 +219,7 @@ def _seconds(work: Callable[[], Any], device: torch.device) -> float:
 
 
 _EXAMINATIONS: tuple[tuple[str, Callable[[], tuple[Result, str]]], ...] = (
+    ("packed rows", _packed),
     ("steps in float32", partial(_steps, "float32")),
     ("steps in bfloat16", partial(_steps, "bfloat16")),
     ("steps with vLLM", _vllm),

@@ -38,6 +38,7 @@ from practicum.trainer.failures import Failures
 from practicum.trainer.finished_run import Run
 from practicum.trainer.folder_lock import hold_folder
 from practicum.trainer.interrupt import Interrupt, Stopped
+from practicum.trainer.planned_memory import planned_memory
 from practicum.trainer.preflight import check_without_models, known_traits
 from practicum.trainer.recipe_changes import Change, allowed_changes
 from practicum.trainer.run_folder import RunFolder, choose_folder, folder_of, require_possible
@@ -124,7 +125,7 @@ class Trainer:
             self._record_changes(changes)
         self.trackers = make_trackers(self.recipe, self.folder.path)
         self.samples.for_trackers = bool(self.trackers)
-        for sentence in [*findings, *self.roles.describe()]:
+        for sentence in [*findings, *self.roles.describe(planned_memory(self.recipe))]:
             self._report(sentence)
         steps = self.recipe.train.steps
         if self.checkpoint is not None and self.progress.step >= steps:

@@ -144,8 +144,8 @@ class RayRoles:
         workers = RayWorkers(self.recipe, self.store, self.pools, copy=copy, is_eval=is_eval)
         return RolloutRole(self.recipe, plan, self.store, workers)
 
-    def describe(self) -> list[str]:
-        lines: list[str] = [*self.group.all("describe_memory")]
+    def describe(self, planned: float | None = None) -> list[str]:
+        lines: list[str] = [*self.group.all("describe_memory", planned)]
         for pool in (self.pools.rollout, *self.pools.teachers.values()):
             for sentences in self._each(pool, "describe"):
                 lines += sentences
