@@ -128,12 +128,13 @@ def serve_runs(
     url = address(bound, token)
     threading.Thread(target=runs[0].info, name="first look", daemon=True).start()
     names = runs[0].id if len(runs) == 1 else f"{len(runs)} runs"
-    say(f"{names} at {url}\nCtrl-C ends it")
-    if open_browser:
-        threading.Thread(target=_open, args=(url,), name="browser", daemon=True).start()
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends it as Ctrl-C does
+    # From the moment that the address is printed, SIGTERM ends it as Ctrl-C does.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with suppress(KeyboardInterrupt):
+            say(f"{names} at {url}\nCtrl-C ends it")
+            if open_browser:
+                threading.Thread(target=_open, args=(url,), name="browser", daemon=True).start()
             make_server(runs, token).run(sockets=[bound])
     finally:
         signal.signal(signal.SIGTERM, before)
