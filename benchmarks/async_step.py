@@ -24,8 +24,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from benchmarks import harness
 from benchmarks.harness import Channel, Contender, Measured, Stopwatch
 from benchmarks.model import DIGITS, demo_folder, model_folder
@@ -85,9 +83,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def written(kind: str, lag: int, threads: int) -> dict[str, Any]:
-    """The recipe of a kind of work."""
-    if kind in DEMO:
-        return demo(kind, lag, threads)
+    """The recipe of a kind of work that is not the demo's."""
     longest = {"grpo": MAX_NEW, "agents": TURN_TOKENS[1], "long tail": TAIL_MOST}[kind]
     return {
         "name": f"async-{kind.replace(' ', '-')}-{lag}-{threads}",
@@ -103,26 +99,29 @@ def written(kind: str, lag: int, threads: int) -> dict[str, Any]:
     }
 
 
-def demo(kind: str, lag: int, threads: int) -> dict[str, Any]:
+def demo(kind: str, lag: int, threads: int) -> Recipe:
     """The demo's own recipe from its base model, which here is also each of the teachers."""
-    recipe = yaml.safe_load((shipped_recipes() / "mopd" / f"{DEMO[kind]}.yaml").read_text())
-    base = str(demo_folder())
-    teachers = {name: {"model": base} for name in recipe.get("teachers", {})}
-    return recipe | {
-        "name": f"async-{kind.replace(' ', '-')}-{lag}-{threads}",
-        "model": {"path": base},
-        "train": recipe["train"] | {"steps": 1000},
-        "eval": {"rows": 1},
-        "track": {"record": "none"},
-        "runtime": {"threads": threads},
-        "async": {"lag": lag},
-        **({"teachers": teachers} if teachers else {}),
-    }
+    path, base = shipped_recipes() / "mopd" / f"{DEMO[kind]}.yaml", demo_folder()
+    changes = [
+        f"model.path={base}",
+        "train.steps=1000",
+        "eval.rows=1",
+        "eval.every=1000",
+        "track.record=none",
+    ]
+    if DEMO[kind] == "student":
+        changes += [f"teachers.{name}.model={demo_folder(name)}" for name in ("copy", "reverse", "rotate")]
+    return load_recipe(path, [*changes, f"runtime.threads={threads}", f"async.lag={lag}"]).recipe
+
+
+def recipe_of(kind: str, lag: int, threads: int) -> Recipe:
+    """The recipe of a kind of work, ready to run."""
+    return demo(kind, lag, threads) if kind in DEMO else Recipe.model_validate(written(kind, lag, threads))
 
 
 def stepper(channel: Channel, kind: str, lag: int, threads: int, block: int) -> None:
     """Blocks of steps; a turn ends when nothing is under way."""
-    with Steps(Recipe.model_validate(written(kind, lag, threads))) as steps:
+    with Steps(recipe_of(kind, lag, threads)) as steps:
         runner, done = steps.run.runner, 0
         engine = getattr(steps.run.roles, "engine_process", None)
 

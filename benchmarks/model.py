@@ -58,12 +58,14 @@ def teacher_folder(copy: str = "") -> Path:
     return twin
 
 
-def demo_folder() -> Path:
-    """The demo's base model: as `practicum demo` makes it first."""
+def demo_folder(copy: str = "export") -> Path:
+    """The demo's base model, as `practicum demo` makes it; `copy` names a folder with the same weights."""
     folder = CACHE / "demo-base"
     if not (folder / "export" / "model.safetensors").exists():
         train_loaded(load_recipe(shipped_recipes() / "mopd" / "base.yaml"), folder, fresh=True, quiet=True)
-    return folder / "export"
+    if not (folder / copy / "model.safetensors").exists():
+        shutil.copytree(folder / "export", folder / copy, dirs_exist_ok=True)
+    return folder / copy
 
 
 def random_folder(width: int, layers: int) -> Path:
