@@ -32,8 +32,8 @@ from practicum.trainer.sample_step import SampledStep, StepSampler
 SHORT, LONG = (6, 10), (15, 18)
 LATE = {"short": 0.05, "long": 0.6}
 """Share of the groups that are too late for a schedule that drops."""
-STEPS, PROMPTS, SAMPLES, LR = 60, 16, 8, 1e-4
-FAST_LR, LAG, COLLAPSE_STEPS = 1e-3, 4, 60
+STEPS, PROMPTS, SAMPLES, LR = 30, 16, 8, 1e-4
+FAST_LR, LAG, COLLAPSE_STEPS = 1e-3, 4, 12
 COLLAPSED = 0.5
 """A reward below this share of its best so far counts as collapsed."""
 

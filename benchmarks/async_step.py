@@ -36,7 +36,7 @@ from practicum.trainer.run import train_loaded
 
 SAMPLES, MAX_NEW, LR = 8, 32, 1e-5
 PROMPTS = {"grpo": 32, "agents": 16, "long tail": 16}
-ROUNDS, SCORES = 3, "scores"
+ROUNDS, SCORES = 2, "scores"
 BLOCKS = {"grpo": 4, "demo student": 20, "demo specialist": 20, "agents": 4, "long tail": 4}
 """Steps of a turn."""
 WAYS = {"sync, 1 thread": (0, 1), "sync, 2 threads": (0, 2), "lag 1": (1, 1), "lag 2": (2, 1)}
