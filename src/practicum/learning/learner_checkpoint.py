@@ -180,7 +180,7 @@ class TrainedModel:
         """The sum of the sizes of all numbers that the optimizer keeps, by which a lost state is seen."""
         states = [state.values() for state in self.stepper.optimizer.state.values()]
         kept = [x for values in states for x in values if isinstance(x, Tensor) and x.ndim]
-        return sum(float(x.abs().sum(dtype=torch.float64)) for x in kept)
+        return sum(float(x.double().abs().sum()) for x in kept)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
