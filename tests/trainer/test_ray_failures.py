@@ -278,7 +278,6 @@ HANGS: dict[str, tuple[Act, str]] = {
         at_the_update(lambda roles: hang(roles.pools.rollout.replicas()[0])),
         "waited 15 s for rollout 0: no answer",
     ),
-    "reward worker": (lambda roles: hang(roles.pools.reward.replicas()[0]), "reward 0"),
 }
 
 
