@@ -199,6 +199,18 @@ def test_of_an_offloaded_state_only_what_is_more_than_the_activations_counts():
         assert "Adam's moments" not in away
 
 
+def test_devices_that_share_an_engine_share_its_memory():
+    found = []
+    for parallel in (1, 2):
+        rollout = {"engine": "vllm", "slots": 8, "vllm": {"tensor_parallel": parallel}}
+        pools = {"train": {"devices": 4}, "rollout": {"devices": 2}}
+        plan = predict(recipe(model={"make": BIG}, rollout=rollout, pools=pools), gpus())
+        found.append(next(one.parts for one in plan.memory if "(rollout)" in one.title))
+    one, two = found
+    assert set(one) == {"engine's weights", "KV memory"}
+    assert two == {what: size / 2 for what, size in one.items()}
+
+
 def test_a_cluster_that_is_too_small_is_refused_with_the_rest_of_the_forecast():
     found = predict(recipe(pools={"train": {"devices": 40}}))
     assert any("too small" in refusal for refusal in found.refusals)

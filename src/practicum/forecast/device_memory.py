@@ -37,7 +37,8 @@ _ADVICE = {
     "activations": "lower train.microbatch_tokens, or set train.gradient_checkpointing",
     "teachers": "give teachers their own devices (placement: own)",
     "Adam's moments": "take train.optimizer adamw_8bit or train.offload, or raise pools.train.devices",
-    "engine's weights": "give engines their own devices (pools.rollout)",
+    "engine's weights": "give engines their own devices (pools.rollout), or split each over several "
+    "(rollout.vllm.tensor_parallel)",
 }
 
 
