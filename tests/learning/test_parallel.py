@@ -16,11 +16,11 @@ from practicum.learning.value_learner import ValueLearner
 from practicum.recipe.schema.algorithm_sections import Algorithm
 from practicum.recipe.schema.algorithm_sections import CriticSection as CriticRecipe
 
-from . import roles_on_ranks
+from . import memory_on_ranks, roles_on_ranks
 from .ranks import CASES, SINGLE, TRAIN, WORLD, Found, on_ranks
 from .reference import random_batch, tiny
 
-assert roles_on_ranks, "its cases are among CASES"
+assert all((roles_on_ranks, memory_on_ranks)), "their cases are among CASES"
 pytestmark = [pytest.mark.timeout(600)]
 """The processes are started once, by whichever test comes first."""
 

@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from practicum.dataplane.ragged import Ragged
 from practicum.devices import is_out_of_memory
 from practicum.errors import DataError, EngineError, PracticumError
+from practicum.learning.memory_guard import MemoryGuard, MicrobatchTooLargeError, between_layers
 from practicum.learning.packing import Packed, RowExtras, RowSpans
 from practicum.learning.parallel import Parallel, run_in
 from practicum.learning.update_metrics import RouterLoad
@@ -32,14 +33,6 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, tor
 
 
 T = TypeVar("T")
-
-
-class MicrobatchTooLargeError(Exception):
-    """A micro-batch of this many tokens ran out of memory."""
-
-    def __init__(self, tokens: int) -> None:
-        super().__init__(f"a micro-batch of {tokens} tokens")
-        self.tokens = tokens
 
 
 class PackedModel:
@@ -73,13 +66,14 @@ class PackedModel:
         if train.compile:
             assert parallel is None, "the recipe's checks refuse it"
             self._run = torch.compile(run_model, dynamic=True)
+        self._root = self._guard = None
         self.gap = 0.0
         """What `self_test` found: the largest difference, in parts of the largest hidden state."""
         self.self_test()
-        self._root = None
         if parallel is not None:
             layers = self._layers_of_text()
             self._root = parallel.shard(model, layers, *([] if head is None else [head]))
+            self._guard = MemoryGuard(layers)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -108,13 +102,15 @@ class PackedModel:
             for packed in microbatches:
                 self._pass(partial(work, packed), packed)
             return
-        mine = list(microbatches)
+        mine, too_large = list(microbatches), 0
         most = self.parallel.largest(len(mine))
         for packed in mine:
-            self._pass(partial(work, packed), packed)
+            too_large = max(too_large, self._pass_in_step(partial(work, packed), packed))
         blank = self._blank()
         for _ in range(most - len(mine)):
-            self._pass(lambda: 0.0 * self.hidden(blank).sum(), blank)
+            too_large = max(too_large, self._pass_in_step(lambda: 0.0 * self.hidden(blank).sum(), blank))
+        if tokens := self.parallel.largest(too_large):
+            raise MicrobatchTooLargeError(tokens)
 
     def _pass(self, work: Callable[[], Tensor | None], packed: Packed) -> None:
         try:
@@ -128,16 +124,40 @@ class PackedModel:
         # Out here the error is gone, and with it what its frames held.
         raise MicrobatchTooLargeError(len(packed.ids_N))
 
+    def _pass_in_step(self, work: Callable[[], Tensor | None], packed: Packed) -> int:
+        """A pass on one of several ranks; gives the micro-batch's tokens if it ran out of memory, else 0."""
+        guard, root = self._guard, self._root
+        assert guard is not None
+        guard.begin()
+
+        def guarded() -> Tensor | None:
+            loss = guard.attempt(work)
+            if guard.tripped:
+                return guard.rest_of_pass(partial(guard.attempt, partial(self.hidden, self._blank())))
+            return guard.joined(loss)
+
+        try:
+            loss = run_in(root, guarded)
+            if loss is not None and torch.is_grad_enabled():
+                self.backward(loss, packed)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise PracticumError(between_layers()) from None
+        tripped = guard.tripped
+        guard.begin()  # it holds nothing of this pass
+        return len(packed.ids_N) if tripped else 0
+
     def halving(self, attempt: Callable[[], T]) -> T:
-        """What the attempt gives. If a micro-batch runs out of memory, it is made again from its start with
-        micro-batches of half the size, which all later ones have too."""
+        """What the attempt gives. If a micro-batch runs out of memory, on any rank, it is made again from its
+        start with micro-batches of half the size, which all later ones have too."""
         while True:
             try:
                 return attempt()
             except MicrobatchTooLargeError as error:
                 tokens = error.tokens
-            if self.parallel is not None or tokens > self.token_budget:
-                raise PracticumError(_too_large(tokens, self.parallel is not None))
+            if tokens > self.token_budget:
+                raise PracticumError(_too_large(tokens))
             self.token_budget, self.halved = tokens // 2, self.halved + 1
             return_memory(self.device)
 
@@ -177,7 +197,10 @@ class PackedModel:
                 self._picture_tokens(packed),
                 self._run,
             )
-        return hidden_N.index_select(0, packed.gather_M)
+            if self._guard is not None and self._guard.tripped:
+                raise MicrobatchTooLargeError(len(packed.ids_N))
+        hidden_M = hidden_N.index_select(0, packed.gather_M)
+        return hidden_M if self._guard is None else self._guard.cut(hidden_M)
 
     def _picture_tokens(self, packed: Packed) -> Tensor | None:
         """Which input tokens stand for pictures; others may look so, if the model sampled such a token."""
@@ -284,10 +307,8 @@ class PackedModel:
         return out.last_hidden_state[0], taken.tensor().cpu()
 
 
-def _too_large(tokens: int, ranks: bool) -> str:
-    what = "micro-batches can't be halved on several ranks" if ranks else "it is one row, which can't be cut"
+def _too_large(tokens: int) -> str:
     return (
-        f"a micro-batch of {tokens:,} tokens ran out of memory, and {what}\n"
-        f"  → {'lower train.microbatch_tokens, ' if ranks else ''}set train.gradient_checkpointing, or lower "
-        "rollout.max_new_tokens or rollout.context"
+        f"a micro-batch of {tokens:,} tokens ran out of memory, and it is one row, which can't be cut\n"
+        "  → set train.gradient_checkpointing, or lower rollout.max_new_tokens or rollout.context"
     )
