@@ -58,7 +58,12 @@ TEACHERS = [
         "base",
         "as the student is",
     ),
-    ("teachers: {t: {adapter: a, engine: vllm}}\ndistill: {}", "teachers.t.engine", "an adapter", "merged"),
+    (
+        "model: {path: m, dtype: float64}\nteachers: {t: {adapter: a, engine: vllm}}\ndistill: {}",
+        "model.dtype",
+        "float64 with engine vllm",
+        "float32",
+    ),
     ("teachers: {t: {url: 'ftp://x', model: a}}\ndistill: {}", "teachers.t.url", "'ftp://x'", "http://"),
     ("teachers: {t: {model: a, device: gpu}}\ndistill: {}", "teachers.t.device", "'gpu'", "cuda:N"),
     ("teachers: {t: {model: a, retries: 1}}\ndistill: {}", "teachers.t.retries", "1 without url", "server"),

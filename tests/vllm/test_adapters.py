@@ -98,7 +98,7 @@ def test_each_sync_brings_the_adapter_and_nothing_else(roles: LocalRoles):
         roles.sync_weights()
         folder = engine._adapter
         assert folder is not None
-        sent = sum(file.stat().st_size for file in Path(folder.name).iterdir())
+        sent = sum(file.stat().st_size for file in Path(folder.folder.name).iterdir())
         assert sent < 0.2 * engine.facts.weights
         torch.testing.assert_close(scores(engine), expected(roles), rtol=0, atol=2e-4)
     assert (scores(engine) - before).abs().max() > 0.05

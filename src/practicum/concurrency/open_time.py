@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -29,3 +30,28 @@ class OpenTime:
             self._open -= 1
             if not self._open:
                 self._done += time.monotonic() - self._since
+
+
+class SharedTime:
+    """Seconds of work that several share, by their tokens in each stretch of work that is open at once."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.seconds = dict.fromkeys(names, 0.0)
+        self._open, self._since, self._tokens = 0, 0.0, Counter[str]()
+
+    @contextmanager
+    def work(self, name: str, tokens: int) -> Iterator[None]:
+        """One piece of work of one of them, from here to the end of the block."""
+        if not self._open:
+            self._since = time.perf_counter()
+            self._tokens.clear()
+        self._open += 1
+        self._tokens[name] += tokens
+        try:
+            yield
+        finally:
+            self._open -= 1
+            if not self._open:
+                a_token = (time.perf_counter() - self._since) / self._tokens.total()
+                for each, count in self._tokens.items():
+                    self.seconds[each] += count * a_token

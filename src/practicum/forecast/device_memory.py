@@ -16,10 +16,10 @@ from practicum.recipe.derived import (
     base_groups,
     engine_devices,
     is_own_base,
-    lag,
     model_devices,
     own_models,
     rollout_context,
+    sampling_engines,
     scores_during_rollout,
 )
 from practicum.recipe.schema.teacher_sections import Teacher
@@ -102,7 +102,7 @@ def engine_memory(setup: StepSetup, *, shares_weights: bool) -> Parts:
     they are the learner's own, which they are without a lag), those that are packed for decoding
     (models/linears.py), and their KV memory."""
     recipe, sizes = setup.recipe, setup.models.student
-    number, copies = BYTES[recipe.model.dtype], lag(recipe) + 1
+    number, copies = BYTES[recipe.model.dtype], sampling_engines(recipe)
     tokens = _kv_tokens(setup)
     if recipe.agent.loop != "single_turn":
         tokens += tokens if recipe.rollout.keep_tokens is None else recipe.rollout.keep_tokens
@@ -179,7 +179,8 @@ def _colocated_teachers(setup: StepSetup) -> list[float]:
     bytes_of_each = []
     for names in (*groups, *alone):
         first = chosen[names[0]]
-        is_lent = first.adapter is not None and first.model is None and recipe.model.lora is not None
+        on_student = first.adapter is not None and first.model is None
+        is_lent = on_student and recipe.model.lora is not None and first.engine == "torch"
         dtype = recipe.model.dtype if first.model is None else first.dtype
         base = 0.0 if is_lent else float(setup.teachers[names[0]].parameters * BYTES[dtype])
         bytes_of_each.append(base + sum(_adapter_bytes(chosen[name]) for name in names))

@@ -6,15 +6,14 @@ of its weights leaves its base: then the base is loaded once more, frozen, for a
 
 from __future__ import annotations
 
-import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+from typing import Protocol
 
 from transformers import PreTrainedModel
 
+from practicum.concurrency.open_time import SharedTime
 from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
 from practicum.errors import EngineError, TeacherError
 from practicum.models.adapter_rows import bare_base, put_adapters
@@ -41,6 +40,28 @@ def describe_base(recipe: Recipe, teacher: Teacher) -> str:
     return teacher.model or f"the student's base, {recipe.model.path or 'a made model'}"
 
 
+class AdapterBase(Protocol):
+    """A model that several teachers are on. `sleeps`: it is woken for them; `time` is theirs."""
+
+    name: str
+    time: SharedTime
+
+    @property
+    def sleeps(self) -> bool: ...
+
+    def head(self) -> OutputHead:
+        """The output head of all its teachers."""
+        ...
+
+    async def score(self, teacher: str, row: ScoreRequest, options: ScoreOptions) -> Scores:
+        """Scores of one row of a teacher, by the adapter that the row names."""
+        ...
+
+    def close(self) -> None:
+        """Stop; rows under way fail."""
+        ...
+
+
 class SharedBase(ColocatedModel):
     """A frozen model and the adapters on it, each once. `owned`: nobody else uses the model's weights."""
 
@@ -62,61 +83,58 @@ class SharedBase(ColocatedModel):
         self.engine = scoring_engine(model, batch_tokens, longest, owns_weights=owned)
         who = f"the base of {', '.join(teachers)}"
         super().__init__(who, who, model, self.engine, owned=owned)
-        self.seconds = dict.fromkeys(teachers, 0.0)
-        self._open, self._since, self._tokens = 0, 0.0, Counter[str]()
+        self.time, self.sleeps = SharedTime(teachers), owned
+
+    def head(self) -> OutputHead:
+        """Its output head, which all its teachers have; a copy only if it may be offloaded."""
+        return self._head
 
     @cached_property
-    def output_head(self) -> OutputHead:
-        """Its output head, which all its teachers have; a copy only if it may be offloaded."""
+    def _head(self) -> OutputHead:
         return OutputHead.of(self.model, copy=self.owned)
 
-    @contextmanager
-    def scoring(self, teacher: str, tokens: int) -> Iterator[None]:
-        """A row of a teacher is under way; the seconds of rows together are shared out by their tokens."""
-        if not self._open:
-            self._since = time.perf_counter()
-            self._tokens.clear()
-        self._open += 1
-        self._tokens[teacher] += tokens
+    async def score(self, teacher: str, row: ScoreRequest, options: ScoreOptions) -> Scores:
+        """Scores of one row; a base that sleeps must be awake."""
         try:
-            yield
-        finally:
-            self._open -= 1
-            if not self._open:
-                a_token = (time.perf_counter() - self._since) / self._tokens.total()
-                for name, count in self._tokens.items():
-                    self.seconds[name] += count * a_token
+            return await self.engine.score(row, options)
+        except EngineError as error:
+            raise TeacherError(f"teacher {teacher} failed in {row.name}: {error}") from error
 
 
 class AdapterTeacher:
     """A teacher on a shared base, with an adapter or (`adapter` None) the base itself."""
 
-    def __init__(self, name: str, teacher: Teacher, base: SharedBase, adapter: str | None) -> None:
-        self.name, self.base, self.adapter = name, base, adapter
-        self.context = score_context(teacher, base.model)
+    def __init__(self, name: str, base: AdapterBase, adapter: str | None, context: int | None) -> None:
+        self.name, self.base, self.adapter, self.context = name, base, adapter, context
 
     @property
     def busy_s(self) -> float:
         """Its share of the seconds of scoring so far, by tokens."""
-        return self.base.seconds[self.name]
+        return self.base.time.seconds[self.name]
 
     def head(self) -> OutputHead:
         """The base's output head."""
-        return self.base.output_head
+        return self.base.head()
 
     async def score(self, row: ScoreRequest, options: ScoreOptions) -> Scores:
         """Scores of one row; a base that sleeps must be awake."""
         if self.context is not None and len(row.ids) > self.context:
             raise TeacherError(too_long(self.name, row, self.context))
-        try:
-            with self.base.scoring(self.name, len(row.ids)):
-                return await self.base.engine.score(replace(row, adapter=self.adapter), options)
-        except EngineError as error:
-            raise TeacherError(f"teacher {self.name} failed in {row.name}: {error}") from error
+        with self.base.time.work(self.name, len(row.ids)):
+            return await self.base.score(self.name, replace(row, adapter=self.adapter), options)
 
     def close(self) -> None:
         """Stop the engine that it shares; rows under way fail."""
         self.base.close()
+
+
+def read_adapters(teachers: Mapping[str, Teacher]) -> dict[str, SavedAdapter]:
+    """The adapters of those that have one."""
+    return {
+        name: SavedAdapter.read(teacher.adapter, f"teachers.{name}.adapter")
+        for name, teacher in teachers.items()
+        if teacher.adapter is not None
+    }
 
 
 def share_base(
@@ -124,11 +142,7 @@ def share_base(
 ) -> dict[str, AdapterTeacher]:
     """These teachers on one base, which is the student's own in memory if it stays as it is."""
     first_name, first = next(iter(teachers.items()))
-    adapters = {
-        name: SavedAdapter.read(teacher.adapter, f"teachers.{name}.adapter")
-        for name, teacher in teachers.items()
-        if teacher.adapter is not None
-    }
+    adapters = read_adapters(teachers)
     lent = student if first.model is None and student is not None and has_adapter(student) else None
     if lent is not None:
         model = bare_base(lent)
@@ -137,7 +151,12 @@ def share_base(
         model = load_model(base_spec(recipe, first), recipe.seed, key=key)
     about = describe_base(recipe, first)
     base = SharedBase(model, teachers, adapters, about=about, owned=lent is None)
-    return {
-        name: AdapterTeacher(name, teacher, base, adapters[name].fingerprint if name in adapters else None)
-        for name, teacher in teachers.items()
-    }
+    return on_base(base, adapters, {name: score_context(t, model) for name, t in teachers.items()})
+
+
+def on_base(
+    base: AdapterBase, adapters: Mapping[str, SavedAdapter], contexts: Mapping[str, int | None]
+) -> dict[str, AdapterTeacher]:
+    """Teachers on a base, with their longest rows; each by the fingerprint of its adapter, if it has one."""
+    names = {name: saved.fingerprint for name, saved in adapters.items()}
+    return {name: AdapterTeacher(name, base, names.get(name), most) for name, most in contexts.items()}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,72 +27,43 @@ _SLOTS = 64
 """Sequences that vLLM scores side by side; batch_tokens is what bounds its memory."""
 
 
-class VllmTeacher:
-    """A place whose rows are scored by vLLM; each row by the engine with the fewest tokens waiting.
+class VllmModel:
+    """A frozen model in engines of vLLM, each a process. `sleeps`: it is woken when it is needed."""
 
-    A copy of the student is made of `student`, whose weights it keeps; other teachers are read by vLLM from
-    their folder. `most` is the largest top-k that it will be asked for.
-    """
-
-    def __init__(
-        self, name: str, teacher: Teacher, student: PreTrainedModel | None, *, most: int, replicas: int = 1
-    ) -> None:
-        self.name, self.sleeps = name, not has_own_process(teacher.placement)
-        self._teacher, self._copies = teacher, teacher.student is not None
-        self._deadline_s, self._busy = teacher.deadline_s, OpenTime()
-        self._version, self._weights = 0, _copied(student) if self._copies else {}
-        limit, context = _limits(teacher, student)
-        self.context = limit
-        batch = teacher.batch_tokens
-        room = EngineSize(
-            context, _SLOTS, max(context, batch), max(1, most), samples=False, batch_tokens=batch
-        )
-        self._waiting = [0] * replicas
+    def __init__(self, name: str, engines: Iterable[VllmEngine], *, sleeps: bool) -> None:
+        """Engines start side by side; if one can't, none stays behind."""
+        self.name, self.sleeps = name, sleeps
         self.engines: list[VllmEngine] = []
         with ExitStack() as undo:
             undo.callback(self.close)
-            for _ in range(replicas):
-                self.engines.append(self._engine(room, student))
+            self.engines.extend(engines)
             for engine in self.engines:
                 engine.ready()
-                if self._copies:
-                    engine.load_weights(*self._held())
             undo.pop_all()
+        self._waiting = [0] * len(self.engines)
         self.nbytes = sum(engine.memory().weights for engine in self.engines)
         self.on_cpu = True  # asleep it holds nothing, wherever it computes
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds in which rows were under way."""
-        return self._busy.seconds
 
     def describe(self) -> list[str]:
         """What was started, in sentences for the log."""
         return [engine.describe() for engine in self.engines]
 
-    async def score(self, row: ScoreRequest, options: ScoreOptions) -> Scores:
-        """Scores of one row; it must be awake."""
-        if len(row.ids) > self.context:
-            raise TeacherError(too_long(self.name, row, self.context))
+    async def ask(self, teacher: str, row: ScoreRequest, options: ScoreOptions, deadline_s: float) -> Scores:
+        """Scores of a teacher's row, by the engine with the fewest tokens waiting; it must be awake."""
         number = self._waiting.index(min(self._waiting))
         self._waiting[number] += len(row.ids)
         try:
-            with self._busy.work():
-                async with asyncio.timeout(self._deadline_s):
-                    return await self.engines[number].score(row, options)
+            async with asyncio.timeout(deadline_s):
+                return await self.engines[number].score(row, options)
         except TimeoutError:
             raise TeacherError(
-                f"teacher {self.name} did not answer for {row.name} within {self._deadline_s:g} s; if it is "
-                f"only slow, raise teachers.{self.name}.deadline_s"
+                f"teacher {teacher} did not answer for {row.name} within {deadline_s:g} s; if it is "
+                f"only slow, raise teachers.{teacher}.deadline_s"
             ) from None
         except EngineError as error:
-            raise TeacherError(f"teacher {self.name} failed in {row.name}: {error}") from error
+            raise TeacherError(f"teacher {teacher} failed in {row.name}: {error}") from error
         finally:
             self._waiting[number] -= len(row.ids)
-
-    def head(self) -> OutputHead:
-        """vLLM does not give it."""
-        raise TeacherError(f"teacher {self.name}: vLLM gives no output head; use engine: torch")
 
     def wake(self) -> None:
         """Bring the weights back."""
@@ -106,24 +78,63 @@ class VllmTeacher:
     def offload(self, where: OffloadTarget) -> None:
         """Nothing to move: asleep it holds no memory."""
 
-    def take(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Replace its weights by these; it must be awake."""
-        self._weights, self._version = dict(weights), version
-        for engine in self.engines:
-            engine.load_weights(*self._held())
-
     def close(self) -> None:
         """Stop its processes; rows under way fail."""
         with ExitStack() as stack:
             for engine in self.engines:
                 stack.callback(engine.close)
 
+
+class VllmTeacher(VllmModel):
+    """A place whose rows are scored by vLLM.
+
+    A copy of the student is made of `student`, whose weights it keeps; other teachers are read by vLLM from
+    their folder. `most` is the largest top-k that it will be asked for.
+    """
+
+    def __init__(
+        self, name: str, teacher: Teacher, student: PreTrainedModel | None, *, most: int, replicas: int = 1
+    ) -> None:
+        self._teacher, self._copies = teacher, teacher.student is not None
+        self._deadline_s, self._busy = teacher.deadline_s, OpenTime()
+        self._version, self._weights = 0, _copied(student) if self._copies else {}
+        self.context, context = row_limits(teacher, _config(teacher, student))
+        room = scoring_room(context, teacher.batch_tokens, most)
+        engines = (self._engine(f"teachers.{name}", room, student) for _ in range(replicas))
+        super().__init__(name, engines, sleeps=not has_own_process(teacher.placement))
+        if self._copies:
+            with ExitStack() as undo:
+                undo.callback(self.close)
+                self.take(self._weights, 0)
+                undo.pop_all()
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which rows were under way."""
+        return self._busy.seconds
+
+    async def score(self, row: ScoreRequest, options: ScoreOptions) -> Scores:
+        """Scores of one row; it must be awake."""
+        if len(row.ids) > self.context:
+            raise TeacherError(too_long(self.name, row, self.context))
+        with self._busy.work():
+            return await self.ask(self.name, row, options, self._deadline_s)
+
+    def head(self) -> OutputHead:
+        """vLLM does not give it."""
+        raise TeacherError(f"teacher {self.name}: vLLM gives no output head; use engine: torch")
+
+    def take(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Replace its weights by these; it must be awake."""
+        self._weights, self._version = dict(weights), version
+        for engine in self.engines:
+            engine.load_weights(*self._held())
+
     def _held(self) -> tuple[Weights, int]:
         return self._weights.items(), self._version
 
-    def _engine(self, room: EngineSize, student: PreTrainedModel | None) -> VllmEngine:
-        teacher, key = self._teacher, f"teachers.{self.name}"
-        threads = torch.get_num_threads() if self.sleeps else own_options(teacher).threads
+    def _engine(self, key: str, room: EngineSize, student: PreTrainedModel | None) -> VllmEngine:
+        teacher, threads = self._teacher, scoring_threads(self._teacher)
         if self._copies:
             assert student is not None
             return engine_of_model(key, student, teacher.vllm, room, self._held, threads=threads, wait=False)
@@ -132,20 +143,33 @@ class VllmTeacher:
         return engine_of_folder(key, teacher.model, dtype, teacher.vllm, room, threads=threads, wait=False)
 
 
+def scoring_threads(teacher: Teacher) -> int:
+    """Threads of an engine that scores: this process's, if it works while this one waits."""
+    return own_options(teacher).threads if has_own_process(teacher.placement) else torch.get_num_threads()
+
+
+def scoring_room(context: int, batch_tokens: int, most: int) -> EngineSize:
+    """What an engine must have room for that scores with a top-k of at most `most`."""
+    kv_tokens = max(context, batch_tokens)
+    return EngineSize(context, _SLOTS, kv_tokens, max(1, most), samples=False, batch_tokens=batch_tokens)
+
+
+def row_limits(teacher: Teacher, config: Any) -> tuple[int, int]:
+    """Longest row, and the engine's context: it has one token more, because vLLM always samples one."""
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    limit = teacher.context or min(longest or UNDECLARED, UNDECLARED)
+    context = limit + 1 if longest is None else min(limit + 1, longest)
+    return context - 1, context
+
+
 def _copied(student: PreTrainedModel | None) -> dict[str, Tensor]:
     assert student is not None
     return {name: tensor.detach().cpu().clone() for name, tensor in student.named_parameters()}
 
 
-def _limits(teacher: Teacher, student: PreTrainedModel | None) -> tuple[int, int]:
-    """Longest row, and the engine's context: it has one token more, because vLLM always samples one."""
+def _config(teacher: Teacher, student: PreTrainedModel | None) -> Any:
     if teacher.student is not None:
         assert student is not None
-        config = student.config
-    else:
-        assert teacher.model is not None
-        config = read_config(teacher.model)
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    limit = teacher.context or min(longest or UNDECLARED, UNDECLARED)
-    context = limit + 1 if longest is None else min(limit + 1, longest)
-    return context - 1, context
+        return student.config
+    assert teacher.model is not None
+    return read_config(teacher.model)

@@ -26,6 +26,20 @@ def lag(recipe: Recipe) -> int:
     return getattr(recipe, "async").lag
 
 
+def sampling_engines(recipe: Recipe) -> int:
+    """Engines of a process that samples, each with weights of its own: one for each step under way.
+
+    A vLLM engine is a process that takes their weights in turns.
+    """
+    return 1 if recipe.rollout.engine == "vllm" else lag(recipe) + 1
+
+
+def sampling_s(recipe: Recipe) -> float:
+    """Seconds in which a step is sampled at the latest: rollouts and rewards have deadlines of their own."""
+    rounds = 1 + (recipe.buffer.max_refills if recipe.buffer.filter_flat_groups else 0)
+    return 2 * rounds * recipe.rollout.deadline_s + 60.0
+
+
 def uses_reward(recipe: Recipe) -> bool:
     """Whether something is learnt from rewards."""
     return not is_supervised(recipe) and recipe.reward.weight > 0
@@ -180,13 +194,19 @@ def own_models(recipe: Recipe) -> dict[str, Teacher | RewardModel]:
 
 
 def base_groups(teachers: Mapping[str, Teacher]) -> list[list[str]]:
-    """The teachers of this process that share a base: adapters, and whole models that adapters are on."""
+    """The teachers that share a base: adapters, and whole models that adapters are on.
+
+    The torch engine's are those of this process. Those of vLLM share an engine's process too, if its settings
+    are the same.
+    """
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, teacher in teachers.items():
-        here = teacher.url is None and teacher.engine == "torch" and not has_own_process(teacher.placement)
-        if here and teacher.student is None:
-            key = (teacher.model, teacher.dtype, teacher.device) if teacher.model is not None else ()
-            groups.setdefault(key, []).append(name)
+        is_apart, by_vllm = has_own_process(teacher.placement), teacher.engine == "vllm"
+        if teacher.url is None and teacher.student is None and (by_vllm or not is_apart):
+            base = (teacher.model, teacher.dtype, teacher.device) if teacher.model is not None else ()
+            own = own_options(teacher).model_dump_json() if is_apart else ""
+            settings = (own, teacher.vllm.model_dump_json()) if by_vllm else ()
+            groups.setdefault((teacher.engine, *base, *settings), []).append(name)
     return [names for names in groups.values() if any(teachers[name].adapter for name in names)]
 
 

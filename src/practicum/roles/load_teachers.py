@@ -15,11 +15,12 @@ from practicum.errors import RecipeError
 from practicum.learning.distill_loss import DistillSettings, Head
 from practicum.models.attention import OutputHead
 from practicum.models.model_files import read_config
-from practicum.places.adapter_teachers import AdapterTeacher, base_spec, share_base
+from practicum.places.adapter_teachers import AdapterTeacher, SharedBase, base_spec, share_base
 from practicum.places.model_cache import ModelCache, Sleepable
 from practicum.places.place import TeacherPlace
 from practicum.places.remote_teacher import RemoteTeacher, probe_teacher
 from practicum.places.torch_teacher import ColocatedTeacher, OwnTeacher, load_teacher
+from practicum.places.vllm_base import VllmBase, share_vllm_base
 from practicum.places.vllm_teacher import VllmTeacher
 from practicum.recipe.derived import (
     base_groups,
@@ -38,8 +39,7 @@ GIB = 2**30
 
 def probe_servers(recipe: Recipe, vocab: int, longest: Mapping[str, int]) -> list[str]:
     """Whether teachers behind URLs can do what the recipe asks, each for its longest sequence in tokens."""
-    distill = recipe.distill
-    options = ScoreOptions(top_k=distill.top_k if distill is not None and distill.signal == "top_k" else 0)
+    options = ScoreOptions(top_k=top_k(recipe))
     findings = []
     for name, teacher in recipe.teachers.items():
         if teacher.url is None:
@@ -88,9 +88,13 @@ def load_teachers(
 
 def vllm_teacher(name: str, recipe: Recipe, student: PreTrainedModel | None, replicas: int) -> VllmTeacher:
     """A teacher that vLLM computes; the student is needed for a copy of it only."""
+    return VllmTeacher(name, recipe.teachers[name], student, most=top_k(recipe), replicas=replicas)
+
+
+def top_k(recipe: Recipe) -> int:
+    """The largest top-k that teachers are asked for."""
     distill = recipe.distill
-    most = distill.top_k if distill is not None and distill.signal == "top_k" else 0
-    return VllmTeacher(name, recipe.teachers[name], student, most=most, replicas=replicas)
+    return distill.top_k if distill is not None and distill.signal == "top_k" else 0
 
 
 def make_model_cache(recipe: Recipe, sleepers: Sequence[Sleepable]) -> ModelCache:
@@ -134,7 +138,10 @@ def _places(
     group = next((group for group in base_groups(recipe.teachers) if name in group), [])
     if group:
         sharing = {member: recipe.teachers[member] for member in group if member in chosen}
-        return dict(share_base(recipe, sharing, student))
+        if teacher.engine == "torch":
+            return dict(share_base(recipe, sharing, student))
+        replicas = own_options(teacher).replicas
+        return dict(share_vllm_base(recipe, sharing, student, most=top_k(recipe), replicas=replicas))
     if teacher.url is not None:
         return {name: RemoteTeacher(name, teacher)}
     if teacher.engine == "vllm":
@@ -152,7 +159,9 @@ def _sleepers(places: Iterable[TeacherPlace]) -> list[Sleepable]:
     sleepers: list[Sleepable] = []
     for place in places:
         if isinstance(place, AdapterTeacher):
-            sleepers += [place.base] if place.base.owned and place.base not in sleepers else []
+            base = place.base
+            assert isinstance(base, SharedBase | VllmBase)
+            sleepers += [base] if base.sleeps and base not in sleepers else []
         elif isinstance(place, ColocatedTeacher | VllmTeacher) and place.sleeps:
             sleepers.append(place)
     return sleepers

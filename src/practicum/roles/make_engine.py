@@ -19,8 +19,9 @@ from practicum.engines.vllm.make_vllm import EngineSize, engine_of_adapted, engi
 from practicum.engines.vllm.vllm_engine import VllmEngine
 from practicum.models.load_model import context_length, load_model
 from practicum.models.lora import copy_on_base
+from practicum.places.adapter_teachers import AdapterTeacher
 from practicum.places.place import TeacherPlace
-from practicum.places.vllm_teacher import VllmTeacher
+from practicum.places.vllm_teacher import VllmModel
 from practicum.recipe.derived import lag, rollout_context
 from practicum.recipe.schema.recipe import Recipe
 
@@ -34,7 +35,8 @@ def describe_engines(*parts: Engine | TeacherPlace) -> list[str]:
     elsewhere: list[str] = []
     depends: list[str] = []
     at_once = torch.get_num_threads()
-    for part in parts:
+    models = [part.base if isinstance(part, AdapterTeacher) else part for part in parts]
+    for part in dict.fromkeys(models):
         if isinstance(part, ProcessEngine):
             facts = part.process.ready()
             lines.append(part.process.describe())
@@ -48,7 +50,7 @@ def describe_engines(*parts: Engine | TeacherPlace) -> list[str]:
             depends.append(_depends(runner.device.type, str(runner.model.dtype), alone=part.alone))
         elif isinstance(part, VllmEngine):
             lines.append(part.describe())
-        elif isinstance(part, VllmTeacher):
+        elif isinstance(part, VllmModel):
             lines += part.describe()
             at_once += 0 if part.sleeps else sum(engine.facts.threads for engine in part.engines)
     cores = os.cpu_count() or 1

@@ -76,7 +76,7 @@ class Teachers:
     def awake(self, name: str) -> AbstractContextManager[None]:
         """A teacher is awake inside."""
         place = self.places[name]
-        if self.residency is None or (isinstance(place, AdapterTeacher) and not place.base.owned):
+        if self.residency is None or (isinstance(place, AdapterTeacher) and not place.base.sleeps):
             return nullcontext()
         return self.residency.awake(self.sleeper(name))
 

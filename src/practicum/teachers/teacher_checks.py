@@ -16,6 +16,7 @@ from practicum.models.processor import load_processor
 from practicum.models.saved_adapter import SavedAdapter
 from practicum.models.vision import is_vision
 from practicum.places.adapter_teachers import base_spec, describe_base
+from practicum.places.vllm_base import check_vllm_adapter
 from practicum.recipe.checks.routing import destinations
 from practicum.recipe.derived import adapter_folder
 from practicum.recipe.schema.recipe import Recipe
@@ -164,7 +165,10 @@ class _Check:
         spec, about = base_spec(recipe, teacher), describe_base(recipe, teacher)
         saved = SavedAdapter.read(teacher.adapter, f"{self.path}.adapter")
         with must_read(about, f"{self.path}.model", "a model in HuggingFace format"):
-            saved.check_fits(skeleton(spec), about)
+            bare = skeleton(spec)
+        saved.check_fits(bare, about)
+        if teacher.engine == "vllm":
+            check_vllm_adapter(self.name, saved, bare)
         on = f"{saved.describe()} on {about}"
         if teacher.model is None and recipe.model.lora is None:
             on += ", which is loaded for it: the student trains all of its own weights"

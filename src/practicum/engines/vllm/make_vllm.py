@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,11 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from practicum.engines.vllm.vllm_engine import VllmEngine, Weights
-from practicum.engines.vllm.vllm_messages import RANKS, VllmSetup
+from practicum.engines.vllm.vllm_messages import ADAPTED_LAYERS, RANKS, VllmSetup
 from practicum.models.adapter_files import write_adapter
 from practicum.models.adapter_rows import bare_base
 from practicum.models.lora import adapter_config, has_adapter
 from practicum.models.model_files import read_config
+from practicum.models.saved_adapter import SavedAdapter
 from practicum.recipe.schema.rollout_sections import Vllm
 
 GIB = 2**30
@@ -72,6 +73,19 @@ def takes_adapter(model: PreTrainedModel) -> bool:
     )
 
 
+def vllm_adapter_problem(saved: SavedAdapter, family: str) -> str | None:
+    """Why vLLM would not compute this adapter of a model of this family as it was trained; None if it does."""
+    if family not in _ADAPTED_FAMILIES:
+        return f"an adapter of a {family} model (those of {', '.join(sorted(_ADAPTED_FAMILIES))} were tried)"
+    if (rank := saved.config.get("r", 0)) > RANKS[-1]:
+        return f"an adapter of rank {rank}, above {RANKS[-1]}"
+    if other := next((key for key in ("rank_pattern", "alpha_pattern") if saved.config.get(key)), None):
+        return f"an adapter with {other}, which vLLM does not read"
+    layers = (name.partition(".lora_")[0] for name in saved.shapes)
+    odd = next((layer for layer in layers if layer.rpartition(".")[2] not in ADAPTED_LAYERS), None)
+    return None if odd is None else f"an adapter on {odd}, which vLLM leaves out"
+
+
 def engine_of_adapted(
     key: str,
     model: PreTrainedModel,
@@ -92,7 +106,7 @@ def engine_of_adapted(
         source = folder.name
         bare_base(model).save_pretrained(source)
     setup = _setup(key, source, model.dtype, model.config, chosen, room, threads=threads, loads=True)
-    setup = replace(setup, rank=adapter_config(model).r)
+    setup = replace(setup, rank=adapter_config(model).r, keeps_weights=True)
 
     def write(to: Path, adapter: Mapping[str, Tensor]) -> None:
         write_adapter(to, model, adapter, base="")
@@ -109,9 +123,15 @@ def engine_of_folder(
     *,
     threads: int,
     wait: bool = True,
+    adapters: Sequence[SavedAdapter] = (),
 ) -> VllmEngine:
-    """An engine with the weights of a folder or hub name; they never pass through this process."""
+    """An engine with the weights of a folder or hub name; they never pass through this process.
+
+    It has room for these adapters, which `take_adapter` gives it.
+    """
     setup = _setup(key, path, dtype, read_config(path), chosen, room, threads=threads, loads=True)
+    if adapters:
+        setup = replace(setup, rank=max(saved.config["r"] for saved in adapters), adapters=len(adapters))
     return VllmEngine(setup, start_s=chosen.start_s, wait=wait)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,6 +44,13 @@ _MEMORY = Path("/dev/shm")
 """Where files are in memory, if the system has it."""
 
 
+class _SentAdapter(NamedTuple):
+    """An adapter that was sent, by the name that vLLM knows it by, and its files."""
+
+    name: str
+    folder: TemporaryDirectory[str]
+
+
 class VllmEngine:
     """Samples and scores by vLLM; see `protocol.Engine`.
 
@@ -63,7 +70,9 @@ class VllmEngine:
         write_adapter: Callable[[Path, Mapping[str, Tensor]], None] | None = None,
         wait: bool = True,
     ) -> None:
-        self._write_adapter, self._adapter = write_adapter, None
+        self._write_adapter = write_adapter
+        self._adapter: _SentAdapter | None = None
+        self._sent = 0
         self._setup, self._start_s, self._source, self._folder = setup, start_s, weights, folder
         self.version = 0
         self._asleep = False
@@ -119,7 +128,8 @@ class VllmEngine:
                 f"fit the engine's context of {self._setup.context} tokens: shorten one of them, or make the "
                 "engine with a longer context"
             )
-        wish = GenerateMessage(list(prompt_ids), sampling, stream_key(request.counter) % 2**63)
+        seed, adapter = stream_key(request.counter) % 2**63, self._named(None)
+        wish = GenerateMessage(list(prompt_ids), sampling, seed, adapter=adapter)
         found: GenerateReply = await self._ask("generate", wish, "a generation")
         return Generation(
             _tensor(found.tokens, np.int64),
@@ -154,17 +164,25 @@ class VllmEngine:
     def _send_adapter(self, child: ChildProcess, weights: Mapping[str, Tensor], version: int) -> None:
         """Put an adapter where vLLM finds it, and where it stays until the next one has taken its place."""
         assert self._write_adapter is not None
+        old, self._adapter = self._adapter, None
+        if old is not None:
+            await_reply(self._post(child, "drop", (old.name,), "removing an adapter"))
+            old.folder.cleanup()
+        self._sent += 1
+        name = f"of version {version}, number {self._sent}"
         folder = TemporaryDirectory(prefix="practicum-adapter-", dir=_MEMORY if _MEMORY.is_dir() else None)
         try:
             self._write_adapter(Path(folder.name), weights)
-            about = f"loading the adapter of version {version}"
-            await_reply(self._post(child, "adapter", (folder.name, version), about))
+            self.take_adapter(name, folder.name, version)
         except BaseException:
             folder.cleanup()
             raise
-        old, self._adapter, self.version = self._adapter, folder, version
-        if old is not None:
-            old.cleanup()
+        self._adapter, self.version = _SentAdapter(name, folder), version
+
+    def take_adapter(self, name: str, folder: str, version: int = 0) -> None:
+        """Have an adapter in PEFT's format, which score requests may name; the folder must stay."""
+        about = f"loading the adapter {name}"
+        await_reply(self._post(self._awake(), "adapter", (name, folder, version), about))
 
     def sleep(self) -> Memory:
         """Free memory until `wake`; what vLLM needs beside weights and KV memory stays with its process."""
@@ -186,7 +204,7 @@ class VllmEngine:
             return
         await_reply(self._post(child, "wake", (), "waking"))
         self._asleep = False
-        if not (self._setup.loads and self.version == 0):
+        if self._write_adapter is not None or not (self._setup.loads and self.version == 0):
             assert self._source is not None
             self.load_weights(*self._source())
 
@@ -206,7 +224,8 @@ class VllmEngine:
         """
         child, length = self._awake(), min(self._setup.context - 1, self.facts.block + LENGTH)
         ids = fingerprint_ids(self.facts.vocab, length)
-        wish = GenerateMessage(ids[:-1], Sampling(1, frozenset(), greedy=True), 0, only=ids[-1])
+        greedy, adapter = Sampling(1, frozenset(), greedy=True), self._named(None)
+        wish = GenerateMessage(ids[:-1], greedy, 0, only=ids[-1], adapter=adapter)
         # First: a score of the sequence would leave a block of the new weights.
         sampled: GenerateReply = await_reply(self._post(child, "generate", (wish,), "a fingerprint"))
         question = self._question(ScoreRequest(ids, 1), LOGPROBS_ONLY)
@@ -219,7 +238,7 @@ class VllmEngine:
         if child is not None:
             end_processes([child], (_GRACE_S, _GRACE_S, _GRACE_S))
         self.weight_sender.close()
-        for folder in (self._folder, self._adapter):
+        for folder in (self._folder, None if self._adapter is None else self._adapter.folder):
             if folder is not None:
                 folder.cleanup()
 
@@ -268,7 +287,16 @@ class VllmEngine:
             raise EngineError(f"top_k is {top_k}, expected 0 to {most}")
         if options.temperature <= 0:
             raise EngineError(f"temperature is {options.temperature}, expected above 0")
-        return ScoreMessage(list(ids), start, top_k, options.temperature, outputs)
+        adapter = self._named(request.adapter)
+        return ScoreMessage(list(ids), start, top_k, options.temperature, outputs, adapter)
+
+    def _named(self, adapter: str | None) -> str | None:
+        """The adapter of a request, which is the one that was sent last if such are sent."""
+        if self._write_adapter is None:
+            return adapter
+        if self._adapter is None:
+            raise EngineError("the engine has no adapter, or the last one could not be loaded: load another")
+        return self._adapter.name
 
     def _check_ids(self, ids: Sequence[int], what: str) -> None:
         if not ids:

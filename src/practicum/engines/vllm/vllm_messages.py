@@ -20,6 +20,14 @@ TRANSFER = "practicum"
 """The name of our backend of vLLM's weight transfer."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks of adapters that vLLM can be made for."""
+ADAPTED_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Layers that may have adapters. Not the head: vLLM takes the adapters of its logits by the places of sampled
+tokens, and those of a prompt have others; with several prompts in one pass it ends there."""
+
+
+def most_rank(rank: int) -> int:
+    """The least of the ranks that vLLM can be made for that has room for this one."""
+    return next(most for most in RANKS if most >= rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +49,11 @@ class VllmSetup:
     where: str = "rollout"
     """The recipe's section that these settings come from, for error messages."""
     rank: int | None = None
-    """The rank of the adapters that are sent in place of weights; None: weights are sent."""
+    """The largest rank of the adapters on the model; None: it has none."""
+    adapters: int = 1
+    """Adapters that requests may name at once."""
+    keeps_weights: bool = False
+    """Whether weights stay in memory while the engine sleeps, and KV memory alone is freed."""
     tensor_parallel: int = 1
     """Devices that each layer is split over."""
 
@@ -92,11 +104,15 @@ class VllmSetup:
         }
 
     def _for_adapters(self) -> dict[str, Any]:
-        """One is in use at a time, while the next one is loaded."""
         if self.rank is None:
             return {}
-        most = next(rank for rank in RANKS if rank >= self.rank)
-        return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": most}
+        return {
+            "enable_lora": True,
+            "max_loras": self.adapters,
+            "max_cpu_loras": self.adapters,
+            "max_lora_rank": most_rank(self.rank),
+            "lora_target_modules": [*ADAPTED_LAYERS],
+        }
 
 
 class VllmFacts(NamedTuple):
@@ -122,6 +138,8 @@ class GenerateMessage(NamedTuple):
     seed: int
     only: int | None = None
     """The one token that it may be."""
+    adapter: str | None = None
+    """The name of the adapter that it is sampled with; None: the model alone."""
 
 
 class GenerateReply(NamedTuple):
@@ -142,6 +160,7 @@ class ScoreMessage(NamedTuple):
     top_k: int
     temperature: float
     vocab: int
+    adapter: str | None = None
 
 
 class ScoreReply(NamedTuple):

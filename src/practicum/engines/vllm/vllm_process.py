@@ -33,6 +33,7 @@ _ACTS = {
     "sleep": "_sleep",
     "wake": "_wake",
     "adapter": "_take_adapter",
+    "drop": "_drop_adapter",
     "load": "_begin_load",
     "way": "_init_way",
     "weights": "_take_weights",
@@ -48,7 +49,8 @@ def main(pipe: Connection, setup: VllmSetup) -> None:
     It answers `generate`: (GenerateMessage,); `score`: (ScoreMessage,); `load`: () begins a load, `weights`:
     (way, bucket) brings some, `unused`: (bucket,) those that it should have no use for, `loaded`: (version,)
     ends it, and gives the layout for the next one if there is one; `way`: (way, arguments) begins with one of
-    vLLM's backends; `adapter`: (folder, version); `sleep`: (); `wake`: ().
+    vLLM's backends; `adapter`: (name, folder, version); `drop`: (name,); `sleep`: ();
+    `wake`: ().
     """
     serve(pipe, lambda: _start(setup))
 
@@ -72,6 +74,14 @@ class _Open:
     loop: asyncio.AbstractEventLoop
 
 
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    """An adapter that requests may name, as vLLM knows it."""
+
+    request: Any
+    version: int
+
+
 class VllmProcess:
     """vLLM's engine in this process. All calls of it are made by one thread."""
 
@@ -92,10 +102,8 @@ class VllmProcess:
         self._own_sleep = bool(self._engine.model_config.enable_sleep_mode)
         self.version = 0
         self._broken: str | None = None if setup.loads else "no weights were loaded yet"
-        self._adapter: Any = None
-        """The request by which vLLM knows the adapter that all requests have."""
-        if setup.rank is not None:
-            self._broken = "no adapter was loaded yet"
+        self._adapters: dict[str, _Adapter] = {}
+        self._adapter_numbers = iter(range(1, 2**31))
         self._open: dict[str, _Open] = {}
         self._later: list[_Open] = []
         """Score requests with other settings than those under way."""
@@ -194,7 +202,8 @@ class VllmProcess:
                 return
             number = str(next(self._numbers))
             prompt = {"prompt_token_ids": one.asked.ids}
-            self._engine.add_request(number, prompt, _params(one.asked), lora_request=self._adapter)
+            adapter = None if one.asked.adapter is None else self._adapters[one.asked.adapter].request
+            self._engine.add_request(number, prompt, _params(one.asked), lora_request=adapter)
             self._open[number] = one
         except Exception as error:
             _fail(one, error)
@@ -220,17 +229,19 @@ class VllmProcess:
     def _result(self, one: _Open, output: Any) -> GenerateReply | ScoreReply:
         import numpy as np
 
+        named = one.asked.adapter
+        version = self.version if named is None else self._adapters[named].version
         if isinstance(one.asked, ScoreMessage):
             found, width = output.prompt_logprobs, one.asked.top_k + 1
             ids = np.array(found.token_ids, np.int64).reshape(-1, width)[one.asked.start - 1 :]
             logprobs = np.array(found.logprobs, np.float32).reshape(-1, width)[one.asked.start - 1 :]
-            return ScoreReply(ids.tobytes(), logprobs.tobytes(), self.version)
+            return ScoreReply(ids.tobytes(), logprobs.tobytes(), version)
         answer = output.outputs[0]
         logprobs = np.array(answer.logprobs.logprobs, np.float32).reshape(-1, 2)
         tokens = np.array(answer.token_ids, np.int64)
         finish = "stop" if answer.finish_reason == "stop" else "length"
         sampled, plain = logprobs[:, 0], logprobs[:, 1]
-        return GenerateReply(tokens.tobytes(), sampled.tobytes(), plain.tobytes(), finish, self.version)
+        return GenerateReply(tokens.tobytes(), sampled.tobytes(), plain.tobytes(), finish, version)
 
     def _workers(self, what: str, *args: Any) -> list[Any]:
         """Have all workers do something (`WorkerPart`), and give what each of them answers."""
@@ -244,8 +255,8 @@ class VllmProcess:
         self._idle("sleep")
         self._broken = "it sleeps"
         self._forget()
-        if self._own_sleep:  # with an adapter, weights go to the host's memory
-            self._engine.sleep(level=1 if self._setup.rank is not None else 2)
+        if self._own_sleep:  # weights that are kept go to the host's memory
+            self._engine.sleep(level=1 if self._setup.keeps_weights else 2)
         else:
             self._workers("sleep")
 
@@ -255,9 +266,14 @@ class VllmProcess:
             self._engine.wake_up()
         else:
             self._workers("wake")
+        if self._setup.keeps_weights:
+            self._broken = None
+            return
         self._broken = "no weights were loaded since it woke"
-        if self._setup.rank is None and self._setup.loads and self.version == 0:
-            self._workers("reload_folder")
+        if self._setup.loads and self.version == 0:
+            self._workers("reload_folder")  # which removes the adapters
+            for adapter in self._adapters.values():
+                self._add_adapter(adapter.request)
             self._broken = None
 
     def _begin_load(self) -> None:
@@ -286,26 +302,27 @@ class VllmProcess:
         self.version, self._broken = version, None
         return layout
 
-    def _take_adapter(self, folder: str, version: int) -> None:
-        """Have all requests from now on computed with this adapter; the one before is removed."""
+    def _take_adapter(self, name: str, folder: str, version: int) -> None:
+        """Have an adapter that requests may name from now on; its folder stays as long as it is held."""
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
-        self._idle("load an adapter")
-        self._broken = "the last adapter that it was to load could not be loaded: load another"
-        number = 1 if self._adapter is None else self._adapter.lora_int_id + 1
         # vLLM keeps what it computed of prompts by the adapter's name: no two may have the same one.
-        taken = LoRARequest(f"version {version}, number {number}", number, folder)
+        request = LoRARequest(name, next(self._adapter_numbers), folder)
+        self._add_adapter(request)
+        self._adapters[name] = _Adapter(request, version)
+
+    def _add_adapter(self, request: Any) -> None:
         try:
-            is_there = self._engine.add_lora(taken) and number in self._engine.list_loras()
+            is_there = self._engine.add_lora(request) and request.lora_int_id in self._engine.list_loras()
         except Exception as error:
-            raise EngineError(f"vLLM can't take the adapter of version {version}: {error}") from error
+            raise EngineError(f"vLLM can't take the adapter {request.lora_name}: {error}") from error
         if not is_there:
-            raise EngineError(f"vLLM did not take the adapter of version {version}")
-        if self._adapter is not None:  # no request names it any more: the engine is idle
-            self._engine.remove_lora(self._adapter.lora_int_id)
-        self._adapter = taken
-        self._forget()
-        self.version, self._broken = version, None
+            raise EngineError(f"vLLM did not take the adapter {request.lora_name}")
+
+    def _drop_adapter(self, name: str) -> None:
+        if any(one.asked.adapter == name for one in (*self._open.values(), *self._later)):
+            raise EngineError(f"can't remove the adapter {name} with requests under way that name it")
+        self._engine.remove_lora(self._adapters.pop(name).request.lora_int_id)
 
     def _idle(self, what: str) -> None:
         if self._open:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from practicum.devices import gpu_id
+from practicum.engines.vllm.adapter_products import repair_products
 from practicum.engines.vllm.plain_logprobs import PlainLogprobSampler
 from practicum.engines.vllm.reload_weights import VllmSleep, reload_folder, weight_bytes
 from practicum.engines.vllm.vllm_messages import VllmSetup
@@ -21,6 +22,8 @@ from practicum.engines.vllm.weight_delivery import MemoryBucket, SlotBucket
 from practicum.engines.vllm.weight_layout import Arrival, LearntParameter
 from practicum.engines.vllm.weight_transfer import PracticumTransfer
 from practicum.processes.child_main import die_with_parent, message_of_error
+
+repair_products()  # vLLM imports this before it makes the model
 
 
 class WorkerFacts(NamedTuple):
@@ -68,9 +71,7 @@ class WorkerPart:
             threading.Thread(target=die_with_parent, name="parent", daemon=True).start()
             multiprocessing.current_process().name = "vLLM worker"
         self._sampler = PlainLogprobSampler.take_over(self._runner.sampler, vocab)
-        self._memory = VllmSleep(self._runner, keeps_weights=setup.rank is not None)
-        if setup.rank is not None:
-            _leave_head_alone(self._runner.get_model())
+        self._memory = VllmSleep(self._runner, keeps_weights=setup.keeps_weights)
 
     def facts(self) -> WorkerFacts:
         """Measured from its tensors."""
@@ -128,10 +129,3 @@ class WorkerPart:
     @property
     def _transfer(self) -> PracticumTransfer:
         return self._worker.weight_transfer_engine
-
-
-def _leave_head_alone(model: Any) -> None:
-    """Take adapters off the head, which has none: vLLM would add them to logits of prompts by wrong rows."""
-    for name, module in list(model.named_modules()):
-        if type(module).__name__ == "LogitsProcessorWithLoRA":
-            model.set_submodule(name, module.base_layer)

@@ -90,15 +90,14 @@ def _engines(recipe: Recipe) -> Iterator[RecipeError]:
         n for n, teacher in recipe.teachers.items() if teacher.url is None and teacher.engine == "vllm"
     ]
     for name in by_vllm:
-        if recipe.teachers[name].dtype == "float64":
-            found = "float64 with engine vllm"
-            yield RecipeError(f"teachers.{name}.dtype", found, "float32 or bfloat16")
-        if recipe.teachers[name].student is not None and recipe.model.lora is not None:
+        teacher = recipe.teachers[name]
+        on_student = teacher.adapter is not None and teacher.model is None
+        if (recipe.model.dtype if on_student else teacher.dtype) == "float64":
+            found, key = "float64 with engine vllm", "model" if on_student else f"teachers.{name}"
+            yield RecipeError(f"{key}.dtype", found, "float32 or bfloat16")
+        if teacher.student is not None and recipe.model.lora is not None:
             found, advice = "vllm with a copy of a student that has an adapter", "set its engine to torch"
             yield RecipeError(f"teachers.{name}.engine", found, "torch", advice)
-        if recipe.teachers[name].adapter is not None:
-            advice = "set its engine to torch, or model to the merged model without adapter"
-            yield RecipeError(f"teachers.{name}.engine", "vllm with an adapter", "torch", advice)
     if by_vllm and recipe.distill is not None and recipe.distill.signal == "full":
         advice = "vLLM gives no hidden states: set distill.signal to top_k or sampled, or its engine to torch"
         found = f"full with teachers.{by_vllm[0]}.engine vllm"

@@ -18,10 +18,11 @@ from practicum.models.load_model import load_model, load_tokenizer, model_facts
 from practicum.places.adapter_teachers import AdapterTeacher, share_base
 from practicum.places.remote_teacher import RemoteTeacher
 from practicum.places.torch_teacher import ColocatedTeacher, load_teacher
-from practicum.places.vllm_teacher import VllmTeacher
+from practicum.places.vllm_base import share_vllm_base
+from practicum.places.vllm_teacher import VllmModel, VllmTeacher
 from practicum.recipe.derived import own_options
 from practicum.recipe.schema.recipe import Recipe
-from practicum.roles.load_teachers import signal_width, vllm_teacher
+from practicum.roles.load_teachers import signal_width, top_k, vllm_teacher
 from practicum.roles.teachers import TeacherRole, Teachers
 from practicum.runtime.ray.weight_transport import Manifest, receive
 from practicum.runtime.ray.worker import StoreHandle, Worker
@@ -56,6 +57,9 @@ class TeacherWorker(Worker):
         self, student: PreTrainedModel | None
     ) -> ColocatedTeacher | AdapterTeacher | VllmTeacher:
         teacher = self.recipe.teachers[self.name]
+        if teacher.adapter is not None and teacher.engine == "vllm":
+            group, most = {self.name: teacher}, top_k(self.recipe)
+            return share_vllm_base(self.recipe, group, None, most=most, replicas=1)[self.name]
         if teacher.adapter is not None:
             return share_base(self.recipe, {self.name: teacher}, None)[self.name]
         if teacher.engine == "vllm":
@@ -75,7 +79,8 @@ class TeacherWorker(Worker):
 
     def describe(self) -> list[str]:
         """Its engine, if that has its own process."""
-        return self.place.describe() if isinstance(self.place, VllmTeacher) else []
+        model = self.place.base if isinstance(self.place, AdapterTeacher) else self.place
+        return model.describe() if isinstance(model, VllmModel) else []
 
     def head(self) -> OutputHead:
         """Its output head as it is now."""
