@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,12 +28,19 @@ class Served:
 
 @contextmanager
 def served(
-    model: PreTrainedModel, *, context: int = 128, api_key: str | None = None, limits: ServerLimits = LIMITS
+    model: PreTrainedModel,
+    *,
+    context: int = 128,
+    api_key: str | None = None,
+    limits: ServerLimits = LIMITS,
+    adapters: Mapping[str, str] | None = None,
 ) -> Iterator[Served]:
     """A server of a model under the name `tiny`, on a free port; its URL ends in /v1."""
     engine = TorchEngine(model, slots=1, context=2)
-    scorer = RequestScorer(engine, MODEL, context=context, vocab=model.config.get_text_config().vocab_size)
-    server = uvicorn.Server(server_config(make_app(scorer, "here"), limits, api_key))
+    vocab = model.config.get_text_config().vocab_size
+    scorer = RequestScorer(engine, MODEL, context=context, vocab=vocab, adapters=adapters)
+    app = make_app(scorer, dict.fromkeys(scorer.models, "here"))
+    server = uvicorn.Server(server_config(app, limits, api_key))
     bound = listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()

@@ -152,6 +152,14 @@ def serve(
         list[str] | None,
         typer.Argument(metavar="[-- OPTION...]", help="Further options of `vllm serve`."),
     ] = None,
+    adapters: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter",
+            metavar="NAME=PATH",
+            help="A LoRA adapter of MODEL, served under its name beside it; may be given several times.",
+        ),
+    ] = None,
     host: Annotated[str, typer.Option("--host", help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 8000,
     api_key: Annotated[
@@ -195,6 +203,7 @@ def serve(
     a key is required. Ctrl-C ends it.
 
     practicum serve runs/short/export --port 8000
+    practicum serve runs/base/export --adapter copy=runs/copy --adapter sort=runs/sort
     """
     given = {"--engine": (engine, ("auto", "torch", "vllm"))}
     given["--dtype"] = (dtype or "float32", ("float32", "bfloat16", "float64"))
@@ -204,14 +213,23 @@ def serve(
     say_loading(model)
     from practicum.serving.serve import ServeOptions
     from practicum.serving.serve import serve as run
-    from practicum.trainer.run_models import model_folder
+    from practicum.trainer.run_models import adapter_path, model_folder
 
     folder = model_folder(model)
+    named = [_name_and_path(adapter) for adapter in adapters or ()]
     name = name or (model if folder != model else None)
     options: Any = {"model": folder, "host": host, "port": port, "engine": engine, "name": name}
     options |= {"context": context, "dtype": dtype, "threads": threads, "kv_gb": kv_gb}
     options |= {"no_key": no_key, "max_body_mb": max_body_mb, "connections": connections}
+    options["adapters"] = tuple((as_name, adapter_path(path, "--adapter")) for as_name, path in named)
     run(ServeOptions(**options, api_key=api_key, verbose=verbose, more=tuple(more or ())), typer.echo)
+
+
+def _name_and_path(adapter: str) -> tuple[str, str]:
+    name, _, path = adapter.partition("=")
+    if not name or not path:
+        raise typer.BadParameter(f"--adapter is {adapter}, expected NAME=PATH, such as sort=runs/sort")
+    return name, path
 
 
 @contextmanager

@@ -145,6 +145,8 @@ class SavedAdapter:
 
     def _advice(self) -> str:
         teacher = self.key.rpartition(".")[0]
+        if not teacher:  # not of a recipe
+            return "take the model that it was trained on, or train it again on this one"
         return (
             f"set {teacher}.model to the model that it was trained on, or train it again on this one; or set "
             f"{teacher}.model to the merged model, without adapter"

@@ -105,7 +105,10 @@ class Client:
                 f"a model of {self.url}: {', '.join(sorted(models)) or 'it has none'}",
                 f"take one of these names, or serve the model under this one ({self.name_options})",
             )
-        return models[self.model]
+        found = models[self.model]
+        # Of adapters, vLLM tells its context with the model that they are on.
+        base = models.get(str(found.get("parent")), {})
+        return {**base, **{key: value for key, value in found.items() if value is not None}}
 
     @contextmanager
     def recipe_errors(self, what: str) -> Iterator[None]:

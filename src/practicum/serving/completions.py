@@ -9,7 +9,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, FailFast, Field, ValidationError
@@ -54,26 +54,38 @@ class Completion(BaseModel):
 class RequestScorer:
     """Scores prompts by an engine, which batches what is asked at the same time."""
 
-    def __init__(self, engine: Engine, name: str, *, context: int, vocab: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        *,
+        context: int,
+        vocab: int,
+        adapters: Mapping[str, str] | None = None,
+    ) -> None:
+        """`adapters` are further models: the names of the engine's adapters by those that requests give."""
         self.engine, self.name, self.context, self.vocab = engine, name, context, vocab
+        self.models: dict[str, str | None] = {name: None, **(adapters or {})}
 
     async def complete(self, body: bytes) -> str:
         """The answer to a request as JSON; a Refusal says why there is none."""
         request = read_request(body)
         self._check(request)
         wanted, ids, k = request.packed_scores, request.prompt, request.prompt_logprobs
+        name = request.model or self.name
+        adapter = self.models[name]
         if wanted is not None:
-            row, options = ScoreRequest(ids, wanted.start), ScoreOptions(wanted.top_k, vocab=wanted.vocab)
-            scores = await self.engine.score(row, options)
-            return await self._write(lambda: packed_completion(self.name, request, pack(scores)))
+            row = ScoreRequest(ids, wanted.start, adapter=adapter)
+            scores = await self.engine.score(row, ScoreOptions(wanted.top_k, vocab=wanted.vocab))
+            return await self._write(lambda: packed_completion(name, request, pack(scores)))
         if k is None and not request.max_tokens:
-            return await self._write(lambda: completion(self.name, request, None))
+            return await self._write(lambda: completion(name, request, None))
         # The token that is generated is the most likely one after the prompt: one more position to score,
         # whatever token is there.
         scored = [*ids, ids[-1]] if request.max_tokens else ids
-        row = ScoreRequest(scored, len(ids) if k is None else 1)
+        row = ScoreRequest(scored, len(ids) if k is None else 1, adapter=adapter)
         scores = await self.engine.score(row, ScoreOptions(max(k or 0, request.max_tokens)))
-        return await self._write(lambda: completion(self.name, request, scores))
+        return await self._write(lambda: completion(name, request, scores))
 
     async def _write(self, make: Callable[[], Any]) -> str:
         """Make an answer and write it, in a thread: a long one takes seconds, and others wait."""
@@ -84,8 +96,9 @@ class RequestScorer:
 
     def _check(self, request: Completion) -> None:
         ids, packed = request.prompt, request.packed_scores
-        if request.model not in (None, self.name):
-            raise Refusal(404, f"there is no model {shorten(repr(request.model))} here, but {self.name!r}")
+        if request.model is not None and request.model not in self.models:
+            known = ", ".join(map(repr, self.models))
+            raise Refusal(404, f"there is no model {shorten(repr(request.model))} here, but {known}")
         if (largest := max(ids)) >= self.vocab:
             raise Refusal(400, f"token id {largest} is not below the vocabulary's size of {self.vocab}")
         if len(ids) + request.max_tokens > self.context:
@@ -169,10 +182,14 @@ def packed_completion(name: str, request: Completion, packed: dict[str, str]) ->
     return {**_envelope(name, len(request.prompt), 0), "choices": [], KEY: packed}
 
 
-def models_body(name: str, root: str, context: int, since: int) -> Any:
-    """The list of the one model."""
-    entry = {"id": name, "object": "model", "created": since, "owned_by": "practicum"}
-    return {"object": "list", "data": [{**entry, "root": root, "max_model_len": context}]}
+def models_body(base: str, roots: Mapping[str, str], context: int, since: int) -> Any:
+    """The list of the base and its adapters, with their folders."""
+    entry = {"object": "model", "created": since, "owned_by": "practicum", "max_model_len": context}
+    data = [
+        {"id": name, **entry, "root": root, "parent": None if name == base else base}
+        for name, root in roots.items()
+    ]
+    return {"object": "list", "data": data}
 
 
 def _envelope(name: str, prompt: int, made: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import math
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -19,10 +19,12 @@ from typing import Any, Literal
 import torch
 
 from practicum.devices import pick_device
-from practicum.engines.vllm.make_vllm import kv_token_bytes
+from practicum.engines.vllm.make_vllm import kv_token_bytes, vllm_adapter_problem
 from practicum.errors import MissingExtraError, ServeError
-from practicum.models.load_model import require_model_folder
+from practicum.models.load_model import require_model_folder, skeleton
 from practicum.models.model_files import must_read, read_config
+from practicum.models.saved_adapter import SavedAdapter
+from practicum.recipe.schema.recipe import Model
 from practicum.recipe.schema.teacher_sections import Dtype
 from practicum.serving.limits import MOST_CONNECTIONS, ServerLimits, default_body_bytes
 
@@ -39,6 +41,8 @@ class ServeOptions:
     """What a user asks of `practicum serve`; None is chosen by `resolve`."""
 
     model: str
+    adapters: tuple[tuple[str, str], ...] = ()
+    """Names and folders of adapters of the model, served beside it."""
     host: str = "127.0.0.1"
     port: int = 8000
     engine: EngineName = "auto"
@@ -71,6 +75,7 @@ class Resolved:
     """KV memory of vLLM on a CPU."""
     vocab: int
     limits: ServerLimits
+    adapters: Mapping[str, SavedAdapter]
 
 
 def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
@@ -122,6 +127,7 @@ def resolve(options: ServeOptions) -> Resolved:
     require_model_folder(options.model, "MODEL")
     with must_read(options.model, "MODEL", "a causal language model in HuggingFace format"):
         config = read_config(options.model).get_text_config()
+    adapters = _adapters(options, engine)
     device = pick_device("auto").type
     dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
     context = _context(options, getattr(config, "max_position_embeddings", None))
@@ -139,7 +145,26 @@ def resolve(options: ServeOptions) -> Resolved:
         kv_bytes,
         vocab=int(config.vocab_size),
         limits=ServerLimits(most, options.connections),
+        adapters=adapters,
     )
+
+
+def _adapters(options: ServeOptions, engine: str) -> dict[str, SavedAdapter]:
+    """The adapters by their names; an error if one does not fit the model, or not the engine."""
+    adapters: dict[str, SavedAdapter] = {}
+    for name, path in options.adapters:
+        if name in adapters or name == (options.name or options.model):
+            raise ServeError(f"--adapter {name}=…: two models can't have one name on a server")
+        adapters[name] = SavedAdapter.read(path, "--adapter")
+    if not adapters:
+        return {}
+    bare = skeleton(Model(path=os.path.expanduser(options.model)))
+    for name, saved in adapters.items():
+        saved.check_fits(bare, options.model)
+        problem = vllm_adapter_problem(saved, bare.config.model_type) if engine == "vllm" else None
+        if problem is not None:
+            raise ServeError(f"--adapter {name}=…: vLLM can't serve {problem}: use --engine torch")
+    return adapters
 
 
 def _check_key(options: ServeOptions) -> None:
@@ -240,15 +265,26 @@ def base_url(host: str, port: int) -> str:
 def announcement(server: Resolved, port: int) -> str:
     """What a user reads when the server is ready, with the line that a recipe needs."""
     options, url = server.options, base_url(server.options.host, port)
-    entry = {"url": f"{url}/v1", "model": server.name, "tokenizer": options.model}
-    if options.api_key is not None:
-        entry["api_key_env"] = KEY_ENV
-    pairs = ", ".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in entry.items())
+    names = {name: name for name in server.adapters} or {"teacher": server.name}
+    entries = (f"{_yaml(teacher)}: {{{_entry(server, url, name)}}}" for teacher, name in names.items())
+    beside = f" and its adapters {', '.join(server.adapters)}" if server.adapters else ""
     lines = [
-        f"serving {options.model} at {url} by the {server.engine} engine: {server.dtype} on {server.device}, "
-        f"sequences of up to {server.context:,} tokens; Ctrl-C ends it. In a recipe:",
-        f"teachers: {{teacher: {{{pairs}}}}}",
+        f"serving {options.model}{beside} at {url} by the {server.engine} engine: {server.dtype} on "
+        f"{server.device}, sequences of up to {server.context:,} tokens; Ctrl-C ends it. In a recipe:",
+        f"teachers: {{{', '.join(entries)}}}",
     ]
     if options.no_key:
         lines.append(f"warning: there is no key (--no-key): whoever reaches {options.host} can use it")
     return "\n".join(lines)
+
+
+def _entry(server: Resolved, url: str, name: str) -> str:
+    """The keys of a teacher in a recipe."""
+    entry = {"url": f"{url}/v1", "model": name, "tokenizer": server.options.model}
+    if server.options.api_key is not None:
+        entry["api_key_env"] = KEY_ENV
+    return ", ".join(f"{key}: {_yaml(value)}" for key, value in entry.items())
+
+
+def _yaml(text: str) -> str:
+    return text if text.isidentifier() else json.dumps(text, ensure_ascii=False)

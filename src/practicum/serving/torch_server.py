@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import EngineError, MissingExtraError
+from practicum.models.adapter_rows import put_adapters
 from practicum.models.load_model import load_model
 from practicum.recipe.schema.recipe import Model
 from practicum.serving.completions import RequestScorer, models_body
@@ -39,10 +40,15 @@ def serve_torch(server: Resolved, bound: socket.socket, ready: Callable[[], None
         torch.set_num_threads(options.threads)
     spec = Model(path=options.model, dtype=server.dtype, device=server.device)
     model = load_model(spec, seed=0, key="MODEL")
+    if server.adapters:
+        distinct = {saved.fingerprint: saved for saved in server.adapters.values()}
+        put_adapters(model, distinct, options.model)
+    adapters = {name: saved.fingerprint for name, saved in server.adapters.items()}
     # Nothing is generated, so no KV memory is needed: one slot of the least context.
     engine = TorchEngine(model, slots=1, context=2)
-    scorer = RequestScorer(engine, server.name, context=server.context, vocab=server.vocab)
-    app = make_app(scorer, options.model)
+    scorer = RequestScorer(engine, server.name, context=server.context, vocab=server.vocab, adapters=adapters)
+    folders = {name: str(saved.folder) for name, saved in server.adapters.items()}
+    app = make_app(scorer, {server.name: options.model} | folders)
     config = server_config(app, server.limits, options.api_key, verbose=options.verbose)
     _AnnouncingServer(config, ready).run(sockets=[bound])
 
@@ -74,8 +80,8 @@ def server_config(
     )
 
 
-def make_app(scorer: RequestScorer, root: str) -> FastAPI:
-    """The application; it closes the scorer's engine at its end."""
+def make_app(scorer: RequestScorer, roots: Mapping[str, str]) -> FastAPI:
+    """The application; it closes the scorer's engine at its end. `roots` are the folders of its models."""
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -91,7 +97,7 @@ def make_app(scorer: RequestScorer, root: str) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return _json(json.dumps(models_body(scorer.name, root, scorer.context, since)))
+        return _json(json.dumps(models_body(scorer.name, roots, scorer.context, since)))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import httpx2
 
 from practicum.engines.vllm.vllm_errors import cause_in_log, last_lines
-from practicum.engines.vllm.vllm_messages import CPU_ENVIRONMENT
+from practicum.engines.vllm.vllm_messages import ADAPTED_LAYERS, CPU_ENVIRONMENT, most_rank
 from practicum.errors import ServeError
 from practicum.models.fingerprint import fingerprint_ids
+from practicum.models.load_model import load_model
+from practicum.models.lora import base_fingerprint
+from practicum.models.saved_adapter import SavedAdapter
 from practicum.places.http_client import message_of
 from practicum.places.prompt_logprobs import request_body
 from practicum.processes.guarded_command import GuardedCommand
+from practicum.recipe.schema.recipe import Model
 from practicum.serving.serve import Resolved, base_url
 
 START_S = 600.0
@@ -30,10 +35,12 @@ def serve_vllm(server: Resolved, port: int, ready: Callable[[], None], *, start_
 
     A server that ends by itself is a ServeError. Whatever ends this process, no process of vLLM's is left.
     """
+    _check_bases(server)
     with GuardedCommand(command(server, port), environment(server), verbose=server.options.verbose) as child:
         url = base_url(_reachable(server.options.host), port)
         _await_health(child, url, server, start_s)
-        _try_out(child, url, server)
+        for name in (server.name, *server.adapters):
+            _try_out(child, url, server, name)
         ready()
         code = child.wait()
         raise _ended(child, server, f"has ended with exit code {code}")
@@ -48,10 +55,32 @@ def command(server: Resolved, port: int) -> list[str]:
     # Any top_k; and no settings of the model's own for sampling.
     arguments += ["--max-logprobs", "-1", "--generation-config", "vllm", "--disable-uvicorn-access-log"]
     arguments += ["--middleware", "practicum.serving.limits.VllmLimits"]
+    if server.adapters:
+        arguments += _adapter_arguments(server.adapters)
     if server.device == "cpu":
         # Compiling takes a minute for 15 %; sizing the KV memory by itself fails on some machines.
         arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(server.kv_bytes)]
     return [*arguments, *options.more]
+
+
+def _adapter_arguments(adapters: Mapping[str, SavedAdapter]) -> list[str]:
+    """They are loaded once and stay: there is room for all."""
+    rank, count = max(saved.config["r"] for saved in adapters.values()), str(len(adapters))
+    named = [{"name": name, "path": str(saved.folder.resolve())} for name, saved in adapters.items()]
+    arguments = ["--enable-lora", "--max-loras", count, "--max-cpu-loras", count]
+    arguments += ["--max-lora-rank", str(most_rank(rank)), "--lora-target-modules", *ADAPTED_LAYERS]
+    arguments += ["--worker-extension-cls", "practicum.serving.vllm_worker.AdapterWorker"]
+    return [*arguments, "--lora-modules", *(json.dumps(adapter) for adapter in named)]
+
+
+def _check_bases(server: Resolved) -> None:
+    """A RecipeError if an adapter was trained on other weights; they are loaded here for a moment."""
+    known = [saved for saved in server.adapters.values() if saved.base is not None]
+    if known:
+        spec = Model(path=server.options.model, dtype="bfloat16", device="cpu")
+        fingerprint = base_fingerprint(load_model(spec, seed=0, key="MODEL"))
+        for saved in known:
+            saved.check_base(fingerprint, server.options.model)
 
 
 def environment(server: Resolved) -> dict[str, str]:
@@ -90,12 +119,12 @@ def _healthy(client: httpx2.Client, url: str) -> bool:
         return False
 
 
-def _try_out(child: GuardedCommand, url: str, server: Resolved) -> None:
+def _try_out(child: GuardedCommand, url: str, server: Resolved, name: str) -> None:
     """Some models pass the start and kill the engine at the first sequence."""
     ids = fingerprint_ids(server.vocab)[: server.context - 1]
     key = server.options.api_key
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    body: Any = request_body(server.name, ids, 1)
+    body: Any = request_body(name, ids, 1)
     try:
         answer = httpx2.post(
             f"{url}/v1/completions", json=body, headers=headers, timeout=_ANSWER_S, trust_env=False

@@ -110,6 +110,12 @@ def model_folder(named: str) -> str:
     return named if run_model is None else str(run_model.with_weights())
 
 
+def adapter_path(named: str, key: str) -> str:
+    """An adapter's folder, or one that has it; a RecipeError about `key` if a run that is named has none."""
+    found = find_run_model(named)
+    return named if found is None else str(found.adapter(key))
+
+
 def export_checkpoint(checkpoint: Path, to: Path) -> None:
     """Write a checkpoint's model to a folder in HuggingFace format, whole or not at all. Needs no GPU."""
     if not (checkpoint / "model" / "config.json").is_file():
