@@ -36,9 +36,9 @@ def test_rows_that_are_older_than_is_counted(monkeypatch: pytest.MonkeyPatch):
     """PrimeIntellect-ai/prime-rl#2674, verl-project/verl#7569: staleness was counted from something else than
     the weights that sampled a row's oldest token, and rows were older than it said."""
     assert passes("ahead")
-    give = LocalRoles.give_weights
+    give = LocalRoles._give
     monkeypatch.setattr(
-        LocalRoles, "give_weights", lambda roles, copy, step: give(roles, copy, max(0, step - 1))
+        LocalRoles, "_give", lambda roles, engine, step: give(roles, engine, max(0, step - 1))
     )
     with pytest.raises(CheckError, match=r"check weight_version: .* was sampled with weight versions 0–0"):
         take_steps("ahead", 3)

@@ -41,7 +41,6 @@ def problems(**sections: Any) -> dict[str, str]:
             *("algorithm.mismatch", "corrects the mismatch already"),
         ),
         ({"algorithm": {"loss": "dppo", "old_logprobs": "recompute"}}, "algorithm.old_logprobs", "sampled"),
-        ({"rollout": {"engine": "vllm"}}, "rollout.engine", "its own copy of the weights"),
         (
             TEACHER | {"distill": {"divergence": "k1_straight", "signal": "sampled"}},
             *("distill.signal", "of the weights that sampled it"),

@@ -1,4 +1,4 @@
-"""`practicum serve` with adapters: each is a model of the server by its name, and says what a merged one does."""
+"""`practicum serve` with adapters: each is a model of the server, and says what a merged one does."""
 
 from __future__ import annotations
 
@@ -125,10 +125,14 @@ def test_adapters_that_can_not_be_served_are_refused_before_anything_is_loaded(r
     twice = (("copy", str(root / "copy")), ("copy", str(root / "sort")))
     with pytest.raises(ServeError, match="--adapter copy=…: two models can't have one name"):
         resolve(options(root, adapters=twice))
-    with pytest.raises(RecipeError, match="--adapter: found .*nowhere, expected a folder with adapter_config"):
+    with pytest.raises(
+        RecipeError, match=r"--adapter: found .*nowhere, expected a folder with adapter_config"
+    ):
         resolve(options(root, adapters=(("copy", str(tmp_path / "nowhere")),)))
     other = save_teacher(tmp_path / "other", seed=1, hidden=48)
-    with pytest.raises(RecipeError, match=r"(?s)an adapter of another base.*take the model that it was trained"):
+    with pytest.raises(
+        RecipeError, match=r"(?s)an adapter of another base.*take the model that it was trained"
+    ):
         resolve(options(root, model=other))
     done = CliRunner().invoke(app, ["serve", str(root / "base"), "--adapter", "copy"])
     assert done.exit_code == 2

@@ -99,4 +99,4 @@ def delay_everything(patch: pytest.MonkeyPatch, seed: int, most: float = 0.02) -
     late(TeacherRole, "score_session")
     late(RolloutRole, "reward", share=5)
     late(Learner, "update", share=5)
-    late(LocalRoles, "give_weights", share=5)
+    late(LocalRoles, "_give", share=5)

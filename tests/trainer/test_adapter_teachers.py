@@ -220,7 +220,7 @@ def test_the_same_adapter_twice_is_loaded_once(folder: Path, tmp_path: Path):
     _, roles = taught(recipe(folder, tmp_path, teachers=teachers))
     base = bases(roles)[0]
     assert len(base.engine.runner.adapters.names) == 1
-    assert len(base.seconds) == 2
+    assert len(base.time.seconds) == 2
 
 
 def problems(loaded: LoadedRecipe) -> str:

@@ -22,6 +22,7 @@ from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import PracticumError
 from practicum.learning.learner import Learner
 from practicum.observe import progress
+from practicum.runtime import local
 from practicum.trainer import window
 from practicum.trainer.run import train_loaded
 from tests.teachers.tiny_reward_models import save_classifier
@@ -82,6 +83,16 @@ def test_a_lag_equals_a_synchronous_trainer_with_old_weights(
     assert [("train/sample_size" in row, "train/gap_mean" in row) for row in rows] == [
         (number > 0, number == 0) for number in stale
     ]
+
+
+def test_one_engine_that_takes_the_weights_of_all_steps_in_turn_equals_the_oracle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As vLLM's does; evaluations have their turns between the steps."""
+    for module in (local, window):
+        monkeypatch.setattr(module, "sampling_engines", lambda _: 1)
+    rows = equals_the_oracle(tmp_path, 2, 5, "threads", **AGENT)
+    assert [row["async/staleness"] for row in rows] == [0, 1, 2, 2]
 
 
 def cases(folder: Path) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Teachers that are adapters, by vLLM: one engine has their base, and each row is scored by its own adapter."""
+"""Teachers that are adapters, by vLLM: one engine has their base, and rows are scored by their adapters."""
 
 from __future__ import annotations
 
@@ -82,7 +82,9 @@ def base_of(teachers: Teachers) -> VllmBase:
     return base
 
 
-def score(teachers: Teachers, asked: Sequence[tuple[str, ScoreRequest]], options: ScoreOptions) -> list[Scores]:
+def score(
+    teachers: Teachers, asked: Sequence[tuple[str, ScoreRequest]], options: ScoreOptions
+) -> list[Scores]:
     async def run() -> list[Scores]:
         return await asyncio.gather(*(teachers.places[name].score(row, options) for name, row in asked))
 
@@ -106,8 +108,10 @@ def test_rows_of_several_adapters_in_one_pass_are_scored_each_by_its_own(
         if top_k:
             assert mine.topk_logprobs is not None
             torch.testing.assert_close(mine.topk_logprobs, theirs.topk_logprobs, rtol=0, atol=TOLERANCE)
-    logprobs = {name: torch.cat([s.logprobs for (who, _), s in zip(asked, there, strict=True) if who == name])
-                for name in NAMES}
+    logprobs = {
+        name: torch.cat([s.logprobs for (who, _), s in zip(asked, there, strict=True) if who == name])
+        for name in NAMES
+    }
     assert torch.equal(logprobs["sort"], logprobs["again"])
     for one, other in (("sort", "copy"), ("sort", "plain"), ("copy", "plain")):
         assert (logprobs[one] - logprobs[other]).abs().max() > 0.05, f"{one} is not {other}"

@@ -1,4 +1,4 @@
-"""vLLM under Ray: the student's engine, a colocated and an own teacher, in one run."""
+"""vLLM under Ray: the student's engine, colocated and own teachers, an adapter among them; and a lag."""
 
 from __future__ import annotations
 
@@ -6,32 +6,48 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from practicum.models.load_model import load_model
+from practicum.recipe.schema.recipe import Model
+from tests.teachers.tiny_teachers import save_adapter
 from tests.vllm.models import await_true, descendants, still_there
 
-RECIPE = {
+RECIPE: dict[str, Any] = {
     "name": "tiny",
+    "seed": 3,
     "model": {"make": {"hidden": 64, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 32, "context": 128}},
     "tasks": {"sort": {"kind": "sort"}},
     "rollout": {"samples": 4, "max_new_tokens": 8, "slots": 16, "engine": "vllm"},
     "teachers": {
         "self": {"student": {"every": 1}, "engine": "vllm"},
         "first": {"student": {}, "engine": "vllm", "placement": "own"},
+        "tuned": {"adapter": "tuned", "engine": "vllm", "placement": "own"},
     },
-    "route": {"to": {"sort": {"self": 0.5, "first": 0.5}}},
+    "route": {"to": {"sort": {"self": 0.3, "first": 0.3, "tuned": 0.4}}},
     "distill": {"top_k": 4},
     "algorithm": {"mismatch": {"weights": "token"}},
-    "train": {"steps": 2, "prompts": 4, "lr": 1e-3},
-    "runtime": {"kind": "ray", "threads": 1, "cpus": 4},
+    "train": {"steps": 2, "prompts": 8, "lr": 1e-3},
+    "runtime": {"kind": "ray", "threads": 1, "cpus": 6},
 }
 
 
-@pytest.mark.timeout(600)
-def test_a_run_on_ray_samples_and_teaches_by_vllm_and_leaves_nothing(tmp_path: Path):
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(RECIPE))
+LATE = {key: RECIPE[key] for key in ("name", "model", "tasks", "rollout")} | {
+    "async": {"lag": 2},
+    "reward": {"functions": [{"use": "tests.trainer.rewards:by_letters"}]},
+    "train": {"steps": 4, "prompts": 4, "lr": 1e-3},
+    "eval": {"rows": 2, "every": 2},
+    "pools": {"rollout": {"devices": 1}},
+    "runtime": {"kind": "ray", "threads": 1, "cpus": 6},
+}
+
+
+def train(tmp_path: Path, recipe: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+    """What a run says, and its metrics; it leaves no process."""
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
     command = [
         sys.executable,
         "-m",
@@ -52,10 +68,28 @@ def test_a_run_on_ray_samples_and_teaches_by_vllm_and_leaves_nothing(tmp_path: P
         assert run.stdout is not None
         said = run.stdout.read().decode()
     assert run.returncode == 0, said
-    assert said.count(": vLLM ") == 2  # the colocated one is told by no worker of its own
-    metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert len(seen) > 5
+    await_true(lambda: not still_there(seen), 30)
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    return said, [json.loads(line) for line in lines]
+
+
+@pytest.mark.timeout(600)
+def test_a_run_on_ray_samples_and_teaches_by_vllm_and_leaves_nothing(tmp_path: Path):
+    base = load_model(Model.model_validate(RECIPE["model"]), RECIPE["seed"])
+    base.save_pretrained(tmp_path / "base")
+    save_adapter(tmp_path / "tuned", str(tmp_path / "base"), seed=1)
+    said, metrics = train(tmp_path, RECIPE)
+    assert said.count(": vLLM ") == 3  # the colocated one is told by no worker of its own
     assert metrics[-1]["step"] == 2
     assert metrics[-1]["train/gap_max"] < 1e-4
     assert metrics[-1]["advantage/mismatch_weight"] == pytest.approx(1.0, abs=1e-4)
-    assert len(seen) > 5
-    await_true(lambda: not still_there(seen), 30)
+    assert metrics[-1]["teacher/tuned/kl"] > 0.01 > abs(metrics[-1]["teacher/self/kl"])
+
+
+@pytest.mark.timeout(600)
+def test_rollouts_on_ray_ahead_of_the_learner_are_by_the_weights_of_the_schedule(tmp_path: Path):
+    """The run would stop at a row of another version, and at an engine with other numbers."""
+    _, metrics = train(tmp_path, LATE)
+    assert [row["async/staleness_max"] for row in metrics if row["step"]] == [0, 1, 2, 2]
+    assert [row["async/staleness"] for row in metrics if row["step"]] == [0, 1, 2, 2]

@@ -1,4 +1,4 @@
-"""`practicum serve --adapter` with vLLM: a real server on 127.0.0.1 that has a base and two adapters by name."""
+"""`practicum serve --adapter` with vLLM: a real server on 127.0.0.1 that has a base and two adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Teachers that are adapters and that vLLM computes: one engine has their base, and rows name their adapter."""
+"""Teachers that are adapters, computed by vLLM: one engine has their base, and rows name their adapter."""
 
 from __future__ import annotations
 

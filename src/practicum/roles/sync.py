@@ -13,6 +13,7 @@ from torch import Tensor, contiguous_format
 
 from practicum.checks import invariants
 from practicum.checks.watch import Watch
+from practicum.models.fingerprint import LENGTH
 from practicum.recipe.schema.recipe import Recipe
 
 _LIMITS = {"bfloat16": 0.2}
@@ -28,6 +29,8 @@ class SyncProbe:
         most = recipe.checks.fingerprint_max
         self._limit = _LIMITS.get(recipe.model.dtype, _LIMIT) if most is None else most
         self._before: dict[int, tuple[Sequence[float], Sequence[float]]] = {}
+        self.length = LENGTH
+        """Tokens of the sequence that the engines were compared by last."""
 
     @property
     def looks(self) -> bool:
@@ -38,6 +41,7 @@ class SyncProbe:
         """Fingerprints of the engines; `learner` gives its own, for a sequence of this many tokens."""
         lengths = {len(one) + 1 for one in found}
         expected = {length: learner(length) for length in sorted(lengths)}
+        self.length = max(lengths)
         for number, one in enumerate(found):
             own, before = expected[len(one) + 1], self._before.get(number)
             self._before[number] = one, own

@@ -1,10 +1,10 @@
 """All roles in this process. Without a lag the learner and the engine share one model object; with one, each
-engine has its own copy of the weights and works beside the learner: on a CPU in a process of its own.
+engine has its own copy of the weights and works beside the learner: on a CPU in a process of its own. vLLM's
+takes the weights of the steps in turn.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,11 +25,10 @@ from practicum.engines.protocol import Engine
 from practicum.engines.torch.engine_process import EngineProcess
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.engines.vllm.make_vllm import takes_adapter
-from practicum.models.fingerprint import LENGTH
 from practicum.models.load_model import context_length, load_model
 from practicum.models.lora import copy_on_base
 from practicum.places.model_cache import ModelCache
-from practicum.recipe.derived import evaluates, lag, rollout_context
+from practicum.recipe.derived import evaluates, lag, rollout_context, sampling_engines, sampling_s
 from practicum.recipe.schema.recipe import Recipe
 from practicum.records.record_files import RecordPlace
 from practicum.records.recorder import Recorder
@@ -43,6 +42,7 @@ from practicum.roles.stage_table import evaluation_plan
 from practicum.roles.sync import PublishedWeights, SyncProbe
 from practicum.roles.teachers import TeacherRole, Teachers
 from practicum.roles.train_rank import TrainRank, set_threads
+from practicum.roles.weight_turns import WeightTurns
 from practicum.sessions.attempts import Attempt
 from practicum.sessions.session import SessionStart
 from practicum.sessions.tools.toolbox import Toolbox
@@ -143,17 +143,15 @@ class LocalRoles(TrainRank):
         store: Store = MemoryStore()
         if record is not None:
             store = RecordingStore(store, Recorder(record))
-        self.lag, copies = lag(recipe), range(lag(recipe) + 1)
+        self.lag, copies, engines = lag(recipe), range(lag(recipe) + 1), range(sampling_engines(recipe))
         self.engine_process, sampling = engine_process, [model]
-        if self.lag and engine_process is None:
-            sampling = [copy_on_base(model).requires_grad_(False) for _ in copies]
+        if self.lag and engine_process is None and recipe.rollout.engine == "torch":
+            sampling = [copy_on_base(model).requires_grad_(False) for _ in engines]
         super().__init__(recipe, plan, store, watch, model, frozen.teachers)
         self.frozen, self.toolbox = frozen, Toolbox(recipe.agent.tools)
-        self.probes = [SyncProbe(recipe, watch) for _ in copies]
+        self.probes = [SyncProbe(recipe, watch) for _ in engines]
         self.published: dict[int, PublishedWeights] = {}
-        self._held: list[int | None] = [0 for _ in copies]
-        """The step after which each engine's weights were the learner's."""
-        self._taking = [threading.Lock() for _ in copies]
+        self._turns = [WeightTurns(sampling_s(recipe), held=0) for _ in engines]
         self.engines: list[Engine] = []
         try:
             if engine_process is not None:
@@ -161,9 +159,10 @@ class LocalRoles(TrainRank):
                 self.engines += engine_process.engines
             else:
                 self.engines += make_engines(recipe, sampling, self._engine_weights)
-            self.rollouts = [self._make_rollout(plan, model, engine) for engine in self.engines]
+            of_copies = [self.engines[copy % len(engines)] for copy in copies]
+            self.rollouts = [self._make_rollout(plan, model, engine) for engine in of_copies]
             self.eval_rollouts = [
-                self._make_rollout(evaluation_plan(), model, engine) for engine in self.engines
+                self._make_rollout(evaluation_plan(), model, engine) for engine in of_copies
             ]
             self.probe_weights()
             if self.lag:
@@ -223,7 +222,7 @@ class LocalRoles(TrainRank):
             self.sync_weights()
             return
         looks = self.probes[0].looks
-        fingerprint = self.fingerprint(LENGTH) if looks else ()
+        fingerprint = self.fingerprint(self.probes[0].length) if looks else ()
         copied = PublishedWeights.copy(*self._engine_weights(), fingerprint)
         kept = {old: weights for old, weights in self.published.items() if old >= step - self.lag}
         self.published = kept | {step: copied}
@@ -239,16 +238,18 @@ class LocalRoles(TrainRank):
         """Whether the engine computes with the learner's model object."""
         return isinstance(self.engine, TorchEngine) and self.engine.runner.model is self.student.learner.model
 
-    def give_weights(self, copy: int, step: int) -> None:
+    def weights(self, copy: int, step: int) -> AbstractContextManager[None]:
         if not self.lag:
-            return
-        with self._taking[copy]:
-            if self._held[copy] != step:
-                weights, engine, probe = self.published[step], self.engines[copy], self.probes[copy]
-                engine.load_weights(weights.weights.items(), weights.version)
-                self._held[copy] = step
-                if probe.looks:
-                    probe.check([engine.fingerprint().tolist()], lambda _: weights.fingerprint)
+            return nullcontext()
+        number = copy % len(self.engines)
+        return self._turns[number].use(step, lambda: self._give(number, step))
+
+    def _give(self, number: int, step: int) -> None:
+        """An engine takes the weights after this step."""
+        published, engine, probe = self.published[step], self.engines[number], self.probes[number]
+        engine.load_weights(published.weights.items(), published.version)
+        if probe.looks:
+            probe.check([engine.fingerprint().tolist()], lambda _: published.fingerprint)
 
     def version_of(self, step: int) -> int:
         return self.published[step].version if self.lag else self.version
@@ -269,7 +270,8 @@ class LocalRoles(TrainRank):
         version = super().load(folder, kl_state)
         if self.lag:
             self.published = PublishedWeights.load_all(folder / "sampling")
-            self._held = [None for _ in self.engines]
+            for turns in self._turns:
+                turns.forget()
         else:
             self.sync_weights()
         return version

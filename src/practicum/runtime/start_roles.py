@@ -7,6 +7,7 @@ where the roles of `roles/` live, not in what these do.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,7 +32,7 @@ class Roles(Protocol):
     stop: frozenset[int]
     """Tokens that end an answer."""
     rollouts: list[RolloutRole]
-    """One for each copy of the weights that samples: async.lag + 1."""
+    """One for each step that may be under way: async.lag + 1."""
     eval_rollouts: list[RolloutRole]
     """On the same engines."""
 
@@ -66,8 +67,8 @@ class Roles(Protocol):
         """Keep the learner's weights as those after this step; without a lag the engines take them now."""
         ...
 
-    def give_weights(self, copy: int, step: int) -> None:
-        """The engines of `rollouts[copy]` take the weights after this step, unless they have them."""
+    def weights(self, copy: int, step: int) -> AbstractContextManager[None]:
+        """The engines of `rollouts[copy]` have the weights after this step inside."""
         ...
 
     def version_of(self, step: int) -> int:

@@ -69,7 +69,7 @@ def _adapter_arguments(adapters: Mapping[str, SavedAdapter]) -> list[str]:
     named = [{"name": name, "path": str(saved.folder.resolve())} for name, saved in adapters.items()]
     arguments = ["--enable-lora", "--max-loras", count, "--max-cpu-loras", count]
     arguments += ["--max-lora-rank", str(most_rank(rank)), "--lora-target-modules", *ADAPTED_LAYERS]
-    arguments += ["--worker-extension-cls", "practicum.serving.vllm_worker.AdapterWorker"]
+    arguments += ["--worker-extension-cls", "practicum.serving.adapter_worker.AdapterWorker"]
     return [*arguments, "--lora-modules", *(json.dumps(adapter) for adapter in named)]
 
 

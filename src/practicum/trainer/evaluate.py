@@ -66,8 +66,8 @@ def evaluate(
     copy = step % len(roles.eval_rollouts)
     rollout = roles.eval_rollouts[copy]
     try:
-        roles.give_weights(copy, step)
-        batch = rollout.rollout(attempts, EVAL, seed=recipe.seed + SEED_OFFSET)
+        with roles.weights(copy, step):
+            batch = rollout.rollout(attempts, EVAL, seed=recipe.seed + SEED_OFFSET)
         rollout.reward(batch.where(lambda _, tags: tags.status == "ready"))
         batch = roles.store.batch(EVAL, batch.keys)
         failed = {key[:2]: tags for key, tags in batch if tags.failure}.values()

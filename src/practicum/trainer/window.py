@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from practicum.concurrency.event_loop import UNWIND_S, WorkScope
 from practicum.errors import DeadlineError
+from practicum.recipe.derived import sampling_engines, sampling_s
 from practicum.recipe.schema.recipe import Recipe
 from practicum.runtime.start_roles import Roles
 from practicum.trainer.sample_step import Metrics, SampledStep, StepSampler
@@ -16,8 +17,6 @@ from practicum.trainer.schedule import Schedule
 
 TELL_S, TELL_MOST_S = 5.0, 60.0
 """Seconds after which it is told what the learner waits for; then after twice as many, up to the second."""
-_MARGIN_S = 60.0
-"""Seconds beside its rollouts and rewards, which have deadlines of their own, that a step may take."""
 
 
 @dataclass(slots=True)
@@ -43,8 +42,9 @@ class Window:
         self._changed = threading.Condition()
         self._scope = WorkScope()
         self._draw_error: BaseException | None = None
-        # Where the prompts of a step begin follows from the refills of the one before.
-        self._one_by_one = recipe.buffer.filter_flat_groups
+        # Where the prompts of a step begin follows from the refills of the one before; and an engine of all
+        # steps takes the weights of each in turn.
+        self._one_by_one = recipe.buffer.filter_flat_groups or sampling_engines(recipe) == 1
 
     def begin(self, number: int) -> SampledStep:
         """The next step that the learner needs: it is under way, or sampled already."""
@@ -56,8 +56,9 @@ class Window:
     def finish(self, step: SampledStep) -> None:
         """Wait until a step is sampled; what went wrong there is raised here."""
         under_way, began = self._under_way[step.number], time.perf_counter()
-        rounds = 1 + (self.recipe.buffer.max_refills if self._one_by_one else 0)
-        deadline = under_way.began + 2 * rounds * self.recipe.rollout.deadline_s + _MARGIN_S
+        # An evaluation may have its turn before it, on an engine of all steps.
+        turns = 2 if sampling_engines(self.recipe) == 1 else 1
+        deadline = under_way.began + turns * sampling_s(self.recipe)
         patience = TELL_S
         with self._changed:
             while not self._changed.wait_for(lambda: under_way.is_done, patience):
@@ -126,9 +127,8 @@ class Window:
     def _sample(self, under_way: _UnderWay) -> None:
         step = under_way.step
         try:
-            with self._scope:
-                weights = self.schedule.weights_of(step.number)
-                self.roles.give_weights(step.copy, weights)
+            weights = self.schedule.weights_of(step.number)
+            with self._scope, self.roles.weights(step.copy, weights):
                 if published := self._published.pop(weights, None) if weights else None:
                     step.timer.seconds["publish_lag"] = time.monotonic() - published
                 self.sampler.sample(step)

@@ -74,7 +74,7 @@ def takes_adapter(model: PreTrainedModel) -> bool:
 
 
 def vllm_adapter_problem(saved: SavedAdapter, family: str) -> str | None:
-    """Why vLLM would not compute this adapter of a model of this family as it was trained; None if it does."""
+    """Why vLLM would not compute an adapter of a model of this family as it was trained; None if it does."""
     if family not in _ADAPTED_FAMILIES:
         return f"an adapter of a {family} model (those of {', '.join(sorted(_ADAPTED_FAMILIES))} were tried)"
     if (rank := saved.config.get("r", 0)) > RANKS[-1]:

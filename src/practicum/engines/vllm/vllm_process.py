@@ -49,8 +49,7 @@ def main(pipe: Connection, setup: VllmSetup) -> None:
     It answers `generate`: (GenerateMessage,); `score`: (ScoreMessage,); `load`: () begins a load, `weights`:
     (way, bucket) brings some, `unused`: (bucket,) those that it should have no use for, `loaded`: (version,)
     ends it, and gives the layout for the next one if there is one; `way`: (way, arguments) begins with one of
-    vLLM's backends; `adapter`: (name, folder, version); `drop`: (name,); `sleep`: ();
-    `wake`: ().
+    vLLM's backends; `adapter`: (name, folder, version); `drop`: (name,); `sleep`: (); `wake`: ().
     """
     serve(pipe, lambda: _start(setup))
 

@@ -28,9 +28,6 @@ def check_async(recipe: Recipe) -> Iterator[RecipeError]:
         found = f"{lag(recipe)} with algorithm.loss supervised"
         yield RecipeError("async.lag", found, "0", "demonstrations are sampled by no weights: nothing waits")
         return
-    if recipe.rollout.engine == "vllm":
-        advice = "each step under way needs its own copy of the weights, and a vLLM engine has one"
-        yield RecipeError("rollout.engine", f"vllm with async.lag {lag(recipe)}", "torch", advice)
     yield from _policy_loss(recipe)
     yield from _distill(recipe)
 

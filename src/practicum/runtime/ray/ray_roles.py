@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,8 +16,7 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.stages import Plan, StepInfo
 from practicum.dataplane.store import Store
 from practicum.errors import PracticumError
-from practicum.models.fingerprint import LENGTH
-from practicum.recipe.derived import lag, scores_during_rollout
+from practicum.recipe.derived import lag, sampling_engines, sampling_s, scores_during_rollout
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.rollout import RolloutRole
 from practicum.roles.stage_table import evaluation_plan
@@ -26,6 +24,7 @@ from practicum.roles.student import UpdateReport
 from practicum.roles.sync import SyncProbe
 from practicum.roles.teachers import takes_new_weights
 from practicum.roles.transcripts import Transcript
+from practicum.roles.weight_turns import WeightTurns
 from practicum.runtime.ray.actor_calls import ask, ask_async, first_death
 from practicum.runtime.ray.cluster import Cluster
 from practicum.runtime.ray.ray_rollout import RayWorkers, ReplicaPools, output_head
@@ -112,14 +111,15 @@ class RayRoles:
         student: dict[int, Manifest],
         copies: dict[str, Manifest],
     ) -> None:
-        """Restarted replicas get the weights in `student`, by copy, and in `copies`, of teachers."""
+        """Restarted replicas get the weights in `student`, by engine, and in `copies`, of teachers."""
         self.recipe, self.plan, self.cluster, self.handle = recipe, plan, cluster, handle
         self.group, self.pools, self.lag = group, pools, lag(recipe)
         self.student, self.copies = student, copies
         self.published: dict[int, tuple[Manifest, Sequence[float]]] = {}
         """Weights by the step that they are after, each with the learner's fingerprint, if it is checked."""
-        self._held: dict[int, int] = {}
-        self._taking = [threading.Lock() for _ in range(self.lag + 1)]
+        self._engines = range(sampling_engines(recipe))
+        """Those of each replica."""
+        self._turns = [WeightTurns(sampling_s(recipe), held=0) for _ in self._engines]
         self.stop, self.version, self.ranks = facts.stop, facts.version, len(group)
         self.store: Store = ControllerStore(handle.connect(recipe.runtime.store_s, lasting=False))
         self.rollouts = [self._rollout(plan, copy, is_eval=False) for copy in range(self.lag + 1)]
@@ -130,18 +130,18 @@ class RayRoles:
         }
         self._busy_before: dict[str, float] = {}
         self._reported = (0, 0)
-        self.probes = [SyncProbe(recipe, watch) for _ in range(self.lag + 1)]
+        self.probes = [SyncProbe(recipe, watch) for _ in self._engines]
 
     def begin(self) -> None:
         """Everyone is there: check that the engines have the learner's weights."""
-        for copy in range(self.lag + 1):
-            self._probe(copy, lambda length: self.group.all("fingerprint", length))
-            self._held[copy] = 0
+        for engine in self._engines:
+            self._probe(engine, lambda length: self.group.all("fingerprint", length))
         if self.lag:
             self.publish(0)
 
     def _rollout(self, plan: Plan, copy: int, *, is_eval: bool) -> RolloutRole:
-        workers = RayWorkers(self.recipe, self.store, self.pools, copy=copy, is_eval=is_eval)
+        engine = copy % len(self._engines)
+        workers = RayWorkers(self.recipe, self.store, self.pools, engine=engine, is_eval=is_eval)
         return RolloutRole(self.recipe, plan, self.store, workers)
 
     def describe(self, planned: float | None = None) -> list[str]:
@@ -200,33 +200,36 @@ class RayRoles:
             self._probe(0, lambda length: self.group.all("fingerprint", length))
             return
         looks = self.probes[0].looks
-        fingerprint: Sequence[float] = self.group.all("fingerprint", LENGTH) if looks else ()
+        length = self.probes[0].length
+        fingerprint: Sequence[float] = self.group.all("fingerprint", length) if looks else ()
         kept = {old: weights for old, weights in self.published.items() if old >= step - self.lag}
         self.published = kept | {step: (manifest, fingerprint)}
 
-    def give_weights(self, copy: int, step: int) -> None:
+    def weights(self, copy: int, step: int) -> AbstractContextManager[None]:
         if not self.lag:
-            return
-        with self._taking[copy]:
-            if self._held.get(copy) != step:
-                manifest, fingerprint = self.published[step]
-                self._load(copy, manifest)
-                self._probe(copy, lambda _: fingerprint)
-                self._held[copy] = step
+            return nullcontext()
+        engine = copy % len(self._engines)
+
+        def load() -> None:
+            manifest, fingerprint = self.published[step]
+            self._load(engine, manifest)
+            self._probe(engine, lambda _: fingerprint)
+
+        return self._turns[engine].use(step, load)
 
     def version_of(self, step: int) -> int:
         return self.published[step][0].version if self.lag else self.version
 
-    def _load(self, copy: int, manifest: Manifest) -> None:
-        """Every replica's copy takes these weights; replicas that are restarted later too."""
-        self.student[copy], self.pools.versions[copy] = manifest, manifest.version
-        self._each(self.pools.rollout, "load", copy, manifest)
+    def _load(self, engine: int, manifest: Manifest) -> None:
+        """This engine of every replica takes these weights; replicas that are restarted later too."""
+        self.student[engine], self.pools.versions[engine] = manifest, manifest.version
+        self._each(self.pools.rollout, "load", engine, manifest)
 
-    def _probe(self, copy: int, learner: Callable[[int], Sequence[float]]) -> None:
-        """Check that a copy of the weights is the learner's, in every replica."""
-        if self.probes[copy].looks:
-            fingerprints = self._each(self.pools.rollout, "fingerprint", copy)
-            self.probes[copy].check(fingerprints, learner)
+    def _probe(self, engine: int, learner: Callable[[int], Sequence[float]]) -> None:
+        """Check that an engine's weights are the learner's, in every replica."""
+        if self.probes[engine].looks:
+            fingerprints = self._each(self.pools.rollout, "fingerprint", engine)
+            self.probes[engine].check(fingerprints, learner)
 
     def _each(self, pool: ReplicaPool, method: str, *args: Any) -> list[Any]:
         """Call every replica, those that are being restarted too; their answers in order."""
@@ -277,7 +280,8 @@ class RayRoles:
                 self._give(name, manifest)
         if self.lag:
             self.published = self.group.first("publish_saved", folder.absolute() / "sampling")
-            self._held.clear()
+            for turns in self._turns:
+                turns.forget()
         else:
             self.publish(0)
 

@@ -41,7 +41,7 @@ class ReplicaPools:
     teachers: dict[str, ReplicaPool] = field(default_factory=dict)
     """Those with their own resources."""
     versions: dict[int, int] = field(default_factory=dict)
-    """Of the weights that each copy has; 0 at first."""
+    """Of the weights that each engine of a replica has; 0 at first."""
     busy_s: dict[str, dict[str, float]] = field(default_factory=dict)
     """Seconds of scoring of each teacher so far, by the process that reported them."""
 
@@ -50,16 +50,16 @@ class ReplicaPools:
 
 
 class RayWorkers:
-    """Sessions and their scoring by replicas: for training or for evaluations, on one copy of the weights.
+    """Sessions and their scoring by replicas: for training or for evaluations, on one engine of each.
 
     Each prompt's sessions go to one replica. Rows go from worker to worker through the store, never through
     here; see `roles.rollout.SessionWorkers`.
     """
 
     def __init__(
-        self, recipe: Recipe, store: Store, pools: ReplicaPools, *, copy: int, is_eval: bool
+        self, recipe: Recipe, store: Store, pools: ReplicaPools, *, engine: int, is_eval: bool
     ) -> None:
-        self.recipe, self.store, self.pools, self.copy, self.is_eval = recipe, store, pools, copy, is_eval
+        self.recipe, self.store, self.pools, self.engine, self.is_eval = recipe, store, pools, engine, is_eval
         self._functions = RewardFunctions(recipe.tasks, recipe.reward)
 
     async def demonstrate(self, prompts: Sequence[Prompt], partition: str) -> BatchRef:
@@ -103,9 +103,9 @@ class RayWorkers:
         groups: dict[int, list[Attempt]] = {}
         for attempt in attempts:
             groups.setdefault(attempt.prompt.uid, []).append(attempt)
-        version = self.pools.versions.get(self.copy, 0)
+        version = self.pools.versions.get(self.engine, 0)
         request = partial(
-            RolloutRequest, self.is_eval, self.copy, partition=partition, seed=seed, version=version
+            RolloutRequest, self.is_eval, self.engine, partition=partition, seed=seed, version=version
         )
         requests = [request(group, eager=True) for group in groups.values() if at_once(group[0].prompt)]
         patient = [group for group in groups.values() if not at_once(group[0].prompt)]

@@ -19,7 +19,7 @@ from practicum.errors import EngineError
 from practicum.models.load_model import context_length, load_model, load_tokenizer
 from practicum.models.lora import copy_on_base, has_adapter, merged_weights
 from practicum.models.offloaded_weights import named_tensors, take_weights
-from practicum.recipe.derived import lag, rollout_context
+from practicum.recipe.derived import rollout_context, sampling_engines
 from practicum.records.recording_store import stage_span
 from practicum.roles.make_engine import Weights, describe_engines, make_engines
 from practicum.roles.rollout import SessionRow, SessionRunner
@@ -39,8 +39,8 @@ class RolloutRequest(NamedTuple):
     """Sessions to be run: for training or an evaluation, by weights of one version."""
 
     is_eval: bool
-    copy: int
-    """Which of the worker's copies of the weights samples them."""
+    engine: int
+    """Which of the worker's engines samples them."""
     attempts: Sequence[Attempt]
     partition: str
     seed: int
@@ -50,10 +50,10 @@ class RolloutRequest(NamedTuple):
 
 
 class RolloutWorker(Worker):
-    """An asynchronous actor: many requests at once share its engines, one for each copy of the weights."""
+    """An asynchronous actor: many requests at once share its engines, each with weights of its own."""
 
     async def begin(self, plan: Plan, manifests: Mapping[int, Manifest]) -> None:
-        """Load the model and, for copies that have newer weights, these."""
+        """Load the model and, for engines that have newer weights, these."""
         recipe = self.recipe
         require_isolation(recipe.agent.tools)
         model = load_model(recipe.model, recipe.seed)
@@ -62,8 +62,8 @@ class RolloutWorker(Worker):
         # What comes is the adapter alone; where vLLM does not take it, whole weights are merged here.
         merges = recipe.rollout.engine == "vllm" and has_adapter(model) and not takes_adapter(model)
         self._merged = model if merges else None
-        copies = [model, *(copy_on_base(model) for _ in range(lag(recipe)))]
-        self.engines = make_engines(recipe, [c.requires_grad_(False) for c in copies], self._weights)
+        models = [model, *(copy_on_base(model) for _ in range(1, sampling_engines(recipe)))]
+        self.engines = make_engines(recipe, [each.requires_grad_(False) for each in models], self._weights)
         self.toolbox = Toolbox(recipe.agent.tools)
         sessions = partial(
             SessionRunner,
@@ -80,18 +80,18 @@ class RolloutWorker(Worker):
         self._train = [sessions(plan, engine=engine, teacher_of=taught) for engine in self.engines]
         self._eval = [sessions(evaluation_plan(), engine=engine) for engine in self.engines]
         self._writer = RowWriter()
-        for copy, manifest in manifests.items():
-            self._load(copy, manifest)
+        for engine, manifest in manifests.items():
+            self._load(engine, manifest)
 
     async def run(self, request: RolloutRequest) -> AsyncIterator[BatchRef]:
         """Run sessions; gives the rows of those that are finished and written, at the latest in the end."""
-        version = self.engines[request.copy].version
+        version = self.engines[request.engine].version
         if version != request.version:
             raise EngineError(
                 f"this engine has weights of version {version} and the request is for "
                 f"{request.version}: it missed an update"
             )
-        sessions = (self._eval if request.is_eval else self._train)[request.copy]
+        sessions = (self._eval if request.is_eval else self._train)[request.engine]
         prompts = {a.prompt.uid: a.prompt for a in request.attempts}
         starts = {uid: sessions.start(prompt) for uid, prompt in prompts.items()}
         # Each piece is a trip to the other event loop and back, and a put: sessions that nobody waits for
@@ -115,9 +115,9 @@ class RolloutWorker(Worker):
             writes = sessions.plan["demonstrate"].writes
             return await asyncio.to_thread(sessions.put, partition, rows, writes)
 
-    async def load(self, copy: int, manifest: Manifest) -> None:
-        """A copy takes the weights of a version; what was computed with older ones is never used again."""
-        await asyncio.to_thread(self._load, copy, manifest)
+    async def load(self, engine: int, manifest: Manifest) -> None:
+        """An engine takes the weights of a version; what was computed with older ones is never used again."""
+        await asyncio.to_thread(self._load, engine, manifest)
 
     async def sleep(self) -> None:
         """Free memory for others until `wake`; without a lag there is one engine."""
@@ -131,14 +131,14 @@ class RolloutWorker(Worker):
         """Its engine, if that has its own process."""
         return describe_engines(self.engines[0])
 
-    async def fingerprint(self, copy: int) -> list[float]:
-        """Logprobs of a fixed sequence by the weights that a copy has."""
-        return (await asyncio.to_thread(self.engines[copy].fingerprint)).tolist()
+    async def fingerprint(self, engine: int) -> list[float]:
+        """Logprobs of a fixed sequence by the weights that an engine has."""
+        return (await asyncio.to_thread(self.engines[engine].fingerprint)).tolist()
 
-    def _load(self, copy: int, manifest: Manifest) -> None:
+    def _load(self, engine: int, manifest: Manifest) -> None:
         with self._loading:
             self._manifest = manifest
-            self.engines[copy].load_weights(*self._weights())
+            self.engines[engine].load_weights(*self._weights())
 
     def _weights(self) -> tuple[Weights, int]:
         """Those that were given last, or of the model as it starts."""
