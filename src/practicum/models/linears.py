@@ -30,12 +30,12 @@ def is_product(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN multiplies these: what is not asked is how many rows there are."""
     return (
         _HAS_KERNELS
+        and not torch.compiler.is_compiling()
         and x.dtype == weight.dtype == torch.float32
         and x.device.type == weight.device.type == "cpu"
         and weight.numel() >= LEAST_NUMBERS
         and type(weight) in (Tensor, nn.Parameter)
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
     )
 
 
