@@ -172,3 +172,14 @@ def test_kv_memory_is_zero_aligned_and_untouched(dtype: torch.dtype):
     before = resident()
     large = lazy_zeros((1 << 26,), torch.empty(0, dtype=dtype))
     assert resident() - before < large.nbytes // 4
+
+
+def test_memory_that_was_long_becomes_short_and_wide():
+    like = PromptKv(*(torch.zeros(1, 1, 1, 4) for _ in range(2)))
+    memory = KvMemory(like, 64, 2000)
+    short, long = (PromptKv(*(torch.full((1, 1, n, 4), float(n)) for _ in range(2))) for n in (10, 900))
+    memory.put_prompt(long, 0, 1)
+    assert memory.keys.shape[1] < 64
+    memory.put_prompt(short, 0, 60)
+    assert memory.keys.shape[1] >= 60
+    assert torch.equal(memory.prompt(59, 10).keys, short.keys)

@@ -151,7 +151,7 @@ def test_kv_memory_is_what_the_engine_takes(context: int, answer: int):
     for slot in range(5):
         memory.put_prompt(kept, slot, 1)
     setup = step_setup(wanted, workload(wanted, 40.0, None), [Machine.model_validate(CORES)], None)
-    (told,) = engine_memory(setup, shares_weights=True).values()
+    told = engine_memory(setup, shares_weights=True)["KV memory"]
     assert told <= engine.memory().kv <= 1.2 * told  # attention's padding
     assert context < 8192 or told < 0.2 * 5 * context * model_sizes(None, spec.make).token_kv() * 4
     engine.close()

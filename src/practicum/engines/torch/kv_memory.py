@@ -127,7 +127,7 @@ def _allocate(like: Tensor, slots: int, room: int) -> Tensor:
 def _moved(memory: Tensor, shape: tuple[int, int], length: int) -> Tensor:
     """The first `length` positions of the slots that both have, in memory of another shape."""
     new = _allocate(memory[:, 0], *shape)
-    slots, kept = min(memory.shape[1], new.shape[1]), min(length, memory.shape[3])
+    slots, kept = min(memory.shape[1], new.shape[1]), min(length, memory.shape[3], new.shape[3])
     new[:, :slots, :, :kept] = memory[:, :slots, :, :kept]
     return new
 
