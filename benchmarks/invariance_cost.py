@@ -70,7 +70,7 @@ def sampler(channel: Channel, ruled: bool) -> None:
     model.config.max_position_embeddings = 512
     if not ruled:
         drop_rules()
-    engine = TorchEngine(model, slots=256, context=512)
+    engine = TorchEngine(model, slots=256, context=512, repeatable=False)
 
     def run(turn: int) -> Measured:
         found: Measured = {"seconds": 0.0, "cpu_seconds": 0.0, "logprobs": 0.0}
