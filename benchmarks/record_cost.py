@@ -26,7 +26,7 @@ from practicum.trainer.samples import StepSamples
 
 SIZES: dict[str, Any] = {"prompts": 32, "samples": 8, "max_new_tokens": 32, "digits": DIGITS, "lr": 1e-5}
 RECORDS: dict[str, int | str] = {"none": "none", "default": Track().record, "all": "all"}
-ROUNDS, BLOCK = 8, 1
+ROUNDS, BLOCK = 5, 1
 """Rounds, and the steps that a contender takes in one turn."""
 GOAL = 0.02
 """Share of a step that recording at the default may cost."""
