@@ -104,10 +104,12 @@ def encode_prompt(
 
 def encode_texts(prompts: Sequence[Prompt], tokenizer: Any) -> list[Encoded]:
     """Prompts that are plain text, all tokenised in one call: equal texts once."""
-    texts = {prompt_text(prompt.content): _check_text(prompt) for prompt in prompts}
+    for prompt in prompts:
+        _check_text(prompt)
+    texts = list(dict.fromkeys(prompt_text(prompt.content) for prompt in prompts))
     if not texts:
         return []
-    all_ids = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    all_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     bos = tokenizer.bos_token_id
     # Only the BOS is wanted: some tokenizers also close the text, and nothing follows a closed one.
     adds_bos = bos is not None and tokenizer("a", add_special_tokens=True)["input_ids"][0] == bos

@@ -1,8 +1,8 @@
 """Torch engines in a process of their own, as callers use them; the process's side is `served_engines`.
 
-An engine and a learner in one process take turns at Python, however many cores there are. So with a lag,
-where both work at once, engines have their own interpreter: tokens go out, tokens come back, those of one
-turn of the event loop in one message. Sessions, tools and rewards stay with the caller.
+With a lag an engine and a learner work at once, and in one process they would take turns at Python's
+interpreter. So engines have their own one: tokens go out, tokens come back, those of one turn of the event
+loop in one message. Sessions, tools and rewards stay with the caller.
 """
 
 from __future__ import annotations
