@@ -174,7 +174,7 @@ def test_an_error_in_a_step_fails_every_request_and_the_engine_goes_on():
 
 
 def test_an_unforeseen_error_is_named(model, monkeypatch):
-    def broken(*_):
+    def broken(*_, **__):
         raise ZeroDivisionError("made for this test")
 
     with engine_of(model) as engine:

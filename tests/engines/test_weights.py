@@ -211,7 +211,7 @@ def test_weights_that_find_no_room_on_disk_stay_where_they_are(monkeypatch: pyte
         expected = engine.fingerprint()
         engine.sleep()
         with monkeypatch.context() as patch:
-            patch.setattr("practicum.models.offloaded_weights._bytes", full_disk)
+            patch.setattr("practicum.models.offloaded_weights.tensor_bytes", full_disk)
             with pytest.raises(EngineError, match="No space left on device; set TMPDIR"):
                 engine.offload("disk")
         engine.wake()

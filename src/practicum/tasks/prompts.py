@@ -113,8 +113,9 @@ def encode_texts(prompts: Sequence[Prompt], tokenizer: Any) -> list[Encoded]:
     bos = tokenizer.bos_token_id
     # Only the BOS is wanted: some tokenizers also close the text, and nothing follows a closed one.
     adds_bos = bos is not None and tokenizer("a", add_special_tokens=True)["input_ids"][0] == bos
+    first = [bos] if adds_bos else []
     ids_of = {
-        text: [int(bos), *ids] if adds_bos and ids[:1] != [bos] else list(ids)
+        text: list(ids) if ids[:1] == first else [*first, *ids]
         for text, ids in zip(texts, all_ids, strict=True)
     }
     return [
