@@ -37,7 +37,7 @@ _INDEX = ".metadata"
 _STEP = "optimizer.step"
 
 
-class Report(Protocol):
+class JoinableReport(Protocol):
     """What an update measures, over micro-batches and ranks."""
 
     def merge(self, other: Self) -> None:
@@ -49,7 +49,7 @@ class Report(Protocol):
         ...
 
 
-R = TypeVar("R", bound=Report)
+R = TypeVar("R", bound=JoinableReport)
 
 
 class TrainedModel:
@@ -83,7 +83,7 @@ class TrainedModel:
             joint.merge(other)
         return joint
 
-    def apply(self, report: Report, lr: float) -> Metrics:
+    def apply(self, report: JoinableReport, lr: float) -> Metrics:
         """One optimizer step with the gradients that lie on the parameters; the update's metrics."""
         metrics = report.result()
         if self.stepper.step(lr, metrics):

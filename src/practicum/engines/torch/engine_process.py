@@ -29,9 +29,9 @@ from practicum.engines.torch.served_engines import (
     Array,
     EngineFacts,
     EngineSetup,
-    GenerateMessage,
-    GenerateReply,
-    ScoreReply,
+    SentGeneration,
+    SentPrompt,
+    SentScores,
     as_array,
     as_tensor,
 )
@@ -154,7 +154,7 @@ class ProcessEngine:
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample one answer, the same bits as an engine in this process."""
         counter, images = request.counter, _pictures(request.images)
-        asked = GenerateMessage(
+        asked = SentPrompt(
             list(request.prompt_ids),
             request.sampling,
             counter,
@@ -163,7 +163,7 @@ class ProcessEngine:
             request.keep,
         )
         about = f"prompt {counter.prompt}/session {counter.session}"
-        made: GenerateReply = await self.process.ask("generate", (self._copy, asked), about)
+        made: SentGeneration = await self.process.ask("generate", (self._copy, asked), about)
         return Generation(
             tokens=torch.from_numpy(made.tokens),
             logprobs=torch.from_numpy(made.logprobs),
@@ -178,7 +178,7 @@ class ProcessEngine:
         """Logprobs of ids[start:], each given all before it; their hidden states too, if asked."""
         asked = ScoreRequest(list(request.ids), request.start, request.name, None, request.adapter)
         args = self._copy, asked, _pictures(request.images), options
-        found: ScoreReply = await self.process.ask("score", args, request.name or "a sequence to score")
+        found: SentScores = await self.process.ask("score", args, request.name or "a sequence to score")
         top = as_tensor(found.topk_ids), as_tensor(found.topk_logprobs)
         return Scores(torch.from_numpy(found.logprobs), *top, found.version, as_tensor(found.hidden))
 

@@ -33,7 +33,7 @@ from practicum.processes.child_main import ChildRequest, serve
 Array = np.ndarray[Any, Any]
 
 
-class GenerateMessage(NamedTuple):
+class SentPrompt(NamedTuple):
     """A `GenerateRequest`; pictures are pixels and grid."""
 
     ids: list[int]
@@ -44,7 +44,7 @@ class GenerateMessage(NamedTuple):
     keep: bool
 
 
-class GenerateReply(NamedTuple):
+class SentGeneration(NamedTuple):
     """A `Generation`."""
 
     tokens: Array
@@ -55,7 +55,7 @@ class GenerateReply(NamedTuple):
     experts: Array | None
 
 
-class ScoreReply(NamedTuple):
+class SentScores(NamedTuple):
     """The `Scores` of a sequence."""
 
     logprobs: Array
@@ -127,7 +127,7 @@ class ServedEngines:
             engine.close()
 
 
-async def _generate(engine: TorchEngine, asked: GenerateMessage) -> GenerateReply:
+async def _generate(engine: TorchEngine, asked: SentPrompt) -> SentGeneration:
     images = None if asked.images is None else Images(*map(torch.from_numpy, asked.images))
     experts = as_tensor(asked.experts)
     request = GenerateRequest(
@@ -135,17 +135,17 @@ async def _generate(engine: TorchEngine, asked: GenerateMessage) -> GenerateRepl
     )
     made: Generation = await engine.generate(request)
     tokens, logprobs, plain = (x.numpy() for x in (made.tokens, made.logprobs, made.plain_logprobs))
-    return GenerateReply(tokens, logprobs, plain, made.finish, made.version_min, as_array(made.experts))
+    return SentGeneration(tokens, logprobs, plain, made.finish, made.version_min, as_array(made.experts))
 
 
 async def _score(
     engine: TorchEngine, asked: ScoreRequest, images: tuple[Array, Array] | None, options: ScoreOptions
-) -> ScoreReply:
+) -> SentScores:
     pictures = None if images is None else Images(*map(torch.from_numpy, images))
     request = ScoreRequest(asked.ids, asked.start, asked.name, pictures, asked.adapter)
     found = await engine.score(request, options)
     top = as_array(found.topk_ids), as_array(found.topk_logprobs)
-    return ScoreReply(found.logprobs.numpy(), *top, found.version, as_array(found.hidden))
+    return SentScores(found.logprobs.numpy(), *top, found.version, as_array(found.hidden))
 
 
 def _load(engine: TorchEngine, shared: SharedWeights, version: int) -> None:
