@@ -203,7 +203,6 @@ def serve(
     a key is required. Ctrl-C ends it.
 
     practicum serve runs/short/export --port 8000
-    practicum serve runs/base/export --adapter copy=runs/copy --adapter sort=runs/sort
     """
     given = {"--engine": (engine, ("auto", "torch", "vllm"))}
     given["--dtype"] = (dtype or "float32", ("float32", "bfloat16", "float64"))

@@ -123,9 +123,10 @@ def start_engine_process(recipe: Recipe, threads: int) -> EngineProcess:
 
 def _load_engines(recipe: Recipe) -> list[TorchEngine]:
     """Engines of the student as the run begins, each with its own copy of the weights."""
-    model = load_model(recipe.model, recipe.seed).requires_grad_(False)
+    model = load_model(recipe.model, recipe.seed)
+    # Copies share what is frozen, the base of an adapter: so nothing else is frozen before them.
     copies = [model, *(copy_on_base(model) for _ in range(lag(recipe)))]
-    return [_torch_engine(recipe, copy) for copy in copies]
+    return [_torch_engine(recipe, copy.requires_grad_(False)) for copy in copies]
 
 
 def _torch_engine(recipe: Recipe, model: PreTrainedModel) -> TorchEngine:
