@@ -247,8 +247,10 @@ if __name__ == "__main__":
 def test_a_parent_that_is_killed_leaves_no_process(tmp_path: Path):
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
-    command = [sys.executable, str(script)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+    command, env = [sys.executable, str(script)], os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(
+        command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         assert alive(pid)
