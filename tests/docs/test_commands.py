@@ -64,7 +64,10 @@ def serve(command: Command, said: str, more: list[str]) -> None:
         assert "http://" in line, command
     finally:
         server.terminate()
-        server.communicate(timeout=60)
+        try:
+            server.communicate(timeout=60)
+        finally:
+            server.kill()
     assert server.returncode == 0, command
 
 

@@ -128,14 +128,19 @@ def serve_runs(
     url = address(bound, token)
     threading.Thread(target=runs[0].info, name="first look", daemon=True).start()
     names = runs[0].id if len(runs) == 1 else f"{len(runs)} runs"
-    # From the moment that the address is printed, SIGTERM ends it as Ctrl-C does.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    server = make_server(runs, token)
+
+    def end(*_: object) -> None:
+        server.should_exit = True
+
+    # From the moment that the address is printed; an exception could be lost in whatever runs just then.
+    before = signal.signal(signal.SIGTERM, end)
     try:
         with suppress(KeyboardInterrupt):
             say(f"{names} at {url}\nCtrl-C ends it")
             if open_browser:
                 threading.Thread(target=_open, args=(url,), name="browser", daemon=True).start()
-            make_server(runs, token).run(sockets=[bound])
+            server.run(sockets=[bound])
     finally:
         signal.signal(signal.SIGTERM, before)
 
