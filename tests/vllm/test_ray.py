@@ -37,12 +37,13 @@ RECIPE: dict[str, Any] = {
 
 LATE = {key: RECIPE[key] for key in ("name", "model", "tasks", "rollout")} | {
     "async": {"lag": 2},
-    "reward": {"functions": [{"use": "tests.trainer.rewards:by_letters"}]},
+    "reward": {"functions": [{"use": "letters:score"}]},
     "train": {"steps": 4, "prompts": 4, "lr": 1e-3},
     "eval": {"rows": 2, "every": 2},
     "pools": {"rollout": {"devices": 1}},
     "runtime": {"kind": "ray", "threads": 1, "cpus": 6},
 }
+LETTERS = "def score(sample):\n    return float(sum(map(ord, sample.response_text)) % 5)\n"
 
 
 def train(tmp_path: Path, recipe: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
@@ -90,6 +91,7 @@ def test_a_run_on_ray_samples_and_teaches_by_vllm_and_leaves_nothing(tmp_path: P
 @pytest.mark.timeout(600)
 def test_rollouts_on_ray_ahead_of_the_learner_are_by_the_weights_of_the_schedule(tmp_path: Path):
     """The run would stop at a row of another version, and at an engine with other numbers."""
+    (tmp_path / "letters.py").write_text(LETTERS)
     _, metrics = train(tmp_path, LATE)
     assert [row["async/staleness_max"] for row in metrics if row["step"]] == [0, 1, 2, 2]
     assert [row["async/staleness"] for row in metrics if row["step"]] == [0, 1, 2, 2]
