@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
+import random
 import re
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -333,6 +336,39 @@ def leaves(sample: Any) -> float:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
     return float(len(sample.response_text) % 2)
+
+
+def meddles(sample: Any) -> float:
+    """Changes what a process has one of, and goes away."""
+    os.environ["OMP_NUM_THREADS"] = "7"
+    for name in ("HOME", "PATH"):
+        os.environ.pop(name, None)
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    torch.set_grad_enabled(False)
+    sys.stdout = sys.stderr = io.StringIO()
+    threading.Thread(target=RELEASED.wait, args=(60,)).start()
+    return lasting(sample)
+
+
+def lasting(sample: Any) -> float:
+    """As `meddles` scores."""
+    return sum(map(ord, sample.response_text)) % 7 / 6
+
+
+def closes_stdout(sample: Any) -> float:
+    sys.stdout.close()
+    return lasting(sample)
+
+
+def changes_dtype(sample: Any) -> float:
+    torch.set_default_dtype(torch.float64)
+    return lasting(sample)
+
+
+async def changes_dtype_async(sample: Any) -> float:
+    return changes_dtype(sample)
 
 
 BLOCKED, RELEASED = threading.Event(), threading.Event()

@@ -105,6 +105,18 @@ def finite_number(value: Any) -> float | None:
     return number if math.isfinite(number) and abs(number) <= FLOAT32_MAX else None
 
 
+def undo_dtype() -> str | None:
+    """Set torch's default dtype back to float32 after users' code ran; in words, what it was set to.
+
+    All models of a process compute with it, those of other threads too.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or (found := torch.get_default_dtype()) is torch.float32:
+        return None
+    torch.set_default_dtype(torch.float32)
+    return f"changed torch's default dtype to {found}, which all models of the process would compute with"
+
+
 def unawaited(value: Any) -> str | None:
     """What is wrong with a result that is a coroutine, in words; the coroutine is closed."""
     if type(value) is not CoroutineType:

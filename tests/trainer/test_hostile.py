@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,13 +17,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from practicum.cli import app
 from practicum.concurrency import event_loop as events
 from practicum.concurrency.event_loop import run_async
 from practicum.concurrency.gather import gather_all
-from practicum.errors import DataError, DeadlineError, PracticumError, RecipeErrors, TeacherError
+from practicum.errors import DataError, DeadlineError, PracticumError, RecipeErrors, RewardError, TeacherError
 from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.recipe.schema.recipe import Reward, RewardFunction, Task
 from practicum.recipe.schema.rollout_sections import ToolSection
@@ -397,3 +399,84 @@ def test_a_reward_that_leaves_the_working_folder_changes_nothing(
     assert Path.cwd() == tmp_path
     assert (tmp_path / "run/export/model.safetensors").exists()
     assert "has changed the working folder to a folder that is gone" in (tmp_path / "run/log.txt").read_text()
+
+
+def metrics_and_weights(run: Path) -> tuple[list[dict[str, Any]], bytes]:
+    """All but what has a clock's or the function's name."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    other = re.compile("time/|per_second|reward/part/")
+    lasting = [{k: v for k, v in row.items() if not other.search(k)} for row in rows]
+    return lasting, (run / "export/model.safetensors").read_bytes()
+
+
+def test_a_reward_that_meddles_with_the_process_changes_no_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, released: None
+):
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    streams, runs = (sys.stdout, sys.stderr), {}
+    for name in ("lasting", "meddles"):
+        reward = {"functions": [{"use": f"tests.hostile:{name}"}]}
+        train_loaded(tiny(tmp_path, "train.steps=2", "eval.every=1", reward=reward), tmp_path / name)
+        assert (sys.stdout, sys.stderr) == streams
+        runs[name] = metrics_and_weights(tmp_path / name)
+    assert runs["meddles"] == runs["lasting"]
+    assert "has replaced sys.stdout: it is set back" in (tmp_path / "meddles/log.txt").read_text()
+
+
+def test_a_reward_that_closes_stdout_ends_no_run(tmp_path: Path):
+    tiny(tmp_path, "train.steps=2", reward={"functions": [{"use": "tests.hostile:closes_stdout"}]})
+    command = [sys.executable, "-m", "practicum", "train", str(tmp_path / "recipe.yaml")]
+    done = subprocess.run(
+        [*command, "--set", "train.steps=2", "--out", str(tmp_path / "run")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert "a reward, loop or tool has closed stdout" in (tmp_path / "run/log.txt").read_text()
+    assert (tmp_path / "run/export/model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["changes_dtype", "changes_dtype_async"])
+def test_a_reward_that_changes_torchs_default_dtype_is_named(name: str):
+    task = Task(kind="copy", rewards=[RewardFunction(use=f"tests.hostile:{name}")])
+    sample = RewardSample("p", "r", "a", {}, "t", "t", "stop", "prompt 3/session 1/trajectory 0", 1)
+    work = RewardFunctions({"t": task}, Reward()).score([sample])
+    with pytest.raises(RewardError, match=f"hostile:{name} changed torch's default dtype to torch.float64"):
+        run_async(work, timeout=60, owner="test")
+    assert torch.get_default_dtype() is torch.float32
+
+
+STUCK = """
+import multiprocessing, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from practicum import cli
+from practicum.commands import ending
+
+def command(prog_name):
+    {left}
+    sys.exit(3)
+
+ending.LEFT_S, cli.app = 1.0, command
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("left", "named"),
+    [
+        ("ThreadPoolExecutor(1).submit(time.sleep, 1000)", "thread ThreadPoolExecutor-0_0"),
+        ("threading.Thread(target=time.sleep, args=(1000,), name='mine').start()", "thread mine"),
+        ("multiprocessing.Process(target=time.sleep, args=(1000,), name='own').start()", "(own)"),
+    ],
+)
+def test_what_users_code_left_running_does_not_keep_a_command_alive(tmp_path: Path, left: str, named: str):
+    (tmp_path / "stuck.py").write_text(STUCK.format(left=left))
+    command = [sys.executable, str(tmp_path / "stuck.py")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 3, done.stderr
+    assert "left something running, which ends with it:" in done.stderr
+    assert named in done.stderr

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from practicum.user_code import error_line, unawaited
+from practicum.user_code import error_line, unawaited, undo_dtype
 
 _ASYNC_AT_ONCE = 64
 _CLEANUP_S = 1.0
@@ -87,6 +87,8 @@ async def _await(
             return _late(timeout)
     finally:
         task.cancel()
+    if (changed := undo_dtype()) is not None:
+        return CallResult(failure=changed)
     if task.cancelled():
         return CallResult(failure="cancelled itself")
     if (error := task.exception()) is not None:
@@ -118,6 +120,8 @@ async def _call_in_thread(
                 outcome = CallResult(function(argument))
             except BaseException as error:  # SystemExit too: the waiting side must hear of it
                 outcome = raised(error)
+            if (changed := undo_dtype()) is not None:
+                outcome = CallResult(failure=changed)
             try:
                 loop.call_soon_threadsafe(arrivals.put_nowait, outcome)
             except RuntimeError:  # the loop was closed while the function ran: nobody waits any more

@@ -40,6 +40,7 @@ from practicum.trainer.folder_lock import hold_folder
 from practicum.trainer.interrupt import Interrupt, Stopped
 from practicum.trainer.planned_memory import planned_memory
 from practicum.trainer.preflight import check_without_models, known_traits
+from practicum.trainer.process_state import ProcessState
 from practicum.trainer.recipe_changes import Change, allowed_changes
 from practicum.trainer.run_folder import RunFolder, choose_folder, folder_of, require_possible
 from practicum.trainer.run_models import finish_export, resolve_models
@@ -48,7 +49,6 @@ from practicum.trainer.samples import StepSamples
 from practicum.trainer.saver import Saver, best_metric
 from practicum.trainer.step import StepRunner
 from practicum.trainer.versions import describe_start
-from practicum.trainer.working_folder import WorkingFolder
 from practicum.user_code import text_of
 
 LEDGER_WIDTH = 150
@@ -74,10 +74,10 @@ class Trainer:
         self.recipe, self.folder, self.view, self.on_step = recipe, folder, view, on_step
         self.plan = make_plan(recipe, known_traits(recipe.model))
         self.watch = Watch(recipe.checks, self._report)
-        self.working_folder = WorkingFolder(self._report)
+        self.process_state = ProcessState(self._report)
         view.stage("reading data and tokenizer")
         checked = check_without_models(recipe)
-        self.working_folder.return_to()
+        self.process_state.restore()
         left_out = checked.left_out
         needs_answer = tasks_needing_answer(recipe)
         stream = make_stream(recipe.tasks, recipe.seed, needs_answer=needs_answer, left_out=left_out)
@@ -205,7 +205,7 @@ class Trainer:
         self.view.stage("eval")
         began, step = time.perf_counter(), self.progress.step
         evaluation = evaluate(self.recipe, self.roles, self.eval_prompts, self.folder.log, step=step)
-        self.working_folder.return_to()
+        self.process_state.restore()
         if evaluation.scores:
             evaluation.scores["time/eval"] = time.perf_counter() - began
         return evaluation
@@ -243,7 +243,7 @@ class Trainer:
         """After an error: keep the last finished step, and say what there is to continue from."""
         lost = ""
         try:
-            self.working_folder.return_to()
+            self.process_state.restore()
             if (learnt := self.runner.learnt) is not None and learnt[0] > self.progress.step:
                 self._end_step(*learnt)
             self.saver.rescue()
@@ -295,11 +295,11 @@ class Trainer:
             self.on_step(row)
 
     def _stage(self, name: str) -> None:
-        self.working_folder.return_to()
+        self.process_state.restore()
         self.view.stage(name)
 
     def _note_rolled(self, sampled: SampledStep) -> None:
-        self.working_folder.return_to()
+        self.process_state.restore()
         for batch in sampled.rolled:
             self.failures.note(batch)
             self.samples.rolled_out(sampled.number, batch, self.roles.rollouts[sampled.copy].prompts)
