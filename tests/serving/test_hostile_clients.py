@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -145,6 +146,36 @@ def test_half_open_connections_leave_room_for_others(server: Served):
     assert {status for status, _ in last} <= {408, 503}
     assert all(sentence for _, sentence in last)
     assert honest(server)
+
+
+def test_clients_that_drip_and_come_back_keep_nobody_from_an_answer(server: Served):
+    over, came_back = threading.Event(), [0]
+    whole = header(f"Content-Length: {len(json.dumps(HONEST))}") + json.dumps(HONEST).encode()
+
+    def drip(begun: int) -> None:
+        """A byte now and then of the request, of which `begun` bytes are sent at once; for ever again."""
+        while not over.is_set():
+            with connect(server) as connection, suppress(OSError):
+                connection.sendall(whole[:begun])
+                for byte in whole[begun:-1]:
+                    if over.wait(0.05):
+                        return
+                    connection.sendall(bytes([byte]))
+            came_back[0] += 1
+
+    slow = [threading.Thread(target=drip, args=(n % len(whole),)) for n in range(LIMITS.connections + 16)]
+    for thread in slow:
+        thread.start()
+    try:
+        answered = 0
+        while came_back[0] < 2 * len(slow):
+            assert honest(server)
+            answered += 1
+    finally:
+        over.set()
+        for thread in slow:
+            thread.join(PATIENCE_S)
+    assert answered > 5
 
 
 def test_who_does_not_read_the_answer_is_left(server: Served):
