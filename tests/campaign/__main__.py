@@ -11,16 +11,16 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain, pairwise, takewhile
 from pathlib import Path
-from typing import Any
 
 from tests.campaign.cluster import Cluster
 from tests.campaign.processes import MARK, Family, end_cleanly
 from tests.campaign.scenarios import SCENARIOS, Scenario, Victim, save_models
 from tests.campaign.server import Server
 from tests.campaign.strike import Folder, Outcome, Surroundings, as_row, disturb, draw
+from tests.campaign.table import stored
 from tests.cluster import ENV
 
 STRIKES = 4
@@ -50,7 +50,15 @@ def main() -> int:
     family = Family(mark)
     server = Server(work / "models" / "small", work / "server.txt")
     outcomes: list[Outcome] = []
+    before = stored(options.result) if options.result and options.result.exists() else []
     began = time.monotonic()
+
+    def write() -> None:
+        if options.result is not None:
+            seconds, rows = round(time.monotonic() - began), [as_row(outcome) for outcome in outcomes]
+            campaign = {"seed": options.seed, "seconds": seconds, "kills": rows}
+            options.result.write_text(json.dumps([*before, campaign], indent=1, ensure_ascii=False) + "\n")
+
     try:
         save_models(work / "models")
         _import_all()
@@ -58,7 +66,7 @@ def main() -> int:
             work / "models", server, Cluster(work / "r", family, CPUS), family, options.slow
         )
         references = References(work, around, options.references)
-        for number, (scenario, victims) in enumerate(_episodes(rng, options.only, options.signals)):
+        for number, (scenario, victims) in enumerate(_episodes(rng, options)):
             reference, stages = references.of(scenario)
             if _is_over(options, outcomes, began):
                 break
@@ -69,8 +77,8 @@ def main() -> int:
             for outcome in disturb(folder, reference, chain([first], rest), stages, new):
                 _show(outcome)
                 outcomes.append(outcome)
-                _write(options.result, options.seed, outcomes, time.monotonic() - began)
-            _write(options.result, options.seed, outcomes, time.monotonic() - began)
+                write()
+            write()
             if not any(outcome.problems for outcome in new):
                 shutil.rmtree(folder.folder)
     finally:
@@ -100,25 +108,29 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=0, help="how many kills, in place of minutes")
     parser.add_argument("--slow", type=float, default=1.0, help="factor of deadlines, for a busy machine")
     parser.add_argument("--only", default="", help="scenarios whose name has this pattern")
+    parser.add_argument("--victims", default="", help="kinds of processes whose name has this pattern")
     parser.add_argument("--references", type=Path, default=None, help="a folder to keep undisturbed runs in")
     parser.add_argument("--signals", nargs="+", choices=["KILL", "STOP"], default=["KILL", "STOP"])
-    parser.add_argument("--result", type=Path, default=None, help="a JSON file for the outcomes")
+    parser.add_argument("--result", type=Path, default=None, help="a JSON file that outcomes are added to")
     return parser.parse_args()
 
 
 def _episodes(
-    rng: random.Random, only: str, signals: Sequence[str]
+    rng: random.Random, options: argparse.Namespace
 ) -> Iterator[tuple[Scenario, list[tuple[Victim, str]]]]:
     """Without end: runs with their victims, so that all kinds are met before one is met again."""
-    scenarios = [s for s in SCENARIOS.values() if re.search(only, s.name) and s.is_there]
+    scenarios = [s for s in SCENARIOS.values() if re.search(options.only, s.name) and s.is_there]
     for missing in (s for s in SCENARIOS.values() if not s.is_there):
         print(f"left out: {missing.name}, there is no {missing.python}")
     while True:
         episodes = []
         for scenario in scenarios:
-            cells = [(victim, name) for victim in scenario.victims for name in signals]
+            victims = [victim for victim in scenario.victims if re.search(options.victims, victim.kind)]
+            cells = [(victim, name) for victim in victims for name in options.signals]
             rng.shuffle(cells)
             episodes += [(scenario, cells[i : i + STRIKES]) for i in range(0, len(cells), STRIKES)]
+        if not episodes:
+            raise SystemExit("no scenario has such a victim")
         rng.shuffle(episodes)
         yield from episodes
 
@@ -176,16 +188,6 @@ def _show(outcome: Outcome) -> None:
     for problem in outcome.problems:
         print(f"  FAILED: {problem}")
     sys.stdout.flush()
-
-
-def _write(path: Path | None, seed: int, outcomes: list[Outcome], seconds: float) -> None:
-    if path is not None:
-        content: dict[str, Any] = {
-            "seed": seed,
-            "seconds": round(seconds),
-            "kills": [as_row(o) for o in outcomes],
-        }
-        path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -45,8 +45,10 @@ VLLM = Victim("vLLM's process", r"vLLM", child="vLLM")
 
 RANK = _ray("learner rank", "TrainWorker", r"rank \d of \d of the learner")
 REPLICA = _ray("engine replica", "RolloutWorker", r"rollout \d", survives=True)
-REWARD_WORKER = _ray("reward worker", "RewardWorker", r"reward", survives=True)
-TEACHER_WORKER = _ray("own teacher or client", "TeacherWorker", r"teacher", survives=True)
+REWARD_WORKER = _ray("reward worker", "RewardWorker", r"reward \d", survives=True)
+TEACHER_WORKER = _ray("own teacher or client", "TeacherWorker", r"teacher (small|served)|teachers\.\w", True)
+CLIENT = _ray("client of a served teacher", "TeacherWorker", r"teacher served|teachers\.served", True)
+COPY_WORKER = _ray("own teacher", "TeacherWorker", r"teacher self|teachers\.self", survives=True)
 REWARD_MODEL_WORKER = _ray("reward model", "RewardModelWorker", r"reward model judge", survives=True)
 INDEX = _ray("store index", "StoreIndex", r"the store's index")
 KEEPER = _ray("store keeper", "PackCopier", r"store|copied", survives=True)
@@ -89,9 +91,10 @@ class Scenario:
 
 
 def _slower(recipe: Any, factor: float) -> Any:
+    """Starts do not become quicker: processes have much to import."""
     if isinstance(recipe, dict):
-        late = ("deadline_s", "start_s", "stage_s", "store_s")
-        return {k: v * factor if k in late else _slower(v, factor) for k, v in recipe.items()}
+        late = dict.fromkeys(("deadline_s", "stage_s", "store_s"), factor) | {"start_s": max(1.0, factor)}
+        return {k: v * late[k] if k in late else _slower(v, factor) for k, v in recipe.items()}
     return recipe
 
 
@@ -149,6 +152,11 @@ def _local_teachers(models: Path, server: str) -> dict[str, Any]:
     return _recipe(reward=_judge(models), **learnt, **_teachers(models, server))
 
 
+def _local_plain(models: Path, server: str) -> dict[str, Any]:
+    """The fewest processes."""
+    return _recipe()
+
+
 def _local_agent(models: Path, server: str) -> dict[str, Any]:
     return _recipe(reward={"functions": [{"use": "tests.campaign.parts:coarse"}]}, **_agent())
 
@@ -162,6 +170,13 @@ def _ray_teachers(models: Path, server: str) -> dict[str, Any]:
 def _ray_plain(models: Path, server: str) -> dict[str, Any]:
     """The fewest processes: a start takes a third of the time of the others."""
     return _recipe(**_cluster(1, 6))
+
+
+def _ray_few(models: Path, server: str) -> dict[str, Any]:
+    """Agents with a tool, a served teacher and a reward model; one process of each kind."""
+    served = _teachers(models, server)["teachers"]["served"]
+    sections = _agent() | {"teachers": {"served": served}, "distill": {"top_k": 4}}
+    return _recipe(reward=_judge(models), **sections, **_cluster(1, 8))
 
 
 def _ray_agent(models: Path, server: str) -> dict[str, Any]:
@@ -178,7 +193,7 @@ def _ahead(lag: int, make: Callable[[Path, str], dict[str, Any]]) -> Callable[[P
     def made(models: Path, server: str) -> dict[str, Any]:
         found: dict[str, Any] = make(models, server) | {"async": {"lag": lag}}
         if "pools" in found:
-            found["pools"] = found["pools"] | {"rollout": {"devices": 2}}
+            found["pools"] = found["pools"] | {"rollout": {"devices": found["rollout"].get("replicas", 1)}}
         return found
 
     return made
@@ -206,6 +221,7 @@ SCENARIOS: Mapping[str, Scenario] = {
             (CONTROLLER, OWN_TEACHER, SERVER, OWN_REWARD_MODEL),
         ),
         Scenario("local: agents, tool, refills", _local_agent, (CONTROLLER, TOOL)),
+        Scenario("local: one turn, lag 2", _ahead(2, _local_plain), (CONTROLLER, ENGINE)),
         Scenario("local: agents, tool, refills, lag 2", _ahead(2, _local_agent), (CONTROLLER, TOOL, ENGINE)),
         Scenario(
             "local: 3 teachers, reward model, critic, lag 1",
@@ -238,9 +254,19 @@ SCENARIOS: Mapping[str, Scenario] = {
             (CONTROLLER, RANK, REPLICA, REWARD_WORKER, INDEX, KEEPER),
         ),
         Scenario(
+            "ray: one of each, lag 1",
+            _ahead(1, _ray_plain),
+            (CONTROLLER, RANK, REPLICA, REWARD_WORKER, INDEX),
+        ),
+        Scenario(
+            "ray: agents, tool, served teacher, reward model",
+            _ray_few,
+            (TOOL, SERVER, CLIENT, REWARD_MODEL_WORKER, KEEPER),
+        ),
+        Scenario(
             "ray: agents, tool, refills, copy as teacher",
             _ray_agent,
-            (CONTROLLER, RANK, REPLICA, REWARD_WORKER, TEACHER_WORKER, INDEX, TOOL),
+            (CONTROLLER, RANK, REPLICA, REWARD_WORKER, COPY_WORKER, INDEX, TOOL),
         ),
         Scenario(
             "ray: TransferQueue, 2 ranks, critic",

@@ -79,6 +79,7 @@ class Folder:
         self.server, self.family, self.cluster = around.server, around.family, around.cluster
         address = around.cluster.address() if joins else None
         self.recipe = scenario.write(folder, around.models, around.server.url, address, around.slow)
+        self._is_served = around.server.url in self.recipe.read_text()
         self.out = folder / "run"
         self._starts = 0
         self._struck = 0.0
@@ -86,7 +87,8 @@ class Folder:
 
     def start(self) -> Run:
         """Start the run, or continue it if it has a checkpoint."""
-        self.server.ensure()
+        if self._is_served:
+            self.server.ensure()
         self._starts += 1
         again = "--resume" if list(self.out.glob("checkpoints/step-*")) else "--fresh"
         options = ["--out", str(self.out), *([again] if self.out.exists() else [])]
@@ -206,13 +208,20 @@ class Folder:
         outcome.sentence = tail(printed)
         if run.code != 2 or "Traceback" in printed:
             outcome.problems.append(f"exit code {run.code}, no sentence for the user: {tail(printed)}")
-        elif not victim.names or not re.search(victim.names, printed):
+        elif not victim.names or not re.search(victim.names, last_words(printed)):
             outcome.problems.append(f"the sentence does not name it: {tail(printed)}")
         elif victim.survives and strike.signal == "KILL":
             outcome.problems.append(f"did not continue: {tail(printed)}")
 
     def compare(self, reference: Path, *, finished: bool) -> list[str]:
         return compare(reference, self.out, exact=self.scenario.exact, finished=finished)
+
+
+def last_words(printed: str) -> str:
+    """What a run said after its last line of progress, which has words like "rollout 149 tokens/s" too."""
+    lines = printed.splitlines()
+    progress = [number for number, line in enumerate(lines) if " · step " in line]
+    return "\n".join(lines[progress[-1] + 1 if progress else 0 :])
 
 
 def tail(printed: str) -> str:

@@ -18,9 +18,13 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 def kills() -> list[dict[str, Any]]:
     """All kills of the stored campaigns; those that found no such process are no kills."""
-    files = sorted(RESULTS.glob("kills*.json"))
-    rows = [row for file in files for row in json.loads(file.read_text())["kills"]]
-    return [row for row in rows if row["end"] != "missed"]
+    campaigns = [campaign for file in sorted(RESULTS.glob("kills*.json")) for campaign in stored(file)]
+    return [row for campaign in campaigns for row in campaign["kills"] if row["end"] != "missed"]
+
+
+def stored(file: Path) -> list[dict[str, Any]]:
+    """The campaigns of a file of results, each with its seed, its seconds and its kills."""
+    return json.loads(file.read_text())
 
 
 def lag_table() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from tests.campaign.draw_recipes import draw_recipe, mutate
 from tests.campaign.fuzz import fuzz_files, fuzz_recipes
 from tests.campaign.judge import compare
 from tests.campaign.processes import MARK, Family
+from tests.campaign.scenarios import REPLICA
+from tests.campaign.strike import last_words
 
 
 def make_run(folder: Path, **changes: Any) -> Path:
@@ -47,6 +50,13 @@ def test_the_judge_sees_a_bit_a_lost_step_and_a_record_that_is_there_twice(tmp_p
     assert "has the steps [0, 1, 3]" in told
     assert "samples.jsonl has other records" in told
     assert "the exported weights differ" in told
+
+
+def test_progress_names_nobody():
+    printed = "it · step 2/10 · rollout 149 tokens/s\n\nrollout (train) was not done after 9 s\n"
+    assert "rollout (train)" in last_words(printed)
+    assert not re.search(REPLICA.names, last_words(printed))
+    assert re.search(REPLICA.names, last_words(f"{printed}: rollout 1 gave no sign of life"))
 
 
 def test_the_family_knows_processes_whose_parents_are_gone():
