@@ -30,7 +30,7 @@ from practicum.dataplane.transferqueue import tq_servers
 from practicum.dataplane.transferqueue.chunks import CHUNK_BYTES, Chunk, cut_into_chunks, read_chunk
 from practicum.dataplane.transferqueue.tq_client import ChunkMissing, client_of, close_client
 from practicum.dataplane.transferqueue.transferqueue_store import TransferQueueHandle, start_transferqueue
-from practicum.errors import RecipeError, StoreError
+from practicum.errors import DeadlineError, RecipeError, StoreError
 
 from ..cluster import local_ray
 from .bad_columns import uneven
@@ -108,9 +108,9 @@ def chunks_held(handle: TransferQueueHandle) -> int:
     return client_of(handle.servers, 30.0).call(count(), "count", 30.0)
 
 
-def kill(actor: Any) -> None:
+def kill(actor: Any, by: signal.Signals = signal.SIGKILL) -> None:
     """As the machine would: without a word to Ray."""
-    os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+    os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), by)
 
 
 @settings(max_examples=20)
@@ -248,3 +248,19 @@ def test_what_died_is_named_and_a_closed_store_leaves_the_others(store: Store) -
     dying.close()
     dying.close()
     assert same(store.get(batch, ["prompt_ids"]), make_columns(batch, ["prompt_ids"]))
+
+
+@pytest.mark.parametrize("who", ["controller", "storage unit 1"])
+def test_what_hangs_is_named_at_the_deadline(ray_cluster: None, who: str) -> None:
+    batch, hung = make_batch(8), start_transferqueue(units=2)
+    store = hung.connect(8.0)
+    store.put(batch, make_columns(batch))
+    kill(hung.actors()[f"TransferQueue's {who}"], signal.SIGSTOP)
+
+    def put_often() -> None:
+        for _ in range(8):  # chunks go to the units in turn
+            store.put(batch, make_columns(batch))
+
+    with pytest.raises(DeadlineError, match=f"^the store waited 8 s .*; TransferQueue's {who} gave no sign"):
+        put_often()
+    hung.close()

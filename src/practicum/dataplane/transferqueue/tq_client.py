@@ -69,17 +69,17 @@ class TransferQueueClient:
             self._raise_if_dead(future)
         else:
             future.cancel()
-            raise DeadlineError(
-                f"the store waited {timeout_s:g} s for TransferQueue to {what}, and its processes are alive: "
-                "the cluster is overloaded, or runtime.store_s is too short"
-            )
+            well = "its processes answer: the cluster is overloaded, or runtime.store_s is too short"
+            why = self.servers.silence() or well
+            raise DeadlineError(f"the store waited {timeout_s:g} s for TransferQueue to {what}; {why}")
         try:
             return future.result()
         except (ChunkMissing, StoreError):
             raise
         except Exception as error:
             self._raise_if_dead(future)
-            raise StoreError(f"TransferQueue could not {what}: {error}") from error
+            why = self.servers.silence() or error
+            raise StoreError(f"TransferQueue could not {what}: {why}") from error
 
     def put(self, names: Sequence[str], chunks: Ragged, timeout_s: float) -> None:
         """Store these chunks; all or none."""

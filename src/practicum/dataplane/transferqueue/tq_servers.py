@@ -15,7 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -53,17 +53,32 @@ class Servers:
 
     def death(self) -> str | None:
         """Which process died, and what that means; None if all are alive as far as Ray knows."""
+        return self._look()[0]
+
+    def silence(self) -> str | None:
+        """Which processes do not answer, without being dead; None if all do."""
+        _, silent = self._look()
+        names = " and ".join(f"TransferQueue's {name}" for name in silent)
+        return f"{names} gave no sign of life for {_CHECK_S:g} s" if silent else None
+
+    def _look(self) -> tuple[str | None, list[str]]:
+        """The first death, in words, and who does not answer."""
         calls = {name: actor.get_zmq_server_info.remote() for name, actor in self.actors().items()}
         answered, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=_CHECK_S)
+        silent = [name for name, ref in calls.items() if ref not in answered]
+        death = None
         for name, ref in calls.items():
-            if ref not in answered:
+            if name in silent:
                 continue
             try:
                 ray.get(ref)
+            except ActorUnavailableError:  # Ray can't connect to it: it hangs, or its node is cut off
+                silent.append(name)
             except RayActorError:
                 lost = "its rows are lost" if name != "controller" else "rows can't be located any more"
-                return f"TransferQueue's {name} died; {lost}: resume the run from its last checkpoint"
-        return None
+                after = f"{lost}: resume the run from its last checkpoint"
+                death = death or f"TransferQueue's {name} died; {after}"
+        return death, silent
 
     def close(self) -> None:
         """End all of them."""

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray import ObjectRef
 from ray.exceptions import (
+    ActorUnavailableError,
     GetTimeoutError,
     NodeDiedError,
     OutOfMemoryError,
@@ -130,5 +131,7 @@ def _named(error: RayError, who: str, ref: ObjectRef[Any]) -> BaseException:
 
 def _reason(error: BaseException) -> str:
     """The line of Ray's message that says why: the last one, without its list of common causes."""
+    if isinstance(error, ActorUnavailableError):  # whoever restarts it ends it first
+        return "it takes no connections: it hangs, or its machine is cut off"
     lines = _COLOUR.sub("", str(error)).strip().splitlines() or [type(error).__name__]
     return lines[-1].split(" Some common causes")[0]
