@@ -9,16 +9,10 @@ from typing import Any, NamedTuple
 from practicum.errors import DataError, RecipeError, RecipeErrors
 from practicum.recipe.own_parts import find_part, guarded
 from practicum.tasks.draws import Draws
-from practicum.tasks.kinds.add import ADD
 from practicum.tasks.kinds.colour import COLOUR
-from practicum.tasks.kinds.compare import COMPARE
-from practicum.tasks.kinds.copy import COPY
-from practicum.tasks.kinds.count import COUNT
-from practicum.tasks.kinds.countdown import COUNTDOWN
 from practicum.tasks.kinds.dots import DOTS
-from practicum.tasks.kinds.reverse import REVERSE
-from practicum.tasks.kinds.rotate import ROTATE
-from practicum.tasks.kinds.sort import SORT
+from practicum.tasks.kinds.letters import COPY, COUNT, REVERSE, ROTATE
+from practicum.tasks.kinds.numbers import ADD, COMPARE, COUNTDOWN, SORT
 from practicum.tasks.kinds.total import TOTAL
 from practicum.tasks.procedural import BuiltinTask, Example, Procedural, Settings
 from practicum.user_code import lone_surrogate, repr_of
