@@ -69,31 +69,42 @@ class TensorBoard:
         self._writer.close()
 
 
-class WandB:
-    """A run of a Weights & Biases project; a resumed run continues it, by the id in its folder."""
+class _Hosted:
+    """A run of a project of wandb or trackio, whose interface is wandb's; a resumed run continues it, by the
+    id in its folder. `module` is one of the two."""
 
-    def __init__(self, project: str, recipe: Recipe, folder: Path) -> None:
-        self._wandb: Any = importlib.import_module("wandb")
-        self._run = self._wandb.init(
-            project=project,
-            name=recipe.name,
-            id=lasting_id(folder / "wandb.id"),
-            dir=str(folder),
-            config=recipe.model_dump(mode="json"),
-            resume="allow",
-        )
+    def __init__(self, module: str, recipe: Recipe, **options: Any) -> None:
+        self._module: Any = importlib.import_module(module)
+        config = recipe.model_dump(mode="json")
+        self._run = self._module.init(config=config, resume="allow", **options)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
     def log_details(self, step: int, details: StepDetails) -> None:
-        logged = {n: self._wandb.Histogram(list(v)) for n, v in details.distributions.items()}
+        logged = {n: self._module.Histogram(list(v)) for n, v in details.distributions.items()}
         for name, answers in details.tables.items():
-            logged[name] = self._wandb.Table(columns=list(COLUMNS), data=table_rows(answers))
+            logged[name] = self._module.Table(columns=list(COLUMNS), data=table_rows(answers))
         self._run.log(logged, step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+class WandB(_Hosted):
+    """A run of a Weights & Biases project."""
+
+    def __init__(self, project: str, recipe: Recipe, folder: Path) -> None:
+        known_by = lasting_id(folder / "wandb.id")
+        super().__init__("wandb", recipe, project=project, name=recipe.name, id=known_by, dir=str(folder))
+
+
+class Trackio(_Hosted):
+    """A run of a trackio project on this machine, which knows it by its name."""
+
+    def __init__(self, project: str, recipe: Recipe, folder: Path) -> None:
+        name = f"{recipe.name}-{lasting_id(folder / 'trackio.id')[:8]}"
+        super().__init__("trackio", recipe, project=project, name=name, embed=False)
 
 
 class OwnTracker:
@@ -117,32 +128,6 @@ class OwnTracker:
 
     def close(self) -> None:
         guarded(self._tracker.close, self._what)()
-
-
-class Trackio:
-    """A run of a trackio project on this machine; a resumed run continues it, by the id in its folder."""
-
-    def __init__(self, project: str, recipe: Recipe, folder: Path) -> None:
-        self._trackio: Any = importlib.import_module("trackio")
-        self._run = self._trackio.init(
-            project=project,
-            name=f"{recipe.name}-{lasting_id(folder / 'trackio.id')[:8]}",
-            config=recipe.model_dump(mode="json"),
-            resume="allow",
-            embed=False,
-        )
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def log_details(self, step: int, details: StepDetails) -> None:
-        logged = {n: self._trackio.Histogram(list(v)) for n, v in details.distributions.items()}
-        for name, answers in details.tables.items():
-            logged[name] = self._trackio.Table(columns=list(COLUMNS), data=table_rows(answers))
-        self._run.log(logged, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 def table_rows(answers: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
