@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from practicum.engines.shared_memory import SharedBlock, SharedReader
 from practicum.engines.vllm.copy_recorder import CopyRecorder
 from practicum.engines.vllm.gpu_weights import choose_way
-from practicum.engines.vllm.weight_delivery import LayoutWriter, SharedBlock, SharedReader, SlotBucket
+from practicum.engines.vllm.weight_delivery import LayoutWriter, SlotBucket
 from practicum.engines.vllm.weight_layout import LearntParameter, WeightLayout, plan_layout
 from practicum.errors import EngineError
 

@@ -29,12 +29,13 @@ from practicum.engines.protocol import (
     Scores,
 )
 from practicum.engines.torch.torch_engine import TorchEngine
+from practicum.engines.vllm import weight_sender
 from practicum.engines.vllm.vllm_engine import VllmEngine
-from practicum.engines.vllm.weight_delivery import SharedBlock
 from practicum.errors import EngineError
 from practicum.learning.logprobs import LogprobScorer
 from practicum.learning.packed_model import PackedModel
 from practicum.models.images import Images
+from practicum.models.offloaded_weights import in_buckets
 from practicum.recipe.schema.recipe import Train
 from tests.engines.engines import Request, prompts, sampling
 from tests.vllm.models import KV_BYTES, make_tiny, save_model, setup_of
@@ -379,10 +380,8 @@ def test_a_request_that_is_cancelled_leaves_the_engine_to_others(qwen: Pair):
 
 def split(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, most: int = 20_000) -> None:
     """Weights go in many buckets from here on."""
-    monkeypatch.setattr(SharedBlock.buckets, "__defaults__", (most,))
-    block = SharedBlock()
-    assert sum(1 for _ in block.buckets(model.named_parameters())) > 5
-    block.close()
+    monkeypatch.setattr(weight_sender, "BUCKET_BYTES", most)
+    assert sum(1 for _ in in_buckets(model.named_parameters(), most)) > 5
 
 
 def test_new_weights_of_a_tied_model_are_used_at_once(qwen: Pair, monkeypatch: pytest.MonkeyPatch):

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
-from safetensors.torch import load, load_file, save, save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -18,7 +18,6 @@ from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import TeacherError
 from practicum.models.adapter_rows import put_adapters
 from practicum.models.attention import OutputHead
-from practicum.models.images import Images
 from practicum.models.load_model import context_length, load_model
 from practicum.models.lora import copy_on_base, has_adapter
 from practicum.models.saved_adapter import SavedAdapter
@@ -79,9 +78,7 @@ class OwnTeacher(ModelProcesses):
 
     def head(self) -> OutputHead:
         """A copy of the output head as it is now: to be asked for again after `load_weights`."""
-        data, scalings = self.ask_first("head", "giving its output head")
-        tensors = load(data)
-        return OutputHead(tensors["weight"], tensors.get("bias"), scalings)
+        return self.ask_first("head", "giving its output head")
 
     def take(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Replace the weights by these in every process."""
@@ -102,19 +99,11 @@ class OwnTeacher(ModelProcesses):
         context = self.facts().context
         if context is not None and len(row.ids) > context:
             raise TeacherError(too_long(self.name, row, context))
-        pictures = None if row.images is None else save(row.images.as_inputs())
-        request = replace(row, ids=list(row.ids), images=None)
-        data, version = await self.ask("score", (request, options, pictures), row.name, len(row.ids))
-        tensors = load(data)
-        top = tensors.get("topk_ids"), tensors.get("topk_logprobs")
-        return Scores(tensors["logprobs"], *top, version, tensors.get("hidden"))
+        return await self.ask("score", (row, options), row.name, len(row.ids))
 
 
 class _ServedTeacher:
-    """The child's side of OwnTeacher: scores, its output head, other weights.
-
-    Tensors travel as safetensors bytes: pickled ones would bring all of the memory that they are views of.
-    """
+    """The child's side of OwnTeacher: scores, its output head, other weights."""
 
     WORK: ClassVar[frozenset[str]] = frozenset({"score"})
 
@@ -125,23 +114,12 @@ class _ServedTeacher:
     async def answer(self, request: ChildRequest) -> Any:
         """The answer to one of the requests that OwnTeacher sends."""
         if request.what == "score":
-            return await self._score(*request.args)
+            row, options = request.args
+            return await self._engine.score(replace(row, adapter=self._adapter), options)
         if request.what == "load":
             path, version = request.args
             return self._engine.load_weights(load_file(path).items(), version)
-        head = OutputHead.of(self._model)
-        return _packed(weight=head.weight, bias=head.bias), head.scalings
-
-    async def _score(
-        self, request: ScoreRequest, options: ScoreOptions, pictures: bytes | None
-    ) -> tuple[bytes, int]:
-        images = None if pictures is None else Images.from_inputs(load(pictures))
-        request = replace(request, images=images, adapter=self._adapter)
-        scores = await self._engine.score(request, options)
-        tensors = {
-            name: getattr(scores, name) for name in ("logprobs", "topk_ids", "topk_logprobs", "hidden")
-        }
-        return _packed(**tensors), scores.version
+        return OutputHead.of(self._model)
 
 
 def _load_served(teacher: Teacher, source: Model, seed: int, path: str) -> tuple[Served, int | None]:
@@ -154,10 +132,6 @@ def _load_served(teacher: Teacher, source: Model, seed: int, path: str) -> tuple
     context = score_context(teacher, model)
     engine = scoring_engine(model, teacher.batch_tokens, context, owns_weights=True)
     return _ServedTeacher(engine, model, adapter), context
-
-
-def _packed(**tensors: Tensor | None) -> bytes:
-    return save({name: x.cpu().contiguous() for name, x in tensors.items() if x is not None})
 
 
 def scoring_engine(

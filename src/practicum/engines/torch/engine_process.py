@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from practicum.engines.protocol import (
@@ -24,21 +24,11 @@ from practicum.engines.protocol import (
     ScoreRequest,
     Scores,
 )
+from practicum.engines.shared_memory import SharedBlock
 from practicum.engines.torch import served_engines
-from practicum.engines.torch.served_engines import (
-    Array,
-    EngineFacts,
-    EngineSetup,
-    SentGeneration,
-    SentPrompt,
-    SentScores,
-    as_array,
-    as_tensor,
-)
-from practicum.engines.torch.shared_weights import share_weights
+from practicum.engines.torch.served_engines import EngineFacts, EngineSetup
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import EngineError
-from practicum.models.images import Images
 from practicum.processes.child_process import ChildProcess, end_processes
 
 WHO = "the torch engine"
@@ -153,39 +143,18 @@ class ProcessEngine:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample one answer, the same bits as an engine in this process."""
-        counter, images = request.counter, _pictures(request.images)
-        asked = SentPrompt(
-            list(request.prompt_ids),
-            request.sampling,
-            counter,
-            images,
-            as_array(request.experts),
-            request.keep,
-        )
-        about = f"prompt {counter.prompt}/session {counter.session}"
-        made: SentGeneration = await self.process.ask("generate", (self._copy, asked), about)
-        return Generation(
-            tokens=torch.from_numpy(made.tokens),
-            logprobs=torch.from_numpy(made.logprobs),
-            plain_logprobs=torch.from_numpy(made.plain),
-            finish=made.finish,
-            version_min=made.version,
-            version_max=made.version,
-            experts=as_tensor(made.experts),
-        )
+        about = f"prompt {request.counter.prompt}/session {request.counter.session}"
+        return await self.process.ask("generate", (self._copy, request), about)
 
     async def score(self, request: ScoreRequest, options: ScoreOptions = LOGPROBS_ONLY) -> Scores:
         """Logprobs of ids[start:], each given all before it; their hidden states too, if asked."""
-        asked = ScoreRequest(list(request.ids), request.start, request.name, None, request.adapter)
-        args = self._copy, asked, _pictures(request.images), options
-        found: SentScores = await self.process.ask("score", args, request.name or "a sequence to score")
-        top = as_tensor(found.topk_ids), as_tensor(found.topk_logprobs)
-        return Scores(torch.from_numpy(found.logprobs), *top, found.version, as_tensor(found.hidden))
+        about = request.name or "a sequence to score"
+        return await self.process.ask("score", (self._copy, request, options), about)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take these weights; this returns when the process has copied them."""
-        with share_weights(weights) as shared:
-            self._call("load", shared, version)
+        with closing(SharedBlock()) as block:
+            self._call("load", block.fill([*weights]), version)
         self.version = version
 
     def sleep(self) -> Memory:
@@ -202,7 +171,7 @@ class ProcessEngine:
 
     def fingerprint(self) -> Tensor:
         """Logprobs of a fixed token sequence, to compare with the learner's."""
-        return torch.from_numpy(self._call("fingerprint"))
+        return self._call("fingerprint")
 
     def close(self) -> None:
         """Ends with the process, which `EngineProcess.close` does."""
@@ -218,7 +187,3 @@ _ABOUT = {
     "memory": "measuring its memory",
     "fingerprint": "its fingerprint",
 }
-
-
-def _pictures(images: Images | None) -> tuple[Array, Array] | None:
-    return None if images is None else (images.pixels.numpy(), images.grid.numpy())

@@ -9,7 +9,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,11 +26,10 @@ from practicum.engines.torch.sampler import stream_key
 from practicum.engines.vllm import vllm_process as host
 from practicum.engines.vllm.vllm_messages import (
     GenerateMessage,
-    GenerateReply,
     ScoreMessage,
-    ScoreReply,
     VllmFacts,
     VllmSetup,
+    scores_of,
 )
 from practicum.engines.vllm.weight_sender import Weights, WeightSender, await_reply
 from practicum.errors import EngineError
@@ -130,15 +128,7 @@ class VllmEngine:
             )
         seed, adapter = stream_key(request.counter) % 2**63, self._named(None)
         wish = GenerateMessage(list(prompt_ids), sampling, seed, adapter=adapter)
-        found: GenerateReply = await self._ask("generate", wish, "a generation")
-        return Generation(
-            _tensor(found.tokens, np.int64),
-            _tensor(found.logprobs, np.float32),
-            _tensor(found.plain, np.float32),
-            "stop" if found.finish == "stop" else "length",
-            found.version,
-            found.version,
-        )
+        return await self._ask("generate", wish, "a generation")
 
     async def score(self, request: ScoreRequest, options: ScoreOptions = LOGPROBS_ONLY) -> Scores:
         """Logprobs of ids[start:], each given all before it. vLLM gives no hidden states."""
@@ -147,8 +137,9 @@ class VllmEngine:
             raise EngineError("vLLM gives no hidden states: ask for top_k, or use the torch engine")
         question = self._question(request, options)
         if request.start == len(request.ids):
-            return _scores(ScoreReply(b"", b"", self.version), options.top_k)
-        return _scores(await self._ask("score", question, "a score"), options.top_k)
+            nothing = torch.empty(0, options.top_k + 1)
+            return scores_of(nothing.long(), nothing, self.version)
+        return await self._ask("score", question, "a score")
 
     def load_weights(self, weights: Weights, version: int) -> None:
         """Take these weights; what was computed with older ones is never used again."""
@@ -227,10 +218,10 @@ class VllmEngine:
         greedy, adapter = Sampling(1, frozenset(), greedy=True), self._named(None)
         wish = GenerateMessage(ids[:-1], greedy, 0, only=ids[-1], adapter=adapter)
         # First: a score of the sequence would leave a block of the new weights.
-        sampled: GenerateReply = await_reply(self._post(child, "generate", (wish,), "a fingerprint"))
+        sampled: Generation = await_reply(self._post(child, "generate", (wish,), "a fingerprint"))
         question = self._question(ScoreRequest(ids, 1), LOGPROBS_ONLY)
-        scored = _scores(await_reply(self._post(child, "score", (question,), "a fingerprint")), 0)
-        return torch.cat([scored.logprobs[:-1], _tensor(sampled.plain, np.float32)])
+        scored: Scores = await_reply(self._post(child, "score", (question,), "a fingerprint"))
+        return torch.cat([scored.logprobs[:-1], sampled.plain_logprobs])
 
     def close(self) -> None:
         """Stop; requests under way fail with an EngineError."""
@@ -310,14 +301,3 @@ def _refuse(images: Images | None, experts: Tensor | None) -> None:
         raise EngineError("pictures need the torch engine")
     if experts is not None:
         raise EngineError("experts that are to be taken again need the torch engine")
-
-
-def _scores(found: ScoreReply, top_k: int) -> Scores:
-    ids = _tensor(found.ids, np.int64).view(-1, top_k + 1)
-    logprobs = _tensor(found.logprobs, np.float32).view(-1, top_k + 1)
-    top = (ids[:, 1:], logprobs[:, 1:]) if top_k else (None, None)
-    return Scores(logprobs[:, 0].contiguous(), *top, found.version)
-
-
-def _tensor(data: bytes, dtype: Any) -> Tensor:
-    return torch.from_numpy(np.frombuffer(data, dtype).copy())

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from practicum.engines.protocol import Sampling
+from torch import Tensor
+
+from practicum.engines.protocol import Sampling, Scores
 
 CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines would all take the first core
@@ -142,16 +144,6 @@ class GenerateMessage(NamedTuple):
     """The name of the adapter that it is sampled with; None: the model alone."""
 
 
-class GenerateReply(NamedTuple):
-    """What was sampled: tokens, their logprobs as sampled and at temperature 1, and why it ended."""
-
-    tokens: bytes
-    logprobs: bytes
-    plain: bytes
-    finish: str
-    version: int
-
-
 class ScoreMessage(NamedTuple):
     """Tokens to be scored from `start` on; outputs from `vocab` on do not count."""
 
@@ -163,9 +155,7 @@ class ScoreMessage(NamedTuple):
     adapter: str | None = None
 
 
-class ScoreReply(NamedTuple):
-    """Logprobs [R, 1 + K] of the tokens and of the K most likely, with their ids, as bytes."""
-
-    ids: bytes
-    logprobs: bytes
-    version: int
+def scores_of(ids: Tensor, logprobs: Tensor, version: int) -> Scores:
+    """Scores by logprobs [R, 1 + K] of the tokens and of the K most likely, and their ids."""
+    top = (ids[:, 1:], logprobs[:, 1:]) if ids.shape[1] > 1 else (None, None)
+    return Scores(logprobs[:, 0].contiguous(), *top, version)

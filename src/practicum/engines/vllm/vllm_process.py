@@ -14,17 +14,21 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
-from practicum.engines.protocol import Sampling
+import numpy as np
+import torch
+from torch import Tensor
+
+from practicum.engines.protocol import Generation, Sampling, Scores
+from practicum.engines.shared_memory import MemoryBucket
 from practicum.engines.vllm.vllm_errors import explain
 from practicum.engines.vllm.vllm_messages import (
     GenerateMessage,
-    GenerateReply,
     ScoreMessage,
-    ScoreReply,
     VllmFacts,
     VllmSetup,
+    scores_of,
 )
-from practicum.engines.vllm.weight_delivery import SLOT_BYTES, MemoryBucket, SlotBucket
+from practicum.engines.vllm.weight_delivery import SLOT_BYTES, SlotBucket
 from practicum.engines.vllm.weight_layout import WeightLayout, plan_layout
 from practicum.errors import EngineError
 from practicum.processes.child_main import ChildRequest, serve
@@ -56,8 +60,6 @@ def main(pipe: Connection, setup: VllmSetup) -> None:
 
 def _start(setup: VllmSetup) -> tuple[VllmProcess, VllmFacts]:
     with explain(setup):
-        import torch
-
         torch.set_num_threads(setup.threads)
         logging.getLogger("vllm").setLevel(logging.CRITICAL)  # what matters comes as an error
         process = VllmProcess(setup)
@@ -225,22 +227,18 @@ class VllmProcess:
                 self._engine.abort_request([number])
                 del self._open[number]
 
-    def _result(self, one: _Open, output: Any) -> GenerateReply | ScoreReply:
-        import numpy as np
-
+    def _result(self, one: _Open, output: Any) -> Generation | Scores:
         named = one.asked.adapter
         version = self.version if named is None else self._adapters[named].version
         if isinstance(one.asked, ScoreMessage):
-            found, width = output.prompt_logprobs, one.asked.top_k + 1
-            ids = np.array(found.token_ids, np.int64).reshape(-1, width)[one.asked.start - 1 :]
-            logprobs = np.array(found.logprobs, np.float32).reshape(-1, width)[one.asked.start - 1 :]
-            return ScoreReply(ids.tobytes(), logprobs.tobytes(), version)
+            found, width, start = output.prompt_logprobs, one.asked.top_k + 1, one.asked.start - 1
+            ids = _tensor(found.token_ids, np.int64).view(-1, width)
+            logprobs = _tensor(found.logprobs, np.float32).view(-1, width)
+            return scores_of(ids[start:], logprobs[start:], version)
         answer = output.outputs[0]
-        logprobs = np.array(answer.logprobs.logprobs, np.float32).reshape(-1, 2)
-        tokens = np.array(answer.token_ids, np.int64)
+        sampled, plain = _tensor(answer.logprobs.logprobs, np.float32).view(-1, 2).unbind(1)
         finish = "stop" if answer.finish_reason == "stop" else "length"
-        sampled, plain = logprobs[:, 0], logprobs[:, 1]
-        return GenerateReply(tokens.tobytes(), sampled.tobytes(), plain.tobytes(), finish, version)
+        return Generation(_tensor(answer.token_ids, np.int64), sampled, plain, finish, version, version)
 
     def _workers(self, what: str, *args: Any) -> list[Any]:
         """Have all workers do something (`WorkerPart`), and give what each of them answers."""
@@ -330,6 +328,10 @@ class VllmProcess:
     def _forget(self) -> None:
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("vLLM did not forget the prompts that it computed with older weights")
+
+
+def _tensor(numbers: Any, dtype: Any) -> Tensor:
+    return torch.from_numpy(np.array(numbers, dtype))
 
 
 def _here(setup: VllmSetup) -> dict[str, Any]:

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 
 from practicum.devices import gpu_id
+from practicum.engines.shared_memory import MemoryBucket
 from practicum.engines.vllm.adapter_products import repair_products
 from practicum.engines.vllm.plain_logprobs import PlainLogprobSampler
 from practicum.engines.vllm.reload_weights import VllmSleep, reload_folder, weight_bytes
 from practicum.engines.vllm.vllm_messages import VllmSetup
-from practicum.engines.vllm.weight_delivery import MemoryBucket, SlotBucket
+from practicum.engines.vllm.weight_delivery import SlotBucket
 from practicum.engines.vllm.weight_layout import Arrival, LearntParameter
 from practicum.engines.vllm.weight_transfer import PracticumTransfer
 from practicum.processes.child_main import die_with_parent, message_of_error

@@ -1,53 +1,21 @@
-"""Weights on their way to a vLLM process: bucket by bucket through memory that all its processes map.
-
-The memory has no name in any folder, so a process that is killed leaves nothing behind. It is kept from one
-load to the next: pages of new memory cost more than what is written to them.
-"""
+"""Weights on their way to a vLLM process: bucket by bucket through memory that all its processes map."""
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from math import prod
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from practicum.engines.vllm.weight_layout import Piece, Region, WeightLayout, aligned
+from practicum.engines.shared_memory import MemoryPlace, SharedBlock
+from practicum.engines.vllm.weight_layout import Piece, Region, WeightLayout
 from practicum.errors import EngineError
-from practicum.models.offloaded_weights import in_buckets
 
 BUCKET_BYTES = 64 * 2**20
 SLOT_BYTES, SLOTS = 16 * 2**20, 4
 """Buckets by a layout are smaller, and some are written while others are read."""
 _NAMED = 3
-
-
-class MemoryPlace(NamedTuple):
-    """Shared memory; the path is good as long as the process that made it lives."""
-
-    path: str
-    size: int
-    inode: int
-
-
-class TensorEntry(NamedTuple):
-    """Where a tensor lies in a bucket."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-
-
-class MemoryBucket(NamedTuple):
-    """Weights by their names, for vLLM's own loaders."""
-
-    place: MemoryPlace
-    entries: list[TensorEntry]
 
 
 class SlotBucket(NamedTuple):
@@ -56,87 +24,6 @@ class SlotBucket(NamedTuple):
     place: MemoryPlace
     number: int
     offset: int
-
-
-class SharedBlock:
-    """Shared memory that is filled again and again; it grows to what is asked of it."""
-
-    def __init__(self) -> None:
-        self._file = os.memfd_create("practicum-weights")
-        self._memory: mmap.mmap | None = None
-        self._size = 0
-
-    @property
-    def place(self) -> MemoryPlace:
-        """For other processes."""
-        return MemoryPlace(f"/proc/{os.getpid()}/fd/{self._file}", self._size, os.fstat(self._file).st_ino)
-
-    def buckets(
-        self, weights: Iterable[tuple[str, Tensor]], most: int = BUCKET_BYTES
-    ) -> Iterator[MemoryBucket]:
-        """Fill the memory; each bucket must have been read before the next one is asked for."""
-        return map(self._fill, in_buckets(weights, most))
-
-    def reserve(self, size: int) -> None:
-        """Have at least so many bytes; what others have mapped stays theirs."""
-        if size > self._size:
-            os.ftruncate(self._file, size)
-            self._memory, self._size = mmap.mmap(self._file, size), size
-
-    def write(self, offset: int, dtype: str, target: Region, tensor: Tensor) -> None:
-        """Copy a tensor to a region of numbers of this type, which begin at an offset."""
-        assert self._memory is not None
-        if not target.numel:
-            return
-        extent = 1 + sum((n - 1) * step for n, step in zip(target.size, target.stride, strict=True))
-        whole = _view(self._memory, dtype, (target.start + extent,), offset)
-        target.of(whole).copy_(tensor.detach())
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self._memory = None
-        os.close(self._file)
-
-    def _fill(self, held: list[tuple[str, Tensor]]) -> MemoryBucket:
-        self.reserve(sum(aligned(tensor.nbytes) for _, tensor in held))
-        entries, at = [], 0
-        for name, tensor in held:
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            entries.append(TensorEntry(name, dtype, tuple(tensor.shape), at))
-            self.write(at, dtype, Region.whole(tensor.shape), tensor)
-            at += aligned(tensor.nbytes)
-        return MemoryBucket(self.place, entries)
-
-
-class SharedReader:
-    """The same memory in another process; it stays mapped."""
-
-    def __init__(self) -> None:
-        self._place: MemoryPlace | None = None
-        self._memory: mmap.mmap | None = None
-
-    def tensor(self, place: MemoryPlace, dtype: str, shape: tuple[int, ...], offset: int) -> Tensor:
-        """What is there now: the next bucket will be in its place."""
-        if place != self._place:
-            file = os.open(place.path, os.O_RDWR)
-            try:
-                self._memory, self._place = mmap.mmap(file, place.size), place
-            finally:
-                os.close(file)
-        assert self._memory is not None
-        return _view(self._memory, dtype, shape, offset)
-
-    def copies(self, bucket: MemoryBucket) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor of a bucket as a copy: vLLM keeps them until it has all of a layer."""
-        for entry in bucket.entries:
-            yield entry.name, self.tensor(bucket.place, entry.dtype, entry.shape, entry.offset).clone()
-
-
-def _view(memory: mmap.mmap, dtype: str, shape: tuple[int, ...], offset: int) -> Tensor:
-    kind, count = getattr(torch, dtype), prod(shape)
-    if not count:
-        return torch.empty(shape, dtype=kind)
-    return torch.frombuffer(memory, dtype=kind, count=count, offset=offset).view(shape)
 
 
 class LayoutWriter:
@@ -205,11 +92,18 @@ class LayoutWriter:
 
     def _write(self, piece: Piece, slot: int, part: Tensor) -> Iterator[tuple[int, SlotBucket]]:
         at = slot * self.slot_bytes
-        self._block.write(at + piece.offset, piece.dtype, piece.target, part)
+        _write(self._block, at + piece.offset, piece.dtype, piece.target, part)
         self._came[piece.layer] += piece.source.numel
         self._left[piece.bucket] -= 1
         if not self._left[piece.bucket]:
             yield slot, SlotBucket(self._block.place, piece.bucket, at)
+
+
+def _write(block: SharedBlock, offset: int, dtype: str, target: Region, tensor: Tensor) -> None:
+    """Copy a tensor to a region of numbers of this type, which begin at an offset."""
+    if target.numel:
+        extent = 1 + sum((n - 1) * step for n, step in zip(target.size, target.stride, strict=True))
+        target.of(block.view(dtype, (target.start + extent,), offset)).copy_(tensor.detach())
 
 
 def missing_weights(layers: list[str]) -> str:

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ALIGN = 64
-"""Bytes: where tensors may begin in shared memory."""
+from practicum.engines.shared_memory import aligned
 
 
 class Region(NamedTuple):
@@ -189,8 +188,3 @@ def _bucketed(units: Sequence[_Unit], most: int) -> Iterator[list[_Unit]]:
         held.append(unit)
     if held:
         yield held
-
-
-def aligned(size: int) -> int:
-    """Rounded up to where the next tensor may begin."""
-    return -(-size // ALIGN) * ALIGN

@@ -11,11 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from practicum.devices import gpu_id
+from practicum.engines.shared_memory import SharedBlock
 from practicum.engines.vllm.gpu_weights import GroupSender, choose_way, send_ipc
 from practicum.engines.vllm.vllm_messages import VllmFacts
-from practicum.engines.vllm.weight_delivery import LayoutWriter, SharedBlock, SlotBucket
+from practicum.engines.vllm.weight_delivery import BUCKET_BYTES, LayoutWriter, SlotBucket
 from practicum.engines.vllm.weight_layout import WeightLayout
 from practicum.errors import EngineError
+from practicum.models.offloaded_weights import in_buckets
 
 LOAD_S = 300.0
 """How long vLLM may take for a part of a load, and for any other call that is not sampling or scoring."""
@@ -88,8 +90,8 @@ class WeightSender:
 
     def _send_by_name(self, block: SharedBlock, weights: Weights) -> None:
         """For vLLM's own loaders."""
-        for bucket in block.buckets(weights):
-            self._ask("weights", ("memory", bucket), _BUCKET)
+        for some in in_buckets(weights, BUCKET_BYTES):
+            self._ask("weights", ("memory", block.fill(some)), _BUCKET)
 
     def _send_by_layout(self, block: SharedBlock, layout: WeightLayout, weights: Weights) -> None:
         """Write weights to where vLLM has them; it takes some while others are written."""
@@ -124,8 +126,8 @@ class WeightSender:
             return
         block = SharedBlock()  # the other one is in use
         try:
-            for bucket in block.buckets(weights):
-                self._ask("unused", (bucket,), _BUCKET)
+            for some in in_buckets(weights, BUCKET_BYTES):
+                self._ask("unused", (block.fill(some),), _BUCKET)
         finally:
             block.close()
 

@@ -8,14 +8,14 @@ later ones are where vLLM has them, and are packed or copied. Weights on a GPU c
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.config.weight_transfer import WeightTransferConfig  # pyright: ignore[reportMissingImports]
 from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
     WeightTransferEngine,
@@ -31,10 +31,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (  # pyright: ig
 )
 from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
+from practicum.engines.shared_memory import MemoryBucket, SharedReader
 from practicum.engines.vllm.copy_recorder import CopyRecorder
 from practicum.engines.vllm.reload_weights import LoaderLoad, process_attention, repack_head
 from practicum.engines.vllm.vllm_messages import TRANSFER
-from practicum.engines.vllm.weight_delivery import MemoryBucket, SharedReader, SlotBucket
+from practicum.engines.vllm.weight_delivery import SlotBucket
 from practicum.engines.vllm.weight_layout import Arrival, LearntParameter
 from practicum.errors import EngineError
 from practicum.models.offloaded_weights import return_memory
@@ -98,7 +99,7 @@ class PracticumTransfer(WeightTransferEngine[TransferInit, TransferUpdate]):
         if isinstance(given, SlotBucket):
             self._take_slot(given)
         elif isinstance(given, MemoryBucket):
-            self._loaders().take(self._reader.copies(given))
+            self._loaders().take(self._copies(given))
         else:
             other = self._other(update_info.way)
             other.model = _ThroughLoaders(self._loaders())
@@ -152,13 +153,17 @@ class PracticumTransfer(WeightTransferEngine[TransferInit, TransferUpdate]):
         }
         load = LoaderLoad(self.model, self.model_config, records=True)
         try:
-            load.take(self._reader.copies(bucket))
+            load.take(self._copies(bucket))
         finally:
             load.give_up()
         assert load.recorder is not None
         if any(held.get(key) not in filled for key in load.recorder.touched):
             names = ", ".join(entry.name for entry in bucket.entries)
             raise EngineError(f"weights came in addition to those of the first load: {names}")
+
+    def _copies(self, bucket: MemoryBucket) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor of a bucket as a copy: vLLM keeps them until it has all of a layer."""
+        return ((name, tensor.clone()) for name, tensor in self._reader.tensors(bucket))
 
     def _parameter(self, module: str, name: str) -> nn.Parameter:
         return self.model.get_submodule(module)._parameters[name]
