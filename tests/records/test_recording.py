@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from practicum.dataplane.ragged import Ragged
 from practicum.errors import PracticumError
 from practicum.recipe.load_recipe import load_recipe
-from practicum.records.numbers_text import tensor_text
+from practicum.records.numbers_text import column_texts
 from practicum.records.read_record import Record, RecordedRow
 from practicum.records.record_size import record_bytes, record_line
 from practicum.roles.stage_table import make_plan
@@ -175,7 +176,8 @@ def test_a_record_that_cannot_be_written_ends_the_run_with_a_sentence(one_step: 
 @given(st.lists(st.lists(FLOAT32, min_size=3, max_size=3), max_size=4))
 def test_floats_come_back_to_the_bit(values: list[list[float]]):
     tensor = torch.tensor(values).reshape(-1, 3)
-    rows = json.loads(tensor_text(tensor), parse_constant=pytest.fail)
+    texts = column_texts(Ragged.packed(tensor, [len(tensor)]), [0])
+    rows = json.loads(texts[0], parse_constant=pytest.fail)
     back = torch.tensor([[float("nan") if x is None else x for x in row] for row in rows]).reshape(-1, 3)
     assert torch.equal(back.nan_to_num(7.0).view(torch.int32), tensor.nan_to_num(7.0).view(torch.int32))
     assert torch.equal(back.isnan(), tensor.isnan())

@@ -14,6 +14,8 @@ import yaml
 from practicum.dataplane.fields import FIELDS
 from practicum.dataplane.keys import Key
 from practicum.errors import PracticumError
+from practicum.recipe.text.origins import differences
+from practicum.records.json_files import read_rows
 from practicum.records.read_record import Record, RecordedRow, RowSummary, require_run
 
 NOT_COMPARED = re.compile(
@@ -61,7 +63,7 @@ def compare_runs(one: Path, two: Path) -> Comparison:
     them, so that the first difference is the nearest to its cause. Times are not compared.
     """
     runs = one, two
-    recipe = dict(_recipe_differences(_recipe(one), _recipe(two)))
+    recipe = dict(differences(_recipe(one), _recipe(two)))
     records = Record(one), Record(two)
     metrics = _metrics(one), _metrics(two)
     notes = _notes(runs, records)
@@ -124,26 +126,9 @@ def _recipe(run: Path) -> dict[str, Any]:
     return recipe
 
 
-def _recipe_differences(one: Any, two: Any, path: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Whole keys with both values; a section that only one recipe has is one value."""
-    if isinstance(one, dict) and isinstance(two, dict):
-        for name in dict.fromkeys([*one, *two]):
-            yield from _recipe_differences(
-                one.get(name), two.get(name), f"{path}.{name}" if path else str(name)
-            )
-    elif one != two:
-        yield path, (one, two)
-
-
 def _metrics(run: Path) -> dict[int, dict[str, Any]]:
-    path, by_step = run / "metrics.jsonl", {}
-    for text in path.read_bytes().splitlines() if path.exists() else ():
-        try:
-            line = json.loads(text)
-            by_step[int(line["step"])] = line
-        except (ValueError, KeyError, TypeError):
-            continue  # the last line of a run that was killed, or is writing it
-    return by_step
+    # The last line of a run that was killed, or is writing it, is left out.
+    return {line["step"]: line for line in read_rows(run / "metrics.jsonl") if "step" in line}
 
 
 def _notes(runs: tuple[Path, Path], records: tuple[Record, Record]) -> list[str]:

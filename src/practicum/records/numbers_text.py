@@ -15,12 +15,6 @@ from practicum.dataplane.ragged import Column, Ragged
 _SPECIAL = {"nan": "null", "inf": "1e999", "-inf": "-1e999"}
 
 
-def tensor_text(values: Tensor) -> str:
-    """A tensor of any shape as nested lists; booleans are 0 and 1."""
-    texts = _texts(values, values.shape[1:])
-    return _list(texts) if values.dim() else texts[0]
-
-
 def column_texts(column: Column, places: Sequence[int]) -> list[str]:
     """The values of these rows of a column; its numbers become text all at once, which is quicker."""
     if isinstance(column, list):

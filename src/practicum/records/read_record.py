@@ -6,13 +6,15 @@ Heads are read once and followed as the files grow; columns are read when a row 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from practicum.dataplane.keys import Key
 from practicum.errors import PracticumError
+from practicum.records.json_files import LineFile, read_mapping
 from practicum.records.record_files import COLUMNS, FOLDER, FORMAT, ROWS, STAGES, record_files
 
 
@@ -111,26 +113,41 @@ class Record:
         self.refresh()
 
     def _clear(self) -> None:
-        self._tails: dict[Path, _Tail] = {}
+        self._files: dict[Path, LineFile] = {}
+        self._unknown: set[Path] = set()
         self._rows: dict[int, dict[Key, RowSummary]] = {}
         self._stages: dict[int, list[StageSpan]] = {}
         self.problems.clear()
 
     def refresh(self) -> bool:
         """Read what was added; whether there was anything. A resumed run may have cut its files back."""
-        if any(tail.was_cut() for tail in self._tails.values()):
+        if any(file.was_cut() for file in self._files.values()):
             self._clear()
         folder, news = self.run / FOLDER, False
         for kind, take in ((ROWS, self._take_rows), (STAGES, self._take_stage)):
             for path in record_files(folder, kind):
-                tail = self._tails.setdefault(path, _Tail(path, self.problems))
-                for line in tail.lines():
-                    try:
-                        take(path, line)
-                        news = True
-                    except (KeyError, TypeError, ValueError) as error:
-                        self.problems.append(f"{path}: a line that is not of this format ({error})")
+                if path not in self._files:
+                    self._files[path] = LineFile(path, partial(self._take, path, take))
+                file = self._files[path]
+                broken = file.broken
+                news |= file.refresh()
+                if file.broken > broken:
+                    self.problems.append(f"{path}: what was cut off or is not of this format is left out")
         return news
+
+    def _take(
+        self, path: Path, take: Callable[[Path, Any], None], line: dict[str, Any], at: int, _: int
+    ) -> None:
+        if at == 0 and line.get("format") != FORMAT:
+            self._unknown.add(path)
+            self.problems.append(
+                f"{path} is a record of format {line.get('format')}, this version of practicum reads {FORMAT}"
+            )
+        if at and path not in self._unknown:
+            try:
+                take(path, line)
+            except (KeyError, TypeError, ValueError) as error:
+                self.problems.append(f"{path}: a line that is not of this format ({error})")
 
     def steps(self) -> list[int]:
         """The steps of which there are rows or stages."""
@@ -204,59 +221,9 @@ class Record:
         self._stages.setdefault(span.step, []).append(span)
 
 
-class _Tail:
-    """The whole lines of a file, each given once; the last may still be under way."""
-
-    def __init__(self, path: Path, problems: list[str]) -> None:
-        self.path, self.problems = path, problems
-        self._at = 0
-        self._readable = True
-
-    def was_cut(self) -> bool:
-        """Whether the file is shorter now than what was read of it."""
-        return not self.path.exists() or self.path.stat().st_size < self._at
-
-    def lines(self) -> Iterator[dict[str, Any]]:
-        """Lines that are new since the last call; broken ones are left out."""
-        if not self._readable:
-            return
-        with self.path.open("rb") as file:
-            file.seek(self._at)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        is_first, self._at = self._at == 0, self._at + len(whole)
-        for number, text in enumerate(whole.split(b"\n")):
-            if not text:
-                continue
-            try:
-                line = json.loads(text)
-            except ValueError:
-                self.problems.append(f"{self.path}: a line that was cut off is left out")
-                continue
-            if is_first and number == 0:
-                if not self._is_known(line):
-                    return
-            else:
-                yield line
-
-    def _is_known(self, header: Any) -> bool:
-        found = header.get("format") if isinstance(header, dict) else None
-        if found != FORMAT:
-            self._readable = False
-            self.problems.append(
-                f"{self.path} is a record of format {found}, this version of practicum reads {FORMAT}"
-            )
-        return self._readable
-
-
 def require_run(run: Path) -> None:
     """A PracticumError if a folder is not that of a run."""
-    marker = run / "versions.json"
-    try:
-        versions = json.loads(marker.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        versions = None
-    if not isinstance(versions, dict) or "practicum" not in versions:
+    if "practicum" not in read_mapping(run / "versions.json"):
         what = "is no folder" if not run.is_dir() else "is not the folder of a run: it has no versions.json"
         raise PracticumError(f"{run} {what}.\n  → name the folder of a run, such as runs/NAME")
 

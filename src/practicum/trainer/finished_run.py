@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from practicum.recipe.schema.recipe import Recipe
+from practicum.records.json_files import read_rows
 from practicum.trainer.run_folder import RunFolder
 from practicum.trainer.run_models import model_folder
 
@@ -49,9 +49,7 @@ class Run:
     @property
     def samples(self) -> list[dict[str, Any]]:
         """The rows of samples.jsonl: answers as text, with their rewards."""
-        path = self.folder / "samples.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines]
+        return read_rows(self.folder / "samples.jsonl")
 
     def curve(self, name: str) -> tuple[list[int], list[float]]:
         """The steps that have a metric and its values, as plot functions take them."""

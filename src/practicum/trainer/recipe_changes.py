@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from typing import Any
 
 from practicum.errors import PracticumError
 from practicum.recipe.places import absolute_files
+from practicum.recipe.text.origins import differences
 
 MAY_CHANGE = (
     "train.steps",
@@ -81,16 +83,9 @@ def allowed_changes(old: dict[str, Any], new: dict[str, Any], *, change: bool = 
     return changes
 
 
-def changes_of(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[Change]:
+def changes_of(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
     """The values in which two resolved recipes differ."""
-    changes = []
-    for key in sorted(old.keys() | new.keys()):
-        path, a, b = f"{prefix}{key}", old.get(key), new.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            changes += changes_of(a, b, f"{path}.")
-        elif a != b:
-            changes.append(Change(path, a, b))
-    return changes
+    return [Change(key, a, b) for key, (a, b) in sorted(differences(old, new), key=itemgetter(0))]
 
 
 def _why_not(change: Change, new: dict[str, Any]) -> str | None:

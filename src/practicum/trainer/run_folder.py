@@ -20,6 +20,7 @@ from practicum.errors import PracticumError
 from practicum.recipe.derived import recorded_groups
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.text.show_recipe import resolved_yaml
+from practicum.records.json_files import read_mapping, read_versions
 from practicum.records.record_files import FOLDER, RecordPlace, record_files
 from practicum.trainer.versions import now, versions
 from practicum.user_code import writable
@@ -63,11 +64,7 @@ class RunFolder:
     @property
     def is_used(self) -> bool:
         """Whether a run has been here."""
-        try:
-            held = json.loads((self.path / _MARKER).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return False
-        return isinstance(held, dict) and "practicum" in held
+        return "practicum" in read_mapping(self.path / _MARKER)
 
     @property
     def has_checkpoint(self) -> bool:
@@ -96,17 +93,14 @@ class RunFolder:
 
     def note_start(self, start: Mapping[str, Any]) -> None:
         """Add a start of the run to versions.json: the first, or one that resumes it."""
-        self._write_versions([*self._starts(), start])
+        self._write_versions([*read_versions(self.path).get("starts", []), start])
         self._has_started = True
 
     def note_end(self, outcome: str, step: int) -> None:
         """How this start of the run ended, after which step; nothing if it never used the folder."""
         if self._has_started:
-            *before, last = self._starts()
+            *before, last = read_versions(self.path)["starts"]
             self._write_versions([*before, last | {"ended": now(), "outcome": outcome, "last_step": step}])
-
-    def _starts(self) -> list[dict[str, Any]]:
-        return json.loads((self.path / _MARKER).read_text(encoding="utf-8")).get("starts", [])
 
     def _write_versions(self, starts: Sequence[Mapping[str, Any]]) -> None:
         text = json.dumps({**versions(), "starts": starts}, indent=2, ensure_ascii=False)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Literal
 
+from practicum.records.json_files import look_up, mapping
 from practicum.view.metric_table import MetricTable
 
 LAST = 5
@@ -184,7 +185,7 @@ def teacher_shares(evidence: Evidence) -> Iterator[Advisory]:
 def growing_gap(evidence: Evidence) -> Iterator[Advisory]:
     """Engine and learner drift apart."""
     pair = _ends(evidence.metrics, "train/gap_mean")
-    limit = float(_get(evidence.recipe, "checks.logprob_gap_max", 0.05))
+    limit = float(look_up(evidence.recipe, "checks.logprob_gap_max") or 0.05)
     if pair is None or pair[1] < GAP_SHARE * limit or pair[1] < GAP_TIMES * pair[0]:
         return
     yield Advisory(
@@ -256,8 +257,7 @@ HINTS: tuple[Rule, ...] = (slow_stage,)
 def gradient_shares(metrics: MetricTable, recipe: Mapping[str, Any]) -> dict[str, tuple[float, float, int]]:
     """Each teacher's newest share of the gradient, its target, and the step that measured it."""
     found = {}
-    targets = _get(recipe, "route.shares", None)
-    targets = targets if isinstance(targets, Mapping) else {}
+    targets = mapping(look_up(recipe, "route.shares"))
     for name in metrics.names:
         parts = name.split("/")
         if parts[0] == "teacher" and parts[-1] == "gradient_share":
@@ -284,13 +284,6 @@ def _ends(metrics: MetricTable, name: str) -> tuple[float, float] | None:
     return fmean(values[:LAST]), fmean(values[-LAST:])
 
 
-def _get(recipe: Mapping[str, Any], path: str, default: Any) -> Any:
-    value: Any = recipe
-    for step in path.split("."):
-        value = value.get(step) if isinstance(value, Mapping) else None
-    return default if value is None else value
-
-
 def _distils(recipe: Mapping[str, Any]) -> bool:
     """A student that becomes as sure as its teachers is meant to."""
-    return bool(recipe.get("teachers")) or _get(recipe, "algorithm.loss", "") == "supervised"
+    return bool(recipe.get("teachers")) or look_up(recipe, "algorithm.loss") == "supervised"

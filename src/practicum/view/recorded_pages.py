@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from practicum.dataplane.fields import FIELDS
+from practicum.records.json_files import read_mapping
 from practicum.records.read_record import Record, RecordedRow, RowSummary, StageSpan
 from practicum.records.record_files import TRACED
 from practicum.view.token_texts import TokenTexts
@@ -80,7 +80,7 @@ def token_page(
 def step_page(record: Record | None, run: Path, step: int) -> dict[str, Any]:
     """A step: its stages as every process ran them, what ran of other steps meanwhile, and the plan."""
     spans = [] if record is None else [asdict(span) for span in stages_around(record, step)]
-    return {"step": step, "spans": spans, "plan": _plan(run)}
+    return {"step": step, "spans": spans, "plan": read_mapping(run / "plan.json") or None}
 
 
 def stages_around(record: Record, step: int) -> list[StageSpan]:
@@ -102,13 +102,6 @@ def stages_around(record: Record, step: int) -> list[StageSpan]:
 
 def _end(span: StageSpan) -> float:
     return span.began + span.seconds
-
-
-def _plan(run: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads((run / "plan.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 def _summary(row: RowSummary) -> dict[str, Any]:

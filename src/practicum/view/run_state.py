@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -24,20 +23,6 @@ class RunState:
 
     kind: Kind
     sentence: str
-
-
-def read_versions(folder: Path) -> dict[str, Any]:
-    """versions.json, or nothing if it is not there or not whole."""
-    try:
-        found = json.loads((folder / "versions.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(found, dict):
-        return {}
-    starts = found.get("starts")
-    return found | {
-        "starts": [one for one in starts if isinstance(one, dict)] if isinstance(starts, list) else []
-    }
 
 
 def run_state(folder: Path, versions: Mapping[str, Any]) -> RunState:

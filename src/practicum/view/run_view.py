@@ -13,13 +13,23 @@ from typing import Any
 
 import yaml
 
+from practicum.recipe.text.origins import leaves
+from practicum.records.json_files import (
+    LineFile,
+    find_rows,
+    last_rows,
+    look_up,
+    mapping,
+    read_mapping,
+    read_rows,
+    read_versions,
+)
 from practicum.records.read_record import Record
 from practicum.view.advisories import Evidence, advisories
 from practicum.view.expected_band import expected_band
-from practicum.view.line_files import LineFile, find_rows, last_rows
 from practicum.view.metric_table import POINTS, MetricTable, about_metric
 from practicum.view.recorded_pages import session_rows, step_page, token_page, trajectory_tree
-from practicum.view.run_state import read_versions, run_state, version_problem
+from practicum.view.run_state import run_state, version_problem
 from practicum.view.session_table import SessionTable, group_of
 from practicum.view.teacher_page import teacher_page, trained_in
 from practicum.view.token_texts import TokenTexts, tokenizer_file
@@ -100,7 +110,7 @@ class RunView:
             "state": asdict(state),
             "problems": self.problems(versions),
             "step": self.metrics.steps[-1] if self.metrics.steps else 0,
-            "steps": _get(recipe, "train.steps"),
+            "steps": look_up(recipe, "train.steps"),
             **self.speed(recipe),
             "checks": self.checks(recipe),
             "names": self.metrics.names,
@@ -110,7 +120,7 @@ class RunView:
             "teachers": self._named("teacher"),
             "expected": {"text": recipe.get("expected"), "band": None if band is None else asdict(band)},
             "advisories": [asdict(advisory) for advisory in self.advisories(recipe)],
-            "record": str(_get(recipe, "track.record") or ""),
+            "record": str(look_up(recipe, "track.record") or ""),
         }
 
     def recipe(self) -> dict[str, Any]:
@@ -144,18 +154,18 @@ class RunView:
         """Seconds of a step, and those that are left."""
         recent = self.metrics.column("time/step")[1][-RECENT:]
         each = fmean(recent) if recent else None
-        steps = _get(recipe, "train.steps")
+        steps = look_up(recipe, "train.steps")
         done = self.metrics.steps[-1] if self.metrics.steps else 0
         left = each * max(0, steps - done) if each is not None and isinstance(steps, int) else None
         return {"seconds_per_step": each, "seconds_left": left}
 
     def checks(self, recipe: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Each check with its level, how often it has fired in the newest step, and in all."""
-        levels = _mapping(recipe.get("checks"))
+        levels = mapping(recipe.get("checks"))
         named = {name: level for name, level in levels.items() if level in LEVELS}
         own = levels.get("own")
         for one in own if isinstance(own, list) else ():
-            named[str(_mapping(one).get("use")).rpartition(":")[2]] = str(_mapping(one).get("level"))
+            named[str(mapping(one).get("use")).rpartition(":")[2]] = str(mapping(one).get("level"))
         newest = self.metrics.at(self.metrics.steps[-1]) if self.metrics.steps else {}
         return [
             {
@@ -287,7 +297,7 @@ class RunView:
         return self._token_texts
 
     def _why_no_tokens(self) -> str:
-        kept = _get(self.recipe(), "track.record")
+        kept = look_up(self.recipe(), "track.record")
         if kept in (0, "none"):
             return "This run records no rows: track.record is none. A number of groups, or all, keeps them."
         return (
@@ -312,12 +322,10 @@ class RunView:
 
     def recipe_page(self) -> dict[str, Any]:
         """Every value of the recipe with its origin, changes of resumed runs, and versions."""
-        changes = self.path / "changes.jsonl"
-        lines = changes.read_text(encoding="utf-8").splitlines() if changes.exists() else []
         return {
-            "leaves": [[path, _shown(value)] for path, value in _leaves(self.recipe())],
-            "origins": _read_json(self.path / "origins.json"),
-            "changes": [row for line in lines if (row := _parsed(line)) is not None],
+            "leaves": [[path, _shown(value)] for path, value in leaves(self.recipe())],
+            "origins": read_mapping(self.path / "origins.json"),
+            "changes": read_rows(self.path / "changes.jsonl"),
             "versions": read_versions(self.path),
         }
 
@@ -353,48 +361,12 @@ def _size_and_time(path: Path) -> tuple[int, int] | None:
     return status.st_size, status.st_mtime_ns
 
 
-def _get(recipe: Mapping[str, Any], path: str) -> Any:
-    value: Any = recipe
-    for step in path.split("."):
-        value = value.get(step) if isinstance(value, Mapping) else None
-    return value
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
 def _finite(value: float) -> float | None:
     return value if abs(value) != float("inf") and value == value else None
 
 
 def _shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _leaves(value: Any, path: str = "") -> list[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        return [
-            leaf
-            for key, inner in value.items()
-            for leaf in _leaves(inner, f"{path}.{key}" if path else str(key))
-        ]
-    return [(path, value)]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _parsed(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
 
 
 def _log_line(line: str) -> dict[str, str]:

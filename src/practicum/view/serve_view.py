@@ -17,7 +17,7 @@ from pathlib import Path
 import uvicorn
 
 from practicum.errors import PracticumError
-from practicum.view.run_state import read_versions
+from practicum.records.json_files import read_mapping
 from practicum.view.run_view import RunView
 from practicum.view.web_app import make_app
 
@@ -91,7 +91,7 @@ def _runs_below(folder: Path, depth: int = _DEPTH) -> list[Path]:
 
 def is_run(folder: Path) -> bool:
     """Whether a run has been in a folder."""
-    return "practicum" in read_versions(folder)
+    return "practicum" in read_mapping(folder / "versions.json")
 
 
 def listen(port: int | None) -> socket.socket:

@@ -125,3 +125,12 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(inner, f"{path}.{key}" if path else str(key))
     else:
         yield path, value
+
+
+def differences(one: Any, two: Any, path: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Dotted paths at which two recipes differ, with both values; a section that one has alone is a value."""
+    if isinstance(one, dict) and isinstance(two, dict):
+        for name in dict.fromkeys([*one, *two]):
+            yield from differences(one.get(name), two.get(name), f"{path}.{name}" if path else str(name))
+    elif one != two:
+        yield path, (one, two)

@@ -1,4 +1,4 @@
-"""Append-only files of a run as they grow: each call reads on from where the last one ended."""
+"""JSON files of a run, while it may be writing them: whole ones, and files of lines as they grow."""
 
 from __future__ import annotations
 
@@ -15,6 +15,48 @@ CHUNK, TAIL = 1 << 24, 1 << 20
 """Bytes that are read at once, and of a file's end."""
 
 
+def read_mapping(path: Path) -> dict[str, Any]:
+    """What a file holds; nothing if it is not there, not whole or no mapping."""
+    try:
+        return _mapping(path.read_bytes()) or {}
+    except OSError:
+        return {}
+
+
+def read_versions(run: Path) -> dict[str, Any]:
+    """versions.json of a run, with its starts; nothing if it is not there or not whole."""
+    versions = read_mapping(run / "versions.json")
+    starts = versions.get("starts")
+    whole = [one for one in starts if isinstance(one, dict)] if isinstance(starts, list) else []
+    return versions | {"starts": whole} if versions else {}
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file so far."""
+    lines = path.read_bytes().split(b"\n") if path.is_file() else []
+    return [row for line in lines if (row := _mapping(line)) is not None]
+
+
+def _mapping(text: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """The value if it is a mapping; else nothing."""
+    return value if isinstance(value, dict) else {}
+
+
+def look_up(data: Any, path: str) -> Any:
+    """What plain data has at a path such as train.steps; None if there is nothing."""
+    for name in path.split("."):
+        data = mapping(data).get(name)
+    return data
+
+
 class LineFile:
     """JSON lines of one file. `refresh` gives each new whole line to `take`.
 
@@ -23,26 +65,36 @@ class LineFile:
     that `take` refuses with a ValueError, is counted in `broken`.
     """
 
-    def __init__(self, path: Path, take: Taker, restart: Callable[[], None]) -> None:
+    def __init__(self, path: Path, take: Taker, restart: Callable[[], None] = lambda: None) -> None:
         self.path, self.broken, self.generation = path, 0, 0
         self._take, self._restart = take, restart
         self._position, self._file_id, self._tail = 0, 0, b""
 
     def refresh(self) -> bool:
         """Read what is new; whether there was anything."""
+        changed = self.was_cut()
+        if changed:
+            self._position, self._tail, self.broken = 0, b"", 0
+            self.generation += 1
+            self._restart()
         try:
             status = self.path.stat()
         except FileNotFoundError:
-            return self._begin_again(0) if self._position else False
-        changed = False
-        if status.st_size < self._position or (self._file_id and status.st_ino != self._file_id):
-            changed = self._begin_again(status.st_ino)
-        self._file_id = status.st_ino
-        if status.st_size == self._position:
             return changed
-        if not changed and not self._is_continued():
-            self._begin_again(status.st_ino)
-        return self._read_on() or changed
+        self._file_id = status.st_ino
+        return (status.st_size > self._position and self._read_on()) or changed
+
+    def was_cut(self) -> bool:
+        """Whether what was read is not all there any more."""
+        if not self._position:
+            return False
+        try:
+            status = self.path.stat()
+        except FileNotFoundError:
+            return True
+        if status.st_size < self._position or status.st_ino != self._file_id:
+            return True
+        return status.st_size > self._position and not self._is_continued()
 
     def _is_continued(self) -> bool:
         """Whether the last line that was read is still there: a file may be cut and grow again meanwhile."""
@@ -51,12 +103,6 @@ class LineFile:
         with self.path.open("rb") as file:
             file.seek(self._position - len(self._tail))
             return file.read(len(self._tail)) == self._tail
-
-    def _begin_again(self, file_id: int) -> bool:
-        self._position, self._file_id, self._tail, self.broken = 0, file_id, b"", 0
-        self.generation += 1
-        self._restart()
-        return True
 
     def _read_on(self) -> bool:
         found = False
@@ -76,8 +122,7 @@ class LineFile:
         if not line.strip():
             return
         try:
-            row = json.loads(line)
-            if not isinstance(row, dict):
+            if (row := _mapping(line)) is None:
                 raise ValueError("no mapping")
             self._take(row, at, len(line))
         except ValueError:
@@ -101,12 +146,8 @@ def last_rows(path: Path, count: int | None = None) -> list[dict[str, Any]]:
         return []
     found: list[dict[str, Any]] = []
     for line in reversed(lines[1 if size > TAIL else 0 : -1]):
-        try:
-            row = json.loads(line)
-        except ValueError:
+        if (row := _mapping(line)) is None:
             continue  # `LineFile` counts it
-        if not isinstance(row, dict):
-            continue
         if len(found) == count or (count is None and found and row.get("step") != found[0].get("step")):
             break
         found.append(row)
