@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from practicum.forecast.cluster_spec import GIB, Machine
-from practicum.forecast.model_sizes import BYTES, Sizes, saved_parameters, trained_bytes
+from practicum.forecast.model_sizes import BYTES, Sizes, trained_bytes
 from practicum.forecast.step_setup import StepSetup
 from practicum.recipe.counts import CHUNK_LOGITS, CPU_MICROBATCH_TOKENS, KV_POSITIONS, KV_SPARE
 from practicum.recipe.derived import (
@@ -20,6 +20,7 @@ from practicum.recipe.derived import (
     own_models,
     rollout_context,
     sampling_engines,
+    saved_parameters,
     scores_during_rollout,
 )
 from practicum.recipe.schema.teacher_sections import Teacher

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from practicum.errors import RecipeError
+from practicum.recipe.derived import folder_config, made_sizes, saved_parameters
 from practicum.recipe.schema.recipe import Lora, MakeModel, Recipe
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -120,12 +119,8 @@ def model_sizes(source: str | None, make: MakeModel | None, key: str = "model.pa
     if make is not None:
         return sizes_of(_made(make))
     assert source is not None
-    folder = Path(source).expanduser()
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        config = _hub_config(source, key)
-    return sizes_of(config, saved_parameters(folder))
+    config = folder_config(source) or _hub_config(source, key)
+    return sizes_of(config, saved_parameters(Path(source).expanduser()))
 
 
 def sizes_of(config: Mapping[str, Any], parameters: int | None = None) -> Sizes:
@@ -170,44 +165,15 @@ def sizes_of(config: Mapping[str, Any], parameters: int | None = None) -> Sizes:
     )
 
 
-def saved_parameters(folder: Path) -> int | None:
-    """Parameters in a folder's safetensors files, by their headers; None if there are none."""
-    total = 0
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as opened:
-            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-        total += sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-    return total or None
-
-
 def _made(make: MakeModel) -> dict[str, Any]:
     """The config of a made model, as far as its size goes."""
-    common: dict[str, Any] = {
-        "vocab_size": MADE_VISION_VOCABULARY if make.family == "qwen2_5_vl" else MADE_VOCABULARY,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": make.context,
-    }
-    if make.family == "gpt2":
-        return common | {"n_embd": make.hidden, "n_layer": make.layers, "n_head": make.heads}
-    text = common | {
-        "hidden_size": make.hidden,
-        "intermediate_size": 3 * make.hidden,
-        "num_hidden_layers": make.layers,
-        "num_attention_heads": make.heads,
-        "num_key_value_heads": make.kv_heads,
-    }
-    if make.family == "qwen2_5_vl":
+    sees = make.family == "qwen2_5_vl"
+    vocabulary = MADE_VISION_VOCABULARY if sees else MADE_VOCABULARY
+    config = made_sizes(make) | {"vocab_size": vocabulary, "tie_word_embeddings": True}
+    if sees:
         vision = {"depth": max(1, make.layers // 2), "hidden_size": make.hidden}
-        return {
-            "text_config": text,
-            "vision_config": vision | {"intermediate_size": 3 * make.hidden},
-            "tie_word_embeddings": True,
-        }
-    text["head_dim"] = make.head_dim
-    if make.family == "qwen3_moe":
-        text |= {"num_experts": make.experts, "num_experts_per_tok": make.experts_per_token}
-        text["moe_intermediate_size"] = max(1, 3 * make.hidden // make.experts_per_token)
-    return text
+        return config | {"vision_config": vision | {"intermediate_size": 3 * make.hidden}}
+    return config
 
 
 def _tower(vision: Mapping[str, Any]) -> int:

@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from practicum.models.processor import VISION, VISION_SPECIALS
+from practicum.recipe.derived import made_sizes
 from practicum.recipe.schema.recipe import MakeModel
 
 
@@ -26,34 +27,14 @@ def made_config(spec: MakeModel, tokenizer: PreTrainedTokenizerBase) -> PreTrain
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": None,
     }
-    if spec.family == "gpt2":
-        return GPT2Config(
-            n_embd=spec.hidden,
-            n_layer=spec.layers,
-            n_head=spec.heads,
-            n_positions=spec.context,
-            attn_pdrop=0.0,
-            embd_pdrop=0.0,
-            resid_pdrop=0.0,
-            tie_word_embeddings=True,
-            **common,
-        )
-    common |= {
-        "hidden_size": spec.hidden,
-        "intermediate_size": 3 * spec.hidden,
-        "num_hidden_layers": spec.layers,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
-        "max_position_embeddings": spec.context,
-    }
+    common |= made_sizes(spec)
     if spec.family == "qwen2_5_vl":
         return _vision_config(spec, tokenizer, common)
-    common |= {"head_dim": spec.head_dim, "tie_word_embeddings": True}
+    common["tie_word_embeddings"] = True
+    if spec.family == "gpt2":
+        return GPT2Config(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, **common)
     if spec.family == "qwen3_moe":
-        # As much work for a token as in a dense model of this width.
-        width = max(1, 3 * spec.hidden // spec.experts_per_token)
-        common |= {"num_experts": spec.experts, "num_experts_per_tok": spec.experts_per_token}
-        return Qwen3MoeConfig(**common, moe_intermediate_size=width, norm_topk_prob=True)
+        return Qwen3MoeConfig(**common, norm_topk_prob=True)
     return (Qwen3Config if spec.family == "qwen3" else LlamaConfig)(**common)
 
 

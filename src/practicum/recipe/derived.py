@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from practicum.recipe.algorithm_traits import loss_traits
 from practicum.recipe.schema.teacher_sections import Own, OwnPlacement, Placement, RewardModel, Teacher
 
 if TYPE_CHECKING:  # these sections ask this module when their keys are read
-    from practicum.recipe.schema.recipe import Model, Recipe
+    from practicum.recipe.schema.recipe import MakeModel, Model, Recipe
     from practicum.recipe.schema.runtime_section import Pool
 
 
@@ -250,9 +251,45 @@ def model_traits(model: Model) -> Traits:
     if model.make is not None:
         family = model.make.family
         return Traits(moe=family == "qwen3_moe", vision=family in VISION_FAMILIES)
-    path = Path(model.path or "").expanduser() / "config.json"
+    return traits_of(folder_config(model.path))
+
+
+def folder_config(path: str | None) -> dict[str, Any]:
+    """The config of a model's folder; nothing for a hub name or a missing folder, of which checks speak."""
     try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError):  # a hub name, or a folder that does not exist yet: checks speak of it
-        return Traits()
-    return traits_of(config) if isinstance(config, dict) else Traits()
+        config = json.loads((Path(path or "").expanduser() / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def saved_parameters(folder: Path) -> int | None:
+    """Parameters in a folder's safetensors files, by their headers; None if there are none."""
+    total = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        total += sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return total or None
+
+
+def made_sizes(make: MakeModel) -> dict[str, Any]:
+    """The sizes of a made model by the names of its family's config; of one that sees, those for text."""
+    if make.family == "gpt2":
+        heads = {"n_embd": make.hidden, "n_layer": make.layers, "n_head": make.heads}
+        return heads | {"n_positions": make.context}
+    sizes: dict[str, Any] = {
+        "hidden_size": make.hidden,
+        "intermediate_size": 3 * make.hidden,
+        "num_hidden_layers": make.layers,
+        "num_attention_heads": make.heads,
+        "num_key_value_heads": make.kv_heads,
+        "max_position_embeddings": make.context,
+    }
+    if make.family != "qwen2_5_vl":
+        sizes["head_dim"] = make.head_dim
+    if make.family == "qwen3_moe":
+        sizes |= {"num_experts": make.experts, "num_experts_per_tok": make.experts_per_token}
+        # As much work for a token as in a dense model of this width.
+        sizes["moe_intermediate_size"] = max(1, 3 * make.hidden // make.experts_per_token)
+    return sizes

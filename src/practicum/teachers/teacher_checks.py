@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from safetensors import safe_open
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from practicum.errors import RecipeError, RecipeErrors
@@ -18,7 +16,7 @@ from practicum.models.vision import is_vision
 from practicum.places.adapter_teachers import base_spec, describe_base
 from practicum.places.vllm_base import check_vllm_adapter
 from practicum.recipe.checks.routing import destinations
-from practicum.recipe.derived import adapter_folder
+from practicum.recipe.derived import adapter_folder, saved_parameters
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
 from practicum.sessions.chat import make_encoder
@@ -233,13 +231,8 @@ def check_bases(recipe: Recipe, base: str) -> None:
 
 def weights_gb(folder: str, dtype: str) -> float | None:
     """GiB of the weights in a folder as this number type, by the headers of its files; None if unknown."""
-    size = {"float32": 4, "bfloat16": 2, "float64": 8}[dtype]
-    files = sorted(Path(folder).expanduser().glob("*.safetensors"))
-    numbers = 0
-    for file in files:
-        with safe_open(file, "pt") as held:
-            numbers += sum(math.prod(held.get_slice(key).get_shape()) for key in held.keys())  # noqa: SIM118
-    return numbers * size / 2**30 if files else None
+    numbers = saved_parameters(Path(folder).expanduser())
+    return None if numbers is None else numbers * {"float32": 4, "bfloat16": 2, "float64": 8}[dtype] / 2**30
 
 
 def _architecture(config: PreTrainedConfig) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
 from practicum.errors import RecipeError
-from practicum.recipe.derived import has_own_process, on_ray
+from practicum.recipe.derived import folder_config, has_own_process, on_ray
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.rollout_sections import Vllm
 
@@ -71,10 +69,7 @@ def _student_heads(recipe: Recipe) -> tuple[int, int] | None:
 
 
 def _folder_heads(path: str | None) -> tuple[int, int] | None:
-    try:
-        config = json.loads((Path(path or "").expanduser() / "config.json").read_text())
-    except (OSError, ValueError):  # a hub name, or a folder that is missing: other checks say so
-        return None
+    config = folder_config(path)
     text = config.get("text_config") or config
     queries = text.get("num_attention_heads")
     return (queries, text.get("num_key_value_heads") or queries) if isinstance(queries, int) else None

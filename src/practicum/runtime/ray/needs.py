@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from practicum.recipe.derived import (
     engine_devices,
     engine_replicas,
     evaluates,
+    folder_config,
     model_devices,
     own_models,
     own_options,
@@ -224,10 +224,7 @@ def step_bytes(recipe: Recipe, plan: Plan) -> int:
     if (make := recipe.model.make) is not None:
         widths |= {"H": make.hidden, "L": make.layers, "E": make.experts_per_token}
     else:
-        try:
-            config = json.loads((Path(recipe.model.path or "").expanduser() / "config.json").read_text())
-        except (OSError, ValueError):  # a hub name, or a folder that is missing: other checks say so
-            config = {}
+        config = folder_config(recipe.model.path)
         text = config.get("text_config") or config
         names = {"H": "hidden_size", "L": "num_hidden_layers", "E": "num_experts_per_tok"}
         widths |= {axis: text.get(name) or 0 for axis, name in names.items()}
