@@ -23,7 +23,7 @@ from practicum.forecast.cluster_spec import ClusterSpec, Machine, load_spec
 from practicum.forecast.device_memory import engine_memory
 from practicum.forecast.forecast import Forecast, forecast
 from practicum.forecast.forecast_report import report
-from practicum.forecast.model_sizes import model_sizes, saved_parameters
+from practicum.forecast.model_sizes import model_sizes
 from practicum.forecast.seconds import Cost
 from practicum.forecast.step_setup import step_setup
 from practicum.forecast.workload import MeasuredRun, read_run, summarise, workload
@@ -32,6 +32,7 @@ from practicum.learning.optimizer import OptimizerStepper
 from practicum.learning.packed_model import PackedModel
 from practicum.learning.packing import RowSpans
 from practicum.models.load_model import load_model
+from practicum.recipe.derived import saved_parameters
 from practicum.recipe.schema.recipe import MakeModel, Model, Recipe, Train
 from practicum.roles.stage_table import make_plan
 from practicum.trainer.step_metrics import METRICS
@@ -300,7 +301,7 @@ def test_mistakes_in_a_clusters_file_come_together(tmp_path: Path):
     for words in (
         "nodes[0].cpus: found nothing",
         "nodes[0].memory_gb: found 'lots'",
-        "did you mean cpus?",
+        "did you mean nodes[0].cpus?",
         "link",
     ):
         assert words in told

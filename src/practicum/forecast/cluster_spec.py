@@ -6,13 +6,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from practicum.errors import RecipeError, RecipeErrors
-from practicum.recipe.schema.section import Section
+from practicum.recipe.schema.section import Section, key
 from practicum.recipe.text import yamlfile
-from practicum.recipe.text.problems import dotted, shorten
-from practicum.recipe.text.type_text import nearest
+from practicum.recipe.text.problems import explain
 
 GIB = 2**30
 
@@ -20,49 +19,38 @@ GIB = 2**30
 class Device(Section):
     """What one device really reaches (not what its data sheet promises)."""
 
-    tflops: float = Field(
-        default=0.07, gt=0, description="10^12 operations a second in matrix products of the model's dtype."
-    )
-    bandwidth_gbs: float = Field(default=10.0, gt=0, description="GB a second from its memory.")
-    memory_gb: float | None = Field(
-        default=None, gt=0, description="GiB of its own memory; unset: it uses its machine's."
-    )
-    layer_us: float = Field(
-        default=1000.0,
-        ge=0,
-        description="Microseconds that one layer takes in one forward call, however few its tokens.",
+    tflops: float = key(0.07, "10^12 operations a second in matrix products of the model's dtype.", gt=0)
+    bandwidth_gbs: float = key(10.0, "GB a second from its memory.", gt=0)
+    memory_gb: float | None = key(None, "GiB of its own memory; unset: it uses its machine's.", gt=0)
+    layer_us: float = key(
+        1000.0, "Microseconds that one layer takes in one forward call, however few its tokens.", ge=0
     )
 
 
 class Machine(Section):
     """Machines of one kind. Without devices, each `threads` of its cores are a device."""
 
-    name: str = Field(description="What they are called in the plan.")
-    count: int = Field(default=1, ge=1, description="Machines of this kind.")
-    devices: int = Field(default=0, ge=0, description="GPUs of each.")
-    device: Device = Field(
-        default_factory=Device, description="One GPU; without GPUs one core of the processor."
+    name: str = key(..., "What they are called in the plan.")
+    count: int = key(1, "Machines of this kind.", ge=1)
+    devices: int = key(0, "GPUs of each.", ge=0)
+    device: Device = key(Device(), "One GPU; without GPUs one core of the processor.")
+    cpus: int = key(..., "Processor cores of each.", ge=1)
+    memory_gb: float = key(..., "GiB of main memory of each.", gt=0)
+    object_store_gb: float | None = key(
+        None, "GiB of Ray's object store; unset: 30 % of the memory, Ray's choice.", gt=0
     )
-    cpus: int = Field(ge=1, description="Processor cores of each.")
-    memory_gb: float = Field(gt=0, description="GiB of main memory of each.")
-    object_store_gb: float | None = Field(
-        default=None, gt=0, description="GiB of Ray's object store; unset: 30 % of the memory, Ray's choice."
-    )
-    network_gbs: float = Field(default=1.0, gt=0, description="GB a second between machines.")
-    link_gbs: float = Field(
-        default=0.25,
-        gt=0,
-        description="GB a second between learner ranks of one machine; processes on cores reach about 0.25.",
+    network_gbs: float = key(1.0, "GB a second between machines.", gt=0)
+    link_gbs: float = key(
+        0.25, "GB a second between learner ranks of one machine; processes on cores reach about 0.25.", gt=0
     )
 
 
 class ClusterSpec(Section):
     """A cluster."""
 
-    nodes: list[Machine] = Field(min_length=1, description="The machines.")
-    measured_on: Device | None = Field(
-        default=None,
-        description="Device that the run of --from was made on; unset: one of the cluster's own.",
+    nodes: list[Machine] = key(..., "The machines.", min_length=1)
+    measured_on: Device | None = key(
+        None, "Device that the run of --from was made on; unset: one of the cluster's own."
     )
 
 
@@ -79,7 +67,7 @@ def load_spec(path: Path) -> ClusterSpec:
     try:
         return ClusterSpec.model_validate(data)
     except ValidationError as error:
-        raise RecipeErrors(str(path), list(_problems(error))) from None
+        raise RecipeErrors(str(path), explain(error, {}, ClusterSpec)) from None
 
 
 def this_machine(device_gb: float | None = None) -> ClusterSpec:
@@ -96,19 +84,3 @@ def machines(spec: ClusterSpec) -> Iterator[tuple[str, Machine]]:
     for kind in spec.nodes:
         for number in range(kind.count):
             yield (kind.name if kind.count == 1 else f"{kind.name}-{number}"), kind
-
-
-def _problems(error: ValidationError) -> Iterator[RecipeError]:
-    keys = [key for section in (ClusterSpec, Machine, Device) for key in section.model_fields]
-    for details in error.errors(include_url=False):
-        location = details["loc"] or ("",)
-        path, key = dotted(location).replace("the recipe", "the file"), str(location[-1])
-        if details["type"] == "extra_forbidden":
-            close = nearest(key, keys)
-            advice = f"did you mean {close}?" if close else ""
-            yield RecipeError(path, "an unknown key", f"one of {', '.join(keys)}", advice)
-        elif details["type"] == "missing":
-            yield RecipeError(path, "nothing", "a value", f"add the key {key}")
-        else:
-            expected = details["msg"].removeprefix("Input should be ")
-            yield RecipeError(path, shorten(details["input"]), expected)

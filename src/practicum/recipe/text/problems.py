@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from practicum.errors import RecipeError
 from practicum.recipe.own_parts import registered_names
+from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.text.origins import Origin
 from practicum.recipe.text.type_text import (
     Spot,
@@ -54,10 +55,12 @@ OTHER_NAMES = {
 _YES_NO = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 
 
-def explain(error: ValidationError, origins: Mapping[str, Origin]) -> list[RecipeError]:
-    """Every problem that a validation found."""
-    located = [(details, find_key(details["loc"])) for details in _whole_lists(error)]
-    return [_explain(details, spot, origins) for details, spot in _one_per_union(located)]
+def explain(
+    error: ValidationError, origins: Mapping[str, Origin], root: type[BaseModel] = Recipe
+) -> list[RecipeError]:
+    """Every problem that a validation found, of a recipe or of another file whose whole is `root`."""
+    located = [(details, find_key(details["loc"], root)) for details in _whole_lists(error)]
+    return [_explain(details, spot, origins, root) for details, spot in _one_per_union(located)]
 
 
 def _whole_lists(error: ValidationError) -> Iterator[Any]:
@@ -76,7 +79,7 @@ def _whole_lists(error: ValidationError) -> Iterator[Any]:
 def dotted(path: Sequence[str | int]) -> str:
     """A path for people: reward.functions[0].weight."""
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
-    return text.removeprefix(".") or "the recipe"
+    return text.removeprefix(".") or "the file"
 
 
 def shorten(value: Any, limit: int = 60) -> str:
@@ -96,25 +99,25 @@ def with_origin(found: str, path: str, origins: Mapping[str, Origin]) -> str:
     return found if origin is None else f"{found} ({origin})"
 
 
-def unknown_key(path: Sequence[str | int]) -> tuple[str, str]:
+def unknown_key(path: Sequence[str | int], root: type[BaseModel]) -> tuple[str, str]:
     """For a key that does not exist: what could stand there, and what was probably meant."""
     *parent, last = path
     word, level = str(last), dotted(parent) if parent else ""
-    here = section_of(find_key(parent).kind)
+    here = section_of(find_key(parent, root).kind)
     valid = list(here.model_fields) if here else []
     prefix = f"{level}." if level else ""
-    where = f"a key of {level}" if level else "a key of the recipe"
-    if word in OTHER_NAMES:
+    where = f"a key of {level}" if level else f"a key of the {'recipe' if root is Recipe else 'file'}"
+    if word in OTHER_NAMES and root is Recipe:
         return where, f"did you mean {OTHER_NAMES[word]}?"
     if close := nearest(word, valid):
         return where, f"did you mean {prefix}{close}?"
-    known = sorted((key for key, _ in all_keys()), key=lambda key: key.count("."))
+    known = sorted((key for key, _ in all_keys(root)), key=lambda key: key.count("."))
     if elsewhere := [key for key in known if key.rsplit(".", 1)[-1] == word]:
         return where, f"did you mean {' or '.join(elsewhere[:3])}?"
     distant = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}
     if close := nearest(word, distant, cutoff=0.75):
         return where, f"did you mean {distant[close]}?"
-    return f"{where}: {', '.join(valid)}", "`practicum schema` lists every key"
+    return f"{where}: {', '.join(valid)}", "`practicum schema` lists every key" if root is Recipe else ""
 
 
 def _one_per_union(found: Sequence[tuple[Any, Spot]]) -> Iterator[tuple[Any, Spot]]:
@@ -131,11 +134,11 @@ def _one_per_union(found: Sequence[tuple[Any, Spot]]) -> Iterator[tuple[Any, Spo
             yield details, spot
 
 
-def _explain(details: Any, spot: Spot, origins: Mapping[str, Origin]) -> RecipeError:
+def _explain(details: Any, spot: Spot, origins: Mapping[str, Origin], root: type[BaseModel]) -> RecipeError:
     value, info, kind = details["input"], spot.info, spot.kind
     path = dotted(spot.path)
     if details["type"] == "extra_forbidden":
-        where, meant = unknown_key(spot.path)
+        where, meant = unknown_key(spot.path, root)
         meant = f"use {RENAMED[path]}" if path in RENAMED else meant
         return RecipeError(path, with_origin("an unknown key", path, origins), where, meant)
     expected = expected_type(kind, info.metadata if info else ())

@@ -132,12 +132,12 @@ class Spot(NamedTuple):
     union: tuple[str | int, ...] | None
 
 
-def find_key(location: Sequence[str | int]) -> Spot:
+def find_key(location: Sequence[str | int], root: type[BaseModel] = Recipe) -> Spot:
     """The place that pydantic, or a path, names; below lists and mappings the kind is an item's.
 
     Pydantic's locations name a union's form after the union's path; paths do not.
     """
-    info, kind, path, union, whole = None, Recipe, (), None, None
+    info, kind, path, union, whole = None, root, (), None, None
     for step in location:
         forms = forms_of(kind)
         if len(forms) > 1:
