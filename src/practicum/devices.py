@@ -52,6 +52,11 @@ def find_accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
+def count_cores() -> int:
+    """Cores of the processor that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def count_gpus() -> int:
     """Accelerators that a cluster can give out one by one."""
     import torch

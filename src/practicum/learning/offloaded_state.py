@@ -31,11 +31,6 @@ class OffloadedState:
         self._held: dict[tuple[Tensor, str], _Held] = {}
         self._file: BinaryIO | None = None
 
-    @property
-    def is_away(self) -> bool:
-        """Whether there is a state, and it is not where it is needed."""
-        return bool(self._held)
-
     def take(self) -> None:
         """Move the state away."""
         if self._where == "disk" and self._file is None:

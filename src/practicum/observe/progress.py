@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from statistics import fmean
-from types import TracebackType
 from typing import Any
 
 from rich import box
@@ -67,12 +66,7 @@ class ProgressView:
             self.say(f"{self.name} · starting · step {self._step}/{self.steps}")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.is_live:
             self._live.stop()
         if self._metrics and self._printed != self._step:

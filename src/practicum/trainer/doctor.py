@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from packaging.requirements import InvalidRequirement, Requirement
 
-from practicum.devices import find_accelerator, memory_of, synchronize
+from practicum.devices import count_cores, find_accelerator, memory_of, synchronize
 from practicum.errors import PracticumError
 from practicum.learning.packed_model import PackedModel
 from practicum.models.load_model import load_model
@@ -82,14 +82,13 @@ def examine() -> Iterator[Finding]:
 
 
 def _machine() -> Iterator[Finding]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Finding("machine", "", f"{platform.platform()}, Python {platform.python_version()}")
     memory = (
         f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / GIB:.1f} GiB"
         if hasattr(os, "sysconf")
         else ""
     )
-    yield Finding("CPU", "", f"{cores} cores{memory}, {torch.backends.cpu.get_cpu_capability()}")
+    yield Finding("CPU", "", f"{count_cores()} cores{memory}, {torch.backends.cpu.get_cpu_capability()}")
     accelerator = find_accelerator()
     if accelerator is None:
         yield Finding("accelerators", "", "none: models are on the CPU")

@@ -37,14 +37,6 @@ class Schedule:
         """The copy that samples a step's batch; weights s are always in copy s % copies, if s > 0."""
         return step % self.copies
 
-    def staleness(self, step: int) -> int:
-        """How many steps older the weights that sampled a batch are than those that it trains."""
-        return step - 1 - self.weights_of(step)
-
     def under_way(self, learnt: int) -> range:
         """The steps that may be sampled once this many are learnt: the weights of each are there."""
         return range(learnt + 1, min(learnt + 1 + self.lag, self.steps) + 1)
-
-    def kept_weights(self, learnt: int) -> range:
-        """The weights that a step which is not learnt yet may need."""
-        return range(max(0, learnt - self.lag), learnt + 1)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from practicum.devices import count_gpus
+from practicum.devices import count_cores, count_gpus
 from practicum.errors import ClusterError, MissingExtraError
 from practicum.processes.child_process import child_environment
 from practicum.recipe.schema.runtime_section import Runtime
@@ -104,7 +104,7 @@ def import_ray() -> Any:
 def this_machine(runtime: Runtime) -> Node:
     """What a cluster that is started here would have."""
     store = float("inf") if runtime.object_store_gb is None else runtime.object_store_gb * GIB
-    return Node("this machine", float(runtime.cpus or _cores()), float(count_gpus()), object_store=store)
+    return Node("this machine", float(runtime.cpus or count_cores()), float(count_gpus()), object_store=store)
 
 
 def read_nodes() -> tuple[list[Node], list[Node]]:
@@ -132,7 +132,7 @@ def _node(node: dict[str, Any], has: dict[str, float]) -> Node:
 
 def _start(runtime: Runtime) -> dict[str, Any]:
     options: dict[str, Any] = {"address": "local", "include_dashboard": False}
-    options |= {"num_cpus": runtime.cpus or _cores(), "_node_ip_address": "127.0.0.1"}
+    options |= {"num_cpus": runtime.cpus or count_cores(), "_node_ip_address": "127.0.0.1"}
     if runtime.object_store_gb is not None:
         options["object_store_memory"] = int(runtime.object_store_gb * GIB)
     return options
@@ -189,7 +189,3 @@ def _require_health(address: str, timeout: float) -> None:
     if done.returncode:
         reason = done.stderr.strip().rpartition("\n")[2] or "its health check failed"
         raise ClusterError(f"what listens at {address} is not a healthy Ray: {reason}")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from practicum.devices import count_cores
 from practicum.errors import EngineError
 from practicum.processes.bounded_command import FinishedProcess, RunningProcess, run_process
 from practicum.recipe.schema.rollout_sections import Isolation
@@ -80,7 +81,7 @@ class PythonRunner:
     ) -> None:
         self.limits = limits
         self.isolation: Isolation = isolation
-        self._at_once = at_once or max(2, _cores())
+        self._at_once = at_once or max(2, count_cores())
         # A semaphore belongs to one event loop; a runner may serve several.
         self._gates: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         self._running = RunningProcess()
@@ -150,11 +151,6 @@ def _folder(isolation: Isolation) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _command(limits: Limits, isolation: Isolation) -> list[str]:
