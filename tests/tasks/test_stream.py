@@ -90,7 +90,7 @@ def test_train_prompts_are_never_eval_prompts(tasks):
     assert all(
         split_of(str(p.content)) == "train" for p in make_stream(tasks, 0).take(100) if p.task == "digits"
     )
-    held_out = make_stream({"digits": tasks["digits"]}, 0, split="eval").take(100)
+    held_out = eval_prompts({"digits": tasks["digits"]}, 100, seed=0)
     assert all(split_of(str(p.content)) == "eval" for p in held_out)
 
 
@@ -160,9 +160,6 @@ def test_eval_set_is_smaller_where_options_leave_less():
 def test_file_tasks_without_eval_file_are_not_evaluated(tasks):
     assert {p.task for p in eval_prompts(tasks, 3, seed=0)} == {"digits"}
     assert eval_prompts({"rows": tasks["rows"]}, 3, seed=0) == []
-    assert {p.task for p in make_stream(tasks, 0, split="eval").take(20)} == {"digits"}
-    with pytest.raises(PracticumError, match="eval_file"):
-        make_stream({"rows": tasks["rows"]}, 0, split="eval")
 
 
 weights = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=8)

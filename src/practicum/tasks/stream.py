@@ -180,28 +180,15 @@ class PromptStream:
 def make_stream(
     tasks: Mapping[str, Task],
     seed: int,
-    split: Split = "train",
     needs_answer: Collection[str] = (),
     left_out: Mapping[str, frozenset[int]] | None = None,
 ) -> PromptStream:
     """The stream of a recipe's tasks; rows of those named in `needs_answer` must have an answer.
 
     `left_out` are rows that are not used, by the text of their location.
-    The eval split of a task with rows is its eval_file or eval_split; such tasks without one are left out.
     """
-    used = tasks if split == "train" else {n: t for n, t in tasks.items() if is_evaluated(t)}
-    if not used:
-        raise PracticumError(
-            "no task can be evaluated: none is built-in or has an eval_file or eval_split.\n"
-            "  → set tasks.<name>.eval_file, or eval_split of a dataset."
-        )
-    sources = [_source(n, t, seed, split, n in needs_answer, left_out or {}) for n, t in used.items()]
-    return PromptStream(used, sources, seed)
-
-
-def is_evaluated(task: Task) -> bool:
-    """Built-in tasks hold out prompts themselves; a task with rows needs an eval_file or eval_split."""
-    return task.kind is not None or eval_location(task) is not None
+    sources = [_source(n, t, seed, n in needs_answer, left_out or {}) for n, t in tasks.items()]
+    return PromptStream(tasks, sources, seed)
 
 
 def eval_prompts(
@@ -248,16 +235,11 @@ def used_rows(source: RowSource, left_out: Mapping[str, frozenset[int]]) -> Sequ
 
 
 def _source(
-    name: str,
-    task: Task,
-    seed: int,
-    split: Split,
-    needs_answer: bool,
-    left_out: Mapping[str, frozenset[int]],
+    name: str, task: Task, seed: int, needs_answer: bool, left_out: Mapping[str, frozenset[int]]
 ) -> Source:
     if task.kind is not None:
-        return BuiltinSource(bind(name, task.kind, task.options), seed, split)
-    at = train_location(task) if split == "train" else eval_location(task)
+        return BuiltinSource(bind(name, task.kind, task.options), seed, "train")
+    at = train_location(task)
     if at is None:
         raise RecipeError(f"tasks.{name}", "neither kind nor file nor dataset", "one of them")
     source = open_rows(name, task, at, needs_answer)
