@@ -139,7 +139,7 @@ def ragged_rows(parallel: Parallel | None, folder: Path) -> Found:
         list(range(len(batch.sessions))) if parallel is None else in_turn(len(batch.sessions))[parallel.rank]
     )
     mine = take(batch, rows)
-    columns = learner.scorer.logprobs(mine.prompt_ids, mine.response_ids, temperature=0.7).logprobs
+    columns = learner.scorer.logprobs(mine.prompt_ids, mine.response_ids, temperature=0.7)
     found.columns["logprobs"] = dict(zip(rows, columns.rows, strict=True))
     found.tensors["fingerprint"] = learner.fingerprint()
     found.tensors |= {f"sent.{name}": weight.clone() for name, weight in learner.named_weights()}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from practicum.learning.logprobs import LogprobScorer, map_logits, token_logprobs
 from practicum.learning.packed_model import PackedModel
+from practicum.learning.packing import RowSpans
 from practicum.models.batch_invariance import ROWS
 from practicum.models.fingerprint import LENGTH, fingerprint_ids
 from practicum.recipe.schema.recipe import Train
@@ -18,27 +21,24 @@ from .reference import FAMILIES, VOCAB, padded_tokens, random_batch, tiny
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_scorer_equals_log_softmax_of_a_plain_forward(family, temperature):
     model, batch = tiny(family), random_batch(11)
-    scorer = LogprobScorer(PackedModel(model, Train(microbatch_tokens=20)))
-    mine = scorer.logprobs(
-        batch.prompt_ids, batch.response_ids, temperature=temperature, entropy=True, plain=True
-    )
+    trunk = PackedModel(model, Train(microbatch_tokens=20))
+    column = LogprobScorer(trunk).logprobs(batch.prompt_ids, batch.response_ids, temperature=temperature)
+    asked: dict[str, Any] = {"temperature": temperature, "entropy": True, "plain": True}
+    packed = RowSpans(batch.prompt_ids, batch.response_ids).pack(list(range(len(batch.prompt_ids))))
+    mine = token_logprobs(model, trunk.hidden(packed), packed.target_M, **asked)
     theirs = padded_tokens(model, batch, temperature)
-    for column, expected in (
-        (mine.logprobs, theirs.logprobs),
-        (mine.entropy, theirs.entropy),
-        (mine.plain, theirs.plain),
-    ):
-        assert column is not None
-        assert column.lengths == batch.response_ids.lengths
-        assert column.values.dtype == torch.float32
-        torch.testing.assert_close(column.values.double(), expected, rtol=0, atol=1e-6)
+    assert column.lengths == batch.response_ids.lengths
+    assert column.values.dtype == torch.float32
+    torch.testing.assert_close(column.values.double(), theirs.logprobs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(mine.entropy_M, theirs.entropy[packed.column_M], rtol=0, atol=1e-6)
+    torch.testing.assert_close(mine.plain_M, theirs.plain[packed.column_M], rtol=0, atol=1e-6)
 
 
 def test_columns_not_asked_for_are_not_made():
-    scorer, batch = LogprobScorer(PackedModel(tiny(), Train())), random_batch(1)
-    found = scorer.logprobs(batch.prompt_ids, batch.response_ids, temperature=0.5)
-    assert found.entropy is None
-    assert found.plain is None
+    hidden, target = torch.randn(3, 32, dtype=torch.float64), torch.tensor([1, 2, 3])
+    found = token_logprobs(tiny(), hidden, target, temperature=0.5)
+    assert found.entropy_M is None
+    assert found.plain_M is None
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 7])

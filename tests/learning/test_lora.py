@@ -160,12 +160,12 @@ def test_the_reference_is_the_start_bit_for_bit_after_updates(family: str):
     batch = random_batch(0)
     start = LogprobScorer(PackedModel(tiny(family, torch.float32), TRAIN)).logprobs(**rows_of(batch))
     learner = Learner(adapted(family, torch.float32, fresh=True), TRAIN, Algorithm())
-    assert torch.equal(learner.scorer.logprobs(**rows_of(batch)).logprobs.values, start.logprobs.values)
+    assert torch.equal(learner.scorer.logprobs(**rows_of(batch)).values, start.values)
     for seed in range(2):
         learner.update(random_batch(seed))
     reference = LogprobScorer(learner.trunk, adapter=False)
-    assert torch.equal(reference.logprobs(**rows_of(batch)).logprobs.values, start.logprobs.values)
-    assert not torch.equal(learner.scorer.logprobs(**rows_of(batch)).logprobs.values, start.logprobs.values)
+    assert torch.equal(reference.logprobs(**rows_of(batch)).values, start.values)
+    assert not torch.equal(learner.scorer.logprobs(**rows_of(batch)).values, start.values)
 
 
 def test_bfloat16_weights_have_an_adapter_in_single_precision_and_stay_as_they_are():
@@ -275,9 +275,9 @@ def test_the_first_step_is_as_long_at_every_rank():
         learner = Learner(
             model, Train(lr=1e-4, clip_norm=None), Algorithm(loss="supervised", advantage="none")
         )
-        before = learner.scorer.logprobs(**rows_of(batch)).logprobs.values
+        before = learner.scorer.logprobs(**rows_of(batch)).values
         learner.update(batch)
-        after = learner.scorer.logprobs(**rows_of(batch)).logprobs.values
+        after = learner.scorer.logprobs(**rows_of(batch)).values
         moved[rank] = float((after - before).abs().mean())
     assert max(moved.values()) / min(moved.values()) < 1.5, moved
 

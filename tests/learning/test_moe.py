@@ -86,8 +86,8 @@ def slow_logprobs(model: PreTrainedModel, batch: UpdateBatch, experts: Ragged | 
 
 def logprobs(learner: Learner, batch: UpdateBatch, experts: Ragged | None = None) -> Tensor:
     extras = None if experts is None else RowExtras(routed_experts=experts)
-    columns = learner.scorer.logprobs(batch.prompt_ids, batch.response_ids, temperature=1.0, extras=extras)
-    return columns.logprobs.values
+    found = learner.scorer.logprobs(batch.prompt_ids, batch.response_ids, temperature=1.0, extras=extras)
+    return found.values
 
 
 def replaying(batch: UpdateBatch, experts: Ragged) -> UpdateBatch:

@@ -19,7 +19,7 @@ from practicum.learning.update_metrics import METRICS
 from practicum.recipe.schema.algorithm_sections import Algorithm, Kl
 from practicum.recipe.schema.recipe import Train
 
-from .reference import FAMILIES, random_batch, reference_update, take, tiny
+from .reference import FAMILIES, padded_tokens, random_batch, reference_update, take, tiny
 from .updates import assert_same, learn
 
 EXACT = 1e-9
@@ -137,16 +137,15 @@ def test_own_logprobs_as_denominator_make_every_ratio_exactly_one():
 def test_old_logprobs_of_the_learner_give_ratios_of_one():
     batch, learner = random_batch(8), Learner(tiny(), TRAIN, algorithm(), temperature=0.8)
     old = learner.scorer.logprobs(batch.prompt_ids, batch.response_ids, temperature=0.8)
-    metrics = learner.update(replace(batch, old_logprobs=old.logprobs))
+    metrics = learner.update(replace(batch, old_logprobs=old))
     assert metrics["ratio"] == pytest.approx(1.0, abs=1e-6)
 
 
 def test_gap_compares_learner_and_rollout_at_temperature_one_on_sampled_tokens():
     batch, learner = random_batch(9), Learner(tiny(), TRAIN, algorithm(), temperature=0.5)
-    plain = learner.scorer.logprobs(batch.prompt_ids, batch.response_ids, temperature=0.5, plain=True).plain
-    assert plain is not None
-    shifted = torch.where(batch.response_mask.values, plain.values + 0.25, torch.tensor(math.nan))
-    shifted = Ragged.packed(shifted, plain.lengths)
+    plain = padded_tokens(tiny(), batch, temperature=0.5).plain.detach().float()
+    shifted = torch.where(batch.response_mask.values, plain + 0.25, torch.tensor(math.nan))
+    shifted = Ragged.packed(shifted, batch.response_ids.lengths)
     metrics = learner.update(replace(batch, plain_logprobs=shifted))
     assert metrics["gap_mean"] == pytest.approx(0.25, abs=1e-6)
     assert metrics["gap_max"] == pytest.approx(0.25, abs=1e-6)

@@ -136,7 +136,7 @@ def test_logprobs_equal_the_model_s_own_with_none_one_or_two_pictures(budget, dt
         batch.prompt_ids, batch.response_ids, temperature=1.0, extras=batch.extras
     )
     theirs = slow_logprobs(seeing(dtype))
-    torch.testing.assert_close(found.logprobs.values, theirs, rtol=0, atol=tolerance)
+    torch.testing.assert_close(found.values, theirs, rtol=0, atol=tolerance)
 
 
 def test_logprobs_of_what_the_engine_sampled_are_the_engine_s():
@@ -162,7 +162,7 @@ def test_logprobs_of_what_the_engine_sampled_are_the_engine_s():
         batch.prompt_ids, batch.response_ids, temperature=1.0, extras=batch.extras
     )
     theirs = torch.cat([answer.plain_logprobs for answer in answers])
-    torch.testing.assert_close(found.logprobs.values, theirs, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found.values, theirs, rtol=0, atol=1e-4)
 
 
 def test_rows_share_a_prompt_only_if_its_pictures_are_equal():

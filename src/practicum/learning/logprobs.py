@@ -121,16 +121,6 @@ def top_tokens(logprobs_CV: Tensor, wanted_C: Tensor, count: int) -> tuple[Tenso
     return best.indices, best.values
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobColumns:
-    """One float32 number for every response token."""
-
-    logprobs: Ragged
-    entropy: Ragged | None
-    plain: Ragged | None
-    """Logprobs at temperature 1."""
-
-
 class LogprobScorer:
     """Scores responses under a model, or under its base if the `adapter` is to be off."""
 
@@ -144,41 +134,24 @@ class LogprobScorer:
         response_ids: Ragged,
         *,
         temperature: float,
-        entropy: bool = False,
-        plain: bool = False,
         extras: RowExtras | None = None,
-    ) -> LogprobColumns:
-        """Logprobs of every response token at a temperature; entropy and temperature-1 logprobs if asked."""
+    ) -> Ragged:
+        """Logprobs of every response token at a temperature, in float32."""
         trunk, rows = self.trunk, RowSpans(prompt_ids, response_ids, extras)
-        wanted = {"logprobs_M": True, "entropy_M": entropy, "plain_M": plain}
-        tokens = sum(response_ids.lengths)
-        columns = {name: torch.empty(tokens) for name, on in wanted.items() if on}
+        column = torch.empty(sum(response_ids.lengths))
 
         def score(packed: Packed) -> None:
             with trunk.precision():
-                found = token_logprobs(
-                    trunk.model,
-                    trunk.hidden(packed),
-                    packed.target_M,
-                    temperature=temperature,
-                    entropy=entropy,
-                    plain=plain,
-                )
-            for name, column in columns.items():
-                column[packed.column_M] = getattr(found, name).float().cpu()
+                hidden_M = trunk.hidden(packed)
+                found = token_logprobs(trunk.model, hidden_M, packed.target_M, temperature=temperature)
+            column[packed.column_M] = found.logprobs_M.float().cpu()
 
         with nullcontext() if self.adapter else adapter_off(trunk.model):
             trunk.halving(lambda: trunk.each(trunk.microbatches(rows), score))
-
-        def ragged(name: str) -> Ragged | None:
-            return Ragged.packed(columns[name], response_ids.lengths) if name in columns else None
-
-        logprobs = ragged("logprobs_M")
-        assert logprobs is not None
-        return LogprobColumns(logprobs, ragged("entropy_M"), ragged("plain_M"))
+        return Ragged.packed(column, response_ids.lengths)
 
     def fingerprint(self, length: int = LENGTH) -> Tensor:
         """Logprobs [length - 1] of a fixed sequence, float32, by which weights are compared."""
         ids = torch.tensor(fingerprint_ids(self.trunk.model.config.get_text_config().vocab_size, length))
         prompt, response = (Ragged.from_rows([part]) for part in (ids[:1], ids[1:]))
-        return self.logprobs(prompt, response, temperature=1.0).logprobs.values
+        return self.logprobs(prompt, response, temperature=1.0).values

@@ -112,7 +112,7 @@ class StudentRole:
     def _logprobs(self, scorer: LogprobScorer, batch: BatchRef, columns: Columns) -> Ragged:
         temperature, extras = self.recipe.rollout.temperature, extras_of(columns, batch)
         ids = columns.ragged("prompt_ids"), columns.ragged("response_ids")
-        return scorer.logprobs(*ids, temperature=temperature, extras=extras).logprobs
+        return scorer.logprobs(*ids, temperature=temperature, extras=extras)
 
     def _optimizer_steps(self, step: StepInfo) -> list[OptimizerStep]:
         whole = whole_sessions(self.recipe)
