@@ -72,13 +72,13 @@ def test_each_stage_adds_its_columns_to_each_row(whole_run: Path):
         assert len(rows) == 16
         for row in rows:
             assert list(row.stages) == ["rollout", "reward", "old_logprobs", "advantages", "update_student"]
-            tokens, told = row.summary.response_tokens, row.summary
+            tokens, told = row.summary.tags.response_tokens, row.summary.tags
             assert all(
                 len(column) == (told.prompt_tokens if name == "prompt_ids" else tokens)
                 for name, column in row.columns.items()
                 if isinstance(column, list)
             )
-            assert (told.step, told.trained, told.status) == (step, step, "ready")
+            assert (told.step, row.summary.trained, told.status) == (step, step, "ready")
             assert row.columns["reward"] == pytest.approx(told.reward)
             assert set(row.columns["version"]) == {2 * (step - 1)}
 
@@ -123,7 +123,7 @@ def mean(rows: list[RecordedRow], name: str) -> float:
 
 def share(rows: list[RecordedRow], rule: str) -> float:
     held = sum(len(row.rules.get(rule, ())) for row in rows)
-    return held / sum(row.summary.sampled_tokens for row in rows)
+    return held / sum(row.summary.tags.sampled_tokens for row in rows)
 
 
 def test_every_stage_of_a_step_is_on_the_timeline_with_its_bytes(whole_run: Path):
@@ -135,7 +135,7 @@ def test_every_stage_of_a_step_is_on_the_timeline_with_its_bytes(whole_run: Path
     for stage in ("rollout", "old_logprobs", "update_student"):
         assert here[stage].seconds <= whole[stage].seconds
         assert whole[stage].clock <= here[stage].clock
-    tokens = sum(row.response_tokens for row in Record(whole_run).rows(2))
+    tokens = sum(row.tags.response_tokens for row in Record(whole_run).rows(2))
     assert here["old_logprobs"].written == {"old_logprobs": 4 * tokens}
     assert here["update_student"].read["advantages"] == 4 * tokens
 
@@ -228,7 +228,10 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path):
 def test_the_forecast_of_a_record_is_near_what_is_written(whole_run: Path):
     recipe = load_recipe(RunFolder(whole_run).recipe()).recipe
     rows = Record(whole_run).rows(1)
-    lengths = [sum(row.prompt_tokens for row in rows) / 16, sum(row.response_tokens for row in rows) / 16]
+    lengths = [
+        sum(row.tags.prompt_tokens for row in rows) / 16,
+        sum(row.tags.response_tokens for row in rows) / 16,
+    ]
     told = record_bytes(recipe, make_plan(recipe), *lengths)
     written = sum(path.stat().st_size for path in (whole_run / "record").glob("[rc]*.jsonl")) / 2
     assert told == pytest.approx(written, rel=0.5)

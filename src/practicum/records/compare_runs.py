@@ -176,7 +176,7 @@ def _first_in_tags(step: int, pairs: Sequence[tuple[RowSummary, RowSummary]]) ->
 
 
 def _tags(row: RowSummary) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in _TAGS}
+    return {name: getattr(row.tags, name) for name in _TAGS}
 
 
 def _first_in_column(step: int, name: str, one: RecordedRow, two: RecordedRow) -> Difference | None:

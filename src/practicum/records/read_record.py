@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from practicum.dataplane.keys import Key
+from practicum.dataplane.keys import Key, Tags
 from practicum.errors import PracticumError
 from practicum.records.json_files import LineFile, read_mapping
 from practicum.records.record_files import COLUMNS, FOLDER, FORMAT, ROWS, STAGES, record_files
@@ -20,31 +20,12 @@ from practicum.records.record_files import COLUMNS, FOLDER, FORMAT, ROWS, STAGES
 
 @dataclass(slots=True)
 class RowSummary:
-    """What is known of a recorded row without its columns; the names are those of its tags."""
+    """What is known of a recorded row without its columns."""
 
     step: int
     """The step that rolled it out."""
     key: Key
-    domain: str = ""
-    task: str = ""
-    teacher: str | None = None
-    status: str = "ready"
-    failure: str | None = None
-    finish: str = ""
-    reward: float | None = None
-    reward_parts: dict[str, float] | None = None
-    given_reward: float | None = None
-    prompt_tokens: int = 0
-    response_tokens: int = 0
-    sampled_tokens: int = 0
-    version_min: int = 0
-    version_max: int = 0
-    turns: int = 0
-    tool_calls: int = 0
-    tool_errors: int = 0
-    breaks: int = 0
-    retries: int = 0
-    is_baseline: bool = False
+    tags: Tags = field(default_factory=Tags)
     trained: int | None = None
     """The step that learnt from it; None if none did (so far)."""
     update: int | None = None
@@ -52,13 +33,8 @@ class RowSummary:
     places: list[tuple[Path, int, int, str]] = field(default_factory=list, repr=False)
     """File, begin and end of its columns, and the stage that wrote them."""
 
-    @property
-    def group(self) -> int:
-        """The prompt, whose sessions are its group."""
-        return self.key.prompt
 
-
-_TOLD = {f.name for f in fields(RowSummary)} - {"step", "key", "places"}
+_TAGS = {f.name for f in fields(Tags)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,16 +179,15 @@ class Record:
     def _take_rows(self, path: Path, line: dict[str, Any]) -> None:
         step, stage, at = line["step"], line["stage"], line.get("at")
         file = path.with_name(path.name.replace(ROWS, COLUMNS, 1))
-        common = {name: value for name, value in line.items() if name in _TOLD}
         tags = line.get("tags") or [{}] * len(line["rows"])
         for i, (numbers, told) in enumerate(zip(line["rows"], tags, strict=True)):
             key = Key._make(numbers)
             row = self._rows.setdefault(step, {}).get(key)
             if row is None:
                 row = self._rows[step][key] = RowSummary(step, key)
-            for name, value in (common | told).items():
-                if name in _TOLD:
-                    setattr(row, name, value)
+            known = {name: value for name, value in told.items() if name in _TAGS}
+            row.tags = replace(row.tags, step=step, **known)
+            row.trained, row.update = line.get("trained", row.trained), line.get("update", row.update)
             if at is not None:
                 row.places.append((file, at[i], at[i + 1], stage))
 
@@ -230,5 +205,10 @@ def require_run(run: Path) -> None:
 
 def _add_versions(columns: dict[str, Any], row: RowSummary) -> None:
     """The version that sampled each token, where all tokens of the row have the same one."""
-    if "version" not in columns and "response_mask" in columns and row.version_min == row.version_max:
-        columns["version"] = [row.version_min if sampled else None for sampled in columns["response_mask"]]
+    if (
+        "version" not in columns
+        and "response_mask" in columns
+        and row.tags.version_min == row.tags.version_max
+    ):
+        version = row.tags.version_min
+        columns["version"] = [version if sampled else None for sampled in columns["response_mask"]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.check_columns import dtype_of
 from practicum.dataplane.fields import FIELDS, Field
-from practicum.dataplane.keys import Tags
 from practicum.dataplane.memory_store import MemoryStore
 from practicum.dataplane.ragged import Column, Ragged
 from practicum.dataplane.stages import Plan, StageSpec, StepInfo
@@ -34,7 +33,7 @@ from practicum.recipe.derived import data_parallel, lag
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.schema.recipe import Checks, Recipe
 from practicum.records.compare_runs import Difference, first_in_rows
-from practicum.records.read_record import Record, RecordedRow, RowSummary, require_run
+from practicum.records.read_record import Record, RecordedRow, require_run
 from practicum.records.record_files import FOLDER, RecordPlace
 from practicum.records.recorder import Recorder
 from practicum.records.recording_store import RecordingStore
@@ -52,7 +51,6 @@ from practicum.trainer.step_metrics import prefixed
 
 CHANGEABLE = ("algorithm.", "distill.", "train.", "critic.", "reward.weight", "route.shares")
 """What the learner's part of a step depends on, beside the batch."""
-_TAGS = {f.name for f in fields(Tags)} & {f.name for f in fields(RowSummary)}
 
 
 @dataclass(slots=True)
@@ -198,10 +196,11 @@ class _RecordedBatch:
             self.rows.append(whole)
         if record.problems:
             raise PracticumError(f"the record can't be replayed: {record.problems[0]}")
-        self.ref = BatchRef(TRAIN, *zip(*((r.summary.key, _tags(r.summary)) for r in self.rows), strict=True))
+        tags = tuple(replace(row.summary.tags, recorded=True) for row in self.rows)
+        self.ref = BatchRef(TRAIN, tuple(row.summary.key for row in self.rows), tags)
         self.baselines = {}
         if estimator_traits(recipe.algorithm.advantage).greedy_baseline:
-            rewards = {row.key.prompt: row.reward for row in record.rows() if row.is_baseline}
+            rewards = {row.key.prompt: row.tags.reward for row in record.rows() if row.tags.is_baseline}
             self.baselines = {key.prompt: rewards[key.prompt] or 0.0 for key in self.ref.keys}
 
     def columns(self, names: Sequence[str]) -> dict[str, Column]:
@@ -224,10 +223,6 @@ class _RecordedBatch:
         rows = [torch.tensor(_with_nan(value), dtype=dtype) for value in values]
         width = next((row.shape[1:] for row in rows if len(row)), ())
         return Ragged.from_rows([row if len(row) else row.reshape(0, *width) for row in rows])
-
-
-def _tags(row: RowSummary) -> Tags:
-    return replace(Tags(**{name: getattr(row, name) for name in _TAGS}), recorded=True)
 
 
 def _with_nan(value: Any) -> Any:

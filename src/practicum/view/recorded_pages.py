@@ -105,8 +105,7 @@ def _end(span: StageSpan) -> float:
 
 
 def _summary(row: RowSummary) -> dict[str, Any]:
-    told = asdict(row)
-    return {name: value for name, value in told.items() if name not in ("places", "key")}
+    return {**asdict(row.tags), "step": row.step, "trained": row.trained, "update": row.update}
 
 
 def _token_columns(row: RecordedRow, length: int) -> dict[str, list[Any]]:
