@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,7 +25,7 @@ from practicum.roles.sync import SyncProbe
 from practicum.roles.teachers import takes_new_weights
 from practicum.roles.transcripts import Transcript
 from practicum.roles.weight_turns import WeightTurns
-from practicum.runtime.ray.actor_calls import ask, ask_async, first_death
+from practicum.runtime.ray.actor_calls import ask, first_death
 from practicum.runtime.ray.cluster import Cluster
 from practicum.runtime.ray.ray_rollout import RayWorkers, ReplicaPools, output_head
 from practicum.runtime.ray.replica_pool import ReplicaPool
@@ -233,22 +233,15 @@ class RayRoles:
 
     def _each(self, pool: ReplicaPool, method: str, *args: Any) -> list[Any]:
         """Call every replica, those that are being restarted too; their answers in order."""
-        work, timeout = self._calling(pool, method, args), self.recipe.runtime.stage_s
-        return run_async(pool.each(work), timeout=timeout + 5, owner=f"{method} on every replica")
+        timeout = self.recipe.runtime.stage_s
+        work = pool.each(pool.calling(method, *args, timeout=timeout))
+        return run_async(work, timeout=timeout + 5, owner=f"{method} on every replica")
 
     def _one(self, pool: ReplicaPool, method: str, *args: Any) -> None:
         """Call some replica."""
-        work, timeout = self._calling(pool, method, args), self.recipe.runtime.stage_s
-        run_async(pool.run(work, load=1), timeout=timeout + 5, owner=f"{method} on a replica")
-
-    def _calling(
-        self, pool: ReplicaPool, method: str, args: tuple[Any, ...]
-    ) -> Callable[[Any], Awaitable[Any]]:
-        async def work(worker: Any) -> Any:
-            call, timeout = getattr(worker, method).remote(*args), self.recipe.runtime.stage_s
-            return await ask_async(call, timeout=timeout, owner="the controller", who=pool.name_of(worker))
-
-        return work
+        timeout = self.recipe.runtime.stage_s
+        work = pool.run(pool.calling(method, *args, timeout=timeout), load=1)
+        run_async(work, timeout=timeout + 5, owner=f"{method} on a replica")
 
     def transcripts(self, batch: BatchRef) -> list[Transcript]:
         return self.group.first("transcripts", batch) if batch else []

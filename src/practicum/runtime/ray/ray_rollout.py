@@ -209,21 +209,12 @@ class RayWorkers:
 
     def _engines(self, method: str) -> None:
         pool, timeout = self.pools.rollout, self.recipe.runtime.stage_s
-
-        async def work(worker: Any) -> None:
-            call, who = getattr(worker, method).remote(), pool.name_of(worker)
-            await ask_async(call, timeout=timeout, owner="the controller", who=who)
-
-        run_async(pool.each(work), timeout=timeout + 5, owner=f"{method} of the engines")
+        work = pool.each(pool.calling(method, timeout=timeout))
+        run_async(work, timeout=timeout + 5, owner=f"{method} of the engines")
 
     async def _call(self, pool: ReplicaPool, method: str, *args: Any, load: float) -> Any:
         """Call a method of the least loaded replica."""
-
-        async def work(worker: Any) -> Any:
-            call, timeout = getattr(worker, method).remote(*args), self.recipe.rollout.deadline_s
-            return await ask_async(call, timeout=timeout, owner="the controller", who=pool.name_of(worker))
-
-        return await pool.run(work, load=load)
+        return await pool.run(pool.calling(method, *args, timeout=self.recipe.rollout.deadline_s), load=load)
 
 
 async def output_head(teacher: ReplicaPool, timeout: float) -> Any:

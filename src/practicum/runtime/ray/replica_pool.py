@@ -13,7 +13,7 @@ import ray
 
 from practicum.concurrency.gather import gather_all
 from practicum.errors import ClusterError, DeadlineError
-from practicum.runtime.ray.actor_calls import WorkerDied
+from practicum.runtime.ray.actor_calls import WorkerDied, ask_async
 
 T = TypeVar("T")
 _REMEMBERED = 16_384
@@ -100,6 +100,15 @@ class ReplicaPool:
         It waits for replicas that are starting, and is repeated on those that die meanwhile.
         """
         return await gather_all(self._on_place(place, work) for place in self._places)
+
+    def calling(self, method: str, *args: Any, timeout: float) -> Callable[[Any], Awaitable[Any]]:
+        """The work that is a call of a replica's method, with a deadline."""
+
+        async def work(worker: Any) -> Any:
+            call, who = getattr(worker, method).remote(*args), self.name_of(worker)
+            return await ask_async(call, timeout=timeout, owner="the controller", who=who)
+
+        return work
 
     def loads(self) -> list[float]:
         """Load under way on each replica."""
