@@ -33,7 +33,7 @@ from practicum.engines.protocol import (
     Scores,
 )
 from practicum.engines.torch.torch_engine import TorchEngine
-from practicum.engines.vllm.make_vllm import EngineSize, kv_bytes
+from practicum.engines.vllm.make_vllm import kv_bytes
 from practicum.engines.vllm.vllm_engine import VllmEngine
 from practicum.engines.vllm.vllm_messages import VllmSetup
 from practicum.models.load_model import ready
@@ -102,7 +102,7 @@ def make_engine(kind: str, model: PreTrainedModel, slots: int, threads: int, spi
         dtype="float32",
         context=CONTEXT,
         slots=slots,
-        kv_bytes=kv_bytes(model.config, model.dtype, EngineSize(CONTEXT, slots, slots * CONTEXT)),
+        kv_bytes=kv_bytes(model.config, model.dtype, slots, slots * CONTEXT),
         max_logprobs=TOP_K,
         threads=threads,
     )

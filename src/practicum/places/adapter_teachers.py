@@ -22,7 +22,7 @@ from practicum.models.load_model import load_model
 from practicum.models.lora import has_adapter
 from practicum.models.saved_adapter import SavedAdapter
 from practicum.places.model_cache import ColocatedModel
-from practicum.places.place import too_long
+from practicum.places.place import require_room
 from practicum.places.torch_teacher import score_context, scoring_engine
 from practicum.recipe.schema.recipe import Model, Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
@@ -118,8 +118,7 @@ class AdapterTeacher:
 
     async def score(self, row: ScoreRequest, options: ScoreOptions) -> Scores:
         """Scores of one row; a base that sleeps must be awake."""
-        if self.context is not None and len(row.ids) > self.context:
-            raise TeacherError(too_long(self.name, row, self.context))
+        require_room(self.name, row, self.context)
         with self.base.time.work(self.name, len(row.ids)):
             return await self.base.score(self.name, replace(row, adapter=self.adapter), options)
 

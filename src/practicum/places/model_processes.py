@@ -109,20 +109,15 @@ class ModelProcesses:
         for replica in self._replicas:
             replica.check(about)
         replica = min(self._replicas, key=lambda r: r.waiting_tokens)
-        number, future = replica.post(what, args, about, tokens)
-        # Everything posted in one iteration of the event loop goes out together.
-        asyncio.get_running_loop().call_soon(replica.flush)
         try:
             async with asyncio.timeout(self._deadline_s):
-                return await asyncio.wrap_future(future)
+                return await replica.ask(what, args, about, tokens)
         except TimeoutError:
             replica.kill(f"it did not answer for {about} within {self._deadline_s:g} s")
             raise TeacherError(
                 f"{self.who} did not answer for {about} within {self._deadline_s:g} s; its "
                 f"process {replica.pid} was killed. If it is only slow, raise {self.path}.deadline_s"
             ) from None
-        finally:
-            replica.forget(number)
 
     def ask_all(self, what: str, args: Sequence[Any], about: str) -> list[Any]:
         """The answers of all processes. If one has none at the deadline or fails, all are killed."""

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from practicum.concurrency.gather import gather_all
 from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
+from practicum.errors import TeacherError
 
 
 class ModelPlace(Protocol):
@@ -39,12 +40,13 @@ UNDECLARED = 8192
 """Longest sequence in tokens for a model that does not declare one."""
 
 
-def too_long(teacher: str, row: ScoreRequest, context: int) -> str:
-    """The sentence for a row that does not fit the teacher's context."""
-    return (
-        f"teacher {teacher} can't score {row.name}: {len(row.ids)} tokens, its context is {context}; "
-        f"shorten prompts or answers, or raise teachers.{teacher}.context"
-    )
+def require_room(teacher: str, row: ScoreRequest, context: int | None) -> None:
+    """A TeacherError if a row does not fit the teacher's context; None is no limit."""
+    if context is not None and len(row.ids) > context:
+        raise TeacherError(
+            f"teacher {teacher} can't score {row.name}: {len(row.ids)} tokens, its context is {context}; "
+            f"shorten prompts or answers, or raise teachers.{teacher}.context"
+        )
 
 
 async def score_rows(

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
 from practicum.engines.torch.torch_engine import TorchEngine
-from practicum.errors import TeacherError
 from practicum.models.adapter_rows import put_adapters
 from practicum.models.attention import OutputHead
 from practicum.models.load_model import context_length, load_model
@@ -23,7 +22,7 @@ from practicum.models.lora import copy_on_base, has_adapter
 from practicum.models.saved_adapter import SavedAdapter
 from practicum.places.model_cache import ColocatedModel
 from practicum.places.model_processes import ModelProcesses
-from practicum.places.place import UNDECLARED, too_long
+from practicum.places.place import UNDECLARED, require_room
 from practicum.processes.child_main import ChildRequest, Served
 from practicum.recipe.derived import own_options
 from practicum.recipe.schema.recipe import Model
@@ -48,8 +47,7 @@ class ColocatedTeacher(ColocatedModel):
 
     async def score(self, row: ScoreRequest, options: ScoreOptions) -> Scores:
         """Scores of one row; it must be awake."""
-        if self.context is not None and len(row.ids) > self.context:
-            raise TeacherError(too_long(self.name, row, self.context))
+        require_room(self.name, row, self.context)
         with self.named_errors(row.name):
             return await self.engine.score(row, options)
 
@@ -96,9 +94,7 @@ class OwnTeacher(ModelProcesses):
 
     async def score(self, row: ScoreRequest, options: ScoreOptions) -> Scores:
         """Scores of one row, the same bits as from an engine in this process."""
-        context = self.facts().context
-        if context is not None and len(row.ids) > context:
-            raise TeacherError(too_long(self.name, row, context))
+        require_room(self.name, row, self.facts().context)
         return await self.ask("score", (row, options), row.name, len(row.ids))
 
 

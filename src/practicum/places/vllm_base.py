@@ -26,7 +26,7 @@ from practicum.places.adapter_teachers import (
     on_base,
     read_adapters,
 )
-from practicum.places.vllm_teacher import VllmModel, row_limits, scoring_room, scoring_threads
+from practicum.places.vllm_teacher import VllmModel, row_limits, scoring_room
 from practicum.recipe.derived import has_own_process
 from practicum.recipe.schema.recipe import Model, Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
@@ -100,19 +100,11 @@ def share_vllm_base(
     assert source is not None
     limits = {who: row_limits(teacher, bare.config) for who, teacher in teachers.items()}
     batch_tokens = min(teacher.batch_tokens for teacher in teachers.values())
-    room = scoring_room(max(context for _, context in limits.values()), batch_tokens, most)
+    longest = max(context for _, context in limits.values())
+    room = scoring_room(name, first, longest, batch_tokens, most)
     distinct = {saved.fingerprint: saved for saved in adapters.values()}
     engines = (
-        engine_of_folder(
-            f"teachers.{name}",
-            source,
-            getattr(torch, spec.dtype),
-            first.vllm,
-            room,
-            threads=scoring_threads(first),
-            wait=False,
-            adapters=[*distinct.values()],
-        )
+        engine_of_folder(source, getattr(torch, spec.dtype), room, wait=False, adapters=[*distinct.values()])
         for _ in range(replicas)
     )
     base = VllmBase(teachers, distinct.values(), engines, folder)

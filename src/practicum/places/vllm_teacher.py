@@ -19,7 +19,7 @@ from practicum.errors import EngineError, TeacherError
 from practicum.models.attention import OutputHead
 from practicum.models.model_files import read_config
 from practicum.models.offloaded_weights import OffloadTarget
-from practicum.places.place import UNDECLARED, too_long
+from practicum.places.place import UNDECLARED, require_room
 from practicum.recipe.derived import has_own_process, own_options
 from practicum.recipe.schema.teacher_sections import Teacher
 
@@ -99,8 +99,8 @@ class VllmTeacher(VllmModel):
         self._deadline_s, self._busy = teacher.deadline_s, OpenTime()
         self._version, self._weights = 0, _copied(student) if self._copies else {}
         self.context, context = row_limits(teacher, _config(teacher, student))
-        room = scoring_room(context, teacher.batch_tokens, most)
-        engines = (self._engine(f"teachers.{name}", room, student) for _ in range(replicas))
+        room = scoring_room(name, teacher, context, teacher.batch_tokens, most)
+        engines = (self._engine(room, student) for _ in range(replicas))
         super().__init__(name, engines, sleeps=not has_own_process(teacher.placement))
         if self._copies:
             with ExitStack() as undo:
@@ -115,8 +115,7 @@ class VllmTeacher(VllmModel):
 
     async def score(self, row: ScoreRequest, options: ScoreOptions) -> Scores:
         """Scores of one row; it must be awake."""
-        if len(row.ids) > self.context:
-            raise TeacherError(too_long(self.name, row, self.context))
+        require_room(self.name, row, self.context)
         with self._busy.work():
             return await self.ask(self.name, row, options, self._deadline_s)
 
@@ -133,25 +132,25 @@ class VllmTeacher(VllmModel):
     def _held(self) -> tuple[Weights, int]:
         return self._weights.items(), self._version
 
-    def _engine(self, key: str, room: EngineSize, student: PreTrainedModel | None) -> VllmEngine:
-        teacher, threads = self._teacher, scoring_threads(self._teacher)
+    def _engine(self, room: EngineSize, student: PreTrainedModel | None) -> VllmEngine:
         if self._copies:
             assert student is not None
-            return engine_of_model(key, student, teacher.vllm, room, self._held, threads=threads, wait=False)
-        assert teacher.model is not None
-        dtype = getattr(torch, teacher.dtype)
-        return engine_of_folder(key, teacher.model, dtype, teacher.vllm, room, threads=threads, wait=False)
+            return engine_of_model(student, room, self._held, wait=False)
+        assert self._teacher.model is not None
+        return engine_of_folder(self._teacher.model, getattr(torch, self._teacher.dtype), room, wait=False)
 
 
-def scoring_threads(teacher: Teacher) -> int:
-    """Threads of an engine that scores: this process's, if it works while this one waits."""
-    return own_options(teacher).threads if has_own_process(teacher.placement) else torch.get_num_threads()
+def scoring_room(name: str, teacher: Teacher, context: int, batch_tokens: int, most: int) -> EngineSize:
+    """What an engine must have room for that scores with a top-k of at most `most`.
 
-
-def scoring_room(context: int, batch_tokens: int, most: int) -> EngineSize:
-    """What an engine must have room for that scores with a top-k of at most `most`."""
-    kv_tokens = max(context, batch_tokens)
-    return EngineSize(context, _SLOTS, kv_tokens, max(1, most), samples=False, batch_tokens=batch_tokens)
+    It has this process's threads, if it works while this one waits.
+    """
+    own = has_own_process(teacher.placement)
+    threads = own_options(teacher).threads if own else torch.get_num_threads()
+    sizes = context, _SLOTS, max(context, batch_tokens), max(1, most)
+    return EngineSize(
+        f"teachers.{name}", teacher.vllm, threads, *sizes, samples=False, batch_tokens=batch_tokens
+    )
 
 
 def row_limits(teacher: Teacher, config: Any) -> tuple[int, int]:

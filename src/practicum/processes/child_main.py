@@ -64,14 +64,16 @@ class _Pickler(pickle.Pickler):
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(value, torch.Tensor):
             return NotImplemented
-        numbers = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        return _tensor, (numbers, value.dtype, tuple(value.shape))
+        numbers = value.detach().cpu()
+        if numbers.dtype is torch.bfloat16:  # which numpy does not know
+            return _bfloat16, (numbers.view(torch.int16).numpy(),)
+        return torch.from_numpy, (numbers.numpy(),)
 
 
-def _tensor(numbers: Any, dtype: Any, shape: Any) -> Any:
+def _bfloat16(bits: Any) -> Any:
     import torch
 
-    return torch.from_numpy(numbers).view(dtype).view(shape)
+    return torch.from_numpy(bits).view(torch.bfloat16)
 
 
 def send(pipe: Connection, message: Any) -> None:

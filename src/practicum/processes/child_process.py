@@ -6,6 +6,7 @@ be killed is never used again: every later request is refused with what happened
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -100,6 +101,21 @@ class ChildProcess:
             self._waiting[number] = _PendingRequest(future, about, tokens)
             self._arriving.append(ChildRequest(number, what, tuple(args)))
         return number, future
+
+    def send(self, what: Any, args: Sequence[Any], about: str) -> Future[Any]:
+        """Send a request at once; its result to come."""
+        _, future = self.post(what, args, about)
+        self.flush()
+        return future
+
+    async def ask(self, what: Any, args: Sequence[Any], about: str, tokens: int = 0) -> Any:
+        """The answer to a request; what is asked in one turn of the event loop goes out together."""
+        number, future = self.post(what, args, about, tokens)
+        asyncio.get_running_loop().call_soon(self.flush)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            self.forget(number)
 
     def check(self, about: str) -> None:
         """An error with what happened if the process can't be used any more."""

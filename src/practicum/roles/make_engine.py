@@ -82,13 +82,12 @@ def make_engine(recipe: Recipe, model: PreTrainedModel, weights: Callable[[], tu
     if rollout.engine == "torch":
         return _torch_engine(recipe, model)
     context = rollout_context(recipe, context_length(model))
-    room = EngineSize(context, rollout.slots, kv_tokens=rollout.slots * context)
-    threads = torch.get_num_threads()
+    threads, slots = torch.get_num_threads(), rollout.slots
+    room = EngineSize("rollout", rollout.vllm, threads, context, slots, kv_tokens=slots * context)
     if takes_adapter(model):
-        path, options = recipe.model.path, rollout.vllm
-        engine = engine_of_adapted("rollout", model, path, options, room, weights, threads=threads)
+        engine = engine_of_adapted(model, recipe.model.path, room, weights)
     else:
-        engine = engine_of_model("rollout", model, rollout.vllm, room, weights, threads=threads)
+        engine = engine_of_model(model, room, weights)
     try:
         engine.load_weights(*weights())
     except BaseException:

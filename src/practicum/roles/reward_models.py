@@ -19,7 +19,7 @@ from practicum.rewards.loaded_reward_model import ColocatedRewardModel, OwnRewar
 from practicum.rewards.remote_reward_model import RemoteRewardModel, probe_reward_model
 from practicum.rewards.reward_place import CannotScore, JudgeInput, RewardPlace, score_all
 from practicum.tasks.messages import message_text
-from practicum.tasks.prompts import Prompt, answer_text, prompt_text
+from practicum.tasks.prompts import Prompt, answer_text, chat_messages, prompt_text
 from practicum.tasks.rewards import RewardResult
 from practicum.user_code import shorten
 
@@ -184,12 +184,9 @@ def _open(results: Sequence[RewardResult]) -> list[int]:
 
 
 def _conversation(prompt: Prompt, system: str | None, response: str) -> tuple[dict[str, str], ...]:
-    content = prompt.content
-    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-    messages = [{"role": m["role"], "content": message_text(m)} for m in messages]
-    if system is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
-    return (*messages, {"role": "assistant", "content": response})
+    messages = chat_messages(prompt.content, system)
+    texts = ({"role": message["role"], "content": message_text(message)} for message in messages)
+    return (*texts, {"role": "assistant", "content": response})
 
 
 def _answer(prompt: Prompt) -> str | None:

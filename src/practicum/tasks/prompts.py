@@ -96,7 +96,7 @@ def encode_prompt(
     if isinstance(prompt.content, str) and not chat:
         return encode_texts([prompt], tokenizer)[0]
     _check_text(prompt, system or "")
-    messages = _chat_messages(prompt.content, system)
+    messages = chat_messages(prompt.content, system)
     ids = _encode_chat(prompt, messages, tokenizer, tools)
     ids, images = _place_pictures(prompt, ids, processor)
     return Encoded(_check_ids(prompt, ids), images, messages)
@@ -135,7 +135,8 @@ def _check_ids(prompt: Prompt, ids: list[int]) -> list[int]:
     return ids
 
 
-def _chat_messages(content: Content, system: str | None) -> list[Message]:
+def chat_messages(content: Content, system: str | None) -> list[Message]:
+    """A prompt as a conversation, after the `system` message unless it brings its own."""
     messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
     if system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})

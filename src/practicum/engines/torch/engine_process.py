@@ -76,27 +76,21 @@ class EngineProcess:
 
     async def ask(self, what: str, args: tuple[Any, ...], about: str) -> Any:
         """The answer to a request that is the work of an engine; what is asked at once goes out together."""
-        loop = asyncio.get_running_loop()
-        number, future = self._child.post(what, args, about)
-        loop.call_soon(self._child.flush)
         if not self._open:
             self._idle = asyncio.Event()
         self._open += 1
         if self._watching is None or self._watching.done():
-            self._watching = loop.create_task(self._watch(), name=WHO)
+            self._watching = asyncio.create_task(self._watch(), name=WHO)
         try:
-            return await asyncio.wrap_future(future)
+            return await self._child.ask(what, args, about)
         finally:
             self._open -= 1
             if not self._open:
                 self._idle.set()
-            self._child.forget(number)
 
     def call(self, what: str, args: tuple[Any, ...], about: str) -> Any:
         """The answer to a request between steps; blocks, so coroutines must not call it."""
-        _, future = self._child.post(what, args, about)
-        self._child.flush()
-        return self._result(future, about)
+        return self._result(self._child.send(what, args, about), about)
 
     def close(self) -> None:
         """End the process; requests under way fail."""
@@ -115,8 +109,7 @@ class EngineProcess:
         """While requests are under way: a process that is silent, or whose step never ends, is killed."""
         while self._open:
             try:
-                _, future = self._child.post("alive", (), "a sign of life")
-                self._child.flush()
+                future = self._child.send("alive", (), "a sign of life")
                 async with asyncio.timeout(self._alive_s):
                     step_s = await asyncio.wrap_future(future)
             except TimeoutError:

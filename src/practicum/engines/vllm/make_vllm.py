@@ -30,8 +30,14 @@ _BLOCK = 32
 
 @dataclass(frozen=True, slots=True)
 class EngineSize:
-    """What an engine must have room for: `slots` sequences at once, `kv_tokens` in all."""
+    """What an engine must have room for: `slots` sequences at once, `kv_tokens` in all; and its settings.
 
+    `key` is its section of the recipe, `chosen` what that says of vLLM; `threads`: if it does not say any.
+    """
+
+    key: str
+    chosen: Vllm
+    threads: int
     context: int
     slots: int
     kv_tokens: int
@@ -43,22 +49,19 @@ class EngineSize:
 
 
 def engine_of_model(
-    key: str,
     model: PreTrainedModel,
-    chosen: Vllm,
     room: EngineSize,
     weights: Callable[[], tuple[Weights, int]],
     *,
-    threads: int,
     wait: bool = True,
 ) -> VllmEngine:
-    """An engine for a model of this shape, with what `weights` gives; `key` is its section of the recipe."""
+    """An engine for a model of this shape, with what `weights` gives."""
     folder = TemporaryDirectory(prefix="practicum-vllm-")
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]  # a model that was not loaded from a folder has none
     config.save_pretrained(folder.name)
-    setup = _setup(key, folder.name, model.dtype, config, chosen, room, threads=threads)
-    return VllmEngine(setup, start_s=chosen.start_s, weights=weights, folder=folder, wait=wait)
+    setup = _setup(folder.name, model.dtype, config, room)
+    return VllmEngine(setup, start_s=room.chosen.start_s, weights=weights, folder=folder, wait=wait)
 
 
 def takes_adapter(model: PreTrainedModel) -> bool:
@@ -87,14 +90,10 @@ def vllm_adapter_problem(saved: SavedAdapter, family: str) -> str | None:
 
 
 def engine_of_adapted(
-    key: str,
     model: PreTrainedModel,
     path: str | None,
-    chosen: Vllm,
     room: EngineSize,
     weights: Callable[[], tuple[Weights, int]],
-    *,
-    threads: int,
 ) -> VllmEngine:
     """An engine for a model with an adapter (`takes_adapter`): vLLM reads the base, and adapters are sent.
 
@@ -105,23 +104,21 @@ def engine_of_adapted(
         folder = TemporaryDirectory(prefix="practicum-vllm-")
         source = folder.name
         bare_base(model).save_pretrained(source)
-    setup = _setup(key, source, model.dtype, model.config, chosen, room, threads=threads, loads=True)
+    setup = _setup(source, model.dtype, model.config, room, loads=True)
     setup = replace(setup, rank=adapter_config(model).r, keeps_weights=True)
 
     def write(to: Path, adapter: Mapping[str, Tensor]) -> None:
         write_adapter(to, model, adapter, base="")
 
-    return VllmEngine(setup, start_s=chosen.start_s, weights=weights, folder=folder, write_adapter=write)
+    start_s = room.chosen.start_s
+    return VllmEngine(setup, start_s=start_s, weights=weights, folder=folder, write_adapter=write)
 
 
 def engine_of_folder(
-    key: str,
     path: str,
     dtype: torch.dtype,
-    chosen: Vllm,
     room: EngineSize,
     *,
-    threads: int,
     wait: bool = True,
     adapters: Sequence[SavedAdapter] = (),
 ) -> VllmEngine:
@@ -129,35 +126,31 @@ def engine_of_folder(
 
     It has room for these adapters, which `take_adapter` gives it.
     """
-    setup = _setup(key, path, dtype, read_config(path), chosen, room, threads=threads, loads=True)
+    setup = _setup(path, dtype, read_config(path), room, loads=True)
     if adapters:
         setup = replace(setup, rank=max(saved.config["r"] for saved in adapters), adapters=len(adapters))
-    return VllmEngine(setup, start_s=chosen.start_s, wait=wait)
+    return VllmEngine(setup, start_s=room.chosen.start_s, wait=wait)
 
 
 def _setup(
-    key: str,
-    model: str,
-    dtype: torch.dtype,
-    config: Any,
-    chosen: Vllm,
-    room: EngineSize,
-    *,
-    threads: int,
-    loads: bool = False,
+    model: str, dtype: torch.dtype, config: Any, room: EngineSize, *, loads: bool = False
 ) -> VllmSetup:
-    parallel = chosen.tensor_parallel
-    kv = chosen.kv_gb * GIB if chosen.kv_gb is not None else kv_bytes(config, dtype, room, parallel)
+    chosen, parallel = room.chosen, room.chosen.tensor_parallel
+    kv = (
+        chosen.kv_gb * GIB
+        if chosen.kv_gb is not None
+        else kv_bytes(config, dtype, room.slots, room.kv_tokens, parallel)
+    )
     batch = {} if room.batch_tokens is None else {"max_num_batched_tokens": room.batch_tokens}
     return VllmSetup(
-        where=key,
+        where=room.key,
         model=model,
         dtype=str(dtype).removeprefix("torch."),
         context=room.context,
         slots=room.slots,
         kv_bytes=int(kv),
         max_logprobs=room.max_logprobs,
-        threads=chosen.threads or threads,
+        threads=chosen.threads or room.threads,
         loads=loads,
         samples=room.samples,
         tensor_parallel=parallel,
@@ -165,10 +158,10 @@ def _setup(
     )
 
 
-def kv_bytes(config: Any, dtype: torch.dtype, room: EngineSize, parallel: int = 1) -> int:
-    """KV memory of each device for `room.kv_tokens` tokens, in blocks: each sequence has one that is not
+def kv_bytes(config: Any, dtype: torch.dtype, slots: int, kv_tokens: int, parallel: int = 1) -> int:
+    """KV memory of each device for this many tokens, in blocks: each sequence has one that is not
     full."""
-    return kv_token_bytes(config, dtype, parallel) * _BLOCK * (-(-room.kv_tokens // _BLOCK) + room.slots + 1)
+    return kv_token_bytes(config, dtype, parallel) * _BLOCK * (-(-kv_tokens // _BLOCK) + slots + 1)
 
 
 def kv_token_bytes(config: Any, dtype: torch.dtype, parallel: int = 1) -> int:

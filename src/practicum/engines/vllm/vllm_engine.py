@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -75,7 +73,7 @@ class VllmEngine:
         self.version = 0
         self._asleep = False
         self._open = 0
-        self.weight_sender = WeightSender(lambda *asked: self._post(self._alive(), *asked))
+        self.weight_sender = WeightSender(lambda *asked: self._alive().send(*asked))
         self.facts = VllmFacts()
         """What vLLM told of itself when it started."""
         who = f"vLLM of {setup.where}"
@@ -157,7 +155,7 @@ class VllmEngine:
         assert self._write_adapter is not None
         old, self._adapter = self._adapter, None
         if old is not None:
-            await_reply(self._post(child, "drop", (old.name,), "removing an adapter"))
+            await_reply(child.send("drop", (old.name,), "removing an adapter"))
             old.folder.cleanup()
         self._sent += 1
         name = f"of version {version}, number {self._sent}"
@@ -173,7 +171,7 @@ class VllmEngine:
     def take_adapter(self, name: str, folder: str, version: int = 0) -> None:
         """Have an adapter in PEFT's format, which score requests may name; the folder must stay."""
         about = f"loading the adapter {name}"
-        await_reply(self._post(self._awake(), "adapter", (name, folder, version), about))
+        await_reply(self._awake().send("adapter", (name, folder, version), about))
 
     def sleep(self) -> Memory:
         """Free memory until `wake`; what vLLM needs beside weights and KV memory stays with its process."""
@@ -183,7 +181,7 @@ class VllmEngine:
         if self._source is None and not (self._setup.loads and self.version == 0):
             raise EngineError("a vLLM engine without a source of weights can't sleep: it would forget them")
         before = self.memory() if self._write_adapter is None else Memory(0, self.facts.kv)
-        await_reply(self._post(child, "sleep", (), "going to sleep"))
+        await_reply(child.send("sleep", (), "going to sleep"))
         self._asleep = True
         self.weight_sender.free()
         return before
@@ -193,7 +191,7 @@ class VllmEngine:
         child = self._alive()
         if not self._asleep:
             return
-        await_reply(self._post(child, "wake", (), "waking"))
+        await_reply(child.send("wake", (), "waking"))
         self._asleep = False
         if self._write_adapter is not None or not (self._setup.loads and self.version == 0):
             assert self._source is not None
@@ -218,9 +216,9 @@ class VllmEngine:
         greedy, adapter = Sampling(1, frozenset(), greedy=True), self._named(None)
         wish = GenerateMessage(ids[:-1], greedy, 0, only=ids[-1], adapter=adapter)
         # First: a score of the sequence would leave a block of the new weights.
-        sampled: Generation = await_reply(self._post(child, "generate", (wish,), "a fingerprint"))
+        sampled: Generation = await_reply(child.send("generate", (wish,), "a fingerprint"))
         question = self._question(ScoreRequest(ids, 1), LOGPROBS_ONLY)
-        scored: Scores = await_reply(self._post(child, "score", (question,), "a fingerprint"))
+        scored: Scores = await_reply(child.send("score", (question,), "a fingerprint"))
         return torch.cat([scored.logprobs[:-1], sampled.plain_logprobs])
 
     def close(self) -> None:
@@ -244,22 +242,13 @@ class VllmEngine:
             raise EngineError("the engine sleeps: call wake() first")
         return child
 
-    def _post(self, child: ChildProcess, what: str, args: tuple[object, ...], about: str) -> Future[Any]:
-        _, future = child.post(what, args, about)
-        child.flush()
-        return future
-
     async def _ask(self, what: str, asked: GenerateMessage | ScoreMessage, about: str) -> Any:
         child = self._awake()
-        number, future = child.post(what, (asked,), about, len(asked.ids))
-        # What is handed in during one turn of the event loop goes out together.
-        asyncio.get_running_loop().call_soon(child.flush)
         self._open += 1
         try:
-            return await asyncio.wrap_future(future)
+            return await child.ask(what, (asked,), about, len(asked.ids))
         finally:
             self._open -= 1
-            child.forget(number)
 
     def _question(self, request: ScoreRequest, options: ScoreOptions) -> ScoreMessage:
         ids, start, top_k = request.ids, request.start, options.top_k

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from practicum.engines.protocol import Generation, Sampling, Scores
-from practicum.engines.shared_memory import MemoryBucket
 from practicum.engines.vllm.vllm_errors import explain
 from practicum.engines.vllm.vllm_messages import (
     GenerateMessage,
@@ -28,7 +27,7 @@ from practicum.engines.vllm.vllm_messages import (
     VllmSetup,
     scores_of,
 )
-from practicum.engines.vllm.weight_delivery import SLOT_BYTES, SlotBucket
+from practicum.engines.vllm.weight_delivery import SLOT_BYTES
 from practicum.engines.vllm.weight_layout import WeightLayout, plan_layout
 from practicum.errors import EngineError
 from practicum.processes.child_main import ChildRequest, serve
@@ -39,12 +38,11 @@ _ACTS = {
     "adapter": "_take_adapter",
     "drop": "_drop_adapter",
     "load": "_begin_load",
-    "way": "_init_way",
-    "weights": "_take_weights",
-    "unused": "_check_unused",
     "loaded": "_end_load",
 }
 """What is done between two steps of the engine."""
+_WORKERS_ACTS = {"way": "init_way", "weights": "take", "unused": "check_unused"}
+"""What all workers do between two steps."""
 
 
 def main(pipe: Connection, setup: VllmSetup) -> None:
@@ -134,8 +132,12 @@ class VllmProcess:
         """Do what is asked, between two steps of the engine or in them."""
         loop = asyncio.get_running_loop()
         answered = loop.create_future()
+        act = None
         if request.what in _ACTS:
             act = partial(getattr(self, _ACTS[request.what]), *request.args)
+        elif request.what in _WORKERS_ACTS:
+            act = partial(self._workers, _WORKERS_ACTS[request.what], *request.args)
+        if act is not None:
             self._inbox.put(lambda: _settle(loop, answered, act))
             return await answered
         opened = _Open(request.args[0], answered, loop)
@@ -278,15 +280,6 @@ class VllmProcess:
         self._idle("load weights")
         self._broken = "its weights were loaded only in part: load all of them"
         self._workers("begin_load")
-
-    def _init_way(self, way: str, given: dict[str, Any]) -> None:
-        self._workers("init_way", way, given)
-
-    def _take_weights(self, way: str, given: MemoryBucket | SlotBucket | dict[str, Any]) -> None:
-        self._workers("take", way, given)
-
-    def _check_unused(self, bucket: MemoryBucket) -> None:
-        self._workers("check_unused", bucket)
 
     def _end_load(self, version: int) -> WeightLayout | None:
         learnt = self._workers("end_load")
