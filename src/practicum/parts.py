@@ -19,8 +19,7 @@ from practicum.algorithms.policy_losses.types import PolicyInputs, PolicyTerms
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.fields import Field
 from practicum.dataplane.own_stage import OwnStage
-from practicum.dataplane.ragged import Ragged
-from practicum.dataplane.stages import Columns, StepInfo
+from practicum.dataplane.ragged import Columns, Ragged
 from practicum.recipe.algorithm_traits import (
     ESTIMATOR_OPTIONS,
     LOSS_OPTIONS,
@@ -28,6 +27,7 @@ from practicum.recipe.algorithm_traits import (
     LossTraits,
 )
 from practicum.recipe.schema.recipe import Recipe, Train
+from practicum.roles.run_stage import StepInfo
 from practicum.tasks.draws import Draws
 from practicum.tasks.procedural import Example, Option, Procedural, Settings
 

@@ -15,7 +15,6 @@ from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.memory_store import MemoryStore
 from practicum.dataplane.padding_rows import padding_batch
 from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.stages import StepInfo
 from practicum.learning.learner import Learner
 from practicum.learning.logprobs import LogprobScorer
 from practicum.learning.packed_model import PackedModel
@@ -25,6 +24,7 @@ from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.advantages import AdvantageRole
 from practicum.roles.critic import CriticRole
 from practicum.roles.padding import padding_rows_needed
+from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import make_plan
 from practicum.roles.student import StudentRole
 

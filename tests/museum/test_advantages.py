@@ -11,10 +11,11 @@ from torch import Tensor
 
 from practicum.algorithms.advantages import groups
 from practicum.algorithms.segments import segment_count, segment_mean, segment_sum
-from practicum.dataplane.stages import Columns, StepInfo
+from practicum.dataplane.ragged import Columns
 from practicum.errors import CheckError, PracticumError, RecipeErrors
 from practicum.roles.advantages import AdvantageRole
 from practicum.roles.reward import at_last_sampled
+from practicum.roles.run_stage import StepInfo
 from practicum.tasks.scorers import RewardSample
 
 from ..trainer import rewards

@@ -8,10 +8,10 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.memory_store import MemoryStore
 from practicum.dataplane.ragged import Ragged
-from practicum.dataplane.stages import StepInfo
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.advantages import AdvantageRole
 from practicum.roles.reward import at_last_sampled, sampled_runs
+from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import make_plan
 
 

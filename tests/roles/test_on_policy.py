@@ -7,9 +7,9 @@ import torch
 
 from practicum.checks.watch import Watch
 from practicum.dataplane.ragged import Ragged
-from practicum.dataplane.stages import StepInfo
 from practicum.engines.protocol import Sampling
 from practicum.recipe.schema.recipe import Recipe
+from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import make_plan
 from practicum.runtime.local import start_local
 from practicum.sessions.attempts import Attempt

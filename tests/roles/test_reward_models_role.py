@@ -19,13 +19,13 @@ from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
 from practicum.dataplane.ragged import Ragged
-from practicum.dataplane.stages import StepInfo
 from practicum.errors import DeadlineError, RecipeErrors, RewardError, TeacherError
 from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.rewards.loaded_reward_model import ColocatedRewardModel, OwnRewardModel
 from practicum.rewards.reward_place import JudgeInput
 from practicum.roles.reward_models import RewardModelRole
 from practicum.roles.rollout import RolloutRole
+from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import evaluation_plan, make_plan
 from practicum.runtime.local import LocalRoles, LocalWorkers, start_local
 from practicum.tasks.prompts import Prompt

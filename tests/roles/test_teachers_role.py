@@ -21,13 +21,13 @@ from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.ragged import Ragged
-from practicum.dataplane.stages import StepInfo
 from practicum.engines.protocol import ScoreOptions, ScoreRequest
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import DeadlineError, EngineError, TeacherError
 from practicum.models.load_model import load_model
 from practicum.places.torch_teacher import ColocatedTeacher
 from practicum.recipe.schema.recipe import Model, Recipe
+from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import make_plan
 from practicum.roles.teachers import TeacherRole, Teachers, waiting_rows
 from practicum.runtime.local import LocalRoles, LocalWorkers, start_local
@@ -357,7 +357,8 @@ def test_copies_of_the_student_take_its_weights_when_due_and_are_saved(tmp_path:
             with torch.no_grad():
                 for p in learner.model.parameters():
                     p.add_(0.01)
-            faculty.refresh(step, lambda: dict(learner.named_weights()), step)
+            learner.version = step
+            faculty.refresh(step)
             if place.engine.version == step:
                 due.append(step)
         weights = {name: p.detach().clone() for name, p in place.model.named_parameters()}

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.stages import StepInfo
 from practicum.engines.torch.engine_process import ProcessEngine
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.learning.learner import Learner
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.rollout import RolloutRole
+from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import make_plan
 from practicum.roles.student import UpdateReport
 from practicum.roles.teachers import TeacherRole, waiting_rows

@@ -15,7 +15,6 @@ from safetensors.torch import load
 
 from practicum.checks.watch import Watch
 from practicum.dataplane.ragged import Ragged
-from practicum.dataplane.stages import StepInfo
 from practicum.engines.protocol import ScoreOptions, ScoreRequest
 from practicum.errors import MissingExtraError, RecipeError, RecipeErrors
 from practicum.forecast.cluster_spec import this_machine
@@ -28,6 +27,7 @@ from practicum.places.torch_teacher import OwnTeacher, _load_served
 from practicum.processes.child_main import ChildRequest
 from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.recipe.schema.recipe import Model
+from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import make_plan
 from practicum.runtime import local
 from practicum.runtime.local import LocalRoles, start_local

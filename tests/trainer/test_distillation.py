@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from practicum.dataplane.ragged import Ragged
-from practicum.dataplane.stages import StepInfo
 from practicum.errors import PracticumError, TeacherError
 from practicum.models.load_model import load_model
 from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
 from practicum.recipe.schema.recipe import Model
 from practicum.roles.load_teachers import OwnTeacher
+from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import make_plan
 from practicum.trainer import preflight as preflight_module
 from practicum.trainer.run import train_loaded

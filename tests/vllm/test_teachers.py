@@ -14,12 +14,12 @@ from practicum.checks.watch import Watch
 from practicum.concurrency.event_loop import run_async
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.ragged import Ragged
-from practicum.dataplane.stages import StepInfo
 from practicum.engines.protocol import ScoreRequest
 from practicum.engines.vllm.vllm_engine import VllmEngine
 from practicum.errors import TeacherError
 from practicum.places.vllm_teacher import VllmTeacher
 from practicum.recipe.schema.recipe import Recipe
+from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import make_plan
 from practicum.runtime.local import LocalRoles, start_local
 from practicum.tasks.stream import make_stream

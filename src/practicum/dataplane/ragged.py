@@ -1,13 +1,15 @@
-"""A column of rows of unequal length: packed values and lengths."""
+"""Columns of rows: `Ragged`, of rows of unequal length, and those that a stage reads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from practicum.errors import StoreError
 
 
 class Ragged:
@@ -171,3 +173,39 @@ def _adjacent(rows: list[Tensor]) -> Tensor | None:
 
 Column = Ragged | Tensor | list
 """What a field holds for a batch: Ragged; a tensor [B] if scalar; a list if of objects."""
+
+
+class Columns(Mapping[str, Column]):
+    """The columns that a stage reads. Asking for one that it did not declare is a StoreError."""
+
+    def __init__(self, stage: str, columns: Mapping[str, Column]) -> None:
+        self._stage, self._columns = stage, columns
+
+    def __getitem__(self, name: str) -> Column:
+        if name not in self._columns:
+            raise StoreError(
+                f"stage {self._stage!r} asked for {name!r}, which its reads do not declare: "
+                f"{', '.join(sorted(self._columns)) or 'nothing'}"
+            )
+        return self._columns[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def ragged(self, name: str) -> Ragged:
+        """A column of tokens."""
+        column = self[name]
+        assert isinstance(column, Ragged), f"{name} is not a ragged field"
+        return column
+
+    def objects(self, name: str) -> list[Any]:
+        """A column of one object for each row."""
+        column = self[name]
+        assert isinstance(column, list), f"{name} is not an object field"
+        return column

@@ -12,8 +12,8 @@ from practicum.algorithms.mismatch import MismatchRules, MismatchWeights, mismat
 from practicum.checks import invariants
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.stages import Columns, Plan, StepInfo, stage
+from practicum.dataplane.ragged import Column, Columns, Ragged
+from practicum.dataplane.stages import Plan
 from practicum.dataplane.store import Store
 from practicum.learning.update_trace import places_by_rule
 from practicum.recipe.algorithm_traits import estimator_traits
@@ -21,6 +21,7 @@ from practicum.recipe.derived import corrects_mismatch, has_advantage_estimator
 from practicum.recipe.own_parts import find_part
 from practicum.recipe.schema.recipe import Recipe
 from practicum.records.recording_store import record_more, recorder_of
+from practicum.roles.run_stage import StepInfo, stage
 from practicum.roles.stage_table import student_source
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.ragged import Column
-from practicum.dataplane.stages import Columns, Plan, StepInfo, stage
+from practicum.dataplane.ragged import Column, Columns
+from practicum.dataplane.stages import Plan
 from practicum.dataplane.store import Store
 from practicum.learning.minibatches import critic_cut
 from practicum.learning.update_batch import CriticBatch
 from practicum.learning.value_learner import ValueLearner
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.learner_rows import OptimizerStep, extras_of, optimizer_steps, rank_rows, rank_share
+from practicum.roles.run_stage import StepInfo, stage
 from practicum.roles.student import mean_metrics
 
 READS = ("prompt_ids", "response_ids", "response_mask", "values", "returns")

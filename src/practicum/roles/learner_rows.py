@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.stages import Columns, StepInfo
+from practicum.dataplane.ragged import Columns
 from practicum.learning.balance import Parts, assign_ranks, in_order, partition, step_imbalance
 from practicum.learning.minibatches import Cut, Minibatch, running_cuts, spread
 from practicum.learning.packing import RowExtras
@@ -16,6 +16,7 @@ from practicum.models.images import Images
 from practicum.recipe.algorithm_traits import loss_traits
 from practicum.recipe.derived import has_policy_loss
 from practicum.recipe.schema.recipe import Recipe
+from practicum.roles.run_stage import StepInfo
 
 
 def whole_sessions(recipe: Recipe) -> bool:

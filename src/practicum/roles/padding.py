@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.fields import check_padding_rules
 from practicum.dataplane.padding_rows import padding_batch
-from practicum.dataplane.ragged import Column
-from practicum.dataplane.stages import Columns, Plan, StepInfo, stage
+from practicum.dataplane.ragged import Column, Columns
+from practicum.dataplane.stages import Plan
 from practicum.dataplane.store import Store
 from practicum.errors import RecipeError
 from practicum.learning.minibatches import needed_multiple, padding_needed, running_cuts, spare_padding
@@ -23,6 +23,7 @@ from practicum.models.experts import routes_of
 from practicum.models.vision import AXES
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.learner_rows import whole_sessions
+from practicum.roles.run_stage import StepInfo, stage
 
 
 class PaddingRole:

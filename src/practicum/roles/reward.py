@@ -13,14 +13,15 @@ from torch import Tensor
 from practicum.concurrency.event_loop import run_async
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
-from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.stages import Columns, Plan, StepInfo, stage
+from practicum.dataplane.ragged import Column, Columns, Ragged
+from practicum.dataplane.stages import Plan
 from practicum.dataplane.store import Store
 from practicum.recipe.derived import uses_reward
 from practicum.recipe.schema.recipe import Recipe
 from practicum.records.recording_store import stage_span
 from practicum.rewards.reward_place import JudgeInput
 from practicum.roles.reward_models import RewardModelRole, waits_for_models
+from practicum.roles.run_stage import StepInfo, stage
 from practicum.sessions.chat import Encoder
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.rewards import RewardFunctions, RewardResult, RewardSample

@@ -14,8 +14,8 @@ from practicum.checks import invariants
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
-from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.stages import Columns, Plan, StepInfo, stage
+from practicum.dataplane.ragged import Column, Columns, Ragged
+from practicum.dataplane.stages import Plan
 from practicum.dataplane.store import Store
 from practicum.learning.distill_loss import TeacherColumns
 from practicum.learning.learner import Learner
@@ -38,6 +38,7 @@ from practicum.roles.learner_rows import (
     session_tokens,
     whole_sessions,
 )
+from practicum.roles.run_stage import StepInfo, stage
 from practicum.roles.stage_table import compares_sampled, ratio_source
 from practicum.teachers.ledger import TeacherMeasures, pair_of
 

@@ -7,7 +7,7 @@ while the student's engines sleep (`Roles.engines_asleep`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,11 +24,12 @@ from practicum.concurrency.event_loop import run_async
 from practicum.concurrency.gather import gather_all
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
-from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.stages import Columns, Plan, StepInfo, stage
+from practicum.dataplane.ragged import Column, Columns, Ragged
+from practicum.dataplane.stages import Plan
 from practicum.dataplane.store import Store
 from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
 from practicum.errors import DeadlineError, TeacherError
+from practicum.learning.learner import Learner
 from practicum.learning.minibatches import spread_evenly
 from practicum.learning.parallel import Parallel
 from practicum.models.attention import OutputHead
@@ -42,6 +43,7 @@ from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
 from practicum.records.recording_store import stage_span
 from practicum.roles.learner_rows import images_of
+from practicum.roles.run_stage import StepInfo, stage
 from practicum.tasks.prompts import Prompt
 from practicum.teachers.route import before_text, teacher_of
 
@@ -127,6 +129,8 @@ class TeacherRole:
         self._colocated = teachers.colocated() if teachers.residency is not None else {}
         self._spent = self.seconds(), teachers.wakes
         self._copies: dict[str, tuple[dict[str, Tensor], int]] = {}
+        self.student: Learner | None = None
+        """Whose weights copies of the student take; it is made after the teachers."""
 
     def teacher_of(self, prompt: Prompt) -> str:
         """Who corrects this prompt."""
@@ -194,13 +198,14 @@ class TeacherRole:
             advice = f"if it is only slow, raise teachers.{names[0]}.deadline_s"
             raise DeadlineError(f"{late}; {advice}") from late
 
-    def refresh(self, step: int, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
-        """Before step `step`: copies of the student whose time has come take these weights."""
+    def refresh(self, step: int) -> None:
+        """Before step `step`: copies of the student whose time has come take its weights."""
         for name, teacher in self.recipe.teachers.items():
             if name in self.loaded.places and takes_new_weights(teacher, step):
+                assert self.student is not None
                 # A copy of our own: it is also what a checkpoint keeps of this teacher.
-                copied = {key: x.cpu().clone() for key, x in weights().items()}
-                self.give_weights(name, copied, version)
+                copied = {key: x.cpu().clone() for key, x in self.student.named_weights()}
+                self.give_weights(name, copied, self.student.version)
                 self._forget_spent()
 
     def save(self, folder: Path) -> None:

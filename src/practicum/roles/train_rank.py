@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.own_stage import OwnStage
-from practicum.dataplane.stages import Plan, StageSpec, StepInfo, stage, stage_method
+from practicum.dataplane.stages import Plan, StageSpec
 from practicum.dataplane.store import Store
 from practicum.dataplane.store_files import write_rows
 from practicum.errors import RecipeError
@@ -36,12 +36,12 @@ from practicum.models.vision import is_vision
 from practicum.recipe.derived import is_own_base, is_supervised, rollout_context
 from practicum.recipe.own_parts import find_part, guarded
 from practicum.recipe.schema.recipe import Recipe
-from practicum.records.recording_store import stage_span
 from practicum.roles.advantages import AdvantageRole
 from practicum.roles.critic import CriticRole
 from practicum.roles.learner_rows import rank_share
 from practicum.roles.load_teachers import teacher_losses
 from practicum.roles.padding import PaddingRole, check_fields, field_widths
+from practicum.roles.run_stage import StepInfo, stage, stage_method
 from practicum.roles.student import StudentRole
 from practicum.roles.teachers import TeacherRole, Teachers
 from practicum.roles.transcripts import Transcript, read_transcripts
@@ -49,7 +49,7 @@ from practicum.sessions.chat import make_encoder
 
 
 class TrainRank:
-    """Student, critic, advantages, colocated teachers and padding. `run` runs their stages by name."""
+    """Student, critic, advantages, colocated teachers and padding."""
 
     def __init__(
         self,
@@ -66,11 +66,12 @@ class TrainRank:
         self.encoder = make_encoder(recipe, load_tokenizer(recipe.model))
         self.stop = stop_ids(getattr(model, "generation_config", None), self.tokenizer, recipe.rollout.stop)
         roles = self._make_roles(model, teachers)
-        self._stages: dict[str, Callable[[StepInfo], Any]] = {
+        self.stages: dict[str, Callable[[StepInfo], Any]] = {
             spec.name: self._own_stage(spec) if spec.use else stage_method(roles[spec.role], spec.name)
             for spec in plan
             if spec.ranks != "controller"
         }
+        """Those that the ranks run, by name; each gives its report, or None if it had no row."""
         check_fields(plan, model)
 
     def describe_memory(self, planned: float | None = None) -> list[str]:
@@ -122,6 +123,8 @@ class TrainRank:
             on_nonfinite=refuse,
             parallel=parallel,
         )
+        if self.teachers is not None:
+            self.teachers.student = learner
         if "ref_logprobs" in plan and is_own_base(recipe):
             reference = LogprobScorer(learner.trunk, adapter=False)
         self.student = StudentRole(recipe, plan, store, learner, reference, self.watch)
@@ -142,22 +145,6 @@ class TrainRank:
     def version(self) -> int:
         """Updates that the student's weights have had."""
         return self.student.learner.version
-
-    def run(self, stage: str, step: StepInfo) -> Any:
-        """Run a stage on this rank; gives its report."""
-        with stage_span(self.store, stage, step.number, rows=len(step.batch)):
-            return self._stages[stage](step)
-
-    def refresh_copies(self, step: int) -> None:
-        """Before a step: colocated teachers that are copies of the student take its weights when due."""
-        if self.teachers is not None:
-            learner = self.student.learner
-            self.teachers.refresh(step, lambda: dict(learner.named_weights()), learner.version)
-
-    def teachers_spent(self) -> tuple[dict[str, float], dict[str, int]]:
-        """Seconds and wakes of each teacher since the last call."""
-        assert self.teachers is not None
-        return self.teachers.spent()
 
     def fingerprint(self, length: int) -> list[float]:
         """Logprobs of a fixed sequence of tokens by the learner's weights; all ranks must be called."""

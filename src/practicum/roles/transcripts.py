@@ -8,7 +8,7 @@ from itertools import groupby
 from transformers import PreTrainedTokenizerBase
 
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.stages import Columns
+from practicum.dataplane.ragged import Columns
 from practicum.dataplane.store import Store
 
 

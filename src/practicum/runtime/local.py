@@ -18,7 +18,7 @@ from practicum.concurrency.gather import gather_all
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
 from practicum.dataplane.memory_store import MemoryStore
-from practicum.dataplane.stages import Plan, StepInfo
+from practicum.dataplane.stages import Plan
 from practicum.dataplane.store import Store
 from practicum.devices import pick_device
 from practicum.engines.protocol import Engine
@@ -38,6 +38,7 @@ from practicum.roles.make_engine import Weights, describe_engines, make_engines,
 from practicum.roles.reward import RewardRole
 from practicum.roles.reward_models import RewardModelRole, RewardModels, load_reward_models
 from practicum.roles.rollout import Finished, RolloutRole, SessionRunner
+from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import evaluation_plan
 from practicum.roles.sync import PublishedWeights, SyncProbe
 from practicum.roles.teachers import TeacherRole, Teachers
@@ -108,8 +109,7 @@ class LocalWorkers:
         await self.rewards.score_session(batch, prompts)
 
     def reward(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
-        with stage_span(self.rewards.store, "reward", batch.tags[0].step, rows=len(batch)):
-            self.rewards.reward(StepInfo(batch, prompts=prompts))
+        self.rewards.reward(StepInfo(batch, batch.tags[0].step, prompts=prompts))
 
     async def teach(self, teacher: str, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
         assert self.teachers is not None
@@ -217,6 +217,17 @@ class LocalRoles(TrainRank):
         plain = self.recipe.rollout.engine == "vllm" and not takes_adapter(learner.model)
         return learner.plain_weights() if plain else learner.named_weights(), learner.version
 
+    def run(self, stage: str, step: StepInfo) -> Any:
+        return self.stages[stage](step)
+
+    def refresh_copies(self, step: int) -> None:
+        assert self.teachers is not None
+        self.teachers.refresh(step)
+
+    def teachers_spent(self) -> tuple[dict[str, float], dict[str, int]]:
+        assert self.teachers is not None
+        return self.teachers.spent()
+
     def publish(self, step: int) -> None:
         if not self.lag:
             self.sync_weights()
@@ -252,7 +263,7 @@ class LocalRoles(TrainRank):
             probe.check([engine.fingerprint().tolist()], lambda _: published.fingerprint)
 
     def version_of(self, step: int) -> int:
-        return self.published[step].version if self.lag else self.version
+        return self.published[step].version if self.lag else self.student.learner.version
 
     def probe_weights(self) -> None:
         """Check that the engines have the learner's weights."""

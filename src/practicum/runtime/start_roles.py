@@ -13,12 +13,13 @@ from typing import Any, Protocol
 
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.stages import Plan, StepInfo
+from practicum.dataplane.stages import Plan
 from practicum.dataplane.store import Store
 from practicum.recipe.derived import on_ray
 from practicum.recipe.schema.recipe import Recipe
 from practicum.records.record_files import RecordPlace
 from practicum.roles.rollout import RolloutRole
+from practicum.roles.run_stage import StepInfo
 from practicum.roles.transcripts import Transcript
 from practicum.runtime.local import start_local
 from practicum.runtime.ray.init_ray import set_environment

@@ -22,7 +22,7 @@ from practicum.dataplane.check_columns import dtype_of
 from practicum.dataplane.fields import FIELDS, Field
 from practicum.dataplane.memory_store import MemoryStore
 from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.stages import Plan, StageSpec, StepInfo
+from practicum.dataplane.stages import Plan, StageSpec
 from practicum.errors import PracticumError, RecipeError, RecipeErrors
 from practicum.models.attention import OutputHead
 from practicum.models.load_model import load_model
@@ -38,6 +38,7 @@ from practicum.records.record_files import FOLDER, RecordPlace
 from practicum.records.recorder import Recorder
 from practicum.records.recording_store import RecordingStore
 from practicum.roles.load_teachers import signal_width
+from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import make_plan
 from practicum.roles.student import UpdateReport
 from practicum.roles.teachers import Teachers
@@ -278,11 +279,11 @@ def _learn(
 
 def _run_stages(rank: TrainRank, plan: Plan, batch: _RecordedBatch) -> dict[str, float]:
     step = StepInfo(batch.ref, batch.step, batch.baselines)
-    if "pad" in plan and (padding := rank.run("pad", step)) is not None:
+    if "pad" in plan and (padding := rank.stages["pad"](step)) is not None:
         step = replace(step, batch=BatchRef.concat([step.batch, padding]))
     metrics: dict[str, float] = {}
     for stage in plan.learner_stages():
-        report = rank.run(stage.name, step)
+        report = rank.stages[stage.name](step)
         if isinstance(report, UpdateReport):
             metrics |= prefixed("train", report.metrics)
             if report.measured is not None:
@@ -317,7 +318,8 @@ def _start(
             rank.teachers.load(checkpoint / "teachers")
         progress = Progress(**json.loads((checkpoint / "progress.json").read_text()))
         rank.advantages.load_state_dict(progress.kl)
-    rank.refresh_copies(step)
+    if rank.teachers is not None:
+        rank.teachers.refresh(step)
     return rank
 
 

@@ -17,12 +17,13 @@ from practicum.checks import invariants
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
-from practicum.dataplane.stages import Plan, StepInfo
+from practicum.dataplane.stages import Plan
 from practicum.recipe.algorithm_traits import estimator_traits
 from practicum.recipe.derived import lag
 from practicum.recipe.schema.recipe import Recipe
 from practicum.records.recorder import Recorder
 from practicum.roles.learner_rows import balance_metrics
+from practicum.roles.run_stage import StepInfo
 from practicum.roles.student import UpdateReport
 from practicum.roles.teachers import prompts_read, waiting_rows
 from practicum.runtime.start_roles import Roles

@@ -13,12 +13,13 @@ from practicum.checks.watch import Watch
 from practicum.concurrency.event_loop import run_async
 from practicum.concurrency.gather import gather_all
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.stages import Plan, StepInfo
+from practicum.dataplane.stages import Plan
 from practicum.dataplane.store import Store
 from practicum.errors import PracticumError
 from practicum.recipe.derived import lag, sampling_engines, sampling_s, scores_during_rollout
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.rollout import RolloutRole
+from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import evaluation_plan
 from practicum.roles.student import UpdateReport
 from practicum.roles.sync import SyncProbe
@@ -52,7 +53,7 @@ class TrainGroup:
         return len(self.workers)
 
     def all(self, method: str, *args: Any) -> Any:
-        """Call a method of all ranks alike; the first one's answer is everybody's."""
+        """Call a method of all ranks, or of their roles, alike; the first one's answer is everybody's."""
         return self.each(method, [args] * len(self))[0]
 
     def first(self, method: str, *args: Any) -> Any:
@@ -154,7 +155,7 @@ class RayRoles:
     def refresh_copies(self, step: int) -> None:
         due = [name for name, teacher in self.recipe.teachers.items() if takes_new_weights(teacher, step)]
         if any(name in self._colocated for name in due):
-            self.group.all("refresh_copies", step)
+            self.group.all("teachers.refresh", step)
         elsewhere = [name for name in due if name not in self._colocated]
         if elsewhere:
             manifest = self.group.all("publish")
@@ -170,7 +171,7 @@ class RayRoles:
             head = run_async(
                 output_head(self.pools.teachers[name], timeout), timeout=timeout + 5, owner=owner
             )
-            self.group.all("renew_head", name, head)
+            self.group.all("teachers.renew_head", name, head)
 
     def run(self, stage: str, step: StepInfo) -> Any:
         call = self.group.all if self.plan[stage].ranks == "all" else self.group.first
@@ -183,7 +184,7 @@ class RayRoles:
         """Ranks score their rows apart from each other: their seconds add up, their wakes do not."""
         seconds, wakes = dict.fromkeys(self.recipe.teachers, 0.0), dict.fromkeys(self.recipe.teachers, 0)
         if self._colocated:
-            for rank_seconds, rank_wakes in self.group.each("teachers_spent", [()] * self.ranks):
+            for rank_seconds, rank_wakes in self.group.each("teachers.spent", [()] * self.ranks):
                 for name in self._colocated:
                     seconds[name] += rank_seconds[name]
                     wakes[name] = max(wakes[name], rank_wakes[name])

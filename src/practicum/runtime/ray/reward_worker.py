@@ -9,16 +9,16 @@ from typing import Any
 from practicum.concurrency.event_loop import run_async
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
-from practicum.dataplane.stages import Plan, StepInfo
+from practicum.dataplane.stages import Plan
 from practicum.models.load_model import load_tokenizer
 from practicum.recipe.derived import evaluates, own_options, rollout_context
 from practicum.recipe.schema.recipe import Recipe
-from practicum.records.recording_store import stage_span
 from practicum.rewards.loaded_reward_model import ColocatedRewardModel, load_reward_model
 from practicum.rewards.reward_place import CannotScore, JudgeInput, score_all
 from practicum.roles.load_teachers import make_model_cache
 from practicum.roles.reward import RewardRole
 from practicum.roles.reward_models import RewardModelRole, RewardModels, load_reward_models
+from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import evaluation_plan
 from practicum.roles.train_rank import set_threads
 from practicum.runtime.ray.actor_calls import ask_async
@@ -59,8 +59,7 @@ class RewardWorker(Worker):
     def reward(self, is_eval: bool, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
         """Score these sessions, all of whose rows are in the batch."""
         role = self._eval if is_eval else self._train
-        with stage_span(self.store, "reward", batch.tags[0].step, rows=len(batch)):
-            role.reward(StepInfo(batch, prompts=prompts))
+        role.reward(StepInfo(batch, batch.tags[0].step, prompts=prompts))
 
 
 class RewardModelWorker:

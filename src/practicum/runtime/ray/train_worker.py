@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from practicum.models.load_model import load_model
 from practicum.recipe.derived import data_parallel, scores_during_rollout
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.load_teachers import load_teachers
+from practicum.roles.run_stage import StepInfo
 from practicum.roles.sync import PublishedWeights
 from practicum.roles.teachers import Teachers, copy_file, read_copy
 from practicum.roles.train_rank import TrainRank
@@ -38,6 +40,10 @@ class StudentFacts:
 
 class PublishingRank(TrainRank):
     """A rank whose weights go to engines and teachers in other processes."""
+
+    def run(self, stage: str, step: StepInfo) -> Any:
+        """Run a stage on this rank; gives its report."""
+        return self.stages[stage](step)
 
     def publish(self) -> Manifest | None:
         """The weights for the engines, by the first rank; all ranks must be called."""
@@ -73,11 +79,6 @@ class PublishingRank(TrainRank):
             return None
         weights, version = read_copy(path)
         return publish(weights.items(), version)
-
-    def renew_head(self, name: str, head: OutputHead) -> None:
-        """A teacher elsewhere has a new output head."""
-        assert self.teachers is not None
-        self.teachers.renew_head(name, head)
 
 
 class TrainWorker(Worker):
@@ -119,8 +120,8 @@ class TrainWorker(Worker):
         return load_teachers(self.recipe, model, names=names, heads=heads)
 
     def call(self, method: str, *args: Any) -> RankReply:
-        """Call a method of the rank, such as `run` for its stages."""
-        value = getattr(self.roles, method)(*args)
+        """Call a method of the rank, such as `run` for its stages, or of a role of it: `teachers.spent`."""
+        value = attrgetter(method)(self.roles)(*args)
         sentences, fired = tuple(self._sentences), dict(self.watch.fired)
         self._sentences.clear()
         self.watch.fired.clear()

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from tests.dataplane.rows import TOKENS, make_batch, make_columns, same
 
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Tags
 from practicum.dataplane.memory_store import MemoryStore
 from practicum.dataplane.padding_rows import padding_batch
-from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.stages import Columns, Plan, StageSpec, StepInfo, stage, stage_method
+from practicum.dataplane.ragged import Column, Columns, Ragged
+from practicum.dataplane.stages import Plan, StageSpec
 from practicum.errors import StoreError
-
-from .rows import TOKENS, make_batch, make_columns, same
+from practicum.roles.run_stage import StepInfo, stage, stage_method
 
 BATCH = make_batch(4)
 PLAN = Plan(
