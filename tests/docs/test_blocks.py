@@ -12,7 +12,7 @@ import yaml
 
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.schema.recipe import Recipe, Task
-from practicum.sessions.loops import find_loop
+from practicum.sessions.attempts import find_loop
 from practicum.tasks.locations import Location, open_rows
 from practicum.tasks.rewards import RewardFunctions
 from practicum.tasks.scorers import RewardSample

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from practicum.engines.protocol import Counter, GenerateRequest, Generation, ScoreRequest
 from practicum.errors import EngineError
 from practicum.models.experts import routes_of
-from practicum.sessions.session import EnginePolicy
-from practicum.sessions.trajectory import Trajectory
+from practicum.sessions.session import EnginePolicy, Trajectory
 from tests.engines.engines import engine_of, generate, plain_forward, plain_logprobs, prompts, sampling, tiny
 
 EOS = 1

@@ -14,8 +14,7 @@ from practicum.engines.protocol import Counter, Generation, Sampling
 from practicum.errors import CheckError
 from practicum.models.tokenizer import make_tokenizer
 from practicum.sessions.chat import read, tokenise
-from practicum.sessions.session import EnginePolicy, Session
-from practicum.sessions.trajectory import Trajectory
+from practicum.sessions.session import EnginePolicy, Session, Trajectory
 
 from .steps import passes, take_steps
 

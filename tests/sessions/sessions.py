@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from practicum.engines.protocol import Counter, Generation, Sampling
 from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.schema.rollout_sections import Agent
-from practicum.sessions.session import Policy, Session, SessionStart
-from practicum.sessions.trajectory import Trajectory
+from practicum.sessions.session import Policy, Session, SessionStart, Trajectory
 from practicum.tasks.messages import Content
 from practicum.tasks.prompts import Prompt, encode_prompt
 from tests.engines.engines import sampling

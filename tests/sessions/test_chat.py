@@ -13,9 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from practicum.errors import EngineError
 from practicum.models.processor import make_processor, make_vision_tokenizer
 from practicum.recipe.schema.rollout_sections import Agent
-from practicum.sessions.chat import tool_result, user
 from practicum.sessions.session import Session, SessionStart
-from practicum.tasks.messages import Message, picture_message
+from practicum.tasks.messages import Message, picture_message, tool_result, user
 from practicum.tasks.pictures import Picture
 from practicum.tasks.prompts import Encoded, Prompt, encode_prompt
 from tests.engines.engines import sampling

@@ -1,6 +1,6 @@
 from practicum.recipe.schema.recipe import Task
 from practicum.recipe.schema.rollout_sections import Agent
-from practicum.sessions.session import make_demonstrator
+from practicum.sessions.demonstrator import make_demonstrator
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import make_stream

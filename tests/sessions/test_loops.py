@@ -12,13 +12,12 @@ import pytest
 from practicum.errors import EngineError, RecipeError
 from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.schema.rollout_sections import ToolSection
-from practicum.sessions.attempts import read_result
-from practicum.sessions.chat import tool_result
-from practicum.sessions.loops import LOOPS, find_loop
-from practicum.sessions.session import DemonstratorPolicy, EnginePolicy, Session
+from practicum.sessions.attempts import LOOPS, find_loop, read_result
+from practicum.sessions.demonstrator import DemonstratorPolicy
+from practicum.sessions.session import EnginePolicy, Session
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.kinds.total import TOTAL
-from practicum.tasks.messages import Message
+from practicum.tasks.messages import Message, tool_result
 from practicum.tasks.procedural import Example
 from practicum.tasks.prompts import Prompt
 from tests.engines.engines import engine_of, tiny

@@ -18,11 +18,10 @@ from practicum.errors import EngineError, RecipeError
 from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.schema.rollout_sections import ToolSection
 from practicum.sessions.attempts import SessionResult, read_result
-from practicum.sessions.chat import tool_result, user
-from practicum.sessions.session import DemonstratorPolicy, EnginePolicy, Session
+from practicum.sessions.demonstrator import DemonstratorPolicy
+from practicum.sessions.session import EnginePolicy, Session, Trajectory
 from practicum.sessions.tools.toolbox import Toolbox
-from practicum.sessions.trajectory import Trajectory
-from practicum.tasks.messages import Message
+from practicum.tasks.messages import Message, tool_result, user
 from practicum.tasks.prompts import Prompt
 from tests.engines.engines import engine_of, plain_logprobs, sampling, tiny
 from tests.sessions.sessions import Scripted, session_of

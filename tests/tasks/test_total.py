@@ -14,9 +14,10 @@ from practicum.engines.protocol import Sampling
 from practicum.models.tokenizer import CHARACTERS, make_tokenizer
 from practicum.recipe.schema.recipe import Task
 from practicum.recipe.schema.rollout_sections import Agent
+from practicum.sessions.attempts import find_loop
 from practicum.sessions.chat import SessionStart
-from practicum.sessions.loops import find_loop
-from practicum.sessions.session import DemonstratorPolicy, Session
+from practicum.sessions.demonstrator import DemonstratorPolicy
+from practicum.sessions.session import Session
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.messages import Message
 from practicum.tasks.prompts import Prompt, demonstrated_turn, encode_prompt

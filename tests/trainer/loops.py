@@ -3,8 +3,7 @@
 import asyncio
 import os
 
-from practicum.sessions.session import Session
-from practicum.sessions.trajectory import Trajectory
+from practicum.sessions.session import Session, Trajectory
 
 from .kill_orders import is_ordered, obey, order
 

@@ -22,8 +22,7 @@ from practicum.records.recording_store import stage_span
 from practicum.rewards.reward_place import JudgeInput
 from practicum.roles.reward_models import RewardModelRole, waits_for_models
 from practicum.roles.run_stage import StepInfo, stage
-from practicum.sessions.chat import Encoder
-from practicum.tasks.prompts import Prompt
+from practicum.tasks.prompts import Encoder, Prompt
 from practicum.tasks.rewards import RewardFunctions, RewardResult, RewardSample
 
 SessionName = tuple[int, ...]

@@ -31,20 +31,11 @@ from practicum.roles.reward import SessionName, rewards_at_once
 from practicum.roles.reward_models import waits_for_models
 from practicum.roles.stage_table import VISION_FIELDS
 from practicum.roles.teachers import prompts_read
-from practicum.sessions.attempts import Attempt, AttemptResult, run_attempt
-from practicum.sessions.chat import Encoder
-from practicum.sessions.loops import find_loop
-from practicum.sessions.session import (
-    DemonstratorPolicy,
-    EnginePolicy,
-    Policy,
-    Session,
-    SessionStart,
-    make_demonstrator,
-)
+from practicum.sessions.attempts import Attempt, AttemptResult, find_loop, run_attempt
+from practicum.sessions.demonstrator import DemonstratorPolicy, make_demonstrator
+from practicum.sessions.session import EnginePolicy, Policy, Session, SessionStart, Trajectory
 from practicum.sessions.tools.toolbox import Toolbox
-from practicum.sessions.trajectory import Trajectory
-from practicum.tasks.prompts import Prompt
+from practicum.tasks.prompts import Encoder, Prompt
 from practicum.tasks.rewards import RewardFunctions, RewardSample
 
 Finished = Callable[[BatchRef], Coroutine[Any, Any, None] | None]

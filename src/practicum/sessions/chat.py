@@ -7,8 +7,8 @@ rewrites that text, there is nothing to append.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -16,12 +16,12 @@ from transformers import PreTrainedTokenizerBase
 from practicum.errors import EngineError, SessionError
 from practicum.models.images import Images
 from practicum.models.load_model import model_facts
-from practicum.models.processor import Processor, load_processor
+from practicum.models.processor import load_processor
 from practicum.recipe.derived import rollout_context
-from practicum.recipe.schema.recipe import Recipe, Task
+from practicum.recipe.schema.recipe import Recipe
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.messages import Message, message_text
-from practicum.tasks.prompts import Encoded, Prompt, encode_prompt, encode_texts
+from practicum.tasks.prompts import Encoder
 from practicum.user_code import lone_surrogate, repr_of, shorten
 
 
@@ -135,16 +135,6 @@ class Chat:
         return str(text)
 
 
-def user(text: str) -> Message:
-    """A message of the user's."""
-    return {"role": "user", "content": text}
-
-
-def tool_result(name: str, text: str) -> Message:
-    """A message with what a tool said."""
-    return {"role": "tool", "name": name, "content": text}
-
-
 def tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a text, nothing put around it."""
     if fault := lone_surrogate(text):
@@ -189,48 +179,6 @@ def _between_bars(message: Message) -> str:
             "message: set the task's chat to true"
         )
     return f"|{message_text(message)}|"
-
-
-@dataclass(frozen=True, slots=True)
-class Encoder:
-    """Encodes prompts by their tasks' chat settings, with the agent's tools and the model's processor."""
-
-    tasks: Mapping[str, Task]
-    tokenizer: PreTrainedTokenizerBase
-    tools: Sequence[Mapping[str, Any]] = ()
-    processor: Processor | None = None
-    most_tokens: int | None = None
-    """Tokens that a prompt may have, where its task says `too_long: cut`."""
-
-    def __call__(self, prompt: Prompt) -> Encoded:
-        """The prompt's tokens, pictures and messages; of a prompt that is to be cut, the last tokens."""
-        encoded, room = self.whole(prompt), self.room(prompt.task)
-        if room is None or len(encoded.ids) <= room or encoded.messages is not None:
-            return encoded
-        return replace(encoded, ids=encoded.ids[-room:])
-
-    def room(self, task: str) -> int | None:
-        """Tokens that prompts of this task are cut to, if they are plain text; None if they are not cut."""
-        return self.most_tokens if self.tasks[task].too_long == "cut" and not self.tasks[task].chat else None
-
-    def whole_of(self, prompts: Sequence[Prompt]) -> Iterator[Encoded]:
-        """As `whole`, with the plain texts tokenised in one call, which takes a fraction of the time."""
-        plain = [p for p in prompts if isinstance(p.content, str) and not self.tasks[p.task].chat]
-        texts = iter(encode_texts(plain, self.tokenizer))
-        is_plain = {id(p) for p in plain}
-        return (next(texts) if id(p) in is_plain else self.whole(p) for p in prompts)
-
-    def whole(self, prompt: Prompt) -> Encoded:
-        """The prompt as it is, however long."""
-        task = self.tasks[prompt.task]
-        return encode_prompt(
-            prompt,
-            self.tokenizer,
-            chat=task.chat,
-            system=task.system,
-            tools=self.tools or None,
-            processor=self.processor,
-        )
 
 
 def make_encoder(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Encoder:

@@ -1,6 +1,7 @@
 """A session: one attempt at a prompt, of one or more turns, that leaves one or more trajectories.
 
-Its turns are written by a policy: the engine, or a demonstrator whose turns are learnt from.
+A trajectory is the tokens of one context: who put them there, and what was counted on the way. The session's
+turns are written by a policy: the engine, or a demonstrator whose turns are learnt from (`demonstrator.py`).
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from hashlib import blake2b
 from typing import Any, Literal, Protocol, cast
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from practicum.engines.protocol import Counter, Engine, GenerateRequest, Generation, Sampling
-from practicum.errors import EngineError, RecipeError, SessionError
+from practicum.errors import RecipeError, SessionError
+from practicum.models.images import Images
 from practicum.recipe.schema.rollout_sections import Agent
 from practicum.sessions.chat import (
     Chat,
@@ -30,18 +33,111 @@ from practicum.sessions.chat import (
     check_messages,
     read,
     tokenise,
-    user,
 )
-from practicum.sessions.tools.calculator import CALCULATOR
-from practicum.sessions.tools.tool_calls import Call, read_calls, write_call
 from practicum.sessions.tools.toolbox import Toolbox, ToolOutcome
-from practicum.sessions.trajectory import Trajectory
-from practicum.tasks.messages import Message
-from practicum.tasks.prompts import Prompt, demonstrated_turn, demonstration
+from practicum.tasks.messages import Message, user
+from practicum.tasks.prompts import Prompt
 from practicum.user_code import repr_of
 
-Demonstrator = Callable[[Prompt, list[Message]], str]
-"""Writes a turn of supervised training in place of the model."""
+
+@dataclass(slots=True)
+class TokenSpan:
+    """Consecutive response tokens of one origin: a turn of the student, or given by a tool or template."""
+
+    ids: Tensor
+    sampled: bool
+    logprobs: Tensor
+    plain_logprobs: Tensor
+    version: int | None = None
+    """The weights that sampled it; the oldest, if they changed meanwhile."""
+
+
+@dataclass(eq=False, slots=True)
+class Trajectory:
+    """Tokens of one context: a prompt, then sampled and given pieces in order."""
+
+    prompt_ids: list[int]
+    images: Images | None = None
+    messages: list[Message] = field(default_factory=list)
+    """What was said before the turn that is open; its tokens are those from `turn_start` on."""
+    turn_start: int = 0
+    pieces: list[TokenSpan] = field(default_factory=list)
+    version_min: int | None = None
+    version_max: int = 0
+    finish: str = ""
+    turns: int = 0
+    tool_calls: int = 0
+    tool_errors: int = 0
+    breaks: int = 0
+    """1 if it was opened because the chat template rewrites what the trajectory before it holds."""
+    reward: float | None = None
+    """What the loop says that this trajectory is worth, if it says so."""
+    trace: str | None = None
+    """The traceback of the first tool of the user's that raised in it."""
+    experts: Tensor | None = None
+    """Experts that the first tokens took [n, L, E]; the rest were never an input."""
+
+    def add_sampled(self, generation: Generation) -> None:
+        """Append a turn that the student sampled."""
+        self._merge_experts(generation.experts)
+        first = generation.version_min
+        numbers = generation.tokens, True, generation.logprobs, generation.plain_logprobs
+        self.pieces.append(TokenSpan(*numbers, version=first))
+        self.version_min = first if self.version_min is None else min(self.version_min, first)
+        self.version_max = max(self.version_max, generation.version_max)
+        self.finish = generation.finish
+        self.turns += 1
+
+    def add_given(self, ids: Sequence[int]) -> None:
+        """Append tokens that a tool or a template put in; they are not trained on."""
+        if ids:
+            zeros = torch.zeros(len(ids))
+            self.pieces.append(TokenSpan(torch.tensor(ids, dtype=torch.int64), False, zeros, zeros))
+
+    def ids(self) -> list[int]:
+        """Prompt and response so far."""
+        return self.prompt_ids + [i for piece in self.pieces for i in piece.ids.tolist()]
+
+    def sampled(self) -> list[list[int]]:
+        """The tokens of each turn of the student."""
+        return [piece.ids.tolist() for piece in self.pieces if piece.sampled]
+
+    def versions(self) -> list[int | None]:
+        """The version of the weights that sampled each response token; None for given ones."""
+        return [piece.version for piece in self.pieces for _ in range(len(piece.ids))]
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(len(piece.ids) for piece in self.pieces if piece.sampled)
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + sum(len(piece.ids) for piece in self.pieces)
+
+    def columns(self) -> dict[str, Tensor]:
+        """The row's fields as the data plane names them."""
+        pieces = self.pieces
+        empty_ids, empty = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
+        masks = [torch.full_like(piece.ids, piece.sampled, dtype=torch.bool) for piece in pieces]
+        columns = {
+            "prompt_ids": torch.tensor(self.prompt_ids, dtype=torch.int64),
+            "response_ids": torch.cat([p.ids for p in pieces]) if pieces else empty_ids,
+            "response_mask": torch.cat(masks) if pieces else empty_ids.bool(),
+            "rollout_logprobs": torch.cat([p.logprobs for p in pieces]) if pieces else empty,
+            "plain_logprobs": torch.cat([p.plain_logprobs for p in pieces]) if pieces else empty,
+        }
+        if self.experts is not None:
+            missing = len(self) - len(self.experts)
+            columns["routed_experts"] = torch.cat(
+                [self.experts, self.experts.new_zeros(missing, *self.experts.shape[1:])]
+            )
+        return columns
+
+    def _merge_experts(self, experts: Tensor | None) -> None:
+        """Keep what is known: a sampled token's experts are those it had when it was sampled."""
+        if self.experts is None or experts is None:
+            self.experts = experts
+        else:
+            self.experts = torch.cat([self.experts, experts[len(self.experts) :]])
 
 
 class Policy(Protocol):
@@ -73,48 +169,6 @@ class EnginePolicy:
                 keep=self._keep,
             )
         )
-
-
-class DemonstratorPolicy:
-    """Turns of a demonstrator, which is given the prompt and the conversation so far; each ends with the EOS.
-
-    A loop that runs with it leaves demonstrations: tokens to learn from that nobody sampled.
-    """
-
-    def __init__(self, demonstrator: Demonstrator, tokenizer: PreTrainedTokenizerBase) -> None:
-        if not isinstance(tokenizer.eos_token_id, int):
-            raise EngineError("a demonstrator's turns end with the EOS, and the tokenizer has none")
-        self._demonstrator, self._tokenizer, self._end = demonstrator, tokenizer, tokenizer.eos_token_id
-
-    async def next(
-        self, trajectory: Trajectory, sampling: Sampling, counter: Counter, session: Session
-    ) -> Generation:
-        ids = [*tokenise(self._tokenizer, self._demonstrator(session.prompt, session.messages)), self._end]
-        if len(ids) > session.room:
-            raise EngineError(
-                f"{session.prompt}: the demonstrator's turn {trajectory.turns + 1} has {len(ids)} tokens, "
-                f"and {session.room} are left of a context of {session.context}"
-            )
-        zeros = torch.zeros(len(ids))
-        return Generation(torch.tensor(ids, dtype=torch.int64), zeros, zeros, "stop", 0, 0)
-
-
-def make_demonstrator(agent: Agent, toolbox: Toolbox) -> Demonstrator:
-    """A demonstrator that uses the calculator if the agent has one, in the agent's way of writing calls.
-
-    Without it, and on rows of files, it answers at once.
-    """
-    if CALCULATOR.name not in {tool.name for tool in toolbox.tools}:
-        return lambda prompt, _: demonstration(prompt)
-
-    def demonstrate(prompt: Prompt, messages: list[Message]) -> str:
-        text = demonstrated_turn(prompt, messages)
-        calls = read_calls(text, "plain", [CALCULATOR]) if prompt.kind is not None else []
-        if len(calls) == 1 and isinstance(calls[0], Call):
-            return write_call(calls[0], agent.calls, toolbox.tools)
-        return text
-
-    return demonstrate
 
 
 New = str | Sequence[Message] | Sequence[int]
@@ -168,8 +222,6 @@ class Session:
         self.agent, self.toolbox, self.check, self._vocab = agent, toolbox, check, vocab
         self.opening: list[Message] = start.messages or [user(cast(str, prompt.content))]
         """The prompt as messages, the system's too."""
-        kind = PlainFormat if start.messages is None else Chat
-        self._format: Format = kind(tokenizer, start, self.opening)
         self._policy, self._seed, self._attempt = policy, seed, attempt
         self._branch: tuple[int, ...] = ()
         self._turn, self._busy = 0, False
@@ -324,6 +376,11 @@ class Session:
         fresh = self._of_messages(messages)
         fresh.breaks = len(written.messages())  # none if nothing was written: the prompt just got longer
         return fresh, [], None
+
+    @cached_property
+    def _format(self) -> Format:
+        kind = PlainFormat if self.start.messages is None else Chat
+        return kind(self.tokenizer, self.start, self.opening)
 
     def _open(self, trajectory: Trajectory) -> Trajectory:
         self.trajectory = trajectory

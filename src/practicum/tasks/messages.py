@@ -15,6 +15,16 @@ PICTURE = "[picture]"
 """How texts for people show a picture."""
 
 
+def user(text: str) -> Message:
+    """A message of the user's."""
+    return {"role": "user", "content": text}
+
+
+def tool_result(name: str, text: str) -> Message:
+    """A message with what a tool said."""
+    return {"role": "tool", "name": name, "content": text}
+
+
 def picture_message(pictures: Sequence[Any], text: str) -> Message:
     """A user message: the pictures, then the text."""
     parts = [{"type": "image", "image": picture} for picture in pictures]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from practicum.errors import DataError, PracticumError, RecipeError
+from practicum.recipe.schema.recipe import Task
 from practicum.tasks.builtin import find_kind
 from practicum.tasks.messages import Content, Message, image_parts, prompt_text
 from practicum.tasks.pictures import open_picture
@@ -14,6 +15,8 @@ from practicum.tasks.procedural import Example
 from practicum.user_code import lone_surrogate
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from practicum.models.images import Images
     from practicum.models.processor import Processor
 
@@ -122,6 +125,48 @@ def encode_texts(prompts: Sequence[Prompt], tokenizer: Any) -> list[Encoded]:
         Encoded(list(_check_ids(prompt, ids_of[prompt_text(prompt.content)])), None, None)
         for prompt in prompts
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """Encodes prompts by their tasks' chat settings, with the agent's tools and the model's processor."""
+
+    tasks: Mapping[str, Task]
+    tokenizer: PreTrainedTokenizerBase
+    tools: Sequence[Mapping[str, Any]] = ()
+    processor: Processor | None = None
+    most_tokens: int | None = None
+    """Tokens that a prompt may have, where its task says `too_long: cut`."""
+
+    def __call__(self, prompt: Prompt) -> Encoded:
+        """The prompt's tokens, pictures and messages; of a prompt that is to be cut, the last tokens."""
+        encoded, room = self.whole(prompt), self.room(prompt.task)
+        if room is None or len(encoded.ids) <= room or encoded.messages is not None:
+            return encoded
+        return replace(encoded, ids=encoded.ids[-room:])
+
+    def room(self, task: str) -> int | None:
+        """Tokens that prompts of this task are cut to, if they are plain text; None if they are not cut."""
+        return self.most_tokens if self.tasks[task].too_long == "cut" and not self.tasks[task].chat else None
+
+    def whole_of(self, prompts: Sequence[Prompt]) -> Iterator[Encoded]:
+        """As `whole`, with the plain texts tokenised in one call, which takes a fraction of the time."""
+        plain = [p for p in prompts if isinstance(p.content, str) and not self.tasks[p.task].chat]
+        texts = iter(encode_texts(plain, self.tokenizer))
+        is_plain = {id(p) for p in plain}
+        return (next(texts) if id(p) in is_plain else self.whole(p) for p in prompts)
+
+    def whole(self, prompt: Prompt) -> Encoded:
+        """The prompt as it is, however long."""
+        task = self.tasks[prompt.task]
+        return encode_prompt(
+            prompt,
+            self.tokenizer,
+            chat=task.chat,
+            system=task.system,
+            tools=self.tools or None,
+            processor=self.processor,
+        )
 
 
 def _check_text(prompt: Prompt, system: str = "") -> None:

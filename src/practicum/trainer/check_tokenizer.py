@@ -11,7 +11,8 @@ from practicum.models.load_model import stop_ids
 from practicum.models.model_files import read_generation
 from practicum.recipe.derived import is_supervised
 from practicum.recipe.schema.recipe import Recipe
-from practicum.sessions.chat import Chat, SessionStart, tokenise, user
+from practicum.sessions.chat import Chat, SessionStart, tokenise
+from practicum.tasks.messages import user
 
 _SHOWN = 3
 _SAID = "17"

@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerBase
 from practicum.errors import RecipeError, RecipeErrors
 from practicum.recipe.derived import is_supervised
 from practicum.recipe.schema.recipe import Recipe, Task
-from practicum.sessions.chat import Encoder, make_encoder
+from practicum.sessions.chat import make_encoder
 from practicum.tasks.check_tasks import tasks_needing_answer
 from practicum.tasks.locations import Location, eval_location, open_rows, train_location
-from practicum.tasks.prompts import Prompt, demonstration
+from practicum.tasks.prompts import Encoder, Prompt, demonstration
 from practicum.tasks.stream import draw_row, eval_prompts, make_stream, to_prompt
 from practicum.user_code import shorten
 

@@ -38,7 +38,7 @@ from practicum.roles.reward_models import probe_reward_servers
 from practicum.roles.stage_table import make_plan
 from practicum.roles.train_rank import load_reference
 from practicum.runtime.ray.cluster import check_cluster
-from practicum.sessions.loops import find_loop
+from practicum.sessions.attempts import find_loop
 from practicum.sessions.tools.toolbox import isolation_warnings, require_isolation
 from practicum.tasks.builtin import find_kind
 from practicum.tasks.check_tasks import check_tasks
