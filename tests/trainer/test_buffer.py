@@ -1,9 +1,9 @@
 from dataclasses import replace
 
-from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.batch import BatchRef, Group, groups_of
 from practicum.dataplane.keys import Key, Tags
 from practicum.recipe.schema.recipe import Buffer
-from practicum.trainer.buffer import Group, ReplayBuffer, groups_of
+from practicum.trainer.sample_step import ReplayBuffer
 
 
 def group(prompt: int, rewards: list[float | None]) -> Group:

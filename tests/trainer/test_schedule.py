@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from practicum.trainer.schedule import Schedule
+from practicum.trainer.window import Schedule
 
 LAGS, STEPS = st.integers(0, 16), st.integers(1, 60)
 

@@ -1,10 +1,10 @@
-"""BatchRef: a batch as the controller sees it, keys and tags without a single tensor."""
+"""A batch as the controller sees it: keys and tags without a single tensor, and its groups and sessions."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any
 
@@ -79,3 +79,53 @@ def plain_keys(keys: Sequence[Key]) -> list[tuple[int, ...]]:
 
 def _rebuilt(partition: str, keys: list[Any], tags: list[Any]) -> BatchRef:
     return BatchRef(partition, tuple(map(Key._make, keys)), tuple(Tags(*values) for values in tags))
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All finished sessions of one prompt, failed ones too."""
+
+    prompt: int
+    rows: tuple[tuple[Key, Tags], ...]
+
+    def rewards(self) -> list[float]:
+        """The reward of each session that has one, counted once; the baseline's is not among them."""
+        by_session = {
+            key.session: tags.reward
+            for key, tags in self.rows
+            if tags.status == "ready" and not tags.is_baseline
+        }
+        return [reward for reward in by_session.values() if reward is not None]
+
+    @property
+    def has_failed(self) -> bool:
+        """Some session of it failed."""
+        return any(tags.status == "failed" for _, tags in self.rows)
+
+    @property
+    def is_flat(self) -> bool:
+        """No two sessions differ in reward, so a relative estimator learns nothing from it."""
+        return len(set(self.rewards())) < 2
+
+
+def groups_of(batch: BatchRef) -> list[Group]:
+    """The rows of a batch by prompt, in order of first appearance."""
+    by_prompt: dict[int, list[tuple[Key, Tags]]] = {}
+    for key, tags in batch:
+        by_prompt.setdefault(key.prompt, []).append((key, tags))
+    return [Group(prompt, tuple(rows)) for prompt, rows in by_prompt.items()]
+
+
+_SUMMED = ("response_tokens", "sampled_tokens", "turns", "tool_calls", "tool_errors", "breaks")
+
+
+def session_tags(batch: BatchRef) -> list[Tags]:
+    """One Tags per session: its last trajectory's, with the tokens of all. No baselines, no padding."""
+    tags_of_session: dict[tuple[int, ...], Tags] = {}
+    for key, last in batch:
+        if last.is_baseline or last.is_padding:
+            continue
+        before = tags_of_session.get(key[:2], Tags())
+        sums = {name: getattr(before, name) + getattr(last, name) for name in _SUMMED}
+        tags_of_session[key[:2]] = replace(last, **sums)
+    return list(tags_of_session.values())

@@ -48,7 +48,7 @@ from practicum.trainer.checkpoints import Checkpoints, Progress, is_checkpoint, 
 from practicum.trainer.preflight import known_traits
 from practicum.trainer.run_folder import RunFolder
 from practicum.trainer.sample_step import TRAIN
-from practicum.trainer.step_metrics import prefixed
+from practicum.trainer.step import prefixed
 
 CHANGEABLE = ("algorithm.", "distill.", "train.", "critic.", "reward.weight", "route.shares")
 """What the learner's part of a step depends on, beside the batch."""

@@ -1,32 +1,33 @@
 """The sampling side of a step: prompts, sessions and rewards, until there are enough groups to learn from.
 
-It needs the weights that sample and nothing of the learner, so it may run while an earlier step is learnt.
+Which finished groups these are is the replay buffer's. Sampling needs the weights that sample and nothing of
+the learner, so it may run while an earlier step is learnt.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.keys import Key
+from practicum.dataplane.batch import BatchRef, Group, groups_of, session_tags
+from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.stages import Plan
 from practicum.engines.protocol import Sampling
 from practicum.errors import PracticumError
 from practicum.recipe.algorithm_traits import estimator_traits
 from practicum.recipe.derived import recorded_groups
-from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.recipe import Buffer, Recipe
+from practicum.recipe.schema.rollout_sections import OnFailure
 from practicum.records.recorder import Recorder
 from practicum.runtime.start_roles import Roles
 from practicum.sessions.attempts import Attempt
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import PromptStream
-from practicum.trainer.buffer import Group, ReplayBuffer, TakenGroups, groups_of
 from practicum.trainer.samples import choose_prompts
-from practicum.trainer.step_metrics import rollout_metrics, session_tags, trajectories
 
 TRAIN = "train"
 T = TypeVar("T")
@@ -65,6 +66,8 @@ class SampledStep:
     number: int
     copy: int
     """Which of `Roles.rollouts` samples it."""
+    weights: int
+    """The weights that sample it, by the step that they are after."""
     timer: StageTimer
     stream: dict[str, int]
     """The prompt stream's state before it."""
@@ -82,6 +85,46 @@ class SampledStep:
         return [key for batch in self.rolled for key in batch.keys]
 
 
+@dataclass(frozen=True, slots=True)
+class TakenGroups:
+    """What a step trains on, and the rewards of greedy sessions by prompt."""
+
+    batch: BatchRef
+    baselines: dict[int, float]
+
+
+class ReplayBuffer:
+    """Complete prompt groups, oldest first."""
+
+    def __init__(self, rules: Buffer, partition: str, on_failure: OnFailure = "keep_rest") -> None:
+        self.rules, self.partition, self.on_failure = rules, partition, on_failure
+        self._groups: list[Group] = []
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def add(self, groups: Sequence[Group]) -> None:
+        """Take in finished groups, but those without a signal or with a failed session, as the rules say."""
+        self._groups += [group for group in groups if not self._leaves_out(group)]
+        self._groups.sort(key=lambda group: group.prompt)
+
+    def _leaves_out(self, group: Group) -> bool:
+        dropped = self.on_failure == "drop_group" and group.has_failed
+        return dropped or (self.rules.filter_flat_groups and group.is_flat)
+
+    def take(self, count: int) -> TakenGroups:
+        """The oldest `count` groups, or all if there are fewer.
+
+        The batch has the rows to train on: ready, and not a baseline.
+        """
+        chosen, self._groups = self._groups[:count], self._groups[count:]
+        rows = [row for group in chosen for row in group.rows]
+        kept = [(k, t) for k, t in rows if t.status == "ready" and not t.is_baseline]
+        baselines = {k.prompt: t.reward for k, t in rows if t.is_baseline and t.reward is not None}
+        batch = BatchRef(self.partition, tuple(k for k, _ in kept), tuple(t for _, t in kept))
+        return TakenGroups(batch, baselines)
+
+
 class StepSampler:
     """Samples steps over a set of roles. Its state is the prompt stream."""
 
@@ -92,11 +135,16 @@ class StepSampler:
         self.recorder = recorder
 
     def begin(
-        self, number: int, copy: int = 0, on_stage: Callable[[str], None] = lambda name: None
+        self,
+        number: int,
+        copy: int = 0,
+        weights: int | None = None,
+        on_stage: Callable[[str], None] = lambda name: None,
     ) -> SampledStep:
-        """Draw a step's first prompts; steps are begun in order."""
+        """Draw a step's first prompts; steps are begun in order. `weights`: by default the newest."""
         timer = StageTimer(self.plan, number, self.recorder, on_stage)
-        step = SampledStep(number, copy, timer, self.stream.state_dict(), [])
+        sampled_by = number - 1 if weights is None else weights
+        step = SampledStep(number, copy, sampled_by, timer, self.stream.state_dict(), [])
         step.prompts = self._take(step, self.recipe.train.prompts)
         return step
 
@@ -193,6 +241,72 @@ def training_attempts(recipe: Recipe, prompts: list[Prompt], stop: frozenset[int
         greedy = Sampling(max_new_tokens=rollout.max_new_tokens, stop=stop, greedy=True)
         attempts += [Attempt(p, rollout.samples, greedy, is_baseline=True) for p in prompts]
     return attempts
+
+
+def rollout_metrics(tags: Iterable[Tags], groups: Iterable[Group]) -> dict[str, float]:
+    """What a step's rollouts say, from tags alone. `tags` has one entry per session."""
+    tags, groups = list(tags), list(groups)
+    ready = [t for t in tags if t.status == "ready"]
+    out: dict[str, float] = {
+        "rollout/sessions": len(tags),
+        "rollout/failed": len(tags) - len(ready),
+        "rollout/tokens": sum(t.sampled_tokens for t in tags),
+    }
+    if ready:
+        rewards = [t.reward for t in ready if t.reward is not None]
+        if rewards:
+            out["reward/mean"] = statistics.fmean(rewards)
+            out["reward/std"] = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
+        out["rollout/response_tokens"] = statistics.fmean(t.response_tokens for t in ready)
+        out["rollout/truncated"] = statistics.fmean(t.finish in ("length", "context") for t in ready)
+        out |= _agent_metrics(tags, ready)
+        out |= by_domain("reward/mean", ready)
+        out |= _reward_parts(ready)
+    judged = [group for group in groups if group.rewards()]
+    if judged:
+        out["groups/flat"] = statistics.fmean(group.is_flat for group in judged)
+    return out
+
+
+def _agent_metrics(tags: Sequence[Tags], ready: Sequence[Tags]) -> dict[str, float]:
+    """What sessions of several turns did; nothing for answers in one turn."""
+    out: dict[str, float] = {}
+    if retries := sum(t.retries for t in tags):
+        out["rollout/retries"] = retries
+    turns, calls = (sum(getattr(t, name) for t in ready) for name in ("turns", "tool_calls"))
+    if turns > len(ready):
+        out["rollout/turns"] = turns / len(ready)
+        out["rollout/breaks"] = sum(t.breaks for t in ready)
+    if calls:
+        out["rollout/tool_calls"] = calls / len(ready)
+        out["rollout/tool_errors"] = sum(t.tool_errors for t in ready) / calls
+    return out
+
+
+def _reward_parts(ready: Sequence[Tags]) -> dict[str, float]:
+    """Mean of each reward function and model over the sessions that have a reward."""
+    parts: dict[str, list[float]] = {}
+    for tags in ready:
+        for name, value in (tags.reward_parts or {}).items() if tags.reward is not None else ():
+            parts.setdefault(name, []).append(value)
+    return {f"reward/part/{name}": statistics.fmean(values) for name, values in parts.items()}
+
+
+def by_domain(name: str, tags: Iterable[Tags]) -> dict[str, float]:
+    """Mean reward of each domain."""
+    rewards: dict[str, list[float]] = {}
+    for tag in tags:
+        if tag.reward is not None:
+            rewards.setdefault(tag.domain, []).append(tag.reward)
+    return {f"{name}/{domain}": statistics.fmean(r) for domain, r in sorted(rewards.items())}
+
+
+def trajectories(batch: BatchRef) -> float | None:
+    """Mean number of trajectories of the sessions that have any."""
+    rows = [
+        key[:2] for key, tags in batch if tags.prompt_tokens and not (tags.is_baseline or tags.is_padding)
+    ]
+    return len(rows) / len(set(rows)) if rows else None
 
 
 def nothing_left(groups: Sequence[Group], refills: int) -> str:

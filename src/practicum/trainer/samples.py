@@ -6,12 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.batch import BatchRef, session_tags
 from practicum.dataplane.keys import Key, Tags
 from practicum.roles.transcripts import Transcript
 from practicum.runtime.start_roles import Roles
 from practicum.tasks.prompts import Prompt
-from practicum.trainer.step_metrics import session_tags
 from practicum.user_code import text_of
 
 Row = tuple[Key, Tags, Transcript]

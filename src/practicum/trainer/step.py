@@ -3,7 +3,7 @@
 A step is a chain of stages. Which of them run, what they read and write and who runs them is in the plan
 (`roles/stage_table.py`); what they do is in `roles/`, a file for each role; where they run is the runtime's
 (`runtime/`). This module holds keys and tags only. A step has two sides: `sample_step.py` samples its batch,
-and here it is learnt from. With `async.lag` sampling is some steps ahead (`schedule.py`, `window.py`).
+and here it is learnt from. With `async.lag` sampling is some steps ahead (`window.py`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ from practicum.runtime.start_roles import Roles
 from practicum.tasks.stream import PromptStream
 from practicum.teachers.ledger import make_ledger
 from practicum.trainer.sample_step import TRAIN, Metrics, SampledStep, StageTimer, StepSampler
-from practicum.trainer.schedule import Schedule
-from practicum.trainer.step_metrics import prefixed
-from practicum.trainer.window import Window
+from practicum.trainer.window import Schedule, Window
 
 
 class StepRunner:
@@ -122,12 +120,12 @@ class StepRunner:
         window, sampler = self.window, self.sampler
         if window is not None:
             self.on_stage("waiting for its sessions")
-        sampled = sampler.begin(number, 0, self.on_stage) if window is None else window.begin(number)
+        sampled = sampler.begin(number, on_stage=self.on_stage) if window is None else window.begin(number)
         try:
             sampler.sample(sampled) if window is None else window.finish(sampled)
         finally:
             self.on_rolled(sampled)
-        recipe, expected = self.recipe, self.roles.version_of(self.schedule.weights_of(number))
+        recipe, expected = self.recipe, self.roles.version_of(sampled.weights)
         sessions = recipe.rollout.samples + estimator_traits(recipe.algorithm.advantage).greedy_baseline
         for batch in sampled.rolled if "rollout" in self.plan else ():
             self.watch("weight_version", invariants.weight_version(batch, expected))
@@ -196,3 +194,8 @@ def _advantage_metrics(statistics: Mapping[str, float]) -> dict[str, float]:
     metrics = {"groups/of_one": statistics.pop("groups_of_one")} if "groups_of_one" in statistics else {}
     statistics.pop("flat_groups", None)  # groups/flat says it, before any filter
     return metrics | prefixed("advantage", statistics)
+
+
+def prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """The same numbers under `prefix/`."""
+    return {f"{prefix}/{name}": value for name, value in metrics.items()}

@@ -1,14 +1,6 @@
-"""The metrics of a step: their names, and those that come from tags. Padding and failed rows never count."""
+"""The metrics of a run: every name, and what it says."""
 
 from __future__ import annotations
-
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-
-from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.keys import Tags
-from practicum.trainer.buffer import Group
 
 METRICS: dict[str, str] = {
     "step": "Number of the step, from 1.",
@@ -90,89 +82,3 @@ METRICS: dict[str, str] = {
     "time/<stage>": "Seconds of one stage, or of the evaluation.",
 }
 """Every name that may stand in metrics.jsonl; <…> stands for any word. A test holds runs to this list."""
-
-
-_SUMMED = ("response_tokens", "sampled_tokens", "turns", "tool_calls", "tool_errors", "breaks")
-
-
-def rollout_metrics(tags: Iterable[Tags], groups: Iterable[Group]) -> dict[str, float]:
-    """What a step's rollouts say, from tags alone. `tags` has one entry per session."""
-    tags, groups = list(tags), list(groups)
-    ready = [t for t in tags if t.status == "ready"]
-    out: dict[str, float] = {
-        "rollout/sessions": len(tags),
-        "rollout/failed": len(tags) - len(ready),
-        "rollout/tokens": sum(t.sampled_tokens for t in tags),
-    }
-    if ready:
-        rewards = [t.reward for t in ready if t.reward is not None]
-        if rewards:
-            out["reward/mean"] = statistics.fmean(rewards)
-            out["reward/std"] = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
-        out["rollout/response_tokens"] = statistics.fmean(t.response_tokens for t in ready)
-        out["rollout/truncated"] = statistics.fmean(t.finish in ("length", "context") for t in ready)
-        out |= _agent_metrics(tags, ready)
-        out |= by_domain("reward/mean", ready)
-        out |= _reward_parts(ready)
-    judged = [group for group in groups if group.rewards()]
-    if judged:
-        out["groups/flat"] = statistics.fmean(group.is_flat for group in judged)
-    return out
-
-
-def _agent_metrics(tags: Sequence[Tags], ready: Sequence[Tags]) -> dict[str, float]:
-    """What sessions of several turns did; nothing for answers in one turn."""
-    out: dict[str, float] = {}
-    if retries := sum(t.retries for t in tags):
-        out["rollout/retries"] = retries
-    turns, calls = (sum(getattr(t, name) for t in ready) for name in ("turns", "tool_calls"))
-    if turns > len(ready):
-        out["rollout/turns"] = turns / len(ready)
-        out["rollout/breaks"] = sum(t.breaks for t in ready)
-    if calls:
-        out["rollout/tool_calls"] = calls / len(ready)
-        out["rollout/tool_errors"] = sum(t.tool_errors for t in ready) / calls
-    return out
-
-
-def _reward_parts(ready: Sequence[Tags]) -> dict[str, float]:
-    """Mean of each reward function and model over the sessions that have a reward."""
-    parts: dict[str, list[float]] = {}
-    for tags in ready:
-        for name, value in (tags.reward_parts or {}).items() if tags.reward is not None else ():
-            parts.setdefault(name, []).append(value)
-    return {f"reward/part/{name}": statistics.fmean(values) for name, values in parts.items()}
-
-
-def by_domain(name: str, tags: Iterable[Tags]) -> dict[str, float]:
-    """Mean reward of each domain."""
-    rewards: dict[str, list[float]] = {}
-    for tag in tags:
-        if tag.reward is not None:
-            rewards.setdefault(tag.domain, []).append(tag.reward)
-    return {f"{name}/{domain}": statistics.fmean(r) for domain, r in sorted(rewards.items())}
-
-
-def session_tags(batch: BatchRef) -> list[Tags]:
-    """One Tags per session: its last trajectory's, with the tokens of all. No baselines, no padding."""
-    tags_of_session: dict[tuple[int, ...], Tags] = {}
-    for key, last in batch:
-        if last.is_baseline or last.is_padding:
-            continue
-        before = tags_of_session.get(key[:2], Tags())
-        sums = {name: getattr(before, name) + getattr(last, name) for name in _SUMMED}
-        tags_of_session[key[:2]] = replace(last, **sums)
-    return list(tags_of_session.values())
-
-
-def trajectories(batch: BatchRef) -> float | None:
-    """Mean number of trajectories of the sessions that have any."""
-    rows = [
-        key[:2] for key, tags in batch if tags.prompt_tokens and not (tags.is_baseline or tags.is_padding)
-    ]
-    return len(rows) / len(set(rows)) if rows else None
-
-
-def prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """The same numbers under `prefix/`."""
-    return {f"{prefix}/{name}": value for name, value in metrics.items()}

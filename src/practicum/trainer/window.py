@@ -1,4 +1,18 @@
-"""With a lag: the steps under way on the sampling side, each in its own thread, ahead of the learner."""
+"""With a lag: the steps under way on the sampling side, each in its own thread, ahead of the learner.
+
+Which weights sample which step, and which steps are under way: by the recipe, never by the clock.
+
+Weights s are those after step s; weights 0 are the start. Step t, from 1 on, changes weights t - 1 into
+weights t. Its batch is sampled by weights t - 1 - lag, or by weights 0 while there are no such:
+
+    lag 2     step 1   step 2   step 3   step 4   step 5
+    sampled   0        0        0        1        2         by these weights
+    trains    0        1        2        3        4         these weights
+    stale     0        1        2        2        2         steps
+
+So while the learner works on step t, steps t + 1 to t + lag are sampled: the weights of all are there.
+Batches are taken in order, and none is left out, however long it takes.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +27,34 @@ from practicum.recipe.derived import sampling_engines, sampling_s
 from practicum.recipe.schema.recipe import Recipe
 from practicum.runtime.start_roles import Roles
 from practicum.trainer.sample_step import Metrics, SampledStep, StepSampler
-from practicum.trainer.schedule import Schedule
 
 TELL_S, TELL_MOST_S = 5.0, 60.0
 """Seconds after which it is told what the learner waits for; then after twice as many, up to the second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The order of a run with this lag and number of steps."""
+
+    lag: int
+    steps: int
+
+    @property
+    def copies(self) -> int:
+        """Copies of the weights that sample, each of its own age: one for each step that may be under way."""
+        return self.lag + 1
+
+    def weights_of(self, step: int) -> int:
+        """The weights that sample a step's batch."""
+        return max(0, step - 1 - self.lag)
+
+    def copy_of(self, step: int) -> int:
+        """The copy that samples a step's batch; weights s are always in copy s % copies, if s > 0."""
+        return step % self.copies
+
+    def under_way(self, learnt: int) -> range:
+        """The steps that may be sampled once this many are learnt: the weights of each are there."""
+        return range(learnt + 1, min(learnt + 1 + self.lag, self.steps) + 1)
 
 
 @dataclass(slots=True)
@@ -73,7 +111,7 @@ class Window:
 
     def _staleness(self, step: SampledStep) -> Metrics:
         """Steps from the weights of each row's oldest token to those that it trains."""
-        first, trains = self.schedule.weights_of(step.number), step.number - 1
+        first, trains = step.weights, step.number - 1
         steps = {self.roles.version_of(s): s for s in range(trains, first - 1, -1)}
         stale = [trains - steps.get(tags.version_min, first - 1) for tags in step.batch.tags]
         return {"async/staleness": sum(stale) / len(stale), "async/staleness_max": max(stale)}
@@ -116,7 +154,8 @@ class Window:
                 return
             if before is not None and before.error is not None:
                 return
-            under_way = _UnderWay(self.sampler.begin(number, self.schedule.copy_of(number)))
+            copy, weights = self.schedule.copy_of(number), self.schedule.weights_of(number)
+            under_way = _UnderWay(self.sampler.begin(number, copy, weights))
             name = f"practicum-step-{number}"
             under_way.thread = threading.Thread(
                 target=self._sample, args=(under_way,), name=name, daemon=True
@@ -127,9 +166,8 @@ class Window:
     def _sample(self, under_way: _UnderWay) -> None:
         step = under_way.step
         try:
-            weights = self.schedule.weights_of(step.number)
-            with self._scope, self.roles.weights(step.copy, weights):
-                if published := self._published.pop(weights, None) if weights else None:
+            with self._scope, self.roles.weights(step.copy, step.weights):
+                if published := self._published.pop(step.weights, None) if step.weights else None:
                     step.timer.seconds["publish_lag"] = time.monotonic() - published
                 self.sampler.sample(step)
         except BaseException as error:  # raised by `finish`, in the step's turn
