@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 
 class OpenTime:
@@ -55,3 +55,33 @@ class SharedTime:
                 a_token = (time.perf_counter() - self._since) / self._tokens.total()
                 for each, count in self._tokens.items():
                     self.seconds[each] += count * a_token
+
+
+class HiddenShare:
+    """Fraction of streamed scoring time that overlapped the rollout: of models with their own resources."""
+
+    def __init__(self) -> None:
+        self._open = OpenTime()
+        self._tail_s = self._scoring_s = self._last_session = 0.0
+
+    @contextmanager
+    def rollout(self) -> Iterator[None]:
+        """One rollout, until all its sessions are scored."""
+        before, self._last_session = self._open.seconds, time.perf_counter()
+        yield
+        self._tail_s += time.perf_counter() - self._last_session
+        self._scoring_s += self._open.seconds - before
+
+    def session_ended(self) -> None:
+        """What is scored after the last of these is not hidden."""
+        self._last_session = time.perf_counter()
+
+    def scoring(self) -> AbstractContextManager[None]:
+        """One piece of scoring."""
+        return self._open.work()
+
+    def take(self) -> float | None:
+        """The fraction since the last call; None if nothing was streamed."""
+        tail_s, scoring_s = self._tail_s, self._scoring_s
+        self._tail_s = self._scoring_s = 0.0
+        return 1.0 - min(1.0, tail_s / scoring_s) if scoring_s else None

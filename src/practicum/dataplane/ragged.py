@@ -204,6 +204,10 @@ class Columns(Mapping[str, Column]):
         assert isinstance(column, Ragged), f"{name} is not a ragged field"
         return column
 
+    def select(self, name: str, rows: Sequence[int]) -> Ragged | None:
+        """Those rows of a column of tokens, in that order; None if the stage does not read it."""
+        return self.ragged(name).select(rows) if name in self else None
+
     def objects(self, name: str) -> list[Any]:
         """A column of one object for each row."""
         column = self[name]

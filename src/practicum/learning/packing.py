@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from practicum.dataplane.ragged import Ragged
+from practicum.dataplane.ragged import Columns, Ragged
 from practicum.errors import DataError
-from practicum.models.images import Images
+from practicum.models.images import Images, images_of
 from practicum.models.packed_attention import PackedLayout, Segments
 
 
@@ -31,6 +31,17 @@ class RowExtras:
     """The pictures of each row's prompt, in the order of their tokens; vision models."""
     routed_experts: Ragged | None = None
     """Rows [P + R, L, E]: the experts that each token takes, in place of those its router would choose."""
+
+    @staticmethod
+    def of(columns: Columns) -> RowExtras | None:
+        """Those among the columns that a stage read; None if tokens are all there is."""
+        if not {"position_ids", "multi_modal_inputs", "routed_experts"} & columns.keys():
+            return None
+        return RowExtras(
+            position_ids=columns.ragged("position_ids") if "position_ids" in columns else None,
+            images=images_of(columns) if "multi_modal_inputs" in columns else None,
+            routed_experts=columns.ragged("routed_experts") if "routed_experts" in columns else None,
+        )
 
     def select(self, rows: Sequence[int]) -> RowExtras:
         """Those rows in that order."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from practicum.dataplane.ragged import Columns
 from practicum.errors import DataError
 
 PIXELS, GRID = "pixel_values", "image_grid_thw"
@@ -53,3 +54,8 @@ class Images:
     def from_inputs(inputs: Mapping[str, Any]) -> Images | None:
         """The pictures of a row's multi_modal_inputs; None if it is empty."""
         return Images(inputs[PIXELS], inputs[GRID]) if inputs else None
+
+
+def images_of(columns: Columns) -> list[Images | None]:
+    """The pictures of each row, from the field multi_modal_inputs."""
+    return [Images.from_inputs(inputs) for inputs in columns.objects("multi_modal_inputs")]

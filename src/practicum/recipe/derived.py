@@ -126,6 +126,11 @@ def scores_during_rollout(model: Teacher | RewardModel) -> bool:
     return model.url is not None or has_own_process(model.placement)
 
 
+def waits_for_models(recipe: Recipe) -> bool:
+    """Whether rewards wait for colocated models, which work while the student's engines sleep."""
+    return any(not scores_during_rollout(model) for model in recipe.reward.models.values())
+
+
 def rollout_context(recipe: Recipe, model_context: int | None) -> int:
     """Tokens of KV memory for one sequence: the recipe's, else 1,024 of prompt and the answer."""
     if recipe.rollout.context is not None:

@@ -7,10 +7,11 @@ from practicum.dataplane.ragged import Column, Columns
 from practicum.dataplane.stages import Plan
 from practicum.dataplane.store import Store
 from practicum.learning.minibatches import critic_cut
+from practicum.learning.packing import RowExtras
 from practicum.learning.update_batch import CriticBatch
 from practicum.learning.value_learner import ValueLearner
 from practicum.recipe.schema.recipe import Recipe
-from practicum.roles.learner_rows import OptimizerStep, extras_of, optimizer_steps, rank_rows, rank_share
+from practicum.roles.padding import OptimizerStep, optimizer_steps, rank_rows, rank_share
 from practicum.roles.run_stage import StepInfo, stage
 from practicum.roles.student import mean_metrics
 
@@ -29,7 +30,7 @@ class CriticRole:
     def values(self, batch: BatchRef, columns: Columns, step: StepInfo) -> dict[str, Column]:
         """What the critic expects before each response token."""
         ids = columns.ragged("prompt_ids"), columns.ragged("response_ids")
-        return {"values": self.critic.values(*ids, extras=extras_of(columns, batch))}
+        return {"values": self.critic.values(*ids, extras=RowExtras.of(columns))}
 
     def _optimizer_steps(self, step: StepInfo) -> list[OptimizerStep]:
         return optimizer_steps(self.recipe, critic_cut(self.recipe), step, self.parallel)
@@ -43,7 +44,7 @@ class CriticRole:
     ) -> tuple[dict[str, Column], dict[str, float]]:
         """All optimizer steps of the critic on this batch."""
         self.critic.step = step.number - 1
-        extras, place = extras_of(columns, batch), {key: i for i, key in enumerate(batch.keys)}
+        extras, place = RowExtras.of(columns), {key: i for i, key in enumerate(batch.keys)}
         reports = []
         for optimizer_step in self._optimizer_steps(step):
             rows = [place[step.batch.keys[row]] for row in optimizer_step.own_rows]

@@ -16,11 +16,11 @@ from practicum.dataplane.keys import Key
 from practicum.dataplane.ragged import Column, Columns, Ragged
 from practicum.dataplane.stages import Plan
 from practicum.dataplane.store import Store
-from practicum.recipe.derived import uses_reward
+from practicum.recipe.derived import uses_reward, waits_for_models
 from practicum.recipe.schema.recipe import Recipe
 from practicum.records.recording_store import stage_span
 from practicum.rewards.reward_place import JudgeInput
-from practicum.roles.reward_models import RewardModelRole, waits_for_models
+from practicum.roles.reward_models import RewardModelRole
 from practicum.roles.run_stage import StepInfo, stage
 from practicum.tasks.prompts import Encoder, Prompt
 from practicum.tasks.rewards import RewardFunctions, RewardResult, RewardSample

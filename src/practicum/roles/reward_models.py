@@ -86,11 +86,6 @@ def probe_reward_servers(recipe: Recipe, *, chat: bool) -> list[str]:
     return findings
 
 
-def waits_for_models(recipe: Recipe) -> bool:
-    """Whether rewards wait for colocated models, which work while the student's engines sleep."""
-    return any(not scores_during_rollout(model) for model in recipe.reward.models.values())
-
-
 class RewardModelRole:
     """Adds the scores of the reward models to the functions' rewards."""
 

@@ -7,15 +7,14 @@ sessions run and are scored is the runtime's (`SessionWorkers`).
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from practicum.concurrency.event_loop import run_async
 from practicum.concurrency.gather import gather_all
-from practicum.concurrency.open_time import OpenTime
+from practicum.concurrency.open_time import HiddenShare
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.ragged import Column, Ragged
@@ -24,11 +23,10 @@ from practicum.dataplane.store import Store
 from practicum.engines.protocol import Engine, Sampling
 from practicum.errors import PracticumError, SessionError
 from practicum.models.vision import sequence_positions
-from practicum.recipe.derived import lag, scores_during_rollout, session_deadline
+from practicum.recipe.derived import lag, scores_during_rollout, session_deadline, waits_for_models
 from practicum.recipe.schema.recipe import Recipe
 from practicum.records.recording_store import record_more
 from practicum.roles.reward import SessionName, rewards_at_once
-from practicum.roles.reward_models import waits_for_models
 from practicum.roles.stage_table import VISION_FIELDS
 from practicum.roles.teachers import prompts_read
 from practicum.sessions.attempts import Attempt, AttemptResult, find_loop, run_attempt
@@ -141,13 +139,9 @@ class RolloutRole:
                 return None
             return self._score(rows, scoring)
 
-        options = {"at_once": self._scores_at_once, "finished": finished}
-        work, deadline_s = (
-            self.workers.run(attempts, partition, seed, **options),
-            self.recipe.rollout.deadline_s,
-        )
+        work = self.workers.run(attempts, partition, seed, at_once=self._scores_at_once, finished=finished)
         with self.hidden.rollout(), self.workers.named_blocks():
-            return run_async(work, timeout=deadline_s, owner=f"rollout ({partition})")
+            return run_async(work, timeout=self.recipe.rollout.deadline_s, owner=f"rollout ({partition})")
 
     def reward(self, batch: BatchRef) -> None:
         """Score the sessions that were not scored during the rollout."""
@@ -224,36 +218,6 @@ class RolloutRole:
         teacher = batch.tags[0].teacher
         assert teacher is not None
         await self.workers.teach(teacher, batch, prompts_read(self.recipe, batch, self.prompts))
-
-
-class HiddenShare:
-    """Fraction of streamed scoring time that overlapped the rollout: of models with their own resources."""
-
-    def __init__(self) -> None:
-        self._open = OpenTime()
-        self._tail_s = self._scoring_s = self._last_session = 0.0
-
-    @contextmanager
-    def rollout(self) -> Iterator[None]:
-        """One rollout, until all its sessions are scored."""
-        before, self._last_session = self._open.seconds, time.perf_counter()
-        yield
-        self._tail_s += time.perf_counter() - self._last_session
-        self._scoring_s += self._open.seconds - before
-
-    def session_ended(self) -> None:
-        """What is scored after the last of these is not hidden."""
-        self._last_session = time.perf_counter()
-
-    def scoring(self) -> AbstractContextManager[None]:
-        """One piece of scoring."""
-        return self._open.work()
-
-    def take(self) -> float | None:
-        """The fraction since the last call; None if nothing was streamed."""
-        tail_s, scoring_s = self._tail_s, self._scoring_s
-        self._tail_s = self._scoring_s = 0.0
-        return 1.0 - min(1.0, tail_s / scoring_s) if scoring_s else None
 
 
 @dataclass(frozen=True, slots=True)

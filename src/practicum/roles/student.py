@@ -29,9 +29,8 @@ from practicum.recipe.own_parts import find_part
 from practicum.recipe.schema.recipe import Recipe
 from practicum.records.recording_store import record_more, recorder_of
 from practicum.roles.advantages import dense_ids
-from practicum.roles.learner_rows import (
+from practicum.roles.padding import (
     OptimizerStep,
-    extras_of,
     optimizer_steps,
     rank_rows,
     rank_share,
@@ -96,22 +95,22 @@ class StudentRole:
         self.parallel = learner.parallel
         self.on_gradient: Callable[[], None] | None = None
         """Called before each optimizer step, when the gradients lie on the parameters."""
-        self._old = ratio_source(recipe)
+        self._old, self._compares_sampled = ratio_source(recipe), compares_sampled(recipe)
         self._numbers = teacher_numbers(recipe)
 
     @stage("old_logprobs", rows=rank_share)
     def old_logprobs(self, batch: BatchRef, columns: Columns, step: StepInfo) -> dict[str, Column]:
         """The student's logprobs before this step's update, at the rollout's temperature."""
-        return {"old_logprobs": self._logprobs(self.learner.scorer, batch, columns)}
+        return {"old_logprobs": self._logprobs(self.learner.scorer, columns)}
 
     @stage("ref_logprobs", rows=rank_share)
     def ref_logprobs(self, batch: BatchRef, columns: Columns, step: StepInfo) -> dict[str, Column]:
         """The reference policy's logprobs, at the rollout's temperature."""
         assert self.reference is not None
-        return {"ref_logprobs": self._logprobs(self.reference, batch, columns)}
+        return {"ref_logprobs": self._logprobs(self.reference, columns)}
 
-    def _logprobs(self, scorer: LogprobScorer, batch: BatchRef, columns: Columns) -> Ragged:
-        temperature, extras = self.recipe.rollout.temperature, extras_of(columns, batch)
+    def _logprobs(self, scorer: LogprobScorer, columns: Columns) -> Ragged:
+        temperature, extras = self.recipe.rollout.temperature, RowExtras.of(columns)
         ids = columns.ragged("prompt_ids"), columns.ragged("response_ids")
         return scorer.logprobs(*ids, temperature=temperature, extras=extras)
 
@@ -132,7 +131,7 @@ class StudentRole:
         epochs = self.recipe.train.epochs
         self.watch("masks", invariants.passes(step.batch, [one.rows for one in steps], epochs))
         pairs = list(dict.fromkeys(pair_of(tags) for tags in step.batch.real().tags))
-        inputs = _StepInputs(batch, columns, extras_of(columns, batch), step, self._facts(step.batch), pairs)
+        inputs = _StepInputs(batch, columns, RowExtras.of(columns), step, self._facts(step.batch), pairs)
         sums, norms = TeacherSums(), ({}, {})
         self.learner.step = step.number - 1
         reports: list[dict[str, float]] = []
@@ -149,24 +148,20 @@ class StudentRole:
             try:
                 reports.append(self.learner.update(update))
             finally:  # the numbers of an update that is refused are those that people look for
-                self._record(inputs, optimizer_step, update.recorded, number)
+                self._record(inputs, optimizer_step, update, number)
                 unseen -= {step.batch.keys[row] for row in optimizer_step.own_rows}
             sums.merge(self.learner.by_group)
         measured = TeacherMeasures(pairs, sums, *norms) if self._numbers else None
         return {}, UpdateReport(mean_metrics(reports, stale=stale), measured, self.learner.version)
 
     def _record(
-        self,
-        inputs: _StepInputs,
-        optimizer_step: OptimizerStep,
-        recorded: Sequence[bool] | None,
-        number: int,
+        self, inputs: _StepInputs, optimizer_step: OptimizerStep, update: UpdateBatch, number: int
     ) -> None:
         """What the update did to the tokens of recorded rows; of several passes over a row, the first."""
-        if (trace := self.learner.trace) is None or recorded is None:
+        if (trace := self.learner.trace) is None or update.recorded is None:
             return
         places = inputs.own_places(optimizer_step)
-        rows = inputs.batch.take([place for place, kept in zip(places, recorded, strict=True) if kept])
+        rows = inputs.batch.take([place for place, kept in zip(places, update.recorded, strict=True) if kept])
         more = {"trained": inputs.step.number, "update": number}
         record_more(self.store, "update_student", rows, trace.columns(), **more)
 
@@ -234,21 +229,17 @@ class StudentRole:
         """The rows of an optimizer step; `unseen` are those to be recorded that no earlier one had."""
         columns, own = inputs.columns, inputs.facts.select(optimizer_step.own_rows)
         rows = inputs.own_places(optimizer_step)
-
-        def column(name: str) -> Ragged | None:
-            return columns.ragged(name).select(rows) if name in columns else None
-
         pairs = [inputs.pairs.index(pair_of(inputs.batch.tags[i])) for i in rows]
         return UpdateBatch(
             prompt_ids=columns.ragged("prompt_ids").select(rows),
             response_ids=columns.ragged("response_ids").select(rows),
             response_mask=columns.ragged("response_mask").select(rows),
             sessions=own.sessions,
-            advantages=column("advantages"),
-            old_logprobs=None if self._old == "own" else column(self._old),
-            rollout_logprobs=column("rollout_logprobs") if compares_sampled(self.recipe) else None,
-            plain_logprobs=column("plain_logprobs"),
-            ref_logprobs=column("ref_logprobs"),
+            advantages=columns.select("advantages", rows),
+            old_logprobs=None if self._old == "own" else columns.select(self._old, rows),
+            rollout_logprobs=columns.select("rollout_logprobs", rows) if self._compares_sampled else None,
+            plain_logprobs=columns.select("plain_logprobs", rows),
+            ref_logprobs=columns.select("ref_logprobs", rows),
             teachers=self._teachers(inputs.batch, columns, rows),
             groups=pairs if self._numbers else None,
             session_tokens=own.session_tokens,
@@ -260,16 +251,12 @@ class StudentRole:
     def _teachers(self, batch: BatchRef, columns: Columns, rows: Sequence[int]) -> TeacherColumns | None:
         if "teacher_logprobs" not in columns:
             return None
-
-        def column(name: str) -> Ragged | None:
-            return columns.ragged(name).select(rows) if name in columns else None
-
         return TeacherColumns(
             teacher=[self._numbers[batch.tags[row].teacher or ""] for row in rows],
             logprobs=columns.ragged("teacher_logprobs").select(rows),
-            topk_ids=column("teacher_topk_ids"),
-            topk_logprobs=column("teacher_topk_logprobs"),
-            hidden=column("teacher_hidden"),
+            topk_ids=columns.select("teacher_topk_ids", rows),
+            topk_logprobs=columns.select("teacher_topk_logprobs", rows),
+            hidden=columns.select("teacher_hidden", rows),
         )
 
 

@@ -33,6 +33,7 @@ from practicum.learning.learner import Learner
 from practicum.learning.minibatches import spread_evenly
 from practicum.learning.parallel import Parallel
 from practicum.models.attention import OutputHead
+from practicum.models.images import images_of
 from practicum.places.adapter_teachers import AdapterTeacher
 from practicum.places.model_cache import ModelCache
 from practicum.places.place import TeacherPlace, score_rows
@@ -42,7 +43,6 @@ from practicum.recipe.derived import compare_temperature, scores_during_rollout
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
 from practicum.records.recording_store import stage_span
-from practicum.roles.learner_rows import images_of
 from practicum.roles.run_stage import StepInfo, stage
 from practicum.tasks.prompts import Prompt
 from practicum.teachers.route import before_text, teacher_of
@@ -285,8 +285,9 @@ class TeacherRole:
 
     def _rows(self, batch: BatchRef, columns: Columns, prompts: Mapping[Key, Prompt]) -> list[ScoreRequest]:
         ids = (columns.ragged(name).rows for name in ("prompt_ids", "response_ids"))
+        pictures = images_of(columns) if "multi_modal_inputs" in columns else [None] * len(batch)
         rows = []
-        for (key, tags), prompt, response, images in zip(batch, *ids, images_of(columns, batch), strict=True):
+        for (key, tags), prompt, response, images in zip(batch, *ids, pictures, strict=True):
             assert tags.teacher is not None
             before = self._before(tags.teacher, prompts.get(key))
             ids = [*before, *prompt.tolist(), *response.tolist()]

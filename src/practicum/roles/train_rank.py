@@ -38,9 +38,8 @@ from practicum.recipe.own_parts import find_part, guarded
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.advantages import AdvantageRole
 from practicum.roles.critic import CriticRole
-from practicum.roles.learner_rows import rank_share
 from practicum.roles.load_teachers import teacher_losses
-from practicum.roles.padding import PaddingRole, check_fields, field_widths
+from practicum.roles.padding import PaddingRole, check_fields, field_widths, rank_share
 from practicum.roles.run_stage import StepInfo, stage, stage_method
 from practicum.roles.student import StudentRole
 from practicum.roles.teachers import TeacherRole, Teachers

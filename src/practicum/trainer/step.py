@@ -22,7 +22,7 @@ from practicum.recipe.algorithm_traits import estimator_traits
 from practicum.recipe.derived import lag
 from practicum.recipe.schema.recipe import Recipe
 from practicum.records.recorder import Recorder
-from practicum.roles.learner_rows import balance_metrics
+from practicum.roles.padding import balance_metrics
 from practicum.roles.run_stage import StepInfo
 from practicum.roles.student import UpdateReport
 from practicum.roles.teachers import prompts_read, waiting_rows
