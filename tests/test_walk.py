@@ -14,4 +14,4 @@ def test_the_spine_of_a_step_is_short():
     found = re.search(r"(\d+) files, (\d+) lines, (\d+) changes of folder", printed)
     assert found is not None
     files, lines, changes = map(int, found.groups())
-    assert (files <= 26, lines < 1650, changes <= 15) == (True, True, True), printed
+    assert (files <= 12, lines < 1500, changes <= 4) == (True, True, True), printed

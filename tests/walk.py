@@ -2,7 +2,8 @@
 
 A real tiny run is traced. It prints the files of the spine in the order in which the step reaches them, the
 lines of the functions that ran, and how often the path enters another folder. The spine ends at doors:
-rooms whose inside a reader need not know to follow the step.
+rooms whose inside a reader need not know to follow the step. What hooks alone call, for samples and the log,
+is behind their door.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ast
 import sys
 import tempfile
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -46,8 +48,7 @@ DOORS = {
     "trainer/samples.py": "hooks: samples and the log",
 }
 """Folders and files, each with what is inside."""
-SPINE_FILES = ("dataplane/stages.py",)
-"""Files behind a door that belong to the spine all the same."""
+HOOKS = {str(ROOT / file) for file, inside in DOORS.items() if inside.startswith("hooks")}
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Visit:
 
     file: str
     name: str
-    lines: int
+    lines: range
 
 
 def on_spine(code: CodeType) -> str | None:
@@ -66,7 +67,17 @@ def on_spine(code: CodeType) -> str | None:
         return None
     file = str(path.relative_to(ROOT))
     is_door = file in DOORS or file.split("/")[0] in DOORS
-    return file if file in SPINE_FILES or not is_door else None
+    return None if is_door else file
+
+
+def by_a_hook(frame: FrameType) -> bool:
+    """Whether a hook of the step has led to this call."""
+    caller: FrameType | None = frame
+    while caller is not None and caller.f_code.co_qualname != "StepRunner.step":
+        if caller.f_code.co_filename in HOOKS:
+            return True
+        caller = caller.f_back
+    return False
 
 
 def trace_step() -> list[Visit]:
@@ -78,7 +89,8 @@ def trace_step() -> list[Visit]:
         code = frame.f_code
         if event == "call" and code not in visits and tracing.is_set():
             file = on_spine(code)
-            visits[code] = None if file is None else Visit(file, code.co_qualname, span(code))
+            if file is None or not by_a_hook(frame):
+                visits[code] = None if file is None else Visit(file, code.co_qualname, lines_of(code))
 
     def traced(self: StepRunner, number: int) -> dict[str, float]:
         if number == 2:
@@ -109,17 +121,20 @@ def _run() -> None:
         train_loaded(tiny(Path(folder), **sections), Path(folder) / "run")
 
 
-def span(code: CodeType) -> int:
-    """Lines of a function, by its syntax tree; a nested one counts with the function around it."""
-    if "<locals>" in code.co_qualname:
-        return 0
+def lines_of(code: CodeType) -> range:
+    """The lines of a function, by its syntax tree."""
     tree = ast.parse(Path(code.co_filename).read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == code.co_name:
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             if first == code.co_firstlineno:
-                return (node.end_lineno or first) - first + 1
-    return 0
+                return range(first, (node.end_lineno or first) + 1)
+    raise LookupError(code.co_qualname)
+
+
+def count_lines(visits: Iterable[Visit]) -> int:
+    """Lines of these functions, those of one inside of another once."""
+    return len({(visit.file, line) for visit in visits for line in visit.lines})
 
 
 def folder_changes(visits: list[Visit]) -> int:
@@ -132,10 +147,9 @@ def main() -> None:
     visits = trace_step()
     files = dict.fromkeys(visit.file for visit in visits)
     for number, file in enumerate(files, start=1):
-        lines = sum(visit.lines for visit in visits if visit.file == file)
+        lines = count_lines(visit for visit in visits if visit.file == file)
         print(f"{number:>3}. {file:<34} {lines:>5} lines")
-    total = sum(visit.lines for visit in visits)
-    print(f"{len(files)} files, {total} lines, {folder_changes(visits)} changes of folder")
+    print(f"{len(files)} files, {count_lines(visits)} lines, {folder_changes(visits)} changes of folder")
 
 
 if __name__ == "__main__":
