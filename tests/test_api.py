@@ -184,3 +184,16 @@ def test_what_on_step_raises_comes_out_and_the_step_is_kept(run: pr.Run, tmp_pat
     text = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert len(text) == 3
     assert [yaml.safe_load(line)["reward/mean"] for line in text[1:]] == metrics
+
+
+def test_a_script_without_a_main_guard_may_start_processes(tmp_path: Path):
+    """The engines of a run with a lag have their own process, which does not run the script again."""
+    script = tmp_path / "script.py"
+    recipe = SHORT | {"async": {"lag": 1}}
+    script.write_text(f"import practicum as pr\nprint('ran')\npr.train({recipe!r}, out='run', quiet=True)\n")
+    done = subprocess.run(
+        [sys.executable, script.name], cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ran") == 1
+    assert (tmp_path / "run" / "export").is_dir()

@@ -13,6 +13,7 @@ import multiprocessing.connection
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
+from types import ModuleType
 from typing import Any
 
 from practicum.errors import PracticumError
@@ -82,7 +84,7 @@ class ChildProcess:
         self._process = context.Process(
             target=self._main, args=(theirs, self._setup), name=self._who, daemon=True
         )
-        with child_environment(self._env), _without_interrupts():
+        with child_environment(self._env), _without_interrupts(), _without_script():
             self._process.start()
         theirs.close()  # only the child may hold it, so that its death closes the pipe
         for run in (self._read, self._write):
@@ -278,3 +280,17 @@ def _ending(code: int | None) -> str:
     names = {s.value: s.name for s in signal.Signals}
     hint = "; out of memory?" if -code == signal.SIGKILL else ""
     return f"by signal {names.get(-code, -code)}{hint}"
+
+
+@contextmanager
+def _without_script() -> Iterator[None]:
+    """A process that is started in the block does not run the program's own script again.
+
+    It needs nothing of it, and a script without `if __name__ == "__main__"` would train in each child.
+    """
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
