@@ -4,8 +4,9 @@ Kinds of work: GRPO on sorting, the demo's student and one of its specialists, a
 500 ms, and answers whose lengths have a long tail. A turn is a block of steps. Before it, as many steps are
 taken without the clock as can have been sampled before, so for each step in the block another one is sampled
 in it; and it ends for others when nothing is under way. Synchronous steps take part with one and with two
-threads; with a lag, engines and learner have one each. Beside the speed: the greedy score by step and by
-second of GRPO runs from the same start.
+threads; with a lag, engines and learner have one each. For GRPO they also have two each, and one each in
+threads of one process. Beside the speed: the greedy score by step and by second of GRPO runs from the same
+start.
 
 `python -m benchmarks.async_step [KIND …]` races those kinds, or all, and `scores` trains; results of others
 are kept.
@@ -31,16 +32,20 @@ from benchmarks.stepping import Steps
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.shipped import shipped_recipes
+from practicum.runtime import local
 from practicum.sessions.session import Session
 from practicum.trainer.run import train_loaded
 
 SAMPLES, MAX_NEW, LR = 8, 32, 1e-5
 PROMPTS = {"grpo": 32, "agents": 16, "long tail": 16}
-ROUNDS, SCORES = 2, "scores"
+ROUNDS, SCORES = 3, "scores"
 BLOCKS = {"grpo": 4, "demo student": 20, "demo specialist": 20, "agents": 4, "long tail": 4}
 """Steps of a turn."""
 WAYS = {"sync, 1 thread": (0, 1), "sync, 2 threads": (0, 2), "lag 1": (1, 1), "lag 2": (2, 1)}
 """Lag and threads of each contender."""
+IN_THREADS = "lag 1, engine in a thread"
+OTHER_WAYS = {"grpo": {"lag 1, 2 threads each": (1, 2), IN_THREADS: (1, 1)}}
+"""Further contenders, by kind of work."""
 TOOL_MS, TOOL_TURNS, TURN_TOKENS = (50, 500), (2, 3), (4, 24)
 TAIL_MEDIAN, TAIL_SIGMA, TAIL_MOST = 12.0, 0.9, 160
 GOALS = {
@@ -119,8 +124,12 @@ def recipe_of(kind: str, lag: int, threads: int) -> Recipe:
     return demo(kind, lag, threads) if kind in DEMO else Recipe.model_validate(written(kind, lag, threads))
 
 
-def stepper(channel: Channel, kind: str, lag: int, threads: int, block: int) -> None:
-    """Blocks of steps; a turn ends when nothing is under way."""
+def stepper(
+    channel: Channel, kind: str, lag: int, threads: int, block: int, in_threads: bool = False
+) -> None:
+    """Blocks of steps; a turn ends when nothing is under way. `in_threads`: engines share this process."""
+    if in_threads:
+        local.has_engine_process = lambda recipe: False
     with Steps(recipe_of(kind, lag, threads)) as steps:
         runner, done = steps.run.runner, 0
         engine = getattr(steps.run.roles, "engine_process", None)
@@ -199,8 +208,13 @@ def race(kind: str) -> dict[str, list[Measured]]:
     print(f"{kind}, blocks of {BLOCKS[kind]} steps, {os.cpu_count()} cores")
     options = {"kind": kind, "block": BLOCKS[kind]}
     contenders = [
-        Contender(name, "benchmarks.async_step:stepper", options | {"lag": lag, "threads": threads}, threads)
-        for name, (lag, threads) in WAYS.items()
+        Contender(
+            name,
+            "benchmarks.async_step:stepper",
+            options | {"lag": lag, "threads": threads, "in_threads": name == IN_THREADS},
+            threads,
+        )
+        for name, (lag, threads) in (WAYS | OTHER_WAYS.get(kind, {})).items()
     ]
     return harness.race(contenders, ROUNDS, warmup=0)
 
