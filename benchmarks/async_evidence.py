@@ -1,4 +1,4 @@
-"""Two things that a lag can do to learning, shown on the sorter.
+"""Two things that a lag can do to learning, shown on the demo's base model, which learns to reverse letters.
 
 Dropping: groups of long prompts take longer. A schedule that throws away what is late trains on fewer of them
 than it samples; ours takes every group in its turn. Late is decided by numbers here (a group of a long prompt
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.model import model_folder
+from benchmarks.model import demo_folder
 from benchmarks.stepping import Steps
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.schema.recipe import Recipe
@@ -29,25 +29,31 @@ from practicum.tasks.prompts import Prompt
 from practicum.trainer.run import train_loaded
 from practicum.trainer.sample_step import SampledStep, StepSampler
 
-SHORT, LONG = (6, 10), (15, 18)
+SHORT, LONG = 3, 5
+"""Letters to reverse."""
 LATE = {"short": 0.05, "long": 0.6}
 """Share of the groups that are too late for a schedule that drops."""
-STEPS, PROMPTS, SAMPLES, LR = 30, 16, 8, 1e-4
-FAST_LR, LAG, COLLAPSE_STEPS = 1e-3, 4, 12
+STEPS, PROMPTS, SAMPLES, LR = 30, 32, 8, 2e-4
+FAST_LR, LAG, COLLAPSE_STEPS = 5e-4, 4, 40
+ADAM = {"warmup_steps": 5, "betas": [0.9, 0.95]}
 COLLAPSED = 0.5
 """A reward below this share of its best so far counts as collapsed."""
 
 
 def written(name: str, **sections: Any) -> dict[str, Any]:
-    """GRPO on short and long lists."""
+    """GRPO on short and long words."""
     tasks = {"short": SHORT, "long": LONG}
     return {
         "name": f"evidence-{name}",
-        "model": {"path": str(model_folder())},
-        "tasks": {n: {"kind": "sort", "options": {"length": list(size)}} for n, size in tasks.items()},
-        "rollout": {"samples": SAMPLES, "max_new_tokens": 24},
-        "train": {"prompts": PROMPTS, "lr": LR, "steps": STEPS},
-        "eval": {"rows": 64},
+        "model": {"path": str(demo_folder())},
+        "tasks": {
+            n: {"kind": "reverse", "options": {"length": [size, size], "letters": 5}}
+            for n, size in tasks.items()
+        },
+        "algorithm": {"entropy": 0.01},
+        "rollout": {"samples": SAMPLES, "max_new_tokens": 8},
+        "train": {"prompts": PROMPTS, "lr": LR, "steps": STEPS, **ADAM},
+        "eval": {"rows": 256},
         "track": {"record": "none"},
         "runtime": {"threads": 1},
         "async": {"lag": 1},
@@ -98,7 +104,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def collapse(way: str) -> dict[str, Any]:
     """Rewards and sample sizes by step, when the check first spoke, and when the reward collapsed."""
-    sections = WAYS[way] | {"train": {"prompts": PROMPTS, "lr": FAST_LR, "steps": COLLAPSE_STEPS}}
+    sections = WAYS[way] | {"train": {"prompts": PROMPTS, "lr": FAST_LR, "steps": COLLAPSE_STEPS, **ADAM}}
     recipe = Recipe.model_validate(written("collapse", **sections))  # which does not refuse what is wrong
     rewards, sizes, warned = list[float](), list[float | None](), None
     with Steps(recipe) as run:
