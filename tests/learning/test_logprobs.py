@@ -24,7 +24,8 @@ def test_scorer_equals_log_softmax_of_a_plain_forward(family, temperature):
     trunk = PackedModel(model, Train(microbatch_tokens=20))
     column = LogprobScorer(trunk).logprobs(batch.prompt_ids, batch.response_ids, temperature=temperature)
     asked: dict[str, Any] = {"temperature": temperature, "entropy": True, "plain": True}
-    packed = RowSpans(batch.prompt_ids, batch.response_ids).pack(list(range(len(batch.prompt_ids))))
+    answered = [row for row, length in enumerate(batch.response_ids.lengths) if length]
+    packed = RowSpans(batch.prompt_ids, batch.response_ids).pack(answered)
     mine = token_logprobs(model, trunk.hidden(packed), packed.target_M, **asked)
     theirs = padded_tokens(model, batch, temperature)
     assert column.lengths == batch.response_ids.lengths

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load
 
 from practicum.checks.watch import Watch
 from practicum.dataplane.ragged import Ragged
@@ -143,14 +142,13 @@ def test_a_process_of_its_own_loads_the_base_and_gives_the_same_bits(folder: Pat
     teacher, path = spec.teachers["copy"], "teachers.copy"
     row, options = ScoreRequest([*range(9, 20)], 4), ScoreOptions(top_k=3)
     served, context = _load_served(teacher, base_spec(spec, teacher), spec.seed, path)
-    data, _ = asyncio.run(served.answer(ChildRequest(0, "score", (row, options, None))))
+    there = asyncio.run(served.answer(ChildRequest(0, "score", (row, options))))
     served.close()
-    there = load(data)
     place = share_base(spec, {"copy": teacher}, load_model(spec.model, spec.seed))["copy"]
     here = asyncio.run(place.score(row, options))
     place.close()
     assert context == place.context == 128
-    assert torch.equal(there["logprobs"], here.logprobs)
+    assert torch.equal(there.logprobs, here.logprobs)
 
 
 @pytest.mark.long
