@@ -23,7 +23,15 @@ from practicum.learning.packed_model import PackedModel
 from practicum.learning.update_batch import UpdateBatch
 from practicum.learning.value_learner import ValueLearner
 from practicum.models.attention import packed_forward
-from practicum.models.lora import adapter_off, add_adapter, base_fingerprint, is_adapter, merged_weights
+from practicum.models.lora import (
+    adapter_off,
+    add_adapter,
+    base_fingerprint,
+    find_targets,
+    is_adapter,
+    merged_weights,
+    needless_rank,
+)
 from practicum.models.packed_attention import PackedLayout
 from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.schema.algorithm_sections import Algorithm, CriticSection, Kl
@@ -308,3 +316,18 @@ def test_targets_are_endings_of_names():
         *(f"model.layers.{i}.self_attn.q_proj" for i in (0, 1)),
         "model.layers.1.mlp.up_proj",
     }
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "qwen3_moe"])
+def test_a_rank_above_every_layers_lesser_side_is_refused_and_above_some_of_them_is_told(family: str):
+    model = tiny(family)
+    weights = [model.get_parameter(f"{name}.weight") for name in find_targets(model, "all")[0]]
+    weights += [model.get_parameter(name) for name in find_targets(model, "all")[1]]
+    sides = [min(weight.shape[-2:]) for weight in weights]
+    with pytest.raises(RecipeError, match=rf"at most {max(sides)}: \S+ is \d+ × \d+") as refused:
+        add_adapter(model, Lora(rank=max(sides) + 1), seed=0)
+    assert refused.value.path == "model.lora.rank"
+    add_adapter(model, Lora(rank=max(sides)), seed=0)
+    told = needless_rank(model)
+    assert (told is None) == (min(sides) == max(sides))
+    assert told is None or f"({min(sides)})" in told

@@ -52,6 +52,7 @@ def add_adapter(model: PreTrainedModel, lora: Lora, seed: int, source: str | Non
     except ImportError:
         raise MissingExtraError("model.lora", "lora") from None
     modules, parameters = find_targets(model, lora.targets)
+    _require_useful_rank(model, lora.rank, modules, parameters)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  (PEFT divides it, whatever its type)
@@ -102,6 +103,25 @@ def describe_adapter(model: nn.Module) -> str:
     share = trained / sum(p.numel() for p in model.parameters())
     layers = len(list(_adapted_layers(model)))
     return f"adapter: {trained / 1e6:,.2f}M of them are trained ({share:.1%}), beside {layers} weights"
+
+
+def needless_rank(model: PreTrainedModel) -> str | None:
+    """A sentence about adapted layers that are narrower than the adapter's rank, if there are some."""
+    rank = adapter_config(model).r
+    narrow: dict[str, int] = {}
+    layer: Any
+    for name, layer in model.named_modules():
+        if ADAPTER in (getattr(layer, "lora_A", None) or ()):
+            side = min(layer.in_features, layer.out_features)
+            if side < rank:
+                narrow[getattr(layer, "parameter_name", name.rpartition(".")[2])] = side
+    if not narrow:
+        return None
+    told = ", ".join(f"{name} ({side})" for name, side in narrow.items())
+    return (
+        f"model.lora.rank {rank} is above the lesser side of {told}: what is above it there costs memory and "
+        "time, and adds nothing"
+    )
 
 
 @contextmanager
@@ -194,6 +214,20 @@ def find_targets(model: PreTrainedModel, targets: str | Sequence[str]) -> tuple[
         return [name for name in names if any(_ends(name, target) for target in targets)]
 
     return chosen(modules), chosen(parameters)
+
+
+def _require_useful_rank(
+    model: PreTrainedModel, rank: int, modules: Sequence[str], parameters: Sequence[str]
+) -> None:
+    """A RecipeError if no layer is as wide as the rank: a matrix's rank is at most its lesser side."""
+    weights = [f"{name}.weight" for name in modules] + list(parameters)
+    sides = {name: min(model.get_parameter(name).shape[-2:]) for name in weights}
+    widest = max(sides, key=lambda name: sides[name])
+    if rank > sides[widest]:
+        shape = " × ".join(map(str, model.get_parameter(widest).shape[-2:]))
+        expected = f"at most {sides[widest]}: {widest} is {shape}, and no layer that is adapted is wider"
+        advice = "more would cost memory and time, and add nothing; model.lora.targets says which layers"
+        raise RecipeError("model.lora.rank", str(rank), expected, advice)
 
 
 def _no_target(model: PreTrainedModel, target: str, names: Iterable[str]) -> RecipeError:

@@ -16,7 +16,7 @@ from practicum.forecast.forecast import forecast
 from practicum.forecast.model_sizes import model_sizes
 from practicum.learning.packed_model import PackedModel
 from practicum.models.load_model import load_model, load_tokenizer, model_facts
-from practicum.models.lora import base_fingerprint, describe_adapter
+from practicum.models.lora import base_fingerprint, describe_adapter, needless_rank
 from practicum.models.model_files import read_config
 from practicum.observe.trackers import require_trackers
 from practicum.recipe.counts import count
@@ -82,15 +82,17 @@ def preflight(loaded: LoadedRecipe) -> Preflight:
     plan = make_plan(recipe, known_traits(recipe.model))
     check_fields(plan, model)
     PackedModel(model, recipe.train)  # tests whether the learner can run it
+    warnings = list(found.warnings)
     if recipe.model.lora is not None:
         findings.append(describe_adapter(model))
+        warnings += filter(None, [needless_rank(model)])
     check_bases(recipe, base_fingerprint(model))
     if recipe.algorithm.kl.reference is not None:
         load_reference(recipe, model)
         findings.append(f"reference: {recipe.algorithm.kl.reference} loads")
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     about = f"model: {type(model).__name__}, {millions:,.2f}M parameters, on {model.device}"
-    return replace(found, findings=findings, sizes=[about, *_sizes(recipe, found)])
+    return replace(found, findings=findings, warnings=warnings, sizes=[about, *_sizes(recipe, found)])
 
 
 def check_without_models(recipe: Recipe) -> Preflight:
