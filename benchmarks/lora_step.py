@@ -2,20 +2,21 @@
 a distillation step with three teachers that are adapters, three whole ones, or one.
 
 `python -m benchmarks.lora_step [ranks] [trl] [teachers]` measures these parts, all of them if none is named;
-what was measured of the others stays. Each contender is a process of its own; `peak_mb` is the most memory
-that it had beyond what it had before its models were loaded.
+what was measured of the others stays. With `--quick` each contender takes one small step, and nothing is
+written. Each contender is a process of its own; `peak_mb` is the most memory that it had beyond what it had
+before its models were loaded.
 """
 
 from __future__ import annotations
 
 import json
-import resource
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import harness, trl_peer
+from benchmarks import harness, report_lora, trl_peer
+from benchmarks.distill_memory import status_bytes
 from benchmarks.grpo_step import LR, MAX_NEW, SAMPLES
 from benchmarks.harness import Channel, Contender, Measured
 from benchmarks.model import CACHE, DIGITS, examples, model_folder, random_folder
@@ -36,7 +37,14 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def _peak_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    """Of this process alone: what `resource` tells has the parent's memory at its start in it."""
+    return status_bytes("VmHWM") / 2**20
+
+
+def _begin_peak() -> float:
+    """Set the high-water mark back to now, in MiB."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _peak_mb()
 
 
 def _serve(channel: Channel, recipe: Any, *, stops: bool) -> None:
@@ -45,7 +53,7 @@ def _serve(channel: Channel, recipe: Any, *, stops: bool) -> None:
 
     import practicum.learning.learner  # noqa: F401
 
-    before = _peak_mb()
+    before = _begin_peak()
     with Steps(recipe, stops=stops) as steps:
 
         def run(turn: int) -> Measured:
@@ -83,6 +91,7 @@ def stepper(channel: Channel, size: str, rank: int | None, prompts: int) -> None
         digits=DIGITS,
         lr=LR if rank is None else LORA_LR,
         threads=1,
+        reward="benchmarks.growth:is_even",  # nearly no answer of such a model is right: no backward passes
     )
     lora = None if rank is None else {"rank": rank}
     _serve(channel, _with_model(recipe, random_folder(*SIZES[size]), lora), stops=False)
@@ -112,7 +121,7 @@ def trl(channel: Channel, prompts: int, rank: int | None) -> None:
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(1)
-    folder, before = model_folder(), _peak_mb()
+    folder, before = model_folder(), _begin_peak()
     drawn = examples(2, 0, 4096, DIGITS)
     rows = {"prompt": [e.prompt for e in drawn], "answer": [e.answer for e in drawn]}
     counted: list[Measured] = []
@@ -209,7 +218,11 @@ def race_ranks(size: str, prompts: int, rounds: int) -> dict[str, list[Measured]
         )
         for rank in RANKS
     ]
-    return harness.race(contenders, rounds)
+    raced = harness.race(contenders, rounds)
+    idle = [name for name, measured in raced.items() if any(one["idle_share"] for one in measured)]
+    if idle:
+        raise ValueError(f"steps without all of their backward pass say nothing: {', '.join(idle)}")
+    return raced
 
 
 def race_trl(prompts: int, rounds: int) -> dict[str, list[Measured]]:
@@ -260,5 +273,21 @@ def main(parts: Collection[str], rounds: int = ROUNDS) -> None:
             keep("ranks", sizes)
 
 
+def try_out(parts: Collection[str]) -> None:
+    """Let each contender of these parts take a step on the smallest model, and show the tables of it."""
+    size = next(iter(SIZES))
+    found: dict[str, Any] = {"settings": {"teachers_on": size}, "machine": harness.machine()}
+    if "teachers" in parts:
+        found["teachers"] = race_teachers(size, len(DOMAINS), rounds=1)
+    if "trl" in parts:
+        found["trl"] = race_trl(2, rounds=1)
+    if "ranks" in parts:
+        found["ranks"] = {size: race_ranks(size, 1, rounds=1)}
+    print(report_lora.lora_step(found))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:] or PARTS)
+    named = [word for word in sys.argv[1:] if word != "--quick"]
+    if set(named) - set(PARTS):
+        sys.exit(f"no such part: {', '.join(sorted(set(named) - set(PARTS)))}; there are {', '.join(PARTS)}")
+    (try_out if "--quick" in sys.argv else main)(named or PARTS)

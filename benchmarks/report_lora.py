@@ -1,11 +1,12 @@
-"""The report's sections on adapters, each from one file of results/."""
+"""The report's sections on adapters, each from one file of results/. Their tables are in docs/lora.md too."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks.harness import medians, paired_ratio
+from benchmarks.harness import RESULTS, medians, paired_ratio
 from benchmarks.tables import busy, faster, ranged, table, verdict, where
 
 MEMORY_GOAL, TIME_GOAL = 1.2, 1.15
@@ -14,8 +15,27 @@ whole teacher's on the same rows."""
 
 
 def lora_step(found: Mapping[str, Any]) -> str:
+    """Steps and memory, with the machine."""
+    return f"### Adapters, {where(found)}\n\n{costs(found)}"
+
+
+def vllm_lora(found: Mapping[str, Any]) -> str:
+    """Syncs, with the machine."""
+    return f"### Sync of an adapter, {where(found)}\n\n{syncs(found)}"
+
+
+def measured(name: str, part: Callable[[Mapping[str, Any]], str]) -> str:
+    """A part of the last results of this name, or how to get them."""
+    path = RESULTS / f"{name}.json"
+    if not path.is_file():
+        return f"There is no result yet: `make -C benchmarks {name}` measures it."
+    found = json.loads(path.read_text())
+    return f"{part(found)}\n\n{where(found)}, 1 thread."
+
+
+def costs(found: Mapping[str, Any]) -> str:
     """Step and memory by rank, beside TRL, and of three teachers: the parts that were measured."""
-    parts = [f"### Adapters, {where(found)}"]
+    parts: list[str] = []
     if "ranks" in found:
         parts += [_ranks(found["ranks"]), *busy({"1 thread": next(iter(found["ranks"].values()))})]
     if "trl" in found:
@@ -79,7 +99,7 @@ def _teachers(found: Mapping[str, Any]) -> str:
     return "\n\n".join([table(head, rows), told])
 
 
-def vllm_lora(found: Mapping[str, Any]) -> str:
+def syncs(found: Mapping[str, Any]) -> str:
     """Milliseconds of a sync, what is sent, and a rollout after it."""
     rows = [
         [name, f"{mid['mb']:,.1f}", f"{1000 * mid['seconds']:,.1f}", f"{mid['rollout']:.2f}"]
@@ -87,5 +107,4 @@ def vllm_lora(found: Mapping[str, Any]) -> str:
         for name, measured in rounds.items()
         for mid in (medians(measured),)
     ]
-    head = ["model, engine and what is sent", "MiB", "sync, ms", "rollout after it, s"]
-    return "\n\n".join([f"### Sync of an adapter, {where(found)}", table(head, rows)])
+    return table(["model, engine and what is sent", "MiB", "sync, ms", "rollout after it, s"], rows)

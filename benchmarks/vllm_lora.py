@@ -1,25 +1,27 @@
 """What a sync costs with an adapter: the adapter alone beside whole weights, torch engine and vLLM.
 
 In the environment of vLLM's tests. vLLM's engines are also asked for a rollout: an adapter beside its base
-takes more products than weights it was merged into.
+takes more products than weights it was merged into. `--quick` has each take a turn on the smallest model, and
+writes nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks import harness
+from benchmarks import harness, report_lora
 from benchmarks.harness import Channel, Contender, Measured, Stopwatch
 from benchmarks.model import random_folder
 
 SIZES = {"4M": (256, 4), "31M": (512, 8), "135M": (768, 15)}
 """Width and layers by the number of parameters, as in lora_step."""
 RANK, PROMPTS, SAMPLES, PROMPT_TOKENS, MAX_NEW = 8, 4, 4, 16, 16
-WAYS = {"torch, adapter": ("torch", 8), "torch, all weights": ("torch", None)}
-WAYS |= {"vLLM, adapter": ("vllm", 8), "vLLM, all weights": ("vllm", None)}
+WAYS = {"torch, adapter": ("torch", RANK), "torch, all weights": ("torch", None)}
+WAYS |= {"vLLM, adapter": ("vllm", RANK), "vLLM, all weights": ("vllm", None)}
 ROUNDS = 3
 
 
@@ -50,13 +52,20 @@ def started(kind: str, rank: int | None, size: str) -> Iterator[Any]:
 
 
 def syncer(channel: Channel, kind: str, rank: int | None, size: str) -> None:
-    """Syncs without the probe, then a rollout."""
+    """Syncs without the probe, then a rollout.
+
+    In one process the torch engine's tensors are the learner's and nothing is sent: it gets copies here, as
+    from another process.
+    """
     with started(kind, rank, size) as roles:
 
         def run(turn: int) -> Measured:
             roles.student.learner.version += 1
+            weights, version = roles._engine_weights()
+            if kind == "torch":
+                weights = [(name, tensor.clone()) for name, tensor in weights]
             watch = Stopwatch()
-            roles.engine.load_weights(*roles._engine_weights())
+            roles.engine.load_weights(weights, version)
             spent = watch.read()
             watch = Stopwatch()
             asyncio.run(_sample(roles.engine, turn))
@@ -78,8 +87,8 @@ async def _sample(engine: Any, turn: int) -> None:
     await asyncio.gather(*map(engine.generate, requests))
 
 
-def main(rounds: int = ROUNDS, sizes: tuple[str, ...] = ("31M", "135M")) -> None:
-    """All ways in turn, by size, and write the results."""
+def race(sizes: Sequence[str], rounds: int) -> dict[str, Any]:
+    """All ways in turn, by size."""
     found = {}
     for size in sizes:
         print(f"sync of {size} parameters, 1 thread")
@@ -93,7 +102,15 @@ def main(rounds: int = ROUNDS, sizes: tuple[str, ...] = ("31M", "135M")) -> None
         ]
         found[size] = harness.race(contenders, rounds)
     settings = {"rank": RANK, "rounds": rounds, "answers": PROMPTS * SAMPLES, "max_new_tokens": MAX_NEW}
-    harness.write_results("vllm_lora", {"settings": settings, "raced": found})
+    return {"settings": settings, "raced": found}
+
+
+def main() -> None:
+    """Race, and write the results; or the small setting, and show its table."""
+    if "--quick" in sys.argv:
+        print(report_lora.vllm_lora(race(["4M"], 1) | {"machine": harness.machine()}))
+    else:
+        harness.write_results("vllm_lora", race(["31M", "135M"], ROUNDS))
 
 
 if __name__ == "__main__":

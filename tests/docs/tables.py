@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.padding_table import padding_table
 
-from benchmarks import report_engines
+from benchmarks import report_engines, report_lora
 from practicum.dataplane.fields import FIELDS, Field
 from practicum.dataplane.padding_rows import padding_batch
 from practicum.dataplane.ragged import Ragged
@@ -215,6 +215,8 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "weights of engines": ("engines.md", _of_engines(report_engines.weights)),
     "rests of engines": ("engines.md", _of_engines(report_engines.rests)),
     "neighbours of engines": ("engines.md", _of_engines(report_engines.neighbours)),
+    "costs of adapters": ("lora.md", lambda: report_lora.measured("lora_step", report_lora.costs)),
+    "syncs of adapters": ("lora.md", lambda: report_lora.measured("vllm_lora", report_lora.syncs)),
     "kills": ("reliability.md", campaign.kills_table),
     "kills with a lag": ("reliability.md", campaign.lag_table),
     "fuzz": ("reliability.md", campaign.fuzz_table),
