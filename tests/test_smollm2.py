@@ -16,10 +16,12 @@ from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.schema.recipe import MakeModel, Model, Task
 from practicum.recipe.shipped import shipped_recipes
 from practicum.tasks.locations import Location, open_rows
-from practicum.trainer.run import train_loaded
+from practicum.trainer.run import train_recipes
 
 FOLDER = shipped_recipes() / "smollm2"
 RECIPES = sorted(FOLDER.glob("*.yaml"))
+NEEDED = {"distill_lora": ("grpo_lora", "words_lora")}
+"""Recipes whose runs another one learns from."""
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +48,18 @@ def test_the_recipes_train_on_what_the_script_writes(
     model, tokenizer = tiny()
     prepared = Path("runs/smollm2/prepared")
     prepared.parent.mkdir(parents=True)
-    rows = json.loads(json.dumps(script.make_rows()).lower())  # the tiny tokenizer has no capitals
+    rows = script.make_rows() | script.make_word_rows()
+    rows = json.loads(json.dumps(rows).lower())  # the tiny tokenizer has no capitals
     script.write(prepared, {"model": model, "student": script.prune(model, [2])}, tokenizer, rows)
     short = "train.steps=1 train.prompts=2 eval.rows=2 rollout.max_new_tokens=4 rollout.context=512"
-    outcome = train_loaded(load_recipe(path, [*short.split(), "runtime.threads=1"]), tmp_path / "run")
-    assert outcome.last_eval.keys() >= {"eval/greedy", "eval/mean@4"}
+    for name in (*NEEDED.get(path.stem, ()), path.stem):
+        loaded = load_recipe(path.with_stem(name), [*short.split(), "runtime.threads=1"])
+        (outcome,) = train_recipes([loaded])
+        assert outcome.last_eval.keys() >= {"eval/greedy", "eval/mean@4"}
 
 
 def test_recipes_are_found():
-    assert [path.stem for path in RECIPES] == ["distill", "grpo"]
+    assert [path.stem for path in RECIPES] == ["distill", "distill_lora", "grpo", "grpo_lora", "words_lora"]
 
 
 def test_a_pruned_model_is_the_model_with_layers_that_do_nothing(script: ModuleType):
@@ -84,6 +89,18 @@ def test_questions_are_right_and_none_is_in_both_files(script: ModuleType, tmp_p
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows["eval"]))
     assert open_rows("t", Task(), Location((str(path),)), needs_answer=True).has_messages
+
+
+def test_lists_of_words_are_in_one_file_alone_and_end_with_their_answer(script: ModuleType):
+    splits = script.make_word_rows()
+    assert all(len(split) > 40 for split in splits.values())
+    rows = [row for split in splits.values() for row in split]
+    seen = [frozenset(row["prompt"][-1]["content"].split(": ")[1].split()) for row in rows]
+    assert len(set(seen)) == len(seen)
+    for row in rows:
+        assert row["prompt"][-1]["content"].endswith(f" {row['answer']}")
+        assert row["prompt"][0]["content"].endswith(f" {row['prompt'][1]['content']}")
+        assert row["prompt"][0] != row["prompt"][-1]
 
 
 def test_without_an_index_the_script_says_what_it_needs_and_leaves_nothing(

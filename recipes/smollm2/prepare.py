@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -44,6 +45,14 @@ HELD_OUT = 4
 """One question in this many is for evaluation."""
 EXAMPLE = ("State the final answer to the following arithmetic problem: 3 - 5 =", "3 - 5 = -2")
 """Shown before each question: the model answers in this form, and the checker compares all of it."""
+
+NOUNS = (
+    "apple river stone bread cloud horse grass table music light paper house water night sugar brick dream "
+    "chair plant queen forest garden window bottle candle hammer island jacket kettle ladder mirror needle"
+)
+LISTS, WORDS, LISTS_EVAL = 200, 4, 49
+"""Lists of words, words of each, and how many of the lists are for evaluation."""
+LAST = "What is the last word of: {}"
 
 
 class PrepareError(Exception):
@@ -68,7 +77,7 @@ def main() -> None:
 
 
 def prepare(out: Path, cache: Path, *, force: bool = False) -> None:
-    """Write `out`/model, /student, /train.jsonl and /eval.jsonl: all of them or none."""
+    """Write `out`/model, /student and files of questions: all of them or none."""
     if out.exists() and not force:
         print(f"{out} is there; --force makes it again")
         return
@@ -85,7 +94,7 @@ def prepare(out: Path, cache: Path, *, force: bool = False) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     aside = out.with_name(f".{out.name}-{os.getpid()}")
     try:
-        write(aside, {"model": model, "student": student}, tokenizer, rows)
+        write(aside, {"model": model, "student": student}, tokenizer, rows | make_word_rows())
         if out.exists():
             shutil.rmtree(out)
         aside.rename(out)
@@ -178,16 +187,25 @@ def make_rows() -> dict[str, list[dict[str, Any]]]:
     entries = {entry["question"]: entry for entry in create_dataset("chain_sum", **QUESTIONS)}
     entries.pop(EXAMPLE[0], None)
     for number, (question, entry) in enumerate(entries.items()):
-        asked = [EXAMPLE[0], EXAMPLE[1], question]
-        row = {
-            "prompt": [
-                {"role": role, "content": content}
-                for role, content in zip(("user", "assistant", "user"), asked, strict=True)
-            ],
-            "answer": f"{entry['metadata']['expression']} = {entry['answer']}",
-        }
+        row = make_row(EXAMPLE, question, f"{entry['metadata']['expression']} = {entry['answer']}")
         splits["train" if number % HELD_OUT else "eval"].append(row)
     return splits
+
+
+def make_word_rows() -> dict[str, list[dict[str, Any]]]:
+    """The last of a few words as rows of a task, by split; no two lists have the same words."""
+    random, nouns = Random(1), NOUNS.split()
+    drawn = [random.sample(nouns, WORDS) for _ in range(LISTS)]
+    lists = {frozenset(words): words for words in drawn}.values()
+    example, *rows = [(LAST.format(" ".join(words)), words[-1]) for words in lists]
+    made = [make_row(example, question, answer) for question, answer in rows]
+    return {"words-train": made[LISTS_EVAL:], "words-eval": made[:LISTS_EVAL]}
+
+
+def make_row(example: tuple[str, str], question: str, answer: str) -> dict[str, Any]:
+    """A row of a task: a question after an answered example."""
+    said = zip(("user", "assistant", "user"), (*example, question), strict=True)
+    return {"prompt": [{"role": role, "content": content} for role, content in said], "answer": answer}
 
 
 def calibration(tokenizer: Tokenizer, rows: Sequence[Mapping[str, Any]]) -> list[Tensor]:
