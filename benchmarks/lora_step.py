@@ -31,7 +31,7 @@ RANKS = (None, 1, 8, 64)
 TRL_RANK, TRL_PROMPTS, LORA_LR = 8, 16, 10 * LR
 DOMAINS = ("first", "second", "third")
 STEP_PROMPTS, TEACHER_SIZE, TEACHER_RANK = 6, "31M", 8
-ROUNDS = 3
+ROUNDS = 5
 PARTS = ("ranks", "trl", "teachers")
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
