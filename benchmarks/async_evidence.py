@@ -5,7 +5,7 @@ than it samples; ours takes every group in its turn. Late is decided by numbers 
 is late in so many of ten cases), so that both schedules are exact. Such a schedule is in this file only.
 
 Weights: REINFORCE without importance weights at lag 4, which a recipe refuses, beside the same lag with
-weights, and beside no lag. `checks.sample_size` speaks before the reward falls.
+weights, and beside no lag, at two learning rates. `checks.sample_size` speaks before the reward falls.
 
 `python -m benchmarks.async_evidence [NAME …]` trains these, or all; results of others are kept.
 """
@@ -33,8 +33,8 @@ SHORT, LONG = 3, 5
 """Letters to reverse."""
 LATE = {"short": 0.05, "long": 0.6}
 """Share of the groups that are too late for a schedule that drops."""
-STEPS, PROMPTS, SAMPLES, LR = 30, 32, 8, 2e-4
-FAST_LR, LAG, COLLAPSE_STEPS = 5e-4, 4, 40
+STEPS, PROMPTS, SAMPLES, LR = 60, 32, 8, 2e-4
+FAST_LRS, LAG, COLLAPSE_STEPS = (5e-4, 1e-3), 4, 30
 ADAM = {"warmup_steps": 5, "betas": [0.9, 0.95]}
 COLLAPSED = 0.5
 """A reward below this share of its best so far counts as collapsed."""
@@ -102,9 +102,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def collapse(way: str) -> dict[str, Any]:
+def collapse(way: str, lr: float) -> dict[str, Any]:
     """Rewards and sample sizes by step, when the check first spoke, and when the reward collapsed."""
-    sections = WAYS[way] | {"train": {"prompts": PROMPTS, "lr": FAST_LR, "steps": COLLAPSE_STEPS, **ADAM}}
+    sections = WAYS[way] | {"train": {"prompts": PROMPTS, "lr": lr, "steps": COLLAPSE_STEPS, **ADAM}}
     recipe = Recipe.model_validate(written("collapse", **sections))  # which does not refuse what is wrong
     rewards, sizes, warned = list[float](), list[float | None](), None
     with Steps(recipe) as run:
@@ -139,11 +139,12 @@ def main(names: Sequence[str]) -> None:
             dropping[name] = train(SCHEDULES[name])
             print(f"{name}: {dropping[name]}", flush=True)
         else:
-            run = weights[name] = collapse(name)
-            told = {key: run[key] for key in ("warned", "collapsed")}
-            print(f"{name}: {told}, rewards {run['rewards'][::5]}, sizes {run['sizes'][::5]}", flush=True)
+            for lr in FAST_LRS:
+                run = weights[f"{name}, {lr:g}"] = {"way": name, "lr": lr, **collapse(name, lr)}
+                told = {key: run[key] for key in ("warned", "collapsed")}
+                print(f"{name}, {lr:g}: {told}, rewards {run['rewards'][::5]}", flush=True)
         settings = {"steps": STEPS, "prompts": PROMPTS, "samples": SAMPLES, "late": LATE}
-        settings |= {"lr": FAST_LR, "lag": LAG, "collapse_steps": COLLAPSE_STEPS}
+        settings |= {"lrs": FAST_LRS, "lag": LAG, "collapse_steps": COLLAPSE_STEPS}
         content = {"settings": settings, "dropping": dropping, "weights": weights}
         harness.write_results("async_evidence", content)
 

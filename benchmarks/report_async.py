@@ -48,19 +48,22 @@ def async_evidence(found: Mapping[str, Any]) -> str:
     head = ["schedule", "long prompts among those trained on", *(score for score in _SCORES)]
     settings = found["settings"]
     weighed = []
-    for name, run in found["weights"].items():
+    for run in sorted(found["weights"].values(), key=lambda run: run["lr"]):
         sizes = [size for size in run["sizes"] if size is not None]
         least = f"{min(sizes):.2f}" if sizes else "–"
         told = [str(run[key]) if run[key] is not None else "–" for key in ("warned", "collapsed")]
         last = sum(run["rewards"][-5:]) / len(run["rewards"][-5:])
-        weighed.append([name, f"{run['rewards'][0]:.2f}", f"{last:.2f}", least, *told])
+        weighed.append(
+            [f"{run['lr']:g}", run["way"], f"{run['rewards'][0]:.2f}", f"{last:.2f}", least, *told]
+        )
     weights_head = [
+        "learning rate",
         "way",
         "reward at first",
         "last 5 steps",
         "least sample size",
-        "check spoke in",
-        "collapsed in",
+        "check spoke in step",
+        "collapsed in step",
     ]
     return "\n\n".join(
         [
@@ -68,7 +71,8 @@ def async_evidence(found: Mapping[str, Any]) -> str:
             f"Groups of long prompts are late in {settings['late']['long']:.0%} of the cases, short ones in "
             f"{settings['late']['short']:.0%}.",
             table(head, dropped),
-            f"REINFORCE and DPPO with a learning rate of {settings['lr']:g}, {settings['lag']} steps of lag.",
+            f"REINFORCE, weighted and not, and DPPO, with {settings['lag']} steps of lag, over "
+            f"{settings['collapse_steps']} steps. *Collapsed*: from then on the reward stays below half of its best.",
             table(weights_head, weighed),
         ]
     )
