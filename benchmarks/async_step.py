@@ -5,8 +5,8 @@ Kinds of work: GRPO on sorting, the demo's student and one of its specialists, a
 taken without the clock as can have been sampled before, so for each step in the block another one is sampled
 in it; and it ends for others when nothing is under way. Synchronous steps take part with one and with two
 threads; with a lag, engines and learner have one each. For GRPO they also have two each, and one each in
-threads of one process. Beside the speed: the greedy score by step and by second of GRPO runs from the same
-start.
+threads of one process. Beside the speed: the greedy score by step and by second of the demo's GRPO of
+reversing.
 
 `python -m benchmarks.async_step [KIND …]` races those kinds, or all, and `scores` trains; results of others
 are kept.
@@ -52,7 +52,8 @@ GOALS = {
     **{kind: {"lag 1": 1.5} for kind in ("grpo", "demo student", "demo specialist")},
     "agents": {"lag 1": 1.7, "lag 2": 2.1},
 }
-SCORE_STEPS, SCORE_EVERY, SCORE_LR = 16, 4, 1e-4
+SCORED = {"train.steps": 80, "eval.every": 10, "eval.rows": 256, "eval.stop_at": "null"}
+"""Changes to the demo's recipe by which scores are compared."""
 
 
 async def look_up(ms: int) -> str:
@@ -164,9 +165,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def learn(lag: int, threads: int) -> list[dict[str, float]]:
-    """A GRPO run from the benchmark's model: greedy scores by step, each with the seconds until then."""
-    train = {"prompts": PROMPTS["grpo"], "steps": SCORE_STEPS, "lr": SCORE_LR}
-    more = {"train": train, "eval": {"rows": 64, "every": SCORE_EVERY}}
+    """The demo's GRPO of reversing, from its base: greedy scores by step, each with the seconds until then."""
     rows: list[dict[str, float]] = []
     began, evaluated = time.perf_counter(), 0.0
 
@@ -178,7 +177,9 @@ def learn(lag: int, threads: int) -> list[dict[str, float]]:
             rows.append({"step": row["step"], "score": row["eval/greedy"], "seconds": seconds})
 
     with tempfile.TemporaryDirectory() as folder:
-        loaded = load_recipe(written("grpo", lag, threads) | more)
+        changes = [f"model.path={demo_folder()}", f"runtime.threads={threads}", f"async.lag={lag}"]
+        changes += [f"{key}={value}" for key, value in SCORED.items()]
+        loaded = load_recipe(shipped_recipes() / "mopd" / "reverse.yaml", [*changes, "track.record=none"])
         train_loaded(loaded, Path(folder) / "run", on_step=note, quiet=True)
     return rows
 

@@ -49,9 +49,10 @@ def test_the_report_compares_with_the_best_synchronous_way() -> None:
 
 
 def test_the_report_says_when_the_check_spoke_and_when_the_reward_fell() -> None:
-    run: dict[str, Any] = {"rewards": [0.5, 0.1], "sizes": [None, 0.2], "warned": 2, "collapsed": 2}
+    run: dict[str, Any] = {"way": "lag 4", "lr": 1e-3, "rewards": [0.5, 0.1], "sizes": [None, 0.2]}
+    run |= {"warned": 2, "collapsed": 2}
     names = ("first greedy/long", "greedy/long", "first greedy/short", "greedy/short")
     dropping = {"dropping": dict.fromkeys(names, 0.5) | {"long trained": 0.2}}
-    settings = {"late": {"long": 0.6, "short": 0.05}, "lr": 1e-3, "lag": 4}
+    settings = {"late": {"long": 0.6, "short": 0.05}, "lag": 4, "collapse_steps": 2}
     found = {"machine": MACHINE, "settings": settings, "dropping": dropping, "weights": {"lag 4": run}}
-    assert "| lag 4 | 0.50 | 0.30 | 0.20 | 2 | 2 |" in async_evidence(found)
+    assert "| 0.001 | lag 4 | 0.50 | 0.30 | 0.20 | 2 | 2 |" in async_evidence(found)
