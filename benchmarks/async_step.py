@@ -165,7 +165,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def learn(lag: int, threads: int) -> list[dict[str, float]]:
-    """The demo's GRPO of reversing, from its base: greedy scores by step, each with the seconds until then."""
+    """The demo's GRPO of reversing: greedy scores by step, each with the seconds until then."""
     rows: list[dict[str, float]] = []
     began, evaluated = time.perf_counter(), 0.0
 
