@@ -1,4 +1,4 @@
-"""Orders to die: user code of recipes in tests obeys them in the middle of its work, in any process."""
+"""Orders to die or to stop: user code of recipes obeys them in the middle of its work, in any process."""
 
 import os
 import signal
@@ -9,24 +9,24 @@ FOLDER = "PRACTICUM_TEST_ORDERS"
 
 
 def order(name: str) -> Path:
-    """Have the first process die that comes to `obey` this; the file is gone when one did."""
+    """Have the first process obey that comes to `obey` this; the file is gone when one did."""
     path = Path(os.environ[FOLDER]) / name
     path.touch()
     return path
 
 
 def is_ordered(name: str) -> bool:
-    """Whether nobody has died of it yet."""
+    """Whether nobody has obeyed yet."""
     folder = os.environ.get(FOLDER)
     return folder is not None and (Path(folder) / name).exists()
 
 
-def obey(name: str) -> None:
-    """kill -9 of this very process, if that was ordered and nobody was quicker."""
+def obey(name: str, by: signal.Signals = signal.SIGKILL) -> None:
+    """kill -9 of this very process, or another signal, if that was ordered and nobody was quicker."""
     if not is_ordered(name):
         return
     try:
         (Path(os.environ[FOLDER]) / name).unlink()
     except FileNotFoundError:
         return
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), by)

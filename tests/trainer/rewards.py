@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 
 from practicum.tasks.scorers import RewardSample
 
@@ -34,9 +35,15 @@ def by_letters(sample: RewardSample) -> float:
 
 
 def mortal(sample: RewardSample) -> float:
-    """As by_letters; if `reward` is ordered, the process dies of it."""
+    """As by_letters; if `reward` is ordered, the process dies of it; of `stop`, it hangs."""
     obey("reward")
+    obey("stop", signal.SIGSTOP)
     return by_letters(sample)
+
+
+def all_mortal(samples: list[RewardSample]) -> list[float]:
+    """As mortal, of a batch."""
+    return [mortal(sample) for sample in samples]
 
 
 def answer_length(sample: RewardSample) -> float:

@@ -278,16 +278,53 @@ HANGS: dict[str, tuple[Act, str]] = {
         at_the_update(lambda roles: hang(roles.pools.rollout.replicas()[0])),
         "waited 15 s for rollout 0: no answer",
     ),
+    "reward worker": (
+        lambda roles: hang(roles.pools.reward.replicas()[0]),
+        "reward 0 (gave no sign of life|died: it takes no connections)",
+    ),
+    "reward worker that scores": (
+        lambda _: kill_orders.order("stop"),
+        "reward 0 (gave no sign of life|died: it takes no connections)",
+    ),
 }
+"""A call waits for its deadline; but where Ray has to connect again, it gives up by itself."""
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("who", HANGS)
 def test_a_process_that_hangs_is_named_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str):
     act, named = HANGS[who]
-    sections = fragile(MORTAL)
-    sections["rollout"] |= {"deadline_s": 15}
-    sections["runtime"] |= {"stage_s": 15, "store_s": 15}
     before_steps(monkeypatch, {2: act})
-    with pytest.raises(DeadlineError, match=named):
-        train_loaded(tiny(tmp_path, **sections), tmp_path / "run", quiet=True)
+    with pytest.raises((DeadlineError, ClusterError), match=named):
+        train_loaded(tiny(tmp_path, **hasty(MORTAL)), tmp_path / "run", quiet=True)
+    assert steps_of(tmp_path / "run") == [0, 1], "it was well until somebody hung"
+
+
+@pytest.mark.long
+def test_a_reward_worker_that_hangs_over_a_whole_batch_is_named_in_time_and_the_run_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    sections = MORTAL | {
+        "reward": {"functions": [{"use": "tests.trainer.rewards:all_mortal", "batch": True}]}
+    }
+    with monkeypatch.context() as patch:
+        before_steps(patch, {2: lambda _: kill_orders.order("stop")})
+        named = "reward 0(: no answer| gave no sign of life| died: it takes no connections)"
+        with pytest.raises((DeadlineError, ClusterError), match=named):
+            train_loaded(tiny(tmp_path, **hasty(sections)), tmp_path / "run", quiet=True)
+    assert steps_of(tmp_path / "run") == [0, 1]
+    train_loaded(tiny(tmp_path, **sections), tmp_path / "run", resume=True, quiet=True)
+    train_loaded(tiny(tmp_path, **sections), tmp_path / "whole", quiet=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "run", 1e-6)
+
+
+def hasty(sections: dict[str, Any]) -> dict[str, Any]:
+    """On Ray with short deadlines, where any death ends the run: one that is stopped is not dead."""
+    found = fragile(sections, deaths=0)
+    found["rollout"] |= {"deadline_s": 15}
+    found["runtime"] |= {"stage_s": 15, "store_s": 15}
+    return found
+
+
+def steps_of(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
