@@ -176,7 +176,9 @@ def _ray_few(models: Path, server: str) -> dict[str, Any]:
     """Agents with a tool, a served teacher and a reward model; one process of each kind."""
     served = _teachers(models, server)["teachers"]["served"]
     sections = _agent() | {"teachers": {"served": served}, "distill": {"top_k": 4}}
-    return _recipe(reward=_judge(models), **sections, **_cluster(1, 8))
+    found = _recipe(reward=_judge(models), **sections, **_cluster(1, 8))
+    found["model"]["make"]["context"] = 96  # the server has room for a token more than the student
+    return found
 
 
 def _ray_agent(models: Path, server: str) -> dict[str, Any]:

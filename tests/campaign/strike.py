@@ -12,11 +12,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import yaml
+
 from tests.campaign.child import Run
 from tests.campaign.cluster import Cluster
 from tests.campaign.judge import compare, left_behind
 from tests.campaign.processes import Family, shared_memory
-from tests.campaign.scenarios import Scenario, Victim
+from tests.campaign.scenarios import STEPS, Scenario, Victim
 from tests.campaign.server import Server
 
 BOUND_S = 900.0
@@ -79,7 +81,11 @@ class Folder:
         self.server, self.family, self.cluster = around.server, around.family, around.cluster
         address = around.cluster.address() if joins else None
         self.recipe = scenario.write(folder, around.models, around.server.url, address, around.slow)
-        self._is_served = around.server.url in self.recipe.read_text()
+        text = self.recipe.read_text()
+        self._is_served = around.server.url in text
+        self._lag: int = yaml.safe_load(text).get("async", {}).get("lag", 0)
+        self._stopped: set[int] = set()
+        """Who was stopped and never let go."""
         self.out = folder / "run"
         self._starts = 0
         self._struck = 0.0
@@ -142,11 +148,21 @@ class Folder:
         if strike.victim.kind == "controller" and strike.signal == "STOP":
             time.sleep(2 + 6 * strike.which)
             os.kill(pid, signal.SIGCONT)
+        elif strike.signal == "STOP":
+            self._stopped.add(pid)
+        elif strike.victim.kind == "controller":
+            self._let_go()
         self._see(run, outcome)
         outcome.seconds = round(time.monotonic() - self._struck, 1)
         if run.code is not None:
             self.judge_end(run, strike, outcome)
         return outcome
+
+    def _let_go(self) -> None:
+        """Whoever is still stopped when the controller is killed can't notice it before."""
+        for pid in self._stopped & set(self.family.look()):
+            os.kill(pid, signal.SIGCONT)
+        self._stopped.clear()
 
     def _await(self, run: Run, step: int, stage: str) -> bool:
         """Until the run is at this stage of this step, or past it."""
@@ -182,8 +198,8 @@ class Folder:
         return None
 
     def _see(self, run: Run, outcome: Outcome) -> None:
-        """Until the run is past the next step, or has ended; one that hangs is killed."""
-        deadline, until = time.monotonic() + BOUND_S, outcome.step + 2
+        """Until the run is past a step that was not sampled yet, or has ended; one that hangs is killed."""
+        deadline, until = time.monotonic() + BOUND_S, min(outcome.step + 2 + self._lag, STEPS)
         while run.code is None and run.step < until and time.monotonic() < deadline:
             run.listen(0.5)
             self.family.look()
@@ -253,11 +269,15 @@ def disturb(
         return True
 
     for strike in strikes:
+        if run.code == 0:
+            break
         if run.code is not None:
             run, last = folder.start(), None
         outcome = folder.strike(run, strike, stages)
         if outcome is None and ended_late():
             outcome = folder.strike(run, strike, stages)
+        if outcome is None and run.code == 0:
+            break
         if outcome is None:
             end = f"exit code {run.code} in {run.stage} of step {run.step}: {tail(run.printed())}"
             first = Outcome(folder.scenario.name, strike.victim.kind, strike.signal, strike.step, "")
@@ -268,12 +288,14 @@ def disturb(
         outcomes.append(outcome)
         last = strike
         yield outcome
-    if run.code is not None:
+    if run.code not in (None, 0):
         run = folder.start()
     folder.wait(run)
     if ended_late():
         folder.wait(run)
-    outcomes[-1].problems += folder.finish(run) or folder.compare(reference, finished=True)
+    problems = folder.finish(run) or folder.compare(reference, finished=True)
+    if outcomes:
+        outcomes[-1].problems += problems
 
 
 def draw(rng: random.Random, victims: Sequence[tuple[Victim, str]]) -> list[Strike]:
