@@ -111,7 +111,9 @@ def test_a_run_on_ray_is_the_local_run(
 
 @pytest.mark.long
 def test_an_adapter_on_ray_is_the_local_one(tmp_path: Path):
-    sections = PPO | {"model": TINY["model"] | {"lora": {"rank": 4}}}
+    """Ranks read their shards of the base out of its file."""
+    start = save_teacher(tmp_path / "start", seed=0, scale=1.0)
+    sections = PPO | {"model": {"path": start, "lora": {"rank": 4}}}
     sections |= {"algorithm": {"advantage": "gae", "kl": {"place": "reward"}}}
     train_loaded(tiny(tmp_path, **sections), tmp_path / "local")
     train_loaded(tiny(tmp_path, **on_ray(sections, ranks=2)), tmp_path / "ray")
@@ -251,12 +253,15 @@ def test_what_lies_in_the_folder_of_a_run_is_found_by_workers(
 
 @pytest.mark.long
 def test_a_checkpoint_of_two_ranks_is_resumed_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    train_loaded(tiny(tmp_path, **PPO), tmp_path / "whole")
+    """Ranks read their shards of student, critic and reference out of one file."""
+    sections = PPO | {"model": {"path": save_teacher(tmp_path / "start", seed=0, scale=1.0)}}
+    sections |= {"algorithm": {"advantage": "gae", "kl": {"place": "reward"}}}
+    train_loaded(tiny(tmp_path, **sections), tmp_path / "whole")
     with monkeypatch.context() as patch:
         stop_after(patch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
-        outcome = train_loaded(tiny(tmp_path, **on_ray(PPO, ranks=2)), tmp_path / "cut")
+        outcome = train_loaded(tiny(tmp_path, **on_ray(sections, ranks=2)), tmp_path / "cut")
     assert outcome.interrupted
-    train_loaded(tiny(tmp_path, **PPO), tmp_path / "cut", resume=True)
+    train_loaded(tiny(tmp_path, **sections), tmp_path / "cut", resume=True)
     assert_same_run(tmp_path / "whole", tmp_path / "cut", 1e-6)
 
 

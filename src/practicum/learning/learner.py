@@ -35,6 +35,7 @@ from practicum.models.adapter_files import write_adapter
 from practicum.models.export_model import save_description, write_model
 from practicum.models.fingerprint import LENGTH
 from practicum.models.lora import base_fingerprint, merged_weights, trained_names
+from practicum.models.weight_files import WeightFiles
 from practicum.recipe.algorithm_traits import loss_traits
 from practicum.recipe.derived import EXPORTED
 from practicum.recipe.schema.algorithm_sections import Algorithm
@@ -64,16 +65,18 @@ class Learner(TrainedModel):
         teaching: DistillSettings | None = None,
         on_nonfinite: Callable[[str], None] = stop_on_nonfinite,
         parallel: Parallel | None = None,
+        files: WeightFiles | None = None,
     ) -> None:
+        """`files` are those of a model without weights, of which each rank reads its shard."""
         self.model = model
         self.objective = Objective(algorithm, teaching)
         self.by_group, self.weight = TeacherSums(), 0.0
         self.trace: UpdateTrace | None = None
         self.temperature = 1.0 if algorithm.loss == "supervised" else temperature
         self._trained_names = trained_names(model)
+        self.trunk = PackedModel(model, train, parallel, files=files)
         if self._trained_names is not None:
-            self.base = base_fingerprint(model)  # of all of it: shards come next
-        self.trunk = PackedModel(model, train, parallel)
+            self.base = base_fingerprint(model, whole)
         self.scorer = LogprobScorer(self.trunk)
         super().__init__(model, train, parallel, on_nonfinite)
 
@@ -202,14 +205,21 @@ class Learner(TrainedModel):
         else:
             kept = set(self.model.state_dict())
             buffers = {name: x for name, x in self.model.named_buffers() if name in kept}
-            weights = dict(whole_tensors(self.model)) | buffers  # tied ones once, as in one process
+            weights = self._on_first_rank(whole_tensors(self.model))  # tied ones once, as in one process
             if self.parallel.rank != 0:
                 return
+            weights |= buffers
             self.model.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
 
+    def _on_first_rank(self, weights: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """The weights in the memory of the first rank's host; the others take part in gathering each."""
+        if self.parallel is None:
+            return dict(weights)
+        return {name: x.cpu() for name, x in weights if self.parallel.rank == 0}
+
     def _export_adapted(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        weights, adapter = dict(self.plain_weights()), dict(self.named_weights())
+        weights, adapter = (self._on_first_rank(x) for x in (self.plain_weights(), self.named_weights()))
         if self.parallel is not None and self.parallel.rank != 0:
             return
         assert self.base is not None

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from practicum.dataplane.ragged import Ragged
 from practicum.devices import is_out_of_memory
@@ -23,8 +23,10 @@ from practicum.learning.update_metrics import RouterLoad
 from practicum.models.attention import IMPLEMENTATION, packed_forward, run_model
 from practicum.models.experts import Routes, routes_of
 from practicum.models.fingerprint import fingerprint_ids
+from practicum.models.lora import text_layers
 from practicum.models.offloaded_weights import return_memory
 from practicum.models.vision import is_vision, picture_tokens
+from practicum.models.weight_files import WeightFiles
 from practicum.recipe.counts import CPU_MICROBATCH_TOKENS
 from practicum.recipe.schema.recipe import Train
 
@@ -40,7 +42,8 @@ class PackedModel:
 
     Holds no state of its own: the same model may be used elsewhere too. At construction the packed forward
     is compared with the model's own on a short probe; an EngineError names a model that it does not fit.
-    Given `parallel`, the model and its `head` are then sharded over ranks: the same calls on each of them.
+    Given `parallel`, the model and its `head` are sharded over ranks: the same calls on each of them. A model
+    without weights is then given its shard of those in `files`.
     """
 
     def __init__(
@@ -49,9 +52,10 @@ class PackedModel:
         train: Train,
         parallel: Parallel | None = None,
         head: nn.Module | None = None,
+        files: WeightFiles | None = None,
     ) -> None:
         self.model, self.parallel = model, parallel
-        self.device = model.device
+        self.device = model.device if files is None else files.device
         self.token_budget = train.microbatch_tokens
         if self.device.type == "cpu":
             self.token_budget = min(self.token_budget, CPU_MICROBATCH_TOKENS)
@@ -69,10 +73,15 @@ class PackedModel:
         self._root = self._guard = None
         self.gap = 0.0
         """What `self_test` found: the largest difference, in parts of the largest hidden state."""
-        self.self_test()
+        if files is None:
+            self.self_test()
         if parallel is not None:
-            layers = self._layers_of_text()
-            self._root = parallel.shard(model, layers, *([] if head is None else [head]))
+            layers = [*text_layers(model).values()]
+            heads = [] if head is None else [head]
+            self._root = parallel.shard(model, layers, *heads, device=self.device)
+            if files is not None:
+                self._read_shard(files, parallel)
+                self.self_test()
             self._guard = MemoryGuard(layers)
 
     @property
@@ -167,16 +176,12 @@ class PackedModel:
         rows = RowSpans(Ragged.from_rows([ids[:1]]), Ragged.from_rows([ids[1:3]]))
         return rows.pack([0]).to(self.device)
 
-    @torch.no_grad()
-    def _layers_of_text(self) -> list[nn.Module]:
-        """The layers that every forward pass runs: those of a vision tower only run if there are pictures."""
-        found: list[nn.Module] = []
-        layers = [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]
-        hooks = [layer.register_forward_pre_hook(lambda module, _: found.append(module)) for layer in layers]
-        self.hidden(self._blank())
-        for hook in hooks:
-            hook.remove()
-        return found
+    def _read_shard(self, files: WeightFiles, parallel: Parallel) -> None:
+        found = parallel.gather(files.fill(self.model, parallel.rank, parallel.world))
+        problems = [*dict.fromkeys(chain(*found))]  # all ranks fail alike
+        if problems:
+            more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+            raise EngineError(f"{files.source} does not fit its config: {'; '.join(problems[:3])}{more}")
 
     def router_load(self) -> RouterLoad | None:
         """To count which experts are taken; None for a model without routers."""
@@ -267,10 +272,20 @@ class PackedModel:
                 f"{name} does not let its attention be replaced (transformers' AttentionInterface), so "
                 "practicum can't train this architecture"
             )
+        ran: list[nn.Module] = []
+        layers = [] if self.parallel is None else [*text_layers(self.model).values()]
+        hooks = [layer.register_forward_pre_hook(lambda module, _: ran.append(module)) for layer in layers]
         try:
-            gap = self._probe_gap()
+            gap = run_in(self._root, self._probe_gap)
         except (TypeError, ValueError, RuntimeError) as error:
             raise EngineError(f"{name} can't run packed rows: {error}") from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if layers and ran != layers * (len(ran) // len(layers)):
+            raise EngineError(
+                f"{name} does not run all of its layers in each pass, so ranks can't share them: use one rank"
+            )
         self.gap, allowed = gap, _TOLERANCE[self.model.dtype]
         if not gap <= allowed:
             raise EngineError(

@@ -32,15 +32,22 @@ _SETTINGS = ("set_reduce_scatter_unused_params", "set_force_sum_reduction_for_co
 class Root(nn.Module):
     """A model and what else is trained with it. Work on them runs inside its forward pass.
 
-    Whoever enters by a part of the model would pass by the hooks that gather the outermost weights.
+    Whoever enters by a part of the model would pass by the hooks that gather the outermost weights. What is
+    trained with it has a root of its own around the model's: FSDP2 wants one number type in each.
     """
 
-    def __init__(self, *parts: nn.Module) -> None:
+    def __init__(self, part: nn.Module, inner: Root | None = None) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(parts)
+        self.part, self.inner = part, inner
 
     def forward(self, work: Callable[[], T]) -> T:
-        return work()
+        return work() if self.inner is None else self.inner(work)
+
+    def let_go(self) -> None:
+        """Free the gathered weights."""
+        cast(FSDPModule, self).reshard()
+        if self.inner is not None:
+            self.inner.let_go()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +96,24 @@ class Parallel:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return int(largest)
 
-    def shard(self, model: nn.Module, layers: Sequence[nn.Module], *more: nn.Module) -> Root:
+    def shard(
+        self, model: nn.Module, layers: Sequence[nn.Module], *more: nn.Module, device: torch.device
+    ) -> Root:
         """Shard a model (the same on all ranks) in place: each layer by itself, all else together.
 
         Its parameters become DTensors. Gradients are sums over ranks, zeros where a rank had none.
         """
-        root = Root(model, *more)
-        device = next(model.parameters()).device.type
-        mesh = init_device_mesh(device, (self.world,))
-        for module in (*layers, root):
-            fully_shard(module, mesh=mesh)
-        for module in (*layers, root):
+        mesh = init_device_mesh(device.type, (self.world,))
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+        root = Root(model)
+        fully_shard(root, mesh=mesh, reshard_after_forward=False)
+        for part in more:
+            root = Root(part, root)
+            fully_shard(root, mesh=mesh, reshard_after_forward=False)
+        for module in root.modules():
+            if not isinstance(module, FSDPModule):
+                continue
             sharded = cast(FSDPModule, module)
             # Token weights are already divided by global counts. gloo knows plain sums only.
             sharded.set_force_sum_reduction_for_comms(True)
@@ -133,7 +147,7 @@ def run_in(root: Root | None, work: Callable[[], T]) -> T:
     result = root(work)
     if not torch.is_grad_enabled():
         # Kept for a backward pass, they would be stale after the next optimizer step.
-        cast(FSDPModule, root).reshard()
+        root.let_go()
     return result
 
 

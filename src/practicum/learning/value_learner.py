@@ -20,6 +20,7 @@ from practicum.learning.parallel import Parallel, is_sharded
 from practicum.learning.update_batch import CriticBatch, need_column
 from practicum.learning.update_metrics import Moments, TokenMeans
 from practicum.models.lora import copy_on_base
+from practicum.models.weight_files import WeightFiles
 from practicum.recipe.schema.algorithm_sections import CriticSection as CriticRecipe
 from practicum.recipe.schema.recipe import Train
 
@@ -37,11 +38,13 @@ class ValueLearner(TrainedModel):
         *,
         on_nonfinite: Callable[[str], None] = stop_on_nonfinite,
         parallel: Parallel | None = None,
+        files: WeightFiles | None = None,
     ) -> None:
         """Starts as a copy of the student's trunk, with its own adapter on the same base if the student has
         one; the head starts at zero, and so do the values.
 
         On several ranks it is made before the student's learner, which leaves only a shard of the student.
+        A student without weights has them in `files`.
         """
         if is_sharded(student):
             raise EngineError("the critic is a copy of the whole student: make it before the sharded learner")
@@ -49,12 +52,11 @@ class ValueLearner(TrainedModel):
         assert isinstance(base, PreTrainedModel)
         self.recipe = critic
         width = base.config.get_text_config().hidden_size
-        self.head = nn.Linear(
-            width, 1, dtype=torch.promote_types(base.dtype, torch.float32), device=base.device
-        )
+        device = base.device if files is None else files.device
+        self.head = nn.Linear(width, 1, dtype=torch.promote_types(base.dtype, torch.float32), device=device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        self.trunk = PackedModel(base, train, parallel, self.head)
+        self.trunk = PackedModel(base, train, parallel, self.head, files)
         self.model = nn.ModuleDict({"base": base, "head": self.head})
         super().__init__(self.model, train, parallel, on_nonfinite)
 

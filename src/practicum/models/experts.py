@@ -17,6 +17,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 from torch.nn.functional import pad
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
@@ -118,8 +120,11 @@ class Routes:
     def can_replay(self) -> bool:
         """Whether the routers weigh experts as we do: found out once, on made-up tokens."""
         router: Any = self._routers[0]
+        # Ranks that have shards of it ask together.
+        own = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in router.named_parameters()}
         with torch.no_grad():
-            logits, weights, indices = router.forward(torch.eye(4, router.weight.shape[1]).to(router.weight))
+            tokens = torch.eye(4, router.weight.shape[1]).to(own["weight"])
+            logits, weights, indices = functional_call(router, own, (tokens,))
             return bool((_weights(router, logits, indices) - weights).abs().max() <= _TOLERANCE)
 
 

@@ -31,7 +31,7 @@ from practicum.models.tokenizer import make_tokenizer
 from practicum.models.vision import is_vision
 from practicum.recipe.schema.recipe import MakeModel, Model
 
-_EXPECTED = "a causal language model in HuggingFace format"
+EXPECTED = "a causal language model in HuggingFace format"
 
 disable_progress_bar()  # loading and saving would draw into our own display
 
@@ -95,22 +95,22 @@ def load_model(
         model = make_model(spec.make, load_tokenizer(spec), seed).to(dtype)
     else:
         require_model_folder(source, key)
-        with must_read(source, key, _EXPECTED):
+        with must_read(source, key, EXPECTED):
             model = model_class(read_config(source)).from_pretrained(source, dtype=dtype)
     if spec.lora is not None and path is None:
         add_adapter(model, spec.lora, seed, source)
     return ready(model, pick_device(spec.device, f"{key.rpartition('.')[0] or 'model'}.device"))
 
 
-def skeleton(spec: Model) -> PreTrainedModel:
-    """The recipe's model without weights and without an adapter, by its config."""
+def skeleton(spec: Model, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The recipe's model without weights and without an adapter, by its config (`dtype` may be another)."""
     if spec.path is None:
         assert spec.make is not None
         config = made_config(spec.make, load_tokenizer(spec))
     else:
         config = copy.deepcopy(read_config(spec.path))
     with torch.device("meta"):
-        return model_class(config).from_config(config)
+        return model_class(config).from_config(config, **({} if dtype is None else {"dtype": dtype}))
 
 
 def ready(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
@@ -128,7 +128,7 @@ def ready(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
         model.set_experts_implementation(experts.IMPLEMENTATION)
     if device.type == "cpu":
         keep_freed_memory()
-    model.to(device)  # pyright: ignore[reportArgumentType]  (transformers' wrapper hides the signature)
+    model._apply(lambda x: x if x.is_meta else x.to(device))
     return model.eval()
 
 
@@ -156,7 +156,7 @@ def model_facts(spec: Model, tokens: int) -> tuple[int | None, int | None]:
         return spec.make.context, tokens
     assert spec.path is not None
     require_model_folder(spec.path)
-    with must_read(spec.path, "model.path", _EXPECTED):
+    with must_read(spec.path, "model.path", EXPECTED):
         config = read_config(spec.path)
     text = config.get_text_config()
     return getattr(text, "max_position_embeddings", None), getattr(text, "vocab_size", None)

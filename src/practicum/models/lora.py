@@ -34,7 +34,7 @@ M = TypeVar("M", bound=nn.Module)
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 _PARTS = (".lora_A.", ".lora_B.")
-_WRAPPED = ".base_layer"
+WRAPPED = ".base_layer"
 """What PEFT puts into the names of weights that it wraps."""
 _GATES = ("gate", "router", "shared_expert_gate")
 _INIT = {"kaiming": True, "gaussian": "gaussian"}
@@ -164,7 +164,7 @@ def merged_weights(
         if id(parameter) in layers:
             wide = torch.promote_types(weight.dtype, torch.float32)
             weight = (weight.to(wide) + _delta(layers[id(parameter)], gather, wide)).to(weight.dtype)
-        yield name.replace(_WRAPPED, ""), weight
+        yield name.replace(WRAPPED, ""), weight
 
 
 def _delta(layer: Any, gather: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
@@ -181,14 +181,15 @@ def _delta(layer: Any, gather: Callable[[Tensor], Tensor], dtype: torch.dtype) -
 
 
 @torch.no_grad()
-def base_fingerprint(model: nn.Module) -> str:
-    """Tells bases apart, whatever number type they are held in: of all weights but the adapter's."""
+def base_fingerprint(model: nn.Module, gather: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> str:
+    """Tells bases apart, whatever number type they are held in: of all weights but the adapter's.
+
+    `gather` gives the whole of a sharded weight.
+    """
     digest = hashlib.sha256()
-    weights = (
-        (name.replace(_WRAPPED, ""), p) for name, p in model.named_parameters() if not is_adapter(name)
-    )
+    weights = ((name.replace(WRAPPED, ""), p) for name, p in model.named_parameters() if not is_adapter(name))
     for name, parameter in sorted(weights):
-        bits = parameter.detach().to(torch.bfloat16).flatten().view(torch.int16)
+        bits = gather(parameter.detach()).to(torch.bfloat16).flatten().view(torch.int16)
         sample = bits[:: max(1, bits.numel() // _SAMPLE)].tolist()
         total = int(bits.sum(dtype=torch.int64))
         digest.update(f"{name} {tuple(parameter.shape)} {total} {sample}\n".encode())
@@ -254,6 +255,20 @@ def _endings(names: Sequence[str], everywhere: Iterable[str], parts: int) -> lis
     return short if set(meant) == set(names) else list(names)
 
 
+def text_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The layers of the text decoder by name, in their order; a vision tower's are not among them."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    decoder = model.get_decoder()
+    (prefix,) = [name for name, module in model.named_modules() if module is decoder]
+    inside = f"{prefix}." if prefix else ""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, GradientCheckpointingLayer) and name.startswith(inside)
+    }
+
+
 def _text_linears(model: PreTrainedModel) -> Iterator[str]:
     """Linear layers of the text decoder's layers; routers are not among them."""
     layers = _text_layers(model)
@@ -270,13 +285,7 @@ def _text_stacks(model: PreTrainedModel) -> Iterator[str]:
 
 def _text_layers(model: PreTrainedModel) -> tuple[str, ...]:
     """Beginnings of the names in the layers of the text decoder."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    decoder = model.get_decoder()
-    (prefix,) = [name for name, module in model.named_modules() if module is decoder]
-    inside = f"{prefix}." if prefix else ""
-    layers = [n for n, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
-    return tuple(f"{name}." for name in layers if name.startswith(inside))
+    return tuple(f"{name}." for name in text_layers(model))
 
 
 def _named_linears(model: PreTrainedModel) -> Iterator[str]:

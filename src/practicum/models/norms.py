@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 
 def _unit(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -54,11 +55,12 @@ def _fits(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.dtype not in (torch.float32, torch.float64):
         return False
-    probe = torch.linspace(-2.0, 3.0, 3 * weight.numel(), dtype=weight.dtype, device=weight.device)
-    probe = probe.view(3, -1)
+    # With weights made up here: the module's own may not be there yet.
+    numbers = torch.linspace(-2.0, 3.0, 4 * weight.numel(), dtype=weight.dtype).view(4, -1)
+    probe, made_up = numbers[:3], numbers[3]
     with torch.no_grad():
-        theirs = module(probe)
-        mine = _RmsNorm.apply(probe, weight, module.variance_epsilon)
+        theirs = functional_call(module, {"weight": made_up}, (probe,))
+        mine = _RmsNorm.apply(probe, made_up, module.variance_epsilon)
     return torch.allclose(theirs, mine, rtol=1e-5, atol=1e-6)
 
 

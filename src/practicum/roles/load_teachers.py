@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from practicum.concurrency.event_loop import run_async
+from practicum.devices import pick_device
 from practicum.engines.protocol import ScoreOptions
 from practicum.errors import RecipeError
 from practicum.learning.distill_loss import DistillSettings, Head
@@ -74,13 +75,14 @@ def load_teachers(
                 places |= _places(name, teacher, recipe, student, chosen)
                 undo.callback(places[name].close)
         places = {name: places[name] for name in recipe.teachers if name in chosen}
-        known = {name: _moved(head, student.device) for name, head in (heads or {}).items()}
-        known |= _heads(recipe, places, (ColocatedTeacher, AdapterTeacher), student.device)
+        device = pick_device(recipe.model.device)  # the student may be without weights
+        known = {name: _moved(head, device) for name, head in (heads or {}).items()}
+        known |= _heads(recipe, places, (ColocatedTeacher, AdapterTeacher), device)
         residency = make_model_cache(recipe, [*_sleepers(places.values()), *others])
         for name, place in places.items():
             if isinstance(place, OwnTeacher):
                 place.ready(own_options(recipe.teachers[name]).start_s)
-        known |= _heads(recipe, places, (OwnTeacher,), student.device)
+        known |= _heads(recipe, places, (OwnTeacher,), device)
         _check_heads(known, student)
         undo.pop_all()
         return Teachers(places, residency, known)

@@ -30,9 +30,10 @@ from practicum.learning.parallel import Parallel
 from practicum.learning.value_learner import ValueLearner
 from practicum.models.adapter_files import save_base
 from practicum.models.export_model import save_description
-from practicum.models.load_model import context_length, load_model, load_tokenizer, stop_ids
+from practicum.models.load_model import context_length, load_tokenizer, stop_ids
 from practicum.models.processor import save_processor
 from practicum.models.vision import is_vision
+from practicum.models.weight_files import WeightFiles, load_for_ranks
 from practicum.recipe.derived import is_own_base, is_supervised, rollout_context
 from practicum.recipe.own_parts import find_part, guarded
 from practicum.recipe.schema.recipe import Recipe
@@ -59,12 +60,14 @@ class TrainRank:
         model: PreTrainedModel,
         teachers: Teachers | None,
         parallel: Parallel | None = None,
+        files: WeightFiles | None = None,
     ) -> None:
+        """`files` are those of a model without weights: see `load_for_ranks`."""
         self.recipe, self.plan, self.store, self.watch, self.parallel = recipe, plan, store, watch, parallel
         self.rank, self.ranks = (0, 1) if parallel is None else (parallel.rank, parallel.world)
         self.encoder = make_encoder(recipe, load_tokenizer(recipe.model))
         self.stop = stop_ids(getattr(model, "generation_config", None), self.tokenizer, recipe.rollout.stop)
-        roles = self._make_roles(model, teachers)
+        roles = self._make_roles(model, teachers, files)
         self.stages: dict[str, Callable[[StepInfo], Any]] = {
             spec.name: self._own_stage(spec) if spec.use else stage_method(roles[spec.role], spec.name)
             for spec in plan
@@ -96,7 +99,9 @@ class TrainRank:
         rows = rank_share if spec.ranks == "all" else None
         return partial(stage(spec.name, rows=rows)(guarded(own.run, f"stages: {spec.use}")), self)
 
-    def _make_roles(self, model: PreTrainedModel, teachers: Teachers | None) -> dict[str, object]:
+    def _make_roles(
+        self, model: PreTrainedModel, teachers: Teachers | None, files: WeightFiles | None
+    ) -> dict[str, object]:
         recipe, plan, store, parallel = self.recipe, self.plan, self.store, self.parallel
         self.teachers = self.critic = reference = None
         if teachers is not None:
@@ -105,11 +110,12 @@ class TrainRank:
             self.teachers = TeacherRole(recipe, plan, store, teachers, self.tokenizer, **options)
         refuse = partial(self.watch, "finite")
         if recipe.critic is not None:
-            options = {"on_nonfinite": refuse, "parallel": parallel}
+            options = {"on_nonfinite": refuse, "parallel": parallel, "files": files}
             critic = ValueLearner(model, recipe.train, recipe.critic, **options)
             self.critic = CriticRole(recipe, plan, store, critic)
         if "ref_logprobs" in plan and not is_own_base(recipe):
-            reference = LogprobScorer(PackedModel(load_reference(recipe, model), recipe.train, parallel))
+            start, saved = load_reference(recipe, model, self.ranks)
+            reference = LogprobScorer(PackedModel(start, recipe.train, parallel, files=saved))
         widths = field_widths(recipe, model, 0 if teachers is None else teachers.width)
         self.padding = PaddingRole(recipe, plan, store, self.tokenizer, widths, self.ranks)
         # Last: others copy the model whole, and the learner cuts it into shards.
@@ -121,6 +127,7 @@ class TrainRank:
             teaching=None if teachers is None else teacher_losses(recipe, teachers),
             on_nonfinite=refuse,
             parallel=parallel,
+            files=files,
         )
         if self.teachers is not None:
             self.teachers.student = learner
@@ -203,15 +210,17 @@ class TrainRank:
             save_processor(self.encoder.processor, folder)
 
 
-def load_reference(recipe: Recipe, student: PreTrainedModel) -> PreTrainedModel:
-    """The reference policy: a model of the student's vocabulary, or the student's start."""
+def load_reference(
+    recipe: Recipe, student: PreTrainedModel, ranks: int = 1
+) -> tuple[PreTrainedModel, WeightFiles | None]:
+    """The reference policy, as `load_for_ranks`: a model of the student's vocabulary, or its start."""
     path, key = recipe.algorithm.kl.reference, "algorithm.kl.reference"
-    reference = load_model(recipe.model, recipe.seed, path=path, key=key)
+    reference, files = load_for_ranks(recipe.model, recipe.seed, ranks, path=path, key=key)
     own, other = (m.config.get_text_config().vocab_size for m in (student, reference))
     if own != other:
         expected = f"a model of the student's vocabulary of {own}"
         raise RecipeError(key, f"{path} with a vocabulary of {other} tokens", expected)
-    return reference
+    return reference, files
 
 
 def set_threads(threads: int | None, *, sides: int = 1) -> int:

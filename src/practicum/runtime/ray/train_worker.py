@@ -16,11 +16,13 @@ from transformers import PreTrainedModel
 
 from practicum.checks.watch import Watch
 from practicum.dataplane.stages import Plan
+from practicum.devices import pick_device
 from practicum.learning.parallel import Parallel, free_port
 from practicum.models.attention import OutputHead
-from practicum.models.load_model import load_model
+from practicum.models.weight_files import load_for_ranks
 from practicum.recipe.derived import data_parallel, scores_during_rollout
 from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.teacher_sections import Teacher
 from practicum.roles.load_teachers import load_teachers
 from practicum.roles.run_stage import StepInfo
 from practicum.roles.sync import PublishedWeights
@@ -104,20 +106,29 @@ class TrainWorker(Worker):
         `heads` are those of the teachers elsewhere of these names.
         """
         recipe, plan, world = self.recipe, self.plan, data_parallel(self.recipe)
-        model = load_model(recipe.model, recipe.seed)
+        shards = 1 if self._has_teachers_of_student() else world
+        model, files = load_for_ranks(recipe.model, recipe.seed, shards)
         if world > 1:
-            timeout_s, device = recipe.runtime.stage_s, model.device.type
+            timeout_s, device = recipe.runtime.stage_s, pick_device(recipe.model.device).type
             self.parallel = Parallel.join(self.rank, world, *meeting, timeout_s, device)
         teachers = self._load_teachers(model, dict(zip(names, heads, strict=True)))
-        self.roles = PublishingRank(recipe, plan, self.store, self.watch, model, teachers, self.parallel)
+        self.roles = PublishingRank(
+            recipe, plan, self.store, self.watch, model, teachers, self.parallel, files
+        )
         return StudentFacts(self.roles.stop, self.roles.version)
 
+    def _colocated(self) -> dict[str, Teacher]:
+        teachers = self.recipe.teachers.items() if "teachers" in self.plan else ()
+        return {name: teacher for name, teacher in teachers if not scores_during_rollout(teacher)}
+
+    def _has_teachers_of_student(self) -> bool:
+        """Whether teachers that every rank has whole are copies of the student, or adapters on its base."""
+        return any(teacher.model is None and teacher.url is None for teacher in self._colocated().values())
+
     def _load_teachers(self, model: PreTrainedModel, heads: dict[str, OutputHead]) -> Teachers | None:
-        """The colocated ones."""
         if "teachers" not in self.plan:
             return None
-        names = [name for name, teacher in self.recipe.teachers.items() if not scores_during_rollout(teacher)]
-        return load_teachers(self.recipe, model, names=names, heads=heads)
+        return load_teachers(self.recipe, model, names=list(self._colocated()), heads=heads)
 
     def call(self, method: str, *args: Any) -> RankReply:
         """Call a method of the rank, such as `run` for its stages, or of a role of it: `teachers.spent`."""
