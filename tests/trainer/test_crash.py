@@ -74,14 +74,15 @@ def test_a_reward_that_raises_costs_one_step(tmp_path: Path, monkeypatch: pytest
             {"eval": {"rows": 4, "every": 3}}, run_module.Trainer, "evaluate", 3, marks=pytest.mark.long
         ),
         (PPO, AdvantageRole, "_estimate", 2),
+        (PPO, LocalRoles, "session_advantages", 2),
     ],
-    ids=["update", "sync", "evaluation", "advantages"],
+    ids=["update", "sync", "evaluation", "advantages", "advantages of samples"],
 )
 def test_a_crash_anywhere_in_a_step_resumes_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict, owner: type, name: str, kept: int
 ):
     train_loaded(tiny(tmp_path, **sections), tmp_path / "whole")
-    at = {"update": 9, "sync_weights": 3, "evaluate": 2, "_estimate": 3}[name]
+    at = {"update": 9, "sync_weights": 3, "evaluate": 2, "_estimate": 3, "session_advantages": 3}[name]
     with monkeypatch.context() as patch:
         raises(patch, owner, name, at=at)
         with pytest.raises(RuntimeError) as raised:

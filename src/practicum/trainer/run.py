@@ -103,7 +103,7 @@ class Trainer:
         if self.runner.window is not None:
             self.runner.window.on_wait = self._note_wait
         if "advantages" in self.plan:
-            self.runner.on_learnt = self.samples.learnt
+            self.runner.on_batch = self.samples.add_advantages
         self.saver = Saver(recipe, folder, self.roles, self.runner)
         self.trackers: list[Tracker] = []
         self.failures = Failures(view.say, folder.log)

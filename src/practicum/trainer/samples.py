@@ -37,8 +37,8 @@ class StepSamples:
             self._add("sessions/reward", [tags.reward for tags in ready if tags.reward is not None])
             self._add("sessions/response_tokens", [tags.response_tokens for tags in ready])
 
-    def learnt(self, batch: BatchRef) -> None:
-        """Add the advantages of the batch that was learnt from; it is still in the store."""
+    def add_advantages(self, batch: BatchRef) -> None:
+        """Add the advantages of the batch that is learnt from."""
         part = batch if self.for_trackers else batch.where(lambda _, tags: tags.recorded)
         means = self.roles.session_advantages(part) if part else {}
         for answer in self.answers:

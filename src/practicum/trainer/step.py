@@ -54,7 +54,8 @@ class StepRunner:
         self.on_rolled: Callable[[SampledStep], None] = lambda step: None
         self.learnt: tuple[int, Metrics] | None = None
         """The step under way and its metrics so far, once its update is done and can't be undone."""
-        self.on_learnt: Callable[[BatchRef], None] = lambda batch: None
+        self.on_batch: Callable[[BatchRef], None] = lambda batch: None
+        """Told of the batch before the first update: a step that is learnt can't be undone if that fails."""
         self.next_prompt: int | None = None
         """The prompt after the last one of the newest step; None before a step was taken."""
         self._timer = StageTimer(plan, 0, recorder, self.on_stage)
@@ -73,10 +74,13 @@ class StepRunner:
         metrics = sampled.metrics | self._teach(sampled, step)
         step, padded = self._pad(step)
         metrics |= padded
-        for stage in self.plan.learner_stages():  # old_logprobs, … advantages, update_critic, update_student
-            metrics |= self._learn(stage.name, step)
+        stages = [stage.name for stage in self.plan.learner_stages()]
+        first_update = next((name for name in stages if name.startswith("update_")), None)
+        for name in stages:  # old_logprobs, … advantages, update_critic, update_student
+            if name == first_update:
+                self.on_batch(step.batch.real())
+            metrics |= self._learn(name, step)
         self.learnt = number, metrics
-        self.on_learnt(step.batch.real())
         self._timer.run("sync", lambda: self.roles.publish(number))
         self._timer.run("clear", lambda: self._clear(sampled, step.batch))
         if self.window is not None:
