@@ -18,11 +18,11 @@ from practicum.errors import MissingExtraError, PracticumError, RecipeError, Rec
 from practicum.forecast.cluster_spec import this_machine
 from practicum.forecast.forecast import forecast
 from practicum.learning.learner_checkpoint import read_weights
+from practicum.models import weight_files
 from practicum.models.load_model import load_model
 from practicum.models.lora import is_adapter
 from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.recipe.schema.recipe import Model
-from practicum.roles import train_rank
 from practicum.runtime import local
 from practicum.trainer import preflight
 from practicum.trainer.run import train_loaded
@@ -67,7 +67,7 @@ def whole(base: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
             loaded.append(str(spec.path))
             return load_model(spec, seed, **options)
 
-        for module in (local, train_rank):
+        for module in (local, weight_files):
             patch.setattr(module, "load_model", counted)
         train_loaded(recipe(folder, base, **KL), folder / "run")
     assert loaded == [base], "the reference is the student's own base"

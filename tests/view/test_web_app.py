@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -20,8 +21,9 @@ from typer.testing import CliRunner
 
 from practicum.cli import app
 from practicum.errors import PracticumError
+from practicum.view.run_view import RunView
 from practicum.view.serve_view import find_runs, listen, name_runs, view_beside
-from practicum.view.web_app import STATIC
+from practicum.view.web_app import STATIC, news
 
 from .served import TOKEN, sample, served, write_run
 
@@ -51,6 +53,15 @@ def ask(url: str, token: str | None = TOKEN, **headers: str) -> tuple[int, Any, 
             return reply.status, reply.read().decode(), dict(reply.headers)
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode(), dict(error.headers)
+
+
+def test_a_page_that_begins_to_listen_looks_once_more(run: Path):
+    """What was written after it asked and before it listened would be missed else."""
+
+    async def heard() -> list[str]:
+        return [text async for text in news([RunView(run, "small")], is_ending=lambda: True)]
+
+    assert 'data: {"run": "small"}\n\n' in asyncio.run(heard())
 
 
 def sentence(reply: tuple[int, Any, dict[str, str]]) -> tuple[int, str]:

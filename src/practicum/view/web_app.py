@@ -183,9 +183,14 @@ ASKED: Mapping[str, Callable[[RunView, Request], Any]] = {
 
 
 async def news(runs: Sequence[RunView], is_ending: Callable[[], bool]) -> AsyncIterator[str]:
-    """Server-sent events: the ids of runs whose files have changed; else a comment now and then."""
+    """Server-sent events: the ids of runs whose files have changed; else a comment now and then.
+
+    All are named at first: they may have changed since the page asked for them.
+    """
     stamps = {run.id: await run_in_threadpool(run.stamp) for run in runs}
     yield "retry: 1000\n\n"
+    for run in runs:
+        yield _changed(run)
     quiet = 0.0
     while not is_ending():
         await asyncio.sleep(LOOK_EVERY_S)
@@ -194,11 +199,15 @@ async def news(runs: Sequence[RunView], is_ending: Callable[[], bool]) -> AsyncI
             stamp = await run_in_threadpool(run.stamp)
             if stamp != stamps[run.id]:
                 stamps[run.id], quiet = stamp, 0.0
-                yield f"data: {json.dumps({'run': run.id})}\n\n"
+                yield _changed(run)
         if quiet >= BEAT_EVERY_S:
             quiet = 0.0
             yield ": still here\n\n"
     yield "event: end\ndata: {}\n\n"
+
+
+def _changed(run: RunView) -> str:
+    return f"data: {json.dumps({'run': run.id})}\n\n"
 
 
 def static(name: str) -> Response:

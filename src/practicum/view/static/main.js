@@ -260,7 +260,6 @@ async function start() {
   listen(heard, (now) => {
     if (now !== online) {
       online = now;
-      if (now) for (const id of runs.keys()) refresh(id);
       drawNotices(place && runs.get(place.run));
     }
   });
