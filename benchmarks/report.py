@@ -138,7 +138,7 @@ SECTIONS = (
     *(lora.lora_step, lora.vllm_lora),
     *(sessions.sessions, sessions.padding_cost, sessions.balance),
     *(scale.data_plane, scale.routed_step, scale.store_keys, scale.ray_step, scale.controller_memory),
-    *(scale.attention_memory, scale.learner_memory),
+    *(scale.attention_memory, scale.learner_memory, scale.rank_memory),
     forecasts.forecast,
     *(ahead.async_step, ahead.async_evidence),
     *(view.record_cost, view.view_page),

@@ -159,6 +159,19 @@ def learner_memory(found: Mapping[str, Any]) -> str:
     return "\n\n".join([f"### Memory of the learner, {where(found)}", table(head, rows), text])
 
 
+def rank_memory(found: Mapping[str, Any]) -> str:
+    """Memory of a rank while it loads its model."""
+    rows = []
+    for dtype, ways in found["loaded"].items():
+        weights = found["parameters"] * (4 if dtype == "float32" else 2)
+        most = [max(rank["bytes"] for rank in ways[way]) for way in ("whole", "shards")]
+        cells = [f"{taken / 1e6:,.0f} ({taken / weights:.2f})" for taken in most]
+        rows.append([dtype, f"{weights / 1e6:,.0f}", *cells])
+    head = ["number type", "weights, MB", "a rank that reads all, MB (÷ weights)", "that reads its shards"]
+    text = f"{found['parameters'] / 1e6:.0f}M parameters on {found['ranks']} ranks."
+    return "\n\n".join([f"### Memory of loading, {where(found)}", table(head, rows), text])
+
+
 def _ms(seconds: float | None) -> str:
     return "" if seconds is None else f"{1e3 * seconds:.1f}"
 
