@@ -28,7 +28,9 @@ def event_loop() -> asyncio.AbstractEventLoop:
     global _loop, _thread
     with _lock:
         if _loop is None:
-            _loop = asyncio.new_event_loop()
+            # Not by the policy, which in Ray's workers is uvloop's: at the end of a pipe that loop leaves its
+            # handle open, and when it is collected closes a number that may be another file's by then.
+            _loop = asyncio.SelectorEventLoop()
             _thread = threading.Thread(target=_run, args=(_loop,), name="practicum-events", daemon=True)
             _thread.start()
         return _loop
