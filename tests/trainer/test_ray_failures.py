@@ -318,6 +318,18 @@ def test_a_reward_worker_that_hangs_over_a_whole_batch_is_named_in_time_and_the_
     assert_same_run(tmp_path / "whole", tmp_path / "run", 1e-6)
 
 
+@pytest.mark.long
+def test_a_reward_model_that_hangs_is_named_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save_classifier(tmp_path / "judge")
+    model = {"model": str(tmp_path / "judge"), "label": 1, "placement": "own", "deadline_s": 4}
+    sections = hasty(MORTAL | {"reward": MORTAL["reward"] | {"models": {"judge": model}}})
+    sections["rollout"] |= {"deadline_s": 30}
+    before_steps(monkeypatch, {2: lambda roles: hang(roles.cluster.actors["reward.models.judge 0"])})
+    with pytest.raises(PracticumError, match="reward model judge"):
+        train_loaded(tiny(tmp_path, **sections), tmp_path / "run", quiet=True)
+    assert steps_of(tmp_path / "run") == [0, 1]
+
+
 def hasty(sections: dict[str, Any]) -> dict[str, Any]:
     """On Ray with short deadlines, where any death ends the run: one that is stopped is not dead."""
     found = fragile(sections, deaths=0)

@@ -23,6 +23,8 @@ from practicum.tasks.prompts import Prompt, answer_text, chat_messages, prompt_t
 from practicum.tasks.rewards import RewardResult
 from practicum.user_code import shorten
 
+_LATER_S = 5.0
+
 Score = float | CannotScore
 ModelScores = dict[str, Score]
 """The scores of one answer, by model."""
@@ -116,7 +118,8 @@ class RewardModelRole:
         scores: list[ModelScores] = [{} for _ in shown]
         if self._streamed and shown:
             owner = f"reward models ({len(shown)} answers)"
-            timeout = max(self.models[name].deadline_s for name in self._streamed)
+            # The deadline of each model comes first, twice of it for one that Ray restarts, and names it.
+            timeout = 2 * max(self.models[name].deadline_s for name in self._streamed) + _LATER_S
             scores = run_async(self._stream(shown, step), timeout=timeout, owner=owner)
         for name in self._colocated if shown else ():
             for of_answer, score in zip(scores, self._woken(name, shown, step), strict=True):
