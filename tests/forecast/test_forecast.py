@@ -212,6 +212,23 @@ def test_devices_that_share_an_engine_share_its_memory():
     assert two == {what: size / 2 for what, size in one.items()}
 
 
+def test_weights_that_are_kept_for_engines_are_counted():
+    def published(wanted: Recipe, spec: ClusterSpec | None = None) -> float:
+        plan = predict(wanted, spec)
+        return sum(one.parts.get("published weights", 0.0) for one in plan.memory)
+
+    whole = 4 * predict(local()).setup.models.student.parameters
+    assert published(local()) == 0
+    assert published(local(**{"async": {"lag": 2}})) == 3 * whole
+    adapter = published(local(model={"make": {}, "lora": {"rank": 4}}, **{"async": {"lag": 2}}))
+    assert 0 < adapter < whole
+    by_nixl = {"kind": "ray", "threads": 1, "weight_transport": "nixl"}
+    pools = {"train": {"devices": 2}, "rollout": {"devices": 1}}
+    assert published(recipe(runtime=by_nixl, pools=pools), gpus()) == whole
+    by_store = {**by_nixl, "weight_transport": "object_store"}
+    assert published(recipe(runtime=by_store, pools=pools), gpus()) == 0
+
+
 def test_a_cluster_that_is_too_small_is_refused_with_the_rest_of_the_forecast():
     found = predict(recipe(pools={"train": {"devices": 40}}))
     assert any("too small" in refusal for refusal in found.refusals)

@@ -13,6 +13,9 @@ from practicum.errors import EngineError, PracticumError, StoreError
 from practicum.runtime.ray.actor_calls import ask_async
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from practicum.recipe.schema.runtime_section import WeightTransport
     from practicum.runtime.ray.weight_transport import Manifest
 
 
@@ -78,16 +81,51 @@ class Caller:
 class Publisher:
     """A learner's part in the transport of weights: named tensors, each full of its version's number."""
 
-    def publish(self, version: int, numel: int) -> Manifest:
+    def publish(self, version: int, numel: int, transport: WeightTransport = "object_store") -> Manifest:
         import torch
 
         from practicum.runtime.ray.weight_transport import publish
 
         weights = ((f"layer.{i}", torch.full((numel,), float(version))) for i in range(4))
-        return publish(weights, version, bucket_bytes=8 * numel)
+        return publish(weights, version, transport, bucket_bytes=8 * numel)
+
+    def publish_kinds(self, transport: WeightTransport) -> tuple[dict[str, Tensor], Manifest]:
+        from practicum.runtime.ray.weight_transport import publish
+
+        weights = kinds_of_tensors()
+        return weights, publish(weights.items(), 3, transport, bucket_bytes=4096)
 
     def pid(self) -> int:
         return os.getpid()
+
+
+class Reader:
+    """An engine's part in it."""
+
+    def read(self, manifest: Manifest, timeout: float) -> dict[str, Tensor]:
+        from practicum.runtime.ray.weight_transport import receive
+
+        return {name: tensor.clone() for name, tensor in receive(manifest, timeout=timeout)}
+
+
+def kinds_of_tensors() -> dict[str, Tensor]:
+    """All that a model may have, and some more."""
+    import torch
+
+    torch.manual_seed(0)
+    return {
+        "matrix": torch.randn(48, 32),
+        "turned": torch.randn(48, 32).T,
+        "part": torch.randn(48, 32)[::2, 3:9],
+        "half": torch.randn(5, 7, 3).bfloat16(),
+        "other half": torch.randn(33).half(),
+        "double": torch.randn(9).double(),
+        "counts": torch.arange(-3, 4),
+        "flags": torch.tensor([True, False, True]),
+        "scalar": torch.tensor(2.5),
+        "nothing": torch.empty(0, 4),
+        "learned": torch.nn.Parameter(torch.randn(4)),
+    }
 
 
 class Desk:

@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray._private.internal_api import memory_summary
 from tests.cluster import local_ray
-from tests.runtime.actors import Caller, Publisher, start
+from tests.runtime.actors import Caller, Publisher, kinds_of_tensors, start
 
 from practicum.errors import DeadlineError, EngineError
 from practicum.runtime.ray.actor_calls import ask
@@ -44,26 +45,20 @@ def values(manifest: Manifest) -> set[float]:
 
 
 def test_every_kind_of_tensor_comes_back_bit_for_bit(cluster: None):
-    torch.manual_seed(0)
-    weights = [
-        ("matrix", torch.randn(48, 32)),
-        ("turned", torch.randn(48, 32).T),
-        ("part", torch.randn(48, 32)[::2, 3:9]),
-        ("half", torch.randn(5, 7, 3).bfloat16()),
-        ("other half", torch.randn(33).half()),
-        ("double", torch.randn(9).double()),
-        ("counts", torch.arange(-3, 4)),
-        ("flags", torch.tensor([True, False, True])),
-        ("scalar", torch.tensor(2.5)),
-        ("nothing", torch.empty(0, 4)),
-        ("learned", torch.nn.Parameter(torch.randn(4))),
-    ]
+    weights = list(kinds_of_tensors().items())
     got = list(receive(publish(iter(weights), 3, bucket_bytes=4096), timeout=60))
     assert [name for name, _ in got] == [name for name, _ in weights]
     for (name, tensor), (_, expected) in zip(got, weights, strict=True):
         assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape), name
         assert torch.equal(tensor, expected.detach()), name
         assert not tensor.requires_grad
+
+
+@pytest.mark.skipif(find_spec("nixl") is not None, reason="tests/vllm/test_nixl.py is for where it is")
+def test_nixl_that_is_not_installed_is_named(cluster: None):
+    with pytest.raises(EngineError, match=r"pip install 'practicum\[nixl\]' on every machine"):
+        publish([("w", torch.ones(3))], 1, "nixl")
+    assert not any(bucket.is_direct for bucket in publish([("w", torch.ones(3))], 1, "auto").buckets)
 
 
 @settings(max_examples=40)

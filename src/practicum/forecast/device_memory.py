@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from practicum.recipe.derived import (
     base_groups,
     engine_devices,
     is_own_base,
+    lag,
     model_devices,
     own_models,
     rollout_context,
@@ -36,6 +38,7 @@ Parts = Mapping[str, float]
 _ADVICE = {
     "KV memory": "lower rollout.slots or rollout.context, or give engines their own devices (pools.rollout)",
     "activations": "lower train.microbatch_tokens, or set train.gradient_checkpointing",
+    "published weights": "set runtime.weight_transport: object_store, or lower async.lag",
     "teachers": "give teachers their own devices (placement: own)",
     "Adam's moments": "take train.optimizer adamw_8bit or train.offload, or raise pools.train.devices",
     "engine's weights": "give engines their own devices (pools.rollout), or split each over several "
@@ -148,6 +151,8 @@ def _learner_memory(setup: StepSetup) -> Parts:
         parts["critic (all of it)"] = base + 2 * trained + state
     if "ref_logprobs" in setup.plan and not is_own_base(recipe):
         parts["reference"] = setup.models.reference.parameters * number / ranks
+    if copies := _published_copies(setup):
+        parts["published weights"] = copies * (trained if recipe.model.lora is not None else weights) * ranks
     if ranks > 1:
         # Layers are gathered one after the other, the next while one computes.
         layer = (sizes.parameters - sizes.vocabulary * sizes.hidden) / sizes.layers
@@ -167,6 +172,17 @@ def _learner_memory(setup: StepSetup) -> Parts:
             asleep = min(asleep, (limit or 0.0) * GIB)
         parts["teachers"] = max(teachers) + asleep
     return parts
+
+
+def _published_copies(setup: StepSetup) -> int:
+    """Copies of the student's weights that the first rank keeps for engines, one for each version in use."""
+    recipe = setup.recipe
+    if not setup.on_ray:
+        return lag(recipe) + 1 if lag(recipe) else 0
+    transport = recipe.runtime.weight_transport
+    if transport == "auto" and (setup.on_cpu or importlib.util.find_spec("nixl") is None):
+        transport = "object_store"
+    return 0 if transport == "object_store" else lag(recipe) + 1
 
 
 def _colocated_teachers(setup: StepSetup) -> list[float]:

@@ -64,8 +64,8 @@ class PublishedWeights:
     def copy(
         cls, weights: Iterable[tuple[str, Tensor]], version: int, fingerprint: Sequence[float] = ()
     ) -> PublishedWeights:
-        """A copy, which later updates do not reach."""
-        copied = {name: x.detach().cpu().clone(memory_format=contiguous_format) for name, x in weights}
+        """A copy on the same device, which later updates do not reach."""
+        copied = {name: x.detach().clone(memory_format=contiguous_format) for name, x in weights}
         return cls(copied, version, tuple(fingerprint))
 
     def save(self, folder: Path, step: int) -> None:

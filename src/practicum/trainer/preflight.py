@@ -145,6 +145,8 @@ def require_extras(recipe: Recipe) -> None:
         extras.append(("runtime.kind: ray", "ray", "ray"))
         if recipe.runtime.store.kind == "transferqueue":
             extras.append(("runtime.store.kind: transferqueue", "transfer_queue", "ray"))
+        if recipe.runtime.weight_transport == "nixl":
+            extras.append(("runtime.weight_transport: nixl", "nixl", "nixl"))
     else:
         engines = {f"teachers.{name}": teacher.engine for name, teacher in recipe.teachers.items()}
         engines |= {"rollout": recipe.rollout.engine}

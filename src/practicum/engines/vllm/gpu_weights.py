@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from practicum.devices import gpu_id
+from practicum.engines.vllm.weight_delivery import BUCKET_BYTES
+from practicum.models.offloaded_weights import in_buckets
 
 Way = Literal["memory", "ipc", "nccl"]
 _HOST = "127.0.0.1"
@@ -28,12 +30,13 @@ def choose_way(learner: str | None, engine: Sequence[str]) -> Way:
     return "ipc" if tuple(engine) == (learner,) else "nccl"
 
 
-def send_ipc(weights: Iterable[tuple[str, Tensor]], take: Take) -> list[Tensor]:
-    """Send handles of the weights' memory; what is returned must be kept until the load has ended."""
-    kept = [(name, tensor.detach().contiguous()) for name, tensor in weights]
-    handles = [{gpu_id(tensor.device): reduce_tensor(tensor)[1]} for _, tensor in kept]
-    take("ipc", {**_described(kept), "ipc_handles": handles})
-    return [tensor for _, tensor in kept]
+def send_ipc(weights: Iterable[tuple[str, Tensor]], take: Take) -> None:
+    """Send handles of the weights' memory, a bucket at a time: those that were received for it (by Ray) are
+    not all on the GPU at once. torch keeps memory whose handle was sent until the reader has let go of it."""
+    for some in in_buckets(weights, BUCKET_BYTES):
+        kept = [(name, tensor.detach().contiguous()) for name, tensor in some]
+        handles = [{gpu_id(tensor.device): reduce_tensor(tensor)[1]} for _, tensor in kept]
+        take("ipc", {**_described(kept), "ipc_handles": handles})
 
 
 class GroupSender:

@@ -41,9 +41,8 @@ class WeightSender:
         """All weights; after an error vLLM refuses to work until it got all of another load."""
         about = f"loading weights of version {version}"
         self._ask("load", (), about)
-        kept = self._send(iter(weights), facts)
+        self._send(iter(weights), facts)
         learnt: WeightLayout | None = self._ask("loaded", (version,), about)
-        del kept  # vLLM may have read the learner's own memory until here
         self.layout = learnt or self.layout
 
     def free(self) -> None:
@@ -61,8 +60,8 @@ class WeightSender:
     def _ask(self, what: str, args: tuple[object, ...], about: str) -> Any:
         return await_reply(self._post(what, args, about))
 
-    def _send(self, weights: Iterator[tuple[str, Tensor]], facts: VllmFacts) -> Sequence[Tensor]:
-        """By the way that fits where they are; what is returned must be kept until the load has ended."""
+    def _send(self, weights: Iterator[tuple[str, Tensor]], facts: VllmFacts) -> None:
+        """By the way that fits where they are."""
         first = next(weights, None)
         if first is None:
             raise EngineError("there are no weights to load")
@@ -74,7 +73,7 @@ class WeightSender:
                 self._send_by_name(self._block, weights)
             else:
                 self._send_by_layout(self._block, self.layout, weights)
-            return ()
+            return
 
         def take(by: str, given: Mapping[str, Any]) -> None:
             self._ask("weights", (by, given), "taking weights of a GPU")
@@ -83,10 +82,10 @@ class WeightSender:
             self._ask("way", (by, given), "meeting the learner's GPU")
 
         if way == "ipc":
-            return send_ipc(weights, take)
-        self._group = self._group or GroupSender(facts.workers, begin, take)
-        self._group.send(weights)
-        return ()
+            send_ipc(weights, take)
+        else:
+            self._group = self._group or GroupSender(facts.workers, begin, take)
+            self._group.send(weights)
 
     def _send_by_name(self, block: SharedBlock, weights: Weights) -> None:
         """For vLLM's own loaders."""

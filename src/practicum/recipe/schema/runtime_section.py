@@ -10,6 +10,7 @@ from practicum.recipe.schema.rollout_sections import ON_RAY
 from practicum.recipe.schema.section import Section, key, read_if, read_with, read_without
 
 RuntimeKind = Literal["local", "ray"]
+WeightTransport = Literal["auto", "object_store", "nixl"]
 
 _IN_QUEUE = read_with("runtime.store.kind", "transferqueue")
 _OWN_CLUSTER = read_without(
@@ -99,6 +100,12 @@ class Runtime(Section):
         ge=0.1,
     )
     store: StoreChoice = key(StoreChoice(), "The data plane between processes.", ON_RAY)
+    weight_transport: WeightTransport = key(
+        "auto",
+        "How weights get from the learner to engines. object_store: through the host's memory; nixl: from "
+        "device to device, with a copy on the learner's; auto: nixl for weights on a GPU, if installed.",
+        ON_RAY,
+    )
     reward_workers: int = key(1, "Processes that judge answers, one CPU each.", ON_RAY, ge=1)
     max_deaths: int = key(
         3, "Deaths of workers of one role (rollout, reward, a teacher) that a run survives.", ON_RAY, ge=0

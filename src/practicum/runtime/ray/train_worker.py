@@ -24,6 +24,7 @@ from practicum.recipe.derived import data_parallel, scores_during_rollout
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
 from practicum.roles.load_teachers import load_teachers
+from practicum.roles.make_engine import Weights
 from practicum.roles.run_stage import StepInfo
 from practicum.roles.sync import PublishedWeights
 from practicum.roles.teachers import Teachers, copy_file, read_copy
@@ -51,7 +52,7 @@ class PublishingRank(TrainRank):
         """The weights for the engines, by the first rank; all ranks must be called."""
         learner = self.student.learner
         if self.rank == 0:
-            return publish(learner.named_weights(), learner.version)
+            return self._put(learner.named_weights(), learner.version)
         for _ in learner.named_weights():
             pass  # takes part in gathering each
         return None
@@ -67,7 +68,7 @@ class PublishingRank(TrainRank):
         """Publish what `save_published` wrote, by step, each with the learner's fingerprint of then."""
         saved = PublishedWeights.load_all(folder)
         return {
-            step: (publish(weights.weights.items(), weights.version), weights.fingerprint)
+            step: (self._put(weights.weights.items(), weights.version), weights.fingerprint)
             for step, weights in saved.items()
         }
 
@@ -80,7 +81,10 @@ class PublishingRank(TrainRank):
         if not path.is_file():
             return None
         weights, version = read_copy(path)
-        return publish(weights.items(), version)
+        return self._put(weights.items(), version)
+
+    def _put(self, weights: Weights, version: int) -> Manifest:
+        return publish(weights, version, self.recipe.runtime.weight_transport)
 
 
 class TrainWorker(Worker):
