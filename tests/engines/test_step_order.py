@@ -1,4 +1,4 @@
-"""Engines of one process step one at a time, and the one whose work is oldest goes first."""
+"""Engines of one process step so many at a time, and those whose work is oldest go first."""
 
 from __future__ import annotations
 
@@ -64,6 +64,36 @@ def test_the_oldest_work_goes_first_until_it_begins_anew():
     finally:
         for counting in (one, other):
             counting.thread.close()
+
+
+def test_two_step_at_once_if_there_are_cores_for_two():
+    log = list[str]()
+    engines = [Counting(name, log) for name in ("one", "two", "three")]
+    share_order([one.thread for one in engines], at_once=2)
+
+    async def run_all() -> None:
+        one, two, three = engines
+        running = []
+        for engine in (one, two):
+            running.append(asyncio.ensure_future(engine.thread.submit(Job())))
+            await asyncio.to_thread(engine.begun.wait, 30)
+        three.may_begin.set()
+        running.append(asyncio.ensure_future(three.thread.submit(Job())))
+        await asyncio.sleep(0.05)
+        assert log == []
+        two.may_begin.set()
+        assert await asyncio.wait_for(running[1], 30) == "two"
+        assert await asyncio.wait_for(running[2], 30) == "three"
+        one.may_begin.set()
+        assert await asyncio.wait_for(running[0], 30) == "one"
+
+    try:
+        asyncio.run(run_all())
+    finally:
+        for engine in engines:
+            engine.may_begin.set()
+            engine.thread.close()
+    assert log == [name for name in ("two", "three", "one") for _ in range(STEPS)]
 
 
 def test_an_engine_that_waits_for_its_turn_can_be_closed():

@@ -38,19 +38,20 @@ class _ClosedError(Exception):
 
 
 class StepOrder:
-    """Engines of one process step one at a time: their threads would only keep each other from Python.
+    """Which of the engines of one process step now: no more `at_once` than there are cores for.
 
-    The engine whose work is oldest goes first, so what the learner needs next is sampled first. Work is as
+    The engines whose work is oldest go first, so what the learner needs next is sampled first. Work is as
     old as the engine's weights.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: int = 1) -> None:
+        self._at_once = at_once
         self._changed = threading.Condition()
         self._numbers = itertools.count()
         self._ages: dict[EngineThread, int] = {}
         self._at_work: dict[EngineThread, int] = {}
         """Ages of those that have work left."""
-        self._is_stepping = False
+        self._stepping = 0
 
     @contextlib.contextmanager
     def step(self, engine: EngineThread) -> Iterator[None]:
@@ -59,18 +60,20 @@ class StepOrder:
             if engine not in self._ages:
                 self._ages[engine] = next(self._numbers)
             age = self._at_work[engine] = self._ages[engine]
-            self._changed.wait_for(
-                lambda: engine.closed or (not self._is_stepping and age == min(self._at_work.values()))
-            )
+            self._changed.wait_for(lambda: engine.closed or self._is_next(age))
             if engine.closed:
                 raise _ClosedError
-            self._is_stepping = True
+            self._stepping += 1
         try:
             yield
         finally:
             with self._changed:
-                self._is_stepping = False
+                self._stepping -= 1
                 self._changed.notify_all()
+
+    def _is_next(self, age: int) -> bool:
+        oldest = sorted(self._at_work.values())[: self._at_once]
+        return self._stepping < self._at_once and age in oldest
 
     def rest(self, engine: EngineThread) -> None:
         """The engine has no work left."""
@@ -84,9 +87,9 @@ class StepOrder:
             self._ages.pop(engine, None)
 
 
-def share_order(threads: Iterable[EngineThread]) -> None:
-    """Have the engines of one process step in one order; before they begin."""
-    order = StepOrder()
+def share_order(threads: Iterable[EngineThread], at_once: int = 1) -> None:
+    """Have the engines of one process step in one order, so many at a time; before they begin."""
+    order = StepOrder(at_once)
     for thread in threads:
         thread.order = order
 

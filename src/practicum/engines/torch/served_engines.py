@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from practicum.devices import count_cores
 from practicum.engines.shared_memory import MemoryBucket, SharedReader
 from practicum.engines.torch.engine_thread import share_order
 from practicum.engines.torch.torch_engine import TorchEngine
@@ -44,7 +45,8 @@ def _start(setup: EngineSetup) -> tuple[ServedEngines, EngineFacts]:
     torch.set_num_threads(setup.threads)
     disable_progress_bar()  # the learner's process shows its own
     engines = setup.load()
-    share_order(engine.thread for engine in engines)
+    # While the learner waits, its cores are free: engines of two steps then work at the same time.
+    share_order((engine.thread for engine in engines), max(1, count_cores() // setup.threads))
     runner = engines[0].runner
     return ServedEngines(engines), EngineFacts(
         str(runner.model.dtype), runner.invariant, engines[0].alone, torch.get_num_threads()
