@@ -118,8 +118,8 @@ def collapse(way: str, lr: float) -> dict[str, Any]:
 
 
 def collapsed_at(rewards: list[float]) -> int | None:
-    """The first step from which on the reward stays below a share of the best before."""
-    for step in range(1, len(rewards)):
+    """The first step from which on the reward stays below a share of the best before, for 5 steps or more."""
+    for step in range(1, len(rewards) - 4):
         best = max(rewards[:step])
         if best > 0 and all(reward < COLLAPSED * best for reward in rewards[step:]):
             return step + 1

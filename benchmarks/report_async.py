@@ -72,7 +72,8 @@ def async_evidence(found: Mapping[str, Any]) -> str:
             f"{settings['late']['short']:.0%}.",
             table(head, dropped),
             f"REINFORCE, weighted and not, and DPPO, with {settings['lag']} steps of lag, over "
-            f"{settings['collapse_steps']} steps. *Collapsed*: the reward stays below half of its best.",
+            f"{settings['collapse_steps']} steps. *Collapsed*: from then on the reward "
+            "is below half of its best, for 5 steps or more.",
             table(weights_head, weighed),
         ]
     )
