@@ -2,12 +2,16 @@
 
 32 prompts of sorting × 8 samples, at most 32 new tokens, reverse KL over the whole vocabulary, one optimizer
 step per batch. Before the race, both say loss and gradient of the same rows, which have to agree.
+
+`python -m benchmarks.distill_step [THREADS …]` races at these threads, or at all; results of others are kept.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import math
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,8 +34,8 @@ from practicum.places.place import score_rows
 from practicum.runtime.local import LocalRoles
 
 PROMPTS, SAMPLES, MAX_NEW, LR = 32, 8, 32, 1e-5
-ROUNDS, BLOCK = 4, 2
-"""Rounds, and the steps that a contender takes in one turn."""
+ROUNDS, BLOCK = {1: 4, 2: 3}, 2
+"""Rounds by threads, and the steps that a contender takes in one turn."""
 CHECKED_ROWS, TOLERANCE = 32, 1e-3
 """Rows whose loss and gradient both sides compute beforehand, and the relative difference allowed."""
 CHECKED = ("checked_loss", "checked_gradient")
@@ -40,7 +44,7 @@ LEARNT = "learnt_loss"
 TEACHER = "sorter"
 
 
-def practicum(channel: Channel, prompts: int) -> None:
+def practicum(channel: Channel, prompts: int, threads: int) -> None:
     """The step of `practicum train` with a colocated teacher, all run-time checks on."""
     recipe = make_distillation(
         "distill_step",
@@ -51,6 +55,7 @@ def practicum(channel: Channel, prompts: int) -> None:
         digits=MORE_DIGITS,
         lr=LR,
         signal="full",
+        threads=threads,
     )
     with Steps(recipe) as steps:
         batch = _checked_batch(steps)
@@ -63,12 +68,12 @@ def practicum(channel: Channel, prompts: int) -> None:
         channel.serve(run)
 
 
-def trl(channel: Channel, prompts: int) -> None:
+def trl(channel: Channel, prompts: int, threads: int) -> None:
     """DistillationTrainer, whose loop waits in a callback for its turn."""
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     student, teacher = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         for folder in (model_folder(), teacher_folder())
@@ -211,19 +216,25 @@ def require_same(raced: Mapping[str, Sequence[Measured]]) -> None:
             raise ValueError(f"{name} has not learnt: loss of the same rows {found[-1][LEARNT]:.6g}")
 
 
-def main(rounds: int = ROUNDS, prompts: int = PROMPTS) -> None:
-    """Race at one thread, and write the results."""
+def main(threads: Sequence[int], prompts: int = PROMPTS) -> None:
+    """Race at these threads, and add to the results."""
     teacher_folder()
-    print("distillation step, 1 thread")
-    contenders = [
-        Contender(name, f"benchmarks.distill_step:{name}", {"prompts": prompts})
-        for name in ("practicum", "trl")
-    ]
-    raced = harness.race(contenders, rounds)
-    require_same(raced)
-    for name, found in raced.items():
-        last = found[-1]
-        print(f"  {name}: loss of the same rows {last[CHECKED[0]]:.4f} at first, {last[LEARNT]:.4f} at last")
+    path = harness.RESULTS / "distill_step.json"
+    raced = json.loads(path.read_text())["raced"] if path.is_file() else {}
+    for count in threads:
+        title = "1 thread" if count == 1 else f"{count} threads"
+        print(f"distillation step, {title}")
+        contenders = [
+            Contender(name, f"benchmarks.distill_step:{name}", {"prompts": prompts, "threads": count}, count)
+            for name in ("practicum", "trl")
+        ]
+        raced[title] = harness.race(contenders, ROUNDS[count])
+        require_same(raced[title])
+        for name, found in raced[title].items():
+            last = found[-1]
+            print(
+                f"  {name}: loss of the same rows {last[CHECKED[0]]:.4f} at first, {last[LEARNT]:.4f} at last"
+            )
     settings = {
         "prompts": prompts,
         "samples": SAMPLES,
@@ -231,12 +242,12 @@ def main(rounds: int = ROUNDS, prompts: int = PROMPTS) -> None:
         "digits": MORE_DIGITS,
         "lr": LR,
         "trl_microbatch_rows": trl_peer.MICROBATCH,
-        "rounds": rounds,
+        "rounds": ROUNDS,
         "steps_per_round": BLOCK,
     }
-    harness.write_results("distill_step", {"settings": settings, "raced": {"1 thread": raced}})
-    plots.bars({"1 thread": raced}, "seconds", "seconds per distillation step", "distill_step")
+    harness.write_results("distill_step", {"settings": settings, "raced": raced})
+    plots.bars(raced, "seconds", "seconds per distillation step", "distill_step")
 
 
 if __name__ == "__main__":
-    main()
+    main([int(word) for word in sys.argv[1:]] or [*ROUNDS])

@@ -13,6 +13,11 @@ SYNC = ("sync, 1 thread", "sync, 2 threads")
 
 def async_step(found: Mapping[str, Any]) -> str:
     """Seconds per step of each way and kind of work, and scores by step and by second."""
+    return f"### Rollouts ahead of the learner, {where(found)}\n\n{gains(found)}"
+
+
+def gains(found: Mapping[str, Any]) -> str:
+    """The tables of it."""
     rows = []
     for kind, raced in found["raced"].items():
         best = min(SYNC, key=lambda name: medians(raced[name])["seconds"])
@@ -23,8 +28,7 @@ def async_step(found: Mapping[str, Any]) -> str:
             cpu = f"{medians(rounds)['cpu_seconds']:.2f}"
             rows.append([kind, name, ranged(rounds, "seconds"), cpu, waited, ratio])
     head = ["work", "way", "s/step", "of processor", "learner waited", "faster than the best synchronous way"]
-    parts = [f"### Rollouts ahead of the learner, {where(found)}", table(head, rows)]
-    return "\n\n".join([*parts, *([_scores(found["scores"])] if found["scores"] else [])])
+    return "\n\n".join([table(head, rows), *([_scores(found["scores"])] if found["scores"] else [])])
 
 
 def _scores(scores: Mapping[str, list[dict[str, float]]]) -> str:
@@ -41,22 +45,33 @@ def _scores(scores: Mapping[str, list[dict[str, float]]]) -> str:
 
 def async_evidence(found: Mapping[str, Any]) -> str:
     """What dropping late groups does to long prompts, and what unweighted stale rows do."""
+    parts = [f"### What a lag can do to learning, {where(found)}", dropping(found), weighing(found)]
+    return "\n\n".join(parts)
+
+
+def dropping(found: Mapping[str, Any]) -> str:
+    """Long prompts, if late groups are dropped and if not."""
+    late = found["settings"]["late"]
     dropped = [
         [name, f"{run['long trained']:.0%}", *(f"{run[score]:.2f}" for score in _SCORES)]
         for name, run in found["dropping"].items()
     ]
     head = ["schedule", "long prompts among those trained on", *(score for score in _SCORES)]
-    settings = found["settings"]
-    weighed = []
+    long, short = f"{late['long']:.0%}", f"{late['short']:.0%}"
+    said = f"Groups of long prompts are late in {long} of cases, of short ones in {short}."
+    return f"{said}\n\n{table(head, dropped)}"
+
+
+def weighing(found: Mapping[str, Any]) -> str:
+    """Rewards and the check by loss and learning rate."""
+    rows = []
     for run in sorted(found["weights"].values(), key=lambda run: run["lr"]):
         sizes = [size for size in run["sizes"] if size is not None]
         least = f"{min(sizes):.2f}" if sizes else "–"
         told = [str(run[key]) if run[key] is not None else "–" for key in ("warned", "collapsed")]
         last = sum(run["rewards"][-5:]) / len(run["rewards"][-5:])
-        weighed.append(
-            [f"{run['lr']:g}", run["way"], f"{run['rewards'][0]:.2f}", f"{last:.2f}", least, *told]
-        )
-    weights_head = [
+        rows.append([f"{run['lr']:g}", run["way"], f"{run['rewards'][0]:.2f}", f"{last:.2f}", least, *told])
+    head = [
         "learning rate",
         "way",
         "reward at first",
@@ -65,18 +80,13 @@ def async_evidence(found: Mapping[str, Any]) -> str:
         "check spoke in step",
         "collapsed in step",
     ]
-    return "\n\n".join(
-        [
-            f"### What a lag can do to learning, {where(found)}",
-            f"Groups of long prompts are late in {settings['late']['long']:.0%} of the cases, short ones in "
-            f"{settings['late']['short']:.0%}.",
-            table(head, dropped),
-            f"REINFORCE, weighted and not, and DPPO, with {settings['lag']} steps of lag, over "
-            f"{settings['collapse_steps']} steps. *Collapsed*: from then on the reward "
-            "is below half of its best, for 5 steps or more.",
-            table(weights_head, weighed),
-        ]
+    settings = found["settings"]
+    said = (
+        f"REINFORCE, weighted and not, and DPPO, with {settings['lag']} steps of lag, over "
+        f"{settings['collapse_steps']} steps. *Collapsed*: from then on the reward is below half of its "
+        "best, for 5 steps or more."
     )
+    return f"{said}\n\n{table(head, rows)}"
 
 
 _SCORES = ("first greedy/long", "greedy/long", "first greedy/short", "greedy/short")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.harness import RESULTS, medians, paired_ratio
+from benchmarks.harness import medians, paired_ratio
 from benchmarks.tables import busy, faster, ranged, table, verdict, where
 
 MEMORY_GOAL, TIME_GOAL = 1.2, 1.15
@@ -22,15 +21,6 @@ def lora_step(found: Mapping[str, Any]) -> str:
 def vllm_lora(found: Mapping[str, Any]) -> str:
     """Syncs, with the machine."""
     return f"### Sync of an adapter, {where(found)}\n\n{syncs(found)}"
-
-
-def measured(name: str, part: Callable[[Mapping[str, Any]], str]) -> str:
-    """A part of the last results of this name, or how to get them."""
-    path = RESULTS / f"{name}.json"
-    if not path.is_file():
-        return f"There is no result yet: `make -C benchmarks {name}` measures it."
-    found = json.loads(path.read_text())
-    return f"{part(found)}\n\n{where(found)}, 1 thread."
 
 
 def costs(found: Mapping[str, Any]) -> str:

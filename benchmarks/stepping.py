@@ -108,10 +108,11 @@ def make_distillation(
     lr: float,
     signal: str = "top_k",
     tasks: Sequence[str] = ("sort",),
+    threads: int = 1,
 ) -> Recipe:
-    """Reverse KL to the teachers and nothing else, 1 thread; several go by the tasks' names."""
+    """Reverse KL to the teachers and nothing else; several go by the tasks' names."""
     written: dict[str, Any] = {
-        **_common(name, prompts, samples, max_new_tokens, lr, threads=1),
+        **_common(name, prompts, samples, max_new_tokens, lr, threads),
         "tasks": {task: _sorting(digits) for task in tasks},
         "teachers": teachers,
         "reward": {"weight": 0.0},

@@ -49,7 +49,7 @@ def busy(raced: Mapping[str, Mapping[str, Sequence[Measured]]]) -> list[str]:
         most = max(mid["cpu_seconds"] / mid["seconds"] for mid in mids)
         if most < BUSY_BELOW * int(title.split()[0]):
             warnings.append(
-                f"**{title}**: the machine was busy, no contender got more than {most:.1f} cores. "
-                "These rows say nothing; measure again on a quiet one."
+                f"**{title}**: no contender got more than {most:.1f} cores. The machine was busy, or the "
+                "work does not fill them."
             )
     return warnings

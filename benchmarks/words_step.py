@@ -2,12 +2,14 @@
 function of one's own, by a recipe file as `practicum train` reads it; beside TRL's GRPOTrainer.
 
 The task is to write 3 to 6 words in the order of the alphabet. 32 prompts × 8 samples, one optimizer step.
+`python -m benchmarks.words_step [THREADS …]` races at these threads, or at all; results of others are kept.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -35,7 +37,8 @@ COUNTS = (3, 6)
 VOCABULARY, WIDTH, LAYERS = 160, 256, 6
 FILE_ROWS, TAUGHT_STEPS = 4096, 160
 PROMPTS, SAMPLES, MAX_NEW, LR = 32, 8, 40, 1e-5
-ROUNDS, BLOCK = 4, 2
+ROUNDS, BLOCK = {1: 4, 2: 3}, 2
+"""Rounds by threads, and the steps that a contender takes in one turn."""
 
 
 def example(seed: int, number: int) -> Example:
@@ -107,7 +110,7 @@ def _make_model(tokenizer: Any) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def practicum(channel: Channel, taught: int, prompts: int) -> None:
+def practicum(channel: Channel, taught: int, prompts: int, threads: int) -> None:
     """The step of `practicum train`, all run-time checks on."""
     made = folder(taught)
     written = {
@@ -118,7 +121,7 @@ def practicum(channel: Channel, taught: int, prompts: int) -> None:
         "algorithm": {"advantage": "grpo", "loss": "ppo_clip", "aggregation": "token_mean"},
         "rollout": {"samples": SAMPLES, "max_new_tokens": MAX_NEW},
         "train": {"prompts": prompts, "lr": LR, "steps": 1000},
-        "runtime": {"threads": 1},
+        "runtime": {"threads": threads},
     }
     path = made / "recipe.yaml"
     path.write_text(yaml.safe_dump(written))
@@ -126,13 +129,13 @@ def practicum(channel: Channel, taught: int, prompts: int) -> None:
         channel.serve(lambda turn: mean([steps.step() for _ in range(BLOCK)]))
 
 
-def trl(channel: Channel, taught: int, prompts: int) -> None:
+def trl(channel: Channel, taught: int, prompts: int, threads: int) -> None:
     """GRPOTrainer, whose loop waits in a callback for its turn."""
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     made = folder(taught)
     rows = [json.loads(line) for line in (made / "rows.jsonl").read_text().splitlines()]
     counted: list[Measured] = []
@@ -158,26 +161,34 @@ def trl(channel: Channel, taught: int, prompts: int) -> None:
     trainer.train()
 
 
-def main(quick: bool = False) -> None:
-    """Race at one thread, and write the results; quick: a small setting that shows that all works."""
-    taught, prompts, rounds = (2, 2, 1) if quick else (TAUGHT_STEPS, PROMPTS, ROUNDS)
+def main(threads: Sequence[int], *, quick: bool = False) -> None:
+    """Race at these threads, and add to the results; quick: a small setting that shows that all works."""
+    taught, prompts = (2, 2) if quick else (TAUGHT_STEPS, PROMPTS)
     folder(taught)
-    print("GRPO step on words, 1 thread")
+    path = harness.RESULTS / "words_step.json"
+    raced = json.loads(path.read_text())["raced"] if path.is_file() else {}
     options = {"taught": taught, "prompts": prompts}
-    contenders = [Contender(name, f"benchmarks.words_step:{name}", options) for name in ("practicum", "trl")]
-    raced = harness.race(contenders, rounds)
+    for count in threads:
+        title = "1 thread" if count == 1 else f"{count} threads"
+        print(f"GRPO step on words, {title}")
+        contenders = [
+            Contender(name, f"benchmarks.words_step:{name}", options | {"threads": count}, count)
+            for name in ("practicum", "trl")
+        ]
+        raced[title] = harness.race(contenders, 1 if quick else ROUNDS[count])
     settings = {
         **options,
         "samples": SAMPLES,
         "max_new_tokens": MAX_NEW,
         "lr": LR,
         "trl_microbatch_rows": trl_peer.MICROBATCH,
-        "rounds": rounds,
+        "rounds": ROUNDS,
         "steps_per_round": BLOCK,
     }
     if not quick:
-        harness.write_results("words_step", {"settings": settings, "raced": {"1 thread": raced}})
+        harness.write_results("words_step", {"settings": settings, "raced": raced})
 
 
 if __name__ == "__main__":
-    main("--quick" in sys.argv)
+    chosen = [int(word) for word in sys.argv[1:] if word != "--quick"]
+    main(chosen or [*ROUNDS], quick="--quick" in sys.argv)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import RESULTS
 from benchmarks.padding_table import padding_table
+from benchmarks.tables import where
 
-from benchmarks import report_engines, report_lora
+from benchmarks import report_async, report_engines, report_lora
 from practicum.dataplane.fields import FIELDS, Field
 from practicum.dataplane.padding_rows import padding_batch
 from practicum.dataplane.ragged import Ragged
@@ -97,6 +100,12 @@ def machines_table() -> str:
 def sample_fields() -> list[str]:
     """What a reward function is given."""
     return [field.name for field in dataclasses.fields(RewardSample)]
+
+
+def _of(name: str, part: Callable[[Mapping[str, Any]], str]) -> Callable[[], str]:
+    """A part of the results of this name, and where they were measured."""
+    found = json.loads((RESULTS / f"{name}.json").read_text())
+    return lambda: f"{part(found)}\n\n{where(found)}."
 
 
 def _of_engines(part: Callable[[Mapping[str, Any]], str]) -> Callable[[], str]:
@@ -215,8 +224,11 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "weights of engines": ("engines.md", _of_engines(report_engines.weights)),
     "rests of engines": ("engines.md", _of_engines(report_engines.rests)),
     "neighbours of engines": ("engines.md", _of_engines(report_engines.neighbours)),
-    "costs of adapters": ("lora.md", lambda: report_lora.measured("lora_step", report_lora.costs)),
-    "syncs of adapters": ("lora.md", lambda: report_lora.measured("vllm_lora", report_lora.syncs)),
+    "costs of adapters": ("lora.md", _of("lora_step", report_lora.costs)),
+    "syncs of adapters": ("lora.md", _of("vllm_lora", report_lora.syncs)),
+    "gains of a lag": ("async.md", _of("async_step", report_async.gains)),
+    "late groups": ("async.md", _of("async_evidence", report_async.dropping)),
+    "stale rows": ("async.md", _of("async_evidence", report_async.weighing)),
     "kills": ("reliability.md", campaign.kills_table),
     "kills with a lag": ("reliability.md", campaign.lag_table),
     "fuzz": ("reliability.md", campaign.fuzz_table),
