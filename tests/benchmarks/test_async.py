@@ -16,10 +16,12 @@ MACHINE = {"processor": "one", "cores": 2}
 @pytest.mark.parametrize(
     ("rewards", "step"),
     [
-        ([0.5, 0.6, 0.2, 0.1], 3),
-        ([0.5, 0.1, 0.5, 0.6], None),
-        ([0.0, 0.0, 0.0], None),
-        ([0.5, 0.4, 0.3], None),
+        ([0.5, 0.6, 0.2, 0.1, 0.1, 0.0, 0.2], 3),
+        ([0.5, 0.6, 0.2, 0.1, 0.1, 0.0], None),  # for four steps: it may be a dip
+        ([0.5, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.2], None),
+        ([0.5, 0.1, 0.5, 0.1, 0.1, 0.1, 0.6], None),
+        ([0.0] * 8, None),
+        ([0.5, 0.4, 0.3, 0.3, 0.3, 0.3, 0.3], None),
     ],
 )
 def test_a_collapse_is_a_fall_that_stays(rewards: list[float], step: int | None) -> None:

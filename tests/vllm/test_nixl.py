@@ -76,7 +76,7 @@ def test_every_kind_of_tensor_comes_bit_for_bit(learner: Any, engine: Any):
 
 
 def test_versions_live_as_long_as_somebody_needs_them(learner: Any, engine: Any):
-    first = published(learner, 1)
+    manifest = first = published(learner, 1)
     pid, before = call(learner.pid.remote()), 0.0
     for version in range(2, 42):
         manifest = published(learner, version)
