@@ -40,9 +40,8 @@ test-all: test test-long campaign test-vllm  ## All there is: the above, long te
 test-long: $(VENV)/.dev  ## Recipes' bands, whole clusters.
 	$(PYTEST) -m long --ignore tests/vllm
 
-campaign: $(VENV)/.dev  ## Kill and stop processes of runs at random, fuzz what users give: about 15 minutes.
+campaign: $(VENV)/.dev  ## Kill and stop processes of runs at random, for 13 minutes.
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaign $(CAMPAIGN)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaign.fuzz --recipes 1000 --files 200 --steps 20 --requests 200
 
 ifneq ($(filter $(MACHINE),$(VLLM_MACHINES)),)
 test-vllm: $(VLLM_VENV)/.ready  ## The tests of vLLM, in their own environment.

@@ -1,4 +1,4 @@
-"""Steps whose rollouts are ahead of the learner (`async.lag`) beside the same steps one after the other.
+"""Steps whose rollouts are ahead of the learner (`rollout.lag`) beside the same steps one after the other.
 
 Kinds of work: GRPO on sorting, the demo's student and one of its specialists, agents whose tools take 50 to
 500 ms, and answers whose lengths have a long tail. A turn is a block of steps. Before it, as many steps are
@@ -35,6 +35,7 @@ from practicum.recipe.shipped import shipped_recipes
 from practicum.runtime import local
 from practicum.sessions.session import Session
 from practicum.trainer.run import train_loaded
+from practicum.trainer.window import Window
 
 SAMPLES, MAX_NEW, LR = 8, 32, 1e-5
 PROMPTS = {"grpo": 32, "agents": 16, "long tail": 16}
@@ -48,10 +49,6 @@ OTHER_WAYS = {"grpo": {"lag 1, 2 threads each": (1, 2), IN_THREADS: (1, 1)}}
 """Further contenders, by kind of work."""
 TOOL_MS, TOOL_TURNS, TURN_TOKENS = (50, 500), (2, 3), (4, 24)
 TAIL_MEDIAN, TAIL_SIGMA, TAIL_MOST = 12.0, 0.9, 160
-GOALS = {
-    **{kind: {"lag 1": 1.5} for kind in ("grpo", "demo student", "demo specialist")},
-    "agents": {"lag 1": 1.7, "lag 2": 2.1},
-}
 SCORED = {"train.steps": 80, "eval.every": 10, "eval.rows": 256, "eval.stop_at": "null"}
 """Changes to the demo's recipe by which scores are compared."""
 
@@ -95,12 +92,11 @@ def written(kind: str, lag: int, threads: int) -> dict[str, Any]:
         "name": f"async-{kind.replace(' ', '-')}-{lag}-{threads}",
         "model": {"path": str(model_folder())},
         "tasks": {"sort": {"kind": "sort", "options": {"length": list(DIGITS)}}},
-        "rollout": {"samples": SAMPLES, "max_new_tokens": longest, "context": 256},
+        "rollout": {"samples": SAMPLES, "max_new_tokens": longest, "context": 256, "lag": lag},
         "train": {"prompts": PROMPTS[kind], "lr": LR, "steps": 1000},
         "eval": {"rows": 1},
         "track": {"record": "none"},
         "runtime": {"threads": threads},
-        "async": {"lag": lag},
         **KINDS[kind],
     }
 
@@ -117,7 +113,7 @@ def demo(kind: str, lag: int, threads: int) -> Recipe:
     ]
     if DEMO[kind] == "student":
         changes += [f"teachers.{name}.model={demo_folder(name)}" for name in ("copy", "reverse", "rotate")]
-    return load_recipe(path, [*changes, f"runtime.threads={threads}", f"async.lag={lag}"]).recipe
+    return load_recipe(path, [*changes, f"runtime.threads={threads}", f"rollout.lag={lag}"]).recipe
 
 
 def recipe_of(kind: str, lag: int, threads: int) -> Recipe:
@@ -133,7 +129,7 @@ def stepper(
         local.has_engine_process = lambda recipe: False
     with Steps(recipe_of(kind, lag, threads)) as steps:
         runner, done = steps.run.runner, 0
-        engine = getattr(steps.run.roles, "engine_process", None)
+        engine = getattr(getattr(steps.run.roles, "engine", None), "host", None)
 
         def step() -> dict[str, Any]:
             nonlocal done
@@ -148,8 +144,8 @@ def stepper(
             spent = watch.read()
             if engine is not None:
                 spent["cpu_seconds"] += cpu_seconds(engine.pid) - elsewhere
-            if runner.window is not None:
-                for thread in runner.window.threads():
+            if isinstance(runner.sampling, Window):
+                for thread in runner.sampling.threads():
                     thread.join()
             spent["tokens"] = sum(metrics["rollout/tokens"] for metrics in measured)
             spent["waited"] = sum(metrics.get("time/waited", 0.0) for metrics in measured)
@@ -177,7 +173,7 @@ def learn(lag: int, threads: int) -> list[dict[str, float]]:
             rows.append({"step": row["step"], "score": row["eval/greedy"], "seconds": seconds})
 
     with tempfile.TemporaryDirectory() as folder:
-        changes = [f"model.path={demo_folder()}", f"runtime.threads={threads}", f"async.lag={lag}"]
+        changes = [f"model.path={demo_folder()}", f"runtime.threads={threads}", f"rollout.lag={lag}"]
         changes += [f"{key}={value}" for key, value in SCORED.items()]
         loaded = load_recipe(shipped_recipes() / "mopd" / "reverse.yaml", [*changes, "track.record=none"])
         train_loaded(loaded, Path(folder) / "run", on_step=note, quiet=True)
@@ -193,7 +189,7 @@ def main(names: Sequence[str]) -> None:
         else:
             raced[kind] = race(kind)
         settings = {"prompts": PROMPTS, "samples": SAMPLES, "blocks": BLOCKS, "rounds": ROUNDS}
-        content = {"settings": settings, "goals": GOALS, "raced": raced, "scores": scores}
+        content = {"settings": settings, "raced": raced, "scores": scores}
         harness.write_results("async_step", content)
 
 

@@ -26,8 +26,6 @@ SHAPES = {
     **{f"{rows} rows": Shape(rows) for rows in (32, 128, 512)},
     "32 rows of 8 MB": Shape(32, (512, 1536), ("teacher_hidden",), {"H": 2048}),
 }
-GOALS = {"of_plain": 5.0, "adapter_of_plain": 2.0, "of_bare": 3.0}
-"""Least speed in parts of plain TransferQueue calls', and most time in parts of bare Ray objects'."""
 JUDGED = "512 rows"
 QUICK = {"8 rows": Shape(8), "2 rows of 8 MB": Shape(2, (1024, 1024), ("teacher_hidden",), {"H": 2048})}
 
@@ -107,7 +105,7 @@ def main() -> None:
         )
         return
     raced, sizes = measure(ROUNDS, SHAPES)
-    content = {"goals": GOALS, "judged": JUDGED, "rounds": ROUNDS, "bytes": sizes, "raced": raced}
+    content = {"judged": JUDGED, "rounds": ROUNDS, "bytes": sizes, "raced": raced}
     harness.write_results("data_plane", content)
 
 

@@ -16,7 +16,7 @@ import yaml
 
 from benchmarks.harness import HERE, RESULTS
 from benchmarks.tables import table
-from practicum.trainer.demo import BASE, STUDENT, WAY, Rows, run_demo, shortfalls
+from practicum.commands.demo import BASE, STUDENT, WAY, Rows, run_demo, shortfalls
 
 SEEDS = range(1, 6)
 RECIPES = HERE.parent / "recipes" / "mopd"

@@ -25,12 +25,11 @@ from benchmarks.harness import Channel, Contender, Measured
 from benchmarks.model import MORE_DIGITS, examples, model_folder, teacher_folder
 from benchmarks.stepping import Steps, make_distillation, mean
 from practicum.concurrency.event_loop import run_async
+from practicum.concurrency.gather import gather_all
 from practicum.dataplane.ragged import Ragged
 from practicum.engines.protocol import ScoreRequest
-from practicum.learning.distill_loss import TeacherColumns
 from practicum.learning.learner import Learner
-from practicum.learning.update_batch import UpdateBatch
-from practicum.places.place import score_rows
+from practicum.learning.update_batch import TeacherColumns, UpdateBatch
 from practicum.runtime.local import LocalRoles
 
 PROMPTS, SAMPLES, MAX_NEW, LR = 32, 8, 32, 1e-5
@@ -153,12 +152,13 @@ def _checked_batch(steps: Steps) -> UpdateBatch:
     """The rows as a mini-batch, scored by the run's own teacher."""
     roles = steps.run.roles
     assert isinstance(roles, LocalRoles)
-    assert roles.teachers is not None
-    rows = checked_rows(roles.tokenizer)
-    teachers = roles.teachers.loaded
+    assert roles.rank.teachers is not None
+    rows = checked_rows(roles.rank.tokenizer)
+    teachers = roles.rank.teachers.loaded
     whole = [ScoreRequest([*p, *r], len(p), f"row {i}") for i, (p, r) in enumerate(rows)]
     with teachers.awake(TEACHER):
-        work = score_rows(teachers.places[TEACHER], whole, roles.teachers.options)
+        scorer, options = teachers.scorers[TEACHER], roles.rank.teachers.options
+        work = gather_all(scorer.score(row, options) for row in whole)
         scores = run_async(work, timeout=120.0, owner="the check")
     hidden = [s.hidden for s in scores if s.hidden is not None]
     return UpdateBatch(
@@ -176,7 +176,7 @@ def _practicum_checked(steps: Steps, batch: UpdateBatch) -> tuple[float, float]:
     """Loss and norm of the gradient of the rows, by an update of a copy of the student."""
     roles, recipe = steps.run.roles, steps.run.recipe
     assert isinstance(roles, LocalRoles)
-    learner = roles.student.learner
+    learner = roles.rank.student.learner
     model, teaching = copy.deepcopy(learner.model), learner.objective.teaching
     metrics = Learner(model, recipe.train, recipe.algorithm, teaching=teaching).update(batch)
     return metrics["loss"], metrics["grad_norm"]

@@ -39,25 +39,6 @@ def bars(settings: Mapping[str, Rounds], measure: str, label: str, name: str) ->
     _save(figure, name)
 
 
-def growth(series: Mapping[str, Sequence[tuple[float, Mapping[str, float]]]], name: str) -> None:
-    """Time per step over a growing size, by stage, beside the line of linear growth."""
-    figure, all_axes = plt.subplots(1, len(series), figsize=(9, 3.6))
-    for axes, (title, points) in zip(all_axes, series.items(), strict=True):
-        sizes = [size for size, _ in points]
-        whole = [found["seconds"] for _, found in points]
-        axes.loglog(sizes, whole, "o-", color=COLOURS["practicum"], label="step")
-        for stage in ("rollout", "update_student"):
-            axes.loglog(sizes, [found[stage] for _, found in points], "o:", label=stage)
-        linear = [whole[0] * size / sizes[0] for size in sizes]
-        axes.loglog(sizes, linear, "--", color="#8a8f98", label="linear")
-        axes.set_xticks(sizes, [f"×{size:g}" for size in sizes])
-        axes.minorticks_off()
-        axes.set_title(title)
-        axes.set_ylabel("seconds per step")
-        axes.legend(frameon=False)
-    _save(figure, name)
-
-
 def _save(figure: Any, name: str) -> None:
     RESULTS.mkdir(exist_ok=True)
     figure.tight_layout()

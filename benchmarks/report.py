@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks import report_async as ahead
-from benchmarks import report_engines as engines
-from benchmarks import report_forecast as forecasts
-from benchmarks import report_lora as lora
-from benchmarks import report_scale as scale
-from benchmarks import report_sessions as sessions
-from benchmarks import report_teachers as teachers
-from benchmarks import report_view as view
-from benchmarks.harness import HERE, RESULTS, medians, paired_ratio, spread
-from benchmarks.tables import busy, faster, table, verdict, where
+from benchmarks.harness import HERE, RESULTS, Measured, medians, paired_ratio, spread
+from benchmarks.tables import busy, faster, ranged, table, where
+from benchmarks.ways import ADAPTER, BARE, OURS, PLAIN
 
 BEGIN, END = "<!-- results: written by `make bench` -->", "<!-- end of results -->"
-GOAL = 5.0
-STAGES = ("rollout", "reward", "advantages", "update_student", "sync", "clear")
+STAGES = ("rollout", "reward", "teachers", "advantages", "update_student", "sync", "clear")
+SYNC = ("sync, 1 thread", "sync, 2 threads")
+
+Rounds = Mapping[str, Sequence[Measured]]
 
 
 def rollout(found: Mapping[str, Any]) -> str:
@@ -27,13 +22,12 @@ def rollout(found: Mapping[str, Any]) -> str:
     parts = [f"### Rollout, {where(found)}", "![rollout](results/rollout.png)"]
     rows = []
     for title, rounds in found["raced"].items():
-        ours, *others = rounds
-        best = max(others, key=lambda name: medians(rounds[name])["tokens_per_second"])
+        ours = next(iter(rounds))
         for name in rounds:
             low, high = spread(rounds[name], "tokens_per_second")
             mid = medians(rounds[name])
             ratio = paired_ratio(rounds[ours], rounds[name], "tokens_per_second")
-            told = "" if name == ours else faster(ratio, GOAL if name == best else None)
+            told = "" if name == ours else faster(ratio)
             speed = f"{mid['tokens_per_second']:,.0f} ({low:,.0f} to {high:,.0f})"
             times = f"{mid['seconds']:.2f} ({mid['cpu_seconds']:.2f})"
             rows.append([title, name, speed, times, f"{mid['tokens']:.0f}", told])
@@ -60,7 +54,7 @@ def _beside_trl(found: Mapping[str, Any]) -> list[str]:
         ratio = paired_ratio(rounds["trl"], rounds["practicum"], "seconds")
         for name in rounds:
             mid, (low, high) = medians(rounds[name]), spread(rounds[name], "seconds")
-            told = faster(ratio, GOAL) if name == "trl" else ""
+            told = faster(ratio) if name == "trl" else ""
             seconds = f"{mid['seconds']:.2f} ({low:.2f} to {high:.2f})"
             cpu, tokens = f"{mid['cpu_seconds']:.2f}", f"{mid['tokens']:.0f}"
             rows.append([title, name, seconds, cpu, tokens, f"{mid['mean_reward']:.2f}", told])
@@ -76,46 +70,13 @@ def _beside_trl(found: Mapping[str, Any]) -> list[str]:
     return [table(head, rows), *busy(found["raced"])]
 
 
-def invariance_cost(found: Mapping[str, Any]) -> str:
-    """Processor time of rollouts with the rules and without, and what they add."""
-    (ruled, bare), goal = found["raced"].values(), found["goal"]
-    rows = []
-    for case in found["cases"]:
-        ratio, low, high = (one - 1 for one in paired_ratio(ruled, bare, case))
-        added = f"{ratio:+.1%} ({low:+.1%} to {high:+.1%}){verdict(ratio < goal, f'{goal:.0%}')}"
-        rows.append([case, f"{medians(ruled)[case]:.3f}", f"{medians(bare)[case]:.3f}", added])
-    head = ["rollout", "s of processor, with the rules", "without", "they add"]
-    return "\n\n".join([f"### Cost of the same bits in any batch, {where(found)}", table(head, rows)])
-
-
-def growth(found: Mapping[str, Any]) -> str:
-    """Seconds by stage for each size, and the exponents."""
-    parts = [f"### Growth, {where(found)}", "![growth](results/growth.png)"]
-    rows = []
-    for series, points in found["medians"].items():
-        first = points[0][1]["seconds"] / points[0][0]
-        for size, mid in points:
-            per_size = mid["seconds"] / size / first
-            stages = [f"{mid[name]:.2f}" for name in ("rollout", "update_student")]
-            label = f"{series} ×{size:g}"
-            cpu, tokens = f"{mid['cpu_seconds']:.2f}", f"{mid['tokens']:.0f}"
-            rows.append([label, f"{mid['seconds']:.2f}", cpu, *stages, tokens, f"{per_size:.2f}"])
-    head = ["size", "s/step", "of processor", "rollout", "update", "tokens sampled", "time ÷ linear"]
-    told = []
-    for series, found_p in found["exponents"].items():
-        step, rolled, updated = (found_p[n] for n in ("seconds", "rollout", "update_student"))
-        told.append(
-            f"Exponent of growth with the {series} (1 is linear): step {step:.2f}, "
-            f"rollout {rolled:.2f}, update {updated:.2f}.  "
-        )
-    return "\n\n".join([*parts, table(head, rows), "\n".join(told)])
-
-
 def profile(found: Mapping[str, Any]) -> str:
     """The step by stage and by kind of operator."""
     step = found["step"]
     kinds, rate = found["kinds"], step["best_gflop_per_second"]
-    stages = [[name, f"{step[name]:.3f}", f"{step[name] / step['seconds']:.1%}"] for name in STAGES]
+    stages = [
+        [name, f"{step[name]:.3f}", f"{step[name] / step['seconds']:.1%}"] for name in STAGES if name in step
+    ]
     whole = sum(kinds.values())
     split = sorted(kinds.items(), key=lambda item: -item[1])
     operators = [[name, f"{seconds:.3f}", f"{seconds / whole:.1%}"] for name, seconds in split]
@@ -132,17 +93,121 @@ def profile(found: Mapping[str, Any]) -> str:
     )
 
 
-SECTIONS = (
-    *(rollout, invariance_cost, engines.vllm_engine, grpo_step, words_step, growth, profile),
-    *(teachers.distill_step, teachers.teacher_overlap, teachers.teacher_sleep, teachers.distill_memory),
-    *(lora.lora_step, lora.vllm_lora),
-    *(sessions.sessions, sessions.padding_cost, sessions.balance),
-    *(scale.data_plane, scale.routed_step, scale.store_keys, scale.ray_step, scale.controller_memory),
-    *(scale.attention_memory, scale.learner_memory, scale.rank_memory),
-    forecasts.forecast,
-    *(ahead.async_step, ahead.async_evidence),
-    *(view.record_cost, view.view_page),
-)
+def distill_step(found: Mapping[str, Any]) -> str:
+    """Seconds per step of both and of their parts, the ratio, and that both learn."""
+    rows = []
+    for title, rounds in found["raced"].items():
+        ratio = paired_ratio(rounds["trl"], rounds["practicum"], "seconds")
+        for name, measured in rounds.items():
+            mid = medians(measured)
+            told = faster(ratio) if name == "trl" else ""
+            rest = mid["seconds"] - mid["rollout"] - mid["teachers"]
+            split = [f"{s:.2f}" for s in (mid["rollout"], mid["teachers"], rest)]
+            kl = f"{mid['checked_loss']:.3f} → {measured[-1]['learnt_loss']:.3f}"
+            cpu, tokens = f"{mid['cpu_seconds']:.2f}", f"{mid['tokens']:.0f}"
+            rows.append([title, name, ranged(measured, "seconds"), cpu, *split, tokens, kl, told])
+    ours, theirs = (found["raced"]["1 thread"][name][0] for name in ("practicum", "trl"))
+    head = [
+        *("setting", "contender", "s/step", "of processor", "rollout", "teacher", "update and the rest"),
+        *("tokens sampled", "loss of the same rows", "practicum is faster by"),
+    ]
+    same = (
+        f"On the same rows and weights, practicum and TRL compute a loss of {ours['checked_loss']:.5f} and "
+        f"{theirs['checked_loss']:.5f}, and a gradient norm of {ours['checked_gradient']:.4f} and "
+        f"{theirs['checked_gradient']:.4f}."
+    )
+    title = f"### Distillation step, {where(found)}\n\n![distillation step](results/distill_step.png)"
+    return "\n\n".join([title, table(head, rows), same, *busy(found["raced"])])
+
+
+def sessions(found: Mapping[str, Any]) -> str:
+    """Sessions per second, and the share of the time in which the engine computed."""
+    raced = found["raced"]["1 thread"]
+    ours, instant, _ = raced
+    rows = []
+    for name, measured in raced.items():
+        mid = medians(measured)
+        ratio = paired_ratio(measured, raced[instant], "sessions_per_second")
+        speed = [ranged(measured, "sessions_per_second", ".1f"), f"{mid['tokens_per_second']:,.0f}"]
+        spent = [f"{mid['seconds']:.2f}", f"{mid['cpu_seconds']:.2f}", f"{mid['busy']:.1%}"]
+        told = "" if name == instant else _times(ratio, ".2f")
+        rows.append([name, *speed, *spent, f"{1e3 * mid['longest_pause']:.0f}", told])
+    mid = medians(raced[ours])
+    head = [
+        *("sessions", "sessions/s", "tokens/s", "s", "of processor", "engine at work"),
+        *("longest pause, ms", f"÷ {instant}"),
+    ]
+    text = f"Each round samples {mid['tokens']:,.0f} tokens and reads {mid['read_tokens']:,.0f}."
+    return "\n\n".join([f"### Sessions, {where(found)}", table(head, rows), text, *busy(found["raced"])])
+
+
+def data_plane(found: Mapping[str, Any]) -> str:
+    """Milliseconds of put and get by route and size, and the main ratios."""
+    rows, keys = [], ("put", "get", "moved", "whole")
+    for title, raced in found["raced"].items():
+        for name, rounds in raced.items():
+            mid = medians(rounds)
+            parts = [f"{1e3 * mid[key]:.1f}" if key in mid else "" for key in keys]
+            told = "" if name == OURS else _times(paired_ratio(rounds, raced[OURS], "whole"))
+            rows.append([title, name, *parts, told])
+    judged: Rounds = found["raced"][found["judged"]]
+    pairs = ((PLAIN, OURS), (PLAIN, ADAPTER), (OURS, BARE))
+    lines = [f"{a} ÷ {b}: {_times(paired_ratio(judged[a], judged[b], 'moved'))}" for a, b in pairs]
+    sizes = ", ".join(f"{title}: {size / 1e6:.1f} MB" for title, size in found["bytes"].items())
+    head = ["size", "way", "put, ms", "get, ms", "put + get", "end to end", f"÷ {OURS}, end to end"]
+    text = f"{found['judged']}, put + get: {'; '.join(lines)}. Sizes: {sizes}."
+    return "\n\n".join([f"### Data plane, {where(found)}", table(head, rows), text])
+
+
+def ray_step(found: Mapping[str, Any]) -> str:
+    """Seconds of a step in both runtimes, by stage, and the start."""
+    rows, stages = [], []
+    for title, raced in found["raced"].items():
+        ratio, low, high = paired_ratio(raced["ray"], raced["local"], "seconds")
+        for name, rounds in raced.items():
+            more = f"{ratio - 1:+.1%} ({low - 1:+.1%} to {high - 1:+.1%})" if name == "ray" else ""
+            start = f"{medians(rounds)['start']:.1f}"
+            rows.append([title, name, ranged(rounds, "seconds", ".3f"), start, more])
+        local, ray = medians(raced["local"]), medians(raced["ray"])
+        times = [f"{1e3 * local[s]:.0f} → {1e3 * ray[s]:.0f}" if s in local else "" for s in STAGES]
+        stages.append([title, *times])
+    head = ["setting", "runtime", "s/step", "s to start", "a step on Ray takes longer by"]
+    by_stage = table(["ms of a stage, local → ray", *STAGES], stages)
+    alone = {title: {"local": raced["local"]} for title, raced in found["raced"].items()}
+    title = f"### The demo's step on Ray, {where(found)}"
+    return "\n\n".join([title, table(head, rows), by_stage, *busy(alone)])
+
+
+def async_step(found: Mapping[str, Any]) -> str:
+    """Seconds per step with each lag and kind of work, and when each reached the common score."""
+    rows = []
+    for kind, raced in found["raced"].items():
+        best = min(SYNC, key=lambda name: medians(raced[name])["seconds"])
+        for name, rounds in raced.items():
+            mid = medians(rounds)
+            ratio = "" if name in SYNC else faster(paired_ratio(raced[best], rounds, "seconds"))
+            waited = "" if name in SYNC else f"{mid['waited']:.2f}"
+            rows.append([kind, name, ranged(rounds, "seconds"), f"{mid['cpu_seconds']:.2f}", waited, ratio])
+    head = ["work", "way", "s/step", "of processor", "learner waited", "faster than the best synchronous way"]
+    parts = [f"### Rollouts ahead of the learner, {where(found)}", table(head, rows)]
+    if scores := found["scores"]:
+        reached = min(max(row["score"] for row in rows) for rows in scores.values())
+        lines = []
+        for name, by_step in scores.items():
+            first = next(row for row in by_step if row["score"] >= reached)
+            ends = [f"{by_step[0]['score']:.2f}", f"{by_step[-1]['score']:.2f}"]
+            lines.append([name, *ends, f"{first['step']:.0f}", f"{first['seconds']:.0f}"])
+        head = ["way", "first greedy score", "last", f"steps until {reached:.2f}", "seconds until then"]
+        parts.append(table(head, lines))
+    return "\n\n".join(parts)
+
+
+def _times(ratio: tuple[float, float, float], style: str = ".1f") -> str:
+    middle, low, high = ratio
+    return f"{middle:{style}} ({low:{style}} to {high:{style}})"
+
+
+SECTIONS = (rollout, grpo_step, words_step, profile, distill_step, sessions, data_plane, ray_step, async_step)
 """In the report's order; each is named as its file in results/."""
 
 

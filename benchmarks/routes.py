@@ -51,7 +51,7 @@ class PlainRoute:
 
     def get(self, batch: BatchRef, names: list[str], given: Any) -> dict[str, Column]:
         found: TensorDict = self._tq.kv_batch_get(_names(batch), batch.partition, names)
-        return {name: Ragged.from_nested(found[name]) for name in names}
+        return {name: Ragged.from_rows(found[name].unbind()) for name in names}
 
     def clear(self, batch: BatchRef) -> None:
         self._tq.kv_clear(_names(batch), batch.partition)

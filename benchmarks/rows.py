@@ -114,7 +114,8 @@ class TensorDicts:
             if isinstance(column, list):
                 objects[name] = column
             elif isinstance(column, Ragged):
-                tensors[name] = Ragged.packed(_whole(column.values), column.lengths).to_nested()
+                parts = list(_whole(column.values).split(column.lengths))
+                tensors[name] = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
             else:
                 tensors[name] = _whole(column)
         return TensorDict(tensors, batch_size=rows), objects
@@ -124,7 +125,8 @@ class TensorDicts:
         """The columns."""
         tensors, objects = sent
         found: dict[str, Column] = {
-            name: Ragged.from_nested(value) if value.is_nested else value for name, value in tensors.items()
+            name: Ragged.from_rows(value.unbind()) if value.is_nested else value
+            for name, value in tensors.items()
         }
         return found | objects
 

@@ -21,7 +21,7 @@ from benchmarks.grpo_step import LR, MAX_NEW, PROMPTS, SAMPLES
 from benchmarks.harness import Channel, Contender
 from benchmarks.model import DIGITS, model_folder
 from benchmarks.stepping import Steps, make_recipe
-from practicum.models.linears import product
+from practicum.cpu.linears import product
 
 LINEAR = "mkldnn::_linear_pointwise"
 GROUPS = {

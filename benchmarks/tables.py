@@ -1,4 +1,4 @@
-"""Pieces of the report's text: tables, ratios with their goals, where it was measured, warnings."""
+"""Pieces of the report's text: tables, ratios, where it was measured, warnings."""
 
 from __future__ import annotations
 
@@ -23,16 +23,10 @@ def where(found: Mapping[str, Any]) -> str:
     return f"{machine['processor']}, {machine['cores']} cores"
 
 
-def verdict(reached: bool, goal: str) -> str:
-    """Whether a goal was reached, to be put behind its number."""
-    return f" · goal {goal} {'reached' if reached else 'missed'}"
-
-
-def faster(ratio: tuple[float, float, float], goal: float | None) -> str:
-    """A ratio of times with its range, and beside it the goal if there is one."""
+def faster(ratio: tuple[float, float, float]) -> str:
+    """Return a ratio of times with its range."""
     middle, low, high = ratio
-    told = "" if goal is None else verdict(middle >= goal, f"{goal:g}×")
-    return f"{middle:.1f}× ({low:.1f} to {high:.1f}){told}"
+    return f"{middle:.1f}× ({low:.1f} to {high:.1f})"
 
 
 def ranged(rounds: Sequence[Measured], name: str, style: str = ".2f") -> str:

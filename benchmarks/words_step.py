@@ -24,8 +24,8 @@ from benchmarks.harness import Channel, Contender, Measured
 from benchmarks.model import CACHE, ROWS, teach
 from benchmarks.stepping import Steps, mean
 from practicum.recipe.load_recipe import load_recipe
+from practicum.rewards.reward_functions import RewardSample
 from practicum.tasks.procedural import Example
-from practicum.tasks.scorers import RewardSample
 
 _FOOD = (
     "apple banana barley cherry clover damson dill elder endive fennel fig ginger grape hazel hops iris "

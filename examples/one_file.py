@@ -23,8 +23,7 @@ import time
 
 import torch
 
-from practicum.algorithms.advantages.registry import ADVANTAGES
-from practicum.algorithms.advantages.types import AdvantageInputs
+from practicum.algorithms.advantages import ADVANTAGES, AdvantageInputs
 from practicum.concurrency.event_loop import run_async
 from practicum.dataplane.ragged import Ragged
 from practicum.engines.protocol import Counter, GenerateRequest, Generation, Sampling
@@ -58,7 +57,7 @@ make = MakeModel(hidden=96, layers=3, heads=4, kv_heads=2, head_dim=24, context=
 spec = Model(make=make, device="cpu")
 tokenizer = load_tokenizer(spec)
 model = load_model(spec, SEED)
-stop = stop_ids(model, tokenizer)
+stop = stop_ids(model.generation_config, tokenizer)
 (end_id,) = stop
 
 
@@ -79,11 +78,11 @@ def columns(prompts: list[Prompt], responses: list[torch.Tensor]) -> tuple[Ragge
 schedule = Train(steps=args.warmup, lr=3e-3, warmup_steps=10, schedule="cosine", final_lr=3e-4)
 pupil = Learner(model, schedule, Algorithm(loss="supervised", advantage="none"))
 for step in range(args.warmup):
-    pupil.step = step  # where the learning-rate schedule is
     prompts = stream.take(64)
     answers = [tokenizer.encode(demonstration(p), add_special_tokens=False) for p in prompts]
     shown = columns(prompts, [torch.tensor([*answer, end_id]) for answer in answers])
-    metrics = pupil.update(UpdateBatch(*shown, sessions=range(len(prompts))))
+    # The step is where the learning-rate schedule is.
+    metrics = pupil.update(UpdateBatch(*shown, sessions=range(len(prompts))), step=step + 1)
     if (step + 1) % 10 == 0:
         print(f"warm-up {step + 1:3d}  loss {metrics['loss']:.3f}")
 
@@ -137,7 +136,6 @@ for step in range(args.steps):
 
     # One optimizer step. Without old logprobs the ratio's denominator is the student itself, which is exact
     # for the first step on a batch. The engine's logprobs are there to be compared with the learner's.
-    student.step = step
     batch = UpdateBatch(
         prompt_ids,
         response_ids,
@@ -146,7 +144,7 @@ for step in range(args.steps):
         advantages=Ragged.packed(credit.advantages_N, response_ids.lengths),
         plain_logprobs=Ragged.from_rows([g.plain_logprobs for g in generations]),
     )
-    metrics = student.update(batch)
+    metrics = student.update(batch, step=step + 1)
     # The tensors are shared, so nothing is copied; the engine forgets what it computed with their old values.
     engine.load_weights(student.named_weights(), student.version)
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from practicum.commands.demo import demo_rows, run_demo, shortfalls
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.shipped import shipped_recipes
-from practicum.trainer.demo import demo_recipes, demo_rows, run_demo, shortfalls
 from practicum.trainer.run import train_loaded
 
 RECIPES = shipped_recipes()
@@ -42,7 +42,7 @@ def test_the_demo_command_ends_with_a_table_and_the_folder(
     for path in (short / "whole").glob("*.yaml"):
         cut = "train: {steps: 2, prompts: 6, warmup_steps: 0}\neval: {rows: 8, every: 1, stop_at: null}\n"
         (short / "mopd" / path.name).write_text(f"extends: ../whole/{path.name}\n{cut}")
-    monkeypatch.setattr("practicum.trainer.demo.shipped_recipes", lambda: short)
+    monkeypatch.setattr("practicum.commands.demo.shipped_recipes", lambda: short)
     for _ in range(2):  # a second demo replaces the first
         run_demo(tmp_path / "runs")
     shown = capsys.readouterr().out
@@ -90,8 +90,3 @@ def test_what_is_outside_the_bands_is_said(row: str, column: str, value: float, 
     rows[row][column] = value
     (sentence,) = shortfalls(rows)
     assert said in sentence
-
-
-def test_one_seed_goes_to_all_recipes_of_the_demo(tmp_path: Path):
-    assert {loaded.recipe.seed for loaded in demo_recipes(tmp_path).values()} == {1}
-    assert {loaded.recipe.seed for loaded in demo_recipes(tmp_path, 7).values()} == {7}

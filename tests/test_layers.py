@@ -1,4 +1,4 @@
-"""Imports point downwards only, and the folders say so in their docstrings."""
+"""Imports point downwards only, and each folder has a docstring."""
 
 import ast
 from pathlib import Path
@@ -10,31 +10,30 @@ import practicum
 ROOT = Path(practicum.__file__).parent
 RANK = {
     "errors": -1,
+    "compat": 0,
     "devices": 0,
     "user_code": 0,
     "concurrency": 1,
     "recipe": 1,
     "dataplane": 2,
     "algorithms": 2,
+    "cpu": 2,
     "processes": 2,
     "checks": 3,
     "models": 3,
-    "records": 3,
     "tasks": 4,
     "engines": 4,
+    "observe": 4,
     "sessions": 5,
     "learning": 5,
-    "places": 5,
     "rewards": 6,
     "teachers": 6,
     "serving": 7,
     "roles": 7,
     "runtime": 8,
     "forecast": 9,
-    "observe": 9,
     "trainer": 10,
     "api": 11,
-    "view": 11,
     "parts": 12,
     "commands": 12,
     "cli": 13,
@@ -69,20 +68,8 @@ def test_imports_point_downwards(path: Path):
         assert RANK[other] < RANK[own], f"{path.relative_to(ROOT)} imports {module}"
 
 
-def import_sentence(folder: str) -> str:
-    """Who may import a folder, in the words of its docstring: those just above it, and what is above them."""
-    higher = sorted(rank for rank in RANK.values() if rank > RANK[folder])
-    nearest = [name for name, rank in RANK.items() if rank == higher[0]]
-    above = " and the layers above" if higher[-1] > higher[0] else ""
-    return f"May be imported by {', '.join(nearest)}{above}."
-
-
 @pytest.mark.parametrize("folder", sorted(p for p in ROOT.iterdir() if (p / "__init__.py").is_file()))
 def test_each_folder_says_what_lives_there(folder: Path):
-    if folder.name.startswith("_"):
-        pytest.skip("not a folder of the house")
     tree = ast.parse((folder / "__init__.py").read_text())
-    docstring = " ".join((ast.get_docstring(tree) or "").split())
-    assert import_sentence(folder.name) in docstring
-    assert docstring.count("imported by") == 1
+    assert ast.get_docstring(tree)
     assert len(tree.body) == 1, f"{folder.name}/__init__.py must import nothing"

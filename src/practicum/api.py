@@ -20,10 +20,8 @@ from practicum.recipe.load_recipe import load_recipe as load
 from practicum.recipe.text import yamlfile
 from practicum.recipe.text.check_screen import screen
 from practicum.recipe.text.show_recipe import show_recipe
-from practicum.records.record_size import record_line
 from practicum.roles.stage_table import make_plan
-from practicum.trainer.finished_run import Run
-from practicum.trainer.run_models import resolve_models
+from practicum.trainer.run_models import Run, resolve_models
 
 if TYPE_CHECKING:
     from practicum.trainer.run import OnStep
@@ -83,7 +81,7 @@ def check(recipe: RecipeLike, *, static: bool = False) -> Report:
     plan = make_plan(loaded.recipe)
     assert plan.counts is not None
     warnings, findings = [], [*map(str, loaded.places), *taken]
-    sizes = [*plan.counts.lines(), record_line(loaded.recipe, plan), f"stages: {chain(plan)}"]
+    sizes = [*plan.counts.lines(), f"stages: {chain(plan)}"]
     if not static:
         from practicum.trainer.preflight import preflight
 

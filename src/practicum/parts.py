@@ -10,16 +10,14 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
-from practicum.algorithms.advantages.groups import session_scores, to_tokens
-from practicum.algorithms.advantages.types import AdvantageInputs, AdvantageResult
+from practicum.algorithms.advantages import AdvantageInputs, AdvantageResult, session_scores, to_tokens
 from practicum.algorithms.aggregation import session_count
-from practicum.algorithms.distill.types import Buckets, BucketTerms
-from practicum.algorithms.policy_losses.ratios import policy_terms, token_log_ratios
-from practicum.algorithms.policy_losses.types import PolicyInputs, PolicyTerms
+from practicum.algorithms.divergences import Buckets, BucketTerms
+from practicum.algorithms.losses import PolicyInputs, PolicyTerms, policy_terms, token_log_ratios
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.fields import Field
-from practicum.dataplane.own_stage import OwnStage
 from practicum.dataplane.ragged import Columns, Ragged
+from practicum.dataplane.stages import OwnStage
 from practicum.recipe.algorithm_traits import (
     ESTIMATOR_OPTIONS,
     LOSS_OPTIONS,

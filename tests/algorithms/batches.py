@@ -15,8 +15,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from practicum.algorithms.advantages.types import AdvantageInputs
-from practicum.algorithms.policy_losses.types import PolicyInputs
+from practicum.algorithms.advantages import AdvantageInputs
+from practicum.algorithms.losses import PolicyInputs
+from practicum.recipe.algorithm_traits import ON_DISTRIBUTIONS, ON_SAMPLED
+
+PAIRS: tuple[tuple[str, str], ...] = (
+    *((name, signal) for name in ON_DISTRIBUTIONS for signal in ("top_k", "full")),
+    *((name, "sampled") for name in ON_SAMPLED),
+)
+"""Each divergence with each signal that it can be computed from."""
 
 law = settings(max_examples=60)
 
@@ -63,13 +70,7 @@ class Batch:
             whiten=whiten,
         )
 
-    def policy_inputs(
-        self,
-        clip_low: float = 0.2,
-        clip_high: float = 0.28,
-        dual_clip: float | None = None,
-        log_ratio_clamp: float | None = None,
-    ) -> PolicyInputs:
+    def policy_inputs(self, clip_low: float = 0.2, clip_high: float = 0.28) -> PolicyInputs:
         return PolicyInputs(
             logprobs_N=self.floats("logprob").requires_grad_(),
             old_logprobs_N=self.floats("old"),
@@ -78,8 +79,6 @@ class Batch:
             session_N=self.session_N,
             clip_low=clip_low,
             clip_high=clip_high,
-            dual_clip=dual_clip,
-            log_ratio_clamp=log_ratio_clamp,
         )
 
     def reordered(self, order: list[int]) -> Batch:

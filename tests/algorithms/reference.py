@@ -133,22 +133,13 @@ def log_ratios(batch: Batch, kind: str) -> list[float]:
     return result
 
 
-def policy(
-    batch: Batch,
-    kind: str,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-    clamp: float | None,
-) -> tuple[list[float], list[float]]:
+def policy(batch: Batch, kind: str, clip_low: float, clip_high: float) -> tuple[list[float], list[float]]:
     """Loss of each token, and its derivative by the token's logprob (stop-gradients kept)."""
     losses, slopes = [0.0] * len(batch.session), [0.0] * len(batch.session)
     for i, log_ratio in enumerate(log_ratios(batch, kind)):
         if not batch.mask[i]:
             continue
-        limit = math.inf if clamp is None else clamp
-        a, logprob = batch.advantage[i], batch.logprob[i]
-        r = math.exp(clip(log_ratio, -limit, limit))
+        a, logprob, r = batch.advantage[i], batch.logprob[i], math.exp(log_ratio)
         if kind == "reinforce":
             losses[i], slopes[i] = -a * logprob, -a
         elif kind == "cispo":
@@ -157,16 +148,10 @@ def policy(
         elif kind == "dppo":
             change = math.exp(logprob) - math.exp(batch.old[i])
             held = (a > 0 and change > clip_high) or (a < 0 and change < -clip_low)
-            losses[i] = 0.0 if held else -r * a
-            slopes[i] = losses[i] if abs(log_ratio) <= limit else 0.0
+            losses[i] = slopes[i] = 0.0 if held else -r * a
         else:
             unclipped, clipped = r * a, clip(r, 1 - clip_low, 1 + clip_high) * a
-            loss, follows_ratio = -min(unclipped, clipped), unclipped <= clipped
-            if dual_clip is not None and a < 0 and loss > -dual_clip * a:
-                loss, follows_ratio = -dual_clip * a, False
-            if abs(log_ratio) > limit:
-                follows_ratio = False
-            losses[i], slopes[i] = loss, -r * a if follows_ratio else 0.0
+            losses[i], slopes[i] = -min(unclipped, clipped), -r * a if unclipped <= clipped else 0.0
     return losses, slopes
 
 

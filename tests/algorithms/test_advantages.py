@@ -10,10 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from practicum.algorithms.advantages.groups import group_scores
-from practicum.algorithms.advantages.registry import ADVANTAGES
-from practicum.algorithms.advantages.types import AdvantageInputs
-from practicum.algorithms.advantages.whitening import whiten
+from practicum.algorithms.advantages import ADVANTAGES, AdvantageInputs, group_scores, whiten
 from practicum.recipe.schema.algorithm_sections import Algorithm
 from practicum.recipe.text.type_text import choices
 

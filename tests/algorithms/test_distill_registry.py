@@ -6,20 +6,14 @@ from typing import get_args
 
 import pytest
 
-from practicum.algorithms.distill.registry import DISTRIBUTIONS, PAIRS
-from practicum.algorithms.distill.sampled import SAMPLED
-from practicum.recipe.checks.divergences import AS_REWARD, ON_SAMPLED, why_dead, why_unfit
-from practicum.recipe.schema.teacher_sections import ON_DISTRIBUTIONS, Distill, Divergence
+from practicum.recipe.checks.divergences import AS_REWARD, why_dead, why_unfit
+from practicum.recipe.schema.teacher_sections import Distill, Divergence
+
+from .batches import PAIRS
 
 NAMES = get_args(Divergence)
 SIGNALS = get_args(Distill.model_fields["signal"].annotation)
 WAYS = get_args(Distill.model_fields["through"].annotation)
-
-
-def test_recipe_and_algorithms_know_the_same_divergences() -> None:
-    assert set(DISTRIBUTIONS) == ON_DISTRIBUTIONS
-    assert set(SAMPLED) == ON_SAMPLED
-    assert set(NAMES) == set(DISTRIBUTIONS) | set(SAMPLED)
 
 
 def test_through_the_loss_fits_exactly_what_can_be_computed() -> None:

@@ -7,10 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from practicum.algorithms.exponentials import finite_exp, finite_expm1
-from practicum.algorithms.kl import k3
-from practicum.algorithms.policy_losses.registry import POLICY_LOSSES
-from practicum.algorithms.policy_losses.types import PolicyInputs
+from practicum.algorithms.kl import finite_exp, finite_expm1, k3
+from practicum.algorithms.losses import POLICY_LOSSES, PolicyInputs
 
 from .batches import law
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from practicum.algorithms.aggregation import token_weights
-from practicum.algorithms.policy_losses.registry import POLICY_LOSSES
-from practicum.algorithms.policy_losses.types import PolicyInputs
+from practicum.algorithms.losses import POLICY_LOSSES, PolicyInputs
 from practicum.recipe.schema.algorithm_sections import Algorithm
 from practicum.recipe.text.type_text import choices
 
@@ -62,25 +61,23 @@ def test_registry_has_the_recipe_s_names() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_weight_is_what_the_gradient_has_of_the_advantage(kind: str) -> None:
     ratios, advantages = [1.5, 0.5, 0.5, 1.5, 4.0, 1.1], [1.0, 1, -1, -1, -2, 2]
-    inputs = inputs_of(ratios, advantages, dual_clip=3.0, log_ratio_clamp=1.0)
+    inputs = inputs_of(ratios, advantages)
     weight_N = POLICY_LOSSES[kind](inputs).weight_N
     assert weight_N is not None
     torch.testing.assert_close(gradient(kind, inputs), -weight_N * inputs.advantages_N)
 
 
 def test_ppo_clip_by_hand() -> None:
-    inputs = inputs_of([1.5, 0.5, 0.5, 1.5, 4.0, 1.1], [1, 1, -1, -1, -2, 2], dual_clip=3.0)
+    inputs = inputs_of([1.5, 0.5, 0.5, 1.5, 4.0, 1.1], [1, 1, -1, -1, -2, 2])
     found = POLICY_LOSSES["ppo_clip"](inputs)
-    assert found.loss_N.tolist() == pytest.approx([-1.28, -0.5, 0.8, 1.5, 6, -2.2])
+    assert found.loss_N.tolist() == pytest.approx([-1.28, -0.5, 0.8, 1.5, 8, -2.2])
     assert found.stats_N["ratio"].tolist() == pytest.approx([1.5, 0.5, 0.5, 1.5, 4, 1.1])
     assert found.stats_N["clipped_high"].tolist() == [1, 0, 0, 0, 0, 0]
     assert found.stats_N["clipped_low"].tolist() == [0, 0, 1, 0, 0, 0]
-    assert found.stats_N["dual_clipped"].tolist() == [0, 0, 0, 0, 1, 0]
-    assert found.stats_N["log_ratio_clamped"].tolist() == [0] * 6
     assert found.stats_N["approx_kl"].tolist() == pytest.approx(
         [r - 1 - math.log(r) for r in (1.5, 0.5, 0.5, 1.5, 4, 1.1)]
     )
-    assert gradient("ppo_clip", inputs).tolist() == pytest.approx([0, -0.5, 0, 1.5, 0, -2.2])
+    assert gradient("ppo_clip", inputs).tolist() == pytest.approx([0, -0.5, 0, 1.5, 8, -2.2])
 
 
 def test_gspo_by_hand() -> None:
@@ -140,27 +137,6 @@ def test_reinforce_by_hand() -> None:
     assert gradient("reinforce", inputs).tolist() == [-3, 1]
 
 
-@pytest.mark.parametrize(("kind", "bites"), [("ppo_clip", [1, 1, 0]), ("gspo", [1, 1, 0])])
-def test_a_log_ratio_clamp_is_counted_and_stops_the_gradient(kind: str, bites: list[int]) -> None:
-    inputs = inputs_of(
-        [20.0, 0.01, 1.1], [-1, 1, 1], log_ratio_clamp=math.log(3), clip_high=9.0, clip_low=1.0
-    )
-    found = POLICY_LOSSES[kind](inputs)
-    assert found.stats_N["log_ratio_clamped"].tolist() == bites
-    assert found.stats_N["ratio"].tolist() == pytest.approx([3, 1 / 3, 1.1])
-    assert found.loss_N.tolist() == pytest.approx([3, -1 / 3, -1.1])
-    assert gradient(kind, inputs).tolist() == pytest.approx([0, 0, -1.1])
-
-
-@pytest.mark.parametrize("kind", ["cispo", "reinforce"])
-def test_a_log_ratio_clamp_is_counted_where_the_ratio_has_no_gradient(kind: str) -> None:
-    inputs = inputs_of([20.0, 1.1], [-1, 1], log_ratio_clamp=math.log(3), clip_high=9.0)
-    found = POLICY_LOSSES[kind](inputs)
-    assert found.stats_N["log_ratio_clamped"].tolist() == [1, 0]
-    assert found.stats_N["ratio"].tolist() == pytest.approx([3, 1.1])
-    assert gradient(kind, inputs).tolist() == pytest.approx([3, -1.1] if kind == "cispo" else [1, -1])
-
-
 @pytest.mark.parametrize("kind", ["ppo_clip", "gspo", "cispo"])
 def test_a_ratio_beyond_floats_is_harmless_where_the_clip_discards_it(kind: str) -> None:
     inputs = inputs_of([1.0, 1.0], [1, 0])
@@ -172,7 +148,7 @@ def test_a_ratio_beyond_floats_is_harmless_where_the_clip_discards_it(kind: str)
 @pytest.mark.parametrize("kind", ["ppo_clip", "reinforce"])
 def test_gradient_against_finite_differences(kind: str) -> None:
     ratios, advantages = [1.5, 0.5, 0.5, 1.5, 4.0, 1.1], [1, 1, -1, -1, -2, 2]
-    inputs = inputs_of(ratios, advantages, dual_clip=3.0)
+    inputs = inputs_of(ratios, advantages)
     assert torch.autograd.gradcheck(
         lambda x: POLICY_LOSSES[kind](replace(inputs, logprobs_N=x)).loss_N, inputs.logprobs_N
     )
@@ -208,21 +184,13 @@ def test_statistics_carry_no_gradient() -> None:
         assert not any(x_N.requires_grad for x_N in stats_N.values())
 
 
-@given(
-    batch=batches(),
-    clip_low=st.floats(0.05, 1.2),
-    clip_high=st.floats(0.05, 2.0),
-    dual_clip=st.none() | st.floats(1.1, 4),
-    clamp=st.none() | st.floats(0.3, 2),
-)
+@given(batch=batches(), clip_low=st.floats(0.05, 1.2), clip_high=st.floats(0.05, 2.0))
 @law
-def test_losses_and_gradients_follow_their_formulas(
-    batch: Batch, clip_low: float, clip_high: float, dual_clip: float | None, clamp: float | None
-) -> None:
+def test_losses_and_gradients_follow_their_formulas(batch: Batch, clip_low: float, clip_high: float) -> None:
     for kind in KINDS:
-        inputs = batch.policy_inputs(clip_low, clip_high, dual_clip, clamp)
+        inputs = batch.policy_inputs(clip_low, clip_high)
         found = POLICY_LOSSES[kind](inputs)
-        loss, slope = reference.policy(batch, kind, clip_low, clip_high, dual_clip, clamp)
+        loss, slope = reference.policy(batch, kind, clip_low, clip_high)
         assert found.loss_N.tolist() == pytest.approx(loss, **CLOSE), kind
         assert gradient(kind, inputs).tolist() == pytest.approx(slope, **CLOSE), kind
 
@@ -231,7 +199,7 @@ def test_losses_and_gradients_follow_their_formulas(
 @law
 def test_masked_tokens_have_no_loss_gradient_or_statistic(batch: Batch) -> None:
     for kind in KINDS:
-        inputs = batch.policy_inputs(dual_clip=2.0, log_ratio_clamp=1.0)
+        inputs = batch.policy_inputs()
         found, masked = POLICY_LOSSES[kind](inputs), ~inputs.mask_N
         for x_N in (found.loss_N, gradient(kind, inputs), *found.stats_N.values()):
             assert (x_N[masked] == 0).all(), kind
@@ -243,7 +211,7 @@ def test_masked_tokens_have_no_loss_gradient_or_statistic(batch: Batch) -> None:
 def test_more_masked_tokens_change_not_one_bit(data: st.DataObject, batch: Batch) -> None:
     more, kept = data.draw(with_more_masked_tokens(batch))
     for kind in KINDS:
-        before, after = batch.policy_inputs(dual_clip=2.0), more.policy_inputs(dual_clip=2.0)
+        before, after = batch.policy_inputs(), more.policy_inputs()
         loss_N = POLICY_LOSSES[kind](before).loss_N
         assert torch.equal(POLICY_LOSSES[kind](after).loss_N[kept], loss_N), kind
         assert torch.equal(gradient(kind, after)[kept], gradient(kind, before)), kind
@@ -258,12 +226,10 @@ def test_the_order_of_sessions_does_not_matter(data: st.DataObject, batch: Batch
         assert torch.equal(POLICY_LOSSES[kind](moved.policy_inputs()).loss_N, loss_N[order]), kind
 
 
-@given(batch=batches(), clip_range=st.floats(0, 0.5), dual_clip=st.none() | st.just(3.0))
+@given(batch=batches(), clip_range=st.floats(0, 0.5))
 @law
-def test_on_policy_the_gradient_is_that_of_reinforce(
-    batch: Batch, clip_range: float, dual_clip: float | None
-) -> None:
-    inputs = replace(batch, old=batch.logprob).policy_inputs(clip_range, clip_range, dual_clip)
+def test_on_policy_the_gradient_is_that_of_reinforce(batch: Batch, clip_range: float) -> None:
+    inputs = replace(batch, old=batch.logprob).policy_inputs(clip_range, clip_range)
     for kind in ("ppo_clip", "gspo", "cispo"):
         assert torch.equal(gradient(kind, inputs), gradient("reinforce", inputs)), kind
         ratio_N = POLICY_LOSSES[kind](inputs).stats_N["ratio"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import demo_seeds
-from practicum.trainer.demo import shortfalls
+from practicum.commands.demo import shortfalls
 
 
 def test_the_table_is_that_of_the_stored_runs(tmp_path: Path) -> None:

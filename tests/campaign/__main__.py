@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import re
@@ -15,24 +14,14 @@ from collections.abc import Iterator
 from itertools import chain, pairwise, takewhile
 from pathlib import Path
 
-from tests.campaign.cluster import Cluster
 from tests.campaign.processes import MARK, Family, end_cleanly
 from tests.campaign.scenarios import SCENARIOS, Scenario, Victim, save_models
 from tests.campaign.server import Server
-from tests.campaign.strike import Folder, Outcome, Surroundings, as_row, disturb, draw
-from tests.campaign.table import stored
+from tests.campaign.strike import Folder, Outcome, Surroundings, disturb, draw
 from tests.cluster import ENV
 
 STRIKES = 4
 """Kills of one run folder."""
-JOIN, CPUS = 0.75, 12
-"""Share of the runs on Ray that join a cluster, whose size has room for one of them."""
-
-RAY_ENV = {
-    "RAY_AUTH_MODE": "disabled",  # the cluster that runs join is on loopback, and wants no token
-    "RAY_prestart_worker_first_driver": "0",  # runs that join bring their own environment: idle workers can't
-    "RAY_enable_worker_prestart": "0",  # be theirs, and starting them takes seconds
-}
 
 
 def main() -> int:
@@ -42,7 +31,7 @@ def main() -> int:
     end_cleanly()
     rng = random.Random(options.seed)
     mark = f"{os.getpid()}-{time.time_ns()}"
-    os.environ.update(ENV | RAY_ENV | {MARK: mark, "OMP_NUM_THREADS": "1"})
+    os.environ.update(ENV | {MARK: mark, "OMP_NUM_THREADS": "1"})
     root = Path(__file__).parents[2]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(root / "src"), str(root)])
     work = Path(tempfile.mkdtemp(prefix="campaign-"))
@@ -50,35 +39,25 @@ def main() -> int:
     family = Family(mark)
     server = Server(work / "models" / "small", work / "server.txt")
     outcomes: list[Outcome] = []
-    before = stored(options.result) if options.result and options.result.exists() else []
     began = time.monotonic()
-
-    def write() -> None:
-        if options.result is not None:
-            seconds, rows = round(time.monotonic() - began), [as_row(outcome) for outcome in outcomes]
-            campaign = {"seed": options.seed, "seconds": seconds, "kills": rows}
-            options.result.write_text(json.dumps([*before, campaign], indent=1, ensure_ascii=False) + "\n")
 
     try:
         save_models(work / "models")
         _import_all()
-        around = Surroundings(
-            work / "models", server, Cluster(work / "r", family, CPUS), family, options.slow
-        )
-        references = References(work, around, options.references)
+        around = Surroundings(work / "models", server, family, options.slow)
+        references: dict[str, tuple[Path, list[tuple[str, float]]]] = {}
         for number, (scenario, victims) in enumerate(_episodes(rng, options)):
-            reference, stages = references.of(scenario)
+            if scenario.name not in references:
+                references[scenario.name] = undisturbed(scenario, work, around)
+            reference, stages = references[scenario.name]
             if _is_over(options, outcomes, began):
                 break
-            joins = scenario.on_ray and rng.random() < JOIN
-            folder, new = Folder(scenario, work / f"{number:03d}", around, joins=joins), []
+            folder, new = Folder(scenario, work / f"{number:03d}", around), []
             first, *rest = draw(rng, victims)
             rest = takewhile(lambda _: not _is_over(options, outcomes, began), rest)
             for outcome in disturb(folder, reference, chain([first], rest), stages, new):
                 _show(outcome)
                 outcomes.append(outcome)
-                write()
-            write()
             if not any(outcome.problems for outcome in new):
                 shutil.rmtree(folder.folder)
     finally:
@@ -108,10 +87,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=0, help="how many kills, in place of minutes")
     parser.add_argument("--slow", type=float, default=1.0, help="factor of deadlines, for a busy machine")
     parser.add_argument("--only", default="", help="scenarios whose name has this pattern")
-    parser.add_argument("--victims", default="", help="kinds of processes whose name has this pattern")
-    parser.add_argument("--references", type=Path, default=None, help="a folder to keep undisturbed runs in")
-    parser.add_argument("--signals", nargs="+", choices=["KILL", "STOP"], default=["KILL", "STOP"])
-    parser.add_argument("--result", type=Path, default=None, help="a JSON file that outcomes are added to")
     return parser.parse_args()
 
 
@@ -125,39 +100,24 @@ def _episodes(
     while True:
         episodes = []
         for scenario in scenarios:
-            victims = [victim for victim in scenario.victims if re.search(options.victims, victim.kind)]
-            cells = [(victim, name) for victim in victims for name in options.signals]
+            cells = [(victim, name) for victim in scenario.victims for name in ("KILL", "STOP")]
             rng.shuffle(cells)
             episodes += [(scenario, cells[i : i + STRIKES]) for i in range(0, len(cells), STRIKES)]
         if not episodes:
-            raise SystemExit("no scenario has such a victim")
+            raise SystemExit("no scenario has such a name")
         rng.shuffle(episodes)
         yield from episodes
 
 
-class References:
-    """One undisturbed run of each scenario, made when first needed; in `kept`, for later campaigns too."""
-
-    def __init__(self, work: Path, around: Surroundings, kept: Path | None = None) -> None:
-        self._work, self._around, self._kept = work, around, kept
-
-    def of(self, scenario: Scenario) -> tuple[Path, list[tuple[str, float]]]:
-        """Its folder, and the stages of a step with their seconds."""
-        made = (self._kept or self._work / "references") / re.sub(r"\W+", "-", scenario.name)
-        if not made.exists():
-            folder = Folder(scenario, self._work / made.name, self._around, joins=scenario.on_ray)
-            began = time.monotonic()
-            run = folder.start()
-            problems = folder.finish(run)
-            if problems:
-                raise RuntimeError(f"the undisturbed run of {scenario.name!r} failed: {problems}")
-            stages = _stages(run.timeline)
-            (folder.folder / "stages.json").write_text(json.dumps(stages))
-            made.parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(folder.folder, made)
-            names = ", ".join(stage for stage, _ in stages)
-            print(f"{scenario.name}: {time.monotonic() - began:.0f} s undisturbed; stages: {names}")
-        return made / "run", [tuple(pair) for pair in json.loads((made / "stages.json").read_text())]
+def undisturbed(scenario: Scenario, work: Path, around: Surroundings) -> tuple[Path, list[tuple[str, float]]]:
+    """Train a scenario without kills. Return its folder, and the stages of a step with their seconds."""
+    folder = Folder(scenario, work / f"reference-{re.sub(r'[^a-z0-9]+', '-', scenario.name)}", around)
+    run = folder.start()
+    if problems := folder.finish(run):
+        raise RuntimeError(f"the undisturbed run of {scenario.name!r} failed: {problems}")
+    stages = _stages(run.timeline)
+    print(f"{scenario.name}: undisturbed; stages: {', '.join(stage for stage, _ in stages)}")
+    return folder.out, stages
 
 
 def _stages(timeline: list[tuple[float, int, str]]) -> list[tuple[str, float]]:

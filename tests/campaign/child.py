@@ -11,10 +11,10 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from multiprocessing import process
 from pathlib import Path
 from typing import Any, NoReturn
 
+from practicum.processes.host import running_hosts
 from tests.campaign.processes import RESERVED
 
 _PR_SET_PDEATHSIG = 1
@@ -41,7 +41,7 @@ def _tell(events: int) -> None:
     at = [0]
 
     def tell(name: str) -> None:
-        children = {child.name: child.pid for child in process._children}  # pyright: ignore
+        children = running_hosts()
         os.write(events, (json.dumps({"step": at[0], "stage": name, "children": children}) + "\n").encode())
 
     def stepping(self: StepRunner, number: int) -> dict[str, float]:

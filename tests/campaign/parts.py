@@ -1,7 +1,7 @@
 """What the campaign's recipes name: a loop with a tool, and rewards."""
 
+from practicum.rewards.reward_functions import RewardSample
 from practicum.sessions.session import Session
-from practicum.tasks.scorers import RewardSample
 
 _PROGRAM = "import time\ntime.sleep(0.15)\nprint({} * 7 % 10)"
 _TRIES = 4
@@ -15,13 +15,6 @@ async def agent(session: Session) -> None:
     if session.index % 2:
         session.new_trajectory()
         await session.generate(max_new_tokens=2)
-
-
-async def calculating(session: Session) -> None:
-    """A turn, what the calculator says, a turn."""
-    turn = await session.generate(max_new_tokens=2)
-    outcome = await session.tool("calculator", {"expression": f"{sum(turn.tokens)} % 10"})
-    await session.generate(session.tokenizer.encode(outcome.text[:1], add_special_tokens=False))
 
 
 async def _ask(session: Session, number: int) -> str:

@@ -36,7 +36,7 @@ def _ray(kind: str, actor: str, names: str, survives: bool = False) -> Victim:
 
 
 CONTROLLER = Victim("controller", "")
-TOOL = Victim("tool", r"[Tt]ool", title=r"sandbox\.py|bwrap", survives=True)
+TOOL = Victim("tool", r"[Tt]ool", title=r"bwrap", survives=True)
 SERVER = Victim("served teacher", r"teacher served", title=r"practicum serve .*--name served")
 OWN_TEACHER = Victim("own teacher", r"teacher small", child="teacher small")
 OWN_REWARD_MODEL = Victim("reward model", r"reward model judge|reward\.models\.judge", child="judge")
@@ -47,7 +47,6 @@ RANK = _ray("learner rank", "TrainWorker", r"rank \d of \d of the learner")
 REPLICA = _ray("engine replica", "RolloutWorker", r"rollout \d", survives=True)
 REWARD_WORKER = _ray("reward worker", "RewardWorker", r"reward \d", survives=True)
 TEACHER_WORKER = _ray("own teacher or client", "TeacherWorker", r"teacher (small|served)|teachers\.\w", True)
-CLIENT = _ray("client of a served teacher", "TeacherWorker", r"teacher served|teachers\.served", True)
 COPY_WORKER = _ray("own teacher", "TeacherWorker", r"teacher self|teachers\.self", survives=True)
 REWARD_MODEL_WORKER = _ray("reward model", "RewardModelWorker", r"reward model judge", survives=True)
 INDEX = _ray("store index", "StoreIndex", r"the store's index")
@@ -72,20 +71,9 @@ class Scenario:
     def is_there(self) -> bool:
         return self.python is None or self.python.exists()
 
-    @property
-    def on_ray(self) -> bool:
-        return self.name.startswith("ray")
-
-    def write(self, folder: Path, models: Path, server: str, address: str | None, slow: float) -> Path:
-        """Write the recipe into a folder; on Ray it joins the cluster at the address, or starts its own.
-
-        Deadlines are `slow` times as long.
-        """
+    def write(self, folder: Path, models: Path, server: str, slow: float) -> Path:
+        """Write the recipe into a folder, with deadlines that are `slow` times as long."""
         path, recipe = folder / "recipe.yaml", _slower(self.make(models, server), slow)
-        if address is not None:
-            for key in ("cpus", "object_store_gb"):
-                del recipe["runtime"][key]
-            recipe["runtime"]["address"] = address
         path.write_text(yaml.safe_dump(recipe, sort_keys=False))
         return path
 
@@ -93,7 +81,7 @@ class Scenario:
 def _slower(recipe: Any, factor: float) -> Any:
     """Starts do not become quicker: processes have much to import."""
     if isinstance(recipe, dict):
-        late = dict.fromkeys(("deadline_s", "stage_s", "store_s"), factor) | {"start_s": max(1.0, factor)}
+        late = dict.fromkeys(("deadline_s", "stage_s"), factor) | {"start_s": max(1.0, factor)}
         return {k: v * late[k] if k in late else _slower(v, factor) for k, v in recipe.items()}
     return recipe
 
@@ -135,8 +123,8 @@ def _judge(models: Path) -> dict[str, Any]:
 
 
 def _cluster(ranks: int, cpus: int, **store: Any) -> dict[str, Any]:
-    runtime = {"kind": "ray", "threads": 1, "cpus": cpus, "object_store_gb": 0.1, "store": store}
-    runtime |= {"start_s": 240, "stage_s": 60, "store_s": 30, "max_deaths": 100}
+    runtime = {"kind": "ray", "threads": 1, "cpus": cpus, "object_store_gb": 0.1, **store}
+    runtime |= {"start_s": 240, "stage_s": 60, "max_deaths": 100}
     return {"runtime": runtime, "pools": {"train": {"devices": ranks}}}
 
 
@@ -167,20 +155,6 @@ def _ray_teachers(models: Path, server: str) -> dict[str, Any]:
     return found
 
 
-def _ray_plain(models: Path, server: str) -> dict[str, Any]:
-    """The fewest processes: a start takes a third of the time of the others."""
-    return _recipe(**_cluster(1, 6))
-
-
-def _ray_few(models: Path, server: str) -> dict[str, Any]:
-    """Agents with a tool, a served teacher and a reward model; one process of each kind."""
-    served = _teachers(models, server)["teachers"]["served"]
-    sections = _agent() | {"teachers": {"served": served}, "distill": {"top_k": 4}}
-    found = _recipe(reward=_judge(models), **sections, **_cluster(1, 8))
-    found["model"]["make"]["context"] = 96  # the server has room for a token more than the student
-    return found
-
-
 def _ray_agent(models: Path, server: str) -> dict[str, Any]:
     teachers = {"self": {"student": {"every": 2}, "placement": "own", "deadline_s": 20}}
     reward = {"functions": [{"use": "tests.campaign.parts:coarse"}]}
@@ -193,7 +167,8 @@ def _ahead(lag: int, make: Callable[[Path, str], dict[str, Any]]) -> Callable[[P
     """The same recipe with rollouts that are ahead of the learner."""
 
     def made(models: Path, server: str) -> dict[str, Any]:
-        found: dict[str, Any] = make(models, server) | {"async": {"lag": lag}}
+        found: dict[str, Any] = make(models, server)
+        found["rollout"] = found["rollout"] | {"lag": lag}
         if "pools" in found:
             found["pools"] = found["pools"] | {"rollout": {"devices": found["rollout"].get("replicas", 1)}}
         return found
@@ -202,7 +177,7 @@ def _ahead(lag: int, make: Callable[[Path, str], dict[str, Any]]) -> Callable[[P
 
 
 def _ray_queue(models: Path, server: str) -> dict[str, Any]:
-    store = {"kind": "transferqueue", "units": 2}
+    store = {"store": "transferqueue", "store_units": 2}
     sections = {"algorithm": {"advantage": "gae"}, "critic": {}, **_cluster(2, 10, **store)}
     return _recipe(teachers={"wide": {"model": str(models / "wide")}}, distill={"top_k": 4}, **sections)
 
@@ -218,87 +193,30 @@ SCENARIOS: Mapping[str, Scenario] = {
     scenario.name: scenario
     for scenario in (
         Scenario(
-            "local: 3 teachers, reward model, critic",
-            _local_teachers,
-            (CONTROLLER, OWN_TEACHER, SERVER, OWN_REWARD_MODEL),
-        ),
-        Scenario("local: agents, tool, refills", _local_agent, (CONTROLLER, TOOL)),
-        Scenario("local: one turn, lag 2", _ahead(2, _local_plain), (CONTROLLER, ENGINE)),
-        Scenario("local: agents, tool, refills, lag 2", _ahead(2, _local_agent), (CONTROLLER, TOOL, ENGINE)),
-        Scenario(
             "local: 3 teachers, reward model, critic, lag 1",
             _ahead(1, _local_teachers),
             (CONTROLLER, OWN_TEACHER, SERVER, OWN_REWARD_MODEL, ENGINE),
         ),
-        Scenario(
-            "ray: 3 teachers, reward model, lag 1",
-            _ahead(1, _ray_teachers),
-            (CONTROLLER, RANK, REPLICA, REWARD_WORKER, TEACHER_WORKER, REWARD_MODEL_WORKER, INDEX),
-        ),
+        Scenario("local: agents, tool, refills", _local_agent, (CONTROLLER, TOOL)),
+        Scenario("local: one turn, lag 2", _ahead(2, _local_plain), (CONTROLLER, ENGINE)),
         Scenario(
             "ray: 3 teachers, reward model",
             _ray_teachers,
-            (
-                CONTROLLER,
-                RANK,
-                REPLICA,
-                REWARD_WORKER,
-                TEACHER_WORKER,
-                SERVER,
-                REWARD_MODEL_WORKER,
-                INDEX,
-                KEEPER,
-            ),
+            (CONTROLLER, RANK, REPLICA, TEACHER_WORKER, SERVER, REWARD_MODEL_WORKER, INDEX, KEEPER),
         ),
         Scenario(
-            "ray: one of each",
-            _ray_plain,
-            (CONTROLLER, RANK, REPLICA, REWARD_WORKER, INDEX, KEEPER),
-        ),
-        Scenario(
-            "ray: one of each, lag 1",
-            _ahead(1, _ray_plain),
-            (CONTROLLER, RANK, REPLICA, REWARD_WORKER, INDEX),
-        ),
-        Scenario(
-            "ray: agents, tool, served teacher, reward model",
-            _ray_few,
-            (TOOL, SERVER, CLIENT, REWARD_MODEL_WORKER, KEEPER),
-        ),
-        Scenario(
-            "ray: agents, tool, refills, copy as teacher",
-            _ray_agent,
+            "ray: agents, tool, refills, copy as teacher, lag 1",
+            _ahead(1, _ray_agent),
             (CONTROLLER, RANK, REPLICA, REWARD_WORKER, COPY_WORKER, INDEX, TOOL),
         ),
         Scenario(
             "ray: TransferQueue, 2 ranks, critic",
             _ray_queue,
-            (CONTROLLER, RANK, REPLICA, REWARD_WORKER, INDEX, QUEUE, UNIT),
+            (CONTROLLER, RANK, REPLICA, REWARD_WORKER, QUEUE, UNIT),
         ),
         Scenario("local: vLLM", _vllm, (CONTROLLER, VLLM), VLLM_PYTHON, exact=False),
     )
 }
-
-
-def soak_recipe(models: Path, steps: int) -> dict[str, Any]:
-    """A long run on Ray: agents with a tool, a teacher in its own process and a colocated one."""
-    teachers = {
-        "small": {"model": str(models / "small"), "placement": "own"},
-        "wide": {"model": str(models / "wide")},
-    }
-    sections = {
-        "teachers": teachers,
-        "route": {"by": "task", "to": {"copy": "small", "compare": "wide"}},
-        "distill": {"top_k": 4},
-        "agent": {"loop": "tests.campaign.parts:calculating", "tools": ["calculator"]},
-        "train": {"steps": steps, "prompts": 4, "lr": 1e-4},
-        "rollout": {"samples": 2, "max_new_tokens": 4, "slots": 16},
-        "eval": {"rows": 2, "every": 500},
-        "checkpoint": {"every": 200},
-        **_cluster(1, 6),
-    }
-    sections["runtime"] |= {"stage_s": 600, "store_s": 300}
-    return _recipe(**sections)
 
 
 def save_models(folder: Path) -> None:

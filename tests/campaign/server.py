@@ -33,7 +33,7 @@ class Server:
         command = [sys.executable, "-m", "practicum", "serve", str(self._model), "--port", str(self._port)]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*command, "--engine", "torch", "--threads", "1", "--name", "served"], stdout=log, stderr=log
+                [*command, "--threads", "1", "--name", "served"], stdout=log, stderr=log
             )
         deadline = time.monotonic() + START_S
         while not self._answers(2.0):

@@ -9,13 +9,12 @@ import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import yaml
 
 from tests.campaign.child import Run
-from tests.campaign.cluster import Cluster
 from tests.campaign.judge import compare, left_behind
 from tests.campaign.processes import Family, shared_memory
 from tests.campaign.scenarios import STEPS, Scenario, Victim
@@ -64,7 +63,6 @@ class Surroundings:
 
     models: Path
     server: Server
-    cluster: Cluster
     family: Family
     slow: float = 1.0
     """How much longer than usual the runs' deadlines are, for a busy machine."""
@@ -73,17 +71,14 @@ class Surroundings:
 class Folder:
     """A run folder of a scenario, and all its starts."""
 
-    def __init__(
-        self, scenario: Scenario, folder: Path, around: Surroundings, *, joins: bool = False
-    ) -> None:
+    def __init__(self, scenario: Scenario, folder: Path, around: Surroundings) -> None:
         folder.mkdir(parents=True)
         self.scenario, self.folder = scenario, folder
-        self.server, self.family, self.cluster = around.server, around.family, around.cluster
-        address = around.cluster.address() if joins else None
-        self.recipe = scenario.write(folder, around.models, around.server.url, address, around.slow)
+        self.server, self.family = around.server, around.family
+        self.recipe = scenario.write(folder, around.models, around.server.url, around.slow)
         text = self.recipe.read_text()
         self._is_served = around.server.url in text
-        self._lag: int = yaml.safe_load(text).get("async", {}).get("lag", 0)
+        self._lag: int = yaml.safe_load(text).get("rollout", {}).get("lag", 0)
         self._stopped: set[int] = set()
         """Who was stopped and never let go."""
         self.out = folder / "run"
@@ -122,8 +117,8 @@ class Folder:
         return problems
 
     def _spared(self, pid: int, text: str) -> bool:
-        """Whether a process is not the run's."""
-        return pid in self.server.pids() or self.cluster.owns(pid, text)
+        """Return True if a process is not the run's."""
+        return pid in self.server.pids()
 
     def _kill(self) -> None:
         for pid, text in self.family.look().items():
@@ -304,7 +299,3 @@ def draw(rng: random.Random, victims: Sequence[tuple[Victim, str]]) -> list[Stri
         Strike(victim, name, 1 + 2 * i, rng.random(), rng.random(), rng.random())
         for i, (victim, name) in enumerate(victims)
     ]
-
-
-def as_row(outcome: Outcome) -> dict[str, object]:
-    return asdict(outcome)

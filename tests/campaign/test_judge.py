@@ -1,4 +1,4 @@
-"""The campaign's judge sees what it is for; a short fuzz finds nothing."""
+"""The campaign notices the faults it looks for."""
 
 from __future__ import annotations
 
@@ -13,11 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.campaign.draw_files import draw_file
-from tests.campaign.draw_recipes import draw_recipe, mutate
-from tests.campaign.fuzz import fuzz_files, fuzz_recipes
 from tests.campaign.judge import compare
 from tests.campaign.processes import MARK, Family
 from tests.campaign.scenarios import REPLICA
@@ -71,24 +66,3 @@ def test_the_family_knows_processes_whose_parents_are_gone():
     while pid in family.look():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def test_some_recipes_and_files_drawn_at_random_are_accepted_or_refused_with_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 8)
-    recipes, accepted = fuzz_recipes(60, 0, tmp_path)
-    assert not recipes.failures
-    assert 5 < len(accepted) < 55
-    files = fuzz_files(20, 0, tmp_path)
-    assert not files.failures
-    assert files.counts["accepted"]
-    assert files.counts["refused"]
-
-
-def test_what_is_drawn_depends_on_the_seed_alone(tmp_path: Path):
-    one, other = (mutate(draw_recipe(rng), rng) for rng in (random.Random(5), random.Random(5)))
-    assert repr(one) == repr(other)
-    texts = [draw_file(random.Random(3), tmp_path).read_bytes() for _ in range(2)]
-    assert texts[0] == texts[1]

@@ -104,11 +104,11 @@ def test_levels_decide_what_a_finding_does():
     said: list[str] = []
     with pytest.raises(CheckError, match="check groups: broken"):
         Watch(Checks(), said.append)("groups", "broken")
-    watch = Watch(Checks(groups="warn"), said.append)
+    watch = Watch(Checks(level="warn"), said.append)
     watch("groups", "broken")
     assert said == ["check groups: broken"]
     assert watch.fired == {"groups": 1}
-    Watch(Checks(groups="off"), said.append)("groups", "broken")
+    Watch(Checks(level="off"), said.append)("groups", "broken")
     assert len(said) == 1
 
 
@@ -121,7 +121,7 @@ def test_equal_fingerprints_pass_and_others_are_stale_or_corrupt():
     finding = invariants.fingerprint([-1.1, -2.5, -3.3], NEW, 1e-3) or ""
     assert finding.startswith("stale or corrupt weights: ")
     assert "0.1 nats per token" in finding
-    assert "fingerprint_max is 0.001" in finding
+    assert "at most 0.001 is expected" in finding
     assert "inf nats" in (invariants.fingerprint([-1.1, float("nan"), -3.3], NEW, 1e-3) or "")
 
 

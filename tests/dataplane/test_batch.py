@@ -44,39 +44,12 @@ def test_where_keeps_order_and_splits_without_loss(count: int, wanted: set[int])
     assert len(chosen) + len(rest) == count
 
 
-def test_where_sees_tags_and_rows_keep_them() -> None:
-    batch = BatchRef("train", (Key(0), Key(1), Key(2)), (Tags(), Tags(is_padding=True), Tags()))
-    assert batch.where(lambda _, tags: tags.is_padding) == batch.take([1])
-    assert list(batch.take([1])) == [(Key(1), Tags(is_padding=True))]
-
-
-@pytest.mark.parametrize("index", [-1, 3])
-def test_taking_a_row_that_does_not_exist_is_an_error(index: int) -> None:
-    with pytest.raises(StoreError, match=f"row {index} of a batch of 3 rows"):
-        make_batch(3).take([0, index])
-
-
 def test_a_row_twice_is_an_error() -> None:
     batch = make_batch(3)
     with pytest.raises(StoreError, match=r"prompt 1/session 1/trajectory 1 .*more than once"):
         batch.take([0, 1, 1])
     with pytest.raises(StoreError, match=r"prompt 2/session 0/trajectory 2 .*more than once"):
         BatchRef.concat([batch, make_batch(3, start=2)])
-
-
-def test_keys_without_tags_are_an_error() -> None:
-    with pytest.raises(StoreError, match="2 keys came with 1 tags"):
-        BatchRef("train", (Key(0), Key(1)), (Tags(),))
-
-
-def test_batches_of_different_partitions_are_not_joined() -> None:
-    with pytest.raises(StoreError, match="'eval', 'train'"):
-        BatchRef.concat([make_batch(1), make_batch(1, start=1, partition="eval")])
-
-
-def test_joining_nothing_is_an_error() -> None:
-    with pytest.raises(StoreError, match="no batch to join"):
-        BatchRef.concat([])
 
 
 def test_a_batch_survives_pickling():

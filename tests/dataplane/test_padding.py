@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.fields import FIELDS, Field, check_padding_rules
+from practicum.dataplane.fields import FIELDS, Field, register_field
 from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.memory_store import MemoryStore
 from practicum.dataplane.padding_rows import PADDING_PROMPT, padding_batch
@@ -50,26 +50,11 @@ def test_a_padding_row_is_minimal_and_nothing_of_it_was_sampled():
     assert columns["multi_modal_inputs"] == [{}, {}]
 
 
-@pytest.mark.parametrize("axes", [2, 3])
-def test_positions_count_from_zero_on_every_axis(axes):
-    _, columns = pad(2, ["position_ids"], widths={"D": axes})
-    column = columns["position_ids"]
-    assert isinstance(column, Ragged)
-    assert [row.tolist() for row in column.rows] == [[[0] * axes, [1] * axes]] * 2
-
-
 def test_rows_have_keys_of_their_own_and_say_that_they_are_padding():
     batch, _ = pad(2, first=5)
     assert batch.keys == (Key(PADDING_PROMPT, 5), Key(PADDING_PROMPT, 6))
     assert set(batch.tags) == {Tags(prompt_tokens=1, response_tokens=1, sampled_tokens=0, is_padding=True)}
     assert not set(batch.keys) & set(make_batch(10).keys)
-
-
-def test_rows_of_two_puts_may_lie_side_by_side():
-    store = MemoryStore()
-    for first in (0, 3):
-        store.put(*pad(3, first=first))
-    assert store.size("train") == 6
 
 
 def test_columns_are_packed_and_rows_share_nothing_that_can_change():
@@ -91,28 +76,7 @@ def test_columns_can_be_looked_at_as_bytes(count: int):
             assert flat.numel() == values.numel() * values.element_size()
 
 
-def test_no_rows_are_an_empty_batch_that_can_be_put():
-    store = MemoryStore()
-    store.put(*pad(0))
-    assert store.size() == 0
-
-
-def test_a_missing_width_is_named_with_its_field():
-    with pytest.raises(StoreError, match=r"width L and E of routed_experts; given are: K = 2"):
-        pad(1, ["prompt_ids", "routed_experts"], widths={"K": 2})
-
-
-def test_an_unknown_field_is_named():
-    with pytest.raises(StoreError, match="did you mean 'prompt_ids'"):
-        pad(1, ["promt_ids"])
-
-
-def test_a_field_without_a_rule_is_an_error_that_says_what_to_do(monkeypatch):
-    check_padding_rules(FIELDS)
-    monkeypatch.setitem(FIELDS, "surprise", Field("surprise", "float32", "response", "rollout", "new"))
-    with pytest.raises(
-        StoreError, match=r"no padding rule for surprise: give .* padding= of end_token, zero"
-    ):
-        check_padding_rules(["prompt_ids", "surprise"])
-    with pytest.raises(StoreError, match="surprise"):
-        pad(1, ["surprise"])
+def test_a_field_without_a_rule_is_refused():
+    assert all(field.padding for field in FIELDS.values())
+    with pytest.raises(StoreError, match="surprise has no padding rule"):
+        register_field(Field("surprise", "float32", "response", "rollout", "new"))

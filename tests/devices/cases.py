@@ -18,21 +18,15 @@ import torch
 
 from practicum import devices
 from practicum.algorithms import token_logprobs
-from practicum.errors import PracticumError
-from practicum.learning.learner import Learner
-from practicum.learning.memory_probe import probe_memory
+from practicum.commands.doctor import examine
 from practicum.learning.packing import Packed
-from practicum.recipe.schema.algorithm_sections import Algorithm
-from practicum.recipe.schema.recipe import Train
-from practicum.trainer.doctor import examine
 from practicum.trainer.run import train_loaded
 
-from ..learning.reference import tiny as tiny_model
 from ..teachers.tiny_teachers import save_adapter, save_teacher
 from ..trainer.recipes import TINY, tiny
 from ..trainer.test_experts_and_pictures import EYES, MOE, PICTURES, UNEVEN
 from ..trainer.test_run import metrics_of, weights_of, without_times
-from .pretend_gpu import MEMORY, NAME, pretend_gpu
+from .pretend_gpu import NAME, pretend_gpu
 
 TRAIN: dict[str, Any] = {"steps": 2, "prompts": 3, "lr": 1e-3, "minibatches": 2, "microbatch_tokens": 256}
 CUT: dict[str, Any] = {
@@ -56,8 +50,8 @@ CASES: dict[str, dict[str, Any]] = {
     "copied": {"distill": {}, "teachers": {"old": {"student": {"every": 1}}}},
     "adapters": {"distill": {"signal": "full"}, "model": {"lora": {"rank": 4}}, "teachers": "adapters"},
     "small": {"model": TINY["model"] | {"dtype": "bfloat16"}},
-    "lag": {"async": {"lag": 1}},
-    "state": {"train": TRAIN | {"optimizer": "adamw_8bit"}},
+    "lag": {"rollout": TINY["rollout"] | {"lag": 1}},
+    "state": {"train": TRAIN},
 }
 """Sections of the tiny recipe. A recipe that distils and has no teachers gets two of different widths, or two
 adapters on the student's base."""
@@ -65,7 +59,6 @@ ON_GPU: dict[str, dict[str, Any]] = {"state": {"train": CASES["state"]["train"] 
 """Sections that are others there, and change no number."""
 LEFT_BEHIND = "left_behind"
 DOCTOR = "doctor"
-TIGHT = "tight"
 CLOSE = ("moe",)
 """Cases whose numbers are only close: on a CPU experts have their own product."""
 
@@ -120,33 +113,6 @@ def left_behind(folder: Path) -> str:
     return "the run went on"
 
 
-def tight(_: Path) -> str:
-    """Memory that is short is found before the first step: smaller micro-batches, or an error with keys."""
-    rows = {"prompt": 20, "response": 30}
-    with pretend_gpu() as device:
-        learner = Learner(tiny_model(dtype=torch.float32).to(device), Train(), Algorithm())  # pyright: ignore
-        learner.trunk.token_budget = 400
-        told = probe_memory(learner, **rows, planned=2**30)
-        peak = MEMORY.peak
-        if told is None or "8 rows of 50 tokens" not in told or "`practicum plan` says 1.0" not in told:
-            return f"told {told}"
-        try:
-            MEMORY.limit = MEMORY.used + (peak - MEMORY.used) * 2 // 3
-            probe_memory(learner, **rows)
-            if learner.trunk.halved != 1 or learner.trunk.token_budget >= 400:
-                return f"halved {learner.trunk.halved} times, to {learner.trunk.token_budget} tokens"
-            errors = []
-            for limit, sentence in ((peak // 3, "rollout.max_new_tokens"), (1, "train.optimizer adamw_8bit")):
-                MEMORY.limit = max(limit, MEMORY.used + limit)
-                try:
-                    probe_memory(learner, 200, 300)
-                except PracticumError as error:
-                    errors.append(sentence in str(error) or str(error))
-            return "" if errors == [True, True] else f"errors: {errors}"
-        finally:
-            MEMORY.limit = 2**40
-
-
 def examined(_: Path) -> str:
     """What `practicum doctor` finds wrong on the pretend GPU, or where it did not look."""
     with pretend_gpu():
@@ -187,9 +153,7 @@ def main() -> None:
     for name in names:
         (folder / name).mkdir()
         try:
-            check = {LEFT_BEHIND: left_behind, DOCTOR: examined, TIGHT: tight}.get(
-                name, partial(difference, name)
-            )
+            check = {LEFT_BEHIND: left_behind, DOCTOR: examined}.get(name, partial(difference, name))
             found[name] = check(folder / name)
         except Exception as error:
             frames = "".join(traceback.format_tb(error.__traceback__)[-6:])

@@ -15,7 +15,8 @@ ROOT = Path(practicum.__file__).parent
 
 def test_no_other_module_names_a_kind_of_accelerator():
     named = re.compile(r"\bcuda|\bmps\b|\bxpu\b|\bnccl", re.IGNORECASE)
-    allowed = {"devices.py", "engines/vllm/gpu_weights.py"}  # the other one names what vLLM calls so
+    # vLLM's own names of its weight transfers are in its folder and in compat.
+    allowed = {"devices.py", "compat/vllm.py", "engines/vllm/send_weights.py", "engines/vllm/vllm_thread.py"}
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in sorted(ROOT.rglob("*.py"))

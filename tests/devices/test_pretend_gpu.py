@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from .cases import CASES, DOCTOR, LEFT_BEHIND, TIGHT
+from .cases import CASES, DOCTOR, LEFT_BEHIND
 
-QUICK = ("top_k", LEFT_BEHIND, TIGHT)
+QUICK = ("top_k", LEFT_BEHIND)
 
 
 def differences(folder: Path, *names: str) -> dict[str, str]:

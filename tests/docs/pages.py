@@ -33,23 +33,9 @@ class Block:
     info: str
     text: str
 
-    @property
-    def title(self) -> str | None:
-        """The file of the repository that the block shows."""
-        return self._option("title")
-
-    @property
-    def base(self) -> str | None:
-        """The recipe whose keys the block adds to."""
-        return self._option("on")
-
-    @property
-    def file(self) -> str | None:
-        """The file of the user's that the block shows."""
-        return self._option("file")
-
-    def _option(self, name: str) -> str | None:
-        match = re.search(rf'{name}="([^"]+)"', self.info)
+    def __getattr__(self, option: str) -> str | None:
+        """Return `title`, `on` or `file` of the first line."""
+        match = re.search(rf'{option}="([^"]+)"', self.info)
         return match[1] if match else None
 
     def __str__(self) -> str:

@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import RESULTS
-from benchmarks.padding_table import padding_table
-from benchmarks.tables import where
-
-from benchmarks import report_async, report_engines, report_lora
+from practicum.checks.learning import RULES
 from practicum.dataplane.fields import FIELDS, Field
 from practicum.dataplane.padding_rows import padding_batch
 from practicum.dataplane.ragged import Ragged
 from practicum.dataplane.stages import StageSpec
 from practicum.engines.protocol import Engine
-from practicum.learning.update_metrics import METRICS as UPDATE_METRICS
+from practicum.observe.metrics import METRICS
+from practicum.observe.records.record_files import TRACED
 from practicum.recipe.derived import Traits
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.text.show_recipe import markdown
-from practicum.records.record_files import TRACED
+from practicum.rewards.reward_functions import RewardSample
 from practicum.roles.stage_table import all_stages
 from practicum.tasks.builtin import describe_tasks
-from practicum.tasks.scorers import RewardSample
-from practicum.trainer.step_metrics import METRICS
-from practicum.view.advisories import HINTS, RULES
-from tests.campaign import table as campaign
 
 from .pages import PAGES, ROOT, blocks_of
 
@@ -74,11 +66,6 @@ def metrics_table() -> str:
     return table(("name", "what"), ((f"`{name}`", about) for name, about in METRICS.items()))
 
 
-def update_metrics_table() -> str:
-    """What stands behind train/ and critic/."""
-    return table(("name", "what"), ((f"`{name}`", about) for name, about in UPDATE_METRICS.items()))
-
-
 def tasks_table() -> str:
     """The built-in tasks, as `practicum tasks` lists them."""
     rows = []
@@ -100,17 +87,6 @@ def machines_table() -> str:
 def sample_fields() -> list[str]:
     """What a reward function is given."""
     return [field.name for field in dataclasses.fields(RewardSample)]
-
-
-def _of(name: str, part: Callable[[Mapping[str, Any]], str]) -> Callable[[], str]:
-    """A part of the results of this name, and where they were measured."""
-    found = json.loads((RESULTS / f"{name}.json").read_text())
-    return lambda: f"{part(found)}\n\n{where(found)}."
-
-
-def _of_engines(part: Callable[[Mapping[str, Any]], str]) -> Callable[[], str]:
-    """A table of the benchmark of engines, from its last run."""
-    return lambda: part(report_engines.measured())
 
 
 def engine_table() -> str:
@@ -198,8 +174,8 @@ def _role_file(spec: StageSpec) -> str:
 
 
 def advisories_table() -> str:
-    """What the viewer's Overview points to."""
-    named = [(rule.__name__.replace("_", " "), inspect.getdoc(rule) or "") for rule in (*RULES, *HINTS)]
+    """The rules that judge whether a run is learning."""
+    named = [(rule.__name__.replace("_", " "), inspect.getdoc(rule) or "") for rule in RULES]
     return table(("rule", "fires when"), named)
 
 
@@ -213,26 +189,11 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "engine protocol": ("rollout.md", engine_table),
     "fields": ("dataplane.md", fields_table),
     "padding rules": ("padding.md", padding_rules_table),
-    "padding": ("padding.md", padding_table),
     "metrics": ("runs.md", metrics_table),
-    "update metrics": ("runs.md", update_metrics_table),
     "traced": ("runs.md", traced_table),
     "tasks": ("tasks.md", tasks_table),
     "advisories": ("view.md", advisories_table),
     "machines": ("recipes.md", machines_table),
-    "speeds of engines": ("engines.md", _of_engines(report_engines.speeds)),
-    "weights of engines": ("engines.md", _of_engines(report_engines.weights)),
-    "rests of engines": ("engines.md", _of_engines(report_engines.rests)),
-    "neighbours of engines": ("engines.md", _of_engines(report_engines.neighbours)),
-    "costs of adapters": ("lora.md", _of("lora_step", report_lora.costs)),
-    "syncs of adapters": ("lora.md", _of("vllm_lora", report_lora.syncs)),
-    "gains of a lag": ("async.md", _of("async_step", report_async.gains)),
-    "late groups": ("async.md", _of("async_evidence", report_async.dropping)),
-    "stale rows": ("async.md", _of("async_evidence", report_async.weighing)),
-    "kills": ("reliability.md", campaign.kills_table),
-    "kills with a lag": ("reliability.md", campaign.lag_table),
-    "fuzz": ("reliability.md", campaign.fuzz_table),
-    "soak": ("reliability.md", campaign.soak_table),
 }
 """Each table's page and maker; there it stands between the comments <!-- table: name --> and <!-- end -->."""
 

@@ -1,24 +1,119 @@
-"""Recipes in the docs load, code runs, data can be read."""
+"""Files and links of the docs lead somewhere, recipes load, code runs, data can be read."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import runpy
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from typer.main import get_command
+from typer.testing import CliRunner
 
+from practicum.cli import app
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.schema.recipe import Recipe, Task
-from practicum.sessions.attempts import find_loop
-from practicum.tasks.locations import Location, open_rows
-from practicum.tasks.rewards import RewardFunctions
-from practicum.tasks.scorers import RewardSample
+from practicum.rewards.reward_functions import RewardSample
+from practicum.rewards.score_functions import RewardFunctions
+from practicum.tasks.rows import open_rows
 from practicum.tasks.stream import eval_prompts, make_stream
+from practicum.tasks.tables import Location
 
-from .pages import ROOT, Block, all_blocks, blocks_of
+from .pages import PAGES, ROOT, Block, Command, all_blocks, blocks_of
+
+_NAMED = re.compile(r"(?<![\w/.-])((?:recipes|examples|docs|src|tests|benchmarks)/[\w./*-]+)")
+EXAMPLE = ROOT / "examples/one_file.py"
+
+
+def missing(text: str, folder: Path = ROOT) -> list[str]:
+    """The paths below the repository's folders that a text names and that do not exist.
+
+    In the README of a folder of recipes (`folder`), `name.yaml` in backticks is a file beside it.
+    """
+    named = {path.rstrip("./") for path in _NAMED.findall(text)}
+    absent = [path for path in named if not any(ROOT.glob(path))]
+    if folder.parent == ROOT / "recipes":
+        beside = re.findall(r"`([\w-]+\.(?:yaml|py))`", text)
+        absent += [name for name in beside if not (folder / name).is_file()]
+    return sorted(absent)
+
+
+def help_texts() -> dict[str, str]:
+    """What `practicum COMMAND --help` prints, by command."""
+    # One long line for each paragraph: a path is never broken.
+    commands: list[str] = list(getattr(get_command(app), "commands"))  # noqa: B009
+    lines = {"COLUMNS": "500", "TERMINAL_WIDTH": "500"}
+    return {
+        name: CliRunner().invoke(app, [*name.split(), "--help"], env=lines).output for name in ("", *commands)
+    }
+
+
+def help_commands() -> list[Command]:
+    """The examples of the help texts, in the order in which they build on each other."""
+    return [
+        Command(f"practicum {name} --help", line.strip())
+        for name, text in help_texts().items()
+        for line in text.splitlines()
+        if line.strip().startswith("practicum ")
+    ]
+
+
+PLACES = {
+    **{str(page.relative_to(ROOT)): page for page in [*PAGES, ROOT / "CONTRIBUTING.md"]},
+    **{str(file.relative_to(ROOT)): file for file in sorted((ROOT / "recipes").rglob("*.yaml"))},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_files_that_a_page_names_exist(place: str):
+    page = PLACES[place]
+    assert not missing(page.read_text(), page.parent if page.suffix == ".md" else ROOT)
+
+
+def test_files_that_the_help_names_exist():
+    texts = help_texts()
+    assert len(texts) > 8
+    assert {name: missing(text) for name, text in texts.items() if missing(text)} == {}
+    assert any("recipes/sort/start.yaml" in text for text in texts.values())
+
+
+def test_blocks_with_a_title_are_files_of_the_repository():
+    titled = [block for block in all_blocks() if block.title]
+    assert titled
+    for block in titled:
+        file = ROOT / (block.title or "")
+        assert file.is_file(), f"{block}: there is no {block.title}"
+        assert file.read_text() == block.text, f"{block} is not what {block.title} says"
+
+
+def test_the_readme_shows_the_demos_recipe():
+    (block,) = [block for block in all_blocks("yaml") if block.page == ROOT / "README.md"]
+    real = yaml.safe_load((ROOT / "recipes/mopd/student.yaml").read_text())
+    shown = yaml.safe_load(block.text)
+    assert shown == {key: value for key, value in real.items() if key in shown}
+    assert real.keys() - shown.keys() <= {"expected", "out", "seed", "eval", "checkpoint", "track", "runtime"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path):
+    links = [link for link in re.findall(r"\]\(([^)#]+)", page.read_text()) if not link.startswith("http")]
+    assert not [link for link in links if not (page.parent / link).exists()]
+
+
+def test_every_page_is_linked_from_the_readme_or_the_map():
+    linked = set()
+    for page in (ROOT / "README.md", ROOT / "docs/architecture.md"):
+        links = re.findall(r"\]\(([^)#:]+)", page.read_text())
+        linked |= {(page.parent / link).resolve() for link in links}
+    assert not [page.name for page in sorted((ROOT / "docs").glob("*.md")) if page not in linked]
 
 
 def load_block(block: Block, folder: Path) -> Recipe:
@@ -27,10 +122,10 @@ def load_block(block: Block, folder: Path) -> Recipe:
         return load_recipe(ROOT / block.title).recipe
     path = folder / "recipe.yaml"
     base = ""
-    if block.base:
+    if block.on:
         shutil.copytree(ROOT / "recipes", folder / "recipes")
-        path = (folder / block.base).with_name("block.yaml")
-        base = f"extends: {Path(block.base).name}\n"
+        path = (folder / block.on).with_name("block.yaml")
+        base = f"extends: {Path(block.on).name}\n"
     for other in blocks_of(block.page):
         if other.file:
             path.with_name(other.file).write_text(other.text)
@@ -62,7 +157,7 @@ def test_rows_are_good(block: Block, empty_folder: Path):
 
 
 def test_the_rewards_of_the_docs_judge(empty_folder: Path):
-    (block,) = [block for block in all_blocks("yaml") if block.base == "recipes/own_data/grpo.yaml"]
+    (block,) = [block for block in all_blocks("yaml") if block.on == "recipes/own_data/grpo.yaml"]
     recipe = load_block(block, empty_folder)
     sample = RewardSample("cab=", "abc", "abc", {}, "letters", "short", "stop", "prompt 0", 4)
     longer = RewardSample("cab=", "abcd", "abc", {}, "letters", "short", "length", "prompt 1", 5)
@@ -90,6 +185,38 @@ def test_the_dataset_of_the_docs_is_read(empty_folder: Path, monkeypatch: pytest
     assert [(p.content, p.answer) for p in drawn] == [("train: 1 + 1?", "2"), ("test: 1 + 1?", "2")]
 
 
-def test_the_loop_of_the_docs_is_found(empty_folder: Path):
-    loop = load_recipe(ROOT / "recipes/sort/second_thoughts.yaml").recipe.agent.loop
-    assert find_loop(loop).__name__ == "second_thoughts"
+def test_the_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--warmup", "10", "--steps", "2"])
+    threads = torch.get_num_threads()
+    try:
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    finally:
+        torch.set_num_threads(threads)
+    output = capsys.readouterr().out
+    assert re.findall(r"^step +(\d+)  reward \d\.\d+", output, re.MULTILINE) == ["1", "2"]
+    assert "warm-up  10" in output
+    gaps = [float(gap) for gap in re.findall(r"gap (\S+)", output)]
+    assert len(gaps) == 2
+    assert max(gaps) < 1e-4
+
+
+def test_the_cells_of_the_notebook_run(empty_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("STEPS", "2")
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    cells = runpy.run_path(str(ROOT / "examples/notebook.py"))
+    assert cells["run"].curve("reward/mean")[0] == [1, 2]
+    assert (empty_folder / "runs/notebook/grpo/curves.png").stat().st_size > 10_000
+    drawn = [line.get_label() for line in cells["right"].get_lines()]
+    assert drawn == ["eval/greedy", "eval/mean@4", "eval/pass@4"]
+    assert all(len(line.get_xdata()) == 2 for line in cells["right"].get_lines()), "steps 0 and 2"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_the_example_learns():
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, str(EXAMPLE)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"first 5 steps (\d\.\d+), last 5 steps (\d\.\d+)", done.stdout)
+    assert found is not None, done.stdout
+    assert float(found[2]) > float(found[1]) + 0.2, done.stdout

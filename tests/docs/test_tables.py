@@ -3,37 +3,45 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from practicum.algorithms.advantages.registry import ADVANTAGES
+from practicum.algorithms.advantages import ADVANTAGES
 from practicum.algorithms.aggregation import AGGREGATIONS
 from practicum.algorithms.kl import KL_ESTIMATORS
-from practicum.algorithms.policy_losses.registry import POLICY_LOSSES
-from practicum.errors import DataError
-from practicum.recipe.schema.recipe import Checks, Task
-from practicum.tasks.locations import Location, open_rows
-from practicum.tasks.scorers import SCORERS
+from practicum.algorithms.losses import POLICY_LOSSES
+from practicum.checks.watch import CHECKS
+from practicum.observe.metrics import METRICS
+from practicum.observe.text import ledger_table
+from practicum.recipe.checks.divergences import why_unfit
+from practicum.recipe.reward_traits import REWARDS
+from practicum.recipe.schema.teacher_sections import Divergence
 from practicum.trainer.recipe_changes import MAY_CHANGE
 
 from .pages import ROOT
-from .sentences import check_sentences
 from .tables import TABLES, sample_fields, update_page
 
 DOCS = ROOT / "docs"
+SUFFIXED = re.compile(r"\b(?!lora_)[a-z][a-z0-9_]*_([A-Z][A-Z1]*)\b")
+"""A name with a shape suffix; PEFT calls its two matrices lora_A and lora_B."""
 
 
-def first_cells(page: str, header: str) -> list[str]:
-    """What stands in backticks in the first column of the table whose header begins so."""
+def rows_of(page: str, header: str) -> list[list[str]]:
+    """The cells of the table whose header begins so."""
     lines = (DOCS / page).read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(f"| {header}"))
-    cells = []
+    rows = []
     for line in lines[start + 2 :]:
         if not line.startswith("|"):
             break
-        cells.append(re.findall(r"`([^`]+)`", line.split("|")[1])[0])
-    return cells
+        rows.append([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
+    return rows
+
+
+def words(cell: str) -> list[str]:
+    """What stands in backticks."""
+    return re.findall(r"`([^`]+)`", cell)
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -43,51 +51,45 @@ def test_tables_are_written_from_the_code(name: str):
     assert text == update_page(text, name), "run: python -m tests.docs.tables"
 
 
-def test_every_algorithm_is_in_a_table():
-    assert sorted(first_cells("algorithms.md", "name | advantage")) == sorted(ADVANTAGES)
-    assert sorted(first_cells("algorithms.md", "name | loss")) == sorted([*POLICY_LOSSES, "supervised"])
-    assert sorted(first_cells("algorithms.md", "name | sum")) == sorted(AGGREGATIONS)
-    text = (DOCS / "algorithms.md").read_text()
-    assert all(f"`{name}` = " in text for name in KL_ESTIMATORS)
+@pytest.mark.parametrize(
+    ("page", "header", "names"),
+    [
+        ("algorithms.md", "name | advantage", ADVANTAGES),
+        ("algorithms.md", "name | loss", [*POLICY_LOSSES, "supervised"]),
+        ("algorithms.md", "name | sum", AGGREGATIONS),
+        ("runs.md", "check | looks", CHECKS),
+        ("tasks.md", "`use`", [*REWARDS, "package.module:function"]),
+    ],
+)
+def test_every_name_is_in_its_table(page: str, header: str, names: list[str]):
+    assert {words(row[0])[0] for row in rows_of(page, header)} == {*names}
 
 
-def test_papers_are_those_of_the_docstrings():
-    rows = (DOCS / "algorithms.md").read_text().splitlines()
-    for name, function in {**ADVANTAGES, **POLICY_LOSSES}.items():
-        module = Path(function.__code__.co_filename).read_text()
-        row = next(row for row in rows if row.startswith(f"| `{name}` |"))
-        papers = re.findall(r"abs/(\d+\.\d+)", row)
-        assert papers or name == "reinforce"
-        assert all(paper in module for paper in papers), name
+def test_names_that_stand_in_sentences_are_all_there():
+    algorithms, runs, tasks = ((DOCS / f"{page}.md").read_text() for page in ("algorithms", "runs", "tasks"))
+    assert all(f"`{name}` = " in algorithms for name in KL_ESTIMATORS)
+    assert all(f"`{key}…`" in runs if key.endswith(".") else f"`{key}`" in runs for key in MAY_CHANGE)
+    assert f"({', '.join(f'`{name}`' for name in sample_fields())})" in tasks
 
 
-def test_every_check_is_in_the_table_with_its_sentence():
-    text = (DOCS / "runs.md").read_text()
-    for name, sentence in check_sentences():
-        assert sentence is not None
-        assert any(
-            row.startswith(f"| `{name}` |") and f"| {sentence} |" in row for row in text.splitlines()
-        ), f"{name}: {sentence}"
-    named = [name for name in Checks.model_fields if not name.endswith(("_max", "_min")) and name != "own"]
-    assert sorted(set(first_cells("runs.md", "check | looks"))) == sorted(named)
+def test_every_divergence_is_in_the_table_with_its_signals():
+    shown = {words(row[0])[0]: words(row[1]) for row in rows_of("teachers.md", "divergence")}
+    signals = ("sampled", "top_k", "full")
+    fitting = {
+        name: [signal for signal in signals if why_unfit(name, signal, "loss") is None]
+        for name in get_args(Divergence)
+    }
+    assert shown == fitting
 
 
-def test_what_a_resumed_run_may_change_is_listed():
-    text = (DOCS / "runs.md").read_text()
-    assert all(f"`{key}…`" in text if key.endswith(".") else f"`{key}`" in text for key in MAY_CHANGE)
+def test_every_column_and_metric_of_the_ledger_is_in_the_table():
+    rows = rows_of("teachers.md", "column")
+    assert [row[0] for row in rows] == [str(column.header) for column in ledger_table({}).columns][1:]
+    measured = [name.removeprefix("teacher/<teacher>/") for name in METRICS if name.startswith("teacher/")]
+    assert sorted(word for row in rows for word in words(row[1])) == sorted(measured)
 
 
-def test_reward_names_and_sample_fields_are_listed():
-    assert first_cells("tasks.md", "`use`")[:-1] == ["checker", *SCORERS]
-    text = (DOCS / "tasks.md").read_text()
-    assert f"({', '.join(f'`{name}`' for name in sample_fields())})" in text
-
-
-def test_a_bad_row_is_named_as_the_docs_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    file = Path("data/train.jsonl")
-    file.parent.mkdir()
-    file.write_text('{"prompt": "ab=", "answer": "ab"}\n{"prompt": "ba=", "anwser": "ab"}\n')
-    with pytest.raises(DataError) as raised:
-        open_rows("t", Task(), Location((str(file),)), needs_answer=True)
-    assert f"```text\n{raised.value}\n```" in (DOCS / "tasks.md").read_text()
+def test_the_legend_of_shape_suffixes_is_that_of_the_code():
+    legend = set(re.findall(r"\| `_([A-Z1])` \|", (ROOT / "CONTRIBUTING.md").read_text()))
+    texts = [path.read_text() for path in (ROOT / "src").rglob("*.py")]
+    assert {axis for text in texts for suffix in SUFFIXED.findall(text) for axis in suffix} == legend

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from practicum.engines.protocol import Counter, GenerateRequest, Generation, Sampling
+from practicum.engines.torch.prompt_cache import SequenceCache
 from practicum.engines.torch.torch_engine import TorchEngine
-from practicum.models.images import Images
 from practicum.models.load_model import load_tokenizer, make_model, ready
-from practicum.models.vision import image_token_id
+from practicum.models.vision import Images
 from practicum.recipe.schema.recipe import MakeModel, Model
 
 FAMILIES = ("qwen3", "llama", "gpt2")
@@ -42,10 +42,22 @@ def tiny(family: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float3
 
 @contextmanager
 def engine_of(
-    model: PreTrainedModel, slots: int = 16, context: int = 96, **more: Any
+    model: PreTrainedModel,
+    slots: int = 16,
+    context: int = 96,
+    *,
+    keep_tokens: int | None = None,
+    alone: bool | None = None,
+    version: int = 0,
+    **more: Any,
 ) -> Iterator[TorchEngine]:
-    """An engine that is closed at the end."""
+    """An engine that is closed at the end; its cache may be smaller, and turns confirmed or not."""
     engine = TorchEngine(model, slots=slots, context=context, **more)
+    engine.version = engine.scheduler.version = version
+    if keep_tokens is not None:
+        engine.scheduler.cache = SequenceCache(keep_tokens)
+    if alone is not None:
+        engine.scheduler.alone = alone
     try:
         yield engine
     finally:
@@ -74,7 +86,7 @@ def picture_prompt(model: PreTrainedModel, *sizes: tuple[int, int], seed: int = 
     g = torch.Generator().manual_seed(seed)
     ids: list[int] = torch.randint(3, 60, (3,), generator=g).tolist()
     for height, width in sizes:
-        ids += [image_token_id(model.config)] * (height * width)
+        ids += [model.config.image_token_id] * (height * width)
         ids += torch.randint(3, 60, (4,), generator=g).tolist()
     return ids
 
@@ -84,7 +96,7 @@ def plain_inputs(model: PreTrainedModel, ids: Sequence[int], images: Images | No
     inputs = {"input_ids": torch.tensor([list(ids)])}
     if images is None:
         return inputs
-    left, token = int(images.grid.prod(1).sum()) // 4, image_token_id(model.config)
+    left, token = int(images.grid.prod(1).sum()) // 4, model.config.image_token_id
     kind = inputs["input_ids"] == token
     kind &= kind.cumsum(1) <= left
     return {**inputs, "mm_token_type_ids": kind.int(), **images.as_inputs()}

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
+from practicum.cpu import batch_invariance
+from practicum.cpu.batch_invariance import KEY_STEP, LANES, ROWS, padded_keys, padded_tokens
 from practicum.dataplane.ragged import Ragged
 from practicum.engines.protocol import Counter, GenerateRequest, Generation, ScoreRequest
 from practicum.engines.torch import model_runner
@@ -25,14 +27,12 @@ from practicum.engines.torch.score_batch import _hidden
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.learning.packed_model import PackedModel
 from practicum.learning.packing import RowSpans
-from practicum.models import batch_invariance
 from practicum.models.attention import head_logits, packed_forward
-from practicum.models.batch_invariance import KEY_STEP, LANES, ROWS, padded_keys, padded_tokens
-from practicum.models.images import Images
 from practicum.models.load_model import ready
 from practicum.models.packed_attention import PackedLayout
+from practicum.models.vision import Images
 from practicum.recipe.schema.recipe import Train
-from practicum.roles.make_engine import describe_engines
+from practicum.roles.sync import describe_engines
 from tests.engines.engines import engine_of, picture_prompt, pictures, prompts, sampling, tiny
 
 CPU = torch.device("cpu")

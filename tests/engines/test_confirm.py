@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from practicum.engines.protocol import Counter, GenerateRequest, Generation, ScoreRequest
 from practicum.engines.torch import confirm
 from practicum.engines.torch.sampler import skip_ahead, stream_key, uniforms
-from practicum.roles.make_engine import describe_engines
 from tests.engines.engines import engine_of, prompts, sampling, tiny
 from tests.engines.test_batch_invariance import asked_of, talks
 
@@ -69,7 +68,7 @@ def same(one: Generation, other: Generation) -> bool:
 def test_confirmed_turns_do_not_depend_on_the_batch_even_where_tokens_do(family: str):
     alone = [made_by(family, [i], 0.05, slots=1, keep_tokens=0)[0][0] for i in range(5)]
     together, wrong = made_by(family, range(5), 0.05, slots=5)
-    drafts, _ = made_by(family, range(5), 0.05, slots=5, repeatable=False)
+    drafts, _ = made_by(family, range(5), 0.05, slots=5, alone=False)
     turns = [
         (a, b) for one, other in zip(alone, together, strict=True) for a, b in zip(one, other, strict=True)
     ]
@@ -90,8 +89,7 @@ def test_confirming_changes_nothing_where_numbers_do_not_depend_on_the_batch(
     asked = list(enumerate(asked_of(model)))
     with engine_of(model) as engine:
         expected = talks(engine, asked, WAITS)
-    with engine_of(model) as engine:
-        engine.scheduler._alone = True
+    with engine_of(model, alone=True) as engine:
         made = talks(engine, asked, WAITS)
         assert engine.stats.confirmed_turns == 15
         assert engine.stats.redrafted_turns == 0
@@ -106,8 +104,7 @@ def test_a_turn_that_is_wrong_at_its_end_and_one_that_ends_early():
     request = GenerateRequest(prompts(1)[0], sampling(12), Counter(0, 1))
     with engine_of(model) as engine:
         (expected,) = asyncio.run(_all(engine, [request]))
-    with engine_of(model) as engine:
-        engine.scheduler._alone = True
+    with engine_of(model, alone=True) as engine:
         collect = engine.scheduler._collect
 
         def wrong(memory: Any, sampled: Any) -> Any:
@@ -131,21 +128,13 @@ def test_scores_do_not_depend_on_what_else_is_scored():
         return await asyncio.gather(*map(engine.score, some))
 
     hook.size = 1e-6
-    with engine_of(model) as engine, engine_of(model, repeatable=False) as other:
+    with engine_of(model) as engine, engine_of(model, alone=False) as other:
         hook.size = 0.05
         alone = [asyncio.run(score(engine, [row]))[0].logprobs for row in rows]
         together = [one.logprobs for one in asyncio.run(score(engine, rows))]
         batched = [one.logprobs for one in asyncio.run(score(other, rows))]
     assert all(map(torch.equal, alone, together))
     assert not all(map(torch.equal, alone, batched))
-
-
-def test_the_log_says_which_of_both_holds():
-    model, hook = unsteady("qwen3")
-    hook.size = 1e-6
-    with engine_of(model) as engine, engine_of(model, repeatable=False) as other:
-        assert "each is computed alone, so that runs repeat" in describe_engines(engine)[0]
-        assert "equal up to rounding only" in describe_engines(other)[0]
 
 
 def test_a_tokens_block_depends_on_its_place_alone():

@@ -57,30 +57,6 @@ def test_logprobs_are_those_of_a_plain_forward(family: str, dtype: torch.dtype, 
         torch.testing.assert_close(generation.logprobs, expected.float(), rtol=0, atol=tolerance)
 
 
-def test_without_temperature_and_cuts_both_logprobs_are_one():
-    with engine_of(tiny()) as engine:
-        (got,) = generate(engine, [([5, 6], sampling(), Counter(0, 0))])
-    assert torch.equal(got.logprobs, got.plain_logprobs)
-    assert got.logprobs.dtype == torch.float32
-    assert got.tokens.dtype == torch.int64
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_sample_is_the_same_whatever_else_is_in_the_batch(family: str):
-    model = tiny(family)
-    settings = sampling(20, stop=[EOS])
-    requests = [(p, settings, Counter(7, i, s)) for i, p in enumerate(prompts(8)) for s in range(4)]
-    with engine_of(model, slots=64) as engine:
-        together = generate(engine, requests)
-    with engine_of(model, slots=3) as engine:
-        backwards = generate(engine, requests[::-1])[::-1]
-        alone = [generate(engine, [request])[0] for request in requests[:4]]
-    assert len({tuple(g.tokens.tolist()) for g in together}) == len(requests)
-    # Rounding differs with the batch, so that a number may fall beside another token's edge: very rarely.
-    assert sum(not same(a, b) for a, b in zip(together, backwards, strict=True)) <= 1
-    assert sum(not same(a, b) for a, b in zip(together[:4], alone, strict=True)) <= 1
-
-
 def test_samples_depend_on_every_part_of_the_counter():
     counters = [Counter(0, 0), Counter(1, 0), Counter(0, 1), Counter(0, 0, 1), Counter(0, 0, 0, 1)]
     with engine_of(tiny()) as engine:

@@ -18,8 +18,7 @@ from practicum.engines.torch import prompt_cache
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import EngineError
 from practicum.models.experts import routes_of
-from practicum.models.images import Images
-from practicum.models.vision import image_token_id
+from practicum.models.vision import Images
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.stage_table import make_plan
 from practicum.runtime.local import start_local
@@ -72,7 +71,7 @@ async def say(engine: TorchEngine, talk: Talk, number: int, *, keep: bool = True
 
 def converse(engine: TorchEngine, count: int, turns: int, *, keep: bool = True) -> list[Talk]:
     """Several conversations at once, each at its own pace."""
-    talks = [opening(engine._model, number) for number in range(count)]
+    talks = [opening(engine.model, number) for number in range(count)]
 
     async def one(number: int) -> None:
         for _ in range(turns):
@@ -108,7 +107,7 @@ def test_later_turns_have_the_logprobs_and_experts_of_a_plain_forward(family: st
         talks = converse(engine, 9, 5)
         assert engine.stats.reused_tokens > engine.stats.prefilled_tokens
     for talk in talks:
-        if talk.images and image_token_id(model.config) in [i for turn in talk.sampled() for i in turn]:
+        if talk.images and model.config.image_token_id in [i for turn in talk.sampled() for i in turn]:
             continue  # which transformers' forward would take for a picture
         checked += 1
         all_NV, experts_N = plain(model, talk)
@@ -171,7 +170,7 @@ def test_what_older_weights_computed_is_never_used():
 
 def test_kept_memory_is_counted_and_freed_by_sleep():
     with engine_of(model_of("qwen3"), slots=2, context=64) as engine:
-        empty, talk = engine.memory().kv, opening(engine._model, 3)
+        empty, talk = engine.memory().kv, opening(engine.model, 3)
         asyncio.run(say(engine, talk, 3))
         known = talk.turns[0][0] + len(talk.turns[0][1].tokens) - 1
         assert engine.memory().kv - empty == known * empty // (2 * 64)
@@ -185,13 +184,13 @@ def test_kept_memory_is_counted_and_freed_by_sleep():
 
 def test_nothing_is_kept_unless_asked_and_after_a_failure_or_the_end(monkeypatch: pytest.MonkeyPatch):
     with engine_of(model_of("qwen3")) as engine:
-        empty, talk = engine.memory().kv, opening(engine._model, 3)
+        empty, talk = engine.memory().kv, opening(engine.model, 3)
         asyncio.run(say(engine, talk, 3, keep=False))
         assert engine.memory().kv == empty
         asyncio.run(say(engine, talk, 3))
         assert engine.memory().kv > empty
         with monkeypatch.context() as broken:
-            broken.setattr(engine.scheduler, "_sample", lambda hidden: 1 / 0)
+            broken.setattr(engine.scheduler, "_collect", lambda *_: 1 / 0)
             with pytest.raises(EngineError, match="failed"):
                 asyncio.run(say(engine, talk, 3))
         assert engine.memory().kv == empty
@@ -275,7 +274,7 @@ def test_equal_sequences_are_kept_once_and_serve_each_of_their_sessions():
 def test_different_prompts_of_one_step_share_what_they_go_on_from():
     """Forks of a session: both find the sequence if they come together, else the first takes it."""
     with engine_of(model_of("qwen3")) as engine:
-        talk = opening(engine._model, 4)
+        talk = opening(engine.model, 4)
         asyncio.run(say(engine, talk, 4))
         forks = [Talk([*talk.ids, 30 + i]) for i in range(3)]
 
@@ -295,7 +294,7 @@ def test_abandoned_turns_leave_others_as_they_are():
     with engine_of(model_of("qwen3"), slots=32) as engine:
         expected = [talk.sampled() for talk in converse(engine, 12, 6, keep=False)]
     with engine_of(model_of("qwen3"), slots=3) as engine:
-        talks = [opening(engine._model, number) for number in range(12)]
+        talks = [opening(engine.model, number) for number in range(12)]
 
         async def one(number: int) -> None:
             for turn in range(6):
@@ -330,18 +329,16 @@ def test_a_policy_says_whether_turns_are_kept(keep: bool):
 
 
 @pytest.mark.parametrize(
-    ("loop", "keep_tokens", "kept"),
-    [("single_turn", None, False), ("retry", None, True), ("retry", 0, False)],
+    ("loop", "kept"),
+    [("single_turn", False), ("retry", True)],
 )
-def test_a_recipes_agents_keep_their_turns_unless_they_take_just_one(
-    loop: str, keep_tokens: int | None, kept: bool
-):
+def test_a_recipes_agents_keep_their_turns_unless_they_take_just_one(loop: str, kept: bool):
     sections = {
         "name": "t",
         "model": {"make": {"hidden": 32, "layers": 2, "head_dim": 8}},
         "tasks": {"sort": {"kind": "sort"}},
         "agent": {"loop": loop},
-        "rollout": {"slots": 8, "keep_tokens": keep_tokens},
+        "rollout": {"slots": 8},
         "runtime": {"threads": 1},
     }
     recipe = Recipe.model_validate(sections)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from practicum.cpu.batch_invariance import padded_keys
 from practicum.engines.protocol import Counter
 from practicum.engines.torch import kv_memory as kv
 from practicum.engines.torch.kv_memory import (
@@ -18,7 +19,6 @@ from practicum.engines.torch.kv_memory import (
     runs,
 )
 from practicum.models import packed_attention
-from practicum.models.batch_invariance import padded_keys
 from practicum.models.packed_attention import PackedLayout, padded_length
 from practicum.models.padded_attention import AttentionRule
 from tests.engines.engines import engine_of, generate, prompts, resident, sampling, tiny
@@ -172,14 +172,3 @@ def test_kv_memory_is_zero_aligned_and_untouched(dtype: torch.dtype):
     before = resident()
     large = lazy_zeros((1 << 26,), torch.empty(0, dtype=dtype))
     assert resident() - before < large.nbytes // 4
-
-
-def test_memory_that_was_long_becomes_short_and_wide():
-    like = PromptKv(*(torch.zeros(1, 1, 1, 4) for _ in range(2)))
-    memory = KvMemory(like, 64, 2000)
-    short, long = (PromptKv(*(torch.full((1, 1, n, 4), float(n)) for _ in range(2))) for n in (10, 900))
-    memory.put_prompt(long, 0, 1)
-    assert memory.keys.shape[1] < 64
-    memory.put_prompt(short, 0, 60)
-    assert memory.keys.shape[1] >= 60
-    assert torch.equal(memory.prompt(59, 10).keys, short.keys)

@@ -150,9 +150,3 @@ def test_double_precision_samples_and_records():
     with engine_of(model) as engine:
         (got,) = generate(engine, [([5, 6, 7], sampling(6), Counter(0, 0))])
     check_experts(model, [5, 6, 7], got)
-
-
-def test_a_dense_model_records_no_experts():
-    with engine_of(tiny()) as engine:
-        (got,) = generate(engine, [([5, 6], sampling(3), Counter(0, 0))])
-    assert got.experts is None

@@ -7,7 +7,6 @@ import threading
 from typing import Any
 
 import pytest
-import torch
 
 from practicum.engines.protocol import Counter, GenerateRequest, ScoreOptions, ScoreRequest
 from practicum.engines.torch.torch_engine import TorchEngine
@@ -210,7 +209,7 @@ def test_closing_before_any_step_fails_requests_that_have_not_arrived(model):
         task = asyncio.create_task(engine.generate(GenerateRequest([5], LONG, Counter(0, 0))))
         await asyncio.sleep(0)
         engine.close()
-        with pytest.raises(EngineError, match="was closed with 1 requests under way"):
+        with pytest.raises(EngineError, match="was closed with 1 requests in flight"):
             await task
 
     asyncio.run(run(TorchEngine(model, slots=2, context=128)))
@@ -232,25 +231,3 @@ def test_event_loops_of_several_threads_share_an_engine(model):
             alone = generate(engine, [([5, 6], sampling(12), Counter(index, i)) for i in range(8)])
             assert [g.tokens.tolist() for g in got] == [g.tokens.tolist() for g in alone]
     assert len(results) == 3
-
-
-def test_the_loop_stays_free_while_the_engine_works(model):
-    async def run(engine: TorchEngine):
-        task = asyncio.create_task(engine.generate(GenerateRequest([5], LONG, Counter(0, 0))))
-        turns = 0
-        while not task.done():
-            turns += 1
-            await asyncio.sleep(0.001)
-        return turns, await task
-
-    with engine_of(model, context=128) as engine:
-        turns, generation = asyncio.run(run(engine))
-    assert len(generation.tokens) == 120
-    assert turns > 3
-
-
-def test_results_are_without_gradients(model):
-    with engine_of(model) as engine:
-        (got,) = generate(engine, [([5], sampling(), Counter(0, 0))])
-    assert not got.logprobs.requires_grad
-    assert torch.is_grad_enabled()

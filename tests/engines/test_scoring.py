@@ -7,11 +7,11 @@ import asyncio
 import pytest
 import torch
 
-from practicum.engines.protocol import Counter, GenerateRequest, ScoreOptions, ScoreRequest, Scores
+from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
 from practicum.engines.torch import score_batch as scoring
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import EngineError
-from tests.engines.engines import FAMILIES, engine_of, plain_logprobs, prompts, sampling, tiny
+from tests.engines.engines import FAMILIES, engine_of, plain_logprobs, prompts, tiny
 
 
 def score(engine: TorchEngine, jobs: list[tuple[list[int], int, int]]) -> list[Scores]:
@@ -56,34 +56,6 @@ def test_no_token_to_score_gives_empty_scores():
     assert plain.topk_ids is None
     assert top.topk_ids is not None
     assert top.topk_ids.shape == (0, 3)
-
-
-def test_what_was_sampled_scores_what_it_was_sampled_with():
-    async def run(engine: TorchEngine):
-        asked = prompts(10)
-        got = await asyncio.gather(
-            *(engine.generate(GenerateRequest(p, sampling(12), Counter(0, i))) for i, p in enumerate(asked))
-        )
-        pairs = zip(asked, got, strict=True)
-        scores = await asyncio.gather(
-            *(engine.score(ScoreRequest(p + g.tokens.tolist(), len(p))) for p, g in pairs)
-        )
-        return got, scores
-
-    with engine_of(tiny()) as engine:
-        for generation, scores in zip(*asyncio.run(run(engine)), strict=True):
-            torch.testing.assert_close(generation.plain_logprobs, scores.logprobs, rtol=0, atol=1e-4)
-
-
-def test_scoring_and_sampling_go_on_side_by_side():
-    async def run(engine: TorchEngine):
-        return await asyncio.gather(
-            *(engine.generate(GenerateRequest(p, sampling(12), Counter(0, 0))) for p in prompts(8)),
-            *(engine.score(ScoreRequest(p, 1)) for p in prompts(8, seed=1, shortest=2)),
-        )
-
-    with engine_of(tiny(), slots=2, score_tokens=20) as engine:
-        assert len(asyncio.run(run(engine))) == 16
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 4}, {"hidden": True, "temperature": 0.7}])

@@ -110,7 +110,7 @@ def test_an_engine_that_waits_for_its_turn_can_be_closed():
         one.may_begin.set()
         assert await asyncio.wait_for(begun, 30) == "one"
         (error,) = await asyncio.gather(waits, return_exceptions=True)
-        assert "the other was closed with 1 requests under way" in str(error)
+        assert "the other was closed with 1 requests in flight" in str(error)
 
     try:
         asyncio.run(close_the_other())

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from practicum.engines.protocol import Counter, GenerateRequest, Generation, Sampling, ScoreRequest, Scores
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import EngineError
-from practicum.models.images import Images
-from practicum.models.vision import image_token_id
+from practicum.models.vision import Images
 from tests.engines.engines import (
     engine_of,
     picture_prompt,
@@ -91,7 +90,7 @@ def test_logprobs_equal_a_plain_forward_of_the_whole_sequence(model: PreTrainedM
         made = sample(engine, rows + rows, sampling(12))
         assert engine.stats.prefilled_prompts == len(rows)
     for row, got in zip(rows + rows, made, strict=True):
-        if image_token_id(model.config) in got.tokens:  # which transformers' forward would take for a picture
+        if model.config.image_token_id in got.tokens:  # which transformers' forward would take for a picture
             continue
         assert torch.allclose(got.plain_logprobs, expected_logprobs(model, row, got.tokens), atol=1e-5)
         assert got.experts is None
@@ -133,7 +132,7 @@ def test_a_later_turn_goes_on_where_the_earlier_one_ended(model: PreTrainedModel
 def test_an_image_token_that_was_sampled_is_a_plain_token(model: PreTrainedModel, rows: list[Row]):
     """Its logprobs do not depend on whether it was decoded, given or scored, nor on who is beside it."""
     ids, images = rows[1]
-    token = image_token_id(model.config)
+    token = model.config.image_token_id
     later = ([*ids, 9, token, 11], images)
     with engine_of(model) as engine:
         first, _ = sample(engine, [later, rows[2]], sampling(4, greedy=True))
@@ -159,7 +158,7 @@ def test_pictures_that_do_not_fit_fail_alone(model: PreTrainedModel, rows: list[
         bad, good = asyncio.run(run())
         assert isinstance(bad, EngineError)
         assert isinstance(good, Generation)
-        with pytest.raises(EngineError, match="each picture needs a run of its own"):
+        with pytest.raises(EngineError, match="each picture needs its own run"):
             score(engine, [rows[1]], [5])
     with engine_of(tiny()) as engine, pytest.raises(EngineError, match="takes no pictures"):
         sample(engine, [([5, 6], rows[1][1])], sampling(2))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from practicum.engines.vllm.vllm_engine import VllmEngine
-from practicum.engines.vllm.vllm_messages import VllmSetup
+from practicum.engines.vllm.vllm_setup import VllmSetup
 from practicum.errors import EngineError, MissingExtraError
 from practicum.recipe.schema.recipe import Recipe
 from practicum.trainer.preflight import check_without_models

@@ -117,7 +117,7 @@ def test_nothing_changes_under_requests_on_their_way(what: str):
         tasks = [asyncio.create_task(engine.generate(GenerateRequest(*request))) for request in REQUESTS]
         await asyncio.sleep(0)
         changes = {"load": lambda: engine.load_weights(model.state_dict().items(), 1), "sleep": engine.sleep}
-        with pytest.raises(EngineError, match="6 requests under way"):
+        with pytest.raises(EngineError, match="6 requests in flight"):
             changes[what]()
         return await asyncio.gather(*tasks)
 

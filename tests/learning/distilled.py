@@ -13,12 +13,12 @@ from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from practicum.algorithms.aggregation import token_weights
+from practicum.cpu.norms import fuse_norms
 from practicum.dataplane.ragged import Ragged
-from practicum.learning.distill_loss import DistillSettings, TeacherColumns
-from practicum.learning.update_batch import UpdateBatch
+from practicum.learning.objective import DistillSettings
+from practicum.learning.update_batch import TeacherColumns, UpdateBatch
 from practicum.models.attention import OutputHead
 from practicum.models.load_model import ready
-from practicum.models.norms import fuse_norms
 from practicum.recipe.schema.teacher_sections import Distill
 
 from .reference import VOCAB, take, tiny

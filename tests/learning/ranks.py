@@ -94,8 +94,8 @@ def on_rank(batch: UpdateBatch, rows: list[list[int]], parallel: Parallel | None
     everywhere = BatchFacts(
         sessions=batch.sessions,
         sampled_tokens=[int(mask.sum()) for mask in batch.response_mask.rows],
-        session_tokens=batch.session_tokens,
-        teachers=None if batch.teachers is None else batch.teachers.teacher,
+        session_tokens=batch.session_tokens or session_tokens(batch),
+        teachers=[0] * len(batch.sessions) if batch.teachers is None else batch.teachers.teacher,
     )
     return replace(picked, whole=everywhere)
 
@@ -128,9 +128,10 @@ def batches(updates: int = UPDATES, **options: Any) -> list[UpdateBatch]:
 def ragged_rows(parallel: Parallel | None, folder: Path) -> Found:
     """Tied embeddings, every penalty, sessions of which the mini-batch has only a part."""
     algorithm = Algorithm(
-        aggregation="seq_mean_token_mean", entropy=0.1, kl=Kl(place="loss", coefficient=0.1), dual_clip=3.0
+        aggregation="seq_mean_token_mean", entropy=0.1, kl=Kl(place="loss", coefficient=0.1)
     )
-    cut = [replace(b, session_tokens=_session_tokens(b)) for b in batches()]
+    # As if each session had five more tokens elsewhere.
+    cut = [replace(b, session_tokens=[n + 5 for n in session_tokens(b)]) for b in batches()]
     learner, found = learn(
         parallel, tiny(), algorithm, cut, lambda b: uneven(len(b.sessions)), temperature=0.7
     )
@@ -148,11 +149,11 @@ def ragged_rows(parallel: Parallel | None, folder: Path) -> Found:
     return found
 
 
-def _session_tokens(batch: UpdateBatch) -> list[int]:
-    """As if each session had five more tokens elsewhere."""
+def session_tokens(batch: UpdateBatch) -> list[int]:
+    """Sampled tokens of each row's session."""
     tokens: dict[int, int] = {}
     for session, mask in zip(batch.sessions, batch.response_mask.rows, strict=True):
-        tokens[session] = tokens.get(session, 5) + int(mask.sum())
+        tokens[session] = tokens.get(session, 0) + int(mask.sum())
     return [tokens[session] for session in batch.sessions]
 
 
@@ -276,12 +277,10 @@ def refusals(parallel: Parallel | None, folder: Path) -> Found:
     broken_M[batch.response_mask.values.nonzero()[0]] = torch.nan
     spoilt = replace(batch, advantages=Ragged.packed(broken_M, batch.response_ids.lengths))
     for given, check in ((spoilt, None), (batch, _refuse)):
-        learner.stepper.before_step = check
         try:
-            learner.update(on_rank(given, split, parallel))
+            learner.update(on_rank(given, split, parallel), before_step=check)
         except CheckError as error:
             found.refused.append(str(error))
-    learner.stepper.before_step = None
     found.metrics.append(learner.update(on_rank(batch, split, parallel)))
     found.keep(learner.model, learner.stepper)
     return found

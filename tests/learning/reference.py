@@ -20,13 +20,12 @@ from transformers import (
 
 from practicum.algorithms.aggregation import token_weights
 from practicum.algorithms.kl import token_kl
-from practicum.algorithms.policy_losses.registry import POLICY_LOSSES
-from practicum.algorithms.policy_losses.types import PolicyInputs
+from practicum.algorithms.losses import POLICY_LOSSES, PolicyInputs
+from practicum.cpu.norms import fuse_norms
 from practicum.dataplane.ragged import Ragged
 from practicum.learning.update_batch import UpdateBatch
 from practicum.models.load_model import ready
 from practicum.models.lora import add_adapter
-from practicum.models.norms import fuse_norms
 from practicum.recipe.schema.algorithm_sections import Algorithm
 from practicum.recipe.schema.recipe import Lora, Train
 
@@ -240,15 +239,13 @@ def reference_update(
             session_N=session,
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
-            dual_clip=algorithm.dual_clip,
-            log_ratio_clamp=algorithm.log_ratio_clamp,
         )
         loss = POLICY_LOSSES[algorithm.loss](inputs).loss_N
     loss = loss - algorithm.entropy * tokens.entropy
     if algorithm.kl.place == "loss":
         assert batch.ref_logprobs is not None
         kl = token_kl(algorithm.kl.estimator, tokens.logprobs, batch.ref_logprobs.values.to(dtype), mask)
-        loss = loss + algorithm.kl.coefficient * kl.kl_N
+        loss = loss + algorithm.kl.coefficient * kl
     weights = token_weights(algorithm.aggregation, mask, session, len(names), dtype)
     total = (weights * loss).sum()
     total.backward()

@@ -23,7 +23,7 @@ from practicum.learning.value_learner import ValueLearner
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.advantages import AdvantageRole
 from practicum.roles.critic import CriticRole
-from practicum.roles.padding import padding_rows_needed
+from practicum.roles.padding import BatchCutter
 from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import make_plan
 from practicum.roles.student import StudentRole
@@ -108,7 +108,7 @@ def make_recipe(train: dict[str, Any], loss: str, mismatch: dict[str, Any]) -> R
             "algorithm": {"advantage": "gae", "loss": loss, "kl": kl, "mismatch": mismatch},
             "critic": {},
             "train": {"lr": 0.01, "eps": 1e-3, **train},
-            "checks": {"logprob_gap": "off"},
+            "checks": {"logprob_gap_max": 1e9},
         }
     )
 
@@ -135,13 +135,13 @@ def run_roles(
     reference = LogprobScorer(PackedModel(tiny(seed=1), recipe.train, parallel))
     learner = Learner(model, recipe.train, recipe.algorithm, parallel=parallel)
     for step in range(1, steps + 1):
-        lacking = padding_rows_needed(
-            recipe, make_rows(rows, 0)[1], step, 1 if parallel is None else parallel.world
-        )
+        rank, ranks = (0, 1) if parallel is None else (parallel.rank, parallel.world)
+        cutter = BatchCutter(recipe, rank, ranks)
+        lacking = cutter.padding_rows(make_rows(rows, 0)[1], step)
         store, batch = make_rows(rows, lacking)
         plan, info = make_plan(recipe), StepInfo(batch, step)
-        student = StudentRole(recipe, plan, store, learner, reference, watch)
-        critic_role = CriticRole(recipe, plan, store, critic)
+        student = StudentRole(recipe, plan, store, learner, reference, watch, cutter)
+        critic_role = CriticRole(plan, store, critic, cutter)
         if "old_logprobs" in plan:
             student.old_logprobs(info)
         student.ref_logprobs(info)
@@ -184,9 +184,9 @@ def roles_with_gspo(parallel: Parallel | None, folder: Path) -> Found:
 @case
 def roles_with_weights(parallel: Parallel | None, folder: Path) -> Found:
     """Ratios of sessions whose rows lie on both ranks, in two optimizer steps."""
-    mismatch = {"weights": "sequence", "cap": 1.2, "reject": {"low": 0.75, "high": 3.0}}
+    mismatch = {"weights": "sequence", "cap": 1.2}
     found = run_roles(parallel, 11, {"minibatches": 2}, mismatch=mismatch)
-    assert all(0 < found.metrics[0][f"mismatch_{name}"] < 1 for name in ("truncated", "rejected", "weight"))
+    assert all(0 < found.metrics[0][f"mismatch_{name}"] < 1 for name in ("truncated", "weight"))
     return found
 
 

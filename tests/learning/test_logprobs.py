@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from practicum.cpu.batch_invariance import ROWS
 from practicum.learning.logprobs import LogprobScorer, map_logits, token_logprobs
 from practicum.learning.packed_model import PackedModel
 from practicum.learning.packing import RowSpans
-from practicum.models.batch_invariance import ROWS
 from practicum.models.fingerprint import LENGTH, fingerprint_ids
 from practicum.recipe.schema.recipe import Train
 

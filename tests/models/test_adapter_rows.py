@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedModel
 
+from practicum.cpu.adapter_rows import RowPart
 from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
 from practicum.engines.torch.model_runner import ModelRunner
 from practicum.engines.torch.request_queue import ScoreJob
 from practicum.engines.torch.score_batch import adapter_parts, score_batch
 from practicum.errors import RecipeError
-from practicum.models.adapter_files import write_adapter
-from practicum.models.adapter_rows import RowPart, bare_base, put_adapters
-from practicum.models.lora import base_fingerprint, merged_weights
+from practicum.models.adapter_files import SavedAdapter, write_adapter
+from practicum.models.lora import add_adapter, bare_base, base_fingerprint, merged_weights, put_adapters
 from practicum.models.offloaded_weights import named_tensors
-from practicum.models.saved_adapter import SavedAdapter
+from practicum.recipe.schema.recipe import Lora
 from tests.learning.reference import FAMILIES, tiny, with_adapter
 
 LORAS: dict[str, dict[str, Any]] = {
@@ -194,3 +194,19 @@ def test_adapters_are_told_apart_by_what_they_do(tmp_path: Path):
     scaled = saved(tmp_path / "d", adapted("llama", torch.float32, LORAS["small"] | {"alpha": 5.0}, 1.0))
     assert one.fingerprint == same.fingerprint
     assert len({one.fingerprint, other.fingerprint, scaled.fingerprint}) == 3
+
+
+def test_merged_weights_have_the_buffers_that_models_save():
+    sizes: Any = {"vocab_size": 19, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "first_k_dense_replace": 1}
+    sizes |= {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+    sizes |= {"v_head_dim": 8, "moe_intermediate_size": 16, "n_routed_experts": 4, "n_group": 1}
+    sizes |= {"topk_group": 1, "num_experts_per_tok": 2}
+    model = AutoModelForCausalLM.from_config(DeepseekV3Config(**sizes))
+    bias = next(name for name, _ in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    model.get_buffer(bias).fill_(0.5)
+    plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    add_adapter(model, Lora(rank=2, targets=["o_proj"]), seed=0)
+    merged = dict(merged_weights(model))
+    assert merged.keys() == plain.keys()
+    assert all(torch.equal(merged[name], plain[name]) for name in plain)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from practicum.models.export_model import save_description, write_model
 from practicum.models.load_model import load_model, load_tokenizer
+from practicum.models.model_files import save_description, write_model
 from practicum.models.processor import load_processor
 from practicum.recipe.schema.recipe import MakeModel, Model
 

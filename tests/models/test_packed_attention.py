@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from practicum.cpu.batch_invariance import padded_keys, padded_rows
 from practicum.models import packed_attention as layout_module
 from practicum.models import padded_attention
-from practicum.models.batch_invariance import padded_keys, padded_rows
 from practicum.models.packed_attention import PackedLayout, Segments
 from practicum.models.padded_attention import AttentionRule
 

@@ -11,15 +11,12 @@ from transformers import AutoTokenizer, Qwen2_5_VLConfig, Qwen2_5_VLProcessor, Q
 
 from practicum.errors import MissingExtraError, RecipeError
 from practicum.models.processor import (
-    VISION,
     Processor,
     encode_images,
-    expand_images,
     load_processor,
     make_processor,
     make_vision_tokenizer,
     read_processor,
-    save_processor,
 )
 from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.schema.recipe import MakeModel, Model
@@ -77,22 +74,6 @@ def test_a_prompt_equals_what_the_real_processor_makes_of_its_messages(processor
     assert encoded.messages == messages
 
 
-def test_a_picture_takes_one_token_for_each_merged_patch(processor):
-    images, counts = encode_images(processor, [noise(16, 24), noise(8, 8)])
-    side = VISION["patch_size"] * VISION["merge_size"]
-    assert counts == [16 * 24 // side**2, 1]
-    assert images.pixels.shape == ((16 * 24 + 8 * 8) // VISION["patch_size"] ** 2, 3 * 4 * 4)
-
-
-def test_large_pictures_are_made_smaller(processor):
-    _, (tokens,) = encode_images(processor, [noise(1000, 500)])
-    assert tokens <= 64
-
-
-def test_image_tokens_are_repeated_in_order():
-    assert expand_images([1, 9, 2, 9, 3], 9, [2, 3]) == [1, 9, 9, 2, 9, 9, 9, 3]
-
-
 def test_the_vision_tokenizer_writes_text_as_the_plain_one():
     plain, vision = make_tokenizer(), make_vision_tokenizer()
     chat = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
@@ -104,7 +85,7 @@ def test_the_vision_tokenizer_writes_text_as_the_plain_one():
 
 def test_a_saved_processor_reads_the_same(processor, tmp_path):
     processor.tokenizer.save_pretrained(tmp_path)
-    save_processor(processor, tmp_path)
+    processor.image_processor.save_pretrained(tmp_path)
     again = read_processor(str(tmp_path), AutoTokenizer.from_pretrained(tmp_path))
     pictures = [noise(21, 13), noise(40, 90)]
     images, counts = encode_images(again, pictures)
@@ -121,7 +102,7 @@ def test_the_recipe_says_whether_there_is_a_processor(processor, tmp_path):
     Qwen3Config().save_pretrained(tmp_path / "text")
     assert load_processor(Model(path=str(tmp_path / "text")), make_tokenizer()) is None
     Qwen2_5_VLConfig().save_pretrained(tmp_path / "vision")
-    save_processor(processor, tmp_path / "vision")
+    processor.image_processor.save_pretrained(tmp_path / "vision")
     assert load_processor(Model(path=str(tmp_path / "vision")), processor.tokenizer) is not None
 
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from practicum.compat.transformers import IMPLEMENTATION
 from practicum.errors import DataError, EngineError
-from practicum.models.attention import IMPLEMENTATION, head_logits, packed_forward
-from practicum.models.images import Images
+from practicum.models.attention import head_logits, packed_forward
 from practicum.models.load_model import context_length, load_model, model_facts
 from practicum.models.packed_attention import PackedLayout
-from practicum.models.vision import image_token_id, is_vision, picture_tokens, sequence_positions
+from practicum.models.vision import Images, is_vision, picture_tokens, sequence_positions
 from practicum.recipe.schema.recipe import Model
 from tests.engines.engines import picture_prompt, pictures, plain_forward, plain_inputs, tiny
 
@@ -65,7 +65,7 @@ def test_positions_are_those_of_the_models_own_rope_index(
 
 
 def test_text_behind_pictures_goes_on_from_the_largest_position(model: PreTrainedModel):
-    token = image_token_id(model.config)
+    token = model.config.image_token_id
     positions_ND = sequence_positions(model.config, [5, *[token] * 6, 6, 7], pictures(model, (2, 3)))
     assert positions_ND.t().tolist() == [
         [0, 1, 1, 1, 1, 1, 1, 4, 5],
@@ -75,7 +75,7 @@ def test_text_behind_pictures_goes_on_from_the_largest_position(model: PreTraine
 
 
 def test_image_tokens_behind_the_pictures_are_plain_tokens(model: PreTrainedModel):
-    token = image_token_id(model.config)
+    token = model.config.image_token_id
     ids = [5, *[token] * 4, 6, token, token, 7]
     images = pictures(model, (2, 2))
     assert picture_tokens(model.config, ids, images).tolist() == [i in (1, 2, 3, 4) for i in range(9)]
@@ -92,16 +92,6 @@ def test_packed_rows_with_and_without_pictures_equal_the_plain_forward(
     with torch.no_grad():
         for got, row in zip(packed_logits(model, asked), asked, strict=True):
             assert torch.allclose(got, plain_forward(model, *row), atol=1e-3, rtol=1e-4)
-
-
-def test_pictures_matter(model: PreTrainedModel):
-    ids = picture_prompt(model, (2, 2))
-    with torch.no_grad():
-        (one,), (other,) = (
-            packed_logits(model, [(ids, pictures(model, (2, 2), seed=seed))]) for seed in (0, 1)
-        )
-    assert torch.equal(one[:3], other[:3])
-    assert not torch.allclose(one[-1], other[-1], atol=1e-2)
 
 
 def test_gradients_reach_the_vision_tower_as_in_the_plain_forward(model: PreTrainedModel):
@@ -126,7 +116,7 @@ def test_pictures_that_do_not_fit_their_tokens_are_errors(model: PreTrainedModel
     ids, _ = shown(model, [(2, 2)])
     with pytest.raises(EngineError, match=r"4 image tokens .* pictures of \[6\] tokens"):
         sequence_positions(model.config, ids, pictures(model, (2, 3)))
-    with pytest.raises(EngineError, match="each picture needs a run of its own"):
+    with pytest.raises(EngineError, match="each picture needs its own run"):
         sequence_positions(model.config, [5, 6], pictures(model, (1, 1)))
     narrow = Images(torch.zeros(16, 12), torch.tensor([[1, 4, 4]]))
     with pytest.raises(EngineError, match="use the image processor of this model"):
@@ -134,7 +124,7 @@ def test_pictures_that_do_not_fit_their_tokens_are_errors(model: PreTrainedModel
 
 
 def test_a_packed_forward_with_pictures_at_the_wrong_tokens_is_an_error(model: PreTrainedModel):
-    token, images = image_token_id(model.config), pictures(model, (2, 2))
+    token, images = model.config.image_token_id, pictures(model, (2, 2))
     plain, row = [5, token, 6], ([5, *[token] * 4, 6], images)
     positions_N = torch.cat(
         [sequence_positions(model.config, plain, None), sequence_positions(model.config, *row)]

@@ -16,6 +16,7 @@ from practicum.roles.stage_table import make_plan
 from practicum.runtime.local import start_local
 from practicum.tasks.stream import make_stream
 from practicum.trainer.step import StepRunner
+from practicum.trainer.window import make_sampling
 
 from ..teachers.tiny_teachers import save_teacher
 
@@ -41,7 +42,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "kl": {"algorithm": {"kl": {"place": "loss"}}},
     "adapter": {"model": {"lora": {"rank": 4}}},
     "half": {"model": {"lora": {"rank": 4}, "dtype": "bfloat16"}},
-    "ahead": {"async": {"lag": 1}, "train": BASE["train"] | {"steps": 3}},
+    "ahead": {"rollout": BASE["rollout"] | {"lag": 1}, "train": BASE["train"] | {"steps": 3}},
     "padded": {"train": BASE["train"] | {"minibatch_rows": 3}},
     "gpt2": {"model": {"make": {"family": "gpt2", "hidden": 32, "layers": 2, "heads": 2, "context": 64}}},
     "late": {"rollout": BASE["rollout"] | {"deadline_s": 1.0}},
@@ -70,10 +71,12 @@ def started(name: str) -> Iterator[StepRunner]:
     """The steps of one of `RECIPES`, in this process."""
     recipe = recipe_of(name)
     plan, watch = make_plan(recipe), Watch(recipe.checks, print)
-    with closing(start_local(recipe, plan, watch)) as roles:
-        runner = StepRunner(recipe, plan, roles, make_stream(recipe.tasks, recipe.seed), watch)
-        with closing(runner):
-            yield runner
+    stream = make_stream(recipe.tasks, recipe.seed)
+    with (
+        closing(start_local(recipe, plan, watch)) as roles,
+        closing(make_sampling(recipe, plan, roles, stream)) as sampling,
+    ):
+        yield StepRunner(recipe, plan, roles, sampling, watch)
 
 
 def take_steps(name: str, count: int = 2) -> list[dict[str, float]]:

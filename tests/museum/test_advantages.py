@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from practicum.algorithms.advantages import groups
+from practicum.algorithms import advantages
 from practicum.algorithms.segments import segment_count, segment_mean, segment_sum
 from practicum.dataplane.ragged import Columns
 from practicum.errors import CheckError, PracticumError, RecipeErrors
+from practicum.rewards.reward_functions import RewardSample
 from practicum.roles.advantages import AdvantageRole
 from practicum.roles.reward import at_last_sampled
 from practicum.roles.run_stage import StepInfo
-from practicum.tasks.scorers import RewardSample
 
 from ..trainer import rewards
 from ..trainer.recipes import tiny
@@ -84,7 +84,7 @@ def test_a_deviation_of_one_session(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         freedom = segment_count(segment_N, segments) - 1
         return (segment_sum(centred_N.square(), segment_N, segments) / freedom).sqrt()
 
-    monkeypatch.setattr(groups, "segment_std", unbiased)
+    monkeypatch.setattr(advantages, "segment_std", unbiased)
     with pytest.raises(CheckError, match=r"check advantages: .* and its advantage is nan"):
         take_steps("thinned")
     with pytest.raises(RecipeErrors, match=r"rollout.samples: found 1 with algorithm.advantage grpo"):

@@ -10,7 +10,7 @@ from practicum.errors import CheckError, RecipeErrors
 from practicum.runtime.local import LocalRoles
 from practicum.trainer.run import train_loaded
 from practicum.trainer.sample_step import SampledStep, StepSampler
-from practicum.trainer.step import StepRunner
+from practicum.trainer.window import Window
 
 from ..trainer.recipes import tiny
 from .steps import passes, take_steps
@@ -47,18 +47,18 @@ def test_rows_that_are_older_than_is_counted(monkeypatch: pytest.MonkeyPatch):
 def test_a_ratio_to_a_policy_that_never_sampled(tmp_path: Path):
     """radixark/miles#1829: with rollouts ahead of the learner, old logprobs were recomputed by the weights of
     now, and the clipped ratio was to a policy that had sampled nothing."""
-    assert tiny(tmp_path, "async.lag=1", "algorithm.old_logprobs=rollout")
+    assert tiny(tmp_path, "rollout.lag=1", "algorithm.old_logprobs=rollout")
     weighed = ("algorithm.old_logprobs=recompute", "algorithm.mismatch.weights=token")
-    assert tiny(tmp_path, "async.lag=1", *weighed)
+    assert tiny(tmp_path, "rollout.lag=1", *weighed)
     with pytest.raises(RecipeErrors, match=r"algorithm.old_logprobs: found recompute"):
-        tiny(tmp_path, "async.lag=1", "algorithm.old_logprobs=recompute")
+        tiny(tmp_path, "rollout.lag=1", "algorithm.old_logprobs=recompute")
 
 
 def test_prompts_that_were_drawn_ahead_and_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """OpenRLHF/OpenRLHF#1322, NVIDIA-NeMo/RL#3599: a checkpoint kept how far the data had been read, which
     was ahead of what had been trained on: a resumed run passed over the prompts between them."""
-    few = ("train.prompts=2", "rollout.samples=2", "eval.greedy=false", "train.steps=3", "async.lag=1")
+    few = ("train.prompts=2", "rollout.samples=2", "eval.rows=0", "train.steps=3", "rollout.lag=1")
     assert train_loaded(tiny(tmp_path, *few), tmp_path / "whole", quiet=True).steps == 3
-    monkeypatch.setattr(StepRunner, "stream_state", lambda runner, number: runner.stream.state_dict())
+    monkeypatch.setattr(Window, "stream_state", lambda window, number: window.sampler.stream.state_dict())
     with pytest.raises(CheckError, match=r"step 1 would continue with prompt [46], .* after .* is 2"):
         train_loaded(tiny(tmp_path, *few), tmp_path / "forgets", quiet=True)

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from practicum.algorithms.aggregation import token_weights
-from practicum.algorithms.policy_losses.registry import POLICY_LOSSES
-from practicum.algorithms.policy_losses.types import PolicyInputs, PolicyTerms
+from practicum.algorithms.losses import POLICY_LOSSES, PolicyInputs, PolicyTerms
 from practicum.dataplane import padding_rows
 from practicum.dataplane.ragged import Ragged
 from practicum.errors import CheckError, RecipeErrors
 from practicum.learning import learner as learner_module
+from practicum.learning.logprobs import LogprobScorer
 from practicum.learning.packing import Packed, RowSpans
+from practicum.recipe.schema.recipe import Recipe
 from practicum.roles import stage_table
-from practicum.roles.student import StudentRole
+from practicum.roles.padding import BatchCutter
 
 from ..trainer.recipes import tiny
 from .steps import passes, take_steps
@@ -70,8 +71,8 @@ def test_padding_rows_that_are_counted(monkeypatch: pytest.MonkeyPatch):
 def test_rows_at_the_end_that_are_dropped(monkeypatch: pytest.MonkeyPatch):
     """NVIDIA-NeMo/labs-molt#113: samples that did not fill a last mini-batch were not learnt from."""
     assert passes("padded")
-    steps = StudentRole._optimizer_steps
-    monkeypatch.setattr(StudentRole, "_optimizer_steps", lambda *args: steps(*args)[:-1])
+    steps = BatchCutter.optimizer_steps
+    monkeypatch.setattr(BatchCutter, "optimizer_steps", lambda *args: steps(*args)[:-1])
     with pytest.raises(CheckError, match=r"check masks: .* is in 0 optimizer steps of its batch, expected 1"):
         take_steps("padded")
 
@@ -79,15 +80,17 @@ def test_rows_at_the_end_that_are_dropped(monkeypatch: pytest.MonkeyPatch):
 def test_nan_times_zero(monkeypatch: pytest.MonkeyPatch):
     """PrimeIntellect-ai/prime-rl#2084, OpenRLHF/OpenRLHF#1240, NVIDIA-NeMo/RL#4120: a ratio that overflowed
     was masked by a product with 0, which is not a number; the weights were lost."""
-    logprobs = StudentRole._logprobs
+    logprobs = LogprobScorer.logprobs
 
-    def one_is_stale(*args: Any) -> Ragged:
-        found = logprobs(*args)
+    def one_is_stale(*args: Any, **how: Any) -> Ragged:
+        found = logprobs(*args, **how)
+        if "extras" not in how:  # the fingerprint of a sync
+            return found
         values = found.values.clone()
         values[0] = -1000.0
         return Ragged.packed(values, found.lengths)
 
-    monkeypatch.setattr(StudentRole, "_logprobs", one_is_stale)
+    monkeypatch.setattr(LogprobScorer, "logprobs", one_is_stale)
     assert take_steps("old", 1)
 
     def masked_by_a_product(inputs: PolicyInputs) -> PolicyTerms:
@@ -122,7 +125,7 @@ def test_a_ratio_to_a_distribution_that_was_cut(tmp_path: Any, monkeypatch: pyte
         tiny(tmp_path, **cut, algorithm={"old_logprobs": "rollout"})
     assert tiny(tmp_path, **cut)
     assert passes("cut")
-    monkeypatch.setattr(stage_table, "cuts_sampling", lambda recipe: False)
+    monkeypatch.setattr(Recipe, "cuts_sampling", False)
     monkeypatch.setattr("practicum.roles.student.compares_sampled", lambda recipe: True)
     monkeypatch.setattr(stage_table, "compares_sampled", lambda recipe: True)
     with pytest.raises(CheckError, match=r"check logprob_gap: rollout and learner logprobs differ"):

@@ -28,20 +28,20 @@ from .steps import passes, take_steps
 def test_a_resumed_run_that_begins_with_the_first_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """hiyouga/EasyR1#57, verl-project/verl#5725: where the data had been read to was not kept or not used:
     prompts were trained on again, or passed over."""
-    few = ("train.prompts=2", "rollout.samples=2", "eval.greedy=false")
+    few = ("train.prompts=2", "rollout.samples=2", "eval.rows=0")
     train_loaded(tiny(tmp_path, *few, "train.steps=1"), tmp_path / "run", quiet=True)
     shutil.copytree(tmp_path / "run", tmp_path / "forgets")
     loaded = tiny(tmp_path, *few, "train.steps=2")
     assert train_loaded(loaded, tmp_path / "run", resume=True, quiet=True).steps == 2
     monkeypatch.setattr(PromptStream, "load_state_dict", lambda stream, state: None)
-    with pytest.raises(CheckError, match=r"the next prompt is 0 after step-000001 was read, and 2 in it"):
+    with pytest.raises(CheckError, match=r"step-000001 was not resumed completely: the next prompt"):
         train_loaded(loaded, tmp_path / "forgets", resume=True, quiet=True)
 
 
 def test_a_resumed_run_without_the_optimizers_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """KempnerInstitute/KempnerForge#114, thinking-machines-lab/tinker-feedback#127: weights were restored,
     the optimizer's moments were not, and nothing said so."""
-    few = ("train.prompts=2", "eval.greedy=false")
+    few = ("train.prompts=2", "eval.rows=0")
     reward = {"functions": [{"use": "tests.trainer.rewards:by_letters"}]}
     train_loaded(tiny(tmp_path, *few, "train.steps=1", reward=reward), tmp_path / "run", quiet=True)
     shutil.copytree(tmp_path / "run", tmp_path / "cold")
@@ -95,7 +95,7 @@ def test_answers_that_depend_on_their_neighbours():
     """vllm-project/vllm#51187, thinking-machines-lab/batch_invariant_ops#6: the same requests with the same
     seed had other logprobs, and in the end other tokens, by what else was in the engine's batch."""
     (alone,), _ = made_by("qwen3", [2], 0.05, slots=1)
-    drafted, _ = made_by("qwen3", range(5), 0.05, slots=5, repeatable=False)
+    drafted, _ = made_by("qwen3", range(5), 0.05, slots=5, alone=False)
     confirmed, _ = made_by("qwen3", range(5), 0.05, slots=5)
     assert not all(map(same, alone, drafted[2]))
     assert all(map(same, alone, confirmed[2]))

@@ -12,10 +12,10 @@ from practicum.engines.protocol import Scores
 from practicum.engines.torch import score_batch
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import CheckError, RecipeErrors, TeacherError
-from practicum.learning.distill_loss import DistillResult, DistillSettings
+from practicum.learning.objective import DistillResult, DistillSettings
 from practicum.models.tokenizer import make_tokenizer
 from practicum.teachers.vocabulary import compare_vocabularies
-from practicum.trainer.check_tokenizer import tokenizer_problems
+from practicum.trainer.check_data import tokenizer_problems
 
 from ..sessions.sessions import byte_tokenizer
 from ..teachers.test_check import tokenizer_of

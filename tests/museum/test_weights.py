@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,16 @@ import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor
 
+from practicum.compat.peft import ADAPTER
 from practicum.engines.torch import torch_engine
+from practicum.engines.torch.make_torch import TorchKind
 from practicum.engines.torch.model_runner import ModelRunner
 from practicum.engines.torch.prompt_cache import CachedSequence, SequenceCache
 from practicum.errors import CheckError, EngineError
-from practicum.learning.logprobs import LogprobScorer
 from practicum.models import attention, load_model
-from practicum.models.lora import ADAPTER
 from practicum.models.offloaded_weights import take_weights
 from practicum.models.padded_attention import AttentionRule
-from practicum.roles import make_engine as make_engine_module
-from practicum.roles.make_engine import make_engine
+from practicum.roles.run_stage import StepInfo
 from practicum.roles.student import StudentRole
 from practicum.runtime.local import LocalRoles
 
@@ -36,11 +36,13 @@ Weights = Iterable[tuple[str, Tensor]]
 def own_weights(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any, Weights], None]], None]:
     """Give the engine a model of its own, which takes the learner's weights by this function."""
 
-    def copied(recipe: Any, model: Any, weights: Any) -> Any:
-        return make_engine(recipe, copy.deepcopy(model), weights)
+    for_rollout = TorchKind.for_rollout
+
+    def copied(self: TorchKind, recipe: Any, model: Any, weights: Any) -> Any:
+        return for_rollout(self, recipe, copy.deepcopy(model), weights)
 
     def use(take: Callable[[Any, Weights], None]) -> None:
-        monkeypatch.setattr(make_engine_module, "make_engine", copied)
+        monkeypatch.setattr(TorchKind, "for_rollout", copied)
         monkeypatch.setattr(torch_engine, "take_weights", take)
 
     return use
@@ -96,7 +98,7 @@ def test_a_base_that_drifts_as_its_adapter_is_merged(tmp_path: Path, monkeypatch
     sync = LocalRoles.sync_weights
 
     def merging(roles: LocalRoles) -> None:
-        layers = [m for m in roles.student.learner.model.modules() if isinstance(m, LoraLayer)]
+        layers = [m for m in roles.rank.student.learner.model.modules() if isinstance(m, LoraLayer)]
         for layer in layers:
             layer.merge(adapter_names=[ADAPTER])
         for layer in layers:
@@ -136,13 +138,15 @@ def test_a_reference_that_takes_the_place_of_the_student(monkeypatch: pytest.Mon
     """THUDM/slime#774: with a reference, the ratio of the first update was not 1: student and reference took
     turns in one model."""
     assert passes("kl")
-    logprobs = StudentRole._logprobs
+    logprobs = StudentRole.ref_logprobs
 
-    def left_in_place(role: StudentRole, scorer: LogprobScorer, *rows: Any) -> Any:
-        take_weights(role.learner.model, scorer.trunk.model.named_parameters())
-        return logprobs(role, scorer, *rows)
+    @wraps(logprobs)
+    def left_in_place(role: StudentRole, step: StepInfo) -> Any:
+        assert role.reference is not None
+        take_weights(role.learner.model, role.reference.trunk.model.named_parameters())
+        return logprobs(role, step)
 
-    monkeypatch.setattr(StudentRole, "_logprobs", left_in_place)
+    monkeypatch.setattr(StudentRole, "ref_logprobs", left_in_place)
     with pytest.raises(CheckError, match=r"check logprob_gap: rollout and learner logprobs differ"):
         take_steps("kl")
 
@@ -167,8 +171,8 @@ def test_dropout_that_is_left_on(monkeypatch: pytest.MonkeyPatch):
     assert passes("gpt2")
     ready = load_model.ready
 
-    def with_dropout(*args: Any) -> Any:
-        model = ready(*args)
+    def with_dropout(*args: Any, **options: Any) -> Any:
+        model = ready(*args, **options)
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.1

@@ -1,4 +1,4 @@
-"""What a recipe may and may not do with async.lag."""
+"""What a recipe may and may not do with rollout.lag."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.stage_table import make_plan, ratio_source, student_source
 
 BASE: dict[str, Any] = {"name": "run", "model": {"make": {}}, "tasks": {"sort": {"kind": "sort"}}}
-LAG = {"async": {"lag": 2}}
+LAG = {"rollout": {"lag": 2}}
 TEACHER = {"teachers": {"t": {"model": "t"}}, "reward": {"weight": 0.0}}
 
 
@@ -28,10 +28,10 @@ def problems(**sections: Any) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("sections", "path", "said"),
     [
-        ({"algorithm": {"loss": "supervised", "advantage": "none"}}, "async.lag", "sampled by no weights"),
+        ({"algorithm": {"loss": "supervised", "advantage": "none"}}, "rollout.lag", "samples nothing"),
         ({"algorithm": {"loss": "reinforce"}}, "algorithm.loss", "use one of ppo_clip, gspo, cispo, dppo"),
         ({"algorithm": {"old_logprobs": "recompute"}}, "algorithm.old_logprobs", "does not tell who sampled"),
-        ({"rollout": {"top_p": 0.9}}, "rollout", "those of the cut distribution"),
+        ({"rollout": {"lag": 2, "top_p": 0.9}}, "rollout", "those of the cut distribution"),
         (
             {"algorithm": {"old_logprobs": "rollout", "kl": {"place": "reward"}}},
             *("algorithm.old_logprobs", "the engine's logprobs are of older weights"),

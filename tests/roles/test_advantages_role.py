@@ -70,13 +70,11 @@ def test_turns_are_runs_of_sampled_tokens():
 def test_grpo_advantages_are_group_relative_and_constant_over_a_response():
     store, r = MemoryStore(), recipe()
     batch = filled(store, [1.0, 0.0, 1.0, 1.0], [2, 1, 1, 2])
-    stats = role_of(r, store).advantages(StepInfo(batch, baselines={}))
+    role_of(r, store).advantages(StepInfo(batch, baselines={}))
     got = store.get(batch, ["advantages"])["advantages"]
     assert isinstance(got, Ragged)
     half = 0.5 / (0.5**0.5 + 1e-6)
     torch.testing.assert_close(got.values, torch.tensor([half, half, -half, 0.0, 0.0, 0.0]))
-    assert stats is not None
-    assert stats["flat_groups"] == 1
 
 
 def test_remax_subtracts_the_greedy_reward_of_the_prompt():
@@ -88,8 +86,9 @@ def test_remax_subtracts_the_greedy_reward_of_the_prompt():
     assert got.values.tolist() == [0.75, -0.25]
 
 
-def test_kl_in_the_reward_is_weighted_and_adapts():
-    kl = {"place": "reward", "coefficient": 0.5, "estimator": "k1", "target": 0.1, "horizon": 100}
+def test_kl_in_the_reward_is_weighted_and_adapts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("practicum.roles.advantages.KL_HORIZON", 100)
+    kl = {"place": "reward", "coefficient": 0.5, "estimator": "k1", "target": 0.1}
     store, r = MemoryStore(), recipe(advantage="remax", kl=kl)
     old = Ragged.packed(torch.tensor([-1.0, -1.0, -1.0]), [2, 1])
     ref = Ragged.packed(torch.tensor([-1.5, -1.0, -2.0]), [2, 1])
@@ -104,7 +103,7 @@ def test_kl_in_the_reward_is_weighted_and_adapts():
     assert stats["kl_reward"] == 0.5
     assert credit.kl.coefficient == pytest.approx(0.5 * (1 + 0.2 * 2 / 100))
     other = role_of(r, store)
-    other.load_state_dict(credit.state_dict())
+    other.kl.load_state_dict(credit.kl.state_dict())
     assert other.kl.coefficient == credit.kl.coefficient
 
 
@@ -182,16 +181,11 @@ def test_advantages_are_weighed_by_the_ratio_of_learner_and_engine():
     assert stats == pytest.approx({"mismatch_weight": 1.0, "mismatch_truncated": 0.25})
     got, stats = weighed({"weights": "sequence"}, ratios)
     assert got == pytest.approx([0.375, 0.375, 0.375, -0.5]), "a session's trajectories are one sequence"
-    got, stats = weighed({"reject": {"low": 0.95, "high": 1.05}}, ratios)
-    assert got == pytest.approx([0.0, 0.0, 0.0, -0.5])
-    assert stats == pytest.approx({"mismatch_weight": 0.25, "mismatch_rejected": 0.5})
 
 
 @pytest.mark.parametrize("weights", ["token", "sequence"])
-@pytest.mark.parametrize("outside", ["truncate", "mask"])
-def test_an_engine_that_agrees_with_the_learner_changes_no_bit_of_the_advantages(weights: str, outside: str):
-    rules = {"weights": weights, "outside": outside, "reject": {"low": 0.999, "high": 1.001}}
-    got, stats = weighed(rules, [0.0] * 4)
+def test_an_engine_that_agrees_with_the_learner_changes_no_bit_of_the_advantages(weights: str):
+    got, stats = weighed({"weights": weights}, [0.0] * 4)
     assert got == weighed({}, [0.0] * 4)[0]
     assert stats.pop("mismatch_weight") == 1.0
     assert set(stats.values()) == {0.0}

@@ -40,7 +40,7 @@ def test_old_logprobs_equal_the_engines(family: str, dtype: str, temperature: fl
         drawn = Sampling(max_new_tokens=12, stop=roles.stop, temperature=temperature)
         attempts = [Attempt(p, i, drawn) for p in prompts for i in range(4)]
         batch = roles.rollout.rollout(attempts, "train", seed=0)
-        roles.student.old_logprobs(StepInfo(batch))
+        roles.rank.student.old_logprobs(StepInfo(batch))
         columns = roles.store.get(batch, ["old_logprobs", "rollout_logprobs", "plain_logprobs"])
     finally:
         roles.close()

@@ -19,11 +19,12 @@ from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
 from practicum.dataplane.ragged import Ragged
-from practicum.errors import DeadlineError, RecipeErrors, RewardError, TeacherError
+from practicum.errors import RecipeErrors, RewardError, TeacherError
+from practicum.processes.host import running_hosts
 from practicum.recipe.load_recipe import LoadedRecipe
-from practicum.rewards.loaded_reward_model import ColocatedRewardModel, OwnRewardModel
-from practicum.rewards.reward_place import JudgeInput
-from practicum.roles.reward_models import RewardModelRole
+from practicum.rewards.judge import JudgeInput
+from practicum.rewards.reward_scorer import RewardScorer
+from practicum.roles.reward import RewardRole
 from practicum.roles.rollout import RolloutRole
 from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import evaluation_plan, make_plan
@@ -102,18 +103,16 @@ def rewards(loaded: LoadedRecipe, roles: LocalRoles) -> tuple[BatchRef, dict[str
 def answers(roles: LocalRoles, batch: BatchRef) -> list[str]:
     column = roles.store.get(batch, ["response_ids"])["response_ids"]
     assert isinstance(column, Ragged)
-    return [str(roles.tokenizer.decode(ids, skip_special_tokens=True)) for ids in column.rows]
+    return [str(roles.rank.tokenizer.decode(ids, skip_special_tokens=True)) for ids in column.rows]
 
 
-def models_of(role: RolloutRole) -> RewardModelRole | None:
+def role_of(role: RolloutRole) -> RewardRole:
     assert isinstance(role.workers, LocalWorkers)
-    return role.workers.rewards.models
+    return role.workers.rewards
 
 
-def rm_of(roles: LocalRoles, name: str = "rm") -> ColocatedRewardModel:
-    place = roles.frozen.reward_models.places[name]
-    assert isinstance(place, ColocatedRewardModel)
-    return place
+def rm_of(roles: LocalRoles, name: str = "rm") -> RewardScorer:
+    return roles.frozen.reward_models[name]
 
 
 def assert_mixed(loaded: LoadedRecipe, roles: LocalRoles, *, model_weight: float) -> None:
@@ -142,7 +141,6 @@ def test_a_colocated_model_is_mixed_with_rule_rewards_by_weight(tmp_path: Path, 
         assert_mixed(loaded, roles, model_weight=-0.5)
         with pytest.raises(TeacherError, match="sleeps"):
             run(rm_of(roles).judge(JudgeInput("", "1", "2", None)))
-        assert rm_of(roles).busy_s > 0
 
 
 @pytest.mark.long
@@ -152,8 +150,6 @@ def test_a_model_of_its_own_judges_during_the_rollout_and_a_hung_one_is_named(
     model = {"model": classifier, "label": 2, "placement": "own", "deadline_s": 5.0}
     loaded = recipe_of(tmp_path, {"functions": FUNCTIONS, "models": {"rm": model}})
     with roles_of(loaded) as roles:
-        place = roles.frozen.reward_models.places["rm"]
-        assert isinstance(place, OwnRewardModel)
         batch = roll_out(loaded, roles)
         assert all(tags.reward is not None for tags in batch.tags), "scored during the rollout"
         assert roles.rollout.hidden.take() is not None
@@ -161,7 +157,7 @@ def test_a_model_of_its_own_judges_during_the_rollout_and_a_hung_one_is_named(
         roles.store.clear("train")
         assert_mixed(loaded, roles, model_weight=1.0)
         roles.store.clear("train")
-        os.kill(place.pids[0], signal.SIGSTOP)
+        os.kill(running_hosts()["reward model rm"], signal.SIGSTOP)
         with pytest.raises(
             TeacherError, match=r"reward model rm did not answer for prompt \d+/.* within 5 s"
         ):
@@ -204,8 +200,8 @@ def test_an_evaluation_of_supervised_training_asks_the_models_too(tmp_path: Path
         algorithm={"loss": "supervised", "advantage": "none"},
     )
     with roles_of(loaded) as roles:
-        assert models_of(roles.rollout) is None
-        assert models_of(roles.eval_rollout) is not None
+        assert not role_of(roles.rollout).models
+        assert role_of(roles.eval_rollouts[0]).models
 
 
 def test_a_judge_without_a_number_stops_the_run_with_its_name_and_the_sample(tmp_path: Path, speechless: str):
@@ -233,14 +229,14 @@ def test_model_sleeps_and_engine_wakes_when_judging_fails(
     model = {"model": classifier} if kind == "classifier" else asked(seven)
     loaded = recipe_of(tmp_path, {"functions": [], "models": {"rm": model | {"deadline_s": 0.05}}})
 
-    async def never(self: ColocatedRewardModel, case: JudgeInput) -> float:
+    async def never(self: object, case: JudgeInput) -> float:
         await asyncio.Event().wait()
         raise AssertionError
 
     with roles_of(loaded) as roles:
-        late = pytest.raises(DeadlineError, match=r"reward model rm \(16 answers\) was not done after 0.05 s")
+        late = pytest.raises(TeacherError, match=r"reward model rm did not answer for .* within 0.05 s")
         with monkeypatch.context() as patch, late:
-            patch.setattr(ColocatedRewardModel, "judge", never)
+            patch.setattr(type(rm_of(roles).judges[0]), "judge", never)
             rewards(loaded, roles)
         with pytest.raises(TeacherError, match="sleeps"):
             run(rm_of(roles).judge(JudgeInput("", "1", "2", None)))
@@ -255,15 +251,15 @@ def test_teachers_and_reward_models_share_one_budget(tmp_path: Path, classifier:
         tmp_path, {"models": models}, runtime={"threads": 1, "teachers_gb": 1.2e-4}, **sections
     )
     with roles_of(loaded) as roles:
-        assert roles.teachers is not None
-        residency = roles.teachers.loaded.residency
+        assert roles.rank.teachers is not None
+        residency = roles.rank.teachers.loaded.residency
         assert residency is not None
-        sizes = [sleeper.nbytes for sleeper in residency._models.values()]
+        sizes = list(residency._sizes.values())
         assert len(sizes) == 2
         assert max(sizes) <= 1.2e-4 * 2**30 < sum(sizes), "a budget for one of them"
         batch, _ = rewards(loaded, roles)
         assert (residency.level("t"), residency.level("reward.models.t")) == ("disk", "device")
-        roles.run("teachers", StepInfo(batch, prompts=roles.rollout.prompts))
+        roles.stages["teachers"](StepInfo(batch, prompts=roles.rollout.prompts))
         assert (residency.level("t"), residency.level("reward.models.t")) == ("device", "disk")
         assert residency.wakes == {"t": 1, "reward.models.t": 1}
 
@@ -272,8 +268,7 @@ def test_chat_prompts_are_shown_as_conversations(tmp_path: Path, seven: str):
     tasks = {"copy": {"kind": "copy", "chat": True, "system": "be brief"}, "sort": {"kind": "sort"}}
     loaded = recipe_of(tmp_path, {"functions": [], "models": {"asked": asked(seven)}}, tasks=tasks)
     with roles_of(loaded) as roles:
-        models = models_of(roles.eval_rollout)
-        assert models is not None
+        role = role_of(roles.eval_rollouts[0])
         talk = [{"role": "user", "content": "hi"}]
         for content, task, roles_told in (
             ("hi", "copy", ["system", "user", "assistant"]),
@@ -281,7 +276,7 @@ def test_chat_prompts_are_shown_as_conversations(tmp_path: Path, seven: str):
             ("hi", "sort", None),
         ):
             prompt = Prompt(0, task, task, content, 5, {}, 0, 0)
-            case = models.model_input(Key(0), prompt, "yo")
+            case = role._judge_input(Key(0), prompt, "yo")
             told = None if case.messages is None else [message["role"] for message in case.messages]
             assert told == roles_told
             assert case.answer == "5"
@@ -307,7 +302,7 @@ def test_the_check_describes_reward_models_before_weights_are_loaded(tmp_path: P
             {
                 "reward": {"models": {"rm": {"model": "m"}}},
                 "algorithm": {"loss": "supervised", "advantage": "none"},
-                "eval": {"greedy": False, "samples": 0},
+                "eval": {"rows": 0},
             },
             r"reward\.models: found .* while no answer is judged",
         ),

@@ -1,39 +1,51 @@
-"""The thread that writes the rows of finished sessions."""
+"""The puts of rows of finished sessions."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
+
+import pytest
 
 from practicum.dataplane.keys import Key, Tags
+from practicum.errors import StoreError
 from practicum.roles.rollout import SessionRow, SessionRunner
 from practicum.runtime.ray.rollout_worker import RowWriter
 
 
 class Slow:
-    """Sessions whose first put waits until it is let go."""
+    """Sessions whose first put waits until it may go on."""
 
     def __init__(self) -> None:
-        self.plan = {"rollout": SimpleNamespace(writes=())}
-        self.began, self.go, self.written = threading.Event(), threading.Event(), list[int]()
+        self.go, self.puts = threading.Event(), list[list[int]]()
 
-    def put(self, partition: str, rows: list[SessionRow], fields: Any) -> None:
-        self.began.set()
+    def put(self, partition: str, rows: list[SessionRow], stage: str) -> None:
         assert self.go.wait(10)
-        self.written += [row.key.prompt for row in rows]
+        if partition == "broken":
+            raise StoreError("no room")
+        self.puts.append([row.key.prompt for row in rows])
 
 
-def test_rows_of_a_cancelled_order_are_left_out_and_the_others_are_written():
-    slow, writer = Slow(), RowWriter()
-    sessions = cast(SessionRunner, slow)
-    rows = [[SessionRow(Key(prompt, 0), Tags(), None)] for prompt in range(4)]
-    under_way = writer.put(sessions, "train", rows[0])
-    assert slow.began.wait(10)
-    waiting = [writer.put(sessions, "train", one) for one in rows[1:]]
-    assert waiting[0].cancel()
-    assert not under_way.cancel()  # it is being written
-    slow.go.set()
-    assert under_way.result(10).keys == (Key(0, 0),)
-    assert [one.result(10).keys[0].prompt for one in waiting[1:]] == [2, 3]
-    assert slow.written == [0, 2, 3]
+def test_rows_that_come_during_a_put_share_the_next_one():
+    async def run() -> None:
+        writer = RowWriter()
+
+        def put(prompt: int, partition: str = "train") -> asyncio.Task[None]:
+            row = SessionRow(Key(prompt), Tags(), None)
+            return asyncio.ensure_future(writer.put(cast(SessionRunner, slow), partition, [row]))
+
+        first = put(0)
+        await asyncio.sleep(0.01)
+        later = [put(prompt) for prompt in range(1, 4)]
+        broken = put(4, "broken")
+        await asyncio.sleep(0.01)
+        assert not first.done()
+        slow.go.set()
+        await asyncio.gather(first, *later)
+        with pytest.raises(StoreError):
+            await broken
+
+    slow = Slow()
+    asyncio.run(run())
+    assert slow.puts == [[0], [1, 2, 3]]

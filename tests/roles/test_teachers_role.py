@@ -23,16 +23,16 @@ from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.ragged import Ragged
 from practicum.engines.protocol import ScoreOptions, ScoreRequest
 from practicum.engines.torch.torch_engine import TorchEngine
-from practicum.errors import DeadlineError, EngineError, TeacherError
+from practicum.errors import EngineError, TeacherError
 from practicum.models.load_model import load_model
-from practicum.places.torch_teacher import ColocatedTeacher
 from practicum.recipe.schema.recipe import Model, Recipe
 from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import make_plan
-from practicum.roles.teachers import TeacherRole, Teachers, waiting_rows
+from practicum.roles.teachers import TeacherRole, waiting_rows
 from practicum.runtime.local import LocalRoles, LocalWorkers, start_local
 from practicum.sessions.session import Session
 from practicum.tasks.stream import make_stream
+from practicum.teachers.load_teachers import Teachers
 from practicum.trainer.sample_step import TRAIN, training_attempts
 
 ROUTE = {"by": "task", "to": {"copy": "small", "compare": "wide"}}
@@ -58,9 +58,9 @@ def recipe_of(folders: dict[str, str], *, each: dict[str, Any] | None = None, **
 @contextmanager
 def started(recipe: Recipe) -> Iterator[tuple[LocalRoles, TeacherRole]]:
     roles = start_local(recipe, make_plan(recipe), Watch(recipe.checks, print))
-    assert roles.teachers is not None
+    assert roles.rank.teachers is not None
     try:
-        yield roles, roles.teachers
+        yield roles, roles.rank.teachers
     finally:
         roles.close()
 
@@ -77,8 +77,7 @@ def roll_out(recipe: Recipe, roles: LocalRoles, prompts: int = 6) -> BatchRef:
 
 
 def teach(faculty: TeacherRole, roles: LocalRoles, batch: BatchRef) -> None:
-    with roles.rollout.workers.engines_asleep():
-        faculty.score(StepInfo(batch, prompts=roles.rollout.prompts))
+    roles.stages["teachers"](StepInfo(batch, prompts=roles.rollout.prompts))
 
 
 def ragged(roles: LocalRoles, batch: BatchRef, *names: str) -> list[Ragged]:
@@ -88,17 +87,13 @@ def ragged(roles: LocalRoles, batch: BatchRef, *names: str) -> list[Ragged]:
     return [column for column in found if isinstance(column, Ragged)]
 
 
-def here(staff: Teachers) -> dict[str, ColocatedTeacher]:
-    return {name: p for name, p in staff.places.items() if isinstance(p, ColocatedTeacher)}
-
-
-def is_awake(place: ColocatedTeacher) -> bool:
-    return place.engine.awake
+def engines_of(staff: Teachers) -> dict[str, TorchEngine]:
+    return {n: s.sleeper for n, s in staff.scorers.items() if isinstance(s.sleeper, TorchEngine)}
 
 
 def assert_at_rest(roles: LocalRoles, faculty: TeacherRole) -> None:
     """Teachers sleep, the student's engine does not, and it works."""
-    assert not [name for name, place in here(faculty.loaded).items() if is_awake(place)]
+    assert not [name for name, engine in engines_of(faculty.loaded).items() if engine.awake]
     assert roles.engine.memory().kv > 0
     assert isinstance(roles.engine, TorchEngine)
     assert roles.engine.idle
@@ -192,7 +187,7 @@ def test_a_teacher_that_fails_is_named_and_nobody_stays_awake(folders: dict[str,
     recipe = recipe_of(folders, runtime={"threads": 1, "teachers_gb": 1e-6})
     with started(recipe) as (roles, faculty):
         batch = roll_out(recipe, roles)
-        here(faculty.loaded)["wide"].engine.score = fails  # pyright: ignore
+        engines_of(faculty.loaded)["wide"].score = fails  # pyright: ignore
         with pytest.raises(TeacherError, match=r"teacher wide failed in prompt \d+.*: out of memory"):
             teach(faculty, roles, batch)
         assert_at_rest(roles, faculty)
@@ -208,7 +203,7 @@ def test_a_step_of_an_engine_that_raises_is_the_teachers_error(folders: dict[str
     recipe = recipe_of(folders)
     with started(recipe) as (roles, faculty):
         batch = roll_out(recipe, roles)
-        here(faculty.loaded)["small"].engine.thread._step = fails  # pyright: ignore
+        engines_of(faculty.loaded)["small"].thread._step = fails  # pyright: ignore
         with pytest.raises(TeacherError, match=r"teacher small failed in .*a bad kernel"):
             teach(faculty, roles, batch)
         assert_at_rest(roles, faculty)
@@ -221,8 +216,8 @@ def test_a_teacher_that_hangs_is_named_at_its_deadline_and_nobody_stays_awake(fo
     recipe = recipe_of(folders, each={"deadline_s": 0.3})
     with started(recipe) as (roles, faculty):
         batch = roll_out(recipe, roles)
-        here(faculty.loaded)["wide"].engine.score = hangs  # pyright: ignore
-        with pytest.raises(DeadlineError, match=r"teacher wide \(\d+ rows\) was not done after 0\.3 s"):
+        engines_of(faculty.loaded)["wide"].score = hangs  # pyright: ignore
+        with pytest.raises(TeacherError, match=r"teacher wide did not answer for .* within 0\.3 s"):
             teach(faculty, roles, batch)
         assert_at_rest(roles, faculty)
 
@@ -234,7 +229,7 @@ def test_a_forward_call_that_ends_after_the_deadline_does_not_keep_the_teacher_a
     recipe = recipe_of(folders, each={"deadline_s": 0.2})
     with started(recipe) as (roles, faculty):
         batch = roll_out(recipe, roles)
-        desk = here(faculty.loaded)["small"].engine.thread
+        desk = engines_of(faculty.loaded)["small"].thread
         step = desk._step
 
         def late(jobs: list) -> Any:
@@ -243,7 +238,7 @@ def test_a_forward_call_that_ends_after_the_deadline_does_not_keep_the_teacher_a
 
         desk._step = late
         threading.Timer(0.6, release.set).start()
-        with pytest.raises(DeadlineError, match=r"teacher small \(\d+ rows\) was not done"):
+        with pytest.raises(TeacherError, match=r"teacher small did not answer for"):
             teach(faculty, roles, batch)
         assert_at_rest(roles, faculty)
 
@@ -252,7 +247,7 @@ def test_weights_on_disk_that_can_not_be_read_are_the_teachers_error(folders: di
     recipe = recipe_of(folders, runtime={"threads": 1, "teachers_gb": 1e-6})
     with started(recipe) as (roles, faculty):
         batch = roll_out(recipe, roles)
-        shelf = here(faculty.loaded)["wide"].engine.offloaded
+        shelf = engines_of(faculty.loaded)["wide"].offloaded
         assert shelf is not None
         assert shelf._file is not None
         shelf._file.truncate(10)
@@ -269,7 +264,8 @@ def test_what_only_the_teacher_reads_comes_before_the_prompt(folders: dict[str, 
         teach(faculty, roles, batch)
         prompts, responses, logprobs = ragged(roles, batch, "prompt_ids", "response_ids", "teacher_logprobs")
         answers = [str(roles.rollout.prompts[key].answer) for key in batch.keys]
-        before = [roles.tokenizer.encode(f"it is {answer}:", add_special_tokens=False) for answer in answers]
+        encode = roles.rank.tokenizer.encode
+        before = [encode(f"it is {answer}:", add_special_tokens=False) for answer in answers]
     model = load_model(Model(path=folders["small"], device="cpu"), 0)
     for i, key in enumerate(batch.keys):
         ids = [*before[i], *prompts[i].tolist(), *responses[i].tolist()]
@@ -289,8 +285,8 @@ def test_every_trajectory_of_a_session_is_scored(folders: dict[str, str], stream
             local_workers(roles).sessions.loop = two_trajectories
             batch = roll_out(recipe, roles, prompts=3)
             assert len(batch) == 3 * 2 * 2
-            assert len(waiting_rows(recipe, batch)) == (0 if streamed else len(batch))
-            teach(faculty, roles, batch)
+            assert len(waiting_rows(recipe.teachers, batch)) == (0 if streamed else len(batch))
+            teach(faculty, roles, waiting_rows(recipe.teachers, batch))
             prompts, responses, logprobs = ragged(
                 roles, batch, "prompt_ids", "response_ids", "teacher_logprobs"
             )
@@ -331,8 +327,8 @@ def test_a_streamed_teacher_that_fails_cancels_the_rollout_and_its_error_surface
 def test_closing_stops_every_teacher_even_if_one_can_not_be(folders: dict[str, str]):
     recipe = recipe_of(folders)
     roles = start_local(recipe, make_plan(recipe), Watch(recipe.checks, print))
-    assert roles.teachers is not None
-    places = here(roles.teachers.loaded)
+    assert roles.rank.teachers is not None
+    places = engines_of(roles.rank.teachers.loaded)
 
     def breaks() -> None:
         raise EngineError("no end")
@@ -340,7 +336,7 @@ def test_closing_stops_every_teacher_even_if_one_can_not_be(folders: dict[str, s
     places["small"].close = breaks
     with pytest.raises(EngineError, match="no end"):
         roles.close()
-    assert places["wide"].engine.closed
+    assert places["wide"].closed
     assert isinstance(roles.engine, TorchEngine)
     assert roles.engine.closed
 
@@ -351,7 +347,7 @@ def test_copies_of_the_student_take_its_weights_when_due_and_are_saved(tmp_path:
     )
     due = []
     with started(recipe) as (roles, faculty):
-        place, learner = here(faculty.loaded)["self"], roles.student.learner
+        place, learner = engines_of(faculty.loaded)["self"], roles.rank.student.learner
         start = {name: p.detach().clone() for name, p in place.model.named_parameters()}
         for step in range(1, 7):
             with torch.no_grad():
@@ -359,18 +355,18 @@ def test_copies_of_the_student_take_its_weights_when_due_and_are_saved(tmp_path:
                     p.add_(0.01)
             learner.version = step
             faculty.refresh(step)
-            if place.engine.version == step:
+            if place.version == step:
                 due.append(step)
         weights = {name: p.detach().clone() for name, p in place.model.named_parameters()}
         faculty.save(tmp_path / "teachers")
         head = faculty.loaded.heads["self"].weight.clone()
     assert due == [3, 5]
     with started(recipe) as (roles, faculty):
-        place = here(faculty.loaded)["self"]
+        place = engines_of(faculty.loaded)["self"]
         assert all(torch.equal(p, start[name]) for name, p in place.model.named_parameters())
         faculty.load(tmp_path / "teachers")
         assert all(torch.equal(p, weights[name]) for name, p in place.model.named_parameters())
         assert torch.equal(faculty.loaded.heads["self"].weight, head)
-        assert place.engine.version == 5
+        assert place.version == 5
         assert_at_rest(roles, faculty)
         assert faculty.spent()[1] == {"self": 0}, "taking up a checkpoint is no step's work"

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from practicum.errors import DeadlineError
-from practicum.roles.weight_turns import WeightTurns
+from practicum.roles.sync import WeightTurns
 
 _S = 30.0
 

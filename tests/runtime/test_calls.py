@@ -17,7 +17,7 @@ from tests.runtime.actors import Caller, start
 from practicum import errors
 from practicum.concurrency.event_loop import run_async
 from practicum.errors import DeadlineError, PracticumError, RecipeError, StoreError
-from practicum.places.http_client import Refused, Unreachable
+from practicum.processes.http_client import Refused, Unreachable
 from practicum.runtime.ray.actor_calls import WorkerDied, ask, ask_async, each_report
 from practicum.sessions.tools.tool import ToolError
 
@@ -72,12 +72,6 @@ def test_every_error_of_ours_can_be_pickled():
         raised = kind.__new__(kind, "a sentence")
         assert str(pickle.loads(pickle.dumps(raised))) == "a sentence"
     assert len(kinds) > 10
-
-
-def test_results_come_in_the_order_of_the_calls(pair):
-    slow, quick = pair
-    refs = [slow.give.remote(i) for i in range(4)] + [quick.give.remote("x")]
-    assert ask(refs, timeout=60, owner="test", who=["slow"] * 4 + ["quick"]) == [0, 1, 2, 3, "x"]
 
 
 def test_an_error_of_ours_is_raised_as_the_worker_raised_it(pair):

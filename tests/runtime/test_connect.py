@@ -81,16 +81,12 @@ def test_workers_find_the_users_modules_but_not_another_pythons(
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
+        (["pools.train.devices=8"], ["wanted 9 CPUs, available 4 CPUs", "train: 8 × 1 CPU"]),
         (
-            ["pools.train.devices=8"],
-            ["CPUs                   9           4   ← too little", "train: 8 × 1 CPU"],
+            ["runtime.store=transferqueue", "runtime.store_units=8"],
+            ["wanted 11 CPUs, available 4 CPUs", "store: 9 × 1 CPU", "runtime.cpus to 11"],
         ),
-        (
-            ["runtime.store={kind: transferqueue, units: 8}"],
-            ["CPUs                  11           4   ← too little", "store: 9 × 1 CPU", "runtime.cpus to 11"],
-        ),
-        (["model.device=cuda"], ["GPUs                   1           0   ← too little"]),
-        (["train.prompts=100000"], ["GiB    0.10 GiB   ← too little", "runtime.object_store_gb to"]),
+        (["model.device=cuda"], ["wanted 2 CPUs and 1 GPU, available 4 CPUs\n"]),
     ],
 )
 def test_a_machine_that_is_too_small_is_refused_before_anything_starts(
@@ -109,7 +105,7 @@ def test_an_address_where_nobody_listens_is_refused(tmp_path: Path):
         place = f"127.0.0.1:{free.getsockname()[1]}"
         for address in (place, f"ray://{place}"):
             text = refused(recipe(tmp_path, f"runtime.address={address}"))
-            assert f"nobody takes connections at {address}" in text
+            assert f"can't connect to {address}" in text
             assert "ray start --head" in text
     assert "expected auto, host:port or ray://" in refused(recipe(tmp_path, "runtime.address=somewhere"))
 
@@ -174,27 +170,22 @@ def machines() -> Iterator[Any]:
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_a_cluster_that_is_there_is_joined_used_by_the_layout_and_left(
+def test_an_existing_cluster_is_joined_with_each_group_on_one_machine_and_left(
     tmp_path: Path, machines: Any, monkeypatch: pytest.MonkeyPatch
 ):
     at = f"runtime.address={machines.address}"
     aligned = recipe(tmp_path, at, "pools.train={nodes: 2, devices: 2}")
     with closing(Cluster.open(aligned)) as cluster:
-        places = cluster.layout.places
-        assert places[0] == places[1]
-        assert places[2] == places[3]
-        workers = {n: start(cluster, "train", n) for n in range(4)}
-        for n, (_, node, *_) in enumerate(ray.get([w.where.remote() for w in workers.values()], timeout=90)):
-            bundle = cluster.needs.actor("train", n).bundle
-            assert bundle is not None
-            assert node == cluster.layout.node_of(bundle).id
+        workers = [start(cluster, "train", n) for n in range(4)]
+        nodes = [node for _, node, *_ in ray.get([w.where.remote() for w in workers], timeout=90)]
+        assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
     assert not ray.is_initialized()
 
     ray.init(address=machines.address, log_to_driver=False)
     with closing(Cluster.open(aligned)):
         monkeypatch.setattr(cluster_module, "PATIENCE_S", 1.0)
         text = refused(recipe(tmp_path, at))  # the first one holds all five CPUs
-    assert "gave no room in 1 s" in text
-    assert "CPUs                   2           0   ← too little" in text
+    assert "no room for all workers within 1 s" in text
+    assert "wanted 2 CPUs, available 0 CPUs" in text
     assert ray.is_initialized()  # it was not this run that connected
-    assert "CPUs                   7           5" in refused(recipe(tmp_path, at, "pools.train.devices=6"))
+    assert "wanted 7 CPUs, available 5 CPUs" in refused(recipe(tmp_path, at, "pools.train.devices=6"))

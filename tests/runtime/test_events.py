@@ -16,14 +16,6 @@ def test_all_async_work_runs_on_one_loop():
     assert first == second == (event_loop(), "practicum-events")
 
 
-def test_an_error_of_the_work_reaches_the_caller():
-    async def breaks() -> None:
-        raise ValueError("inside")
-
-    with pytest.raises(ValueError, match="inside"):
-        run_async(breaks(), timeout=5, owner="test")
-
-
 def test_a_deadline_names_its_owner_and_cancels_the_work():
     cancelled = threading.Event()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from practicum.errors import ClusterError
-from practicum.recipe.checks.bin_packing import fit
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.schema.recipe import Recipe
-from practicum.roles.stage_table import evaluation_plan, make_plan
-from practicum.runtime.ray.needs import Bundle, Needs, needs
-from practicum.runtime.ray.placement import ActorPlacement, Node, lay_out
+from practicum.runtime.ray.placement import Bundle, Needs, Node, lay_out, needs
 
 MINIMAL = "name: run\nmodel: {make: {}}\ntasks: {sort: {kind: sort}}\nruntime: {kind: ray}\n"
 SCHOOL = """
@@ -63,7 +59,8 @@ def test_pools_of_their_own_and_services_are_counted(tmp_path: Path):
     school = recipe(
         tmp_path,
         "pools.rollout={devices: 2}",
-        "runtime.store={kind: transferqueue, units: 3}",
+        "runtime.store=transferqueue",
+        "runtime.store_units=3",
         "runtime.reward_workers=2",
         text=SCHOOL,
     )
@@ -99,25 +96,6 @@ def test_an_engine_or_teacher_over_several_devices_asks_for_all_of_them_on_one_m
     assert is_aligned(on_gpus.bundles, lay_out(on_gpus, nodes).places)
 
 
-def test_teachers_that_nobody_asks_take_no_room(tmp_path: Path):
-    school = recipe(tmp_path, text=SCHOOL)
-    roles = {actor.role for actor in needs(school, evaluation_plan(), gpus=False).actors}
-    assert roles == {"train", "rollout", "reward", "store"}
-
-
-def test_known_weights_count_as_memory_and_rows_as_object_store(tmp_path: Path):
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "model.safetensors").write_bytes(b"0" * 1000)
-    (model / "config.json").write_text('{"hidden_size": 16}')
-    options = ("model.make=null", f"model.path={model}", "pools.train.devices=2")
-    on_cpus, on_gpus = (needs(recipe(tmp_path, *options), gpus=gpus).memory for gpus in (False, True))
-    assert on_cpus - on_gpus == 4 * 1000 + 2 * 1000
-    short, long = (recipe(tmp_path, f"rollout.max_new_tokens={n}") for n in (8, 16))
-    sizes = [needs(r, make_plan(r), gpus=False).object_store for r in (short, long)]
-    assert 0 < 2 * sizes[0] == sizes[1]
-
-
 def is_aligned(bundles: Sequence[Bundle], places: Sequence[int]) -> bool:
     """Whether each group of a pool is on one machine."""
     groups = defaultdict(set)
@@ -126,27 +104,19 @@ def is_aligned(bundles: Sequence[Bundle], places: Sequence[int]) -> bool:
     return all(len(machines) == 1 for machines in groups.values())
 
 
-def test_a_group_is_put_together_only_if_that_is_possible(tmp_path: Path):
+def test_groups_go_together_if_nodes_fit_them_and_apart_otherwise(tmp_path: Path):
     wanted = needs(recipe(tmp_path, "pools.train={nodes: 2, devices: 2}"), gpus=False)
-    together = lay_out(wanted, [Node("a", 3), Node("b", 2)])
-    assert is_aligned(wanted.bundles, together.places)
-    assert together.places[:2] in ((0, 0), (1, 1))
-    spread = lay_out(wanted, [Node("a", 3), Node("b", 1), Node("c", 1)])
-    assert not is_aligned(wanted.bundles, spread.places)
-    assert len(spread.places) == 5
+    assert is_aligned(wanted.bundles, lay_out(wanted, [Node("a", 2), Node("b", 3)]).places)
+    assert not is_aligned(wanted.bundles, lay_out(wanted, [Node("a", 3), Node("b", 1), Node("c", 1)]).places)
 
 
 def test_a_refusal_says_who_wants_what_and_what_there_is(tmp_path: Path):
     wanted = needs(recipe(tmp_path, "pools.train.devices=8", "model.device=cuda"), gpus=True)
-    nodes = [Node("left", 4, 2, 2**30, 2**30), Node("right", 16, 4, 2**40, 2**30)]
     with pytest.raises(ClusterError) as caught:
-        lay_out(wanted, nodes)
+        lay_out(wanted, [Node("left", 4, 2), Node("right", 16, 4)])
     text = str(caught.value)
     for words in (
-        "GPUs                   8           6   ← too little",
-        "CPUs                   9          20\n",
-        "left: 4 CPUs and 2 GPUs, 1.0 GiB memory",
-        "right: 16 CPUs and 4 GPUs",
+        "wanted 9 CPUs and 8 GPUs, available 20 CPUs and 6 GPUs",
         "train: 8 × 1 CPU and 1 GPU",
         "8 rollout, 1 store, 8 train",
         "→ lower pools.train, runtime.reward_workers\n  → without GPUs",
@@ -156,21 +126,8 @@ def test_a_refusal_says_who_wants_what_and_what_there_is(tmp_path: Path):
 
 def test_a_replica_across_two_machines_is_refused_with_the_reason():
     wanted = Needs((), (Bundle("teachers", 0, 3.0), Bundle("teachers", 1, 3.0)))
-    with pytest.raises(ClusterError, match="on one machine finds none"):
+    with pytest.raises(ClusterError, match="no machine has room"):
         lay_out(wanted, [Node("a", 4), Node("b", 2)])
-
-
-def test_more_rows_than_the_object_store_holds_are_refused():
-    wanted = Needs((), (Bundle("train", 0, 1.0),), object_store=3 * 2**30)
-    assert lay_out(wanted, [Node("a", 4, object_store=2 * 2**30), Node("b", 4, object_store=2**30)])
-    with pytest.raises(ClusterError, match=r"object store +3.00 GiB +2.00 GiB +← too little"):
-        lay_out(wanted, [Node("a", 4, object_store=2 * 2**30)])
-
-
-def test_many_replicas_on_many_machines_are_placed():
-    sizes = [8.0] * 16 + [4.0] * 16 + [2.0] * 32 + [1.0] * 64
-    assert fit([(size, 1.0) for size in sizes], [(8.0, 8.0)] * 40) is not None
-    assert fit([(5.0,)] * 33, [(8.0,)] * 32) is None
 
 
 BUNDLES = st.lists(
@@ -191,25 +148,15 @@ NODES = st.lists(
 )
 
 
-def is_within(bundles: list[Bundle], nodes: list[Node], places: tuple[int, ...]) -> bool:
-    """Whether no node gives more than it has."""
+@settings(max_examples=300)
+@given(BUNDLES, NODES)
+def test_a_forecast_layout_takes_no_device_twice(bundles: list[Bundle], nodes: list[Node]):
+    try:
+        places = lay_out(Needs((), tuple(bundles)), nodes).places
+    except ClusterError:
+        return
     used = defaultdict(lambda: [0.0, 0.0])
     for bundle, place in zip(bundles, places, strict=True):
         used[place][0] += bundle.cpus
         used[place][1] += bundle.gpus
-    return all(cpus <= nodes[n].cpus and gpus <= nodes[n].gpus for n, (cpus, gpus) in used.items())
-
-
-@settings(max_examples=300)
-@given(BUNDLES, NODES)
-def test_a_layout_is_found_exactly_if_there_is_one(bundles: list[Bundle], nodes: list[Node]):
-    ways = [w for w in product(range(len(nodes)), repeat=len(bundles)) if is_within(bundles, nodes, w)]
-    try:
-        found: ActorPlacement | None = lay_out(Needs((), tuple(bundles)), nodes)
-    except ClusterError:
-        found = None
-    assert (found is not None) == bool(ways)
-    if found is None:
-        return
-    assert is_within(bundles, nodes, found.places)  # no device twice, and each bundle on one node
-    assert is_aligned(bundles, found.places) == any(is_aligned(bundles, way) for way in ways)
+    assert all(cpus <= nodes[n].cpus and gpus <= nodes[n].gpus for n, (cpus, gpus) in used.items())

@@ -52,8 +52,9 @@ def desks(
         starts[replica] += 1
         return await desk(replica, starts[replica] - 1)
 
-    pool = ReplicaPool("desk", make or next_generation, replicas, max_deaths, said.append)
-    run(pool.start(60))
+    limits = {"max_deaths": max_deaths, "start_s": 60}
+    pool = ReplicaPool("desk", make or next_generation, replicas, **limits, on_death=said.append)
+    run(pool.start())
     try:
         yield pool, said
     finally:
@@ -85,8 +86,8 @@ async def number_of(replica: int) -> int:
 @given(works=st.lists(st.tuples(st.floats(0.01, 100), st.booleans()), max_size=30), count=st.integers(1, 5))
 def test_works_go_to_the_least_loaded(works: list[tuple[float, bool]], count: int):
     async def one_after_the_other() -> None:
-        pool = ReplicaPool("fake", number_of, count, 0)
-        await pool.start(60)
+        pool = ReplicaPool("fake", number_of, count, max_deaths=0, start_s=60)
+        await pool.start()
         go = asyncio.Event()
         staying: list[asyncio.Future[None]] = []
         for load, stays in works:
@@ -112,8 +113,8 @@ def test_idle_replicas_take_turns():
         return replica
 
     async def turns() -> list[int]:
-        pool = ReplicaPool("fake", number_of, 3, 0)
-        await pool.start(60)
+        pool = ReplicaPool("fake", number_of, 3, max_deaths=0, start_s=60)
+        await pool.start()
         return [await pool.run(same, load=1.0) for _ in range(6)]
 
     assert run(turns()) == [1, 2, 3, 1, 2, 3]
@@ -121,8 +122,8 @@ def test_idle_replicas_take_turns():
 
 def test_a_group_stays_on_its_replica():
     async def groups() -> list[int]:
-        pool = ReplicaPool("fake", number_of, 2, 0)
-        await pool.start(60)
+        pool = ReplicaPool("fake", number_of, 2, max_deaths=0, start_s=60)
+        await pool.start()
         go = asyncio.Event()
 
         async def work(replica: int) -> int:
@@ -252,9 +253,9 @@ def test_a_late_start_passes_its_deadline_and_leaves_nothing():
         finally:
             stopped.append(replica)
 
-    pool = ReplicaPool("desk", late, 2, 3)
+    pool = ReplicaPool("desk", late, 2, max_deaths=3, start_s=0.1)
     with pytest.raises(DeadlineError, match=r"desk \d was not ready after 0\.1 s"):
-        run(pool.start(0.1))
+        run(pool.start())
     assert sorted(stopped) == [0, 1]
 
 

@@ -7,17 +7,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import uvicorn
 from transformers import PreTrainedModel
 
 from practicum.engines.torch.torch_engine import TorchEngine
+from practicum.serving.app import make_app, make_server
 from practicum.serving.completions import RequestScorer
-from practicum.serving.limits import ServerLimits
 from practicum.serving.serve import listen
-from practicum.serving.torch_server import make_app, server_config
 
 MODEL = "tiny"
-LIMITS = ServerLimits(body_bytes=1 << 20)
+MAX_BODY = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -32,15 +30,15 @@ def served(
     *,
     context: int = 128,
     api_key: str | None = None,
-    limits: ServerLimits = LIMITS,
+    connections: int = 256,
     adapters: Mapping[str, str] | None = None,
 ) -> Iterator[Served]:
     """A server of a model under the name `tiny`, on a free port; its URL ends in /v1."""
     engine = TorchEngine(model, slots=1, context=2)
     vocab = model.config.get_text_config().vocab_size
     scorer = RequestScorer(engine, MODEL, context=context, vocab=vocab, adapters=adapters)
-    app = make_app(scorer, dict.fromkeys(scorer.models, "here"))
-    server = uvicorn.Server(server_config(app, limits, api_key))
+    app = make_app(scorer, dict.fromkeys(scorer.models, "here"), MAX_BODY, api_key)
+    server = make_server(app, connections)
     bound = listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()

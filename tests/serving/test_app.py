@@ -13,12 +13,11 @@ from transformers import PreTrainedModel
 
 from practicum.engines.protocol import Counter, GenerateRequest, Sampling, ScoreOptions, ScoreRequest, Scores
 from practicum.errors import RecipeError, TeacherError
-from practicum.places.place import score_rows
-from practicum.places.remote_teacher import RemoteTeacher, probe_teacher
 from practicum.recipe.schema.teacher_sections import Teacher
+from practicum.teachers.remote_teacher import RemoteScorer, probe_teacher
 from tests.engines.engines import engine_of, tiny
 from tests.serving.servers import MODEL, Served, served
-from tests.teachers.models import assert_same, in_process, rows
+from tests.teachers.models import assert_same, in_process, rows, score_rows
 
 VOCAB = 63
 IDS = [5, 6, 7, 8]
@@ -39,7 +38,7 @@ def server(model: PreTrainedModel) -> Iterator[Served]:
 def score(url: str, some: list[ScoreRequest], wanted: ScoreOptions, **options: Any) -> list[Scores]:
     async def run() -> list[Scores]:
         given: dict[str, Any] = {"url": url, "model": MODEL} | options
-        teacher = RemoteTeacher("chat", Teacher(**given))
+        teacher = RemoteScorer("chat", Teacher(**given))
         try:
             return await score_rows(teacher, some, wanted)
         finally:
@@ -51,7 +50,7 @@ def score(url: str, some: list[ScoreRequest], wanted: ScoreOptions, **options: A
 def run_probe(url: str, *, top_k: int = 5, context: int = 100, **options: Any) -> None:
     async def run() -> None:
         given: dict[str, Any] = {"url": url, "model": MODEL} | options
-        teacher = RemoteTeacher("chat", Teacher(**given))
+        teacher = RemoteScorer("chat", Teacher(**given))
         try:
             await probe_teacher(teacher, ScoreOptions(top_k=top_k), VOCAB, context)
         finally:

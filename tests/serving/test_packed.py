@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from practicum.engines.protocol import Scores
-from practicum.places.http_client import Unusable
-from practicum.places.prompt_logprobs import KEY, pack, read_scores
+from practicum.processes.http_client import Unusable
+from practicum.teachers.prompt_logprobs import KEY, pack, read_scores
 from tests.teachers.models import assert_same
 
 

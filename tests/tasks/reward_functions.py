@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from practicum.tasks.rewards import RewardSample
+from practicum.rewards.score_functions import RewardSample
 
 BUILT_AT = "not a function"
 calls: list[str] = []

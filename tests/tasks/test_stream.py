@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from practicum.errors import PracticumError
 from practicum.recipe.schema.recipe import Task
-from practicum.tasks.mixture import Mixture, share_places
 from practicum.tasks.procedural import split_of
+from practicum.tasks.prompt_order import Mixture, Permutation, share_places
 from practicum.tasks.stream import eval_prompts, make_stream
 
 
@@ -191,3 +191,22 @@ def test_indices_within_a_task_have_no_gaps(weights, seed, start):
     for task, index in places:
         assert index == before[task]
         before[task] += 1
+
+
+@given(st.integers(1, 700), st.integers(0, 2**40), st.integers(0, 50))
+def test_a_permutation_is_a_bijection(size, seed, epoch):
+    permutation = Permutation(size, (seed, "task", epoch))
+    assert sorted(permutation[i] for i in range(size)) == list(range(size))
+
+
+@given(st.integers(10**9, 10**15), st.integers(0, 2**40), st.data())
+def test_huge_ranges_are_reached_at_once_and_without_collisions(size, seed, data):
+    some = data.draw(st.sets(st.integers(0, size - 1), min_size=1, max_size=50))
+    images = {Permutation(size, (seed,))[i] for i in some}
+    assert len(images) == len(some)
+    assert all(0 <= image < size for image in images)
+
+
+def test_every_place_gets_every_value_about_equally_often():
+    counts = Counter(Permutation(5, (seed,))[i] * 5 + i for seed in range(5000) for i in range(5))
+    assert all(850 < counts[cell] < 1150 for cell in range(25))

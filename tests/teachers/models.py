@@ -6,12 +6,32 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
+from practicum.concurrency.gather import gather_all
+from practicum.engines.protocol import ScoreOptions, Scorer, ScoreRequest, Scores
+from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.teacher_sections import Teacher
+from practicum.teachers.load_teachers import PLACEMENTS, make_group
+from practicum.teachers.teacher_scorer import TeacherScorer
 from tests.engines.engines import engine_of, prompts, tiny
+from tests.teachers.tiny_teachers import teachers_recipe
+
+
+def scorer_of(spec: Teacher, name: str = "math", **sections: Any) -> TeacherScorer:
+    """A teacher where its spec places it; one in separate processes is not ready yet."""
+    recipe = Recipe.model_validate(teachers_recipe(teachers={name: spec}, **{"distill": {}} | sections))
+    return PLACEMENTS[spec.placement_name](make_group(recipe, [name], None))[name]
+
+
+async def score_rows(
+    scorer: TeacherScorer | Scorer, some: Sequence[ScoreRequest], options: ScoreOptions
+) -> list[Scores]:
+    """Scores of all rows, asked for concurrently."""
+    return await gather_all(scorer.score(row, options) for row in some)
 
 
 def save_tiny(folder: Path, family: str = "qwen3", seed: int = 0) -> PreTrainedModel:

@@ -24,7 +24,6 @@ from practicum.teachers.teacher_checks import (
     longest_prompts,
 )
 from practicum.teachers.vocabulary import compare_vocabularies
-from tests.teachers.models import save_tiny
 
 SORT = {"sort": {"kind": "sort"}}
 
@@ -286,11 +285,3 @@ def test_tokenizers_and_configs_are_read_once_and_again_when_the_folder_changes(
     stamp = (tmp_path / "tokenizer.json").stat().st_mtime_ns + 1_000_000
     os.utime(tmp_path / "tokenizer.json", ns=(stamp, stamp))
     assert read_tokenizer(str(tmp_path)) is not first
-
-
-def test_a_teacher_larger_than_its_memory_is_refused_before_it_is_loaded(tmp_path: Path):
-    save_tiny(tmp_path)
-    make_tokenizer().save_pretrained(tmp_path)
-    spec = recipe(SORT, {"t": {"model": str(tmp_path), "memory_gb": 1e-6}})
-    assert "at least" in problems(lambda: check(spec))["teachers.t.memory_gb"]
-    check(recipe(SORT, {"t": {"model": str(tmp_path), "memory_gb": 1.0}}))

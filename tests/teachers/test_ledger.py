@@ -9,7 +9,7 @@ import torch
 
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
-from practicum.learning.update_metrics import TeacherSums
+from practicum.learning.update_batch import TeacherSums
 from practicum.teachers.ledger import Ledger, TeacherMeasures, make_ledger, pair_of, totals
 
 

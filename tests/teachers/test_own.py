@@ -1,12 +1,13 @@
-"""Teachers in processes of their own: the same scores, and a bounded end whatever happens."""
+"""Teachers in separate processes: the same scores, and a bounded end whatever happens.
+
+`tests/engines/test_hosted_engine.py` tests the process itself.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -24,47 +24,47 @@ from transformers import (
     SiglipVisionConfig,
 )
 
+from practicum.engines.hosted_engine import HostedEngine
 from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
-from practicum.errors import TeacherError
+from practicum.errors import EngineError, RecipeError, TeacherError
 from practicum.models.attention import OutputHead, head_logits
 from practicum.models.load_model import load_model
-from practicum.places.model_processes import ModelFacts
-from practicum.places.place import score_rows
-from practicum.places.torch_teacher import OwnTeacher
-from practicum.recipe.schema.recipe import MakeModel, Model
-from practicum.recipe.schema.teacher_sections import Own, OwnPlacement, Teacher
+from practicum.recipe.schema.recipe import Model
+from practicum.recipe.schema.teacher_sections import Own, OwnPlacement, StudentCopy, Teacher
+from practicum.teachers.teacher_scorer import TeacherScorer
 from tests.engines.engines import tiny
-from tests.teachers.models import assert_same, in_process, rows, save_tiny
+from tests.engines.test_hosted_engine import alive
+from tests.teachers.models import assert_same, in_process, rows, save_tiny, score_rows, scorer_of
 
-START_S = 100.0
+SAMPLED = ScoreOptions()
 
 
-def teacher_of(folder: Path | str, *, replicas: int = 1, threads: int = 1, **more: Any) -> Teacher:
-    placement = OwnPlacement(own=Own(replicas=replicas, threads=threads))
+def teacher_of(folder: Path | str, *, replicas: int = 1, start_s: float = 100.0, **more: Any) -> Teacher:
+    placement = OwnPlacement(own=Own(replicas=replicas, start_s=start_s))
     return Teacher(model=str(folder), placement=placement, device="cpu", **more)
 
 
 @contextmanager
-def started(folder: Path | str, **more: Any) -> Iterator[OwnTeacher]:
-    own = OwnTeacher("math", teacher_of(folder, **more))
-    own.start()
+def started(spec: Teacher) -> Iterator[TeacherScorer]:
+    scorer = scorer_of(spec)
     try:
-        own.ready(START_S)
-        yield own
+        for part in scorer.scorers:
+            part.ready()
+        yield scorer
     finally:
-        own.close()
+        scorer.close()
 
 
-def score(own: OwnTeacher, some: list[ScoreRequest], wanted: ScoreOptions = ScoreOptions()) -> list[Scores]:  # noqa: B008
-    return asyncio.run(score_rows(own, some, wanted))
+def engines_of(scorer: TeacherScorer) -> list[HostedEngine]:
+    return [part for part in scorer.scorers if isinstance(part, HostedEngine)]
 
 
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that only waits for its parent to notice its end does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+def pids_of(scorer: TeacherScorer) -> list[int]:
+    return [engine.host.pid for engine in engines_of(scorer)]
+
+
+def score(scorer: TeacherScorer, some: list[ScoreRequest], wanted: ScoreOptions = SAMPLED) -> list[Scores]:
+    return asyncio.run(score_rows(scorer, some, wanted))
 
 
 def until(condition: Callable[[], bool], timeout: float = 30.0) -> bool:
@@ -89,9 +89,9 @@ def model(folder: Path) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def own(folder: Path, model: PreTrainedModel) -> Iterator[OwnTeacher]:
+def own(folder: Path, model: PreTrainedModel) -> Iterator[TeacherScorer]:
     """Two processes that the tests which end none share."""
-    with started(folder, replicas=2, batch_tokens=200) as teacher:
+    with started(teacher_of(folder, replicas=2, batch_tokens=200, context=100)) as teacher:
         yield teacher
 
 
@@ -101,59 +101,41 @@ def own(folder: Path, model: PreTrainedModel) -> Iterator[OwnTeacher]:
     ids=["sampled", "top-k", "hidden"],
 )
 def test_scores_are_the_bits_of_an_engine_in_this_process(
-    own: OwnTeacher, model: PreTrainedModel, wanted: ScoreOptions
+    own: TeacherScorer, model: PreTrainedModel, wanted: ScoreOptions
 ):
     some = rows(20)
     assert_same(score(own, some, wanted), in_process(model, some, wanted))
 
 
-def test_both_processes_get_rows(own: OwnTeacher):
-    before = [replica.busy_s for replica in own._replicas]
+def test_both_processes_get_rows(own: TeacherScorer):
+    slots = own._dispatcher.slots
+    before = [slot.total_load for slot in slots]
     score(own, rows(8))
-    after = [replica.busy_s for replica in own._replicas]
-    assert all(b > a for a, b in zip(before, after, strict=True))
-    assert own.busy_s == sum(after)
-    assert all(replica.waiting_tokens == 0 for replica in own._replicas)
+    assert all(slot.total_load > load for slot, load in zip(slots, before, strict=True))
+    assert all(slot.load == 0 for slot in slots)
+    assert own.busy_s > 0
 
 
-def test_facts_of_the_model(own: OwnTeacher):
-    assert own.facts() == ModelFacts(context=128, threads=1)
-
-
-def test_head_and_hidden_states_give_the_whole_distribution(own: OwnTeacher, model: PreTrainedModel):
+def test_head_and_hidden_states_give_the_whole_distribution(own: TeacherScorer, model: PreTrainedModel):
     row = rows(1, shortest=40)[0]
     scores = score(own, [row], ScoreOptions(hidden=True))[0]
     assert scores.hidden is not None
-    logits_RV = own.head().logits(scores.hidden)
+    head = own.scorers[0].head()
     target_R1 = torch.tensor(row.ids[row.start :]).unsqueeze(-1)
-    logprobs_R = logits_RV.log_softmax(-1).gather(-1, target_R1).squeeze(-1)
+    logprobs_R = head.logits(scores.hidden).log_softmax(-1).gather(-1, target_R1).squeeze(-1)
     torch.testing.assert_close(logprobs_R, scores.logprobs, rtol=0, atol=1e-5)
-    assert torch.equal(own.head().weight, OutputHead.of(model).weight)
+    assert torch.equal(head.weight, OutputHead.of(model).weight)
 
 
-def test_a_row_without_response_tokens_has_empty_scores(own: OwnTeacher):
-    empty = ScoreRequest([5, 6, 7], 3, "prompt 0")
-    scores = score(own, [empty], ScoreOptions(top_k=4, hidden=True))[0]
-    assert scores.topk_ids is not None
-    assert scores.topk_logprobs is not None
-    assert scores.hidden is not None
-    assert scores.logprobs.shape == (0,)
-    assert scores.topk_ids.shape == scores.topk_logprobs.shape == (0, 4)
-    assert scores.hidden.shape == (0, 48)
-
-
-def test_a_row_the_model_can_not_score_fails_alone_with_its_name(own: OwnTeacher):
+def test_a_row_the_model_can_not_score_fails_alone_with_its_name(own: TeacherScorer):
     with pytest.raises(TeacherError, match=r"teacher math .*prompt 7: .*token ids outside"):
         score(own, [ScoreRequest([5, 100_000, 6], 1, "prompt 7"), *rows(3)])
+    with pytest.raises(TeacherError, match=r"teacher math .*prompt 9: 101 tokens, its context is 100"):
+        score(own, [ScoreRequest([5] * 101, 1, "prompt 9")])
     assert len(score(own, rows(3))) == 3
 
 
-def test_a_row_above_the_context_is_refused(own: OwnTeacher):
-    with pytest.raises(TeacherError, match=r"teacher math .*prompt 9: 129 tokens, its context is 128"):
-        score(own, [ScoreRequest([5] * 129, 1, "prompt 9")])
-
-
-def test_cancelled_rows_are_forgotten(own: OwnTeacher):
+def test_cancelled_rows_are_forgotten(own: TeacherScorer):
     async def cancel() -> None:
         tasks = [asyncio.ensure_future(own.score(row, ScoreOptions(top_k=20))) for row in rows(40)]
         await asyncio.sleep(0)
@@ -163,42 +145,29 @@ def test_cancelled_rows_are_forgotten(own: OwnTeacher):
         assert all(isinstance(one, asyncio.CancelledError) for one in done)
 
     asyncio.run(cancel())
-    assert all(replica.waiting_tokens == 0 for replica in own._replicas)
+    assert all(slot.load == 0 for slot in own._dispatcher.slots)
     assert len(score(own, rows(4))) == 4
 
 
-def test_new_weights_change_the_scores_of_every_process(own: OwnTeacher, tmp_path: Path):
-    other = tiny(seed=3)
-    path = tmp_path / "weights.safetensors"
-    save_file({name: p.detach() for name, p in other.named_parameters()}, path)
-    old = tmp_path / "old.safetensors"
-    save_file({name: p.detach() for name, p in tiny().named_parameters()}, old)
-    some, wanted = rows(8), ScoreOptions(top_k=2)
-    own.load_weights(path, 5)
+def test_new_weights_change_the_scores_of_every_process(own: TeacherScorer):
+    other, some, wanted = tiny(seed=3), rows(8), ScoreOptions(top_k=2)
+    own.take({name: p.detach() for name, p in other.named_parameters()}, 5)
     try:
         got = score(own, some, wanted)
         assert_same(got, in_process(other, some, wanted))
         assert {scores.version for scores in got} == {5}
-        assert torch.equal(own.head().weight, OutputHead.of(other).weight)
+        assert torch.equal(own.scorers[0].head().weight, OutputHead.of(other).weight)
     finally:
-        own.load_weights(old, 0)
+        own.take({name: p.detach() for name, p in tiny().named_parameters()}, 0)
 
 
 @pytest.mark.long
-def test_a_copy_of_a_made_student_with_threads_and_context_of_the_recipe():
-    spec = Model(make=MakeModel(hidden=32, layers=1, heads=2, head_dim=16, context=128), device="cpu")
-    placement = OwnPlacement(own=Own(threads=2))
-    own = OwnTeacher("copy", Teacher(placement=placement, context=50), model=spec, seed=4)
-    own.start()
-    try:
-        facts = own.ready(START_S)
-        assert (facts.threads, facts.context) == (2, 50)
-        some = rows(3, longest=30)
-        expected = in_process(load_model(spec, 4), some, ScoreOptions())
-        for one, other in zip(score(own, some), expected, strict=True):
-            torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
-    finally:
-        own.close()
+def test_a_copy_of_the_student_is_its_start():
+    with started(Teacher(student=StudentCopy(), placement="own")) as own:
+        model = own.scorers[0].memory()  # pyright: ignore[reportAttributeAccessIssue]
+        assert model.weights > 0
+        assert own.held is not None
+        assert own.held.weights is None
 
 
 @pytest.mark.parametrize("scaling", ["logit_scale", "logits_scaling", "final_logit_softcapping"])
@@ -230,41 +199,32 @@ def test_the_head_alone_reads_the_scalings_of_the_text_config():
     assert 0.5 < float(found.abs().max()) <= 0.7, "the cap of the text config holds"
 
 
-def test_a_missing_folder_is_told_by_name_and_leaves_no_process(tmp_path: Path):
-    own = OwnTeacher("math", teacher_of(tmp_path / "nothing"))
-    own.start()
-    with pytest.raises(TeacherError, match=r"teacher math .*teachers\.math\.model: found .*nothing"):
-        own.ready(START_S)
-    assert not any(alive(pid) for pid in own.pids)
-
-
-def test_a_start_past_its_deadline_is_told_and_leaves_no_process(folder: Path, model: PreTrainedModel):
-    own = OwnTeacher("math", teacher_of(folder))
-    own.start()
-    with pytest.raises(TeacherError, match=r"teacher math was not ready after 0\.01 s"):
-        own.ready(0.01)
-    assert not any(alive(pid) for pid in own.pids)
+@pytest.mark.parametrize("start_s", [100.0, 0.01])
+def test_a_start_that_fails_is_named_and_leaves_no_process(tmp_path: Path, start_s: float):
+    scorer = scorer_of(teacher_of(tmp_path / "nothing", start_s=start_s))
+    with pytest.raises((RecipeError, EngineError), match=r"teachers\.math"):
+        scorer.scorers[0].ready()
+    assert not any(alive(pid) for pid in pids_of(scorer))
 
 
 @pytest.mark.long
-def test_a_process_killed_in_mid_request_fails_its_rows_at_once(folder: Path, model: PreTrainedModel):
+def test_a_process_killed_in_mid_request_fails_its_rows_immediately(folder: Path, model: PreTrainedModel):
     some = rows(3)
 
-    async def kill_meanwhile(own: OwnTeacher) -> None:
-        os.kill(own.pids[0], signal.SIGSTOP)  # so that the rows are surely under way
-        tasks = [asyncio.ensure_future(own.score(row, ScoreOptions())) for row in some]
+    async def kill_meanwhile(own: TeacherScorer) -> None:
+        (pid,) = pids_of(own)
+        os.kill(pid, signal.SIGSTOP)  # so that the rows are surely in flight
+        tasks = [asyncio.ensure_future(own.score(row, SAMPLED)) for row in some]
         await asyncio.sleep(0.2)
         assert not any(task.done() for task in tasks)
-        os.kill(own.pids[0], signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         done = await asyncio.gather(*tasks, return_exceptions=True)
         for row, error in zip(some, done, strict=True):
             assert isinstance(error, TeacherError)
-            assert "teacher math" in str(error)
-            assert row.name in str(error)
-            assert "SIGKILL" in str(error)
+            assert all(words in str(error) for words in ("teacher math", row.name, "SIGKILL"))
 
     # The deadline is far away: only the death itself can be what ends the wait.
-    with started(folder, deadline_s=3600.0) as own:
+    with started(teacher_of(folder, deadline_s=3600.0)) as own:
         asyncio.run(kill_meanwhile(own))
         with pytest.raises(TeacherError, match=r"prompt 0/session 0: .*ended \(by signal SIGKILL"):
             score(own, some[:1])
@@ -274,57 +234,12 @@ def test_a_process_killed_in_mid_request_fails_its_rows_at_once(folder: Path, mo
 def test_a_process_that_hangs_is_killed_at_the_deadline_and_not_used_again(
     folder: Path, model: PreTrainedModel
 ):
-    with started(folder, replicas=2, deadline_s=3.0) as own:
-        other, hung = own.pids  # rows go to the first process first
+    with started(teacher_of(folder, replicas=2, deadline_s=3.0)) as own:
+        other, hung = pids_of(own)  # rows go to the first process first
         os.kill(hung, signal.SIGSTOP)
-        with pytest.raises(TeacherError, match=r"teacher math did not answer for prompt 1.* within 3 s"):
+        with pytest.raises(TeacherError, match=r"teacher math did not answer for prompt 1"):
             score(own, rows(2))
         assert until(lambda: not alive(hung))
         assert alive(other)
-        with pytest.raises(TeacherError, match=r"teacher math .*prompt 0.*did not answer for prompt 1"):
-            score(own, rows(1))
-
-
-@pytest.mark.long
-def test_close_ends_even_a_stopped_process_and_fails_rows_under_way(folder: Path, model: PreTrainedModel):
-    async def close_meanwhile(own: OwnTeacher) -> None:
-        task = asyncio.ensure_future(own.score(rows(1)[0], ScoreOptions()))
-        await asyncio.sleep(0.1)
-        await asyncio.to_thread(own.close)
-        with pytest.raises(TeacherError, match=r"prompt 0/session 0: it was closed"):
-            await task
-
-    with started(folder) as own:
-        os.kill(own.pids[0], signal.SIGSTOP)
-        asyncio.run(close_meanwhile(own))
-        assert not any(alive(pid) for pid in own.pids)
-        own.close()  # once more is fine
-
-
-PARENT = """
-import sys
-from practicum.recipe.schema.teacher_sections import Teacher
-from practicum.places.torch_teacher import OwnTeacher
-
-if __name__ == "__main__":
-    teacher = Teacher(model=sys.argv[1], placement="own", device="cpu")
-    own = OwnTeacher("math", teacher)
-    own.start()
-    own.ready(100)
-    print(*own.pids, flush=True)
-    sys.stdin.read()
-"""
-
-
-@pytest.mark.long
-def test_a_parent_that_is_killed_leaves_no_process(folder: Path, model: PreTrainedModel, tmp_path: Path):
-    script = tmp_path / "parent.py"
-    script.write_text(PARENT)
-    command = [sys.executable, str(script), str(folder)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 1
-        assert all(alive(pid) for pid in pids)
-        parent.kill()
-    assert until(lambda: not any(alive(pid) for pid in pids))
+        with pytest.raises(TeacherError, match=r"teacher math .*was killed"):
+            score(own, rows(3))

@@ -14,14 +14,13 @@ from transformers import PreTrainedModel
 
 from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
 from practicum.errors import RecipeError, TeacherError
-from practicum.places.http_client import Unusable, message_of
-from practicum.places.place import score_rows
-from practicum.places.prompt_logprobs import Misaligned, limit_in, read_scores
-from practicum.places.remote_teacher import RemoteTeacher, probe_teacher
+from practicum.processes.http_client import Unusable, message_of
 from practicum.recipe.schema.teacher_sections import Teacher
+from practicum.teachers.prompt_logprobs import Misaligned, limit_in, read_scores
+from practicum.teachers.remote_teacher import RemoteScorer, probe_teacher
 from tests.engines.engines import tiny
 from tests.serving.servers import MODEL
-from tests.teachers.models import assert_same, in_process, rows
+from tests.teachers.models import assert_same, in_process, rows, score_rows
 from tests.teachers.scoring_server import scoring_server
 
 VOCAB = 63
@@ -33,12 +32,12 @@ def model() -> PreTrainedModel:
     return tiny()
 
 
-def use(url: str, work: Callable[[RemoteTeacher], Coroutine[Any, Any, T]], **options: Any) -> T:
+def use(url: str, work: Callable[[RemoteScorer], Coroutine[Any, Any, T]], **options: Any) -> T:
     """Run some work with a teacher at this URL, and close it."""
 
     async def run() -> T:
         given: dict[str, Any] = {"url": url, "model": MODEL} | options
-        teacher = RemoteTeacher("chat", Teacher(**given))
+        teacher = RemoteScorer("chat", Teacher(**given))
         try:
             return await work(teacher)
         finally:
@@ -92,7 +91,7 @@ def test_no_more_requests_are_open_than_allowed(model: PreTrainedModel):
 
 
 def test_busy_time_counts_open_requests_once(model: PreTrainedModel):
-    async def work(teacher: RemoteTeacher) -> tuple[float, float]:
+    async def work(teacher: RemoteScorer) -> tuple[float, float]:
         await score_rows(teacher, rows(4), ScoreOptions())
         first = teacher.busy_s
         await asyncio.sleep(0.05)
@@ -165,7 +164,7 @@ def test_an_answer_without_scores_is_told_with_teacher_and_row(model: PreTrained
 
 
 def test_closing_works_from_another_thread_and_ends_scoring(model: PreTrainedModel):
-    async def work(teacher: RemoteTeacher) -> None:
+    async def work(teacher: RemoteScorer) -> None:
         await score_rows(teacher, rows(1), ScoreOptions())
         await asyncio.to_thread(teacher.close)
         with pytest.raises(TeacherError, match="teacher chat was closed"):
@@ -178,7 +177,7 @@ def test_closing_works_from_another_thread_and_ends_scoring(model: PreTrainedMod
 def test_a_key_that_is_not_in_the_environment_is_a_recipe_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("CHAT_KEY", raising=False)
     with pytest.raises(RecipeError, match=r"teachers\.chat\.api_key_env: found CHAT_KEY, which is not set"):
-        RemoteTeacher("chat", Teacher(url="http://127.0.0.1:9/v1", model=MODEL, api_key_env="CHAT_KEY"))
+        RemoteScorer("chat", Teacher(url="http://127.0.0.1:9/v1", model=MODEL, api_key_env="CHAT_KEY"))
 
 
 @pytest.mark.parametrize(

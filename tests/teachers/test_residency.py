@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
 
+from practicum.engines.model_cache import ModelCache
 from practicum.engines.protocol import ScoreOptions, ScoreRequest
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import EngineError, TeacherError
 from practicum.models.offloaded_weights import OffloadTarget
-from practicum.places.model_cache import ModelCache
-from practicum.places.place import score_rows
-from practicum.places.torch_teacher import ColocatedTeacher, copied
+from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
+from practicum.teachers.load_teachers import PLACEMENTS, make_group
+from practicum.teachers.teacher_scorer import TeacherScorer
 from tests.engines.engines import tiny
-from tests.teachers.models import assert_same, in_process, rows
+from tests.teachers.models import assert_same, in_process, rows, save_tiny, score_rows, scorer_of
+from tests.teachers.tiny_teachers import teachers_recipe
 
 
 @dataclass
@@ -26,8 +29,9 @@ class Fake:
     """A sleeper that writes down what is done to it."""
 
     name: str
-    nbytes: int
+    own_bytes: int
     on_cpu: bool
+    owns_weights = True
     log: list[tuple[str, str]] = field(default_factory=list)
     awake: bool = True
     breaks_in: str = ""
@@ -57,6 +61,10 @@ def fakes(count: int = 3, *, on_cpu: bool = False, nbytes: int = 10) -> list[Fak
     return [Fake("abc"[i], nbytes, on_cpu, log) for i in range(count)]
 
 
+def cache_of(models: list[Fake], device: float | None, host: float | None) -> ModelCache:
+    return ModelCache({model.name: model for model in models}, device, host)
+
+
 def levels(residency: ModelCache) -> str:
     """Where a, b and c are, by first letters: d(evice), h(ost), k (disk)."""
     short = {"device": "d", "host": "h", "disk": "k"}
@@ -71,7 +79,7 @@ def use(residency: ModelCache, names: str) -> None:
 
 def test_all_sleep_from_the_start_and_nobody_was_woken():
     sleepers = fakes()
-    residency = ModelCache(sleepers, None, None)
+    residency = cache_of(sleepers, None, None)
     assert not any(sleeper.awake for sleeper in sleepers)
     assert residency.wakes == {"a": 0, "b": 0, "c": 0}
 
@@ -91,21 +99,21 @@ def test_all_sleep_from_the_start_and_nobody_was_woken():
     ],
 )
 def test_without_use_the_last_ones_stay_nearest(on_cpu, device, host, expected):
-    assert levels(ModelCache(fakes(on_cpu=on_cpu), device, host)) == expected
+    assert levels(cache_of(fakes(on_cpu=on_cpu), device, host)) == expected
 
 
 @pytest.mark.parametrize(
     ("names", "expected"), [("a", "dkh"), ("ab", "hdk"), ("abc", "khd"), ("aba", "dhk"), ("aa", "dkh")]
 )
 def test_the_least_recently_used_goes_farthest(names, expected):
-    residency = ModelCache(fakes(), 10, 10)
+    residency = cache_of(fakes(), 10, 10)
     use(residency, names)
     assert levels(residency) == expected
 
 
 def test_a_model_that_is_moved_goes_through_the_host_to_the_disk_and_never_back_by_itself():
     sleepers = fakes()
-    residency = ModelCache(sleepers, 10, 10)
+    residency = cache_of(sleepers, 10, 10)
     sleepers[0].log.clear()
     use(residency, "a")
     assert sleepers[0].log == [("c", "host"), ("b", "disk"), ("a", "wake"), ("a", "sleep")]
@@ -113,8 +121,8 @@ def test_a_model_that_is_moved_goes_through_the_host_to_the_disk_and_never_back_
 
 def test_while_a_large_model_is_awake_nothing_else_is_on_the_device():
     sleepers = fakes()
-    sleepers[2].nbytes = 100
-    residency = ModelCache(sleepers, 20, None)
+    sleepers[2].own_bytes = 100
+    residency = cache_of(sleepers, 20, None)
     use(residency, "ab")
     assert levels(residency) == "ddh"
     with residency.awake("c"):
@@ -124,15 +132,15 @@ def test_while_a_large_model_is_awake_nothing_else_is_on_the_device():
 
 def test_a_large_model_that_sleeps_elsewhere_leaves_room_for_smaller_ones():
     sleepers = fakes()
-    sleepers[2].nbytes = 100
-    residency = ModelCache(sleepers, 20, None)
+    sleepers[2].own_bytes = 100
+    residency = cache_of(sleepers, 20, None)
     use(residency, "cab")
     assert levels(residency) == "ddh"
 
 
 def test_each_use_is_one_wake_and_one_sleep():
     sleepers = fakes()
-    residency = ModelCache(sleepers, None, None)
+    residency = cache_of(sleepers, None, None)
     sleepers[0].log.clear()
     use(residency, "aba")
     assert residency.wakes == {"a": 2, "b": 1, "c": 0}
@@ -143,7 +151,7 @@ def test_each_use_is_one_wake_and_one_sleep():
 @pytest.mark.parametrize("error", [ValueError("inside"), KeyboardInterrupt(), asyncio.CancelledError()])
 def test_it_sleeps_again_whatever_happens_inside(error):
     sleepers = fakes()
-    residency = ModelCache(sleepers, 10, None)
+    residency = cache_of(sleepers, 10, None)
     with pytest.raises(type(error)), residency.awake("a"):
         raise error
     assert sleepers[0].log[-3:] == [("c", "host"), ("a", "wake"), ("a", "sleep")]
@@ -153,7 +161,7 @@ def test_it_sleeps_again_whatever_happens_inside(error):
 
 def test_one_that_can_not_be_woken_says_so_itself_and_is_named():
     sleepers = fakes()
-    residency = ModelCache(sleepers, 10, None)
+    residency = cache_of(sleepers, 10, None)
     sleepers[0].breaks_in = "wake"
     with pytest.raises(EngineError, match="a can't be woken: a can't wake"), residency.awake("a"):
         raise AssertionError("it is not awake")
@@ -162,7 +170,7 @@ def test_one_that_can_not_be_woken_says_so_itself_and_is_named():
 
 def test_trouble_with_sleeping_does_not_hide_what_went_wrong_inside():
     sleepers = fakes()
-    residency = ModelCache(sleepers, 10, None)
+    residency = cache_of(sleepers, 10, None)
     sleepers[0].breaks_in = "sleep"
     with pytest.raises(ValueError, match="inside") as caught, residency.awake("a"):
         raise ValueError("inside")
@@ -171,93 +179,76 @@ def test_trouble_with_sleeping_does_not_hide_what_went_wrong_inside():
 
 def test_trouble_with_sleeping_alone_is_an_error():
     sleepers = fakes()
-    residency = ModelCache(sleepers, 10, None)
+    residency = cache_of(sleepers, 10, None)
     sleepers[0].breaks_in = "sleep"
     with pytest.raises(EngineError, match="a can't sleep"), residency.awake("a"):
         pass
 
 
 @pytest.fixture
-def teacher() -> Iterator[ColocatedTeacher]:
-    place = ColocatedTeacher("math", Teacher(model="unused", batch_tokens=100), tiny())
-    yield place
-    place.close()
+def teacher(tmp_path: Path) -> Iterator[TeacherScorer]:
+    save_tiny(tmp_path)
+    scorer = scorer_of(Teacher(model=str(tmp_path), batch_tokens=100, device="cpu"))
+    yield scorer
+    scorer.close()
 
 
-def score(place: ColocatedTeacher, some: list[ScoreRequest], wanted: ScoreOptions) -> list:
-    return asyncio.run(score_rows(place, some, wanted))
+def engine_in(teacher: TeacherScorer) -> TorchEngine:
+    assert isinstance(teacher.sleeper, TorchEngine)
+    return teacher.sleeper
+
+
+def score(scorer: TeacherScorer, some: list[ScoreRequest], wanted: ScoreOptions) -> list:
+    return asyncio.run(score_rows(scorer, some, wanted))
 
 
 @pytest.mark.parametrize("where", ["host", "disk"])
-def test_scores_are_the_same_bits_after_a_rest(teacher: ColocatedTeacher, where: OffloadTarget):
-    some, wanted = rows(8), ScoreOptions(top_k=3, hidden=True, temperature=0.7)
-    expected = in_process(tiny(), some, wanted)
-    assert_same(score(teacher, some, wanted), expected)
-    teacher.sleep()
-    teacher.offload(where)
-    teacher.wake()
-    assert_same(score(teacher, some, wanted), expected)
-
-
-def test_on_disk_the_weights_leave_memory_and_come_back(teacher: ColocatedTeacher):
-    held = sum(p.nbytes for p in teacher.model.parameters())
-    assert teacher.nbytes >= held > 0
-    assert teacher.on_cpu
-    residency = ModelCache([teacher], 1, None)
-    assert residency.level("math") == "disk"
-    assert sum(p.nbytes for p in teacher.model.parameters()) == 0
-    with residency.awake("math"):
-        assert sum(p.nbytes for p in teacher.model.parameters()) == held
-    assert sum(p.nbytes for p in teacher.model.parameters()) == 0
-
-
-def test_tied_weights_count_once():
-    tied = tiny()
-    assert tied.config.tie_word_embeddings
-    place = ColocatedTeacher("math", Teacher(model="unused"), tied)
-    place.close()
-    own = {p.data_ptr(): p.nbytes for p in tied.parameters()}
-    buffers = sum(b.nbytes for b in tied.buffers())
-    assert place.nbytes == sum(own.values()) + buffers
-
-
-def test_it_takes_weights_while_awake_and_keeps_them_through_a_rest_on_disk(teacher: ColocatedTeacher):
-    other, some = tiny(seed=5), rows(4)
+def test_scores_and_weights_are_the_same_bits_after_a_rest(teacher: TeacherScorer, where: OffloadTarget):
+    some, wanted, engine = rows(8), ScoreOptions(top_k=3, hidden=True, temperature=0.7), engine_in(teacher)
+    assert_same(score(teacher, some, wanted), in_process(tiny(), some, wanted))
+    other = tiny(seed=5)
     teacher.take({name: p.detach() for name, p in other.named_parameters()}, 7)
-    teacher.sleep()
-    teacher.offload("disk")
-    teacher.wake()
-    got = score(teacher, some, ScoreOptions(top_k=2))
-    assert_same(got, in_process(other, some, ScoreOptions(top_k=2)))
-    assert {scores.version for scores in got} == {7}
+    engine.sleep()
+    engine.offload(where)
+    engine.wake()
+    found = score(teacher, some, wanted)
+    assert_same(found, in_process(other, some, wanted))
+    assert {scores.version for scores in found} == {7}
 
 
-def test_a_row_without_response_tokens_has_empty_scores(teacher: ColocatedTeacher):
+def test_on_disk_the_weights_leave_memory_and_come_back(teacher: TeacherScorer):
+    engine = engine_in(teacher)
+    held = sum(p.nbytes for p in engine.model.parameters())
+    distinct = {p.data_ptr(): p.nbytes for p in engine.model.parameters()}
+    buffers = sum(b.nbytes for b in engine.model.buffers())
+    assert engine.own_bytes == sum(distinct.values()) + buffers, "tied weights count once"
+    assert engine.on_cpu
+    residency = ModelCache({"math": engine}, 1, None)
+    assert residency.level("math") == "disk"
+    assert sum(p.nbytes for p in engine.model.parameters()) == 0
+    with residency.awake("math"):
+        assert sum(p.nbytes for p in engine.model.parameters()) == held
+    assert sum(p.nbytes for p in engine.model.parameters()) == 0
+
+
+def test_a_row_without_response_tokens_has_empty_scores(teacher: TeacherScorer):
     got = score(teacher, [ScoreRequest([5, 6], 2, "prompt 0")], ScoreOptions(top_k=4, hidden=True))[0]
     assert got.logprobs.shape == (0,)
-    assert got.topk_ids is not None
-    assert got.hidden is not None
     assert (got.topk_ids.shape, got.hidden.shape) == ((0, 4), (0, 48))
 
 
-def test_a_row_that_it_can_not_score_is_named_with_the_teacher(teacher: ColocatedTeacher):
+def test_a_row_that_it_can_not_score_is_named_with_the_teacher(teacher: TeacherScorer):
     with pytest.raises(TeacherError, match=r"teacher math .*prompt 7: .*token ids outside"):
         score(teacher, [*rows(3), ScoreRequest([5, 100_000], 1, "prompt 7")], ScoreOptions())
     assert len(score(teacher, rows(3), ScoreOptions())) == 3
 
 
-def test_a_failing_engine_is_named_as_the_teacher(teacher: ColocatedTeacher, monkeypatch: pytest.MonkeyPatch):
-    async def fails(self: TorchEngine, *_: object, **__: object) -> None:
-        raise EngineError("out of memory")
-
-    monkeypatch.setattr(TorchEngine, "score", fails)
-    with pytest.raises(TeacherError, match=r"teacher math .*prompt 0/session 0: out of memory"):
-        score(teacher, rows(1), ScoreOptions())
-
-
 def test_a_copy_of_the_student_shares_nothing_with_it_and_is_not_trained():
     student = tiny()
-    twin = copied(student)
+    recipe = Recipe.model_validate(teachers_recipe(teachers={"self": {"student": {}}}, distill={}))
+    scorer = PLACEMENTS["colocated"](make_group(recipe, ["self"], student))["self"]
+    twin = engine_in(scorer).model
+    scorer.close()
     assert not any(p.requires_grad for p in twin.parameters())
     assert all(p.requires_grad for p in student.parameters())
     with torch.no_grad():

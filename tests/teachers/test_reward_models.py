@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,11 @@ import torch
 
 from practicum.errors import RecipeError, RecipeErrors, TeacherError
 from practicum.models.tokenizer import make_tokenizer
-from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import Own, OwnPlacement, RewardModel
-from practicum.rewards.check_reward_models import check_reward_models
-from practicum.rewards.classifier import Classifier, encode_case
-from practicum.rewards.loaded_reward_model import ColocatedRewardModel, OwnRewardModel, load_reward_model
-from practicum.rewards.prompted_judge import question, read_score
-from practicum.rewards.remote_reward_model import RemoteRewardModel, probe_reward_model
-from practicum.rewards.reward_place import CannotScore, JudgeInput, score_all
+from practicum.rewards.judge import CannotScore, Judge, JudgeInput, question, read_score
+from practicum.rewards.local_judges import Classifier, encode_case, load_judge
+from practicum.rewards.remote_judge import RemoteJudge
+from practicum.rewards.reward_scorer import HostedJudge, RewardScorer, check_reward_models, place_model
 from tests.serving.servers import MODEL
 from tests.teachers.models import save_tiny
 from tests.teachers.tiny_reward_models import (
@@ -32,11 +30,11 @@ from tests.teachers.tiny_reward_models import (
     run,
     save_classifier,
     save_judge,
+    score_all,
     values,
     vllm_probs,
 )
 
-START_S = 100.0
 PROMPT = "{prompt}{response}?"
 
 
@@ -57,6 +55,17 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@contextmanager
+def started(spec: RewardModel) -> Iterator[RewardScorer]:
+    """A reward model in a separate process."""
+    scorer = place_model("rm", spec, 60)
+    try:
+        scorer.judges[0].ready()
+        yield scorer
+    finally:
+        scorer.close()
+
+
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("judge")
@@ -65,20 +74,19 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def own(classifier: Path) -> Iterator[OwnRewardModel]:
+def own(classifier: Path) -> Iterator[RewardScorer]:
     """A process that the tests which do not end it share."""
-    place = OwnRewardModel("rm", classifier_of(classifier, placement="own"), room=60)
-    place.start()
-    try:
-        place.ready(START_S)
-        yield place
-    finally:
-        place.close()
+    with started(classifier_of(classifier, placement="own")) as scorer:
+        yield scorer
+
+
+def scorer_of(judge: Judge) -> RewardScorer:
+    return RewardScorer("rm", [judge], deadline_s=None)
 
 
 def scores_here(spec: RewardModel, some: list[JudgeInput]) -> list[float | CannotScore]:
     with local(spec) as model:
-        return run(score_all(ColocatedRewardModel("rm", model), some))
+        return run(score_all(scorer_of(model), some))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
@@ -136,7 +144,7 @@ def test_a_chat_goes_through_the_classifiers_template():
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_a_classifier_gives_the_same_scores_in_all_places(classifier: Path, own: OwnRewardModel, chat: bool):
+def test_a_classifier_gives_the_same_scores_in_all_places(classifier: Path, own: RewardScorer, chat: bool):
     some = cases(12, chat=chat)
     here = values(scores_here(classifier_of(classifier), some))
     assert values(run(score_all(own, some))) == pytest.approx(here, rel=0, abs=1e-5)
@@ -167,13 +175,8 @@ def test_a_judge_gives_the_same_verdicts_in_all_places(judge: Path):
     here = scores_here(spec, some)
     numbers = [verdict for verdict in here if isinstance(verdict, float)]
     assert 0 < len(numbers) < len(some), "a test of cases with and without a number"
-    place = OwnRewardModel("rm", judge_of(judge, placement=OwnPlacement(own=Own(threads=1))), room=60)
-    place.start()
-    try:
-        place.ready(START_S)
-        assert_same(run(score_all(place, some)), here)
-    finally:
-        place.close()
+    with started(judge_of(judge, placement=OwnPlacement(own=Own(threads=1)))) as scorer:
+        assert_same(run(score_all(scorer, some)), here)
     with judging_server(spec) as (url, _):
         assert_same(ask(url, some, kind="judge", prompt=PROMPT, max_new_tokens=24), here)
 
@@ -225,51 +228,44 @@ def test_a_model_that_slept_gives_the_same_scores(classifier: Path, judge: Path,
     spec = classifier_of(classifier) if kind == "classifier" else judge_of(judge)
     some = cases(6)
     with local(spec) as model:
-        place = ColocatedRewardModel("rm", model)
+        place = scorer_of(model)
         before = run(score_all(place, some))
-        model.sleep()
-        model.offload(where)
+        assert model.sleeper is not None
+        model.sleeper.sleep()
+        model.sleeper.offload(where)
         with pytest.raises(TeacherError, match=r"reward model rm failed in prompt 0/session 0: .* sleeps"):
             run(place.judge(some[0]))
-        model.wake()
+        model.sleeper.wake()
         assert_same(run(score_all(place, some)), before)
 
 
 @pytest.mark.long
 def test_a_process_that_hangs_is_named_at_the_deadline_and_killed(classifier: Path):
-    place = OwnRewardModel("rm", classifier_of(classifier, placement="own", deadline_s=1.0), room=60)
-    place.start()
-    try:
-        place.ready(START_S)
-        os.kill(place.pids[0], signal.SIGSTOP)
-        expected = (
-            r"reward model rm did not answer for prompt 0/.* within 1 s.*reward\.models\.rm\.deadline_s"
-        )
-        with pytest.raises(TeacherError, match=expected):
-            run(score_all(place, cases(1)))
-        with pytest.raises(TeacherError, match="reward model rm can't continue with prompt 0"):
-            run(score_all(place, cases(1)))
-    finally:
-        place.close()
+    with started(classifier_of(classifier, placement="own", deadline_s=1.0)) as scorer:
+        assert isinstance(scorer.judges[0], HostedJudge)
+        os.kill(scorer.judges[0].host.pid, signal.SIGSTOP)
+        with pytest.raises(TeacherError, match=r"reward model rm .*did not answer"):
+            run(score_all(scorer, cases(1)))
+        with pytest.raises(TeacherError, match=r"reward model rm can't continue: .* was killed"):
+            run(score_all(scorer, cases(1)))
 
 
-def test_an_own_process_tells_why_it_can_not_judge_a_case(own: OwnRewardModel):
-    with pytest.raises(CannotScore, match="a context of 128 tokens; prompt and answer take 200"):
-        run(own.judge(JudgeInput("prompt 9", "1" * 100, "2" * 100, None)))
-    assert own.busy_s > 0
-    assert all(replica.waiting_tokens == 0 for replica in own._replicas)
+def test_an_own_process_tells_why_it_can_not_judge_a_case(own: RewardScorer):
+    failure = run(own.judge(JudgeInput("prompt 9", "1" * 100, "2" * 100, None)))
+    assert isinstance(failure, CannotScore)
+    assert "a context of 128 tokens; prompt and answer take 200" in str(failure)
 
 
-def rewarder(url: str, **options: Any) -> RemoteRewardModel:
+def rewarder(url: str, **options: Any) -> RemoteJudge:
     given: dict[str, Any] = {"url": url, "model": MODEL}
-    return RemoteRewardModel("rm", RewardModel(**given | options))
+    return RemoteJudge("rm", RewardModel(**given | options))
 
 
 def ask(url: str, some: list[JudgeInput], **options: Any) -> list[float | CannotScore]:
     async def work() -> list[float | CannotScore]:
         place = rewarder(url, **options)
         try:
-            return await score_all(place, some)
+            return await score_all(scorer_of(place), some)
         finally:
             await place.aclose()
 
@@ -280,7 +276,7 @@ def probe(url: str, *, chat: bool = False, **options: Any) -> str:
     async def work() -> str:
         place = rewarder(url, **options)
         try:
-            return await probe_reward_model(place, chat=chat)
+            return await place.probe(chat=chat)
         finally:
             await place.aclose()
 
@@ -352,15 +348,7 @@ def test_the_probe_needs_the_servers_key(classifier: Path, monkeypatch: pytest.M
 
 
 def check(longest: int = 20, **models: RewardModel) -> list[str]:
-    recipe = Recipe.model_validate(
-        {
-            "name": "t",
-            "model": {"make": {}},
-            "tasks": {"sort": {"kind": "sort"}},
-            "reward": {"models": {name: model.model_dump() for name, model in models.items()}},
-        }
-    )
-    return check_reward_models(recipe, make_tokenizer(), longest)
+    return check_reward_models(models, make_tokenizer(), longest)
 
 
 def test_sound_models_are_described(classifier: Path, judge: Path):
@@ -395,11 +383,11 @@ def test_what_is_wrong_with_models_is_found_without_their_weights(
 
 def test_a_label_beyond_the_outputs_is_refused_when_loaded(classifier: Path):
     with pytest.raises(RecipeError, match=r"reward\.models\.rm\.label: found 3, expected 0 to 2"):
-        load_reward_model("rm", classifier_of(classifier, label=3), 60)
+        load_judge("rm", classifier_of(classifier, label=3), 60)
 
 
 def test_a_language_model_is_not_taken_for_a_classifier_with_random_outputs(tmp_path: Path):
     save_tiny(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(RecipeError, match=r"reward\.models\.rm\.model: .*without the weights score.weight"):
-        load_reward_model("rm", classifier_of(tmp_path), 60)
+        load_judge("rm", classifier_of(tmp_path), 60)

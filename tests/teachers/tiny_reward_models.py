@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, LlamaConfig, PreTrainedModel, Qwen3Config
 
+from practicum.concurrency.gather import gather_all
 from practicum.engines.protocol import Counter, GenerateRequest
 from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.schema.teacher_sections import RewardModel
-from practicum.rewards.loaded_reward_model import LoadedRewardModel, load_reward_model
-from practicum.rewards.reward_place import CannotScore, JudgeInput
+from practicum.rewards.judge import CannotScore, JudgeInput
+from practicum.rewards.local_judges import Classifier, PromptedJudge, load_judge
+from practicum.rewards.reward_scorer import RewardScorer
 from tests.engines.engines import tiny
 from tests.serving.servers import MODEL
 from tests.teachers import scoring_server
@@ -84,10 +86,15 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(work)
 
 
+async def score_all(scorer: RewardScorer, some: list[JudgeInput]) -> list[float | CannotScore]:
+    """Scores of all cases, asked for concurrently."""
+    return await gather_all(scorer.judge(case) for case in some)
+
+
 @contextmanager
-def local(spec: RewardModel, room: int = 60) -> Iterator[LoadedRewardModel]:
+def local(spec: RewardModel, room: int = 60) -> Iterator[Classifier | PromptedJudge]:
     """A reward model in this process."""
-    found = load_reward_model("rm", spec, room)
+    found = load_judge("rm", spec, room)
     try:
         yield found
     finally:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import wraps
 from random import Random
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
-from practicum.engines.torch.engine_process import ProcessEngine
+from practicum.engines.hosted_engine import HostedEngine
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.learning.learner import Learner
 from practicum.recipe.schema.recipe import Recipe
@@ -22,7 +23,7 @@ from practicum.roles.rollout import RolloutRole
 from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import make_plan
 from practicum.roles.student import UpdateReport
-from practicum.roles.teachers import TeacherRole, waiting_rows
+from practicum.roles.teachers import TeacherRole
 from practicum.runtime import local
 from practicum.runtime.local import LocalRoles, start_local
 from practicum.sessions.tools.toolbox import Toolbox
@@ -33,7 +34,7 @@ Weights = dict[str, Tensor]
 
 
 def weights_of(roles: LocalRoles) -> tuple[Any, int]:
-    learner = roles.student.learner
+    learner = roles.rank.student.learner
     return {name: x.detach().clone() for name, x in learner.named_weights()}.items(), learner.version
 
 
@@ -55,14 +56,13 @@ def train_late(recipe: Recipe, lag: int) -> tuple[list[dict[str, float]], Weight
             step = StepInfo(sampled.batch, t + 1, sampled.baselines, roles.rollout.prompts)
             if "teachers" in plan:
                 roles.refresh_copies(t + 1)
-                if waiting_rows(recipe, step.batch):
-                    roles.run("teachers", step)
-            if "pad" in plan and (padding := roles.run("pad", step)) is not None:
+                roles.stages["teachers"](step)
+            if "pad" in plan and (padding := roles.stages["pad"](step)) is not None:
                 step = replace(step, batch=BatchRef.concat([step.batch, padding]))
             stages = [stage.name for stage in plan.learner_stages()]
             if recipe.critic is not None and t < recipe.critic.warmup_steps:
                 stages.remove("update_student")
-            found = [roles.run(stage, step) for stage in stages]
+            found = [roles.stages[stage](step) for stage in stages]
             updates = [report.metrics for report in found if isinstance(report, UpdateReport)]
             reports.append(updates[0] if updates else {})
             kept.append(weights_of(roles))
@@ -83,10 +83,12 @@ def delay_everything(patch: pytest.MonkeyPatch, seed: int, most: float = 0.02) -
     def late(owner: type, name: str, share: float = 1.0) -> None:
         whole = getattr(owner, name)
 
+        @wraps(whole)
         async def delayed_async(*args: Any, **kwargs: Any) -> Any:
             await asyncio.sleep(share * most * delays.random())
             return await whole(*args, **kwargs)
 
+        @wraps(whole)
         def delayed(*args: Any, **kwargs: Any) -> Any:
             time.sleep(share * most * delays.random())
             return whole(*args, **kwargs)
@@ -94,9 +96,9 @@ def delay_everything(patch: pytest.MonkeyPatch, seed: int, most: float = 0.02) -
         patch.setattr(owner, name, delayed_async if asyncio.iscoroutinefunction(whole) else delayed)
 
     late(TorchEngine, "generate")
-    late(ProcessEngine, "generate")
+    late(HostedEngine, "generate")
     late(Toolbox, "run")
-    late(TeacherRole, "score_session")
+    late(TeacherRole, "score")
     late(RolloutRole, "reward", share=5)
     late(Learner, "update", share=5)
     late(LocalRoles, "_give", share=5)

@@ -14,16 +14,14 @@ import torch
 
 from practicum.checks.watch import Watch
 from practicum.dataplane.ragged import Ragged
+from practicum.engines.hosted_engine import HostedEngine
 from practicum.engines.protocol import ScoreOptions, ScoreRequest
+from practicum.engines.torch import make_torch
 from practicum.errors import MissingExtraError, RecipeError, RecipeErrors
 from practicum.forecast.cluster_spec import this_machine
 from practicum.forecast.forecast import forecast
 from practicum.models.load_model import load_model, load_tokenizer
 from practicum.models.lora import is_adapter, merged_weights
-from practicum.places import adapter_teachers
-from practicum.places.adapter_teachers import AdapterTeacher, base_spec, share_base
-from practicum.places.torch_teacher import OwnTeacher, _load_served
-from practicum.processes.child_main import ChildRequest
 from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.recipe.schema.recipe import Model
 from practicum.roles.run_stage import StepInfo
@@ -31,6 +29,7 @@ from practicum.roles.stage_table import make_plan
 from practicum.runtime import local
 from practicum.runtime.local import LocalRoles, start_local
 from practicum.tasks.stream import make_stream
+from practicum.teachers.load_teachers import PLACEMENTS, make_group
 from practicum.trainer import preflight
 from practicum.trainer.run import train_loaded
 from practicum.trainer.sample_step import TRAIN, training_attempts
@@ -45,7 +44,7 @@ COMMON: dict[str, Any] = {
     "train": {"steps": 2, "prompts": 4, "lr": 1e-2},
     "rollout": {"samples": 2, "max_new_tokens": 6, "slots": 16},
     "reward": {"weight": 0.0},
-    "eval": {"rows": 2, "greedy": False},
+    "eval": {"rows": 0},
     "route": {"by": "task"},
 }
 SIGNALS = {
@@ -100,18 +99,16 @@ def taught(loaded: LoadedRecipe) -> tuple[dict[str, Ragged], LocalRoles]:
     with started(loaded) as roles:
         attempts = training_attempts(spec, make_stream(spec.tasks, spec.seed).take(6), roles.stop)
         batch = roles.rollout.rollout(attempts, TRAIN, seed=spec.seed)
-        assert roles.teachers is not None
-        with roles.rollout.workers.engines_asleep():
-            roles.teachers.score(StepInfo(batch, prompts=roles.rollout.prompts))
-        columns = roles.store.get(batch, roles.plan["teachers"].writes)
+        assert roles.rank.teachers is not None
+        roles.stages["teachers"](StepInfo(batch, prompts=roles.rollout.prompts))
+        columns = roles.store.get(batch, roles.rank.plan["teachers"].writes)
         assert {tags.teacher for tags in batch.tags} == {*NAMES}
     return {name: column for name, column in columns.items() if isinstance(column, Ragged)}, roles
 
 
 def bases(roles: LocalRoles) -> list[Any]:
     assert roles.frozen.teachers is not None
-    places = roles.frozen.teachers.places.values()
-    return [place.base for place in places if isinstance(place, AdapterTeacher)]
+    return [teacher.scorers[0] for teacher in roles.frozen.teachers.scorers.values()]
 
 
 @pytest.mark.parametrize("signal", SIGNALS)
@@ -120,7 +117,7 @@ def test_scores_are_those_of_merged_models(folder: Path, tmp_path: Path, signal:
     adapters, roles = taught(recipe(folder, tmp_path, **distill))
     one, other = bases(roles)
     assert one is other
-    student = {id(p) for p in roles.student.learner.model.parameters()}
+    student = {id(p) for p in roles.rank.student.learner.model.parameters()}
     frozen = [p for name, p in one.model.named_parameters() if not is_adapter(name)]
     assert all(id(p) in student for p in frozen), "the base is the student's own in memory"
     merged, _ = taught(recipe(folder, tmp_path, **distill, teachers=whole(folder)))
@@ -132,23 +129,19 @@ def test_scores_are_those_of_merged_models(folder: Path, tmp_path: Path, signal:
     if signal == "full":
         assert roles.frozen.teachers is not None
         heads = roles.frozen.teachers.heads.values()
-        own = roles.student.learner.model.get_output_embeddings().weight  # pyright: ignore
+        own = roles.rank.student.learner.model.get_output_embeddings().weight  # pyright: ignore
         assert {head.weight.data_ptr() for head in heads} == {own.data_ptr()}, "and so is its head"
 
 
 def test_a_process_of_its_own_loads_the_base_and_gives_the_same_bits(folder: Path, tmp_path: Path):
     """What the process of such a teacher does, in this one."""
     spec = recipe(folder, tmp_path).recipe
-    teacher, path = spec.teachers["copy"], "teachers.copy"
-    row, options = ScoreRequest([*range(9, 20)], 4), ScoreOptions(top_k=3)
-    served, context = _load_served(teacher, base_spec(spec, teacher), spec.seed, path)
-    there = asyncio.run(served.answer(ChildRequest(0, "score", (row, options))))
-    served.close()
-    place = share_base(spec, {"copy": teacher}, load_model(spec.model, spec.seed))["copy"]
-    here = asyncio.run(place.score(row, options))
-    place.close()
-    assert context == place.context == 128
-    assert torch.equal(there.logprobs, here.logprobs)
+    row, options, scores = ScoreRequest([*range(9, 20)], 4), ScoreOptions(top_k=3), []
+    for student in (None, load_model(spec.model, spec.seed)):
+        scorer = PLACEMENTS["colocated"](make_group(spec, ["copy"], student))["copy"]
+        scores.append(asyncio.run(scorer.score(row, options)))
+        scorer.close()
+    assert torch.equal(scores[0].logprobs, scores[1].logprobs)
 
 
 @pytest.mark.long
@@ -157,7 +150,7 @@ def test_own_processes_give_the_same_bits(folder: Path, tmp_path: Path, lora: bo
     here, _ = taught(recipe(folder, tmp_path, lora=lora))
     there, roles = taught(recipe(folder, tmp_path, lora=lora, each={"placement": "own"}))
     assert roles.frozen.teachers is not None
-    assert all(isinstance(place, OwnTeacher) for place in roles.frozen.teachers.places.values())
+    assert all(isinstance(base, HostedEngine) for base in bases(roles))
     assert all(torch.equal(there[name].values, column.values) for name, column in here.items())
 
 
@@ -183,7 +176,7 @@ def test_a_student_with_all_weights_has_the_base_loaded_once_and_frozen(
         loaded.append(load_model(spec, seed, **options))
         return loaded[-1]
 
-    for module in (local, adapter_teachers):
+    for module in (local, make_torch):
         monkeypatch.setattr(module, "load_model", counted)
     train_loaded(recipe(folder, tmp_path, lora=False), tmp_path / "run")
     student, base = loaded
@@ -205,8 +198,8 @@ def test_a_model_and_adapters_on_it_are_one_that_sleeps_and_wakes(folder: Path, 
     assert one is other
     tight: dict[str, Any] = sections | {"runtime": {"threads": 1, "teachers_gb": 1e-6}}
     offloaded, roles = taught(recipe(folder, tmp_path, **tight))
-    assert roles.frozen.residency.level(bases(roles)[0].name) == "disk"
-    assert roles.frozen.residency.wakes == {bases(roles)[0].name: 1}
+    assert roles.frozen.residency.level("the base of compare, copy") == "disk"
+    assert roles.frozen.residency.wakes == {"the base of compare, copy": 1}
     assert all(torch.equal(offloaded[name].values, column.values) for name, column in roomy.items())
 
 
@@ -217,8 +210,7 @@ def test_the_same_adapter_twice_is_loaded_once(folder: Path, tmp_path: Path):
     }
     _, roles = taught(recipe(folder, tmp_path, teachers=teachers))
     base = bases(roles)[0]
-    assert len(base.engine.runner.adapters.names) == 1
-    assert len(base.time.seconds) == 2
+    assert len(base.runner.adapters.names) == 1
 
 
 def problems(loaded: LoadedRecipe) -> str:
@@ -242,7 +234,7 @@ def test_check_tells_what_each_adapter_is_on_and_refuses_others(folder: Path, tm
         preflight.preflight(recipe(folder, tmp_path, f"model.path={other}"))
     wide = save_teacher(tmp_path / "wide", seed=1, hidden=48)
     text = problems(recipe(folder, tmp_path, f"model.path={wide}"))
-    assert "model.layers.0.mlp.down_proj is 96 × 32 for it and 144 × 48 there" in text
+    assert "teachers.compare.adapter" in text
     assert "set teachers.copy.model to the model that it was trained on" in text
     assert "a folder with adapter_config.json" in problems(
         recipe(folder, tmp_path, "teachers.copy.adapter=no")
@@ -268,9 +260,7 @@ def test_without_peft_the_install_command_is_named(
 
 def test_the_forecast_counts_adapters_alone(folder: Path, tmp_path: Path):
     def teachers(**sections: Any) -> float:
-        (memory,) = forecast(
-            recipe(folder, tmp_path, **sections).recipe, this_machine(), lambda _: 8.0
-        ).memory
+        (memory,) = forecast(recipe(folder, tmp_path, **sections).recipe, this_machine(), 8.0).memory
         return memory.parts["teachers"]
 
     lent, loaded, merged = teachers(), teachers(lora=False), teachers(teachers=whole(folder))

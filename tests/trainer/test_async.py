@@ -22,7 +22,7 @@ from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import PracticumError
 from practicum.learning.learner import Learner
 from practicum.observe import progress
-from practicum.runtime import local
+from practicum.recipe.schema.recipe import Recipe
 from practicum.trainer import window
 from practicum.trainer.run import train_loaded
 from tests.teachers.tiny_reward_models import save_classifier
@@ -51,7 +51,7 @@ def equals_the_oracle(
     folder: Path, lag: int, seed: int, engines: str = "threads", **sections: Any
 ) -> list[dict[str, Any]]:
     """Train with random delays, and compare with the oracle bit for bit; gives the rows of metrics."""
-    loaded = tiny(folder, "eval.rows=2", "eval.every=2", f"async.lag={lag}", **sections)
+    loaded = tiny(folder, "eval.rows=2", "eval.every=2", f"rollout.lag={lag}", **sections)
     with pytest.MonkeyPatch.context() as patch:
         delay_everything(patch, seed)
         if engines == "threads":
@@ -89,8 +89,7 @@ def test_one_engine_that_takes_the_weights_of_all_steps_in_turn_equals_the_oracl
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """As vLLM's does; evaluations have their turns between the steps."""
-    for module in (local, window):
-        monkeypatch.setattr(module, "sampling_engines", lambda _: 1)
+    monkeypatch.setattr(Recipe, "sampling_engines", 1)
     rows = equals_the_oracle(tmp_path, 2, 5, "threads", **AGENT)
     assert [row["async/staleness"] for row in rows] == [0, 1, 2, 2]
 
@@ -106,7 +105,7 @@ def cases(folder: Path) -> dict[str, dict[str, Any]]:
     return {
         "decoupled": DECOUPLED,
         "gspo": REWARD | {"algorithm": {"loss": "gspo", "advantage": "rloo"}},
-        "kl": REWARD | {"algorithm": {"kl": {"place": "reward", "target": 0.1, "horizon": 1000}}},
+        "kl": REWARD | {"algorithm": {"kl": {"place": "reward", "target": 0.1}}},
         "critic": REWARD | {"algorithm": {"advantage": "gae"}, "critic": {"warmup_steps": 1}},
         "remax": REWARD | {"algorithm": {"advantage": "remax", "loss": "cispo"}},
         "padded": REWARD | {"train": TINY["train"] | {"minibatch_rows": 5}},
@@ -167,7 +166,7 @@ def test_a_stopped_run_continues_with_the_sessions_that_were_done(
     if engines == "threads":
         engines_in_threads(monkeypatch)
     sections = REWARD | {"agent": {"loop": "tests.trainer.loops:notes_itself"}}
-    options = ("async.lag=2", "eval.rows=2", "eval.every=2", "train.steps=5", "track.record=all")
+    options = ("rollout.lag=2", "eval.rows=2", "eval.every=2", "train.steps=5", "track.record=all")
     for name in ("whole", "cut"):
         monkeypatch.setenv("NOTES", str(tmp_path / f"{name}.txt"))
         with pytest.MonkeyPatch.context() as patch:
@@ -193,9 +192,9 @@ def late_updates(patch: pytest.MonkeyPatch) -> None:
     """The learner is slow: what may be sampled ahead is sampled when it is done."""
     update = Learner.update
 
-    def late(self: Learner, batch: Any) -> Any:
+    def late(self: Learner, batch: Any, **options: Any) -> Any:
         time.sleep(0.4)
-        return update(self, batch)
+        return update(self, batch, **options)
 
     patch.setattr(Learner, "update", late)
 
@@ -204,7 +203,7 @@ def late_updates(patch: pytest.MonkeyPatch) -> None:
 def test_an_error_ahead_costs_nothing_of_the_steps_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The reward raises in step 4, while the learner is at an earlier one; the run fails in step 4."""
     sections = {"reward": {"functions": [{"use": "tests.trainer.rewards:breaks_late"}]}}
-    options = ("async.lag=2", "eval.rows=2", "train.steps=5")
+    options = ("rollout.lag=2", "eval.rows=2", "train.steps=5")
     with pytest.raises(PracticumError) as raised:
         train_loaded(tiny(tmp_path, *options, **sections), tmp_path / "cut", quiet=True)
     assert "has a checkpoint of step 3: --resume continues from it" in raised.value.__notes__[-1]
@@ -228,7 +227,7 @@ def test_slow_and_long_answers_are_trained_on_as_often_as_they_are_sampled(
         return made
 
     monkeypatch.setattr(TorchEngine, "generate", slower)
-    options = ("async.lag=2", "eval.rows=2", "track.record=all", "train.steps=5")
+    options = ("rollout.lag=2", "eval.rows=2", "track.record=all", "train.steps=5")
     train_loaded(tiny(tmp_path, *options, **REWARD), tmp_path / "run", quiet=True)
     rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     trained = {(row["group"], row["session"]): row["sampled_tokens"] for row in rows}
@@ -252,10 +251,10 @@ def test_a_group_that_holds_the_learner_up_is_named_and_its_deadline_counts(
         return await generate(self, request)
 
     monkeypatch.setattr(TorchEngine, "generate", hangs)
-    options = ("async.lag=1", "eval.rows=2", "agent.deadline_s=2", "train.steps=2")
+    options = ("rollout.lag=1", "eval.rows=2", "agent.deadline_s=2", "train.steps=2")
     train_loaded(tiny(tmp_path, *options, **REWARD), tmp_path / "run")
     assert metrics_of(tmp_path / "run")[2]["rollout/failed"] == 1
-    late = re.compile(r"prompt 5 \(task .*?\): 1 session not done, \d+ s after step 2 began")
+    late = re.compile(r"rollout of step 2 \(1 not done, the first of prompt 5 \(.*?\)\), \d+ s after it")
     log = (tmp_path / "run" / "log.txt").read_text()
     assert any(late.match(told) for told in log.split("the learner waits: ")[1:])
     shown = " ".join(capsys.readouterr().out.split())  # lines may be folded

@@ -24,10 +24,9 @@ from .test_run import metrics_of, same_run, stop_after
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 
 LAG: dict[str, Any] = {
-    "async": {"lag": 2},
     "reward": {"functions": [{"use": "tests.trainer.rewards:by_letters"}]},
     "train": STEPS | {"steps": 5, "minibatches": 2},
-    "rollout": TINY["rollout"] | {"deadline_s": 90},
+    "rollout": TINY["rollout"] | {"deadline_s": 90, "lag": 2},
     "eval": {"rows": 2, "every": 2},
     "checkpoint": {"every": 1},
 }
@@ -108,7 +107,7 @@ def test_whoever_stops_answering_ends_the_run_with_its_name(
     taught = {"teachers": {"t": teacher}, "distill": {"signal": "top_k", "top_k": 4}, "model": {"make": MAKE}}
     late = {"train": STEPS | {"steps": 50}, "rollout": TINY["rollout"] | {"deadline_s": 20}}
     sections = late_on_ray(LAG | taught | late)
-    sections["runtime"] |= {"start_s": 240, "stage_s": 20, "store_s": 20, "max_deaths": 0}
+    sections["runtime"] |= {"start_s": 240, "stage_s": 20, "max_deaths": 0}
     act, named = STOPPED[who]
     before_steps(monkeypatch, {3: act})
     with pytest.raises(PracticumError, match=named):

@@ -19,8 +19,7 @@ def test_keeps_the_last_n_and_the_best(tmp_path: Path):
     for step in range(1, 6):
         save(checkpoints, step, best=2 if step >= 2 else None)
     assert checkpoints.steps() == [2, 4, 5]
-    path, progress, passed_over = checkpoints.latest()
-    assert not passed_over
+    path, progress = checkpoints.latest()
     assert (path / "part").read_text() == "5"
     assert progress == Progress(step=5, best_step=2)
 

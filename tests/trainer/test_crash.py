@@ -13,11 +13,11 @@ from practicum.errors import PracticumError
 from practicum.learning.learner import Learner
 from practicum.roles.advantages import AdvantageRole
 from practicum.roles.student import StudentRole
+from practicum.roles.train_rank import TrainRank
 from practicum.runtime.local import LocalRoles
 from practicum.trainer import run as run_module
 from practicum.trainer.checkpoints import Checkpoints
 from practicum.trainer.run import train_loaded
-from practicum.trainer.saver import crash_cost
 
 from .recipes import tiny
 from .test_run import KL, LORA, MINIBATCHES, PPO, SUPERVISED, metrics_of, same_run, stop_after
@@ -74,7 +74,7 @@ def test_a_reward_that_raises_costs_one_step(tmp_path: Path, monkeypatch: pytest
             {"eval": {"rows": 4, "every": 3}}, run_module.Trainer, "evaluate", 3, marks=pytest.mark.long
         ),
         (PPO, AdvantageRole, "_estimate", 2),
-        (PPO, LocalRoles, "session_advantages", 2),
+        (PPO, TrainRank, "session_advantages", 2),
     ],
     ids=["update", "sync", "evaluation", "advantages", "advantages of samples"],
 )
@@ -110,7 +110,7 @@ def test_half_an_update_is_never_kept(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_an_error_that_can_not_be_followed_by_a_checkpoint_is_still_the_one_that_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    raises(monkeypatch, StudentRole, "_logprobs", at=2)
+    raises(monkeypatch, StudentRole, "_facts", at=2)
     raises(monkeypatch, LocalRoles, "save", at=1)
     with pytest.raises(RuntimeError) as raised:
         train_loaded(tiny(tmp_path, train=MINIBATCHES), tmp_path / "run")
@@ -118,9 +118,11 @@ def test_an_error_that_can_not_be_followed_by_a_checkpoint_is_still_the_one_that
     assert "has no checkpoint: start again with --fresh" in raised.value.__notes__[-1]
 
 
-def test_checkpoints_by_the_clock_are_of_whole_steps_and_only_the_last_are_kept(tmp_path: Path):
-    sections = {"checkpoint": {"every_minutes": 1e-6, "keep_last": 2}}
-    train_loaded(tiny(tmp_path, **sections), tmp_path / "run")
+def test_checkpoints_by_the_clock_are_of_whole_steps_and_only_the_last_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("practicum.trainer.saver.EVERY_MINUTES", 1e-6)
+    train_loaded(tiny(tmp_path), tmp_path / "run")
     log = (tmp_path / "run" / "log.txt").read_text()
     assert [f"checkpoint step-{step:06d}" in log for step in range(5)] == [False, True, True, True, True]
     assert checkpoints(tmp_path / "run") == [3, 4]
@@ -131,8 +133,6 @@ def test_check_says_what_a_crash_would_cost(tmp_path: Path):
     result = CliRunner().invoke(app, ["check", str(tmp_path / "recipe.yaml")])
     words = " ".join(result.stdout.split())
     assert "kill -9, or an error amid an update, at most 10 minutes and a step" in words
-    off = tiny(tmp_path, "checkpoint.every_minutes=0").recipe
-    assert "the whole run: set checkpoint.every_minutes" in crash_cost(off.checkpoint, 100)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

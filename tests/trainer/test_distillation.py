@@ -19,16 +19,15 @@ from practicum.dataplane.ragged import Ragged
 from practicum.errors import PracticumError, TeacherError
 from practicum.models.load_model import load_model
 from practicum.models.tokenizer import make_tokenizer
+from practicum.observe.metrics import METRICS
+from practicum.processes.host import Host
 from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
 from practicum.recipe.schema.recipe import Model
-from practicum.roles.load_teachers import OwnTeacher
+from practicum.roles.rollout import RolloutRole
 from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import make_plan
 from practicum.trainer import preflight as preflight_module
 from practicum.trainer.run import train_loaded
-from practicum.trainer.sample_step import SampledStep
-from practicum.trainer.step import StepRunner
-from practicum.trainer.step_metrics import METRICS
 from tests.serving.servers import MODEL, served
 from tests.teachers.test_own import alive, until
 from tests.teachers.tiny_teachers import save_teacher, teachers_recipe
@@ -68,15 +67,14 @@ def two(folders: dict[str, str], **each: Any) -> dict[str, Any]:
 def said(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
     """What teachers wrote in each step of the runs of a test."""
     steps: list[dict[str, Tensor]] = []
-    teach = StepRunner._teach
+    clear = RolloutRole.clear
 
-    def keep(self: StepRunner, sampled: SampledStep, step: StepInfo) -> dict[str, float]:
-        metrics = teach(self, sampled, step)
-        columns = self.roles.store.get(step.batch, self.plan["teachers"].writes)
+    def keep(self: RolloutRole, step: StepInfo) -> None:
+        columns = self.store.get(step.batch.real(), self.plan["teachers"].writes)
         steps.append({name: c.values.clone() for name, c in columns.items() if isinstance(c, Ragged)})
-        return metrics
+        clear(self, step)
 
-    monkeypatch.setattr(StepRunner, "_teach", keep)
+    monkeypatch.setattr(RolloutRole, "clear", keep)
     return steps
 
 
@@ -246,10 +244,10 @@ SHARED = TWO | {"measure_every": 1, "shares": {"small": 0.9, "wide": 0.1}}
 @pytest.mark.parametrize(
     "sections",
     [
-        {"distill": {"signal": "full", "clamp": 1.0}, "route": SHARED},
+        {"distill": {"signal": "full"}, "route": SHARED},
         {"distill": SAMPLED, "route": SHARED, **MINI},
         {"distill": {"divergence": "k1", "signal": "sampled", "through": "advantage"}, **JUDGED},
-        {"distill": {"divergence": "k1", "signal": "sampled", "through": "reward", "clamp": 0.1}, **GAE},
+        {"distill": {"divergence": "k1", "signal": "sampled", "through": "reward"}, **GAE},
         {"distill": {}, "reward": JUDGED["reward"] | {"weight": 0.0, "watch": True}},
         {"distill": {"temperature": 2.0}, **JUDGED, "algorithm": {"advantage": "remax", "loss": "gspo"}},
         {
@@ -338,7 +336,7 @@ def test_a_recipe_that_can_not_teach_is_refused_before_weights_are_loaded(
     for module in (
         "practicum.trainer.preflight",
         "practicum.runtime.local",
-        "practicum.places.torch_teacher",
+        "practicum.engines.torch.make_torch",
     ):
         monkeypatch.setattr(f"{module}.load_model", load)
     sections, message = BAD[case]
@@ -359,13 +357,13 @@ def test_a_recipe_that_can_not_teach_is_refused_before_weights_are_loaded(
 def pids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Processes of own teachers that were started in a test."""
     started: list[int] = []
-    start = OwnTeacher.start
+    start = Host._start
 
-    def keep(self: OwnTeacher) -> None:
-        start(self)
-        started.extend(self.pids)
+    def keep(self: Host, load: Any) -> None:
+        start(self, load)
+        started.append(self.pid)
 
-    monkeypatch.setattr(OwnTeacher, "start", keep)
+    monkeypatch.setattr(Host, "_start", keep)
     return started
 
 

@@ -7,9 +7,9 @@ import torch
 from typer.testing import CliRunner
 
 from practicum.cli import app
+from practicum.commands import doctor
 from practicum.engines.torch import model_runner
 from practicum.engines.torch.sampler import Sampled
-from practicum.trainer import doctor
 
 
 def test_this_machine_is_sound():

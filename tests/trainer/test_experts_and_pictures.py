@@ -11,7 +11,7 @@ from PIL import Image
 
 from practicum.errors import RecipeErrors
 from practicum.models.load_model import load_model, load_tokenizer
-from practicum.models.processor import make_processor, save_processor
+from practicum.models.processor import make_processor
 from practicum.recipe.schema.recipe import Model
 from practicum.trainer.evaluate import evaluate_model
 from practicum.trainer.preflight import preflight
@@ -44,7 +44,7 @@ def saved(folder: Path, model: dict[str, Any], seed: int) -> str:
     loaded.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if model is EYES:
-        save_processor(make_processor(tokenizer), folder)
+        make_processor(tokenizer).image_processor.save_pretrained(folder)
     return str(folder)
 
 

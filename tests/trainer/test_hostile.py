@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,22 +16,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import torch
-from typer.testing import CliRunner
 
-from practicum.cli import app
 from practicum.concurrency import event_loop as events
 from practicum.concurrency.event_loop import run_async
 from practicum.concurrency.gather import gather_all
-from practicum.errors import DataError, DeadlineError, PracticumError, RecipeErrors, RewardError, TeacherError
-from practicum.recipe.load_recipe import LoadedRecipe
+from practicum.errors import DataError, DeadlineError, PracticumError, TeacherError
 from practicum.recipe.schema.recipe import Reward, RewardFunction, Task
 from practicum.recipe.schema.rollout_sections import ToolSection
+from practicum.recipe.text.show_recipe import resolved_yaml
+from practicum.rewards.score_functions import RewardFunctions, RewardSample
 from practicum.sessions.tools.toolbox import Toolbox, ToolOutcome
-from practicum.tasks import prompts
-from practicum.tasks.rewards import RewardFunctions, RewardSample
-from practicum.tasks.stream import eval_prompts, make_stream
-from practicum.trainer import measure_prompts
 from practicum.trainer.preflight import check_without_models
 from practicum.trainer.run import train_loaded
 from practicum.trainer.run_folder import RunFolder, choose_folder
@@ -49,7 +42,7 @@ ZOO_RUN: dict[str, Any] = {
     },
     "rollout": {"samples": SESSIONS, "max_new_tokens": 4, "slots": 64},
     "train": {"steps": 1, "prompts": 1, "lr": 1e-3},
-    "eval": {"greedy": False},
+    "eval": {"rows": 0},
     "track": {"record": 1000},
 }
 ON_RAY = {"kind": "ray", "threads": 1}
@@ -78,7 +71,7 @@ def test_nothing_of_the_zoo_ends_a_run(tmp_path: Path):
     assert_named(tmp_path / "run")
 
 
-VERDICTS: list[Any] = ["no number", "", "9" * 400, "-.", "\ud800", "<script>", "x" * 10**6]
+VERDICTS: list[Any] = ["no number", "", "9" * 400, "-.", "<script>", "x" * 10**6]
 """What a judge may reply; none has a number that a reward can be."""
 
 
@@ -114,7 +107,7 @@ def test_no_reply_of_a_judge_ends_a_run(tmp_path: Path, monkeypatch: pytest.Monk
         reward={"functions": [], "models": {"rm": model}, "on_error": "skip"},
         rollout={"samples": samples, "max_new_tokens": 4, "slots": 64},
         train={"steps": 1, "prompts": 1, "lr": 1e-3},
-        eval={"greedy": False},
+        eval={"rows": 0},
         track={"record": 1000},
     )
     try:
@@ -160,7 +153,7 @@ BLOCKED_REWARD = (
 def blocking(**sections: Any) -> dict[str, Any]:
     """A recipe with two seconds for a rollout."""
     rollout = {"samples": 2, "max_new_tokens": 4, "deadline_s": 2}
-    return {"rollout": rollout, "train": ONE_STEP, "eval": {"greedy": False}, **sections}
+    return {"rollout": rollout, "train": ONE_STEP, "eval": {"rows": 0}, **sections}
 
 
 @pytest.fixture
@@ -202,112 +195,14 @@ def test_a_tool_that_blocks_the_event_loop_is_named_and_work_that_never_began_is
     assert inspect.getcoroutinestate(never) == inspect.CORO_CLOSED
 
 
-def test_a_loop_may_raise_errors_of_practicum_that_nobody_can_write(tmp_path: Path):
-    tiny(tmp_path, agent={"loop": "tests.hostile:raises_ours"}, train=ONE_STEP, eval={"greedy": False})
-    path = str(tmp_path / "recipe.yaml")
-    ran = CliRunner().invoke(app, ["train", path, "--out", str(tmp_path / "run")])
-    assert ran.exit_code == 2, ran.exception
-    assert "the engine said \\ud800" in ran.output
-    assert "raised in agent loop tests.hostile:raises_ours in prompt 0/session" in ran.output
-
-
-BROKEN = "half of a surrogate pair ('\\ud800' at character 3)"
-
-
-def test_prompts_that_no_tokenizer_takes_are_named_before_a_run(tmp_path: Path):
-    rows = ['{"prompt": "1+1", "answer": "2"}', '{"prompt": "1+\\ud800", "answer": "2"}']
-    (tmp_path / "rows.jsonl").write_text("\n".join([*rows, '{"prompt": "1+2", "answer": "3 \\udfff"}']))
-    task = {"file": str(tmp_path / "rows.jsonl")}
-    with pytest.raises(DataError) as caught:
-        check_without_models(tiny(tmp_path, tasks={"t": task}).recipe)
-    line, other = str(caught.value).splitlines()
-    assert line.endswith(
-        f"rows.jsonl, line 2: column 'prompt': the prompt has {BROKEN}, which no tokenizer takes"
-    )
-    assert "line 3: column 'answer': the answer has half of a surrogate pair" in other
-    with pytest.raises(
-        RecipeErrors, match=r"agent\.feedback: found '\\ud800', which has half of a surrogate"
-    ):
-        tiny(tmp_path, agent={"loop": "retry", "feedback": "\ud800"})
-
-
-def test_a_prompt_of_a_task_of_ones_own_may_be_broken_in_the_second_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(measure_prompts, "DRAWN", 2)
-    tasks = {"t": {"kind": "tests.hostile:SOMETIMES_BROKEN"}}
-    sections = {"tasks": tasks, "train": ONE_STEP | {"steps": 3}, "eval": {"greedy": False, "rows": 1}}
-    loaded = next(
-        loaded
-        for seed in range(200)
-        if breaks_in_step_2(loaded := tiny(tmp_path, f"seed={seed}", **sections))
-    )
-    with pytest.raises(
-        DataError, match=r"tasks\.t\.kind: tests\.hostile:SOMETIMES_BROKEN made .*'\\ud800' at"
-    ):
-        train_loaded(loaded, tmp_path / "run")
-    assert "stopped by DataError: tasks.t.kind" in (tmp_path / "run" / "log.txt").read_text()
-    assert [row["step"] for row in RunFolder(tmp_path / "run").metrics()] == [0, 1]
-
-
-def breaks_in_step_2(loaded: LoadedRecipe) -> bool:
-    """Whether the prompts of the evaluation and of step 1 are good, and one of step 2 is not."""
-    tasks, seed = loaded.recipe.tasks, loaded.recipe.seed
-    stream = make_stream(tasks, seed)
-    try:
-        eval_prompts(tasks, 1, seed)
-        stream.take(2)
-    except DataError:
-        return False
-    try:
-        stream.take(2)
-    except DataError:
-        return True
-    return False
-
-
-def test_a_long_prompt_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    rows = [{"prompt": "1" * (30 if i else 400), "answer": "1"} for i in range(7)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    encoded: list[int] = []
-    check = prompts._check_text  # of each text that is to be encoded
-
-    def counted(prompt: prompts.Prompt, *system: str) -> None:
-        encoded.append(len(str(prompt.content)))
-        check(prompt, *system)
-
-    monkeypatch.setattr(prompts, "_check_text", counted)
-    loaded = tiny(
-        tmp_path,
-        model={"make": TINY["model"]["make"] | {"context": 512}},
-        tasks={"t": {"file": str(tmp_path / "rows.jsonl")}},
-        teachers={"told": {"student": {"every": 20}, "before": "the answer is {answer}. "}},
-        distill={"divergence": "reverse_kl", "signal": "full"},
-    )
-    check_without_models(loaded.recipe)
-    assert sum(length >= 400 for length in encoded) == 2, (
-        "once for the student, and once for the teacher, which reads more"
-    )
-
-
-@pytest.mark.parametrize("name", ["exits", "lies", "holds"])
-def test_a_map_can_do_no_more_than_be_wrong(tmp_path: Path, name: str):
+def test_a_map_that_exits_is_named_with_its_row(tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n' * 4)
-    task = {"file": str(tmp_path / "rows.jsonl"), "map": f"tests.hostile:map_that_{name}"}
-    tiny(tmp_path, tasks={"t": task})
-    ran = CliRunner().invoke(app, ["check", str(tmp_path / "recipe.yaml")])
-    assert ran.exit_code == 2, ran.exception
-    assert "rows.jsonl, line 1: tasks.t.map tests.hostile:map_that_" in ran.output.replace("\n", " ")
-    said = {
-        "exits": "raised SystemExit: 0",
-        "lies": "RuntimeError: no class",
-        "holds": "TypeError: cannot pickle",
-    }
-    assert said[name] in ran.output
+    task = {"file": str(tmp_path / "rows.jsonl"), "map": "tests.hostile:map_that_exits"}
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 1: tasks\.t\.map .* raised SystemExit"):
+        check_without_models(tiny(tmp_path, tasks={"t": task}).recipe)
 
 
 def test_a_part_that_exits_is_named(tmp_path: Path, own_parts: None):
-    tiny(tmp_path, "train.schedule=tests.hostile:exiting_schedule")
     with pytest.raises(
         PracticumError, match=r"train\.schedule: tests\.hostile:exiting_schedule raised SystemExit"
     ):
@@ -329,7 +224,7 @@ def killed_at(event: int, folder: Path, recipe: Any) -> bool:
                     os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(watch)
-        RunFolder(folder).replace(recipe)
+        RunFolder(folder).replace(resolved_yaml(recipe))
         os._exit(0)
     _, status = os.waitpid(pid, 0)
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
@@ -342,16 +237,16 @@ def test_a_run_that_was_killed_as_it_began_is_known_by_its_first_file(tmp_path: 
     while killed_at(event, folder := tmp_path / f"run {event}", recipe):
         is_used = (folder / "versions.json").exists()
         used += is_used
-        choose_folder(recipe, folder, resume=False, fresh=True)
+        choose_folder(folder, resume=False, fresh=True)
         with pytest.raises(
             PracticumError, match="start again with --fresh" if is_used else "no run to resume"
         ):
-            choose_folder(recipe, folder, resume=True, fresh=False)
+            choose_folder(folder, resume=True, fresh=False)
         if is_used:
             with pytest.raises(PracticumError, match="holds a run already"):
-                choose_folder(recipe, folder, resume=False, fresh=False)
+                choose_folder(folder, resume=False, fresh=False)
         else:
-            choose_folder(recipe, folder, resume=False, fresh=False)
+            choose_folder(folder, resume=False, fresh=False)
         event += 1
     assert event > 4
     assert used >= 2
@@ -362,121 +257,13 @@ def test_fresh_that_is_killed_leaves_no_half_of_a_checkpoint(tmp_path: Path):
     event = 1
     while True:
         folder = tmp_path / f"run {event}"
-        RunFolder(folder).replace(recipe)
+        RunFolder(folder).replace(resolved_yaml(recipe))
         for name in ("student", "critic"):
             (folder / "checkpoints" / "step-000001" / name).mkdir(parents=True)
         if not killed_at(event, folder, recipe):
             break
         held = list((folder / "checkpoints").glob("step-*/*"))
         assert len(held) in (0, 2)
-        choose_folder(recipe, folder, resume=False, fresh=True)
+        choose_folder(folder, resume=False, fresh=True)
         event += 1
     assert event > 4
-
-
-def test_answers_domains_and_columns_may_be_no_text_that_can_be_written(tmp_path: Path):
-    row = {"answer": "2 \ud800", "domain": "d\udfff", "other": "\ud83d"}
-    rows = [{"prompt": f"{i}+1", **row} for i in range(4)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    file = str(tmp_path / "rows.jsonl")
-    sections: dict[str, Any] = {
-        "tasks": {"t": {"file": file, "eval_file": file}},
-        "reward": {"functions": [{"use": "tests.trainer.rewards:at_random"}]},
-        "track": {"tensorboard": True, "record": "all"},
-    }
-    train_loaded(tiny(tmp_path, train=ONE_STEP, **sections), tmp_path / "run")
-    answer = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
-    assert (answer["expected"], answer["domain"]) == (row["answer"], "d\\udfff")
-
-
-def test_a_reward_that_leaves_the_working_folder_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    reward = {"functions": [{"use": "tests.hostile:leaves"}]}
-    loaded = tiny(tmp_path, "train.steps=2", "eval.every=1", "checkpoint.every=1", reward=reward)
-    assert train_loaded(loaded, Path("run"), quiet=True).steps == 2
-    assert Path.cwd() == tmp_path
-    assert (tmp_path / "run/export/model.safetensors").exists()
-    assert "has changed the working folder to a folder that is gone" in (tmp_path / "run/log.txt").read_text()
-
-
-def metrics_and_weights(run: Path) -> tuple[list[dict[str, Any]], bytes]:
-    """All but what has a clock's or the function's name."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    other = re.compile("time/|per_second|reward/part/")
-    lasting = [{k: v for k, v in row.items() if not other.search(k)} for row in rows]
-    return lasting, (run / "export/model.safetensors").read_bytes()
-
-
-def test_a_reward_that_meddles_with_the_process_changes_no_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, released: None
-):
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    streams, runs = (sys.stdout, sys.stderr), {}
-    for name in ("lasting", "meddles"):
-        reward = {"functions": [{"use": f"tests.hostile:{name}"}]}
-        train_loaded(tiny(tmp_path, "train.steps=2", "eval.every=1", reward=reward), tmp_path / name)
-        assert (sys.stdout, sys.stderr) == streams
-        runs[name] = metrics_and_weights(tmp_path / name)
-    assert runs["meddles"] == runs["lasting"]
-    assert "has replaced sys.stdout: it is set back" in (tmp_path / "meddles/log.txt").read_text()
-
-
-def test_a_reward_that_closes_stdout_ends_no_run(tmp_path: Path):
-    tiny(tmp_path, "train.steps=2", reward={"functions": [{"use": "tests.hostile:closes_stdout"}]})
-    command = [sys.executable, "-m", "practicum", "train", str(tmp_path / "recipe.yaml")]
-    done = subprocess.run(
-        [*command, "--set", "train.steps=2", "--out", str(tmp_path / "run")],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
-    assert "a reward, loop or tool has closed stdout" in (tmp_path / "run/log.txt").read_text()
-    assert (tmp_path / "run/export/model.safetensors").exists()
-
-
-@pytest.mark.parametrize("name", ["changes_dtype", "changes_dtype_async"])
-def test_a_reward_that_changes_torchs_default_dtype_is_named(name: str):
-    task = Task(kind="copy", rewards=[RewardFunction(use=f"tests.hostile:{name}")])
-    sample = RewardSample("p", "r", "a", {}, "t", "t", "stop", "prompt 3/session 1/trajectory 0", 1)
-    work = RewardFunctions({"t": task}, Reward()).score([sample])
-    with pytest.raises(RewardError, match=f"hostile:{name} changed torch's default dtype to torch.float64"):
-        run_async(work, timeout=60, owner="test")
-    assert torch.get_default_dtype() is torch.float32
-
-
-STUCK = """
-import multiprocessing, sys, threading, time
-from concurrent.futures import ThreadPoolExecutor
-from practicum import cli
-from practicum.commands import ending
-
-def command(prog_name):
-    {left}
-    sys.exit(3)
-
-ending.LEFT_S, cli.app = 1.0, command
-cli.main()
-"""
-
-
-@pytest.mark.parametrize(
-    ("left", "named"),
-    [
-        ("ThreadPoolExecutor(1).submit(time.sleep, 1000)", "thread ThreadPoolExecutor-0_0"),
-        ("threading.Thread(target=time.sleep, args=(1000,), name='mine').start()", "thread mine"),
-        ("multiprocessing.Process(target=time.sleep, args=(1000,), name='own').start()", "(own)"),
-    ],
-)
-def test_what_users_code_left_running_does_not_keep_a_command_alive(tmp_path: Path, left: str, named: str):
-    (tmp_path / "stuck.py").write_text(STUCK.format(left=left))
-    command = [sys.executable, str(tmp_path / "stuck.py")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 3, done.stderr
-    assert "left something running, which ends with it:" in done.stderr
-    assert named in done.stderr

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from practicum.roles import padding
+from practicum.roles.padding import BatchCutter
 from practicum.runtime.local import LocalRoles
 from practicum.trainer.run import train_loaded
 from practicum.trainer.step import StepRunner
@@ -33,7 +33,7 @@ RECIPES: dict[str, dict[str, Any]] = {
             "advantage": "gae",
             "lam": 0.95,
             "kl": {"place": "loss"},
-            "mismatch": {"weights": "sequence", "reject": {"low": 0.9, "high": 1.1}},
+            "mismatch": {"weights": "sequence"},
         },
         "critic": {"warmup_steps": 1, "minibatch_rows": 6},
     },
@@ -86,7 +86,7 @@ def ran(folder: Path, extra: int, monkeypatch: pytest.MonkeyPatch, **sections: A
     """A run with so many padding rows in each step."""
     folder.mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(padding, "padding_rows_needed", lambda *args: extra)
+        patch.setattr(BatchCutter, "padding_rows", lambda *args: extra)
         train_loaded(tiny(folder, **(UNEVEN | sections)), folder / "run")
     return folder / "run"
 
@@ -167,15 +167,15 @@ def test_a_step_is_filled_up_to_what_its_updates_need(tmp_path: Path):
     assert second["padding/share"] == second["padding/rows"] / (rows + second["padding/rows"])
 
 
-def test_with_several_ranks_the_imbalance_is_told_before_and_after(
+def test_the_padding_of_several_ranks_leaves_room_for_whole_sessions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The roles are this process's: what is cut, padded and measured is as for four ranks."""
+    """The roles are this process's: what is padded is as for four ranks."""
     begin = StepRunner.step
 
     def on_four_ranks(self: StepRunner, number: int) -> dict[str, float]:
         assert isinstance(self.roles, LocalRoles)
-        self.roles.ranks = self.roles.padding.ranks = 4
+        self.roles.rank.padding.cutter = BatchCutter(self.recipe, ranks=4)
         return begin(self, number)
 
     monkeypatch.setattr(StepRunner, "step", on_four_ranks)
@@ -186,4 +186,3 @@ def test_with_several_ranks_the_imbalance_is_told_before_and_after(
         for row in metrics_of(tmp_path / loss)[1:]:
             # Sessions that stay whole leave ranks unequal by up to their 3 rows, which padding levels.
             assert row["padding/rows"] == (-21 % 12 if loss == "ppo_clip" else 3 * 3 * 4 + -57 % 12)
-            assert 1 <= row["balance/after"] <= row["balance/before"]

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from practicum.cli import app
 from practicum.dataplane.ray_store.ray_store import RayStore
+from practicum.observe.records.compare_runs import compare_runs
+from practicum.observe.records.read_record import Record
 from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
-from practicum.records.compare_runs import compare_runs
-from practicum.records.read_record import Record
 from practicum.trainer.run import train_loaded
 from tests.cluster import local_ray
 from tests.teachers.tiny_reward_models import save_classifier
@@ -56,7 +56,7 @@ def ray_cluster() -> Iterator[None]:
 
 def on_ray(sections: dict[str, Any], *, ranks: int = 1, store: str = "ray") -> dict[str, Any]:
     """The same sections with nothing changed but the runtime."""
-    runtime = {"kind": "ray", "threads": 1, "store": {"kind": store}, "start_s": 120}
+    runtime = {"kind": "ray", "threads": 1, "store": store, "start_s": 120}
     return sections | {"runtime": runtime, "pools": {"train": {"devices": ranks}}}
 
 
@@ -150,8 +150,8 @@ def check_record(local: Path, ray: Path, ranks: int) -> None:
         assert mine is not None
         assert theirs is not None
         assert mine.columns.keys() == theirs.columns.keys() >= {"advantages", "ratio", "share"}
-        assert mine.columns["response_ids"] == theirs.columns["response_ids"]
-        assert mine.columns["share"] == pytest.approx(theirs.columns["share"], abs=1e-5)
+        assert list(mine.columns["response_ids"]) == list(theirs.columns["response_ids"])
+        assert mine.columns["share"] == pytest.approx(theirs.columns["share"], abs=1e-5, nan_ok=True)
     writers = {(span.role, span.number) for span in there.stages(1)}
     learners = {("train", rank) for rank in range(ranks)}
     assert writers >= {("controller", 0), ("rollout", 0), ("reward", 0)} | learners
@@ -268,14 +268,14 @@ def test_a_checkpoint_of_two_ranks_is_resumed_in_one_process(tmp_path: Path, mon
 @pytest.mark.long
 def test_what_a_users_reward_raises_in_a_worker_is_shown_with_its_frames(tmp_path: Path):
     reward = {"functions": [{"use": "tests.hostile:always"}]}
-    tiny(tmp_path, **on_ray({"train": STEPS | {"steps": 1}, "eval": {"greedy": False}, "reward": reward}))
+    tiny(tmp_path, **on_ray({"train": STEPS | {"steps": 1}, "eval": {"rows": 0}, "reward": reward}))
     command = ["train", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "run")]
     result = CliRunner().invoke(app, command)
     log = (tmp_path / "run" / "log.txt").read_text()
     assert result.exit_code == 2, result.output
     for text in (result.output, log):
         assert "hostile.py" in text
-        assert 'raise ERRORS["surrogate"]() from Mute()' in text
+        assert 'raise ValueError("always")' in text
         assert "practicum/runtime" not in text
     assert "starting Ray: making a model" in result.output
     assert "direct cause" in log, "log.txt has the whole traceback"

@@ -22,9 +22,11 @@ from practicum.dataplane.keys import Key, Tags
 from practicum.errors import ClusterError, DeadlineError, PracticumError
 from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
 from practicum.recipe.schema.recipe import Checks
+from practicum.roles.run_stage import StepInfo
 from practicum.runtime.ray import start_ray as start
 from practicum.runtime.ray.actor_calls import WorkerDied
 from practicum.runtime.ray.ray_roles import RayRoles, TrainGroup
+from practicum.runtime.ray.workers import PublishingRank
 from practicum.trainer.run import train_loaded
 from practicum.trainer.sample_step import TRAIN
 from practicum.trainer.step import StepRunner
@@ -90,7 +92,7 @@ def fragile(
     """The recipe on Ray; deadlines are short, but not for a machine that is busy."""
     found = on_ray(sections, ranks=ranks, store=store)
     found["rollout"] = sections["rollout"] | {"replicas": 1}
-    found["runtime"] |= {"start_s": 240, "stage_s": 60, "store_s": 20, "max_deaths": deaths}
+    found["runtime"] |= {"start_s": 240, "stage_s": 60, "max_deaths": deaths}
     return found
 
 
@@ -121,14 +123,14 @@ def at_the_update(act: Act) -> Act:
     """Let it happen just when the learner is to take the step."""
 
     def wait_for_it(roles: RayRoles) -> None:
-        each = roles.group.each
+        update = roles.stages["update_student"]
 
-        def calling(method: str, args: Any, timeout_s: float | None = None) -> list[Any]:
-            if method == "run" and args[0][0] == "update_student":
-                act(roles)
-            return each(method, args, timeout_s)
+        def updating(step: StepInfo) -> Any:
+            act(roles)
+            roles.stages["update_student"] = update
+            return update(step)
 
-        roles.group.each = calling
+        roles.stages["update_student"] = updating
 
     return wait_for_it
 
@@ -195,18 +197,21 @@ def test_the_rank_that_died_is_named_not_the_ones_that_lost_it():
     class Rank:
         """A rank that another one's death reaches before Ray tells of it."""
 
-        def call(self, method: str, dies: bool) -> None:
-            if dies:
+        def __init__(self, dies: bool) -> None:
+            self.dies = dies
+
+        def call(self, method: Any) -> None:
+            if self.dies:
                 time.sleep(0.5)
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("Connection closed by peer")
 
-    ranks: list[Any] = [ray.remote(Rank).remote() for _ in range(2)]
+    ranks: list[Any] = [ray.remote(Rank).remote(dies) for dies in (False, True)]
     group = TrainGroup(ranks, Watch(Checks(), print), 120.0)
     with pytest.raises(WorkerDied, match="rank 1 of 2 of the learner died"):
-        group.each("update", [(False,), (True,)])
+        group.each(PublishingRank.updates)
     with pytest.raises(RuntimeError, match="Connection closed"):
-        group.first("update", False)
+        group.first(PublishingRank.updates)
     ray.kill(ranks[0])
 
 
@@ -334,7 +339,7 @@ def hasty(sections: dict[str, Any]) -> dict[str, Any]:
     """On Ray with short deadlines, where any death ends the run: one that is stopped is not dead."""
     found = fragile(sections, deaths=0)
     found["rollout"] |= {"deadline_s": 15}
-    found["runtime"] |= {"stage_s": 15, "store_s": 15}
+    found["runtime"] |= {"stage_s": 15}
     return found
 
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from practicum.cli import app
 from practicum.errors import PracticumError
-from practicum.trainer.recipe_changes import Change, allowed_changes, changes_of
+from practicum.trainer.recipe_changes import Change, allowed_changes
 
 from .recipes import tiny
 
@@ -21,11 +21,6 @@ def resolved(schedule: str = "constant", steps: int = 10, lr: float = 0.1) -> di
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_changes_are_found_by_path():
-    old, new = {"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}, "d": 0}
-    assert changes_of(old, new) == [Change("a.c", 2, 3), Change("d", None, 0)]
 
 
 def test_a_resumed_run_may_be_longer_but_not_another_run():
@@ -88,9 +83,3 @@ def test_a_run_continues_with_another_learning_rate_when_told_to(folder: Path):
     assert "changed from step 3 on: train.lr: 0.001 → 0.0005" in (run / "log.txt").read_text()
     assert resume(folder, *options[:-1], "train.steps=4").exit_code == 0  # the recipe is the run's by now
     assert len(lines_of(run / "changes.jsonl")) == 3
-
-
-def test_change_is_for_a_run_that_continues(tmp_path: Path):
-    result = resume(tmp_path, "--change")
-    assert result.exit_code == 2
-    assert "give --resume as well" in result.stderr

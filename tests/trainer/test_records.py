@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from practicum.cli import app
-from practicum.observe.trackers import COLUMNS, StepDetails, Trackio, WandB
-from practicum.tasks.scorers import RewardSample
+from practicum.observe.trackers import COLUMNS, TRACKERS, StepDetails
+from practicum.rewards.reward_functions import RewardSample
 from practicum.trainer.run import train_loaded
+from practicum.trainer.run_folder import git_state
 from practicum.trainer.samples import choose_prompts
-from practicum.trainer.versions import git_state
 
 from .recipes import tiny
 from .test_run import metrics_of
@@ -47,7 +47,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that records two groups per step, resumed once."""
     folder = tmp_path_factory.mktemp("records")
-    options = (REWARDS, "track.record=2", "track.tensorboard=true", "eval.samples=1")
+    options = (REWARDS, "track.record=2", "track.to=[tensorboard]", "eval.samples=1")
     train_loaded(tiny(folder, *options, "train.steps=1"), folder / "run")
     train_loaded(tiny(folder, *options, "train.steps=2"), folder / "run", resume=True)
     return folder / "run"
@@ -173,7 +173,7 @@ def test_wandb_gets_metrics_answers_and_distributions(tmp_path: Path, monkeypatc
     monkeypatch.setenv("WANDB_MODE", "offline")
     for name in ("SILENT", "DISABLE_GIT", "DISABLE_CODE", "X_DISABLE_STATS", "X_DISABLE_META"):
         monkeypatch.setenv(f"WANDB_{name}", "true")
-    tracker = WandB("records", tiny(tmp_path).recipe, tmp_path)
+    tracker = TRACKERS["wandb"]("records", tiny(tmp_path).recipe, tmp_path)
     tracker.log(1, {"reward/mean": 0.5})
     tracker.log_details(1, DETAILS)
     tracker.close()
@@ -189,7 +189,7 @@ def test_wandb_gets_metrics_answers_and_distributions(tmp_path: Path, monkeypatc
 def test_trackio_gets_metrics_answers_and_distributions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     trackio = importlib.import_module("trackio")
-    tracker = Trackio("records", tiny(tmp_path).recipe, tmp_path)
+    tracker = TRACKERS["trackio"]("records", tiny(tmp_path).recipe, tmp_path)
     tracker.log(1, {"reward/mean": 0.5})
     tracker.log_details(1, DETAILS)
     tracker.close()

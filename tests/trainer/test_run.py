@@ -17,19 +17,19 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from practicum.errors import CheckError, PracticumError
+from practicum.observe.metrics import METRICS
 from practicum.runtime.local import LocalRoles
 from practicum.trainer import run as run_module
 from practicum.trainer.run import train_loaded
 from practicum.trainer.sample_step import SampledStep, StepSampler
 from practicum.trainer.step import StepRunner
-from practicum.trainer.step_metrics import METRICS
 
 from .recipes import TINY, tiny
 
 SUPERVISED = {"algorithm": {"loss": "supervised", "advantage": "none"}}
 PPO = {"algorithm": {"advantage": "gae", "lam": 0.95}, "critic": {"lr": 1e-3, "warmup_steps": 1}}
 MINIBATCHES = {"steps": 2, "prompts": 4, "epochs": 2, "minibatches": 2, "lr": 1e-3}
-KL = {"algorithm": {"kl": {"place": "reward", "target": 0.1, "horizon": 1000}}}
+KL = {"algorithm": {"kl": {"place": "reward", "target": 0.1}}}
 LORA = {"model": TINY["model"] | {"lora": {"rank": 4}}, "train": {"steps": 4, "prompts": 4, "lr": 1e-2}}
 
 
@@ -115,20 +115,20 @@ def test_weights_of_one_change_no_bit_of_a_run(tmp_path: Path):
         return without_times(metrics_of(tmp_path / name)), weights_of(tmp_path / name)
 
     plain, weights = run("plain", {})
-    rows, weighed = run("reject", {"reject": {"low": 0.99, "high": 1.01}})
+    rows, weighed = run("weighed", {"weights": "sequence"})
     assert all(torch.equal(weights[name], weighed[name]) for name in weights)
     for row, other in zip(plain[1:], rows[1:], strict=True):
         assert other.pop("advantage/mismatch_weight") == 1.0
-        assert other.pop("advantage/mismatch_rejected") == 0.0
+        assert other.pop("advantage/mismatch_truncated") == 0.0
         assert other == row
 
 
 def test_the_torch_engine_s_ratios_are_one(tmp_path: Path):
-    weights = {"weights": "token", "outside": "mask", "floor": 0.999, "cap": 1.001}
+    weights = {"weights": "token", "cap": 1.001}
     train_loaded(tiny(tmp_path, algorithm={"mismatch": weights}), tmp_path / "run")
     for row in metrics_of(tmp_path / "run")[1:]:
         assert row["advantage/mismatch_weight"] == 1.0
-        assert row["advantage/mismatch_masked"] == 0.0
+        assert row["advantage/mismatch_truncated"] == 0.0
         assert row["train/ratio"] == 1.0
         assert row["train/gap_mean"] == row["train/gap_max"] == 0.0
 
@@ -271,7 +271,7 @@ def test_the_run_folder_has_recipe_versions_samples_and_log(tmp_path: Path):
 def test_the_best_checkpoint_is_kept(tmp_path: Path):
     sections = {
         "eval": {"rows": 8, "every": 1},
-        "checkpoint": {"keep_last": 1, "keep_best": "eval/greedy"},
+        "checkpoint": {"keep_last": 1},
     }
     train_loaded(tiny(tmp_path, **sections), tmp_path / "run")
     rows = metrics_of(tmp_path / "run")[1:]
@@ -346,17 +346,19 @@ def test_resuming_before_the_first_checkpoint_says_how_to_go_on(tmp_path: Path):
 
 
 def test_the_summary_names_scores_and_folder(tmp_path: Path):
-    outcome = train_loaded(tiny(tmp_path, "train.steps=1"), tmp_path / "run")
-    text = run_module.summary(outcome, "about nothing")
+    outcome = train_loaded(
+        tiny(tmp_path, "train.steps=1", "expected={metric: eval/greedy, at_least: 0.5}"), tmp_path / "run"
+    )
+    text = run_module.summary(outcome)
     assert "tiny: done · 1 steps in" in text
     assert "eval/greedy 0.000 → " in text
-    assert "expected: about nothing" in text
+    assert "expected: eval/greedy at least 0.5" in text
 
 
 def test_a_tracker_that_is_not_installed_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(PracticumError, match=r"pip install 'practicum\[wandb\]'"):
-        train_loaded(tiny(tmp_path, "track.wandb=project"), tmp_path / "run")
+        train_loaded(tiny(tmp_path, "track.to=[wandb/project]"), tmp_path / "run")
 
 
 def test_fresh_never_touches_files_that_are_not_a_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -370,7 +372,7 @@ def test_fresh_never_touches_files_that_are_not_a_runs(tmp_path: Path, monkeypat
     train_loaded(tiny(tmp_path, "train.steps=1"), tmp_path / "run")
     (tmp_path / "run" / "notes.txt").write_text("mine")
     with pytest.raises(PracticumError, match="wandb"):
-        train_loaded(tiny(tmp_path, "track.wandb=p"), tmp_path / "run", fresh=True)
+        train_loaded(tiny(tmp_path, "track.to=[wandb]"), tmp_path / "run", fresh=True)
     assert (tmp_path / "run" / "export").is_dir()
     train_loaded(tiny(tmp_path, "train.steps=1"), tmp_path / "run", fresh=True)
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from practicum.cli import app
-from practicum.models.hub import not_found
 from practicum.trainer.run_folder import RunFolder
 
 from .recipes import tiny
@@ -56,15 +55,6 @@ def test_a_stopped_run_is_evaluated_by_its_folder(stopped: Path):
     assert f"loading model {stopped / 'run' / 'exports' / 'step-000002'} …" in output
     score = RunFolder(stopped / "run").metrics()[-1]["eval/greedy"]
     assert f"{score:.3f}" in output
-
-
-def test_without_a_model_the_evaluation_says_that_it_is_not_of_the_trained_one(stopped: Path):
-    output = succeed("eval", stopped / "recipe.yaml", "--set", f"out={stopped / 'run'}")
-    assert f"the model that the recipe starts from; --model {stopped / 'run'} is the one it trained" in output
-    failed = run_command("eval", stopped / "recipe.yaml", "--model", stopped / "rum")
-    assert (failed.exit_code, "--model: found" in failed.output) == (2, True)
-    near = not_found("model.path", str(stopped / "rum"), "model").suggestion
-    assert near == f"did you mean {stopped / 'run'}?"
 
 
 def test_a_checkpoint_is_exported_as_the_run_itself_exports_it(stopped: Path, tmp_path: Path):

@@ -34,11 +34,11 @@ def test_steps_under_way_have_copies_of_their_own_which_evaluations_may_share(la
     schedule = Schedule(lag, steps)
     for learnt in range(steps):
         copies = [schedule.copy_of(step) for step in schedule.under_way(learnt)]
-        assert len(set(copies)) == len(copies) <= schedule.copies
+        assert len(set(copies)) == len(copies) <= lag + 1
         # What samples with the newest weights next is the copy where an evaluation looks for them.
         newest = learnt + 1 + lag
         assert schedule.weights_of(newest) == learnt
-        assert schedule.copy_of(newest) == learnt % schedule.copies
+        assert schedule.copy_of(newest) == learnt % (lag + 1)
 
 
 @pytest.mark.parametrize(("lag", "sampled"), [(0, [0, 1, 2, 3]), (1, [0, 0, 1, 2]), (2, [0, 0, 0, 1])])

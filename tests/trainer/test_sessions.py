@@ -68,7 +68,7 @@ def test_a_failed_session_can_be_run_again_with_other_randomness(tmp_path: Path)
 
 
 def test_a_session_that_never_ends_fails_at_its_deadline(tmp_path: Path):
-    rows = trained(tmp_path, "one_hangs", "agent.deadline_s=1.5", "train.steps=1", "eval.greedy=false")
+    rows = trained(tmp_path, "one_hangs", "agent.deadline_s=1.5", "train.steps=1", "eval.rows=0")
     assert rows[0]["rollout/failed"] == 4
     assert "was not done after agent.deadline_s = 1.5 s" in (tmp_path / "run" / "log.txt").read_text()
 
@@ -107,7 +107,7 @@ def test_a_session_with_a_helper_is_judged_on_its_own_last_turn(tmp_path: Path):
 
 
 def test_why_sessions_of_an_evaluation_failed_is_in_the_log(tmp_path: Path):
-    trained(tmp_path, "some_fail", "train.steps=1", "eval.samples=2", "eval.greedy=false")
+    trained(tmp_path, "some_fail", "train.steps=1", "eval.samples=2")
     reason = "failed in the evaluation (16×): agent loop tests.trainer.loops:some_fail raised ValueError"
     assert (tmp_path / "run" / "log.txt").read_text().count(reason) == 2
 

@@ -25,7 +25,7 @@ REFILLS = {
     "buffer": {"filter_flat_groups": True, "max_refills": 50},
     "reward": {"functions": [{"use": "tests.trainer.rewards:even_length"}]},
 }
-FEW_SLOTS = {"rollout": TINY["rollout"] | {"slots": 5, "keep_tokens": 60}}
+FEW_SLOTS = {"rollout": TINY["rollout"] | {"slots": 5}}
 
 
 def delay_turns(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
@@ -95,14 +95,6 @@ def test_a_run_is_the_same_where_numbers_depend_on_the_batch(
     rows = run_of_turns(tmp_path, loop, sections, seed=0)
     assert all(row["train/gap_max"] > 0.0 for row in rows)
     assert "each is computed alone" in (tmp_path / "whole/log.txt").read_text()
-
-
-@pytest.mark.long
-def test_a_run_that_is_not_to_repeat_differs_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    see_the_batch(monkeypatch)
-    few = {"rollout": FEW_SLOTS["rollout"] | {"repeatable": False}}
-    with pytest.raises(AssertionError):
-        run_of_turns(tmp_path, "retry", TOKEN | few, seed=0)
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from practicum.engines.vllm.vllm_messages import VllmSetup
+from practicum.engines.vllm.vllm_setup import VllmSetup
 from practicum.models.load_model import load_tokenizer, make_model, ready
 from practicum.recipe.schema.recipe import MakeModel, Model
 

@@ -11,13 +11,11 @@ import pytest
 import torch
 
 from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
+from practicum.engines.vllm.vllm_engine import VllmEngine
 from practicum.errors import EngineError
 from practicum.models.load_model import load_model
-from practicum.places.adapter_teachers import AdapterTeacher
-from practicum.places.vllm_base import VllmBase
 from practicum.recipe.schema.recipe import Recipe
-from practicum.roles.load_teachers import load_teachers
-from practicum.roles.teachers import Teachers
+from practicum.teachers.load_teachers import Teachers, load_teachers
 from tests.teachers.models import rows
 from tests.teachers.tiny_teachers import save_adapter
 from tests.vllm.models import save_model
@@ -75,18 +73,18 @@ def by_torch(folder: Path) -> Iterator[Teachers]:
     teachers.close()
 
 
-def base_of(teachers: Teachers) -> VllmBase:
-    """The one base of all teachers."""
-    (base,) = {place.base for place in teachers.places.values() if isinstance(place, AdapterTeacher)}
-    assert isinstance(base, VllmBase)
-    return base
+def base_of(teachers: Teachers) -> VllmEngine:
+    """The one engine of all teachers."""
+    (engine,) = {scorer for teacher in teachers.scorers.values() for scorer in teacher.scorers}
+    assert isinstance(engine, VllmEngine)
+    return engine
 
 
 def score(
     teachers: Teachers, asked: Sequence[tuple[str, ScoreRequest]], options: ScoreOptions
 ) -> list[Scores]:
     async def run() -> list[Scores]:
-        return await asyncio.gather(*(teachers.places[name].score(row, options) for name, row in asked))
+        return await asyncio.gather(*(teachers.scorers[name].score(row, options) for name, row in asked))
 
     with teachers.awake(asked[0][0]):
         return asyncio.run(run())
@@ -118,17 +116,15 @@ def test_rows_of_several_adapters_in_one_pass_are_scored_each_by_its_own(
 
 
 def test_one_process_has_the_base_and_each_adapter_once(by_vllm: Teachers):
-    base = base_of(by_vllm)
-    (engine,) = base.engines
+    engine = base_of(by_vllm)
     assert engine._setup.adapters == 2
     assert engine._setup.rank == 12
-    assert {place.context for place in by_vllm.places.values()} == {100}  # pyright: ignore
 
 
 def test_asleep_the_base_is_freed_and_comes_back_with_its_adapters(by_vllm: Teachers):
     asked = mixed(NAMES)
     before = score(by_vllm, asked, ScoreOptions())
-    (engine,) = base_of(by_vllm).engines
+    engine = base_of(by_vllm)
     assert engine.memory().weights == 0, "it sleeps since it was asked"
     with pytest.raises(EngineError, match="sleeps"):
         engine.fingerprint()

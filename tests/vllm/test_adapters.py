@@ -67,7 +67,7 @@ def engine_of(roles: LocalRoles) -> VllmEngine:
 
 def update(roles: LocalRoles) -> None:
     """Another adapter, as an optimizer step makes it."""
-    learner = roles.student.learner
+    learner = roles.rank.student.learner
     generator = torch.Generator().manual_seed(learner.version)
     with torch.no_grad():
         for _, tensor in learner.named_weights():
@@ -83,7 +83,7 @@ def scores(engine: Any) -> Tensor:
 
 
 def expected(roles: LocalRoles) -> Tensor:
-    engine = TorchEngine(roles.student.learner.model, slots=1, context=2)
+    engine = TorchEngine(roles.rank.student.learner.model, slots=1, context=2)
     try:
         return scores(engine)
     finally:
@@ -96,14 +96,13 @@ def test_each_sync_brings_the_adapter_and_nothing_else(roles: LocalRoles):
     for _ in range(3):
         update(roles)
         roles.sync_weights()
-        folder = engine._adapter
-        assert folder is not None
-        sent = sum(file.stat().st_size for file in Path(folder.folder.name).iterdir())
+        assert engine._sent_adapter is not None
+        sent = sum(file.stat().st_size for file in Path(engine._sent_adapter[1].name).iterdir())
         assert sent < 0.2 * engine.facts.weights
         torch.testing.assert_close(scores(engine), expected(roles), rtol=0, atol=2e-4)
     assert (scores(engine) - before).abs().max() > 0.05
     assert engine.version == roles.version
-    with adapter_off(roles.student.learner.model):
+    with adapter_off(roles.rank.student.learner.model):
         assert (scores(engine) - expected(roles)).abs().max() > 0.05, "it is not the base"
 
 
@@ -115,7 +114,7 @@ def test_answers_are_sampled_with_the_adapter(roles: LocalRoles):
     batch = roles.rollout.rollout(attempts, TRAIN, seed=1)
     columns = roles.store.get(batch, ("prompt_ids", "response_ids", "rollout_logprobs"))
     prompts, responses, sampled = (columns[name] for name in columns)
-    learnt = roles.student.learner.scorer.logprobs(prompts, responses, temperature=1.0)  # pyright: ignore
+    learnt = roles.rank.student.learner.scorer.logprobs(prompts, responses, temperature=1.0)  # pyright: ignore
     torch.testing.assert_close(sampled.values, learnt.values, rtol=0, atol=1e-3)  # pyright: ignore
 
 

@@ -35,8 +35,8 @@ RECIPE: dict[str, Any] = {
 }
 
 
-LATE = {key: RECIPE[key] for key in ("name", "model", "tasks", "rollout")} | {
-    "async": {"lag": 2},
+LATE = {key: RECIPE[key] for key in ("name", "model", "tasks")} | {
+    "rollout": RECIPE["rollout"] | {"lag": 2},
     "reward": {"functions": [{"use": "letters:score"}]},
     "train": {"steps": 4, "prompts": 4, "lr": 1e-3},
     "eval": {"rows": 2, "every": 2},

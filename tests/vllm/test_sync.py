@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from practicum.checks.watch import Watch
-from practicum.engines.vllm import vllm_process as host
 from practicum.engines.vllm.vllm_engine import VllmEngine
 from practicum.errors import CheckError
 from practicum.learning.learner import Learner
 from practicum.recipe.schema.recipe import Checks, Recipe
 from practicum.roles.stage_table import make_plan
 from practicum.runtime.local import LocalRoles, start_local
-from tests.vllm import broken
 
 STALE = "stale or corrupt weights"
+BROKEN = {"threads": 1, "options": {"worker_extension_cls": "tests.vllm.broken.BrokenWorker"}}
 Weights = Iterator[tuple[str, Tensor]]
 
 
@@ -40,12 +39,11 @@ def shared(how: Path) -> Iterator[LocalRoles]:
             "name": "sync",
             "model": {"make": {"hidden": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32}},
             "tasks": {"sort": {"kind": "sort"}},
-            "rollout": {"engine": "vllm", "slots": 4, "max_new_tokens": 8, "vllm": {"threads": 1}},
+            "rollout": {"engine": "vllm", "slots": 4, "max_new_tokens": 8, "vllm": BROKEN},
         }
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "main", broken.main)
-        patch.setitem(os.environ, broken.BREAK, str(how))
+        patch.setitem(os.environ, "PRACTICUM_TEST_BREAK", str(how))
         roles = start_local(recipe, make_plan(recipe), Watch(recipe.checks, print))
     yield roles
     roles.close()
@@ -83,7 +81,7 @@ def sending(patch: pytest.MonkeyPatch, learner: Learner, change: Callable[[str, 
 
 def test_a_whole_sync_passes_and_versions_agree(roles: LocalRoles):
     for _ in range(2):
-        update(roles.student.learner)
+        update(roles.rank.student.learner)
         roles.sync_weights()
     assert roles.engine.version == roles.version
 
@@ -95,7 +93,7 @@ def test_a_sync_that_was_skipped_is_caught_however_small_the_update(
     def skip(self: VllmEngine, weights: Any, version: int) -> None:
         self.version = version
 
-    update(roles.student.learner, size)
+    update(roles.rank.student.learner, size)
     with monkeypatch.context() as patch:
         patch.setattr(VllmEngine, "load_weights", skip)
         with pytest.raises(CheckError, match=f"{STALE}.*still has those of before the update"):
@@ -103,7 +101,7 @@ def test_a_sync_that_was_skipped_is_caught_however_small_the_update(
 
 
 def test_a_partial_sync_is_caught(roles: LocalRoles, monkeypatch: pytest.MonkeyPatch):
-    learner = roles.student.learner
+    learner = roles.rank.student.learner
     before = update(learner)
     with monkeypatch.context() as patch:
         sending(patch, learner, lambda name, new: before[name] if "layers.1." in name else new)
@@ -112,7 +110,7 @@ def test_a_partial_sync_is_caught(roles: LocalRoles, monkeypatch: pytest.MonkeyP
 
 
 def test_a_transposed_matrix_is_caught(roles: LocalRoles, monkeypatch: pytest.MonkeyPatch):
-    learner = roles.student.learner
+    learner = roles.rank.student.learner
     update(learner)
     with monkeypatch.context() as patch:
         sending(patch, learner, lambda name, new: new.T if "layers.0.self_attn.o_proj" in name else new)
@@ -120,15 +118,16 @@ def test_a_transposed_matrix_is_caught(roles: LocalRoles, monkeypatch: pytest.Mo
             roles.sync_weights()
 
 
-def test_prompts_computed_with_older_weights_are_caught(roles: LocalRoles, how: Path):
-    update(roles.student.learner)
-    how.write_text("cache")
-    with pytest.raises(CheckError, match=f"{STALE}.*its prefix cache is of older weights"):
-        roles.sync_weights()
+def test_prompts_computed_with_older_weights_are_caught(roles: LocalRoles, monkeypatch: pytest.MonkeyPatch):
+    update(roles.rank.student.learner)
+    with monkeypatch.context() as patch:
+        patch.setattr(VllmEngine, "_reset_cache", lambda self: None)
+        with pytest.raises(CheckError, match=f"{STALE}.*its prefix cache is of older weights"):
+            roles.sync_weights()
 
 
 def test_a_tied_head_that_was_forgotten_is_caught(roles: LocalRoles, how: Path):
-    update(roles.student.learner)
+    update(roles.rank.student.learner)
     how.write_text("head")
     with pytest.raises(CheckError, match=STALE):
         roles.sync_weights()
@@ -136,9 +135,9 @@ def test_a_tied_head_that_was_forgotten_is_caught(roles: LocalRoles, how: Path):
 
 def test_warn_lets_the_run_go_on_and_counts_it(roles: LocalRoles, how: Path, monkeypatch: pytest.MonkeyPatch):
     said: list[str] = []
-    watch = Watch(Checks(fingerprint="warn"), said.append)
+    watch = Watch(Checks(level="warn"), said.append)
     monkeypatch.setattr(roles.probes[0], "_watch", watch)
-    update(roles.student.learner)
+    update(roles.rank.student.learner)
     how.write_text("head")
     roles.sync_weights()
     assert watch.fired["fingerprint"] == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from practicum.dataplane.ragged import Ragged
 from practicum.engines.protocol import ScoreRequest
 from practicum.engines.vllm.vllm_engine import VllmEngine
 from practicum.errors import TeacherError
-from practicum.places.vllm_teacher import VllmTeacher
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import make_plan
@@ -74,8 +72,7 @@ def roll_out(recipe: Recipe, roles: LocalRoles) -> BatchRef:
 
 
 def teach(roles: LocalRoles, batch: BatchRef) -> None:
-    with roles.rollout.workers.engines_asleep():
-        roles.run("teachers", StepInfo(batch, prompts=roles.rollout.prompts))
+    roles.stages["teachers"](StepInfo(batch, prompts=roles.rollout.prompts))
 
 
 def columns(roles: LocalRoles, batch: BatchRef) -> list[Ragged]:
@@ -84,9 +81,11 @@ def columns(roles: LocalRoles, batch: BatchRef) -> list[Ragged]:
     return [column for name in names if isinstance(column := found[name], Ragged)]
 
 
-def places(roles: LocalRoles) -> dict[str, VllmTeacher]:
-    assert roles.teachers is not None
-    return {name: p for name, p in roles.teachers.loaded.places.items() if isinstance(p, VllmTeacher)}
+def engine_of(roles: LocalRoles, name: str) -> VllmEngine:
+    assert roles.rank.teachers is not None
+    engine = roles.rank.teachers.loaded.scorers[name].scorers[0]
+    assert isinstance(engine, VllmEngine)
+    return engine
 
 
 def resident(engine: VllmEngine) -> int:
@@ -107,13 +106,12 @@ def test_teachers_of_both_engines_say_the_same(roles: LocalRoles, folder: str):
     try:
         fields = ("prompt_ids", "response_ids", "response_mask")
         peers.store.put(batch, dict(roles.store.get(batch, fields)))
-        faculty = peers.teachers
+        faculty = peers.rank.teachers
         assert faculty is not None
         for name in ("folder", "away", "self"):
             mine = batch.where(lambda _, tags, name=name: tags.teacher == name)
             prompts = {key: roles.rollout.prompts[key] for key in mine.keys}
-            with faculty.loaded.awake(name) if name != "away" else nullcontext():
-                run_async(faculty.score_session(name, mine, prompts), timeout=60, owner="the test")
+            run_async(faculty.score(StepInfo(mine, prompts=prompts)), timeout=60, owner="the test")
         for found, expected in zip(columns(roles, batch), columns(peers, batch), strict=True):
             torch.testing.assert_close(found.values, expected.values, rtol=0, atol=TOLERANCE)
     finally:
@@ -123,17 +121,16 @@ def test_teachers_of_both_engines_say_the_same(roles: LocalRoles, folder: str):
 def test_student_and_colocated_teachers_take_turns(roles: LocalRoles, monkeypatch: pytest.MonkeyPatch):
     """While one of them scores, the weights and KV memory of the others are given back."""
     recipe = recipe_of("", "vllm", "vllm")
-    student, here = roles.engine, {n: p for n, p in places(roles).items() if p.sleeps}
+    student, here = roles.engine, {name: engine_of(roles, name) for name in ("folder", "self")}
     assert isinstance(student, VllmEngine)
-    assert set(here) == {"folder", "self"}
     batch = roll_out(recipe, roles)
     held: list[tuple[str, dict[str, bool], int]] = []
     for name, place in here.items():
 
         async def score(row: ScoreRequest, wanted: Any, *, name: str = name, place: Any = place) -> Any:
-            awake = {n: p.engines[0].memory().weights > 0 for n, p in here.items()}
+            awake = {n: p.memory().weights > 0 for n, p in here.items()}
             held.append((name, awake | {"student": student.memory().weights > 0}, resident(student)))
-            return await VllmTeacher.score(place, row, wanted)
+            return await VllmEngine.score(place, row, wanted)
 
         monkeypatch.setattr(place, "score", score)
     before = resident(student)
@@ -147,24 +144,24 @@ def test_student_and_colocated_teachers_take_turns(roles: LocalRoles, monkeypatc
 
 
 def test_a_copy_takes_the_students_weights_and_keeps_them_asleep(roles: LocalRoles):
-    assert roles.teachers is not None
-    place, learner = places(roles)["self"], roles.student.learner
+    assert roles.rank.teachers is not None
+    place, learner = engine_of(roles, "self"), roles.rank.student.learner
     with torch.no_grad():
         for parameter in learner.model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     learner.version += 1
     roles.sync_weights()
     roles.refresh_copies(2)
-    with roles.teachers.loaded.awake("self"):
-        found = place.engines[0].fingerprint()
+    with roles.rank.teachers.loaded.awake("self"):
+        found = place.fingerprint()
     torch.testing.assert_close(found, learner.fingerprint(len(found) + 1), rtol=0, atol=TOLERANCE)
-    assert place.engines[0].version == learner.version
+    assert place.version == learner.version
 
 
 def test_a_row_that_is_too_long_is_named(roles: LocalRoles):
-    assert roles.teachers is not None
-    wanted = roles.teachers.options
-    place = places(roles)["away"]
+    assert roles.rank.teachers is not None
+    wanted = roles.rank.teachers.options
+    place = roles.rank.teachers.loaded.scorers["away"]
     run_async(place.score(ScoreRequest([5] * 100, 90, "row 1"), wanted), timeout=60, owner="the test")
     with pytest.raises(TeacherError, match=r"row 2: 101 tokens, its context is 100.*teachers\.away\.context"):
         run_async(place.score(ScoreRequest([5] * 101, 90, "row 2"), wanted), timeout=60, owner="the test")

@@ -1,7 +1,6 @@
 """The mathematics of training, one small file per algorithm: advantages, policy losses, value loss, KL,
 aggregation, weights against the mismatch of engine and learner. Pure functions of packed tensors; only
 `kl.AdaptiveKl` has state. Imports torch, `practicum.errors` and, to find a user's own, `recipe.own_parts`.
-May be imported by checks, models, records and the layers above.
 
 Tensors are packed, with the shape suffixes of CONTRIBUTING: `_N` is one entry per response token of the
 batch, `_M` one per sampled token. `session_N` says to which session (0..S-1) a token belongs. The tokens of

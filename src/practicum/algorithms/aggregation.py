@@ -30,28 +30,27 @@ import torch
 from torch import Tensor
 
 from practicum.algorithms.segments import segment_count
+from practicum.recipe.algorithm_traits import AGGREGATION_NAMES
 from practicum.recipe.own_parts import find_part
 
 
-def _token_mean(tokens_S: Tensor, whole_S: Tensor) -> Tensor:
+def token_mean(tokens_S: Tensor, whole_S: Tensor) -> Tensor:
     return tokens_S.sum().expand_as(tokens_S)
 
 
-def _seq_mean_token_sum(tokens_S: Tensor, whole_S: Tensor) -> Tensor:
+def seq_mean_token_sum(tokens_S: Tensor, whole_S: Tensor) -> Tensor:
     return session_count(tokens_S, whole_S).expand_as(tokens_S)
 
 
-def _seq_mean_token_mean(tokens_S: Tensor, whole_S: Tensor) -> Tensor:
+def seq_mean_token_mean(tokens_S: Tensor, whole_S: Tensor) -> Tensor:
     return session_count(tokens_S, whole_S) * whole_S
 
 
-# Each gives the divisor of the tokens of each session, from the number of its sampled tokens here
-# and in the whole batch.
 AGGREGATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "token_mean": _token_mean,
-    "seq_mean_token_sum": _seq_mean_token_sum,
-    "seq_mean_token_mean": _seq_mean_token_mean,
+    name: globals()[name] for name in AGGREGATION_NAMES
 }
+"""Each returns the divisor of the tokens of each session, from the number of its sampled tokens in the
+mini-batch and in the whole batch."""
 
 
 def session_count(tokens_S: Tensor, whole_S: Tensor) -> Tensor:

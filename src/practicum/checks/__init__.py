@@ -1,4 +1,1 @@
-"""Invariants watched at run time: on by default, cheap, each with a name and a sentence when it fires.
-
-May be imported by tasks, engines and the layers above.
-"""
+"""Invariants watched at run time: on by default, cheap, each with a name and a sentence when it fires."""

@@ -1,4 +1,4 @@
-"""The invariants, as pure functions: each gives a sentence where something is wrong, else None."""
+"""The invariants, as pure functions: each returns a sentence where something is wrong, else None."""
 
 from __future__ import annotations
 
@@ -44,15 +44,14 @@ def fingerprint(
 ) -> str | None:
     """After a sync, the engine's logprobs of a fixed sequence are the learner's, on average.
 
-    One token may be far off by rounding alone, where a model's numbers nearly cancel. The last is looked at
-    by itself: it tells of what the engine keeps. `before` are both of the sync before this one: an engine
-    that says the very same as then, while the learner has moved, has not taken the new weights, however
-    little they differ.
+    One token may be far off by rounding alone, where a model's numbers nearly cancel. The last is checked
+    separately: it shows a stale prefix cache. `before` are both of the sync before this one: an engine with
+    the same logprobs as then, while the learner's changed, has not taken the new weights.
     """
     gap, last = _mean_gap(found, expected), _mean_gap(found[-1:], expected[-1:])
     sentence = (
         f"stale or corrupt weights: after a sync, engine and learner differ by {gap:.3g} nats per token on a "
-        f"fixed sequence (checks.fingerprint_max is {limit:g})"
+        f"fixed sequence (at most {limit:g} is expected)"
     )
     if before is not None:
         unmoved = list(found) == list(before[0]) and _mean_gap(expected, before[1]) > _ROUNDING
@@ -65,7 +64,7 @@ def fingerprint(
 
 
 def _mean_gap(one: Sequence[float], other: Sequence[float]) -> float:
-    """Mean |difference|; what is no number is as far off as can be."""
+    """Return the mean |difference|; infinity if one is no number."""
     gaps = [abs(a - b) for a, b in zip(one, other, strict=True)]
     return math.inf if any(map(math.isnan, gaps)) else sum(gaps) / max(1, len(gaps))
 
@@ -82,15 +81,19 @@ def logprob_gap(metrics: Mapping[str, float], limit: float) -> str | None:
     )
 
 
-def sample_size(metrics: Mapping[str, float], limit: float) -> str | None:
+SAMPLE_SIZE_MIN = 0.5
+"""Least effective sample size of stale rows, as a fraction of their tokens."""
+
+
+def sample_size(metrics: Mapping[str, float]) -> str | None:
     """The rows that older weights sampled still tell of the policy that is trained."""
     size = metrics.get("sample_size")
-    if size is None or size >= limit:
+    if size is None or size >= SAMPLE_SIZE_MIN:
         return None
     return (
         f"the batch's tokens count for {size:.0%} of their number: the policy that sampled them is far from "
-        f"the one that is trained (checks.sample_size_min is {limit:g}). Learning from such rows gets worse "
-        "and may collapse: lower train.lr or async.lag"
+        f"the one that is trained (expected: at least {SAMPLE_SIZE_MIN:.0%}). Learning from such rows gets "
+        "worse and may collapse: lower train.lr or rollout.lag"
     )
 
 
@@ -99,12 +102,7 @@ def masks(batch: BatchRef, prompt_ids: Ragged, response_ids: Ragged, mask: Ragge
     columns = zip(batch, prompt_ids.lengths, response_ids.lengths, mask.rows, strict=True)
     for (key, tags), prompt, response, row in columns:
         found = (prompt, response, row.shape[0], int(row.sum()))
-        expected = (
-            tags.prompt_tokens,
-            tags.response_tokens,
-            tags.response_tokens,
-            tags.sampled_tokens,
-        )
+        expected = tags.prompt_tokens, tags.response_tokens, tags.response_tokens, tags.sampled_tokens
         if found != expected:
             return (
                 f"{key} has {found[0]} prompt, {found[1]} response, {found[2]} mask and {found[3]} "
@@ -163,7 +161,7 @@ def advantages(batch: BatchRef, values: Ragged, mask: Ragged) -> str | None:
 
 
 def _group(prompt: int, sessions: Mapping[int, tuple[float, float, float]]) -> str | None:
-    """What is wrong with the advantages of a group: reward, summed advantage and tokens of each session."""
+    """Check a group by reward, summed advantage and tokens of each session."""
     rewards = [reward for reward, _, _ in sessions.values()]
     mean, largest = sum(rewards) / len(rewards), max(1.0, *map(abs, rewards))
     least = _EQUAL * largest

@@ -1,116 +1,193 @@
-"""Signs that a run learns nothing, as pure functions of its metrics so far: each gives a sentence or None.
+"""Rules that judge whether a run is learning, as pure functions of its metrics so far.
 
-They never stop a run. Each is said once, with the key that is likely to change it.
+They never stop a run. The log says each finding once, with the key that is likely to change it; the page of
+`practicum view` shows those that hold now.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Literal
 
 from practicum.recipe.algorithm_traits import estimator_traits
-from practicum.recipe.derived import has_advantage_estimator, uses_reward
 from practicum.recipe.schema.recipe import Recipe
 
 Rows = Sequence[Mapping[str, float]]
 """Metrics of the steps so far, the oldest first."""
 SEVERAL, MANY = 5, 10
 """Steps in a row after which something is said."""
-MOST = 0.5
+MOST, ENTROPY_LEFT, FAILED = 0.5, 0.2, 0.1
+STARVED, OVERFED = 0.1, 2.0
 _FLAT, _GRADIENT, _CUT = "groups/flat", "train/grad_norm", "rollout/truncated"
-_REWARD, _SPREAD = "reward/mean", "reward/std"
+_REWARD, _SPREAD, _ENTROPY = "reward/mean", "reward/std", "train/entropy"
+_STEP = ("train/loss", _FLAT, _GRADIENT, _CUT, _REWARD, _SPREAD)
+"""A row without any of these is an evaluation, or a step of the critic alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A rule that fires. Of one `kind`, which has one cause, only the first is reported."""
+
+    kind: str
+    sentence: str
+    metric: str
+    """The curve that shows it."""
+    rows: str = ""
+    """The recorded rows that show it, as a query of the viewer's Rollouts pane."""
+    level: Literal["alarm", "warning"] = "warning"
 
 
 class LearningWatch:
-    """Takes the metrics of each step, and gives what is new to say."""
+    """Reports each kind of finding once over the steps of a run."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self._rows: list[dict[str, float]] = []
+        self._rows: list[Mapping[str, float]] = []
         self._said: set[str] = set()
 
     def note(self, metrics: Mapping[str, float]) -> list[str]:
-        """Sentences about the steps up to this one; none for one that was said before."""
-        row = {name: metrics[name] for name in (_FLAT, _GRADIENT, _CUT, _REWARD, _SPREAD) if name in metrics}
-        if not row:  # an evaluation, or a step of the critic alone
+        """Return new sentences about the steps up to this one."""
+        if not any(name in metrics for name in _STEP):
             return []
-        self._rows.append(row)
-        sentences = []
-        for kind, signs in SIGNS.items():
-            warnings = (sign(self._rows, self.recipe) for sign in signs) if kind not in self._said else ()
-            if (sentence := next(filter(None, warnings), None)) is not None:
-                self._said.add(kind)
-                sentences.append(sentence)
-        return sentences
+        self._rows.append(metrics)
+        new = [one for one in findings(self._rows, self.recipe) if one.kind not in self._said]
+        self._said |= {one.kind for one in new}
+        return [one.sentence for one in new]
 
 
-def flat_groups(rows: Rows, recipe: Recipe) -> str | None:
-    """An estimator that compares the answers to a prompt has found no difference for several steps."""
-    traits = estimator_traits(recipe.algorithm.advantage)
-    compares = traits.compares_groups and has_advantage_estimator(recipe)
+def findings(rows: Rows, recipe: Recipe) -> list[Finding]:
+    """Return what fires on these steps, the first of each kind."""
+    steps = [row for row in rows if any(name in row for name in _STEP)]
+    first: dict[str, Finding] = {}
+    for finding in (finding for rule in RULES for finding in rule(steps, recipe) if steps):
+        first.setdefault(finding.kind, finding)
+    return list(first.values())
+
+
+def not_finite(rows: Rows, recipe: Recipe) -> Iterator[Finding]:
+    """Loss or gradient are no numbers any more."""
+    for name in ("train/loss", _GRADIENT):
+        if rows and not math.isfinite(rows[-1].get(name, 0.0)):
+            said = f"{name} is not finite: lower train.lr, and look at the steps before it"
+            yield Finding("finite", said, name, level="alarm")
+
+
+def failed_sessions(rows: Rows, recipe: Recipe) -> Iterator[Finding]:
+    """Many sessions fail."""
+    failed, sessions = _last(rows, "rollout/failed", SEVERAL), _last(rows, "rollout/sessions", SEVERAL)
+    if sessions and failed and sum(failed) >= FAILED * sum(sessions):
+        said = f"{sum(failed) / sum(sessions):.0%} of the sessions of the last {SEVERAL} steps failed: "
+        yield Finding(
+            "failures", f"{said}log.txt has the reasons", "rollout/failed", "finish=failed", "alarm"
+        )
+
+
+def flat_groups(rows: Rows, recipe: Recipe) -> Iterator[Finding]:
+    """An estimator that compares the responses to a prompt has found no difference for several steps."""
+    compares = estimator_traits(recipe.algorithm.advantage).compares_groups and recipe.has_advantage_estimator
     flat = _last(rows, _FLAT, SEVERAL)
-    if not (compares and uses_reward(recipe) and flat and min(flat) == 1.0) or _has_risen(rows):
-        return None
-    return (
-        f"in the last {SEVERAL} steps all answers to a prompt had the same reward (mean {_reward(rows)}): "
-        "there is nothing to learn from. The task is too hard or too easy for this model, or the reward "
-        "can't tell its answers apart. Look at samples.jsonl; raise rollout.samples, change the task, or "
-        "set model.path to a model that answers some prompts right"
-    )
+    if compares and recipe.uses_reward and flat and min(flat) == 1.0 and not _has_risen(rows):
+        said = (
+            f"in the last {SEVERAL} steps all answers to a prompt had the same reward (mean "
+            f"{_reward(rows)}): the task is too hard or too easy for this model, or the reward can't tell "
+            "answers apart. Look at samples.jsonl, raise rollout.samples, change the task, or start from a "
+            "model that answers some prompts right"
+        )
+        yield Finding("signal", said, _FLAT, "flat=1")
 
 
-def zero_gradient(rows: Rows, recipe: Recipe) -> str | None:
+def zero_gradient(rows: Rows, recipe: Recipe) -> Iterator[Finding]:
     """The weights have not changed for several steps."""
     norms = _last(rows, _GRADIENT, SEVERAL)
     if not norms or max(norms) > 0.0 or _has_risen(rows):
-        return None
+        return
     why = "look at samples.jsonl and at tasks: there is nothing in the answers to learn"
-    if uses_reward(recipe):
+    if recipe.uses_reward:
         why = f"no answer is better than another (mean reward {_reward(rows)}): look at reward.functions"
     elif recipe.teachers:
         why = "student and teachers agree on every token: look at teachers.<name>.model and at route"
-    return f"the gradient was 0 in the last {SEVERAL} steps, so the weights did not change: {why}"
+    said = f"the gradient was 0 in the last {SEVERAL} steps, so the weights did not change: {why}"
+    yield Finding("signal", said, _GRADIENT)
 
 
-def constant_reward(rows: Rows, recipe: Recipe) -> str | None:
-    """Every answer of many steps had one and the same reward."""
+def constant_reward(rows: Rows, recipe: Recipe) -> Iterator[Finding]:
+    """Every response of many steps had one and the same reward."""
     rewards, spreads = _last(rows, _REWARD, MANY), _last(rows, _SPREAD, MANY)
-    if not (rewards and spreads and uses_reward(recipe)) or _has_risen(rows):
-        return None
-    if max(spreads) > 0.0 or max(rewards) > min(rewards):
-        return None
-    return (
-        f"every answer of the last {MANY} steps had the reward {_reward(rows)}: the reward does not depend "
-        "on the answers, or none of them earns any. Look at reward.functions and samples.jsonl"
-    )
+    constant = rewards and spreads and max(spreads) == 0.0 and max(rewards) == min(rewards)
+    if constant and recipe.uses_reward and not _has_risen(rows):
+        said = (
+            f"every answer of the last {MANY} steps had the reward {_reward(rows)}: the reward does not "
+            "depend on the answers, or none of them earns any. Look at reward.functions and samples.jsonl"
+        )
+        yield Finding("signal", said, _REWARD)
 
 
-def cut_answers(rows: Rows, recipe: Recipe) -> str | None:
-    """Most answers have not come to their end for several steps."""
+def cut_answers(rows: Rows, recipe: Recipe) -> Iterator[Finding]:
+    """Most responses have not come to their end for several steps."""
     shares = _last(rows, _CUT, SEVERAL)
-    if not shares or min(shares) <= MOST:
-        return None
-    return (
-        f"{sum(shares) / len(shares):.0%} of the answers of the last {SEVERAL} steps were cut off at "
-        f"rollout.max_new_tokens = {recipe.rollout.max_new_tokens}: raise it, or add the token that ends an "
-        "answer to rollout.stop"
-    )
+    if shares and min(shares) > MOST:
+        said = (
+            f"{fmean(shares):.0%} of the answers of the last {SEVERAL} steps were cut off at "
+            f"rollout.max_new_tokens = {recipe.rollout.max_new_tokens}: raise it, or add the token that ends "
+            "an answer to rollout.stop"
+        )
+        yield Finding("length", said, _CUT, "finish=length")
 
 
-SIGNS: dict[str, tuple[Callable[[Rows, Recipe], str | None], ...]] = {
-    "signal": (flat_groups, zero_gradient, constant_reward),
-    "length": (cut_answers,),
-}
-"""By kind. Those of one kind have one cause: only the first that is seen is said."""
+def entropy_collapse(rows: Rows, recipe: Recipe) -> Iterator[Finding]:
+    """The student's entropy is a small part of what it was; with teachers it is meant to fall."""
+    values = [row[_ENTROPY] for row in rows if _ENTROPY in row]
+    if len(values) < 2 * SEVERAL or recipe.teachers or recipe.is_supervised:
+        return
+    first, last = fmean(values[:SEVERAL]), fmean(values[-SEVERAL:])
+    if 0 <= last < ENTROPY_LEFT * first and not _has_risen(rows):
+        said = f"entropy fell from {first:.2g} to {last:.2g} nats: answers to a prompt are getting equal"
+        yield Finding("entropy", f"{said}. Lower train.lr, or raise algorithm.entropy", _ENTROPY)
+
+
+def teacher_shares(rows: Rows, recipe: Recipe) -> Iterator[Finding]:
+    """A teacher's part of the gradient is far from its target."""
+    for name, (share, target) in gradient_shares(rows, recipe.route.shares or {}).items():
+        if share < STARVED * target or share > OVERFED * target:
+            said = f"{name}: {share:.0%} of the gradient, target {target:.0%} (route.shares sets it)"
+            yield Finding(f"share of {name}", said, f"teacher/{name}/gradient_share", f"teacher={name}")
+
+
+RULES: tuple[Callable[[Rows, Recipe], Iterator[Finding]], ...] = (
+    not_finite,
+    failed_sessions,
+    flat_groups,
+    zero_gradient,
+    constant_reward,
+    cut_answers,
+    entropy_collapse,
+    teacher_shares,
+)
+
+
+def gradient_shares(rows: Rows, targets: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    """Return each teacher's newest share of the gradient and its target, by default its share of prompts."""
+    shares: dict[str, tuple[float, float]] = {}
+    for row in rows:
+        for metric, share in row.items():
+            if metric.startswith("teacher/") and metric.endswith("/gradient_share"):
+                name = metric.removeprefix("teacher/").removesuffix("/gradient_share")
+                prompts = row.get(f"teacher/{name}/prompts_share", 0.0)
+                shares[name] = share, float(targets.get(name, prompts))
+    return shares
 
 
 def _last(rows: Rows, name: str, steps: int) -> list[float]:
-    """A metric in the last steps; nothing if there are fewer, or if it is not in all of them."""
+    """Return a metric in the last steps; nothing if there are fewer, or if it is not in all of them."""
     values = [row[name] for row in rows[-steps:] if name in row]
     return values if len(values) == steps else []
 
 
 def _has_risen(rows: Rows) -> bool:
-    """Whether the reward is above that of the first step: what was learnt to the end teaches no more."""
+    """Return True if the reward is above the first step's: what is learnt to the end teaches no more."""
     rewards = [row[_REWARD] for row in (rows[0], rows[-1]) if _REWARD in row]
     return len(rewards) == 2 and rewards[1] > rewards[0]
 

@@ -8,21 +8,29 @@ from collections.abc import Callable, Mapping
 from practicum.dataplane.batch import BatchRef
 from practicum.errors import CheckError
 from practicum.recipe.own_parts import find_part, short_name
-from practicum.recipe.schema.recipe import Checks, OwnCheck
-from practicum.user_code import repr_of
+from practicum.recipe.schema.recipe import Checks
+from practicum.user_code import short_repr
+
+CHECKS = frozenset(
+    (
+        *("weight_version", "fingerprint", "logprob_gap", "sample_size", "masks", "groups", "advantages"),
+        *("teacher_shares", "store_empty", "finite"),
+    )
+)
+WARN_ONLY = ("sample_size", "teacher_shares")
+"""Checks that never stop a run."""
 
 
 class Watch:
     """Applies the recipe's level to each check's finding. `own` are the user's checks, by name."""
 
-    def __init__(self, levels: Checks, report: Callable[[str], None]) -> None:
-        self.levels, self.report = levels, report
-        self.own: dict[str, OwnCheck] = {short_name(check.use): check for check in levels.own}
+    def __init__(self, checks: Checks, report: Callable[[str], None]) -> None:
+        self._level, self.report = checks.level, report
+        self.own = {short_name(use): use for use in checks.own}
         self.fired: Counter[str] = Counter()
 
     def level(self, name: str) -> str:
-        """The recipe's level of a check."""
-        return self.own[name].level if name in self.own else getattr(self.levels, name)
+        return "warn" if self._level == "error" and name in WARN_ONLY else self._level
 
     def looks_at(self, name: str) -> bool:
         """Whether the check is on."""
@@ -34,17 +42,16 @@ class Watch:
             return
         sentence = f"check {name}: {finding}"
         if self.level(name) == "error":
-            key = "its level in checks.own" if name in self.own else f"checks.{name}"
-            raise CheckError(f"{sentence} ({key}: warn lets the run continue)")
+            raise CheckError(f"{sentence} (checks: warn lets the run continue)")
         self.fired[name] += 1
         self.report(sentence)
 
     def after_step(self, metrics: Mapping[str, float], batch: BatchRef) -> None:
         """Call the user's checks with the metrics and the keys and tags of a step's batch."""
-        for name, check in self.own.items():
+        for name, use in self.own.items():
             if not self.looks_at(name):
                 continue
-            finding = find_part("check", check.use)(metrics, batch)
+            finding = find_part("check", use)(metrics, batch)
             if finding is not None and not isinstance(finding, str):
-                raise CheckError(f"check {name} gave {repr_of(finding)}, expected a sentence or None")
+                raise CheckError(f"check {name} gave {short_repr(finding)}, expected a sentence or None")
             self(name, finding)

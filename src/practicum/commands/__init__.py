@@ -1,4 +1,1 @@
-"""The commands of the command line. Each imports what it needs when it runs: help comes at once.
-
-May be imported by cli.
-"""
+"""The commands of the command line. Each imports what it needs when it runs: help comes at once."""

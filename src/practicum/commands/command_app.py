@@ -12,7 +12,6 @@ from typer.core import TyperGroup
 
 from practicum import __version__
 from practicum.errors import PracticumError, machine_trouble
-from practicum.user_code import text_of
 
 
 class _Commands(TyperGroup):
@@ -24,7 +23,7 @@ class _Commands(TyperGroup):
             _require_folder()
             return super().invoke(ctx)
         except PracticumError as error:
-            lines = [text_of(error), *map(text_of, getattr(error, "__notes__", []))]
+            lines = [str(error), *getattr(error, "__notes__", [])]
             typer.echo("\n".join(lines), err=True)
             raise typer.Exit(2) from None
         except (PermissionError, NotADirectoryError) as error:

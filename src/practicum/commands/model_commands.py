@@ -49,10 +49,12 @@ def train(
     if change and not resume:
         raise typer.BadParameter("--change is for a run that continues: give --resume as well")
     from practicum.recipe.load_recipe import load_recipe
-    from practicum.trainer.run_folder import choose_folder
+    from practicum.trainer.run_folder import choose_folder, folder_of
 
     loaded = [load_recipe(file, overrides or []) for file in recipes]
-    folders = [choose_folder(item.recipe, out, resume=resume, fresh=fresh).path for item in loaded]
+    folders = [out or folder_of(item.recipe) for item in loaded]
+    for folder in folders:
+        choose_folder(folder, resume=resume, fresh=fresh)
     with _viewed(folders) if view else nullcontext():
         say_loading()
         from practicum.trainer.run import train_recipes
@@ -77,7 +79,7 @@ def demo(
     corrected by all three (on-policy distillation), and a table of who can do what. No GPU, no network.
     """
     say_loading()
-    from practicum.trainer.demo import run_demo
+    from practicum.commands.demo import run_demo
 
     run_demo(out, seed)
 
@@ -148,10 +150,6 @@ def serve(
         str,
         typer.Argument(metavar="MODEL", help="Folder, hub name, run or checkpoint."),
     ],
-    more: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[-- OPTION...]", help="Further options of `vllm serve`."),
-    ] = None,
     adapters: Annotated[
         list[str] | None,
         typer.Option(
@@ -176,9 +174,6 @@ def serve(
         typer.Option("--max-body-mb", min=0.001, help="MiB of a request; unset: room for the context."),
     ] = None,
     connections: Annotated[int, typer.Option("--connections", min=1, help="Connections at once.")] = 256,
-    engine: Annotated[
-        str, typer.Option("--engine", help="torch, vllm, or auto: vLLM where it is installed.")
-    ] = "auto",
     name: Annotated[
         str | None, typer.Option("--name", help="The model's name on the server; unset: MODEL.")
     ] = None,
@@ -192,23 +187,16 @@ def serve(
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="CPU threads; unset: all cores.")
     ] = None,
-    kv_gb: Annotated[
-        float | None, typer.Option("--kv-gb", min=0.001, help="GiB of KV memory of vLLM on a CPU.")
-    ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show the server's log.")] = False,
 ) -> None:
     """Serve a model as a teacher, for recipes with `url`.
 
-    Scores prompts by vLLM's form of /v1/completions, for this machine only unless --host says otherwise: then
-    a key is required. Ctrl-C ends it.
+    Scores prompts by vLLM's form of /v1/completions with the torch engine (docs/vllm.md shows the command for
+    vLLM). Other machines need --host and a key. Ctrl-C ends it.
 
     practicum serve runs/short/export --port 8000
     """
-    given = {"--engine": (engine, ("auto", "torch", "vllm"))}
-    given["--dtype"] = (dtype or "float32", ("float32", "bfloat16", "float64"))
-    for option, (value, known) in given.items():
-        if value not in known:
-            raise typer.BadParameter(f"{option} is {value}, expected one of {', '.join(known)}")
+    if dtype not in (None, "float32", "bfloat16", "float64"):
+        raise typer.BadParameter(f"--dtype is {dtype}, expected float32, bfloat16 or float64")
     say_loading(model)
     from practicum.serving.serve import ServeOptions
     from practicum.serving.serve import serve as run
@@ -217,11 +205,11 @@ def serve(
     folder = model_folder(model)
     named = [_name_and_path(adapter) for adapter in adapters or ()]
     name = name or (model if folder != model else None)
-    options: Any = {"model": folder, "host": host, "port": port, "engine": engine, "name": name}
-    options |= {"context": context, "dtype": dtype, "threads": threads, "kv_gb": kv_gb}
+    options: Any = {"model": folder, "host": host, "port": port, "name": name}
+    options |= {"context": context, "dtype": dtype, "threads": threads}
     options |= {"no_key": no_key, "max_body_mb": max_body_mb, "connections": connections}
     options["adapters"] = tuple((as_name, adapter_path(path, "--adapter")) for as_name, path in named)
-    run(ServeOptions(**options, api_key=api_key, verbose=verbose, more=tuple(more or ())), typer.echo)
+    run(ServeOptions(**options, api_key=api_key), typer.echo)
 
 
 def _name_and_path(adapter: str) -> tuple[str, str]:
@@ -234,7 +222,7 @@ def _name_and_path(adapter: str) -> tuple[str, str]:
 @contextmanager
 def _viewed(folders: list[Path]) -> Iterator[None]:
     """The page over these runs while they train."""
-    from practicum.view.serve_view import view_beside
+    from practicum.observe.view.serve_view import view_beside
 
     with view_beside(folders) as address:
         typer.echo(f"view: {address}")

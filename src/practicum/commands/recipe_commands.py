@@ -23,7 +23,8 @@ def recipes() -> None:
         typer.echo(f"{folder}")
         for recipe in group:
             typer.echo(f"  {recipe.name}: {recipe.about}")
-            typer.echo(f"    expected: {recipe.expected}")
+            if recipe.expected is not None:
+                typer.echo(f"    expected: {recipe.expected}")
     typer.echo("\npracticum init NAME [DIR] copies a folder or one recipe, ready to change")
 
 
@@ -103,31 +104,23 @@ def plan(
         Path | None,
         typer.Option("--cluster", metavar="FILE", help="Machines of a cluster (YAML); unset: this machine."),
     ] = None,
-    run: Annotated[
-        Path | None,
-        typer.Option("--from", metavar="RUN", help="Folder of a finished run that corrects the forecast."),
-    ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Forecast a step on a cluster.
+    """Forecast the memory of a step on a cluster, and who sits where.
 
-    Who sits where, the memory of each device, the bytes that are moved, and the seconds of each stage with
-    the one that takes longest. What does not fit is an error. With --cluster the roles are Ray actors.
+    What does not fit is an error. With --cluster the roles are Ray actors.
 
-    practicum plan recipes/sort/start.yaml --set runtime=ray --from runs/short
+    practicum plan recipes/sort/start.yaml --cluster examples/cluster.yaml
     """
     from practicum.forecast.cluster_spec import load_spec, this_machine
-    from practicum.forecast.forecast import forecast
-    from practicum.forecast.forecast_report import report
-    from practicum.forecast.workload import mean_prompt_tokens, read_run
+    from practicum.forecast.forecast import forecast, mean_prompt_tokens, report
     from practicum.recipe.load_recipe import load_recipe
     from practicum.trainer.run_models import resolve_models
 
     on_ray = [] if cluster is None else ["runtime.kind=ray"]
     loaded, _ = resolve_models(load_recipe(recipe, [*(overrides or []), *on_ray]), weights=False)
     spec = this_machine() if cluster is None else load_spec(cluster)
-    measured = None if run is None else read_run(run)
-    predicted = forecast(loaded.recipe, spec, mean_prompt_tokens, measured)
+    predicted = forecast(loaded.recipe, spec, mean_prompt_tokens(loaded.recipe))
     typer.echo(report(predicted))
     if predicted.refusals:
         raise ClusterError("\n".join(["", *predicted.refusals]))

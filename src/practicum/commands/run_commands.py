@@ -21,26 +21,14 @@ def view(
         typer.Option("--port", min=0, max=65535, help="Unset: 8765, or any free one if that is in use."),
     ] = None,
     browser: Annotated[bool, typer.Option("--browser", help="Open the page in a browser.")] = False,
-    export: Annotated[
-        Path | None, typer.Option("--export", metavar="FILE", help="Write one HTML file in place of serving.")
-    ] = None,
 ) -> None:
     """Show runs in a browser, live or finished.
 
     Curves, teachers, answers, tokens, stages, the recipe and the log. For this machine only; Ctrl-C ends it.
-    With --export all of it is one file that opens from disk.
-
-    practicum view runs/short --export short.html
     """
-    from practicum.view.serve_view import find_runs, serve_runs
+    from practicum.observe.view.serve_view import find_runs, serve_runs
 
-    views = find_runs(runs or [])
-    if export is not None:
-        from practicum.view.export_page import export_page
-
-        typer.echo(export_page(views, export))
-        return
-    serve_runs(views, port, typer.echo, open_browser=browser)
+    serve_runs(find_runs(runs or []), port, typer.echo, open_browser=browser)
 
 
 @app.command(no_args_is_help=True)
@@ -53,7 +41,7 @@ def diff(
     First the recipe keys that differ, then the first step, row and field whose numbers differ; times are not
     compared. Exit code 1 if numbers differ, 0 if they are equal.
     """
-    from practicum.records.compare_runs import compare_runs, comparison_text
+    from practicum.observe.records.compare_runs import compare_runs, comparison_text
 
     comparison = compare_runs(one, two)
     typer.echo(comparison_text(comparison))
@@ -75,7 +63,7 @@ def replay(
     update bit for bit. With --set it shows what would have changed: loss, gradient, clipped tokens, teachers.
     Exit code 1 if the same recipe gives other numbers.
     """
-    from practicum.records.read_record import require_run
+    from practicum.observe.records.read_record import require_run
 
     require_run(run)
     say_loading()
@@ -96,7 +84,7 @@ def doctor() -> None:
     the exit code is 1 if something is wrong.
     """
     say_loading()
-    from practicum.trainer.doctor import examine
+    from practicum.commands.doctor import examine
 
     wrong = 0
     for finding in examine():

@@ -1,4 +1,1 @@
-"""The process's one event loop, and small tools for asynchronous work.
-
-May be imported by dataplane, algorithms, processes and the layers above.
-"""
+"""The process's one event loop, and small tools for asynchronous work."""

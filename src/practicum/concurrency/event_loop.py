@@ -49,7 +49,7 @@ def run_async(work: Coroutine[Any, Any, T], *, timeout: float, owner: str) -> T:
     """Run a coroutine to its end from synchronous code; past the deadline it is cancelled.
 
     When this returns or raises, the work is over, unless it refuses to end for UNWIND_S. A function that
-    blocks the event loop is named in the DeadlineError.
+    blocks the event loop is named in the DeadlineError. Of a group of errors, the first is raised.
     """
     scope = _SCOPE.get()
     running = _Running(work, event_loop(), owner)
@@ -64,9 +64,11 @@ def run_async(work: Coroutine[Any, Any, T], *, timeout: float, owner: str) -> T:
         running.cancel(0.0 if blocked else UNWIND_S)
         late = f"{owner} was not done after {timeout:g} s"
         raise DeadlineError(f"{late}: {blocked}" if blocked else late) from None
-    except BaseException:
+    except BaseException as error:
         running.cancel(UNWIND_S)  # Ctrl-C in the caller must not leave the work running
-        raise
+        while isinstance(error, BaseExceptionGroup):  # of a task group: the first failure is the one to show
+            error = error.exceptions[0]
+        raise error from error.__cause__
     finally:
         if scope is not None:
             scope.remove(running)

@@ -41,7 +41,7 @@ class BatchRef:
         return zip(self.keys, self.tags, strict=True)
 
     def take(self, indices: Sequence[int]) -> BatchRef:
-        """Those rows in that order (select and reorder); none twice."""
+        """Return those rows in that order; none twice."""
         for i in indices:
             if not 0 <= i < len(self):
                 raise StoreError(f"row {i} of a batch of {len(self)} rows does not exist")
@@ -49,11 +49,9 @@ class BatchRef:
         return BatchRef(self.partition, keys, tuple(self.tags[i] for i in indices))
 
     def where(self, wanted: Callable[[Key, Tags], bool]) -> BatchRef:
-        """The rows for which `wanted` is true, in order."""
         return self.take([i for i, (key, tags) in enumerate(self) if wanted(key, tags)])
 
     def real(self) -> BatchRef:
-        """The rows that are no padding."""
         return self.where(lambda _, tags: not tags.is_padding) if self.has_padding else self
 
     @property
@@ -73,7 +71,7 @@ class BatchRef:
 
 
 def plain_keys(keys: Sequence[Key]) -> list[tuple[int, ...]]:
-    """Keys as plain tuples, for other processes."""
+    """Return keys as plain tuples, for other processes."""
     return [tuple(key) for key in keys]
 
 
@@ -89,7 +87,7 @@ class Group:
     rows: tuple[tuple[Key, Tags], ...]
 
     def rewards(self) -> list[float]:
-        """The reward of each session that has one, counted once; the baseline's is not among them."""
+        """Return the reward of each session that has one, without the baseline's."""
         by_session = {
             key.session: tags.reward
             for key, tags in self.rows
@@ -99,17 +97,16 @@ class Group:
 
     @property
     def has_failed(self) -> bool:
-        """Some session of it failed."""
         return any(tags.status == "failed" for _, tags in self.rows)
 
     @property
     def is_flat(self) -> bool:
-        """No two sessions differ in reward, so a relative estimator learns nothing from it."""
+        """True if no two sessions differ in reward: a relative estimator learns nothing from it."""
         return len(set(self.rewards())) < 2
 
 
 def groups_of(batch: BatchRef) -> list[Group]:
-    """The rows of a batch by prompt, in order of first appearance."""
+    """Group the rows of a batch by prompt, in order of first appearance."""
     by_prompt: dict[int, list[tuple[Key, Tags]]] = {}
     for key, tags in batch:
         by_prompt.setdefault(key.prompt, []).append((key, tags))
@@ -120,7 +117,7 @@ _SUMMED = ("response_tokens", "sampled_tokens", "turns", "tool_calls", "tool_err
 
 
 def session_tags(batch: BatchRef) -> list[Tags]:
-    """One Tags per session: its last trajectory's, with the tokens of all. No baselines, no padding."""
+    """Return a Tags per session: its last trajectory's, with the tokens of all. No baselines, no padding."""
     tags_of_session: dict[tuple[int, ...], Tags] = {}
     for key, last in batch:
         if last.is_baseline or last.is_padding:

@@ -8,13 +8,10 @@ D position axes, H hidden size of the widest teacher.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Literal, get_args
 
-from practicum.dataplane.keys import Key
 from practicum.errors import StoreError
 
 Extent = Literal["scalar", "prompt", "response", "sequence", "object"]
@@ -99,60 +96,8 @@ def register_field(field: Field) -> None:
         raise StoreError(
             f"field {field.name} has an axis {letters[0]!r}: expected its width, or one of {known}"
         )
+    if field.padding is None:
+        known = ", ".join(get_args(Padding))
+        raise StoreError(f"field {field.name} has no padding rule: give it a padding= of {known}")
     if FIELDS.setdefault(field.name, field) != field:
         raise StoreError(f"field {field.name} is there already: {FIELDS[field.name]}")
-
-
-def check_padding_rules(names: Iterable[str]) -> None:
-    """Raise a StoreError if a field has no rule for padding rows; called at the start of a run."""
-    missing = [name for name in names if FIELDS[name].padding is None]
-    if missing:
-        raise StoreError(
-            f"there is no padding rule for {', '.join(missing)}: give each Field a padding= of "
-            f"{', '.join(get_args(Padding))}"
-        )
-
-
-def field_bytes(names: Iterable[str], tokens: Mapping[str, float], widths: Mapping[str, int]) -> float:
-    """Bytes of these fields in a row with these `tokens` by extent and `widths` of the other axes.
-
-    Extents and axes that are not given count as 0, and so do objects, whose size differs from row to row.
-    """
-    fields = (FIELDS[name] for name in names)
-    return sum(
-        tokens.get(field.extent, 0.0)
-        * prod(axis if isinstance(axis, int) else widths.get(axis, 0) for axis in field.trailing)
-        * field.itemsize
-        for field in fields
-    )
-
-
-def merged_lengths(
-    key: tuple[int, ...],
-    lengths: Mapping[str, int],
-    fields: Iterable[str],
-    new_lengths: Mapping[str, int],
-    new_fields: set[str],
-) -> dict[str, int]:
-    """Tokens of a row, by extent, after `new_fields` are put beside its `fields`; uneven is a StoreError.
-
-    A length may change only if every column of that extent changes with it.
-    """
-    for extent, tokens in new_lengths.items():
-        if lengths.get(extent, tokens) == tokens:
-            continue
-        for name in fields:
-            if name not in new_fields and FIELDS[name].extent == extent:
-                wrong = next(other for other in new_fields if FIELDS[other].extent == extent)
-                raise StoreError(
-                    f"{wrong} of {Key._make(key)} has {tokens} tokens, but its {name}, which is held "
-                    f"already, has {lengths[extent]}"
-                )
-    merged = {**lengths, **new_lengths}
-    if len(merged) == 3 and merged["prompt"] + merged["response"] != merged["sequence"]:
-        sequence = next(name for name in (*new_fields, *fields) if FIELDS[name].extent == "sequence")
-        raise StoreError(
-            f"{sequence} of {Key._make(key)} has {merged['sequence']} tokens, but the row has "
-            f"{merged['prompt']} prompt + {merged['response']} response tokens"
-        )
-    return merged

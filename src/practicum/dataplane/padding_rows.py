@@ -10,14 +10,12 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 import torch
-from torch import Tensor
 
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.check_columns import dtype_of, field_of
-from practicum.dataplane.fields import Field, Padding, check_padding_rules
+from practicum.dataplane.columns import dtype_of, field_of
+from practicum.dataplane.fields import Field
 from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.ragged import Column, Ragged
-from practicum.errors import StoreError
 
 PADDING_PROMPT = -1
 """The prompt of all padding rows: no stream has it."""
@@ -41,37 +39,24 @@ def padding_batch(
 
     `widths` gives the axes after the tokens by their letter in the fields table (D, K, H, L, E).
     """
-    padded_fields = [field_of(name) for name in fields]
-    check_padding_rules(fields)
     keys = tuple(Key(PADDING_PROMPT, number) for number in range(first, first + count))
     batch = BatchRef(partition, keys, (_TAGS,) * count)
-    return batch, {field.name: _column(field, count, end_id, widths) for field in padded_fields}
+    return batch, {name: _column(field_of(name), count, end_id, widths) for name in fields}
 
 
 def _column(field: Field, count: int, end_id: int, widths: Mapping[str, int]) -> Column:
     assert field.padding is not None
     if field.padding == "empty":
         return [{} for _ in range(count)]
-    value = _value(field.padding, _shape(field, widths), dtype_of(field), end_id)
+    tokens = () if field.extent == "scalar" else (_TOKENS[field.extent],)
+    shape = (*tokens, *(axis if isinstance(axis, int) else widths[axis] for axis in field.trailing))
+    if field.padding == "positions":
+        value = torch.arange(shape[0]).repeat_interleave(prod(shape[1:])).view(shape).to(dtype_of(field))
+    else:
+        fill = end_id if field.padding == "end_token" else 0
+        value = torch.full(shape, fill, dtype=dtype_of(field))
     # A plain copy: one of a single row keeps the stride 0 of the expansion, and has no bytes to look at.
     values = value.expand(count, *value.shape).clone(memory_format=torch.contiguous_format)
     if field.extent == "scalar":
         return values
     return Ragged.packed(values.flatten(0, 1), [value.shape[0]] * count)
-
-
-def _shape(field: Field, widths: Mapping[str, int]) -> tuple[int, ...]:
-    missing = [axis for axis in field.trailing if isinstance(axis, str) and axis not in widths]
-    if missing:
-        known_widths = ", ".join(f"{letter} = {width}" for letter, width in widths.items()) or "none"
-        raise StoreError(
-            f"padding rows need the width {' and '.join(missing)} of {field.name}; given are: {known_widths}"
-        )
-    tokens = () if field.extent == "scalar" else (_TOKENS[field.extent],)
-    return (*tokens, *(axis if isinstance(axis, int) else widths[axis] for axis in field.trailing))
-
-
-def _value(rule: Padding, shape: tuple[int, ...], dtype: torch.dtype, end_id: int) -> Tensor:
-    if rule == "positions":
-        return torch.arange(shape[0], dtype=dtype).repeat_interleave(prod(shape[1:])).view(shape)
-    return torch.full(shape, end_id if rule == "end_token" else 0, dtype=dtype)

@@ -56,7 +56,6 @@ class Ragged:
 
     @property
     def rows(self) -> list[Tensor]:
-        """The rows, as views."""
         rows = self._rows
         if rows is None:
             assert self._values is not None
@@ -129,25 +128,8 @@ class Ragged:
         rows = self.rows
         return Ragged([rows[i] for i in indices], None, lengths)
 
-    def to_nested(self) -> Tensor:
-        """As torch's jagged nested tensor, with its longest row declared."""
-        offsets = torch.tensor([0, *self.lengths]).cumsum(0).to(self.values.device)
-        shortest, longest = min(self.lengths, default=0), max(self.lengths, default=0)
-        return torch.nested.nested_tensor_from_jagged(
-            self.values, offsets, min_seqlen=shortest, max_seqlen=longest
-        )
-
-    @classmethod
-    def from_nested(cls, nested: Tensor) -> Ragged:
-        """From a jagged nested tensor [B, ragged, ...], without copying if it has no holes."""
-        if not nested.is_nested or nested.layout != torch.jagged or nested.dim() < 2:
-            raise ValueError(f"found a tensor of layout {nested.layout}, expected a jagged nested one")
-        if isinstance(nested.shape[1], int):
-            raise ValueError("the ragged axis of the nested tensor is not its second one")
-        jagged: Any = nested  # torch's types don't know what jagged tensors have besides
-        if jagged.lengths() is not None:
-            jagged = jagged.contiguous()
-        return cls.packed(jagged.values(), jagged.offsets().diff().tolist())
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Ragged.packed, (self.values, self.lengths)
 
 
 def _adjacent(rows: list[Tensor]) -> Tensor | None:
@@ -199,7 +181,6 @@ class Columns(Mapping[str, Column]):
         return len(self._columns)
 
     def ragged(self, name: str) -> Ragged:
-        """A column of tokens."""
         column = self[name]
         assert isinstance(column, Ragged), f"{name} is not a ragged field"
         return column
@@ -209,7 +190,6 @@ class Columns(Mapping[str, Column]):
         return self.ragged(name).select(rows) if name in self else None
 
     def objects(self, name: str) -> list[Any]:
-        """A column of one object for each row."""
         column = self[name]
         assert isinstance(column, list), f"{name} is not an object field"
         return column

@@ -5,11 +5,11 @@ Imports no torch, so that the index actor starts quickly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from practicum.dataplane.fields import FIELDS, merged_lengths
+from practicum.dataplane.fields import FIELDS
 from practicum.dataplane.keys import Key, name_keys
 from practicum.errors import StoreError
 
@@ -42,7 +42,7 @@ class RowTable(Generic[Cell]):
         names: Sequence[str],
         cells: Sequence[Sequence[Cell]],
     ) -> list[Cell]:
-        """Set these fields of these rows, `cells[i]` being those of row i; gives the cells that they replace.
+        """Set these fields of these rows, `cells[i]` being those of row i; return the replaced cells.
 
         `spans` are the rows' tokens by extent. Without `tags` the rows must exist and keep theirs.
         """
@@ -50,7 +50,7 @@ class RowTable(Generic[Cell]):
         if tags is None:
             self.rows(partition, keys)
         rows = [by_key.get(key) for key in keys]
-        merged = _merged(keys, rows, spans, set(names))
+        merged = _merged_spans(keys, rows, spans, names)
         # Nothing raises from here on.
         if keys:
             self.partitions[partition] = by_key
@@ -68,7 +68,7 @@ class RowTable(Generic[Cell]):
         return replaced
 
     def rows(self, partition: str, keys: Sequence[PlainKey]) -> list[Row[Cell]]:
-        """These rows; one that is missing is a StoreError."""
+        """Return these rows; one that is missing is a StoreError."""
         by_key = self.partitions.get(partition, {})
         try:
             return [by_key[key] for key in keys]
@@ -79,7 +79,7 @@ class RowTable(Generic[Cell]):
             ) from None
 
     def cells(self, partition: str, keys: Sequence[PlainKey], name: str) -> list[Cell]:
-        """A field's cell of each of these rows; a row or a field that is missing is a StoreError."""
+        """Return a field's cell of each of these rows; a missing row or field is a StoreError."""
         rows = self.rows(partition, keys)
         try:
             return [row.cells[name] for row in rows]
@@ -94,17 +94,16 @@ class RowTable(Generic[Cell]):
     def batch(
         self, partition: str, keys: Sequence[PlainKey] | None = None
     ) -> tuple[Sequence[PlainKey], list[Any]]:
-        """These keys, or all of the partition, and their tags."""
+        """Return these keys, or all of the partition, and their tags."""
         keys = tuple(self.partitions.get(partition, ())) if keys is None else keys
         return keys, [row.tags for row in self.rows(partition, keys)]
 
     def tag(self, partition: str, keys: Sequence[PlainKey], tags: Sequence[Any]) -> None:
-        """Replace the tags of these rows, all of which must exist."""
         for row, new in zip(self.rows(partition, keys), tags, strict=True):
             row.tags = new
 
     def clear(self, partition: str, keys: Sequence[PlainKey] | None) -> list[Any]:
-        """Forget these rows, all of which must exist, or the whole partition; gives their cells."""
+        """Forget these rows, all of which must exist, or the whole partition; return their cells."""
         by_key = self.partitions.get(partition, {})
         keys = list(by_key) if keys is None else list(dict.fromkeys(keys))
         rows = self.rows(partition, keys)
@@ -114,23 +113,49 @@ class RowTable(Generic[Cell]):
             self.partitions.pop(partition, None)
         return [cell for row in rows for cell in row.cells.values()]
 
+    def alike(self, kind: Callable[[Cell], Hashable]) -> list[tuple[str, list[PlainKey], list[str]]]:
+        """Return partition, keys and fields of rows whose cells are of the same kind, field by field."""
+        groups: dict[tuple[str, tuple[tuple[str, Hashable], ...]], list[PlainKey]] = {}
+        for partition, by_key in self.partitions.items():
+            for key, row in by_key.items():
+                kinds = tuple((name, kind(cell)) for name, cell in row.cells.items())
+                groups.setdefault((partition, kinds), []).append(key)
+        return [(partition, keys, [name for name, _ in kinds]) for (partition, kinds), keys in groups.items()]
+
     def size(self, partition: str | None) -> int:
-        """How many rows there are, in one partition or in all."""
         if partition is not None:
             return len(self.partitions.get(partition, ()))
         return sum(map(len, self.partitions.values()))
 
 
-def _merged(
+def _merged_spans(
     keys: Sequence[PlainKey],
     rows: Sequence[Row[Any] | None],
     spans: Mapping[str, Sequence[int]],
-    names: set[str],
+    names: Sequence[str],
 ) -> list[dict[str, int]]:
-    """Tokens of each row once it is put; columns that disagree are a StoreError."""
-    tokens = [dict(zip(spans, row, strict=True)) for row in zip(*spans.values(), strict=True)]
+    """Return the tokens of each row by extent once `names` are put; columns that disagree are a StoreError.
+
+    A length may change only if every column of that extent changes with it.
+    """
     merged = []
-    for key, row, new in zip(keys, rows, tokens or [{}] * len(keys), strict=True):
-        before, fields = (row.spans, row.cells) if row is not None else ({}, {})
-        merged.append(merged_lengths(key, before, fields, new, names))
+    for i, (key, row) in enumerate(zip(keys, rows, strict=True)):
+        before, cells = (row.spans, row.cells) if row is not None else ({}, {})
+        new = {extent: tokens[i] for extent, tokens in spans.items()}
+        for extent, tokens in new.items():
+            held = [name for name in cells if name not in names and FIELDS[name].extent == extent]
+            if held and before[extent] != tokens:
+                wrong = next(name for name in names if FIELDS[name].extent == extent)
+                raise StoreError(
+                    f"{wrong} of {Key._make(key)} has {tokens} tokens, but its {held[0]}, which is held "
+                    f"already, has {before[extent]}"
+                )
+        after = before | new
+        if len(after) == 3 and after["prompt"] + after["response"] != after["sequence"]:
+            sequence = next(name for name in (*names, *cells) if FIELDS[name].extent == "sequence")
+            raise StoreError(
+                f"{sequence} of {Key._make(key)} has {after['sequence']} tokens, but the row has "
+                f"{after['prompt']} prompt + {after['response']} response tokens"
+            )
+        merged.append(after)
     return merged

@@ -6,19 +6,19 @@ Which stages there are, and what a recipe makes of them, is in `roles/stage_tabl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, Literal
 
-from practicum.dataplane.fields import FIELDS
-from practicum.errors import RecipeError
+from practicum.dataplane.fields import FIELDS, Field, register_field
+from practicum.errors import RecipeError, StoreError
 from practicum.recipe.counts import Counts
 
 Ranks = Literal["all", "first", "controller"]
 """Who runs a stage: all ranks of the learner together, its first rank alone, or the step itself."""
 Side = Literal["sampling", "learning"]
 """Where a stage is in time: before the step, with the weights that sample, or in the step that trains."""
-_BEFORE_LEARNING = ("teachers", "pad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,48 @@ class StageSpec:
     side: Side = "learning"
     use: str = ""
     """How the recipe names a stage of the user's."""
+    metrics: str = ""
+    """Prefix of the metrics that it reports; its name by default."""
+    completes: bool = False
+    """It completes the batch that the stages after it learn from."""
+    trains: bool = False
+    """It changes weights."""
+    first_step: int = 1
+    """Number of the first step that runs it."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnStage:
+    """A user's stage, made by `practicum.parts.stage`: `run(rank, batch, columns, step)` after stage `after`.
+
+    `writes` are new fields, or names of fields that exist.
+    """
+
+    run: Callable[..., Any]
+    name: str
+    after: str
+    reads: tuple[str, ...]
+    writes: tuple[str | Field, ...]
+    ranks: Ranks
+    about: str
+
+    def spec(self, use: str) -> StageSpec:
+        """Register its fields in this process; return its line of the stage table.
+
+        `use` is how the recipe names it.
+        """
+        for written in self.writes:
+            if isinstance(written, Field):
+                try:
+                    register_field(written)
+                except StoreError as error:
+                    raise RecipeError("stages", f"{use!r}, whose {error}", "a field that can be") from None
+        names = tuple(written if isinstance(written, str) else written.name for written in self.writes)
+        if unknown := [name for name in names if name not in FIELDS]:
+            near = get_close_matches(unknown[0], FIELDS, n=1)
+            hint = f"did you mean {near[0]}?" if near else "declare one of its own: writes=[Field(…)]"
+            raise RecipeError("stages", f"{use!r}, which writes {unknown[0]!r}", "a field that exists", hint)
+        return StageSpec(self.name, self.reads, names, "", self.ranks, True, self.about, use=use)
 
 
 @dataclass(frozen=True)
@@ -64,11 +106,11 @@ class Plan:
         return iter(self.stages)
 
     def learner_stages(self) -> list[StageSpec]:
-        """The stages of the learner's ranks on a batch that is complete: scored by teachers, and padded."""
-        return [stage for stage in self if stage.ranks != "controller" and stage.name not in _BEFORE_LEARNING]
+        """Return the stages of the learner's ranks on a complete batch: scored by teachers, and padded."""
+        return [stage for stage in self if stage.ranks != "controller" and not stage.completes]
 
     def writer(self, reader: str, name: str) -> str:
-        """The stage whose value of field `name` the stage `reader` sees: the last one before it."""
+        """Return the stage whose value of field `name` the stage `reader` sees: the last one before it."""
         before = self.stages[: self.stages.index(self[reader])]
         return next(stage.name for stage in reversed(before) if name in stage.writes)
 
@@ -98,7 +140,7 @@ def resolve(candidates: Sequence[StageSpec], why_unread: Mapping[str, str] | Non
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
-    """The plan as plain data: each stage with what it reads from whom, writes, and who runs it."""
+    """Return the plan as plain data."""
     stages = [
         {
             "name": stage.name,
@@ -116,7 +158,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
 
 
 def draw(plan: Plan) -> str:
-    """The plan for people: stages, what they read (from whom) and write, and what is skipped."""
+    """Return the plan as text: stages, what they read from whom and write, and what is skipped."""
     lines = []
     for number, stage in enumerate(plan.stages, start=1):
         if plan.lag and (number == 1 or stage.side != plan.stages[number - 2].side):
@@ -128,19 +170,15 @@ def draw(plan: Plan) -> str:
         for writer, names in by_writer.items():
             lines.append(f"      ← {', '.join(names)}   (from {writer})")
         if stage.writes:
-            lines.append(f"      → {', '.join(map(_with_clock if plan.lag else str, stage.writes))}")
+            clocks = {name: FIELDS[name].clock for name in stage.writes if plan.lag}
+            written = [name + f" ({clock})" * (clock != "frozen") for name, clock in clocks.items()]
+            lines.append(f"      → {', '.join(written or stage.writes)}")
     if plan.skipped:
         lines += ["", "not run:"]
         lines += [f"  – {stage.name:<15} {why}" for stage, why in plan.skipped]
     if plan.counts is not None:
         lines += ["", "counts:", *(f"  {line}" for line in plan.counts.lines())]
     return "\n".join(lines)
-
-
-def _with_clock(name: str) -> str:
-    """A field, and of which weights it is unless it is of none."""
-    clock = FIELDS[name].clock
-    return name if clock == "frozen" else f"{name} ({clock})"
 
 
 _SIDES = {
@@ -159,14 +197,13 @@ def check_sides(plan: Plan) -> None:
             found = f"that it reads or writes {late[0]}" if late else "it after stages that train"
             raise RecipeError(
                 f"stage {stage.name}",
-                f"{found} on the sampling side with async.lag {plan.lag}",
+                f"{found} on the sampling side with rollout.lag {plan.lag}",
                 "a stage of the step that trains, or fields that are frozen or of the weights that sampled",
                 "what the learner computes is of its weights in one step: computed earlier, it is of others",
             )
 
 
 def chain(plan: Plan) -> str:
-    """The stages that run, on one line."""
     return " → ".join(stage.name for stage in plan.stages)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
@@ -31,11 +31,11 @@ class Store(Protocol):
         ...
 
     def get(self, batch: BatchRef, fields: Sequence[str]) -> dict[str, Column]:
-        """These fields of these rows, in the batch's order."""
+        """Return these fields of these rows, in the batch's order."""
         ...
 
     def batch(self, partition: str, keys: Sequence[Key] | None = None) -> BatchRef:
-        """Keys and current tags: of these rows, or of the whole partition in order of first put.
+        """Return keys and current tags: of these rows, or of the whole partition in order of first put.
 
         A partition without rows is an empty batch.
         """
@@ -50,13 +50,32 @@ class Store(Protocol):
         ...
 
     def size(self, partition: str | None = None) -> int:
-        """How many rows there are, in one partition or in all."""
+        """Return the number of rows, in one partition or in all."""
         ...
 
-    def save(self, path: Path) -> None:
-        """Write everything to a folder."""
+    def save(self, path: Path, keys: Collection[Key] | None = None) -> None:
+        """Write everything, or these rows alone, to a folder. Other rows may change in the meantime."""
         ...
 
     def load(self, path: Path) -> None:
         """Replace everything by what `save` wrote."""
+        ...
+
+
+class StoreHandle(Protocol):
+    """The address of a store on a cluster, which can be pickled to workers."""
+
+    def connect(self, timeout_s: float, *, lasting: bool = True) -> Store:
+        """Return the store for this process, with a deadline for each call.
+
+        What this process puts outlives it if `lasting`.
+        """
+        ...
+
+    def actors(self) -> dict[str, Any]:
+        """Return the actors without which the store is lost, by the names that errors use."""
+        ...
+
+    def close(self) -> None:
+        """End the store and free its memory. Closing it again does nothing."""
         ...

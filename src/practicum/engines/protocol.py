@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from practicum.models.images import Images
+from practicum.errors import EngineError
+from practicum.models.attention import OutputHead
+from practicum.models.offloaded_weights import OffloadTarget
+from practicum.models.vision import Images
 
 Finish = Literal["stop", "length"]
 
@@ -119,42 +122,89 @@ class Memory:
     kv: int
 
 
-class Engine(Protocol):
-    """A model that samples and scores. `generate` and `score` are coroutines of one event loop."""
+class Scorer(Protocol):
+    """A model that scores tokens, here or elsewhere. What an implementation leaves out has no effect."""
 
-    version: int
-
-    async def generate(self, request: GenerateRequest) -> Generation:
-        """Sample one answer."""
-        ...
+    def ready(self) -> None:
+        """Wait until it can work; if it can't, nothing of it stays behind."""
 
     async def score(self, request: ScoreRequest, options: ScoreOptions = LOGPROBS_ONLY) -> Scores:
-        """Logprobs of ids[start:], each given all before it; their hidden states too, if asked."""
+        """Return logprobs of ids[start:], each given all before it, and what the options ask for."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take these weights; what was computed with older ones is never used again."""
+        raise EngineError("this model does not take weights")
+
+    def head(self) -> OutputHead:
+        """Return the output head, which with hidden states makes the whole distribution."""
+        raise EngineError("this engine has no output head: use engine torch, or another distill.signal")
+
+    @property
+    def threads(self) -> int:
+        """Threads that compute in other processes."""
+        return 0
+
+    def describe(self) -> list[str]:
+        """Return sentences for the log: separate processes, devices other than the CPU, warnings."""
+        return []
+
+    def abort(self, why: str) -> None:
+        """End the engine's process after a missed deadline, if it has one."""
+
+    def close(self) -> None:
+        """Stop; open requests fail with an EngineError."""
         ...
 
-    def sleep(self) -> Memory:
-        """Free memory until `wake`; says what was freed. Asking a sleeping engine is an EngineError."""
-        ...
+
+class Sleeper(Protocol):
+    """A model that works between `wake` and `sleep`; awake when it is made."""
+
+    owns_weights: bool = True
+    """False if others compute with the same weights, so that they stay where they are."""
+
+    @property
+    def on_cpu(self) -> bool:
+        """True if its memory is the host's, or if it holds none while it sleeps."""
+        return True
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of the weights that nobody else uses."""
+        return 0
 
     def wake(self) -> None:
         """Be ready again, with the weights as they were."""
         ...
 
+    def sleep(self) -> object:
+        """Free memory until `wake`; an engine returns what it freed. Using it meanwhile is an EngineError."""
+        ...
+
+    def offload(self, where: OffloadTarget) -> object:
+        """Move the weights of a sleeping model to the host's memory or to disk, if they are its own."""
+
+
+class Engine(Scorer, Sleeper, Protocol):
+    """A model that samples and scores. `generate` and `score` are coroutines of one event loop."""
+
+    version: int
+    model: Any = None
+    """The model object that it computes with, if that is in this process."""
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Sample one response."""
+        ...
+
+    def sleep(self) -> Memory: ...
+
     def memory(self) -> Memory:
-        """Bytes held now."""
+        """Return the bytes it holds."""
         ...
 
     def fingerprint(self) -> Tensor:
-        """Logprobs of a fixed token sequence, `models.fingerprint`, to compare with the learner's.
+        """Return logprobs of a fixed token sequence, `models.fingerprint`, to compare with the learner's.
 
-        It is long enough that what the engine may have kept of it from older weights would show.
+        It is long enough to expose a stale prefix cache.
         """
-        ...
-
-    def close(self) -> None:
-        """Stop; requests under way fail with an EngineError."""
         ...

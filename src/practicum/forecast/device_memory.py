@@ -8,26 +8,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from practicum.dataplane.stages import Plan
+from practicum.engines.table import ENGINES
 from practicum.forecast.cluster_spec import GIB, Machine
-from practicum.forecast.model_sizes import BYTES, Sizes, trained_bytes
-from practicum.forecast.step_setup import StepSetup
+from practicum.forecast.model_sizes import BYTES, Models, Sizes, trained_bytes
 from practicum.recipe.counts import CHUNK_LOGITS, CPU_MICROBATCH_TOKENS, KV_POSITIONS, KV_SPARE
-from practicum.recipe.derived import (
-    adapter_folder,
-    base_groups,
-    engine_devices,
-    is_own_base,
-    lag,
-    model_devices,
-    own_models,
-    rollout_context,
-    sampling_engines,
-    saved_parameters,
-    scores_during_rollout,
-)
-from practicum.recipe.schema.teacher_sections import Teacher
-from practicum.runtime.ray.needs import ROLLOUT, TRAIN
-from practicum.runtime.ray.placement import ActorPlacement
+from practicum.recipe.derived import adapter_folder, base_groups, saved_parameters
+from practicum.recipe.schema.recipe import Recipe
+from practicum.runtime.ray.placement import ROLLOUT, TRAIN, ActorPlacement
 
 TIGHT = 0.9
 """Fraction of a device above which a forecast warns: allocators and libraries need some memory too."""
@@ -38,12 +26,26 @@ Parts = Mapping[str, float]
 _ADVICE = {
     "KV memory": "lower rollout.slots or rollout.context, or give engines their own devices (pools.rollout)",
     "activations": "lower train.microbatch_tokens, or set train.gradient_checkpointing",
-    "published weights": "set runtime.weight_transport: object_store, or lower async.lag",
+    "published weights": "set runtime.weight_transport: object_store, or lower rollout.lag",
     "teachers": "give teachers their own devices (placement: own)",
     "Adam's moments": "take train.optimizer adamw_8bit or train.offload, or raise pools.train.devices",
     "engine's weights": "give engines their own devices (pools.rollout), or split each over several "
     "(rollout.vllm.tensor_parallel)",
 }
+
+
+@dataclass(frozen=True)
+class StepSetup:
+    """A step as far as memory depends on it."""
+
+    recipe: Recipe
+    plan: Plan
+    models: Models
+    prompt_tokens: float
+    rows: int
+    on_cpu: bool
+    ranks: int
+    replicas: int
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class DeviceMemory:
         return self.total / self.limit
 
     def refusal(self) -> str:
-        """That it is too small, and what to do."""
+        """Say that it is too small, and what to do."""
         name, size = max(self.parts.items(), key=lambda part: part[1])
         return (
             f"{self.title} has {self.limit / GIB:.1f} GiB and would need {self.total / GIB:.1f}: most of "
@@ -75,11 +77,11 @@ class DeviceMemory:
 def device_memory(
     setup: StepSetup, machines: Sequence[Machine], layout: ActorPlacement | None
 ) -> tuple[DeviceMemory, ...]:
-    """Each device or machine that differs from the others; without a layout only the first machine's."""
+    """Return each device or machine that differs from the others; without a layout the first machine's."""
     uses = _uses(setup)
     if layout is None:
-        own = None if setup.on_cpu else machines[0].device.memory_gb
-        title = "a device of train" if setup.on_ray else "this process"
+        own = None if setup.on_cpu else machines[0].device_gb
+        title = "a device of train" if setup.recipe.on_ray else "this process"
         limit = GIB * (own or machines[0].memory_gb)
         return (DeviceMemory(title, _joined([uses[TRAIN], uses[ROLLOUT]]), limit),)
     devices: dict[str, DeviceMemory] = {}
@@ -94,7 +96,7 @@ def device_memory(
             devices[node.name] = DeviceMemory(node.name, _joined([before, parts]), node.memory)
             continue
         title = f"a device of {bundle.pool} ({', '.join(dict.fromkeys(roles))})"
-        limit = GIB * (machines[place].device.memory_gb or machines[place].memory_gb)
+        limit = GIB * (machines[place].device_gb or machines[place].memory_gb)
         device = DeviceMemory(title, parts, limit)
         if title not in devices or device.share > devices[title].share:
             devices[title] = device
@@ -102,41 +104,44 @@ def device_memory(
 
 
 def engine_memory(setup: StepSetup, *, shares_weights: bool) -> Parts:
-    """The student's engines of a process, one and one more for each step of async.lag: their weights (unless
-    they are the learner's own, which they are without a lag), those that are packed for decoding
-    (models/linears.py), and their KV memory."""
+    """Return the memory of the student's engines in a process, rollout.lag + 1 of them.
+
+    Their weights (unless they are the learner's, as without a lag), those packed for decoding, and KV memory.
+    """
     recipe, sizes = setup.recipe, setup.models.student
-    number, copies = BYTES[recipe.model.dtype], sampling_engines(recipe)
+    number, copies = BYTES[recipe.model.dtype], recipe.sampling_engines
     tokens = _kv_tokens(setup)
     if recipe.agent.loop != "single_turn":
-        tokens += tokens if recipe.rollout.keep_tokens is None else recipe.rollout.keep_tokens
+        tokens *= 2
     weights = {"engine's weights": float(copies * sizes.parameters * number)}
     parts = {"KV memory": float(copies * tokens * sizes.token_kv() * number)}
-    is_packed = setup.on_cpu and recipe.rollout.engine == "torch" and recipe.model.dtype == "float32"
-    if is_packed and sizes.gated and not sizes.experts:
-        parts["packed weights"] = float(copies * sizes.parameters * number)
+    is_ours = ENGINES[recipe.rollout.engine].shares_model
+    if is_ours and setup.on_cpu and recipe.model.dtype == "float32":
+        parts["packed weights"] = float(copies * sizes.linear * number)
     return parts if shares_weights and copies == 1 else weights | parts
 
 
 def _kv_tokens(setup: StepSetup) -> float:
-    """Tokens that KV memory has room for. The torch engine's grows with the sequences, of which only those of
-    agents are taken to fill the whole context."""
-    rollout, work = setup.recipe.rollout, setup.work
-    context = rollout_context(setup.recipe, setup.models.student.context)
-    if rollout.engine != "torch" or setup.recipe.agent.loop != "single_turn":
+    """Return how many tokens KV memory has room for.
+
+    The torch engine's grows with the sequences, of which only those of agents fill the whole context.
+    """
+    rollout = setup.recipe.rollout
+    context = rollout.context_for(setup.models.student.context)
+    if not ENGINES[rollout.engine].shares_model or setup.recipe.agent.loop != "single_turn":
         return rollout.slots * context
-    used = min(rollout.slots, math.ceil(work.rows / setup.replicas))
-    grown = used * min(context, KV_SPARE * (work.prompt_tokens + work.longest))
+    used = min(rollout.slots, math.ceil(setup.rows / setup.replicas))
+    grown = used * min(context, KV_SPARE * (setup.prompt_tokens + rollout.max_new_tokens))
     return max(grown, rollout.slots * min(context, KV_POSITIONS))
 
 
 def _learner_memory(setup: StepSetup) -> Parts:
-    """A rank of the learner, with the colocated teachers, one of which is awake at a time."""
+    """Return the memory of a learner's rank, with the colocated teachers, one of them awake at a time."""
     recipe, train, sizes, ranks = setup.recipe, setup.recipe.train, setup.models.student, setup.ranks
     number = BYTES[recipe.model.dtype]
     weights = sizes.parameters * number / ranks
-    trained = trained_bytes(recipe, sizes) / ranks
-    kept = trained_bytes(recipe, sizes, in_float32=True) / ranks
+    trained = trained_bytes(recipe.model, sizes) / ranks
+    kept = trained_bytes(recipe.model, sizes, in_float32=True) / ranks
     moments = 2 * kept * (EIGHT_BIT if train.optimizer == "adamw_8bit" else 1.0)
     masters = kept if kept > trained else 0.0
     parts = {"weights": weights, "gradients": trained, "Adam's moments": moments}
@@ -149,7 +154,7 @@ def _learner_memory(setup: StepSetup) -> Parts:
         base = weights if recipe.model.lora is not None and ranks > 1 else 0.0
         state = 0.0 if train.offload != "none" else moments + masters  # the student's is there at other times
         parts["critic (all of it)"] = base + 2 * trained + state
-    if "ref_logprobs" in setup.plan and not is_own_base(recipe):
+    if "ref_logprobs" in setup.plan and not recipe.is_own_base:
         parts["reference"] = setup.models.reference.parameters * number / ranks
     if copies := _published_copies(setup):
         parts["published weights"] = copies * (trained if recipe.model.lora is not None else weights) * ranks
@@ -175,46 +180,35 @@ def _learner_memory(setup: StepSetup) -> Parts:
 
 
 def _published_copies(setup: StepSetup) -> int:
-    """Copies of the student's weights that the first rank keeps for engines, one for each version in use."""
+    """Return how many copies of the weights the first rank keeps for engines, one per version in use."""
     recipe = setup.recipe
-    if not setup.on_ray:
-        return lag(recipe) + 1 if lag(recipe) else 0
+    if not recipe.on_ray:
+        return recipe.rollout.lag + 1 if recipe.rollout.lag else 0
     transport = recipe.runtime.weight_transport
     if transport == "auto" and (setup.on_cpu or importlib.util.find_spec("nixl") is None):
         transport = "object_store"
-    return 0 if transport == "object_store" else lag(recipe) + 1
+    return 0 if transport == "object_store" else recipe.rollout.lag + 1
 
 
 def _colocated_teachers(setup: StepSetup) -> list[float]:
-    """Bytes of the colocated teachers; those on one base have it together, or it is the student's."""
+    """Return the bytes of the colocated teachers; those on one base share it, or it is the student's."""
     recipe = setup.recipe
-    chosen = {
-        n: t for n, t in recipe.teachers.items() if n in setup.teachers and not scores_during_rollout(t)
-    }
+    if "teachers" not in setup.plan:
+        return []
+    chosen = {name: t for name, t in recipe.teachers.items() if not t.scores_during_rollout}
     groups = base_groups(chosen)
     alone = [[name] for name in chosen if not any(name in group for group in groups)]
     bytes_of_each = []
     for names in (*groups, *alone):
         first = chosen[names[0]]
         on_student = first.adapter is not None and first.model is None
-        is_lent = on_student and recipe.model.lora is not None and first.engine == "torch"
+        is_lent = on_student and recipe.model.lora is not None and ENGINES[first.engine].shares_model
         dtype = recipe.model.dtype if first.model is None else first.dtype
-        base = 0.0 if is_lent else float(setup.teachers[names[0]].parameters * BYTES[dtype])
-        bytes_of_each.append(base + sum(_adapter_bytes(chosen[name]) for name in names))
+        base = 0.0 if is_lent else float(setup.models.teachers[names[0]].parameters * BYTES[dtype])
+        folders = [adapter_folder(adapter) for name in names if (adapter := chosen[name].adapter) is not None]
+        adapters = sum(saved_parameters(folder) or 0 for folder in folders if folder is not None)
+        bytes_of_each.append(base + BYTES["float32"] * adapters)
     return bytes_of_each
-
-
-def _adapter_bytes(teacher: Teacher) -> int:
-    """Bytes of a teacher's adapter by its files; 0 if it has none, or if it is not there yet."""
-    folder = None if teacher.adapter is None else adapter_folder(teacher.adapter)
-    return 0 if folder is None else BYTES["float32"] * (saved_parameters(folder) or 0)
-
-
-def _teacher_memory(sizes: Sizes, dtype: str, batch_tokens: int, devices: int) -> Parts:
-    """One device of a teacher's own process."""
-    weights = sizes.parameters * BYTES[dtype] / devices
-    activations = batch_tokens * (6 * sizes.hidden + 2 * sizes.inner) * BYTES[dtype]
-    return {"weights": weights, "activations": float(activations), "logits": _logits(batch_tokens, sizes)}
 
 
 def _logits(tokens: int, sizes: Sizes) -> float:
@@ -222,16 +216,20 @@ def _logits(tokens: int, sizes: Sizes) -> float:
 
 
 def _uses(setup: StepSetup) -> dict[str, Parts]:
-    """What each role's actor holds. Reward models are not counted: their sizes are not known."""
+    """Return what each role's actor holds. Reward models are not counted: their sizes are not known."""
     uses: dict[str, Parts] = {TRAIN: _learner_memory(setup)}
-    spread = 1 if setup.on_cpu else engine_devices(setup.recipe)  # a machine's cores share its memory
-    engine = engine_memory(setup, shares_weights=not setup.on_ray)
+    spread = 1 if setup.on_cpu else setup.recipe.engine_devices  # a machine's cores share its memory
+    engine = engine_memory(setup, shares_weights=not setup.recipe.on_ray)
     uses[ROLLOUT] = {what: size / spread for what, size in engine.items()}
-    for path, model in own_models(setup.recipe).items():
+    for path, model in setup.recipe.own_models.items():
         sizes = setup.models.teachers.get(path.removeprefix("teachers."))
         if sizes is not None:
-            devices = model_devices(model)
-            uses[path] = _teacher_memory(sizes, model.dtype, model.batch_tokens, devices)
+            number, tokens = BYTES[model.dtype], model.batch_tokens
+            uses[path] = {
+                "weights": sizes.parameters * number / model.model_devices,
+                "activations": float(tokens * (6 * sizes.hidden + 2 * sizes.inner) * number),
+                "logits": _logits(tokens, sizes),
+            }
     return uses
 
 

@@ -1,82 +1,70 @@
-"""A forecast of a recipe on a cluster: placement, memory, traffic, seconds, and what does not fit."""
+"""A forecast of a recipe on a cluster: who sits where, the memory of each device, and what does not fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import fmean
 
 from practicum.errors import ClusterError
 from practicum.forecast.cluster_spec import GIB, ClusterSpec, machines
-from practicum.forecast.device_memory import TIGHT, DeviceMemory, device_memory
-from practicum.forecast.seconds import Cost, calibrate, costs
-from practicum.forecast.step_setup import StepSetup, measured_setup, step_setup
-from practicum.forecast.workload import MeasuredRun, workload
-from practicum.recipe.derived import lag, on_ray
+from practicum.forecast.device_memory import TIGHT, DeviceMemory, StepSetup, device_memory
+from practicum.forecast.model_sizes import models_of
+from practicum.recipe.counts import count
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.stage_table import make_plan
-from practicum.runtime.ray.needs import needs
-from practicum.runtime.ray.placement import ActorPlacement, Node, lay_out
+from practicum.runtime.ray.placement import ActorPlacement, Node, lay_out, needs, uses_gpu
 
-OBJECT_STORE_SHARE = 0.3
-"""Fraction of a machine's memory that Ray takes for its object store by default."""
+SAMPLED_PROMPTS = 256
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """All that `practicum plan` prints. `refusals` say what does not fit, `notes` what was assumed.
-
-    `between` are the seconds of a step that are in no stage.
-    """
+    """All that `practicum plan` prints. `refusals` say what does not fit, `notes` what was assumed."""
 
     setup: StepSetup
     layout: ActorPlacement | None
     memory: tuple[DeviceMemory, ...]
-    stages: Mapping[str, Cost]
-    between: float
     refusals: tuple[str, ...]
     notes: tuple[str, ...]
 
-    @property
-    def seconds(self) -> float:
-        return sum(cost.seconds for cost in self.stages.values()) + self.between
 
-    @property
-    def bottleneck(self) -> str:
-        """The stage that takes longest."""
-        return max(self.stages, key=lambda name: self.stages[name].seconds)
-
-
-def forecast(
-    recipe: Recipe,
-    spec: ClusterSpec,
-    prompt_tokens: Callable[[Recipe], float],
-    run: MeasuredRun | None = None,
-) -> Forecast:
-    """What a step of this recipe will need on this cluster, corrected by a measured run if there is one.
-
-    `prompt_tokens` gives the mean tokens of a recipe's prompts.
-    """
-    layout, refusals = _place(recipe, spec) if on_ray(recipe) else (None, [])
+def forecast(recipe: Recipe, spec: ClusterSpec, prompt_tokens: float) -> Forecast:
+    """Return what a step of this recipe needs on this cluster, with prompts of this many tokens."""
+    layout, refusals = _place(recipe, spec) if recipe.on_ray else (None, [])
     each = [machine for _, machine in machines(spec)]
-    work = workload(recipe, prompt_tokens(recipe), run)
-    setup = step_setup(recipe, work, each, layout)
-    factors: dict[str, float] = {}
-    between = 0.0
-    if run is not None:
-        measured = measured_setup(run, spec, prompt_tokens(run.recipe))
-        factors = calibrate(measured, run)
-        in_stages = sum(seconds for name, seconds in run.seconds.items() if name != "step")
-        between = max(0.0, run.seconds["step"] - in_stages) * work.rows / measured.work.rows
-    memory = device_memory(setup, each, layout)
-    return Forecast(
-        setup=setup,
-        layout=layout,
-        memory=memory,
-        stages=costs(setup, factors),
-        between=between,
-        refusals=(*refusals, *(device.refusal() for device in memory if device.share > 1)),
-        notes=tuple(_notes(setup, memory, run)),
+    sizes = count(recipe)
+    setup = StepSetup(
+        recipe=recipe,
+        plan=make_plan(recipe),
+        models=models_of(recipe),
+        prompt_tokens=prompt_tokens,
+        rows=sizes.sessions + sizes.baselines,
+        on_cpu=not uses_gpu(recipe.model.device, any(machine.devices for machine in each)),
+        ranks=recipe.data_parallel,
+        replicas=recipe.engine_replicas,
     )
+    memory = device_memory(setup, each, layout)
+    refusals += [device.refusal() for device in memory if device.share > 1]
+    notes = [
+        f"{device.title}: {device.share:.0%} of its memory, too close to all of it to be sure"
+        for device in memory
+        if TIGHT < device.share <= 1
+    ]
+    notes += [f"teacher {name}: not here, counted like the student" for name in setup.models.guessed]
+    return Forecast(setup, layout, memory, tuple(refusals), tuple(notes))
+
+
+def mean_prompt_tokens(recipe: Recipe) -> float:
+    """Return the mean tokens of the training stream's first prompts."""
+    from practicum.models.load_model import load_tokenizer
+    from practicum.recipe.reward_traits import tasks_needing_answer
+    from practicum.sessions.chat import make_encoder
+    from practicum.tasks.stream import make_stream
+
+    encode = make_encoder(recipe, load_tokenizer(recipe.model))
+    stream = make_stream(recipe.tasks, recipe.seed, needs_answer=tasks_needing_answer(recipe))
+    return fmean(len(encode(prompt).ids) for prompt in stream.take(SAMPLED_PROMPTS))
 
 
 def _place(recipe: Recipe, spec: ClusterSpec) -> tuple[ActorPlacement | None, list[str]]:
@@ -90,7 +78,6 @@ def _place(recipe: Recipe, spec: ClusterSpec) -> tuple[ActorPlacement | None, li
             (started_here and recipe.runtime.cpus) or machine.cpus,
             machine.devices,
             machine.memory_gb * GIB,
-            GIB * (machine.object_store_gb or OBJECT_STORE_SHARE * machine.memory_gb),
         )
         for name, machine in each
     ]
@@ -100,19 +87,43 @@ def _place(recipe: Recipe, spec: ClusterSpec) -> tuple[ActorPlacement | None, li
         return None, [str(error)]
 
 
-def _notes(setup: StepSetup, memory: Sequence[DeviceMemory], run: MeasuredRun | None) -> Iterator[str]:
-    for device in memory:
-        if TIGHT < device.share <= 1:
-            yield f"{device.title}: {device.share:.0%} of its memory, too close to all of it to be sure"
-    if setup.models.guessed:
-        yield f"teachers {', '.join(setup.models.guessed)}: not here, taken to be as large as the student"
-    if any(teacher.url is not None for teacher in setup.recipe.teachers.values()):
-        yield "teachers behind a URL are taken to answer before the rollout ends"
-    if setup.traffic.uncounted:
-        yield f"{', '.join(setup.traffic.uncounted)}: not counted, its size differs from row to row"
-    if lag(setup.recipe):
-        yield "with async.lag, rollout and reward overlap the other stages: a step takes less than their sum"
-    if run is None:
-        yield "seconds are by the devices' numbers alone: a measured run (--from) would correct them"
-    elif run.recipe.runtime.threads is None and not on_ray(run.recipe) and setup.on_cpu:
-        yield "the run did not set runtime.threads: it is taken to have used every core"
+def report(result: Forecast) -> str:
+    """Return the text that `practicum plan` prints."""
+    setup = result.setup
+    engines = f"{setup.ranks} learner rank{'s' * (setup.ranks > 1)}, {setup.replicas} engine"
+    title = (
+        f"A step of {setup.recipe.name}: {setup.models.student.parameters:,} parameters in "
+        f"{setup.recipe.model.dtype}, {engines}{'s' * (setup.replicas > 1)}, {setup.rows:,} responses to "
+        f"prompts of {setup.prompt_tokens:,.0f} tokens"
+    )
+    lines = [title, "", "placement:", *_placement(result), "", "memory:"]
+    for device in result.memory:
+        verdict = "does not fit" if device.share > 1 else f"{device.share:.0%}"
+        lines.append(f"  {device.title}: {_size(device.total)} of {_size(device.limit)}, {verdict}")
+        parts = sorted(device.parts.items(), key=lambda part: -part[1])
+        lines.append("    " + ", ".join(f"{name} {_size(size)}" for name, size in parts))
+    if result.notes:
+        lines += ["", "notes:", *(f"  {note}" for note in result.notes)]
+    return "\n".join(lines)
+
+
+def _placement(result: Forecast) -> Iterator[str]:
+    """Yield each bundle, and each machine with its actors."""
+    layout = result.layout
+    if layout is None:
+        yield "  none found" if result.setup.recipe.on_ray else "  all roles in one process"
+        return
+    yield from (f"  {line}" for line in layout.needs.lines())
+    for place, node in enumerate(layout.nodes):
+        roles: dict[str, list[str]] = {}
+        for actor in layout.needs.actors:
+            if actor.bundle is not None and layout.places[actor.bundle] == place:
+                roles.setdefault(actor.role, []).append(str(actor.index))
+        actors = ", ".join(f"{role} {' '.join(numbers)}" for role, numbers in roles.items())
+        yield f"  on {node.name}: {actors or 'nothing'}"
+
+
+def _size(number: float) -> str:
+    units = {" GiB": GIB, " MiB": 2**20, " KiB": 2**10}
+    unit, size = next(((unit, size) for unit, size in units.items() if number >= size), (" B", 1))
+    return f"{number / size:,.1f}{unit}"

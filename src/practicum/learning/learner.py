@@ -14,28 +14,28 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from practicum.algorithms.aggregation import token_weights
 from practicum.errors import CheckError
-from practicum.learning.distill_loss import DistillSettings, share_factors
 from practicum.learning.learner_checkpoint import TrainedModel
 from practicum.learning.logprobs import LogprobScorer, token_logprobs
-from practicum.learning.objective import Objective, token_losses
+from practicum.learning.objective import DistillSettings, Objective, share_factors, token_losses
 from practicum.learning.optimizer import Metrics, lr_at, stop_on_nonfinite
 from practicum.learning.packed_model import PackedModel
 from practicum.learning.packing import Packed, RowSpans
 from practicum.learning.parallel import Parallel, whole, whole_tensors
 from practicum.learning.update_batch import (
-    BatchFacts,
+    TOP,
+    RouterLoad,
+    TeacherSums,
+    TokenMeans,
     UpdateBatch,
+    UpdateTrace,
     need_column,
     per_token,
     sessions_of,
 )
-from practicum.learning.update_metrics import RouterLoad, TeacherSums, TokenMeans
-from practicum.learning.update_trace import TOP, UpdateTrace
 from practicum.models.adapter_files import write_adapter
-from practicum.models.export_model import save_description, write_model
 from practicum.models.fingerprint import LENGTH
 from practicum.models.lora import base_fingerprint, merged_weights, trained_names
-from practicum.models.weight_files import WeightFiles
+from practicum.models.model_files import save_description, write_model
 from practicum.recipe.algorithm_traits import loss_traits
 from practicum.recipe.derived import EXPORTED
 from practicum.recipe.schema.algorithm_sections import Algorithm
@@ -43,14 +43,14 @@ from practicum.recipe.schema.recipe import Train
 
 
 class Learner(TrainedModel):
-    """The student. `scorer` gives its logprobs without gradient.
+    """The student. `scorer` returns its logprobs without gradient.
 
-    `temperature` is that of the rollouts; supervised training is at temperature 1. `by_group` holds sums of
-    the last update by the batch's groups, `trace` what it did to the tokens of recorded rows, `weight` the
-    summed weights of the tokens in its loss.
+    `temperature` is that of the rollouts; supervised training is at temperature 1. Of the last update,
+    `by_group` has sums by the batch's groups, `trace` the tokens of recorded rows, and `weight` the summed
+    weights of the tokens in its loss.
 
     On several ranks (`parallel`) each has a shard of the weights and its rows of each mini-batch. Every
-    method is then called on all ranks at once, and all get the same metrics.
+    method is then called on all ranks, and all get the same metrics.
     """
 
     NAME = "learner"
@@ -65,70 +65,75 @@ class Learner(TrainedModel):
         teaching: DistillSettings | None = None,
         on_nonfinite: Callable[[str], None] = stop_on_nonfinite,
         parallel: Parallel | None = None,
-        files: WeightFiles | None = None,
     ) -> None:
-        """`files` are those of a model without weights, of which each rank reads its shard."""
         self.model = model
         self.objective = Objective(algorithm, teaching)
         self.by_group, self.weight = TeacherSums(), 0.0
         self.trace: UpdateTrace | None = None
         self.temperature = 1.0 if algorithm.loss == "supervised" else temperature
         self._trained_names = trained_names(model)
-        self.trunk = PackedModel(model, train, parallel, files=files)
+        self.trunk = PackedModel(model, train, parallel)
         if self._trained_names is not None:
             self.base = base_fingerprint(model, whole)
         self.scorer = LogprobScorer(self.trunk)
         super().__init__(model, train, parallel, on_nonfinite)
 
-    def update(self, batch: UpdateBatch) -> Metrics:
-        """One optimizer step on one mini-batch; metrics as in `update_metrics.METRICS`.
+    def update(
+        self, batch: UpdateBatch, *, step: int = 1, before_step: Callable[[Metrics], None] | None = None
+    ) -> Metrics:
+        """Make one optimizer step on one mini-batch in training step `step`, and return its metrics.
 
         The result does not depend on how rows fall into micro-batches. Without a sampled token nothing is
-        done; with a non-finite loss or gradient the weights stay as they are.
+        done; with a non-finite loss or gradient the weights stay as they are. If `before_step` raises, they
+        do so too; it is called when the gradients lie on the parameters.
         """
-        halved = self.trunk.halved
-        job, report = self.trunk.halving(partial(self._accumulate, batch))
+        trunk, halved = self.trunk, self.trunk.halved
+        job = _Update(batch, self.objective, trunk.dtype, self.parallel)
+        self.trace = job.trace
         if not job.tokens:
             return {"tokens": 0.0}
+        report = _Report()
+        for attempt in trunk.attempts():
+            with attempt:
+                self.stepper.optimizer.zero_grad(set_to_none=True)
+                report = _Report(idle_tokens=job.idle_tokens, load=trunk.router_load())
+                self._accumulate(job, job.active, report, job.trace)
+                with torch.no_grad():
+                    for packed in job.microbatches(trunk, job.idle):
+                        self._loss(report, job, packed, job.trace)
         self.stepper.zero_missing_grads()
         report = self.join(report)
         self.by_group, self.weight = report.groups, report.weight
         if job.trace is not None:
             job.trace.total = report.absolute
-        report.count_halved(self.trunk.halved - halved)
-        return self.apply(report, lr_at(self.step, self.train))
+        if trunk.halved > halved:
+            report.add("microbatch_halved", float(trunk.halved - halved))
+        return self.apply(report, lr_at(step, self.train), before_step)
 
-    def _accumulate(self, batch: UpdateBatch) -> tuple[_Update, _Report]:
-        """Gradients of a mini-batch, and what was measured on the way."""
-        self.stepper.optimizer.zero_grad(set_to_none=True)
-        job = _Update(batch, self.objective, self.trunk.dtype, self.parallel)
-        report = _Report(idle_tokens=job.idle_tokens, load=self.trunk.router_load())
-        self.by_group, self.trace = report.groups, job.trace
-        if job.tokens:
-            add = partial(self._add, report, job, trace=job.trace)
-            with self.trunk.training():
-                self.trunk.each(job.microbatches(self.trunk, job.active), add)
-            with torch.no_grad():
-                self.trunk.each(job.microbatches(self.trunk, job.idle), add)
-        return job, report
+    def _accumulate(
+        self, job: _Update, rows: list[int], report: _Report, trace: UpdateTrace | None = None
+    ) -> None:
+        with self.trunk.training():
+            for packed in job.microbatches(self.trunk, rows):
+                self.trunk.backward(self._loss(report, job, packed, trace), packed)
 
     def gradient_norms(self, batch: UpdateBatch, parts: Sequence[Sequence[int]]) -> list[float]:
-        """Norm of the gradient of each part of the rows in this mini-batch's loss; nothing is learnt."""
+        """Return the norm of the gradient of each part of the rows in this mini-batch's loss."""
         job = _Update(batch, self.objective, self.trunk.dtype, self.parallel)
         norms = []
         for rows in parts:
             mine = sorted(set(rows) & set(job.active))
-            self.trunk.halving(partial(self._accumulate_part, job, mine))
+            for attempt in self.trunk.attempts():
+                with attempt:
+                    self.stepper.optimizer.zero_grad(set_to_none=True)
+                    self._accumulate(job, mine, _Report())
             norms.append(self.stepper.take_norm())
         return norms
 
-    def _accumulate_part(self, job: _Update, rows: list[int]) -> None:
-        self.stepper.optimizer.zero_grad(set_to_none=True)
-        with self.trunk.training():
-            self.trunk.each(job.microbatches(self.trunk, rows), partial(self._add, _Report(), job))
-
-    def _add(self, report: _Report, job: _Update, packed: Packed, trace: UpdateTrace | None = None) -> Tensor:
-        """Forward pass of one micro-batch: its part of the loss."""
+    def _loss(
+        self, report: _Report, job: _Update, packed: Packed, trace: UpdateTrace | None = None
+    ) -> Tensor:
+        """Return one micro-batch's part of the loss."""
         columns, teaching = job.columns_of(packed), self.objective.teaching
         also = None
         if teaching is not None:
@@ -161,7 +166,8 @@ class Learner(TrainedModel):
         if losses.policy_M is not None:
             report.add("policy_loss", float((columns["weights"] * losses.policy_M.detach()).sum()))
         taught = losses.taught
-        if taught is not None and taught.loss_M is not None and not _reaches(taught.loss_M):
+        no_gradient = taught is not None and taught.loss_M is not None and not taught.loss_M.requires_grad
+        if no_gradient and torch.is_grad_enabled():
             raise CheckError("the divergence from the teachers has no gradient: nothing is learnt from them")
         if "group" in columns:
             report.groups.add(
@@ -176,62 +182,50 @@ class Learner(TrainedModel):
         return loss
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights that training changes themselves, not copies; tied ones once.
+        """Yield the weights that training changes, not copies; tied ones once.
 
         On several ranks each is gathered when its turn comes: all ranks must go through them.
         """
         return whole_tensors(self.model, self._trained_names)
 
     def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """As `named_weights`, for a model without adapters: all weights, the adapter merged into them."""
+        """Yield all weights of a model without adapters, the adapter merged into them."""
         if self._trained_names is None:
             return self.named_weights()
         return merged_weights(self.model, whole)
 
     def fingerprint(self, length: int = LENGTH) -> Tensor:
-        """Logprobs [length - 1] of a fixed sequence, to compare with the engine's; all ranks together."""
+        """Return logprobs [length - 1] of a fixed sequence, to compare with the engine's; on all ranks."""
         return self.scorer.fingerprint(length)
 
     def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write the model and its tokenizer in HuggingFace format; rank 0 does so.
+        """Write the model and its tokenizer in HuggingFace format, on rank 0.
 
         An adapter is written in PEFT's format into the folder `adapter`, beside the model it is merged into.
         """
-        if self.base is not None:
-            self._export_adapted(folder, tokenizer)
-            return
-        if self.parallel is None:
-            self.model.save_pretrained(folder)
-        else:
-            kept = set(self.model.state_dict())
-            buffers = {name: x for name, x in self.model.named_buffers() if name in kept}
-            weights = self._on_first_rank(whole_tensors(self.model))  # tied ones once, as in one process
-            if self.parallel.rank != 0:
-                return
-            weights |= buffers
-            self.model.save_pretrained(folder, state_dict=weights)
-        tokenizer.save_pretrained(folder)
+        rank = 0 if self.parallel is None else self.parallel.rank
 
-    def _on_first_rank(self, weights: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """The weights in the memory of the first rank's host; the others take part in gathering each."""
-        if self.parallel is None:
-            return dict(weights)
-        return {name: x.cpu() for name, x in weights if self.parallel.rank == 0}
+        def gathered(weights: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+            # The other ranks take part in gathering each weight.
+            return {name: x if self.parallel is None else x.cpu() for name, x in weights if rank == 0}
 
-    def _export_adapted(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        weights, adapter = (self._on_first_rank(x) for x in (self.plain_weights(), self.named_weights()))
-        if self.parallel is not None and self.parallel.rank != 0:
+        if self.base is None:
+            weights = gathered(whole_tensors(self.model))
+            if rank == 0:
+                self.model.save_pretrained(folder, state_dict=weights)
+                tokenizer.save_pretrained(folder)
             return
-        assert self.base is not None
-        with TemporaryDirectory() as description:
-            save_description(Path(description), self.model, tokenizer, None)
-            write_model(Path(description), weights, folder)
-        write_adapter(folder / EXPORTED, self.model, adapter, self.base)
+        merged, adapter = gathered(self.plain_weights()), gathered(self.named_weights())
+        if rank == 0:
+            with TemporaryDirectory() as description:
+                save_description(Path(description), self.model, tokenizer, None)
+                write_model(Path(description), merged, folder)
+            write_adapter(folder / EXPORTED, self.model, adapter, self.base)
 
 
 @dataclass(slots=True)
 class _Report:
-    """What an update measures, over micro-batches and ranks; `tokens` and `weight` of all in its loss."""
+    """Measurements of an update, over micro-batches and ranks."""
 
     tokens: int = 0
     idle_tokens: int = 0
@@ -241,19 +235,12 @@ class _Report:
     groups: TeacherSums = field(default_factory=TeacherSums)
     load: RouterLoad | None = None
     absolute: float = 0.0
-    """Summed sizes of the tokens' losses."""
+    """Summed absolute losses of the tokens."""
 
     def add(self, name: str, part: float) -> None:
-        """Add a micro-batch's part of a sum."""
         self.totals[name] = self.totals.get(name, 0.0) + part
 
-    def count_halved(self, times: int) -> None:
-        """Note how often micro-batches were halved, if they were."""
-        if times:
-            self.add("microbatch_halved", float(times))
-
     def merge(self, other: _Report) -> None:
-        """Add what another rank measured."""
         self.tokens += other.tokens
         self.idle_tokens += other.idle_tokens
         self.absolute += other.absolute
@@ -266,7 +253,6 @@ class _Report:
             self.load.merge(other.load)
 
     def result(self) -> Metrics:
-        """The metrics."""
         loads = self.load.result() if self.load is not None else {}
         counts = {"tokens": float(self.tokens), "idle_tokens": self.idle_tokens / max(self.tokens, 1)}
         return counts | self.totals | self.means.result() | loads
@@ -290,13 +276,13 @@ class _Update:
         weigh = partial(
             token_weights,
             objective.algorithm.aggregation,
-            sessions=len(found),
+            sessions=len(found.tokens_S),
             dtype=dtype,
             whole_S=found.whole_S,
             tokens_S=found.tokens_S,
         )
         columns = objective.columns(batch)
-        columns["weights"] = weigh(self.sampled_M, session_M)
+        columns["weights"] = weights_M = weigh(self.sampled_M, session_M)
         self.columns = {name: x.to(dtype) if x.is_floating_point() else x for name, x in columns.items()}
         self.columns["session"] = session_M
         if batch.groups is not None:
@@ -306,15 +292,21 @@ class _Update:
             self.trace = UpdateTrace(batch.recorded, lengths)
             self.columns["recorded"] = self.trace.recorded_M
         if objective.teaching is not None and batch.teachers is not None:
-            everywhere = None
-            if batch.whole is not None:
-                everywhere = _row_weights(batch.whole, found.session_B, weigh)
-            self._teach(objective.teaching, per_token(batch.teachers.teacher, lengths), everywhere)
+            teacher_M = self.columns["teacher"] = per_token(batch.teachers.teacher, lengths)
+            shares, here_M = objective.teaching.shares, self.sampled_M
+            if shares is not None and self.tokens:
+                weights, teachers = weights_M[here_M], teacher_M[here_M]
+                if whole is not None:  # the summed weights of each row's tokens, whichever rank has it
+                    sampled_B = torch.tensor(whole.sampled_tokens)
+                    weights = weigh(sampled_B > 0, found.session_B).double() * sampled_B
+                    teachers = torch.tensor(whole.teachers)
+                factors = share_factors(weights, teachers, shares)
+                weights_M[here_M] *= factors[teacher_M[here_M]].to(weights_M.dtype)
         self.whole_sessions = loss_traits(objective.algorithm.loss).whole_sessions and objective.has_policy
 
-        active_S = torch.ones(len(found), dtype=torch.bool)
+        active_S = torch.ones(len(found.tokens_S), dtype=torch.bool)
         if objective.zero_without_advantage:
-            active_S = torch.zeros(len(found), dtype=torch.bool)
+            active_S = torch.zeros_like(active_S)
             active_S[session_M[self.sampled_M & (self.columns["advantages"] != 0)]] = True
             if parallel is not None:
                 active_S = torch.stack(parallel.gather(active_S)).any(0)
@@ -322,39 +314,12 @@ class _Update:
         self.idle = [i for i, session in enumerate(self.sessions) if not active_S[session]]
         self.idle_tokens = int((self.sampled_M & ~active_S[session_M]).sum())
 
-    def _teach(
-        self, teaching: DistillSettings, teacher_M: Tensor, everywhere: tuple[Tensor, Tensor] | None
-    ) -> None:
-        """`everywhere` are weights and teachers of all rows of the mini-batch, if some are not here."""
-        self.columns["teacher"] = teacher_M
-        if teaching.shares is None or not self.tokens:
-            return
-        weights_M, here_M = self.columns["weights"], self.sampled_M
-        weights, teachers = everywhere or (weights_M[here_M], teacher_M[here_M])
-        factors = share_factors(weights, teachers, teaching.shares)
-        weights_M[here_M] *= factors[teacher_M[here_M]].to(weights_M.dtype)
-
     def microbatches(self, trunk: PackedModel, rows: list[int]) -> Iterator[Packed]:
-        """Micro-batches of these rows, to predict their sampled tokens."""
+        """Yield micro-batches of these rows, to predict their sampled tokens."""
         sessions = self.sessions if self.whole_sessions else None
         return trunk.microbatches(self.rows, only=rows, sampled_M=self.sampled_M, sessions=sessions)
 
     def columns_of(self, packed: Packed) -> dict[str, Tensor]:
-        """The columns of the micro-batch's sampled tokens, on its device."""
+        """Return the columns of the micro-batch's sampled tokens, on its device."""
         device = packed.ids_N.device
         return {name: x_M[packed.column_M].to(device) for name, x_M in self.columns.items()}
-
-
-def _reaches(loss_M: Tensor) -> bool:
-    """Whether a backward pass from here would reach the weights, if there is to be one."""
-    return loss_M.requires_grad or not torch.is_grad_enabled()
-
-
-def _row_weights(
-    whole: BatchFacts, session_B: Tensor, weigh: Callable[[Tensor, Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
-    """The summed weights of each row's tokens, on any rank, and its teacher [B]."""
-    assert whole.teachers is not None, "the whole mini-batch is missing its rows' teachers"
-    sampled_B = torch.tensor(whole.sampled_tokens)
-    weights_B = weigh(sampled_B > 0, session_B).double() * sampled_B
-    return weights_B, torch.tensor(whole.teachers)

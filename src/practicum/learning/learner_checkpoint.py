@@ -38,25 +38,23 @@ _STEP = "optimizer.step"
 
 
 class JoinableReport(Protocol):
-    """What an update measures, over micro-batches and ranks."""
+    """Measurements of an update, over micro-batches and ranks."""
 
     def merge(self, other: Self) -> None:
-        """Add what another rank measured."""
+        """Add another rank's."""
         ...
 
-    def result(self) -> Metrics:
-        """The metrics."""
-        ...
+    def result(self) -> Metrics: ...
 
 
 R = TypeVar("R", bound=JoinableReport)
 
 
 class TrainedModel:
-    """What the student's learner and the critic share. `version` counts the updates applied to the weights,
-    `step` is the training step that the schedule is at: the trainer sets it.
+    """The optimizer and checkpoints of student and critic. `version` counts the updates of the weights.
 
-    Of a model with an adapter, a checkpoint holds what is trained; `base` is the fingerprint of the rest."""
+    Of a model with an adapter, a checkpoint has the trained weights; `base` is the fingerprint of the others.
+    """
 
     NAME: ClassVar[str]
     trunk: PackedModel
@@ -70,12 +68,12 @@ class TrainedModel:
         on_nonfinite: Callable[[str], None],
     ) -> None:
         self.train, self.parallel = train, parallel
-        self.version = self.step = 0
+        self.version = 0
         self._trained = model
         self.stepper = OptimizerStepper(model.parameters(), train, on_nonfinite)
 
     def join(self, report: R) -> R:
-        """What all ranks measured; every rank gets the same."""
+        """Return the measurements of all ranks, the same on every rank."""
         if self.parallel is None:
             return report
         joint, *others = self.parallel.gather(report)
@@ -83,18 +81,17 @@ class TrainedModel:
             joint.merge(other)
         return joint
 
-    def apply(self, report: JoinableReport, lr: float) -> Metrics:
-        """One optimizer step with the gradients that lie on the parameters; the update's metrics."""
+    def apply(
+        self, report: JoinableReport, lr: float, before_step: Callable[[Metrics], None] | None = None
+    ) -> Metrics:
+        """Make an optimizer step with the gradients that lie on the parameters; returns the metrics."""
         metrics = report.result()
-        if self.stepper.step(lr, metrics):
+        if self.stepper.step(lr, metrics, before_step):
             self.version += 1
         return metrics
 
     def save(self, folder: Path) -> None:
-        """Write weights, optimizer and <NAME>.json, for a bit-exact continuation on any number of ranks.
-
-        The folder is made if it is not there; all ranks together.
-        """
+        """Write weights, optimizer and <NAME>.json, for a bit-exact continuation on any number of ranks."""
         with self.stepper.state_in_place():
             self._save(folder)
 
@@ -123,22 +120,27 @@ class TrainedModel:
         with _plain(parallel):
             save(tensors, checkpoint_id=folder, no_dist=parallel is None)
         if parallel is None or parallel.rank == 0:
-            counters = {"version": self.version, "step": self.step}
-            counters |= {} if self.base is None else {"base": self.base}
-            counters |= {"optimizer": self._optimizer_size()} if parallel is None else {}
-            counters |= {"microbatch_tokens": self.trunk.token_budget} if self.trunk.halved else {}
+            counters: dict[str, Any] = {"version": self.version, "base": self.base}
+            if parallel is None:
+                counters["optimizer"] = self._optimizer_size()
+            if self.trunk.halved:
+                counters["microbatch_tokens"] = self.trunk.token_budget
             (folder / f"{self.NAME}.json").write_text(json.dumps(counters) + "\n")
         if parallel is not None:
-            parallel.gather(None)  # a rank that returns may read at once what rank 0 writes
+            parallel.gather(None)  # a rank that returns may read what rank 0 writes
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote; the weights are copied in place, so who shares them sees them."""
+        """Continue from a checkpoint; the weights are copied in place."""
         model, parallel, optimizer = self._trained, self.parallel, self.stepper.optimizer
         _require(folder, [_INDEX, f"{self.NAME}.json"])
         counters = json.loads((folder / f"{self.NAME}.json").read_text())
         if counters.get("base") != self.base:
-            raise PracticumError(_other_base(folder, counters.get("base"), self.base))
+            saved, known = counters.get("base") or "none", self.base or "none"
+            raise PracticumError(
+                f"{folder} was trained on another base of model.lora: {saved}, this run's is {known}\n"
+                "  → resume with the recipe and model of the run that wrote it, or start again with --fresh"
+            )
         index = _read_index(folder)
         tensors = _weights(model)
         shapes = {key: tuple(saved.size) for key, saved in index.state_dict_metadata.items()}  # pyright: ignore
@@ -153,38 +155,37 @@ class TrainedModel:
         for key, state in empty.items():
             tensors |= {f"optimizer.{key}.{name}": x for name, x in state.items()}
         if _STEP in shapes:
-            tensors[_STEP] = torch.zeros(())
+            tensors[_STEP] = torch.zeros((), dtype=index.state_dict_metadata[_STEP].properties.dtype)  # pyright: ignore
         with _plain(parallel):
             load(tensors, checkpoint_id=folder, no_dist=parallel is None)
         with self.stepper.state_in_place():
             optimizer.state.clear()
             for key, p in states.items():
-                step = {"step": tensors[_STEP].to(p.device, copy=True)} if _STEP in shapes else {}
-                if step or empty[key]:
-                    optimizer.state[p] = {**step, **empty[key]}
-            if parallel is None and "optimizer" in counters:
-                self._require_optimizer(folder, counters["optimizer"])
-        self.version, self.step = counters["version"], counters["step"]
+                state = {name: _as_value(x) for name, x in empty[key].items()}
+                if _STEP in shapes:
+                    state["step"] = _as_value(tensors[_STEP].to(p.device, copy=True))
+                if state:
+                    optimizer.state[p] = state
+            size, found = counters.get("optimizer"), self._optimizer_size()
+            if parallel is None and size is not None and not math.isclose(found, size, rel_tol=1e-9):
+                raise CheckError(
+                    f"the optimizer's state adds up to {found:.6g} after {folder} was read, and to "
+                    f"{size:.6g} in it: the checkpoint was not loaded completely"
+                )
+        self.version = counters["version"]
         if (tokens := counters.get("microbatch_tokens")) is not None:
             # As in the run that was stopped: sums are rounded in the same order.
             self.trunk.token_budget, self.trunk.halved = min(self.trunk.token_budget, tokens), 1
 
-    def _require_optimizer(self, folder: Path, size: float) -> None:
-        if not math.isclose(found := self._optimizer_size(), size, rel_tol=1e-9):
-            raise CheckError(
-                f"the optimizer's state adds up to {found:.6g} after {folder} was read, and to {size:.6g} in "
-                "it: the checkpoint was not taken up whole"
-            )
-
     def _optimizer_size(self) -> float:
-        """The sum of the sizes of all numbers that the optimizer keeps, by which a lost state is seen."""
+        """Return the sum of the absolute numbers of the optimizer's state, which shows a lost state."""
         states = [state.values() for state in self.stepper.optimizer.state.values()]
         kept = [x for values in states for x in values if isinstance(x, Tensor) and x.ndim]
         return sum(float(x.double().abs().sum()) for x in kept)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The model's weights of a checkpoint by name, tied ones once; whichever number of ranks wrote them."""
+    """Return the model's weights of a checkpoint by name, tied ones once."""
     index = _read_index(folder)
     tensors = {
         key: torch.empty(saved.size, dtype=saved.properties.dtype)  # pyright: ignore
@@ -197,12 +198,18 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _as_tensor(value: Any) -> Tensor:
-    """A value of an optimizer's state: a tensor, or a number."""
-    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+    """Return a value of an optimizer's state as a tensor; a number is saved as int64 or float64."""
+    if isinstance(value, Tensor):
+        return value
+    return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
+
+
+def _as_value(tensor: Tensor) -> Any:
+    return tensor.item() if not tensor.ndim and tensor.dtype in (torch.int64, torch.float64) else tensor
 
 
 def _empty_states(parameters: dict[str, nn.Parameter], index: Metadata) -> dict[str, dict[str, Tensor]]:
-    """Tensors to load the saved state of each parameter into, `step` aside; cut as the parameter is."""
+    """Return tensors to load the saved state of each parameter into, but `step`; cut as the parameter is."""
     states: dict[str, dict[str, Tensor]] = {key: {} for key in parameters}
     for name, saved in index.state_dict_metadata.items():
         key, _, entry = name.removeprefix("optimizer.").rpartition(".")
@@ -216,27 +223,15 @@ def _empty_states(parameters: dict[str, nn.Parameter], index: Metadata) -> dict[
 
 
 def _read_index(folder: Path) -> Metadata:
-    """What is in a checkpoint, all of whose files are there."""
+    """Return the index of a checkpoint; a PracticumError if a file of it is missing."""
     _require(folder, [_INDEX])
     index = FileSystemReader(folder).read_metadata()
     _require(folder, sorted({place.relative_path for place in (index.storage_data or {}).values()}))
     return index
 
 
-def _other_base(folder: Path, saved: str | None, own: str | None) -> str:
-    """What is wrong with an adapter whose base is not the one that was loaded."""
-    if saved is None or own is None:
-        run = "without model.lora" if saved is None else "with model.lora"
-        return f"checkpoint {folder} is of a run {run}: resume with the recipe that wrote it"
-    return (
-        f"the adapter in {folder} was trained on another base: its fingerprint is {saved}, and that of the "
-        f"model that was loaded is {own}\n"
-        "  → put the model that the run began with back to model.path, or start again with --fresh"
-    )
-
-
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers, tied ones once; of a model with an adapter, what is trained."""
+    """Return parameters and saved buffers, tied ones once; of a model with an adapter, the trained ones."""
     if (trained := trained_names(model)) is not None:
         return {f"model.{name}": p.detach() for name, p in model.named_parameters() if name in trained}
     kept = set(model.state_dict())
@@ -252,10 +247,7 @@ def _require(folder: Path, files: list[str]) -> None:
 
 @contextmanager
 def _plain(parallel: Parallel | None) -> Iterator[None]:
-    """For torch's `save` and `load`: their errors are those that were raised in them.
-
-    torch wraps them in what is no Exception. There is no warning of one process where one is meant.
-    """
+    """Inside, torch's `save` and `load` raise the errors that occurred instead of wrapping them."""
     with warnings.catch_warnings():
         if parallel is None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")

@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from practicum.algorithms.token_logprobs import log_distribution, scaled_logits
+from practicum.cpu.batch_invariance import ROWS
 from practicum.dataplane.ragged import Ragged
 from practicum.learning.packed_model import PackedModel
-from practicum.learning.packing import Packed, RowExtras, RowSpans
+from practicum.learning.packing import RowExtras, RowSpans
 from practicum.models.attention import head_logits
-from practicum.models.batch_invariance import ROWS
 from practicum.models.fingerprint import LENGTH, fingerprint_ids
 from practicum.models.lora import adapter_off
 from practicum.recipe.counts import CHUNK_LOGITS
@@ -31,8 +31,7 @@ Reduce = Callable[[Tensor, slice], tuple[Tensor, ...]]
 class TokenLogprobs:
     """Logprobs of the targets; entropy of the distribution; logprobs at temperature 1. All [M].
 
-    `more` is what the caller's own function made of the logits; `top` are the most likely tokens and their
-    logprobs, of those targets that were asked for.
+    `more` is the result of `also`, `top` the most likely tokens and their logprobs at the wanted targets.
     """
 
     logprobs_M: Tensor
@@ -83,11 +82,11 @@ def token_logprobs(
     top: tuple[Tensor, int] | None = None,
     chunk_logits: int = CHUNK_LOGITS,
 ) -> TokenLogprobs:
-    """Logprobs of the targets under logits / temperature; entropy and plain logprobs if asked.
+    """Return logprobs of the targets under logits / temperature; entropy and plain logprobs if asked.
 
     Gradients flow through the logprobs if `logprobs_grad`, through the entropy if `entropy_grad`, never
-    through plain. `also` makes further tensors [C, ...] of the same logits, see TokenLogprobs.more. `top` is
-    a mask of targets, and how many of the most likely tokens to give for each of them.
+    through plain. `also` makes further tensors [C, ...] of the same logits. `top` is a mask of targets, and
+    the number of most likely tokens to return for each of them.
     """
     fixed = not (logprobs_grad or entropy_grad)
 
@@ -104,7 +103,9 @@ def token_logprobs(
             plain_CV = all_CV if temperature == 1.0 else log_distribution(logits_CV.detach())
             out.append(plain_CV.detach().gather(1, target_C1).squeeze(1))
         if top is not None:
-            out += top_tokens(all_CV.detach(), top[0][rows], top[1])
+            wanted_C, count = top[0][rows], min(top[1], all_CV.shape[1])
+            best = all_CV.detach()[wanted_C].topk(count)
+            out += [best.indices, best.values]
         del all_CV, scaled_CV  # what `also` needs comes on top
         return (*out, *(also(logits_CV, rows) if also is not None else ()))
 
@@ -113,12 +114,6 @@ def token_logprobs(
     plain_M = more.pop(0) if plain else None
     best = (more.pop(0), more.pop(0)) if top is not None else ()
     return TokenLogprobs(logprobs_M, entropy_M, plain_M, tuple(more), best)
-
-
-def top_tokens(logprobs_CV: Tensor, wanted_C: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The most likely tokens of the wanted places and their logprobs."""
-    best = logprobs_CV[wanted_C].topk(min(count, logprobs_CV.shape[1]))
-    return best.indices, best.values
 
 
 class LogprobScorer:
@@ -136,22 +131,20 @@ class LogprobScorer:
         temperature: float,
         extras: RowExtras | None = None,
     ) -> Ragged:
-        """Logprobs of every response token at a temperature, in float32."""
+        """Return logprobs of every response token at a temperature, in float32."""
         trunk, rows = self.trunk, RowSpans(prompt_ids, response_ids, extras)
         column = torch.empty(sum(response_ids.lengths))
-
-        def score(packed: Packed) -> None:
-            with trunk.precision():
-                hidden_M = trunk.hidden(packed)
-                found = token_logprobs(trunk.model, hidden_M, packed.target_M, temperature=temperature)
-            column[packed.column_M] = found.logprobs_M.float().cpu()
-
-        with nullcontext() if self.adapter else adapter_off(trunk.model):
-            trunk.halving(lambda: trunk.each(trunk.microbatches(rows), score))
+        for attempt in trunk.attempts():
+            with attempt, nullcontext() if self.adapter else adapter_off(trunk.model), trunk.precision():
+                for packed in trunk.microbatches(rows):
+                    scored = token_logprobs(
+                        trunk.model, trunk.hidden(packed), packed.target_M, temperature=temperature
+                    )
+                    column[packed.column_M] = scored.logprobs_M.float().cpu()
         return Ragged.packed(column, response_ids.lengths)
 
     def fingerprint(self, length: int = LENGTH) -> Tensor:
-        """Logprobs [length - 1] of a fixed sequence, float32, by which weights are compared."""
+        """Return logprobs [length - 1] of a fixed sequence, float32, by which weights are compared."""
         ids = torch.tensor(fingerprint_ids(self.trunk.model.config.get_text_config().vocab_size, length))
         prompt, response = (Ragged.from_rows([part]) for part in (ids[:1], ids[1:]))
         return self.logprobs(prompt, response, temperature=1.0).values

@@ -1,19 +1,23 @@
-"""How a step's batch is cut into optimizer mini-batches, and how many padding rows that takes.
+"""How a step's batch is cut into optimizer mini-batches and shared over data-parallel ranks.
 
 Real rows are shared out first, as if there were no padding; padding rows then fill the mini-batches up to one
-size. So padding decides neither which real rows are learnt from together nor how many steps there are.
+size. So padding decides neither which real rows are learnt from together nor how many steps there are. Ranks
+have equally many rows of each mini-batch, with tokens as even as can be.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from math import ceil, lcm
 
 import numpy as np
 
+from practicum.dataplane.padding_rows import PADDING_TOKENS
 from practicum.errors import RecipeError
 from practicum.recipe.schema.recipe import Recipe
 
@@ -23,25 +27,26 @@ Group = list[Session]
 """Sessions of one prompt."""
 Unit = tuple[int, Group]
 """The number of rows, and the sessions that have them, taken together or not at all."""
+Parts = list[list[int]]
+"""Rows of each rank."""
+Item = tuple[int, int]
+"""Tokens of a row, and its place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What a recipe asks for: a number of optimizer steps (`parts`), or of rows in each (`rows`).
-
-    `path` is where the recipe says so.
-    """
+    """The recipe's number of optimizer steps (`parts`), or of rows in each (`rows`, with its key)."""
 
     parts: int = 1
     rows: int | None = None
     path: str = "train.minibatch_rows"
 
     def steps(self, real_rows: int) -> int:
-        """Optimizer steps of one pass: none would be without a real row."""
+        """Return the optimizer steps of one pass; each has a real row."""
         return min(self.parts, real_rows) if self.rows is None else ceil(real_rows / self.rows)
 
     def multiple(self, data_parallel: int) -> int:
-        """What the number of rows must be a multiple of, for mini-batches that each cut evenly over ranks."""
+        """Return the factor that the number of rows needs, so that ranks share each mini-batch evenly."""
         if self.rows is None:
             return self.parts * data_parallel
         if self.rows % data_parallel:
@@ -50,41 +55,32 @@ class Cut:
             raise RecipeError(self.path, str(self.rows), expected, f"Set it to {more}.")
         return self.rows
 
-    def size(self, rows: int) -> int:
-        """Rows of a mini-batch, padding and all, of a batch of `rows`."""
-        return rows // self.parts if self.rows is None else self.rows
-
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """Rows of one optimizer step, as places in the batch; there is a real one in each."""
+    """Rows of one optimizer step, as places in the batch, at least one of them real."""
 
     real: list[int]
     padding: list[int] = field(default_factory=list)
 
     @property
     def rows(self) -> list[int]:
-        """All of them, the real ones first."""
+        """All rows, the real ones first."""
         return self.real + self.padding
-
-    def __len__(self) -> int:
-        return len(self.real) + len(self.padding)
 
 
 def student_cut(recipe: Recipe) -> Cut:
-    """How the student's batch is cut."""
     return Cut(recipe.train.minibatches, recipe.train.minibatch_rows)
 
 
 def critic_cut(recipe: Recipe) -> Cut:
-    """How the critic's batch is cut: as the student's, unless the recipe says otherwise."""
     if recipe.critic is None or recipe.critic.minibatch_rows is None:
         return student_cut(recipe)
     return Cut(rows=recipe.critic.minibatch_rows, path="critic.minibatch_rows")
 
 
 def running_cuts(recipe: Recipe, step: int) -> list[Cut]:
-    """The cuts of the updates that this step (from 1 on) really runs."""
+    """Return the cuts of the updates that this step (from 1 on) runs."""
     if recipe.critic is None:
         return [student_cut(recipe)]
     if step <= recipe.critic.warmup_steps:
@@ -93,17 +89,12 @@ def running_cuts(recipe: Recipe, step: int) -> list[Cut]:
 
 
 def needed_multiple(data_parallel: int, cuts: Iterable[Cut]) -> int:
-    """What the number of rows must be a multiple of, for every one of these cuts."""
+    """Return what the number of rows must be a multiple of for all of these cuts."""
     return lcm(data_parallel, *(cut.multiple(data_parallel) for cut in cuts))
 
 
-def padding_needed(real: int, multiple: int) -> int:
-    """Padding rows that bring this many real ones to the multiple."""
-    return -real % multiple
-
-
 def spare_padding(largest: int, steps: int, data_parallel: int) -> int:
-    """Further padding rows that level mini-batches and ranks if sessions of `largest` rows stay whole."""
+    """Return further padding rows that level mini-batches and ranks if sessions stay whole."""
     return steps * largest * data_parallel if largest > 1 else 0
 
 
@@ -119,7 +110,7 @@ def spread(
     whole_sessions: bool = False,
     ranks: int = 1,
 ) -> list[Minibatch]:
-    """The mini-batches of one pass over a batch, given each row's prompt, session and whether it is padding.
+    """Return the mini-batches of one pass over a batch with these prompts, sessions and padding rows.
 
     Their real rows differ in number by at most one; prompt groups stay together where that allows it, and
     sessions are cut only where nothing else fits. With `whole_sessions` none is cut, and mini-batches differ
@@ -127,7 +118,12 @@ def spread(
     for whole sessions on each; what is left is in none. Groups are shuffled by (seed, step, epoch); the rows
     of a mini-batch stay in their order.
     """
-    groups = _group(prompts, sessions, padding)
+    names = list(zip(prompts, sessions, strict=True))
+    by_prompt: dict[int, dict[int, Session]] = {}
+    for row, (prompt, session) in enumerate(names):
+        if not padding[row]:
+            by_prompt.setdefault(prompt, {}).setdefault(session, []).append(row)
+    groups = [list(group.values()) for group in by_prompt.values()]
     real = sum(len(session) for group in groups for session in group)
     steps = cut.steps(real)
     if whole_sessions:
@@ -135,47 +131,17 @@ def spread(
     if steps > 1:
         random = np.random.Generator(np.random.Philox(key=[seed, step * 1_000_003 + epoch]))
         groups = [groups[i] for i in random.permutation(len(groups))]
-    parts = share(groups, _even(real, steps), whole_sessions=whole_sessions)
-    shared = [sorted(rows) for rows in parts if rows]
-    spare = [row for row, is_padding in enumerate(padding) if is_padding]
-    needed = max(map(len, shared), default=0)
-    if whole_sessions:
-        names = list(zip(prompts, sessions, strict=True))
-        needed = max((_even_need([names[row] for row in rows], ranks) for rows in shared), default=0)
-    return _fill(shared, spare, cut.size(len(prompts)), needed, ranks)
-
-
-def _group(prompts: Sequence[int], sessions: Sequence[int], padding: Sequence[bool]) -> list[Group]:
-    """Real rows by prompt and session, in order of first appearance."""
-    groups: dict[int, dict[int, list[int]]] = {}
-    for row, (prompt, session, is_padding) in enumerate(zip(prompts, sessions, padding, strict=True)):
-        if not is_padding:
-            groups.setdefault(prompt, {}).setdefault(session, []).append(row)
-    return [list(group.values()) for group in groups.values()]
-
-
-def _even(rows: int, parts: int) -> list[int]:
-    """Sizes of this many parts that differ by at most one."""
-    return [rows // parts + (part < rows % parts) for part in range(parts)]
-
-
-def _up(number: int, multiple: int) -> int:
-    return number + -number % multiple
-
-
-def _even_need(sessions: Sequence[Hashable], ranks: int) -> int:
-    """Rows, padding and all, with which ranks have equally many though no session is cut."""
-    sizes = list(Counter(sessions).values())
-    return ranks * max(sum(sizes[i] for i in part) for part in spread_evenly(sizes, ranks))
-
-
-def _fill(shared: list[list[int]], spare: list[int], size: int, needed: int, ranks: int) -> list[Minibatch]:
-    """Padding rows to the mini-batches, so that all have one size, at least the rows that are needed."""
+    sizes = [real // steps + (part < real % steps) for part in range(steps)]
+    shared = [sorted(rows) for rows in share(groups, sizes, whole_sessions=whole_sessions) if rows]
     if not shared:
         return []
-    total = sum(map(len, shared)) + len(spare)
-    size = min(size, total // len(shared)) // ranks * ranks
-    size = max(size, size + _up(needed - size, ranks))
+    needed = max(map(len, shared))
+    if whole_sessions:
+        needed = max(_even_need([names[row] for row in rows], ranks) for rows in shared)
+    spare = [row for row, is_padding in enumerate(padding) if is_padding]
+    size = len(prompts) // cut.parts if cut.rows is None else cut.rows
+    size = min(size, (real + len(spare)) // len(shared)) // ranks * ranks
+    size = max(size, size + ceil((needed - size) / ranks) * ranks)
     minibatches = []
     for real in shared:
         room = max(size - len(real), 0)
@@ -184,8 +150,14 @@ def _fill(shared: list[list[int]], spare: list[int], size: int, needed: int, ran
     return minibatches
 
 
+def _even_need(sessions: Sequence[Hashable], ranks: int) -> int:
+    """Return the rows, with padding, that ranks need to have equally many though no session is cut."""
+    sizes = list(Counter(sessions).values())
+    return ranks * max(sum(sizes[i] for i in part) for part in spread_evenly(sizes, ranks))
+
+
 def share(groups: Sequence[Group], sizes: Sequence[int], *, whole_sessions: bool = False) -> list[list[int]]:
-    """Rows of each part, of exactly these sizes (their sum is the number of rows).
+    """Return the rows of each part, of exactly these sizes (their sum is the number of rows).
 
     Groups stay whole if that cuts no session, sessions if they fill the parts; only what is left is cut. With
     `whole_sessions` nothing is, and even sizes become parts that differ by at most the largest session.
@@ -206,7 +178,7 @@ def share(groups: Sequence[Group], sizes: Sequence[int], *, whole_sessions: bool
 def _place(
     groups: Sequence[Group], sessions: Sequence[Session], sizes: Sequence[int]
 ) -> tuple[list[list[int]], list[Session]]:
-    """Parts of whole groups, filled up with whole sessions where that fits exactly, and what is left."""
+    """Return parts of whole groups, filled with whole sessions that fit exactly, and the other sessions."""
     parts: list[list[int]] = []
     units = [(sum(map(len, group)), group) for group in groups]
     for size in sizes:
@@ -223,7 +195,7 @@ def _place(
 
 
 def exact_fit(sizes: Iterable[int], room: int) -> list[int]:
-    """Places of sizes that add up to the room, early ones by preference; none if no choice of them does."""
+    """Return places of sizes that add up to the room, early ones by preference; none if no choice does."""
     if not room:
         return []
     seen: list[int] = []
@@ -245,7 +217,7 @@ def exact_fit(sizes: Iterable[int], room: int) -> list[int]:
 
 
 def _take(units: list[Unit], room: int) -> tuple[list[int], list[Unit]]:
-    """Rows of the units that fit into the room, one after the other, and the units that don't."""
+    """Return the rows of the units that fit into the room, one after the other, and the other units."""
     rows: list[int] = []
     rest: list[Unit] = []
     smallest = min((size for size, _ in units), default=0)
@@ -284,13 +256,9 @@ def _cut(parts: list[list[int]], sizes: Sequence[int], sessions: Sequence[Sessio
 
 
 def largest_first(
-    weights: Sequence[int],
-    parts: int,
-    *,
-    counts: Sequence[int] | None = None,
-    room: int | None = None,
+    weights: Sequence[int], parts: int, *, counts: Sequence[int] | None = None, room: int | None = None
 ) -> list[list[int]] | None:
-    """Items of each part: heaviest first, each to the lightest part that has room for its count.
+    """Return the items of each part: heaviest first, each to the lightest part that has room for its count.
 
     Ties go to the first. `counts` are 1 if unset, `room` is unlimited. None if an item fits nowhere. Without
     room, no part gets more than its even share of all and (parts - 1) / parts of the heaviest item.
@@ -315,7 +283,98 @@ def largest_first(
 
 
 def spread_evenly(weights: Sequence[int], parts: int) -> list[list[int]]:
-    """As `largest_first` without a limit of room."""
+    """Share items as `largest_first`, without a limit of room."""
     shared = largest_first(weights, parts)
     assert shared is not None
     return shared
+
+
+def partition(tokens: Sequence[int], ranks: int) -> Parts:
+    """Return places of `tokens` for each rank, equally many, with sums as even as can be found quickly.
+
+    Longest first to the least loaded rank that has room, then swaps between the heaviest and the lightest
+    rank as long as one helps. Where a few rows are very long this is much more even than differencing
+    (Karmarkar and Karp 1982) with equal counts, which gives each rank one of any `ranks` rows next in size.
+    """
+    _check_even(len(tokens), ranks)
+    parts = largest_first(tokens, ranks, room=len(tokens) // ranks)
+    assert parts is not None, "each rank has room for its even share"
+    loads = [[(tokens[i], i) for i in part] for part in parts]
+    _swap(loads)
+    return [sorted(i for _, i in load) for load in loads]
+
+
+def assign_ranks(
+    minibatches: Sequence[Minibatch],
+    tokens: Sequence[int],
+    ranks: int,
+    sessions: Sequence[Hashable] | None = None,
+) -> list[Parts]:
+    """Return the rows of each rank in each mini-batch; `tokens` has those of every row of the batch.
+
+    With fewer real rows than ranks, some ranks have padding alone. Given `sessions`, that of every row of the
+    batch, no session is cut.
+    """
+    assigned = []
+    for minibatch in minibatches:
+        rows = minibatch.rows
+        sizes = [tokens[row] for row in minibatch.real] + [PADDING_TOKENS] * len(minibatch.padding)
+        together = None if sessions is None else [sessions[row] for row in minibatch.real]
+        if together is None or len(set(together)) == len(together):
+            parts = partition(sizes, ranks)
+        else:
+            parts = _keep_sessions(sizes, together, ranks)
+        assigned.append([[rows[i] for i in part] for part in parts])
+    return assigned
+
+
+def _keep_sessions(tokens: Sequence[int], sessions: Sequence[Hashable], ranks: int) -> Parts:
+    """Share rows as `partition`, with sessions whole; rows after those of `sessions` fill up."""
+    _check_even(len(tokens), ranks)
+    units: dict[Hashable, list[int]] = {}
+    for i, session in enumerate(sessions):
+        units.setdefault(session, []).append(i)
+    groups, room = list(units.values()), len(tokens) // ranks
+    rows = [len(group) for group in groups]
+    chosen = largest_first([sum(tokens[i] for i in group) for group in groups], ranks, counts=rows, room=room)
+    chosen = spread_evenly(rows, ranks) if chosen is None else chosen
+    parts = [[i for number in part for i in groups[number]] for part in chosen]
+    if max(map(len, parts)) > room:
+        raise ValueError(f"{ranks} ranks can't share {len(tokens)} rows with whole sessions: pad them first")
+    spare = iter(range(len(sessions), len(tokens)))
+    return [sorted([*part, *islice(spare, room - len(part))]) for part in parts]
+
+
+def _swap(loads: list[list[Item]]) -> None:
+    """Swap items of the heaviest and the lightest rank in place, until none brings the two nearer."""
+    for load in loads:
+        load.sort()
+    sums = [sum(size for size, _ in load) for load in loads]
+    while True:
+        heavy, light = sums.index(max(sums)), sums.index(min(sums))
+        pair = _best_pair(loads[heavy], loads[light], sums[heavy] - sums[light])
+        if pair is None:
+            return
+        more, less = pair
+        for load, out, into in ((loads[heavy], more, less), (loads[light], less, more)):
+            del load[bisect_left(load, out)]
+            insort(load, into)
+        sums[heavy] -= more[0] - less[0]
+        sums[light] += more[0] - less[0]
+
+
+def _best_pair(heavy: list[Item], light: list[Item], gap: int) -> tuple[Item, Item] | None:
+    """Return one item of each, in loads sorted by size, whose swap comes nearest to closing the gap."""
+    best, pair = gap, None
+    for item in heavy:
+        at = bisect_left(light, (item[0] - gap / 2, -1))
+        for other in light[max(at - 1, 0) : at + 1]:
+            left = abs(gap - 2 * (item[0] - other[0]))
+            if left < best:
+                best, pair = left, (item, other)
+    return pair
+
+
+def _check_even(count: int, ranks: int) -> None:
+    if count % ranks:
+        raise ValueError(f"{count} rows can't be cut evenly over {ranks} ranks: pad them to a multiple first")

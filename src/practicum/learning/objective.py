@@ -5,58 +5,209 @@ loss = policy loss (or supervised) + distill.weight × divergence from the teach
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from practicum.algorithms.divergences import (
+    full_divergence,
+    sampled_divergence,
+    topk_divergence,
+    topk_overlap,
+)
 from practicum.algorithms.kl import k3, token_kl
-from practicum.algorithms.policy_losses.registry import POLICY_LOSSES
-from practicum.algorithms.policy_losses.types import PolicyInputs, PolicyTerms
-from practicum.learning.distill_loss import DistillResult, DistillSettings
-from practicum.learning.logprobs import TokenLogprobs
-from practicum.learning.update_batch import UpdateBatch, need_column, token_column
-from practicum.learning.update_metrics import TokenMeans
+from practicum.algorithms.losses import POLICY_LOSSES, PolicyInputs
+from practicum.algorithms.token_logprobs import log_distribution, logprobs_at, scaled_logits
+from practicum.dataplane.ragged import Ragged
+from practicum.errors import DataError
+from practicum.learning.logprobs import Reduce, TokenLogprobs
+from practicum.learning.update_batch import (
+    TeacherColumns,
+    TokenMeans,
+    UpdateBatch,
+    need_column,
+    token_column,
+)
 from practicum.recipe.own_parts import find_part
 from practicum.recipe.schema.algorithm_sections import Algorithm
+from practicum.recipe.schema.teacher_sections import Distill
 
 Columns = Mapping[str, Tensor]
-_CLIPS = {
-    "clipped_low": "clip_low",
-    "clipped_high": "clip_high",
-    "dual_clipped": "dual_clip",
-    "log_ratio_clamped": "log_ratio_clamp",
-}
-"""Statistics of policy losses that say where a rule of the recipe held a token."""
+Head = Callable[[Tensor], Tensor]
+"""From a teacher's last hidden states [M, H] to its logits [M, V]."""
+
+
+@dataclass(frozen=True, slots=True)
+class DistillResult:
+    """Per sampled token [M]: the divergence to add to the loss, if it enters there."""
+
+    loss_M: Tensor | None
+    kl_M: Tensor
+    """k1 of each token to its teacher, without gradient."""
+    overlap_M: Tensor | None
+    """Share of the teacher's top-k in the student's own; None with the signal `sampled`."""
+    entropy_gap_M: Tensor | None
+    """The student's entropy minus the teacher's; None with the signal `sampled`."""
+    top: tuple[Tensor, ...] = ()
+    """The teacher's top-k and their logprobs of recorded tokens, with the signal `full`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DistillSettings:
+    """How teachers enter the update.
+
+    `heads` are the output heads by the teacher's number, for the signal `full`. `alone` is True if the loss
+    has no other term. `shares` are target shares of the loss by the teacher's number.
+    """
+
+    distill: Distill
+    temperature: float
+    heads: Sequence[Head] = ()
+    alone: bool = False
+    shares: Mapping[int, float] | None = None
+
+    @property
+    def by_loss(self) -> bool:
+        """True if the divergence is back-propagated."""
+        return self.distill.through == "loss"
+
+    @property
+    def compares_distributions(self) -> bool:
+        return self.by_loss and self.distill.signal != "sampled"
+
+    def columns(self, teachers: TeacherColumns | None, lengths: list[int]) -> dict[str, Tensor]:
+        """Return the token columns [M, ...] that the signal needs, of responses of these lengths."""
+        if teachers is None:
+            raise DataError("the mini-batch is missing teacher_logprobs, which distill needs")
+        needed: dict[str, Ragged | None] = {"teacher_logprobs": teachers.logprobs}
+        if self.by_loss and self.distill.signal == "top_k":
+            needed |= {"teacher_topk_ids": teachers.topk_ids, "teacher_topk_logprobs": teachers.topk_logprobs}
+        elif self.by_loss and self.distill.signal == "full":
+            needed["teacher_hidden"] = teachers.hidden
+        columns = {}
+        for name, column in needed.items():
+            if column is None or column.lengths != lengths:
+                wrong = "is missing" if column is None else "and response_ids have rows of different lengths"
+                raise DataError(f"{name} {wrong} in the mini-batch: distill needs it")
+            columns[name] = column.values
+        return columns
+
+    def reduce(self, columns: Columns, target_M: Tensor, sampling_temperature: float) -> Reduce | None:
+        """Return the function to apply to the student's logits; None if its logprobs are enough."""
+        if self.compares_distributions:
+            return lambda logits_CV, rows: self._distributions(logits_CV, rows, columns, target_M)
+        if self.temperature != sampling_temperature:
+            return lambda logits_CV, rows: (self._logprobs(logits_CV, target_M[rows]),)
+        return None
+
+    def token_losses(self, found: TokenLogprobs, columns: Columns, means: TokenMeans) -> DistillResult:
+        """Return the divergence of sampled tokens; statistics go into `means`."""
+        teacher_M = columns["teacher_logprobs"]
+        loss_M = overlap_M = gap_M = None
+        top: list[Tensor] = []
+        if self.compares_distributions:
+            loss_M, gap_M, overlap_M, compared_M, *top = found.more
+            means.add("teacher_overlap", overlap_M)
+            means.add("teacher_entropy_gap", gap_M)
+        else:
+            compared_M = found.more[0] if found.more else found.logprobs_M
+            if self.by_loss:
+                loss_M = sampled_divergence(self.distill.divergence, compared_M, teacher_M)
+        if loss_M is not None:
+            means.add("distill_loss", loss_M)
+        kl_M = (compared_M - teacher_M).detach()
+        means.add("teacher_kl", kl_M)
+        return DistillResult(loss_M, kl_M, overlap_M, gap_M, tuple(top))
+
+    def _distributions(
+        self, logits_CV: Tensor, rows: slice, columns: Columns, target_M: Tensor
+    ) -> tuple[Tensor, ...]:
+        kind, beta = self.distill.divergence, self.distill.beta
+        scaled_CV = scaled_logits(logits_CV, self.temperature)
+        top: tuple[Tensor, ...] = ()
+        if self.distill.signal == "top_k":
+            ids_CK = columns["teacher_topk_ids"][rows]
+            best_CK = columns["teacher_topk_logprobs"][rows]
+            loss_C, gap_C = topk_divergence(kind, scaled_CV, ids_CK, best_CK, beta=beta)
+        else:
+            own_CV = self._teacher_logits(columns["teacher_hidden"][rows], columns["teacher"][rows])
+            teacher_CV = scaled_logits(own_CV, self.temperature)
+            ids_CK = teacher_CV.topk(min(self.distill.top_k, teacher_CV.shape[1])).indices
+            loss_C, gap_C = full_divergence(kind, scaled_CV, teacher_CV.to(scaled_CV.dtype), beta=beta)
+            if "recorded" in columns:
+                recorded_C = columns["recorded"][rows]
+                ids_MK = ids_CK[recorded_C]
+                top = ids_MK, log_distribution(teacher_CV[recorded_C]).gather(1, ids_MK)
+        overlap_C = topk_overlap(scaled_CV, ids_CK)
+        compared_C = logprobs_at(scaled_CV, target_M[rows].unsqueeze(1)).squeeze(1)
+        return loss_C, gap_C, overlap_C, compared_C, *top
+
+    def _logprobs(self, logits_CV: Tensor, target_C: Tensor) -> Tensor:
+        all_CV = log_distribution(scaled_logits(logits_CV, self.temperature))
+        return all_CV.gather(1, target_C.unsqueeze(1)).squeeze(1)
+
+    @torch.no_grad()
+    def _teacher_logits(self, hidden_CH: Tensor, teacher_C: Tensor) -> Tensor:
+        """Return each token's logits by the head of its teacher, outside of the student's autocast."""
+        with torch.autocast(hidden_CH.device.type, enabled=False):
+            present = teacher_C.unique().tolist()
+            if len(present) == 1:
+                return self.heads[present[0]](hidden_CH)
+            places = [(teacher_C == number).nonzero().squeeze(1) for number in present]
+            pairs = zip(present, places, strict=True)
+            logits = torch.cat([self.heads[number](hidden_CH[mine]) for number, mine in pairs])
+            return logits[torch.cat(places).argsort()]
+
+
+def share_factors(weights_N: Tensor, teacher_N: Tensor, shares: Mapping[int, float]) -> Tensor:
+    """Return factors by teacher that make the weights' shares these and keep their sum.
+
+    Shares of teachers that have no weight go to the others, in proportion.
+    """
+    sums = torch.zeros(int(teacher_N.max()) + 1, dtype=torch.float64)
+    sums.index_add_(0, teacher_N, weights_N.double())
+    present = [number for number in shares if number < len(sums) and sums[number] > 0]
+    whole = sum(shares[number] for number in present)
+    factors = torch.ones_like(sums)
+    for number in present:
+        factors[number] = shares[number] / whole * sums.sum() / sums[number]
+    return factors.to(weights_N.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What an update minimises."""
+    """The terms of the loss."""
 
     algorithm: Algorithm
     teaching: DistillSettings | None = None
 
     @property
     def supervised(self) -> bool:
-        """Whether the rows are demonstrations."""
         return self.algorithm.loss == "supervised"
 
     @property
     def has_policy(self) -> bool:
-        """Whether there is a policy loss, and so advantages."""
+        """True if there is a policy loss, and so advantages."""
         return not self.supervised and not (self.teaching is not None and self.teaching.alone)
 
     @property
     def uses_logprobs(self) -> bool:
-        """Whether the gradient flows through the sampled tokens' logprobs at the sampling temperature."""
+        """True if the gradient flows through the sampled tokens' logprobs at the sampling temperature."""
         teaching = self.teaching
-        sampled = teaching is not None and teaching.by_loss and teaching.distill.signal == "sampled"
+        sampled = teaching is not None and teaching.by_loss and not teaching.compares_distributions
         return self.supervised or self.has_policy or sampled or self.algorithm.kl.place == "loss"
 
+    @property
+    def zero_without_advantage(self) -> bool:
+        """True if a session without advantage has no gradient."""
+        taught = self.teaching is not None and self.teaching.by_loss
+        pulls = self.algorithm.entropy > 0 or self.algorithm.kl.place == "loss" or taught
+        return self.has_policy and not pulls
+
     def columns(self, batch: UpdateBatch) -> dict[str, Tensor]:
-        """The batch's token columns [M, ...] that this loss reads."""
+        """Return the batch's token columns [M, ...] that this loss reads."""
         compared = ("rollout_logprobs", "plain_logprobs")
         columns: dict[str, Tensor | None] = {name: token_column(batch, name) for name in compared}
         if self.has_policy:
@@ -68,19 +219,12 @@ class Objective:
             columns |= self.teaching.columns(batch.teachers, batch.response_ids.lengths)
         return {name: column for name, column in columns.items() if column is not None}
 
-    @property
-    def zero_without_advantage(self) -> bool:
-        """Whether a session without advantage surely has no gradient: nothing else pulls at it."""
-        taught = self.teaching is not None and self.teaching.by_loss
-        pulls = self.algorithm.entropy > 0 or self.algorithm.kl.place == "loss" or taught
-        return self.has_policy and not pulls
-
 
 @dataclass(frozen=True, slots=True)
 class TokenLosses:
     """Loss of each sampled token [M], and the parts of it that are reported.
 
-    `numbers` and `rules`, where each held, are what a record tells of single tokens.
+    `numbers`, and `rules` with where each held, are for the record of single tokens.
     """
 
     loss_M: Tensor
@@ -91,13 +235,9 @@ class TokenLosses:
 
 
 def token_losses(
-    found: TokenLogprobs,
-    columns: Columns,
-    session_M: Tensor,
-    objective: Objective,
-    means: TokenMeans,
+    found: TokenLogprobs, columns: Columns, session_M: Tensor, objective: Objective, means: TokenMeans
 ) -> TokenLosses:
-    """Losses of sampled tokens; statistics go into `means`.
+    """Return the losses of sampled tokens; statistics go into `means`.
 
     `columns` and `session_M` are of these tokens; a session's tokens must all be here (gspo).
     """
@@ -105,16 +245,32 @@ def token_losses(
     logprobs_M, entropy_M = found.logprobs_M, found.entropy_M
     assert entropy_M is not None
     means.add("entropy", entropy_M)
+    every_M = torch.ones_like(logprobs_M, dtype=torch.bool)
     policy_M = taught = None
     numbers: dict[str, Tensor | None] = {"learner_logprobs": logprobs_M, "entropy": entropy_M}
     rules: dict[str, Tensor] = {}
     if objective.supervised:
         policy_M = -logprobs_M
     elif objective.has_policy:
-        policy = _policy_loss(logprobs_M, columns, session_M, algorithm, means)
-        policy_M = policy.loss_N
-        numbers |= {"ratio": policy.stats_N.get("ratio"), "weight": policy.weight_N}
-        rules |= {rule: policy.stats_N[name] for name, rule in _CLIPS.items() if name in policy.stats_N}
+        policy_loss = find_part("policy_loss", algorithm.loss, POLICY_LOSSES)
+        policy = policy_loss(
+            PolicyInputs(
+                logprobs_N=logprobs_M,
+                old_logprobs_N=columns.get("old_logprobs", logprobs_M.detach()),
+                advantages_N=columns["advantages"],
+                mask_N=every_M,
+                session_N=session_M,
+                clip_low=algorithm.clip_low,
+                clip_high=algorithm.clip_high,
+            )
+        )
+        policy_M, stats = policy.loss_N, policy.stats_N
+        for name, value_M in stats.items():
+            means.add(name, value_M)
+        numbers |= {"ratio": stats.get("ratio"), "weight": policy.weight_N}
+        rules |= {
+            f"clip_{side}": stats[f"clipped_{side}"] for side in ("low", "high") if f"clipped_{side}" in stats
+        }
     loss_M = torch.zeros_like(logprobs_M) if policy_M is None else policy_M
     if teaching is not None:
         taught = teaching.token_losses(found, columns, means)
@@ -122,54 +278,22 @@ def token_losses(
             loss_M = loss_M + teaching.distill.weight * taught.loss_M
         numbers |= {"teacher_kl": taught.kl_M, "teacher_overlap": taught.overlap_M}
         numbers |= {"teacher_entropy_gap": taught.entropy_gap_M, "teacher_loss": taught.loss_M}
-        if taught.clamped_M is not None:
-            rules["distill_clamp"] = taught.clamped_M
     if algorithm.entropy > 0:
         loss_M = loss_M - algorithm.entropy * entropy_M
     if algorithm.kl.place == "loss":
-        every_M = torch.ones_like(logprobs_M, dtype=torch.bool)
-        kl = algorithm.kl
-        terms = token_kl(kl.estimator, logprobs_M, columns["ref_logprobs"], every_M, kl.clamp)
-        loss_M = loss_M + kl.coefficient * terms.kl_N
-        means.add("kl", terms.kl_N)
-        numbers["kl"] = terms.kl_N
-        if kl.clamp is not None:
-            means.add("kl_clamped", terms.clamped_N)
-            rules["kl_clamp"] = terms.clamped_N
+        kl_M = token_kl(algorithm.kl.estimator, logprobs_M, columns["ref_logprobs"], every_M)
+        loss_M = loss_M + algorithm.kl.coefficient * kl_M
+        means.add("kl", kl_M)
+        numbers["kl"] = kl_M
     if "rollout_logprobs" in columns:
-        _count_gap(logprobs_M - columns["rollout_logprobs"], means)
-    elif "plain_logprobs" in columns:
-        assert found.plain_M is not None
-        _count_gap(found.plain_M - columns["plain_logprobs"], means)
+        _add_gap(logprobs_M - columns["rollout_logprobs"], means)
+    elif found.plain_M is not None:
+        _add_gap(found.plain_M - columns["plain_logprobs"], means)
     return TokenLosses(loss_M, policy_M, taught, numbers, rules)
 
 
-def _policy_loss(
-    logprobs_M: Tensor, columns: Columns, session_M: Tensor, algorithm: Algorithm, means: TokenMeans
-) -> PolicyTerms:
-    policy_loss = find_part("policy_loss", algorithm.loss, POLICY_LOSSES)
-    terms = policy_loss(
-        PolicyInputs(
-            logprobs_N=logprobs_M,
-            old_logprobs_N=columns.get("old_logprobs", logprobs_M.detach()),
-            advantages_N=columns["advantages"],
-            mask_N=torch.ones_like(logprobs_M, dtype=torch.bool),
-            session_N=session_M,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            dual_clip=algorithm.dual_clip,
-            log_ratio_clamp=algorithm.log_ratio_clamp,
-        )
-    )
-    off = {"dual_clipped": algorithm.dual_clip, "log_ratio_clamped": algorithm.log_ratio_clamp}
-    for name, value_M in terms.stats_N.items():
-        if off.get(name, 0) is not None:
-            means.add(name, value_M)
-    return terms
-
-
-def _count_gap(difference_M: Tensor, means: TokenMeans) -> None:
-    difference_M = difference_M.detach().double()  # k3 of a wildly wrong token has no size in single
+def _add_gap(difference_M: Tensor, means: TokenMeans) -> None:
+    difference_M = difference_M.detach().double()  # k3 of a wildly wrong token overflows in float32
     means.add("gap_mean", difference_M.abs())
     means.add_max("gap_max", difference_M.abs())
     means.add("gap_k3", k3(-difference_M))

@@ -9,13 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
 from practicum.devices import has_fused_optimizers
-from practicum.errors import CheckError, RecipeError
-from practicum.learning.adamw_8bit import AdamW8bit
-from practicum.learning.offloaded_state import OffloadedState
+from practicum.errors import CheckError, MissingExtraError, RecipeError
 from practicum.learning.parallel import whole
+from practicum.models.offloaded_weights import return_memory
 from practicum.recipe.own_parts import find_part
 from practicum.recipe.schema.recipe import Train
 
@@ -23,132 +21,103 @@ Metrics = dict[str, float]
 
 
 def lr_at(step: int, train: Train) -> float:
-    """Learning rate of training step `step`, counted from 0.
-
-    Grows linearly over the warm-up steps, then follows the schedule.
-    """
-    if step < train.warmup_steps:
-        return train.lr * (step + 1) / train.warmup_steps
+    """Return the learning rate of a training step, counted from 1: after a linear warm-up, the schedule's."""
+    if step <= train.warmup_steps:
+        return train.lr * step / train.warmup_steps
     return float(find_part("schedule", train.schedule, SCHEDULES)(step, train))
 
 
-def _constant(step: int, train: Train) -> float:
-    return train.lr
+def _decayed(shape: Callable[[float], float]) -> Callable[[int, Train], float]:
+    """Return a schedule from lr to final_lr at the last step; `shape` maps the share done to that left."""
 
+    def rate(step: int, train: Train) -> float:
+        decay_steps = max(train.steps - 1 - train.warmup_steps, 1)
+        done = min((step - 1 - train.warmup_steps) / decay_steps, 1.0)
+        return train.final_lr + (train.lr - train.final_lr) * shape(done)
 
-def _linear(step: int, train: Train) -> float:
-    return _decayed(train, 1.0 - _done(step, train))
-
-
-def _cosine(step: int, train: Train) -> float:
-    return _decayed(train, 0.5 * (1.0 + math.cos(math.pi * _done(step, train))))
-
-
-def _done(step: int, train: Train) -> float:
-    """Share of the decay that is done at step `step`; 1 from the last step on."""
-    decay_steps = max(train.steps - 1 - train.warmup_steps, 1)
-    return min((step - train.warmup_steps) / decay_steps, 1.0)
-
-
-def _decayed(train: Train, left: float) -> float:
-    return train.final_lr + (train.lr - train.final_lr) * left
+    return rate
 
 
 SCHEDULES: dict[str, Callable[[int, Train], float]] = {
-    "constant": _constant,
-    "linear": _linear,
-    "cosine": _cosine,
+    "constant": lambda step, train: train.lr,
+    "linear": _decayed(lambda done: 1.0 - done),
+    "cosine": _decayed(lambda done: 0.5 * (1.0 + math.cos(math.pi * done))),
 }
-"""The learning rate of a step after the warm-up, by the name that a recipe gives the schedule."""
+"""The learning rate of a step after the warm-up, by the schedule's name in a recipe."""
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter], Train], torch.optim.Optimizer]
 
 
 def make_adamw(parameters: Iterable[nn.Parameter], train: Train) -> torch.optim.Optimizer:
-    """AdamW, fused where torch can; weight decay acts on matrices, not on norms and biases.
+    """Return AdamW, fused where torch can; weight decay acts on matrices, not on norms and biases.
 
     Parameters of 16 bits have float32 weights beside them, to which the updates are added.
     """
     trained = [p for p in parameters if p.requires_grad]
-    groups = _decay_groups(trained, train)
     fused = all(has_fused_optimizers(p.device) for p in trained)
-    if any(p.itemsize < 4 for p in trained):
-        return MasterAdamW(groups, train, fused=fused)
-    return torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=train.eps, fused=fused)
+    return _adamw(trained, train, torch.optim.AdamW, fused=fused)
 
 
 def make_adamw_8bit(parameters: Iterable[nn.Parameter], train: Train) -> torch.optim.Optimizer:
-    """AdamW with moments of 8 bits; weight decay and master weights as above."""
-    return AdamW8bit(_decay_groups([p for p in parameters if p.requires_grad], train), train)
+    """Return bitsandbytes' AdamW with moments of 8 bits; weight decay and master weights as above."""
+    try:
+        from bitsandbytes.optim.adamw import AdamW8bit
+    except ImportError:
+        raise MissingExtraError("train.optimizer: adamw_8bit", "8bit") from None
+    return _adamw([p for p in parameters if p.requires_grad], train, AdamW8bit)
 
 
-def _decay_groups(trained: list[nn.Parameter], train: Train) -> list[dict[str, Any]]:
+def _adamw(
+    trained: list[nn.Parameter], train: Train, kind: type[torch.optim.Optimizer], **options: Any
+) -> torch.optim.Optimizer:
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]
+    groups = [group for group in groups if group["params"]]
+    options |= {"lr": train.lr, "betas": train.betas, "eps": train.eps}
+    if any(p.itemsize < 4 for p in trained):
+        return MasterWeights(groups, kind, options)
+    return kind(groups, **options)
 
 
-class MasterAdamW(torch.optim.Optimizer):
-    """AdamW on float32 master weights, which the parameters are rounded from.
+class MasterWeights(torch.optim.Optimizer):
+    """Runs an optimizer on float32 copies of its parameters, which are rounded from them.
 
     In bfloat16 itself, an update of less than about 1/256 of a weight would be rounded away.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], train: Train, *, fused: bool) -> None:
-        self._fused = fused
-        super().__init__(groups, {"lr": train.lr, "betas": train.betas, "eps": train.eps})
+    def __init__(
+        self, groups: list[dict[str, Any]], kind: type[torch.optim.Optimizer], options: dict[str, Any]
+    ) -> None:
+        self._kind, self._options = kind, options
+        super().__init__(groups, {"lr": options["lr"]})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One step; one parameter at a time, so that only its gradient has a float32 copy."""
+        """Step one parameter at a time, so that only its gradient has a float32 copy."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
                     continue
                 state = self.state[p]
-                if not state:
-                    state["master"] = p.detach().float()
-                    state["step"] = torch.zeros((), device=p.device)
-                    state |= {name: torch.zeros_like(state["master"]) for name in ("exp_avg", "exp_avg_sq")}
-                adamw(
-                    [state["master"]],
-                    [p.grad.float()],
-                    [state["exp_avg"]],
-                    [state["exp_avg_sq"]],
-                    [],
-                    [state["step"]],
-                    foreach=False,
-                    fused=self._fused,
-                    amsgrad=False,
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    lr=group["lr"],
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    maximize=False,
-                )
-                p.copy_(state["master"])
+                master = nn.Parameter(state.pop("master") if state else p.detach().float())
+                settings = self._options | {"lr": group["lr"], "weight_decay": group["weight_decay"]}
+                optimizer = self._kind([master], **settings)
+                if state:
+                    optimizer.state[master] = state
+                master.grad = p.grad.float()
+                optimizer.step()
+                self.state[p] = {**optimizer.state[master], "master": master.detach()}
+                p.copy_(master)
 
 
-MakeOptimizer = Callable[[Iterable[nn.Parameter], Train], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, MakeOptimizer] = {"adamw": make_adamw, "adamw_8bit": make_adamw_8bit}
-"""By the name that a recipe gives them."""
-
-
-def _offloaded(
-    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], train: Train
-) -> OffloadedState | None:
-    if train.offload == "none" or not parameters:
-        return None
-    device = parameters[0].device
-    if train.offload == "host" and device.type == "cpu":
-        found = "host with the model on the CPU, whose memory is the host's"
-        raise RecipeError("train.offload", found, "disk or none")
-    return OffloadedState(optimizer, train.offload, device)
+"""By their names in a recipe."""
 
 
 def stop_on_nonfinite(what: str) -> None:
-    """The default answer to a loss or gradient that is not finite."""
+    """Raise a CheckError for a loss or gradient that is not finite."""
     raise CheckError(f"{what}; the optimizer was not called and the weights are as before")
 
 
@@ -163,14 +132,16 @@ class OptimizerStepper:
     ) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.optimizer = find_part("optimizer", train.optimizer, OPTIMIZERS)(self.parameters, train)
-        self._offloaded = _offloaded(self.optimizer, self.parameters, train)
+        self._offloads = train.offload == "host" and bool(self.parameters)
+        if self._offloads and self.parameters[0].device.type == "cpu":
+            found = "host with the model on the CPU, whose memory is the host's"
+            raise RecipeError("train.offload", found, "none")
         self.clip_norm = math.inf if train.clip_norm is None else train.clip_norm
         self.on_nonfinite = on_nonfinite
-        self.before_step: Callable[[Metrics], None] | None = None
         self.begun = 0
         """Optimizer steps that were begun, also those that failed half-way."""
 
-    def step(self, lr: float, metrics: Metrics) -> bool:
+    def step(self, lr: float, metrics: Metrics, before_step: Callable[[Metrics], None] | None = None) -> bool:
         """Apply the gradients that lie on the parameters; adds grad_norm and lr to `metrics`.
 
         Calls `on_nonfinite` for a non-finite loss or gradient, and then does not step (False). Calls
@@ -185,8 +156,8 @@ class OptimizerStepper:
                 numbers = " and ".join(f"{name} is {metrics[name]}" for name in bad)
                 self.on_nonfinite(f"update of {int(metrics['tokens'])} tokens: {numbers}")
                 return False
-            if self.before_step is not None:
-                self.before_step(metrics)
+            if before_step is not None:
+                before_step(metrics)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.begun += 1
@@ -198,23 +169,26 @@ class OptimizerStepper:
 
     @contextmanager
     def state_in_place(self) -> Iterator[None]:
-        """Inside, the optimizer has its state; outside it may be offloaded."""
-        if self._offloaded is None:
+        """Inside, the optimizer has its state on the device; outside it is in host memory if offloaded."""
+        if not self._offloads:
             yield
             return
-        self._offloaded.restore()
+        device = self.parameters[0].device
+        self._move_state(device)
         try:
             yield
         finally:
-            self._offloaded.take()
+            self._move_state(torch.device("cpu"))
+            return_memory(device)
 
-    @property
-    def has_state(self) -> bool:
-        """Whether the optimizer has made a step."""
-        return bool(self.optimizer.state)
+    def _move_state(self, device: torch.device) -> None:
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.ndim:
+                    state[name] = value.to(device)
 
     def take_norm(self) -> float:
-        """Global norm of the gradients that lie on the parameters, which are removed."""
+        """Return the global norm of the gradients that lie on the parameters, and remove them."""
         norm = float(self._norm())
         self.optimizer.zero_grad(set_to_none=True)
         return norm
@@ -223,7 +197,7 @@ class OptimizerStepper:
         return whole(nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]))
 
     def zero_missing_grads(self) -> None:
-        """A gradient of zeros where no backward pass ran: the optimizer then steps all the same."""
+        """Set gradients to zero where no backward pass ran, so that the optimizer steps all the same."""
         for p in self.parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)

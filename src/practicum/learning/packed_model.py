@@ -1,32 +1,29 @@
-"""A model and how it is run: packed, in micro-batches, on its device, in its precision."""
+"""A model that runs packed micro-batches on its device, in its precision."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
+from practicum.compat.transformers import uses_attention
 from practicum.dataplane.ragged import Ragged
 from practicum.devices import is_out_of_memory
 from practicum.errors import DataError, EngineError, PracticumError
-from practicum.learning.memory_guard import MemoryGuard, MicrobatchTooLargeError, between_layers
 from practicum.learning.packing import Packed, RowExtras, RowSpans
-from practicum.learning.parallel import Parallel, run_in
-from practicum.learning.update_metrics import RouterLoad
-from practicum.models.attention import IMPLEMENTATION, packed_forward, run_model
-from practicum.models.experts import Routes, routes_of
+from practicum.learning.parallel import Parallel, Root
+from practicum.learning.update_batch import RouterLoad
+from practicum.models.attention import packed_forward
+from practicum.models.experts import routes_of
 from practicum.models.fingerprint import fingerprint_ids
 from practicum.models.lora import text_layers
 from practicum.models.offloaded_weights import return_memory
 from practicum.models.vision import is_vision, picture_tokens
-from practicum.models.weight_files import WeightFiles
 from practicum.recipe.counts import CPU_MICROBATCH_TOKENS
 from practicum.recipe.schema.recipe import Train
 
@@ -34,16 +31,12 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, tor
 """Largest difference of the self-test's hidden states, as a fraction of their largest value."""
 
 
-T = TypeVar("T")
-
-
 class PackedModel:
     """A transformers model with packed attention (models/load_model.py `ready`), with or without a head.
 
-    Holds no state of its own: the same model may be used elsewhere too. At construction the packed forward
-    is compared with the model's own on a short probe; an EngineError names a model that it does not fit.
-    Given `parallel`, the model and its `head` are sharded over ranks: the same calls on each of them. A model
-    without weights is then given its shard of those in `files`.
+    The same model may be used elsewhere too. At construction the packed forward is compared with the model's
+    own on a short probe; an EngineError names a model that it does not fit. Given `parallel`, the model and
+    its `head` are sharded over ranks, which make the same calls; rank 0 has the weights before.
     """
 
     def __init__(
@@ -52,41 +45,31 @@ class PackedModel:
         train: Train,
         parallel: Parallel | None = None,
         head: nn.Module | None = None,
-        files: WeightFiles | None = None,
     ) -> None:
         self.model, self.parallel = model, parallel
-        self.device = model.device if files is None else files.device
+        self.routes = routes_of(model)
+        self._root: Root | None = None
+        if parallel is not None:
+            heads = [] if head is None else [head]
+            self._root = parallel.shard(model, [*text_layers(model).values()], *heads)
+        self.device = model.device
         self.token_budget = train.microbatch_tokens
         if self.device.type == "cpu":
             self.token_budget = min(self.token_budget, CPU_MICROBATCH_TOKENS)
         self.halved = 0
         """How often the token budget was halved because memory ran out."""
+        self._tokens = 0
+        """Input tokens of the current micro-batch."""
         self.autocast = train.autocast == "bfloat16"
         self.gradient_checkpointing = train.gradient_checkpointing
-        self.routes = routes_of(model)
         if self.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        self._run: Callable[..., Tensor] = run_model
-        if train.compile:
-            assert parallel is None, "the recipe's checks refuse it"
-            self._run = torch.compile(run_model, dynamic=True)
-        self._root = self._guard = None
-        self.gap = 0.0
-        """What `self_test` found: the largest difference, in parts of the largest hidden state."""
-        if files is None:
-            self.self_test()
-        if parallel is not None:
-            layers = [*text_layers(model).values()]
-            heads = [] if head is None else [head]
-            self._root = parallel.shard(model, layers, *heads, device=self.device)
-            if files is not None:
-                self._read_shard(files, parallel)
-                self.self_test()
-            self._guard = MemoryGuard(layers)
+        self.gap = self._self_test()
+        """The largest difference of the self-test, as a fraction of the largest hidden state."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Number type of logprobs, values and losses: float32, or float64 for a float64 model."""
+        """Dtype of logprobs, values and losses: float32, or float64 for a float64 model."""
         return torch.promote_types(self.model.dtype, torch.float32)
 
     def microbatches(
@@ -97,120 +80,81 @@ class PackedModel:
         sampled_M: Tensor | None = None,
         sessions: Sequence[int] | None = None,
     ) -> Iterator[Packed]:
-        """Micro-batches on the model's device; arguments as of `RowSpans.microbatches`."""
-        for packed in rows.microbatches(self.token_budget, rows=only, sampled_M=sampled_M, sessions=sessions):
-            yield packed.to(self.device)
+        """Yield micro-batches on the model's device; arguments as of `RowSpans.microbatches`.
 
-    def each(self, microbatches: Iterable[Packed], work: Callable[[Packed], Tensor | None]) -> None:
-        """Do `work` on each micro-batch, and back-propagate the loss that it gives if gradients are on.
-
-        Ranks must go through equally many: one with fewer runs made-up tokens that leave no trace. One that
-        runs out of memory is a MicrobatchTooLargeError: `halving` knows what to do.
+        Ranks go through equally many: one with fewer runs made-up tokens that leave no trace.
         """
-        if self.parallel is None:
-            for packed in microbatches:
-                self._pass(partial(work, packed), packed)
-            return
-        mine, too_large = list(microbatches), 0
-        most = self.parallel.largest(len(mine))
+        mine = rows.microbatches(self.token_budget, rows=only, sampled_M=sampled_M, sessions=sessions)
+        missing = 0
+        if self.parallel is not None:
+            mine = list(mine)
+            missing = self.parallel.largest(len(mine)) - len(mine)
         for packed in mine:
-            too_large = max(too_large, self._pass_in_step(partial(work, packed), packed))
-        blank = self._blank()
-        for _ in range(most - len(mine)):
-            too_large = max(too_large, self._pass_in_step(lambda: 0.0 * self.hidden(blank).sum(), blank))
-        if tokens := self.parallel.largest(too_large):
-            raise MicrobatchTooLargeError(tokens)
+            self._tokens = len(packed.ids_N)
+            yield packed.to(self.device)
+            self._end_pass()
+        blank = self._blank() if missing else None
+        for _ in range(missing):
+            assert blank is not None
+            loss = 0.0 * self.hidden(blank).sum()
+            if loss.requires_grad:
+                self.backward(loss, blank)
+            self._end_pass()
 
-    def _pass(self, work: Callable[[], Tensor | None], packed: Packed) -> None:
-        try:
-            loss = run_in(self._root, work)
-            if loss is not None and torch.is_grad_enabled():
-                self.backward(loss, packed)
-            return
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-        # Out here the error is gone, and with it what its frames held.
-        raise MicrobatchTooLargeError(len(packed.ids_N))
+    def attempts(self) -> Iterator[_Attempt]:
+        """Yield contexts until one of them does not run out of memory.
 
-    def _pass_in_step(self, work: Callable[[], Tensor | None], packed: Packed) -> int:
-        """A pass on one of several ranks; gives the micro-batch's tokens if it ran out of memory, else 0."""
-        guard, root = self._guard, self._root
-        assert guard is not None
-        guard.begin()
-
-        def guarded() -> Tensor | None:
-            loss = guard.attempt(work)
-            if guard.tripped:
-                return guard.rest_of_pass(partial(guard.attempt, partial(self.hidden, self._blank())))
-            return guard.joined(loss)
-
-        try:
-            loss = run_in(root, guarded)
-            if loss is not None and torch.is_grad_enabled():
-                self.backward(loss, packed)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise PracticumError(between_layers()) from None
-        tripped = guard.tripped
-        guard.begin()  # it holds nothing of this pass
-        return len(packed.ids_N) if tripped else 0
-
-    def halving(self, attempt: Callable[[], T]) -> T:
-        """What the attempt gives. If a micro-batch runs out of memory, on any rank, it is made again from its
-        start with micro-batches of half the size, which all later ones have too."""
+        Each retry has micro-batches of half the size, which all later ones have too. Ranks can't agree on
+        that in the middle of a pass: on several of them it is an error.
+        """
         while True:
-            try:
-                return attempt()
-            except MicrobatchTooLargeError as error:
-                tokens = error.tokens
-            if tokens > self.token_budget:
-                raise PracticumError(_too_large(tokens))
-            self.token_budget, self.halved = tokens // 2, self.halved + 1
+            attempt = _Attempt()
+            yield attempt
+            if not attempt.out_of_memory:
+                return
+            advice = "set train.gradient_checkpointing, or lower rollout.max_new_tokens or rollout.context"
+            failed = f"a micro-batch of {self._tokens:,} tokens ran out of memory"
+            if self.parallel is not None:
+                advice = f"lower train.microbatch_tokens, raise pools.train.devices, {advice}"
+                raise PracticumError(f"{failed} on learner rank {self.parallel.rank}\n  → {advice}")
+            if self._tokens > self.token_budget:
+                raise PracticumError(f"{failed}, and it is one row, which can't be cut\n  → {advice}")
+            self.token_budget, self.halved = self._tokens // 2, self.halved + 1
             return_memory(self.device)
 
+    def _end_pass(self) -> None:
+        """Without gradients, free the gathered weights, which the next optimizer step makes stale."""
+        if self._root is not None and not torch.is_grad_enabled():
+            self._root.let_go()
+
     def _blank(self) -> Packed:
-        """A micro-batch of made-up tokens."""
         ids = torch.tensor(fingerprint_ids(self.model.config.get_text_config().vocab_size))
         rows = RowSpans(Ragged.from_rows([ids[:1]]), Ragged.from_rows([ids[1:3]]))
         return rows.pack([0]).to(self.device)
 
-    def _read_shard(self, files: WeightFiles, parallel: Parallel) -> None:
-        found = parallel.gather(files.fill(self.model, parallel.rank, parallel.world))
-        problems = [*dict.fromkeys(chain(*found))]  # all ranks fail alike
-        if problems:
-            more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-            raise EngineError(f"{files.source} does not fit its config: {'; '.join(problems[:3])}{more}")
-
     def router_load(self) -> RouterLoad | None:
-        """To count which experts are taken; None for a model without routers."""
+        """Return a counter of experts; None for a model without routers."""
         return RouterLoad(self.routes.experts) if self.routes is not None else None
 
     def hidden(self, packed: Packed, load: RouterLoad | None = None) -> Tensor:
-        """The hidden states [M, hidden] that predict the micro-batch's response tokens.
+        """Return the hidden states [M, hidden] that predict the micro-batch's response tokens.
 
         Recorded experts are replayed; `load` counts those that were taken.
         """
+        if self._root is not None:
+            return self._root(lambda: self._hidden(packed, load))
+        return self._hidden(packed, load)
+
+    def _hidden(self, packed: Packed, load: RouterLoad | None) -> Tensor:
+        pictures = self._picture_tokens(packed) if packed.images else None
         with self._routed(packed, load):
             hidden_N = packed_forward(
-                self.model,
-                packed.ids_N,
-                packed.positions_N,
-                packed.layout,
-                packed.images,
-                self._picture_tokens(packed),
-                self._run,
+                self.model, packed.ids_N, packed.positions_N, packed.layout, packed.images, pictures
             )
-            if self._guard is not None and self._guard.tripped:
-                raise MicrobatchTooLargeError(len(packed.ids_N))
-        hidden_M = hidden_N.index_select(0, packed.gather_M)
-        return hidden_M if self._guard is None else self._guard.cut(hidden_M)
+        return hidden_N.index_select(0, packed.gather_M)
 
-    def _picture_tokens(self, packed: Packed) -> Tensor | None:
-        """Which input tokens stand for pictures; others may look so, if the model sampled such a token."""
-        if not packed.images:
-            return None
+    def _picture_tokens(self, packed: Packed) -> Tensor:
+        """Return True for input tokens that stand for pictures; the model may have sampled others alike."""
         config = self.model.config
         if not is_vision(config):
             raise DataError(f"rows came with images, which {type(self.model).__name__} does not take")
@@ -228,34 +172,29 @@ class PackedModel:
 
     @contextmanager
     def _routed(self, packed: Packed, load: RouterLoad | None = None) -> Iterator[None]:
-        """The forward pass inside takes the micro-batch's recorded experts, if it has any."""
+        """Inside, the forward pass takes the micro-batch's recorded experts, if it has any."""
         if packed.experts_N is not None:
-            with self._need_routes().replay(packed.experts_N) as moved:
+            if self.routes is None:
+                name = type(self.model).__name__
+                raise DataError(f"rows came with routed_experts, but {name} has no routers to replay them")
+            with self.routes.replay(packed.experts_N) as moved:
                 yield
             if load is not None:
                 load.add(packed.experts_N, moved.share())
-        elif load is not None:
-            with self._need_routes().record() as taken:
+        elif load is not None and self.routes is not None:
+            with self.routes.record() as taken:
                 yield
             load.add(taken.tensor()[: len(packed.ids_N)])
         else:
             yield
 
-    def _need_routes(self) -> Routes:
-        if self.routes is None:
-            name = type(self.model).__name__
-            raise DataError(f"rows came with routed_experts, but {name} has no routers to replay them")
-        return self.routes
-
-    @contextmanager
-    def precision(self) -> Iterator[None]:
-        """Mixed precision, if the recipe asks for it; the forward pass and the head belong inside."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
-            yield
+    def precision(self) -> torch.autocast:
+        """Return the context of the forward pass and the head: mixed precision with train.autocast."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast)
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Around forward passes whose activations are to be recomputed, if the recipe asks for that."""
+        """Inside, the backward pass recomputes activations with train.gradient_checkpointing."""
         # transformers' layers recompute in training mode only; dropout is off either way.
         self.model.train(self.gradient_checkpointing)
         try:
@@ -264,10 +203,10 @@ class PackedModel:
             self.model.eval()
 
     @torch.no_grad()
-    def self_test(self) -> None:
+    def _self_test(self) -> float:
         """Compare hidden states of packed rows that share a prompt with the model's own forward."""
         name = type(self.model).__name__
-        if self.model.config._attn_implementation != IMPLEMENTATION:
+        if not uses_attention(self.model):
             raise EngineError(
                 f"{name} does not let its attention be replaced (transformers' AttentionInterface), so "
                 "practicum can't train this architecture"
@@ -276,7 +215,8 @@ class PackedModel:
         layers = [] if self.parallel is None else [*text_layers(self.model).values()]
         hooks = [layer.register_forward_pre_hook(lambda module, _: ran.append(module)) for layer in layers]
         try:
-            gap = run_in(self._root, self._probe_gap)
+            gap = self._probe_gap()
+            self._end_pass()
         except (TypeError, ValueError, RuntimeError) as error:
             raise EngineError(f"{name} can't run packed rows: {error}") from error
         finally:
@@ -286,16 +226,16 @@ class PackedModel:
             raise EngineError(
                 f"{name} does not run all of its layers in each pass, so ranks can't share them: use one rank"
             )
-        self.gap, allowed = gap, _TOLERANCE[self.model.dtype]
+        allowed = _TOLERANCE[self.model.dtype]
         if not gap <= allowed:
             raise EngineError(
                 f"{name}: packed rows differ from the model's own forward pass by {gap:.2g} (allowed: "
                 f"{allowed:.2g}), so practicum can't train this architecture: "
                 "its layers do more than causal attention over positions"
             )
+        return gap
 
     def _probe_gap(self) -> float:
-        """Largest difference of the two forward passes, as a fraction of the largest hidden state."""
         ids = torch.tensor(fingerprint_ids(self.model.config.get_text_config().vocab_size))
         prompts, responses = [ids[:5], ids[:5], ids[3:5]], [ids[5:9], ids[8:16], ids[9:12]]
         theirs, experts = [], []
@@ -313,17 +253,28 @@ class PackedModel:
         return float((mine_M - theirs_M).abs().max() / theirs_M.abs().max())
 
     def _own_forward(self, ids_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states of one sequence by the model's own forward pass, and the experts taken (CPU)."""
+        """Return hidden states of one sequence by the model's own forward pass, and its experts (CPU)."""
+
+        def forward() -> Tensor:
+            return self.model.base_model(input_ids=ids_1N, use_cache=False).last_hidden_state[0]
+
         ids_1N = ids_N.unsqueeze(0).to(self.device)
+        run = forward if self._root is None else partial(self._root, forward)
         if self.routes is None:
-            return self.model.base_model(input_ids=ids_1N, use_cache=False).last_hidden_state[0], ids_N[:0]
+            return run(), ids_N[:0]
         with self.routes.record() as taken:
-            out = self.model.base_model(input_ids=ids_1N, use_cache=False)
-        return out.last_hidden_state[0], taken.tensor().cpu()
+            hidden_N = run()
+        return hidden_N, taken.tensor().cpu()
 
 
-def _too_large(tokens: int) -> str:
-    return (
-        f"a micro-batch of {tokens:,} tokens ran out of memory, and it is one row, which can't be cut\n"
-        "  → set train.gradient_checkpointing, or lower rollout.max_new_tokens or rollout.context"
-    )
+class _Attempt:
+    """A context that suppresses out-of-memory errors and remembers them."""
+
+    out_of_memory = False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        self.out_of_memory = isinstance(error, RuntimeError) and is_out_of_memory(error)
+        return self.out_of_memory

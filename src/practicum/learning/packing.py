@@ -17,34 +17,32 @@ from torch import Tensor
 
 from practicum.dataplane.ragged import Columns, Ragged
 from practicum.errors import DataError
-from practicum.models.images import Images, images_of
 from practicum.models.packed_attention import PackedLayout, Segments
+from practicum.models.vision import Images, images_of
 
 
 @dataclass(frozen=True, slots=True)
 class RowExtras:
-    """What some models need of each row beside its tokens."""
+    """Inputs of vision and MoE models for each row, beside its tokens."""
 
     position_ids: Ragged | None = None
     """Rows [P + R, D]: a position on each axis; vision models."""
     images: Sequence[Images | None] | None = None
     """The pictures of each row's prompt, in the order of their tokens; vision models."""
     routed_experts: Ragged | None = None
-    """Rows [P + R, L, E]: the experts that each token takes, in place of those its router would choose."""
+    """Rows [P + R, L, E]: the experts that each token takes instead of its router's choice."""
 
     @staticmethod
     def of(columns: Columns) -> RowExtras | None:
-        """Those among the columns that a stage read; None if tokens are all there is."""
-        if not {"position_ids", "multi_modal_inputs", "routed_experts"} & columns.keys():
+        """Return those among the columns of a stage, or None."""
+        names = [name for name in ("position_ids", "routed_experts") if name in columns]
+        images = images_of(columns) if "multi_modal_inputs" in columns else None
+        if not names and images is None:
             return None
-        return RowExtras(
-            position_ids=columns.ragged("position_ids") if "position_ids" in columns else None,
-            images=images_of(columns) if "multi_modal_inputs" in columns else None,
-            routed_experts=columns.ragged("routed_experts") if "routed_experts" in columns else None,
-        )
+        return RowExtras(images=images, **{name: columns.ragged(name) for name in names})
 
     def select(self, rows: Sequence[int]) -> RowExtras:
-        """Those rows in that order."""
+        """Return those rows in that order."""
         positions, images, experts = self.position_ids, self.images, self.routed_experts
         return RowExtras(
             position_ids=None if positions is None else positions.select(rows),
@@ -52,33 +50,15 @@ class RowExtras:
             routed_experts=None if experts is None else experts.select(rows),
         )
 
-    def own_routing(self) -> RowExtras:
-        """The same without recorded experts: for a model that routes by itself."""
-        return replace(self, routed_experts=None)
-
-    def check(self, tokens: Sequence[int]) -> None:
-        """A DataError if this is not of rows with these numbers of tokens, prompt and response together."""
-        for name in ("position_ids", "routed_experts"):
-            column: Ragged | None = getattr(self, name)
-            if column is not None:
-                _check_lengths(name, column.lengths, tokens)
-        if self.images is None:
-            return
-        if len(self.images) != len(tokens):
+    def check(self, tokens: list[int]) -> None:
+        """Raise a DataError unless the rows have these numbers of tokens, prompt and response together."""
+        for name, column in (("position_ids", self.position_ids), ("routed_experts", self.routed_experts)):
+            if column is not None and column.lengths != tokens:
+                raise DataError(f"rows of {name} are not as long as their prompts and responses together")
+        if self.images is not None and len(self.images) != len(tokens):
             raise DataError(f"{len(tokens)} rows came with images of {len(self.images)}")
-        shown = [i for i, images in enumerate(self.images) if images is not None]
-        if shown and self.position_ids is None:
-            raise DataError(f"row {shown[0]} has images but no position_ids, which its tokens need")
-
-
-def _check_lengths(name: str, lengths: Sequence[int], tokens: Sequence[int]) -> None:
-    if len(lengths) != len(tokens):
-        raise DataError(f"{len(tokens)} rows came with {name} of {len(lengths)}")
-    for i, (length, expected) in enumerate(zip(lengths, tokens, strict=True)):
-        if length != expected:
-            raise DataError(
-                f"{name} of row {i} is of {length} tokens; its prompt and response have {expected} together"
-            )
+        if self.position_ids is None and any(images is not None for images in self.images or ()):
+            raise DataError("rows with images need position_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +80,15 @@ class Packed:
     image_prompts: tuple[slice, ...] = ()
     """Where those prompts are among the input tokens."""
     experts_N: Tensor | None = None
-    """Experts that each input token is to take [N, L, E]; None: those that the routers choose."""
+    """Experts that each input token takes [N, L, E]; None: those that the routers choose."""
 
     def to(self, device: torch.device) -> Packed:
-        """The same micro-batch on another device."""
+        """Return the same micro-batch on another device."""
         if self.ids_N.device == device:
             return self
-        return replace(
-            self,
-            ids_N=self.ids_N.to(device),
-            positions_N=self.positions_N.to(device),
-            layout=self.layout.to(device),
-            gather_M=self.gather_M.to(device),
-            target_M=self.target_M.to(device),
-            experts_N=None if self.experts_N is None else self.experts_N.to(device),
-        )
+        names = ("ids_N", "positions_N", "layout", "gather_M", "target_M", "experts_N")
+        parts = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: x.to(device) for name, x in parts.items() if x is not None})
 
 
 class RowSpans:
@@ -123,9 +97,8 @@ class RowSpans:
     def __init__(self, prompt_ids: Ragged, response_ids: Ragged, extras: RowExtras | None = None) -> None:
         if len(prompt_ids) != len(response_ids):
             raise DataError(f"{len(prompt_ids)} prompts came with {len(response_ids)} responses")
-        for i, length in enumerate(prompt_ids.lengths):
-            if length == 0:
-                raise DataError(f"row {i} has an empty prompt: a response needs something to follow")
+        if 0 in prompt_ids.lengths:
+            raise DataError(f"row {prompt_ids.lengths.index(0)} has an empty prompt")
         self.prompts, self.responses = prompt_ids.rows, response_ids.rows
         self.prompt_lengths, self.lengths = prompt_ids.lengths, response_ids.lengths
         if extras is not None:
@@ -135,7 +108,7 @@ class RowSpans:
         self.starts = np.cumsum([0, *self.lengths])
 
     def _name(self, i: int) -> Hashable:
-        """Equal for rows that may share a prompt segment."""
+        """Return a name that rows have in common if they may share a prompt segment."""
         tokens, extras = self.prompts[i].numpy().tobytes(), self.extras
         if extras is None:
             return tokens
@@ -153,7 +126,7 @@ class RowSpans:
         sampled_M: Tensor | None = None,
         sessions: Sequence[int] | None = None,
     ) -> Iterator[Packed]:
-        """Micro-batches of these rows (all if None), to predict the sampled tokens (all if None).
+        """Yield micro-batches of these rows (all if None), to predict the sampled tokens (all if None).
 
         Rows with nothing to predict are in none of them. See `plan_microbatches` for `sessions`.
         """
@@ -171,23 +144,45 @@ class RowSpans:
         for part in parts:
             packed = self.pack([chosen[i] for i in part])
             if sampled_M is not None:
-                packed = _keep(packed, sampled_M[packed.column_M])
+                wanted_M = sampled_M[packed.column_M]
+                names = ("gather_M", "target_M", "column_M")
+                packed = replace(packed, **{name: getattr(packed, name)[wanted_M] for name in names})
             yield packed
 
     def pack(self, rows: Sequence[int]) -> Packed:
         """Lay out these rows; each must have a response token."""
-        column = np.concatenate([np.arange(self.starts[i], self.starts[i + 1]) for i in rows])
-        packed = pack(
-            [self.prompts[i] for i in rows],
-            [self.responses[i] for i in rows],
-            [self.names[i] for i in rows],
-            torch.from_numpy(column),
-        )
-        return packed if self.extras is None else self._add_extras(packed, rows, self.extras)
+        place: dict[Hashable, int] = {}
+        parent = np.array([place.setdefault(self.names[i], len(place)) for i in rows])
+        firsts = [rows[i] for i in np.unique(parent, return_index=True)[1]]
+        prompt_lengths = np.array([self.prompt_lengths[i] for i in firsts])
+        response_lengths = np.array([self.lengths[i] for i in rows])
 
-    def _add_extras(self, packed: Packed, rows: Sequence[int], extras: RowExtras) -> Packed:
-        """The same with what the rows carry beside their tokens, laid out as the tokens are."""
-        firsts = [rows[i] for i in _first_rows([self.names[i] for i in rows]).values()]
+        inputs = [self.prompts[i] for i in firsts] + [self.responses[i][:-1] for i in rows]
+        lengths = np.concatenate([prompt_lengths, response_lengths - 1])
+        starts = lengths.cumsum() - lengths
+        base = np.concatenate([np.zeros_like(prompt_lengths), prompt_lengths[parent]])
+        prefixes = np.concatenate([np.full_like(prompt_lengths, -1), parent])
+
+        # The first token of a response is predicted by its prompt's last token, the others by the one before.
+        row_starts = response_lengths.cumsum() - response_lengths
+        own_starts = starts[len(prompt_lengths) :]
+        gather = np.arange(response_lengths.sum()) + np.repeat(own_starts - 1 - row_starts, response_lengths)
+        gather[row_starts] = (starts + lengths)[parent] - 1
+        column = np.concatenate([np.arange(self.starts[i], self.starts[i + 1]) for i in rows])
+        packed = Packed(
+            ids_N=torch.cat(inputs),
+            positions_N=torch.from_numpy(np.arange(lengths.sum()) + np.repeat(base - starts, lengths)),
+            layout=PackedLayout.of_segments(Segments(starts, lengths, prefixes)),
+            gather_M=torch.from_numpy(gather),
+            target_M=torch.cat([self.responses[i] for i in rows]),
+            column_M=torch.from_numpy(column),
+        )
+        return packed if self.extras is None else self._add_extras(packed, rows, firsts, self.extras)
+
+    def _add_extras(
+        self, packed: Packed, rows: Sequence[int], firsts: Sequence[int], extras: RowExtras
+    ) -> Packed:
+        """Lay out the rows' extras as their tokens are; `firsts` are the rows whose prompts are packed."""
 
         def inputs(column: Ragged) -> Tensor:
             prompts = [column[i][: self.prompt_lengths[i]] for i in firsts]
@@ -209,21 +204,6 @@ class RowSpans:
         return packed
 
 
-def _first_rows(names: Sequence[Hashable]) -> dict[Hashable, int]:
-    """Where each distinct name comes first, in that order."""
-    first: dict[Hashable, int] = {}
-    for i, name in enumerate(names):
-        first.setdefault(name, i)
-    return first
-
-
-def _keep(packed: Packed, wanted_M: Tensor) -> Packed:
-    if bool(wanted_M.all()):
-        return packed
-    names = ("gather_M", "target_M", "column_M")
-    return replace(packed, **{name: getattr(packed, name)[wanted_M] for name in names})
-
-
 def plan_microbatches(
     names: Sequence[Hashable],
     prompt_lengths: Sequence[int],
@@ -231,7 +211,7 @@ def plan_microbatches(
     token_budget: int,
     sessions: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Row indices of each micro-batch, at most `token_budget` packed tokens each.
+    """Return the row indices of each micro-batch, at most `token_budget` packed tokens each.
 
     Rows with equal prompt names stay together where they fit; rows of one session always do, if `sessions`
     is given. A row or session longer than the budget goes alone. Rows without response tokens are in none.
@@ -251,7 +231,7 @@ def plan_microbatches(
         prompts = {names[i]: prompt_lengths[i] for i in rows if names[i] not in present}
         return sum(prompts.values()) + sum(response_lengths[i] - 1 for i in rows)
 
-    # Longest first: rows of a micro-batch are alike, and what does not fit in memory fails at once.
+    # Longest first: rows of a micro-batch are alike, and what does not fit in memory fails first.
     for bundle in bundles.values():
         bundle.sort(key=lambda unit: (-longest(unit), unit[0]))
     batches: list[list[int]] = []
@@ -268,37 +248,3 @@ def plan_microbatches(
             batches[-1] += unit
             present.update(names[i] for i in unit)
     return batches
-
-
-def pack(
-    prompts: Sequence[Tensor],
-    responses: Sequence[Tensor],
-    names: Sequence[Hashable],
-    column_M: Tensor,
-) -> Packed:
-    """Lay out rows (CPU tensors of ids); every row has a prompt and at least one response token."""
-    first_row = _first_rows(names)
-    place = {name: p for p, name in enumerate(first_row)}
-    parent = np.array([place[name] for name in names])
-    prompt_lengths = np.array([prompts[i].shape[0] for i in first_row.values()])
-    response_lengths = np.array([response.shape[0] for response in responses])
-
-    inputs = [prompts[i] for i in first_row.values()] + [response[:-1] for response in responses]
-    lengths = np.concatenate([prompt_lengths, response_lengths - 1])
-    starts = lengths.cumsum() - lengths
-    base = np.concatenate([np.zeros_like(prompt_lengths), prompt_lengths[parent]])
-    prefixes = np.concatenate([np.full_like(prompt_lengths, -1), parent])
-
-    # The first token of a response is predicted by its prompt's last token, the others by their forerunners.
-    row_starts = response_lengths.cumsum() - response_lengths
-    own_starts = starts[len(prompt_lengths) :]
-    gather = np.arange(response_lengths.sum()) + np.repeat(own_starts - 1 - row_starts, response_lengths)
-    gather[row_starts] = (starts + lengths)[parent] - 1
-    return Packed(
-        ids_N=torch.cat(inputs),
-        positions_N=torch.from_numpy(np.arange(lengths.sum()) + np.repeat(base - starts, lengths)),
-        layout=PackedLayout.of_segments(Segments(starts, lengths, prefixes)),
-        gather_M=torch.from_numpy(gather),
-        target_M=torch.cat(list(responses)),
-        column_M=column_M,
-    )

@@ -17,23 +17,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
 
 from practicum.devices import collective_backends
-from practicum.errors import EngineError, PracticumError
+from practicum.errors import PracticumError
 
 T = TypeVar("T")
 
 _PAUSE_S = 0.3
 """Between the last barrier and the end of the group: without it gloo aborts the process now and then."""
-_SETTINGS = ("set_reduce_scatter_unused_params", "set_force_sum_reduction_for_comms")
 
 
 class Root(nn.Module):
-    """A model and what else is trained with it. Work on them runs inside its forward pass.
+    """Runs work on a model inside a forward pass, whose hooks gather the outermost weights.
 
-    Whoever enters by a part of the model would pass by the hooks that gather the outermost weights. What is
-    trained with it has a root of its own around the model's: FSDP2 wants one number type in each.
+    A part that is trained with the model has its own root around it, for FSDP2 wants one dtype in each.
     """
 
     def __init__(self, part: nn.Module, inner: Root | None = None) -> None:
@@ -44,7 +43,6 @@ class Root(nn.Module):
         return work() if self.inner is None else self.inner(work)
 
     def let_go(self) -> None:
-        """Free the gathered weights."""
         cast(FSDPModule, self).reshard()
         if self.inner is not None:
             self.inner.let_go()
@@ -56,22 +54,16 @@ class Parallel:
 
     rank: int
     world: int
+    device: str = "cpu"
 
     @classmethod
     def join(
         cls, rank: int, world: int, address: str, port: int, timeout_s: float, device: str = "cpu"
     ) -> Parallel:
         """Meet the other ranks at rank 0's address; waits for them and for each collective `timeout_s`."""
-        backends = collective_backends(device)
-        lacking = [name for name in _SETTINGS if not hasattr(FSDPModule, name)]
-        if lacking:
-            raise EngineError(
-                f"data-parallel ranks need FSDP2's {' and '.join(lacking)}, which torch {torch.__version__} "
-                "lacks: install torch 2.13 or later"
-            )
         try:
             dist.init_process_group(
-                backends,
+                collective_backends(device),
                 init_method=f"tcp://{address}:{port}",
                 rank=rank,
                 world_size=world,
@@ -82,88 +74,126 @@ class Parallel:
                 f"learner rank {rank} did not meet the other {world - 1} at {address}:{port} within "
                 f"{timeout_s:g} s: {str(error).splitlines()[0]}"
             ) from error
-        return cls(rank, world)
+        return cls(rank, world, device)
 
     def gather(self, mine: T) -> list[T]:
-        """What each rank has, in their order; for small things."""
+        """Return each rank's object, in their order; for small ones."""
         found: list[Any] = [None] * self.world
         dist.all_gather_object(found, mine)
         return found
 
     def largest(self, number: int) -> int:
-        """The largest of the ranks' numbers."""
         largest = torch.tensor(number)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return int(largest)
 
-    def shard(
-        self, model: nn.Module, layers: Sequence[nn.Module], *more: nn.Module, device: torch.device
-    ) -> Root:
-        """Shard a model (the same on all ranks) in place: each layer by itself, all else together.
+    def shard(self, model: PreTrainedModel, layers: Sequence[nn.Module], *more: nn.Module) -> Root:
+        """Shard a model in place: each layer by itself, all else together.
 
-        Its parameters become DTensors. Gradients are sums over ranks, zeros where a rank had none.
+        Ranks whose model has no weights yet (on the meta device) receive those of rank 0. Parameters become
+        DTensors. Gradients are sums over ranks, zeros where a rank had none.
         """
-        mesh = init_device_mesh(device.type, (self.world,))
+        mesh = init_device_mesh(self.device, (self.world,))
+        weights = self._describe_weights(model)
         for layer in layers:
             fully_shard(layer, mesh=mesh)
         root = Root(model)
         fully_shard(root, mesh=mesh, reshard_after_forward=False)
         for part in more:
-            root = Root(part, root)
+            root = Root(part.to(self.device), root)
             fully_shard(root, mesh=mesh, reshard_after_forward=False)
         for module in root.modules():
-            if not isinstance(module, FSDPModule):
-                continue
-            sharded = cast(FSDPModule, module)
-            # Token weights are already divided by global counts. gloo knows plain sums only.
-            sharded.set_force_sum_reduction_for_comms(True)
-            sharded.set_gradient_divide_factor(1.0)
+            if isinstance(module, FSDPModule):
+                # Token weights are already divided by global counts. gloo knows plain sums only.
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_gradient_divide_factor(1.0)
         cast(FSDPModule, root).set_reduce_scatter_unused_params(True)
+        if weights is not None:
+            self._send_weights(model, weights)
         return root
 
+    def _describe_weights(self, model: PreTrainedModel) -> dict[str, Tensor] | None:
+        """Return the whole weights and buffers by name, on rank 0; None if every rank has them.
+
+        Models without weights take dtypes and generation config of rank 0's.
+        """
+        if not any(self.gather(model.device.type == "meta")):
+            return None
+        mine = dict(named_states(model))
+        facts = {name: x.dtype for name, x in mine.items()}, getattr(model, "generation_config", None)
+        dtypes, generation_config = self.gather(facts)[0]
+        if generation_config is not None:
+            model.generation_config = generation_config
+        for name, x in mine.items():
+            x.data = x.data.to(dtypes[name])
+        return {name: x.detach() for name, x in mine.items()}
+
+    @torch.no_grad()
+    def _send_weights(self, model: nn.Module, whole_weights: dict[str, Tensor]) -> None:
+        """Broadcast rank 0's weights and buffers; each rank keeps its shards."""
+        if self.rank:
+            _make_empty(model, self.device)
+        for name, x in named_states(model):
+            source = whole_weights[name]
+            tensor = torch.empty_like(source, device=self.device) if self.rank else source.to(self.device)
+            dist.broadcast(tensor, 0)
+            if isinstance(x, DTensor):
+                shard = distribute_tensor(tensor, x.device_mesh, x.placements, src_data_rank=None)
+                x.to_local().copy_(shard.to_local())
+            else:
+                x.copy_(tensor)
+
     def close(self) -> None:
-        """Leave the group; the other ranks do so too, or are gone."""
+        """Leave the group."""
         if not dist.is_initialized():
             return
         try:
             dist.barrier()
             time.sleep(_PAUSE_S)
         except RuntimeError:
-            pass  # a rank is gone: nobody is left to wait for
+            pass  # another rank has died
         dist.destroy_process_group()
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """A port of this machine on which nobody listens just now."""
+    """Return an unused port of this machine."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         return probe.getsockname()[1]
 
 
-def run_in(root: Root | None, work: Callable[[], T]) -> T:
-    """Do work on a model, sharded or not; without gradients its weights are let go at once."""
-    if root is None:
-        return work()
-    result = root(work)
-    if not torch.is_grad_enabled():
-        # Kept for a backward pass, they would be stale after the next optimizer step.
-        root.let_go()
-    return result
+def named_states(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _make_empty(model: nn.Module, device: str) -> None:
+    """Allocate tensors that are on the meta device; tied ones stay tied."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, x in tensors.items():
+                if x is None or not x.is_meta:
+                    continue
+                if id(x) not in made:
+                    new = torch.empty_like(x, device=device)
+                    is_parameter = isinstance(x, nn.Parameter)
+                    made[id(x)] = x, nn.Parameter(new, x.requires_grad) if is_parameter else new
+                tensors[name] = made[id(x)][1]  # pyright: ignore[reportArgumentType]
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor itself, or all of it if ranks have shards: then every rank must ask."""
+    """Return the whole tensor; if ranks have shards of it, all of them must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_tensors(model: nn.Module, only: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """The model's parameters (or those of these names) one after the other, tied ones once; every rank must
-    go through them."""
+    """Yield the model's parameters and saved buffers, tied ones once, or the parameters of these names.
+
+    Every rank must go through them.
+    """
     for name, parameter in model.named_parameters():
         if only is None or name in only:
             yield name, whole(parameter.detach())
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether ranks have shards of the model."""
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    saved = model.state_dict().keys() if only is None else ()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)

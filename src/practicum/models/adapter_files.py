@@ -1,50 +1,68 @@
-"""Adapters on disk: PEFT's format for others, and what a checkpoint says of its adapter's base."""
+"""Adapters as folders in PEFT's format, and what a checkpoint says of its adapter's base."""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import save_file
-from torch import Tensor
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from practicum.errors import PracticumError
+from practicum.compat import peft
+from practicum.errors import PracticumError, RecipeError
 from practicum.models.load_model import load_model
-from practicum.models.lora import adapter_config, base_fingerprint, merged_weights
-from practicum.models.lora_product import ADAPTER
+from practicum.models.lora import base_fingerprint, merged_weights
+from practicum.models.model_files import must_read
 from practicum.models.offloaded_weights import take_weights
-from practicum.models.saved_adapter import ORIGIN, PREFIX, WEIGHTS
-from practicum.recipe.derived import EXPORTED
+from practicum.recipe.derived import ADAPTER_CONFIG, EXPORTED, adapter_folder
 from practicum.recipe.schema.recipe import Model
 
-_BASE = "base.json"
+if TYPE_CHECKING:  # an extra
+    from peft import LoraConfig
+
+_WEIGHTS, _ORIGIN, _BASE = "adapter_model.safetensors", "practicum.json", "base.json"
+_PREFIX = "base_model.model."
+"""What PEFT's files put before the names of parameters."""
+_WHOLE = "a LoRA adapter in PEFT's format that is whole"
+_PLAIN = ("bias", "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "layer_replication")
+"""PEFT's settings by which an adapter is more than products of two matrices."""
+_MOVES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of PEFT's ways to start an adapter that change the base too."""
+_MATTERS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
+"""Settings that decide, with the weights, what an adapter does to its base."""
 
 
 def write_adapter(folder: Path, model: PreTrainedModel, weights: Mapping[str, Tensor], base: str) -> None:
     """Write an adapter of this model in PEFT's format; `base` is the fingerprint of its base."""
-    config = copy.copy(adapter_config(model))
+    config = copy.copy(peft.adapter_config(model))
     config.inference_mode = True
     config.target_modules = sorted(config.target_modules or ())
     config.save_pretrained(str(folder))
-    named = {f"{PREFIX}{name.replace(f'.{ADAPTER}.', '.')}": x for name, x in weights.items()}
+    named = {f"{_PREFIX}{name.replace(f'.{peft.ADAPTER}.', '.')}": x for name, x in weights.items()}
     tensors = {name: x.detach().cpu().contiguous() for name, x in named.items()}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / ORIGIN).write_text(json.dumps({"base": base}) + "\n")
+    save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+    (folder / _ORIGIN).write_text(json.dumps({"base": base}) + "\n")
 
 
 def save_base(student: Path, spec: Model, seed: int) -> None:
-    """Note in a checkpoint's folder of the student what its adapter is on."""
-    local = spec.path is not None and Path(spec.path).expanduser().is_dir()
-    path = str(Path(spec.path).expanduser().resolve()) if local and spec.path is not None else spec.path
+    """Note in a checkpoint's folder of the student which base its adapter is on."""
+    path = spec.path
+    if path is not None and Path(path).expanduser().is_dir():
+        path = str(Path(path).expanduser().resolve())
     described = {"model": spec.model_dump(mode="json") | {"path": path}, "seed": seed}
     (student / _BASE).write_text(json.dumps(described, indent=1) + "\n")
 
 
 def merge_checkpoint(student: Path, weights: dict[str, Tensor], export: Path) -> dict[str, Tensor]:
-    """The weights of a checkpoint's plain model, from those in its folder of the student.
+    """Return the weights of a checkpoint's plain model, from those in its folder of the student.
 
     They are all of it, or an adapter: that is written into the export too, and merged into its base, which is
     loaded for that and must be the one that it was trained on.
@@ -63,3 +81,121 @@ def merge_checkpoint(student: Path, weights: dict[str, Tensor], export: Path) ->
     take_weights(model, weights.items())
     write_adapter(export / EXPORTED, model, weights, base)
     return dict(merged_weights(model))
+
+
+@dataclass(frozen=True)
+class SavedAdapter:
+    """An adapter in a folder. `key` is the recipe's, for errors; names are those of parameters in a model."""
+
+    key: str
+    folder: Path
+    config: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    base: str | None
+    """The fingerprint of the base that it was trained on; None if another program wrote it."""
+    fingerprint: str
+    """The same for adapters that do the same to a base."""
+
+    @classmethod
+    def read(cls, named: str, key: str) -> SavedAdapter:
+        """Read its config and the header of its weights; a RecipeError if missing, damaged or unknown."""
+        folder = adapter_folder(named)
+        if folder is None:
+            advice = "train the recipe that makes it first, or check the path"
+            if (Path(named).expanduser() / "config.json").is_file():
+                advice = f"this is a whole model: set {key.rpartition('.')[0]}.model to it, without adapter"
+            expected = f"a folder with {ADAPTER_CONFIG}, or an export, run folder or checkpoint of model.lora"
+            raise RecipeError(key, named, expected, advice)
+        with must_read(str(folder / ADAPTER_CONFIG), key, _WHOLE):
+            config = json.loads((folder / ADAPTER_CONFIG).read_text())
+            origin = folder / _ORIGIN
+            base = json.loads(origin.read_text()).get("base") if origin.is_file() else None
+        with must_read(str(folder / _WEIGHTS), key, _WHOLE):
+            with safe_open(folder / _WEIGHTS, "pt") as file:
+                shapes = {_own_name(n): tuple(file.get_slice(n).get_shape()) for n in file.keys()}  # noqa: SIM118
+            digest = hashlib.sha256((folder / _WEIGHTS).read_bytes())
+        digest.update(json.dumps({name: config.get(name) for name in _MATTERS}, sort_keys=True).encode())
+        if (found := _unusual(config, shapes)) is not None:
+            expected = "a LoRA adapter of the decoder's layers by two matrices for each weight"
+            advice = "merge it into a separate model, and set model to that in place of adapter"
+            raise RecipeError(key, f"{folder} with {found}", expected, advice)
+        return cls(key, folder, config, shapes, base, digest.hexdigest()[:16])
+
+    @property
+    def parameters(self) -> int:
+        return sum(map(prod, self.shapes.values()))
+
+    def describe(self) -> str:
+        return f"an adapter of rank {self.config.get('r')} ({self.parameters / 1e6:,.2f}M parameters)"
+
+    def peft_config(self) -> LoraConfig:
+        """Return its config, for a model that only scores."""
+        config = peft.read_config(self.key, self.folder)
+        config.lora_dropout, config.init_lora_weights, config.inference_mode = 0.0, True, True
+        return config
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return its weights, by their names in a model."""
+        with must_read(str(self.folder), self.key, _WHOLE):
+            return {_own_name(name): x for name, x in load_file(self.folder / _WEIGHTS).items()}
+
+    def check_fits(self, base: nn.Module, about: str) -> None:
+        """Raise a RecipeError if a layer that it adapts is missing in a base, or has other widths there.
+
+        The base may be without weights. `about` says in errors which it is.
+        """
+        modules = dict(base.named_modules())
+        for name, (_, width) in self.shapes.items():
+            place, part, _ = name.partition(".lora_A.")
+            up = self.shapes.get(name.replace(".lora_A.", ".lora_B."))
+            module = modules.get(place.removesuffix(".base_layer"))
+            found = None
+            if part and (module is None or up is None):
+                found = "is missing there" if module is None else "has no second matrix"
+            elif part and up and isinstance(module, nn.Linear):
+                here, there = (width, up[0]), (module.in_features, module.out_features)
+                found = None if here == there else f"is {here} for it and {there} there"
+            if found is not None:
+                raise self._misfit(f"an adapter of another base: {place} {found}", about)
+
+    def check_base(self, fingerprint: str, about: str) -> None:
+        """Raise a RecipeError if it was trained on weights of another fingerprint."""
+        if self.base not in (None, fingerprint):
+            known = self.config.get("base_model_name_or_path")
+            on = f"{self.base}, {known}" if known else self.base
+            raise self._misfit(f"trained on another base ({on})", f"{about} ({fingerprint})")
+
+    def check_parameters(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise a RecipeError unless these are the parameters that PEFT makes of its config on the base."""
+        if other := sorted(shapes.items() ^ self.shapes.items()):
+            found = f"{self.folder}, whose config and weights are not of one adapter: see {other[0][0]}"
+            raise RecipeError(self.key, found, _WHOLE, "write or copy the folder again")
+
+    def _misfit(self, what: str, about: str) -> RecipeError:
+        advice = "take the model that it was trained on, or train it again on this one"
+        if teacher := self.key.rpartition(".")[0]:
+            advice = f"set {teacher}.model to the model that it was trained on or, without adapter, to the "
+            advice += "merged model; or train it again on this one"
+        return RecipeError(self.key, f"{self.folder}, {what}", f"an adapter of {about}", advice)
+
+
+def _unusual(config: Mapping[str, Any], shapes: Mapping[str, Any]) -> str | None:
+    """Return what makes an adapter more than products of two matrices in the decoder's layers, or None."""
+    if config.get("peft_type") != "LORA":
+        return f"peft_type {config.get('peft_type')}"
+    if other := next((name for name in _PLAIN if config.get(name) not in ("none", None, [], False)), None):
+        return f"{other} {config[other]}"
+    start = config.get("init_lora_weights")
+    if str(start).lower().startswith(_MOVES_BASE):
+        return f"init_lora_weights {start}"
+    for name in shapes:
+        parts = {*name.split(".")}
+        if not {"lora_A", "lora_B"} & parts or {"lm_head", "embed_tokens", "wte"} & parts:
+            return f"weights of {name.partition('.lora_')[0]}"
+    return None if shapes else "no weights"
+
+
+def _own_name(name: str) -> str:
+    """Return the name of a parameter in a model that PEFT has put the adapter on, by its name in a file."""
+    place, _, last = name.removeprefix(_PREFIX).rpartition(".")
+    return f"{place}.{peft.ADAPTER}.{last}"

@@ -2,43 +2,56 @@
 
 An engine and a learner compute the same router logits up to rounding, and near a tie they pick other experts:
 then their logprobs differ by more than rounding. A learner that replays the engine's experts does not.
-Routers are those that return (logits, weights, indices), as Qwen3-MoE's. What is recorded and replayed sits
-on them, not in a thread: a backward pass may recompute a layer in another one.
+Routers return (logits, weights, indices) and weigh experts by one of RULES. Models with other routers route
+by themselves everywhere. What is recorded and replayed sits on the routers, not in a thread: a backward pass
+may recompute a layer in another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import count
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn.functional import pad
-from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
+from practicum.compat.transformers import grouped_mm_experts_forward, register_experts
+from practicum.cpu.batch_invariance import LANES, ROWS, mlp_width, padded_tokens
 from practicum.errors import EngineError
-from practicum.models.batch_invariance import LANES, ROWS, mlp_width, padded_tokens
 
-IMPLEMENTATION = "practicum"
-_SEAT = "practicum_seat"
+_HOOK = "practicum_routes"
 _TOLERANCE = 1e-2
 """Largest difference of a router's own weights from ours: number types differ, rules would differ by more."""
 
 
+def _softmax_weights(router: Any, logits: Tensor, indices: Tensor) -> Tensor:
+    """Return the router's probabilities of given experts, renormalised if it does so (Qwen3-MoE, Mixtral)."""
+    weights = torch.softmax(logits, dim=-1, dtype=torch.float).gather(-1, indices)
+    if getattr(router, "norm_topk_prob", True):
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights.to(logits.dtype)
+
+
+Rule = Callable[[Any, Tensor, Tensor], Tensor]
+RULES: list[Rule] = [_softmax_weights]
+"""How routers weigh experts: (router, logits [N, X], indices [N, E]) → weights [N, E]. Each router takes the
+first rule that reproduces its own weights."""
+
+
 @dataclass(eq=False, slots=True)
 class _RouterHook:
-    """What a router is asked to do beside its work."""
+    """What a router does besides its work."""
 
-    layer: int = 0
+    layer: int
+    rule: Rule
     width: int = LANES
-    """How wide the model's layers are, by which packed tokens are padded."""
-    taken: RecordedRoutes | None = None
+    """Width of the model's layers, by which packed tokens are padded."""
+    taken: list[Tensor] | None = None
     replay: Tensor | None = None
     """Experts to take [N, E]; -1: the router's own choice."""
     moved: RouteChanges | None = None
@@ -51,7 +64,7 @@ class RecordedRoutes:
     layers: list[list[Tensor]]
 
     def tensor(self) -> Tensor:
-        """[N, L, E] int64, tokens in the order of the forward calls, with the padding of each."""
+        """Return [N, L, E] int64, tokens in the order of the forward calls, with the padding of each."""
         return torch.stack([torch.cat(calls) for calls in self.layers], dim=1)
 
 
@@ -62,7 +75,7 @@ class RouteChanges:
     layers: dict[int, Tensor] = field(default_factory=dict)
 
     def share(self) -> float:
-        """The share of (token, layer) whose own choice would have been another set of experts."""
+        """Return the share of (token, layer) whose own choice would have been another set of experts."""
         if not self.layers:
             raise EngineError("no forward was run while experts were replayed")
         return float(torch.stack([*self.layers.values()]).double().mean())
@@ -73,25 +86,25 @@ class Routes:
 
     def __init__(self, routers: list[nn.Module]) -> None:
         self._routers = routers
-        self._seats: list[_RouterHook] = [getattr(router, _SEAT) for router in routers]
+        self._hooks: list[_RouterHook] = [getattr(router, _HOOK) for router in routers]
         first: Any = routers[0]
         self.layers, self.per_token, self.experts = len(routers), int(first.top_k), int(first.num_experts)
 
     @contextmanager
     def record(self) -> Iterator[RecordedRoutes]:
         """Note which experts each token of the forward calls inside takes."""
-        taken = RecordedRoutes([[] for _ in self._seats])
-        for seat in self._seats:
-            seat.taken = taken
+        taken = RecordedRoutes([[] for _ in self._hooks])
+        for hook, calls in zip(self._hooks, taken.layers, strict=True):
+            hook.taken = calls
         try:
             yield taken
         finally:
-            for seat in self._seats:
-                seat.taken = None
+            for hook in self._hooks:
+                hook.taken = None
 
     @contextmanager
     def replay(self, experts_NLE: Tensor) -> Iterator[RouteChanges]:
-        """The forward inside takes these experts, weighted by the routers' own probabilities of them.
+        """Have the forward inside take these experts, weighted by the routers' own probabilities of them.
 
         A token with -1 takes those that its router chooses. If activations are recomputed in the backward
         pass, that belongs inside too.
@@ -101,37 +114,21 @@ class Routes:
                 f"experts to replay are {list(experts_NLE.shape)}, expected tokens x {self.layers} layers "
                 f"x {self.per_token} experts"
             )
-        if not self.can_replay:
-            raise EngineError(
-                f"{type(self._routers[0]).__name__} weighs its experts in another way than by their softmax "
-                "probabilities: set train.replay_experts to false"
-            )
         moved = RouteChanges()
         experts = experts_NLE.to(cast(Tensor, self._routers[0].weight).device).unbind(1)
-        for seat, replay in zip(self._seats, experts, strict=True):
-            seat.replay, seat.moved = replay, moved
+        for hook, replay in zip(self._hooks, experts, strict=True):
+            hook.replay, hook.moved = replay, moved
         try:
             yield moved
         finally:
-            for seat in self._seats:
-                seat.replay = seat.moved = None
-
-    @cached_property
-    def can_replay(self) -> bool:
-        """Whether the routers weigh experts as we do: found out once, on made-up tokens."""
-        router: Any = self._routers[0]
-        # Ranks that have shards of it ask together.
-        own = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in router.named_parameters()}
-        with torch.no_grad():
-            tokens = torch.eye(4, router.weight.shape[1]).to(own["weight"])
-            logits, weights, indices = functional_call(router, own, (tokens,))
-            return bool((_weights(router, logits, indices) - weights).abs().max() <= _TOLERANCE)
+            for hook in self._hooks:
+                hook.replay = hook.moved = None
 
 
 def _padded_experts(module: Any, hidden_N: Tensor, index_NE: Tensor, weights_NE: Tensor) -> Tensor:
-    """transformers' grouped products, with a multiple of ROWS tokens for each expert: see `batch_invariance`.
+    """Compute transformers' grouped products with a multiple of ROWS tokens for each expert.
 
-    Tokens of 0 with weights of 0 fill them up.
+    Tokens of 0 with weights of 0 fill them up: see `cpu/batch_invariance.py`.
     """
     tokens, per_token = index_NE.shape
     missing_X = -index_NE.flatten().bincount(minlength=module.num_experts) % ROWS
@@ -147,63 +144,74 @@ def _padded_experts(module: Any, hidden_N: Tensor, index_NE: Tensor, weights_NE:
     return grouped_mm_experts_forward(module, padded_NH, index_NE, padded_NE)[:tokens]
 
 
-ExpertsInterface.register(IMPLEMENTATION, _padded_experts)
+register_experts(_padded_experts)
 
 
 def routes_of(model: nn.Module) -> Routes | None:
-    """The routers of a model, prepared the first time; None if it has none."""
+    """Return the model's routers, prepared the first time; None if it has none that can be replayed."""
     routers = [module for module in model.modules() if _is_router(module)]
-    for layer, router in enumerate(routers):
-        if not hasattr(router, _SEAT):
-            setattr(router, _SEAT, _RouterHook(layer, mlp_width(model)))
+    rules = [getattr(r, _HOOK).rule if hasattr(r, _HOOK) else _rule_of(r) for r in routers]
+    if not routers or None in rules:
+        return None
+    for layer, (router, rule) in enumerate(zip(routers, rules, strict=True)):
+        if rule is not None and not hasattr(router, _HOOK):
+            setattr(router, _HOOK, _RouterHook(layer, rule, mlp_width(model)))
             # A hook, not another forward: a copy of the model calls it with the copied router.
             router.register_forward_hook(_routed)
-    return Routes(routers) if routers else None
+    return Routes(routers)
 
 
 def _is_router(module: nn.Module) -> bool:
-    """A layer that scores `num_experts` experts and picks `top_k` of them."""
-    if hasattr(module, _SEAT):  # its weights may be offloaded just now
+    """Return True for a layer that scores `num_experts` experts and picks `top_k` of them."""
+    if hasattr(module, _HOOK):  # its weights may be offloaded
         return True
-    weight, count = getattr(module, "weight", None), getattr(module, "num_experts", None)
+    weight = getattr(module, "weight", None)
     return (
         isinstance(weight, Tensor)
         and weight.dim() == 2
-        and weight.shape[0] == count
+        and weight.shape[0] == getattr(module, "num_experts", None)
         and isinstance(getattr(module, "top_k", None), int)
     )
 
 
-def _routed(router: nn.Module, args: Any, output: Any) -> tuple[Tensor, Tensor, Tensor] | None:
-    """A router's output, with replayed experts in place of its own; None leaves it as it is."""
-    seat: _RouterHook = getattr(router, _SEAT)
-    if seat.taken is None and seat.replay is None:
+@torch.no_grad()
+def _rule_of(router: Any) -> Rule | None:
+    """Return the rule by which a router that returns (logits, weights, indices) weighs experts.
+
+    Tried with made-up weights (its own may not be loaded yet), whose logits are far enough from 0 to tell
+    a softmax from a sigmoid.
+    """
+    random = torch.Generator().manual_seed(0)
+    named = (*router.named_parameters(), *router.named_buffers())
+    tensors = {name: torch.zeros(x.shape) for name, x in named}
+    tensors["weight"] = torch.randn(router.weight.shape, generator=random)
+    width = router.weight.shape[1]
+    tokens = torch.randn(8, width, generator=random) * 4.0 / width**0.5
+    output = functional_call(router, tensors, (tokens,))
+    if not (isinstance(output, tuple) and len(output) == 3 and output[2].dtype == torch.int64):
         return None
-    if not isinstance(output, tuple) or len(output) != 3:
-        raise EngineError(
-            f"{type(router).__name__} does not return (logits, weights, indices), so the experts that "
-            "tokens take can't be recorded"
-        )
     logits, weights, indices = output
-    if seat.replay is not None:
-        given, own = seat.replay, indices
-        tokens = len(given)
-        if len(own) not in (tokens, padded_tokens(tokens, seat.width)):
-            raise EngineError(f"experts of {tokens} tokens are replayed in a forward of {len(own)}")
-        given = pad(given, (0, 0, 0, len(own) - tokens), value=-1)
-        indices = torch.where(given < 0, own, given)
-        weights = _weights(router, logits, indices).to(weights.dtype)
-        if seat.moved is not None:
-            differs = (indices.sort(-1).values != own.sort(-1).values).any(-1)[:tokens]
-            seat.moved.layers[seat.layer] = differs.detach()
-    if seat.taken is not None:
-        seat.taken.layers[seat.layer].append(indices.detach())
+    gaps = ((rule(router, logits, indices) - weights).abs().max() for rule in RULES)
+    return next((rule for rule, gap in zip(RULES, gaps, strict=True) if gap <= _TOLERANCE), None)
+
+
+def _routed(router: nn.Module, args: Any, output: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return a router's output with replayed experts in place of its own; None leaves it as it is."""
+    hook: _RouterHook = getattr(router, _HOOK)
+    if hook.taken is None and hook.replay is None:
+        return None
+    logits, weights, indices = output
+    if hook.replay is not None:
+        replay, chosen = hook.replay, indices
+        tokens = len(replay)
+        if len(chosen) not in (tokens, padded_tokens(tokens, hook.width)):
+            raise EngineError(f"experts of {tokens} tokens are replayed in a forward of {len(chosen)}")
+        replay = pad(replay, (0, 0, 0, len(chosen) - tokens), value=-1)
+        indices = torch.where(replay < 0, chosen, replay)
+        weights = hook.rule(router, logits, indices).to(weights.dtype)
+        if hook.moved is not None:
+            differs = (indices.sort(-1).values != chosen.sort(-1).values).any(-1)[:tokens]
+            hook.moved.layers[hook.layer] = differs.detach()
+    if hook.taken is not None:
+        hook.taken.append(indices.detach())
     return logits, weights, indices
-
-
-def _weights(router: Any, logits: Tensor, indices: Tensor) -> Tensor:
-    """The router's own probabilities of given experts, renormalised if it does so."""
-    weights = torch.softmax(logits, dim=-1, dtype=torch.float).gather(-1, indices)
-    if getattr(router, "norm_topk_prob", True):
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights.to(logits.dtype)

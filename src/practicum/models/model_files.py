@@ -1,33 +1,43 @@
-"""Tokenizers, configs and image processors of model folders and hub names, read once per process and
-version of the files."""
+"""Model folders and hub names: configs, tokenizers and image processors, read once per process and version of
+the files; and models written to folders in HuggingFace format."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import os
+import shutil
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from practicum.errors import RecipeError
 from practicum.models.hub import is_unreachable, not_found
+from practicum.models.vision import is_vision
 
 KEPT = 192
 """How many are remembered."""
+_CONFIG, _GENERATION = "config.json", "generation_config.json"
 
 
 @contextmanager
 def must_read(source: str, key: str, expected: str) -> Iterator[None]:
-    """A RecipeError about `key` if the block can't read `source`."""
+    """Turn errors of the block, which reads `source`, into a RecipeError about `key`."""
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
@@ -36,28 +46,43 @@ def must_read(source: str, key: str, expected: str) -> Iterator[None]:
         raise RecipeError(key, source, expected, str(error).splitlines()[0]) from error
 
 
+def require_model_folder(source: str, key: str = "model.path") -> None:
+    """Require that a path that looks local is a folder with a config; a hub name is left to the hub."""
+    folder = Path(source).expanduser()
+    if os.path.isfile(folder / "adapter_config.json"):
+        advice = "take the model that it was merged into, such as the folder of the run that trained it"
+        if key.startswith("teachers."):
+            advice += f"; or set {key.rpartition('.')[0]}.adapter to it"
+        raise RecipeError(key, f"{source}, an adapter", "a whole model", advice)
+    looks_local = source.startswith((".", "/", "~")) or source.count("/") != 1 or os.path.exists(source)
+    if looks_local and not os.path.isfile(folder / _CONFIG):
+        expected = "a folder with config.json and weights, a run folder or a checkpoint"
+        raise RecipeError(key, source, expected, "train the recipe that makes it first, or check the path")
+
+
 def read_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub name; OSError or ValueError if there is none."""
+    """Return the tokenizer of a folder or hub name; OSError or ValueError if there is none, as below."""
     return _read(AutoTokenizer, source, _stamp(source))
 
 
 def read_config(source: str) -> Any:
-    """The config of a folder or hub name; OSError or ValueError if there is none."""
     return _read(AutoConfig, source, _stamp(source))
 
 
 def read_image_processor(source: str) -> Any:
-    """The image processor of a folder or hub name; OSError or ValueError if there is none."""
     return _read(AutoImageProcessor, source, _stamp(source))
 
 
 def read_generation(source: str) -> Any:
-    """The generation config of a folder or hub name; of a model without one, its config."""
-    return _generation(source, _stamp(source))
+    """Return the generation config of a folder or hub name; of a model without one, its config."""
+    try:
+        return _read(GenerationConfig, source, _stamp(source))
+    except OSError:
+        return read_config(source).get_text_config()
 
 
 def _stamp(source: str) -> tuple[int, ...]:
-    """Tells versions of a folder apart; nothing for a hub name, which is not waited for without a network."""
+    """Tell versions of a folder apart; empty for a hub name, which is not waited for without a network."""
     is_unreachable(source)
     folder = Path(source).expanduser()
     return tuple(file.stat().st_mtime_ns for file in sorted(folder.glob("*.json")))
@@ -68,9 +93,35 @@ def _read(reader: Any, source: str, stamp: tuple[int, ...]) -> Any:
     return reader.from_pretrained(source)
 
 
-@lru_cache(KEPT)
-def _generation(source: str, stamp: tuple[int, ...]) -> Any:
-    try:
-        return GenerationConfig.from_pretrained(source)
-    except OSError:
-        return _read(AutoConfig, source, stamp).get_text_config()
+def model_class(config: Any) -> Any:
+    """Return the transformers class that makes models of this config."""
+    return AutoModelForImageTextToText if is_vision(config) else AutoModelForCausalLM
+
+
+def save_description(
+    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, processor: Any | None
+) -> None:
+    """Write all of a model's folder but the weights: configs, tokenizer and processor."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = copy.deepcopy(model.config)
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.save_pretrained(folder)
+    if model.can_generate() and model.generation_config is not None:
+        # Without transformers' checks, which could keep a checkpoint from being written.
+        model.generation_config.to_json_file(folder / _GENERATION)
+    tokenizer.save_pretrained(folder)
+    if processor is not None:
+        processor.image_processor.save_pretrained(folder)
+
+
+def write_model(description: Path, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Write a folder in HuggingFace format from what `save_description` wrote and the weights."""
+    config = read_config(str(description))
+    with torch.device("meta"):
+        model = model_class(config).from_config(config, dtype=config.dtype)
+    if (description / _GENERATION).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(description)
+    model.save_pretrained(folder, state_dict=dict(weights))
+    for file in description.iterdir():
+        if file.name not in (_CONFIG, _GENERATION):
+            shutil.copyfile(file, folder / file.name)

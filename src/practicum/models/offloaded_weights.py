@@ -20,14 +20,14 @@ if TYPE_CHECKING:  # vLLM's process says in its own words what keeps transformer
 
 
 def named_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What training changes: parameters and saved buffers by name, tied ones under each of their names; of a
-    model with an adapter, the adapter's."""
+    """Return parameters and saved buffers by name, tied ones under each of their names; of a model with an
+    adapter, the adapter's."""
     tensors = model.state_dict(keep_vars=True)
     return {name: x for name, x in tensors.items() if is_adapter(name)} or tensors
 
 
 def distinct_tensors(model: PreTrainedModel) -> list[Tensor]:
-    """Every parameter and buffer of the model once."""
+    """Return every parameter and buffer of the model once."""
     return list({id(t): t for t in (*model.parameters(), *model.buffers())}.values())
 
 
@@ -38,8 +38,7 @@ def take_weights(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) 
     Names and shapes are checked before anything is changed. A tied weight may come under any of its names.
     """
     new_tensors, own = dict(weights), named_tensors(model)
-    _check_names(new_tensors, own)
-    _check_tied(new_tensors, own)
+    _check(new_tensors, own)
     with torch.no_grad():
         for name, tensor in new_tensors.items():
             if not _is_same_memory(tensor, own[name]):
@@ -47,7 +46,7 @@ def take_weights(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) 
 
 
 def in_buckets(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Weights that travel together: of at most this many bytes, or one that is larger."""
+    """Yield weights that travel together: of at most this many bytes, or one that is larger."""
     bucket: list[tuple[str, Tensor]] = []
     filled = 0
     for name, tensor in weights:
@@ -64,22 +63,22 @@ def _is_same_memory(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.stride() == b.stride()
 
 
-def _check_names(given: dict[str, Tensor], own: dict[str, Tensor]) -> None:
-    covered = {id(own[name]) for name in given if name in own}
-    missing = [name for name, tensor in own.items() if id(tensor) not in covered]
-    unknown = [name for name in given if name not in own]
+def _check(new: dict[str, Tensor], own: dict[str, Tensor]) -> None:
+    """Raise an EngineError if names, shapes or tied weights do not fit."""
+    covered = {id(own[name]) for name in new if name in own}
     shapes = [
         f"{name} is {tuple(tensor.shape)}, expected {tuple(own[name].shape)}"
-        for name, tensor in given.items()
+        for name, tensor in new.items()
         if name in own and tensor.shape != own[name].shape
     ]
+    faults = {
+        "missing": [name for name, tensor in own.items() if id(tensor) not in covered],
+        "unknown": [name for name in new if name not in own],
+        "of another shape": shapes,
+    }
     problems = [
         f"{len(names)} {what} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
-        for what, names in (
-            ("missing", missing),
-            ("unknown", unknown),
-            ("of another shape", shapes),
-        )
+        for what, names in faults.items()
         if names
     ]
     if problems:
@@ -87,13 +86,10 @@ def _check_names(given: dict[str, Tensor], own: dict[str, Tensor]) -> None:
             f"weights do not fit the engine's model: {'; '.join(problems)}; nothing was loaded. "
             "Engine and learner must hold the same architecture"
         )
-
-
-def _check_tied(given: dict[str, Tensor], own: dict[str, Tensor]) -> None:
     first: dict[int, str] = {}
-    for name, tensor in given.items():
+    for name, tensor in new.items():
         other = first.setdefault(id(own[name]), name)
-        if not _is_same_memory(tensor, given[other]) and not torch.equal(tensor, given[other]):
+        if not _is_same_memory(tensor, new[other]) and not torch.equal(tensor, new[other]):
             raise EngineError(
                 f"{name} and {other} are one tied weight of the engine's model but came with different "
                 "values; nothing was loaded"
@@ -122,12 +118,6 @@ class OffloadedWeights:
             for parameter in self._parameters:
                 parameter.data = parameter.data.cpu()
             return
-        self._file = self._written()
-        for parameter in self._parameters:  # only now that all of it is on disk
-            parameter.data = parameter.data.new_empty(0, device="cpu")
-
-    def _written(self) -> BinaryIO:
-        """A file with all parameters; it stays open until `restore`."""
         file = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115
         try:
             for parameter in self._parameters:
@@ -137,12 +127,14 @@ class OffloadedWeights:
             file.close()
             raise EngineError(
                 f"weights can't be offloaded to {tempfile.gettempdir()}: {error}; set TMPDIR to a folder "
-                "with room, or raise runtime.teachers_gb or runtime.teachers_host_gb"
+                "with room, or raise runtime.teachers_gb"
             ) from error
-        return file
+        self._file = file  # it stays open until `restore`
+        for parameter in self._parameters:  # only now that all of it is on disk
+            parameter.data = parameter.data.new_empty(0, device="cpu")
 
     def restore(self) -> None:
-        """Give the parameters back, bit by bit the same."""
+        """Restore the parameters, bit for bit."""
         if self._file is None:
             for parameter in self._parameters:
                 parameter.data = parameter.data.to(self._device)
@@ -157,19 +149,18 @@ class OffloadedWeights:
         self.drop()
 
     def drop(self) -> None:
-        """Forget what was offloaded."""
         if self._file is not None:
             self._file.close()
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Return the memory of a contiguous tensor on the CPU."""
     array: Any = tensor.view(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
 
 def return_memory(device: torch.device) -> None:
-    """Give freed memory back to the system, where the allocator would keep it."""
+    """Return freed memory to the system, where the allocator would keep it."""
     if device.type != "cpu":
         empty_cache(device)
     elif sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):

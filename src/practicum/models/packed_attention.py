@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from practicum.cpu.batch_invariance import KEY_BLOCK, padded_keys, padded_rows
 from practicum.models import padded_attention
-from practicum.models.batch_invariance import KEY_BLOCK, padded_keys, padded_rows
 from practicum.models.padded_attention import AttentionRule, PaddedRows
 
 QUERY_CHUNK = 512
@@ -35,7 +35,7 @@ Function = TypeVar("Function", bound=Callable[..., Tensor])
 
 
 def uncompiled(function: Function) -> Function:
-    """Left out of torch.compile: shapes here change with every micro-batch."""
+    """Exclude a function from torch.compile: shapes here change with every micro-batch."""
     return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]
 
 
@@ -56,19 +56,17 @@ class _Block:
     key_BJ: Tensor
     rows: PaddedRows
     causal: bool = False
-    """Whether rows are whole sequences: queries are the first of the keys."""
+    """True if rows are whole sequences: queries are the first of the keys."""
 
     def to(self, device: torch.device) -> _Block:
         return _Block(self.query_BQ.to(device), self.key_BJ.to(device), self.rows.to(device), self.causal)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        """Output [B x Q, heads x D] of the block's queries, padding included."""
+        """Return the output [B x Q, heads x D] of the block's queries, padding included."""
         sees_all = rule.window is None or rule.window >= self.rows.keys
         if self.causal and sees_all and not rule.is_written_out:
-            q, k, v = (
-                _gather(x, index).transpose(1, 2)
-                for x, index in ((query, self.query_BQ), (key, self.key_BJ), (value, self.key_BJ))
-            )
+            indices = ((query, self.query_BQ), (key, self.key_BJ), (value, self.key_BJ))
+            q, k, v = (_gather(x, index).transpose(1, 2) for x, index in indices)
             grouped = query.shape[1] != key.shape[1]
             out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=rule.scale, enable_gqa=grouped)
             return out.transpose(1, 2).flatten(0, 1).flatten(1)
@@ -79,19 +77,19 @@ class _Block:
         return (outs[0] if len(outs) == 1 else torch.cat(outs, 1)).flatten(0, 1).flatten(1)
 
     def _pieces(self) -> Iterator[_Block]:
-        """The same, of QUERY_CHUNK queries at most and no more keys than they need."""
+        """Yield the block in pieces of QUERY_CHUNK queries at most, with no more keys than they need."""
         if not self.causal or self.rows.queries <= QUERY_CHUNK:
             yield self
             return
         for start, stop in pairwise([*range(0, self.rows.queries, QUERY_CHUNK), self.rows.queries]):
             keys = min(padded_keys(stop), self.rows.keys)
-            rows = replace(self.rows.part(start, stop), keys=keys)
+            rows = self.rows.part(start, stop, keys)
             yield _Block(self.query_BQ[:, start:stop], self.key_BJ[:, :keys], rows)
 
     def inputs(
         self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
     ) -> tuple[PaddedRows, Tensor, Tensor, Tensor]:
-        """What `padded_attention` takes: rows, queries [B, Q, ...], keys and values [B, kv heads, J, D]."""
+        """Return rows, queries [B, Q, ...], keys and values [B, kv heads, J, D] for `padded_attention`."""
         skipped, rows = self.rows.within(rule.window)
         k, v = (_gather(x, self.key_BJ[:, skipped:]).transpose(1, 2) for x in (key, value))
         return rows, _gather(query, self.query_BQ), k, v
@@ -100,7 +98,7 @@ class _Block:
 class _LongBlocks(torch.autograd.Function):
     """Blocks with many keys: writes their outputs into those of the others [N, heads x D].
 
-    What it keeps for the gradient is what goes in and comes out; blocks are gathered anew.
+    It keeps inputs and outputs for the gradient; blocks are gathered anew.
     """
 
     @staticmethod
@@ -134,7 +132,7 @@ class _LongBlocks(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, out_N, sums_N = ctx.saved_tensors
         rule = replace(ctx.rule, sinks=sinks)
-        grad_N, out_N = grads[0].unflatten(1, (query.shape[1], -1)), out_N.unflatten(1, (query.shape[1], -1))
+        grad_N, out_N = (x.unflatten(1, (query.shape[1], -1)) for x in (grads[0], out_N))
         rest_N = grads[0].clone() if ctx.needs_input_grad[0] else None
         grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in (query, key, value))
         grad_sinks = None if sinks is None else torch.zeros_like(sinks)
@@ -142,16 +140,12 @@ class _LongBlocks(torch.autograd.Function):
             rows, *inputs = block.inputs(query, key, value, rule)
             real_BQ = block.rows.real_BQ
             padding = ~real_BQ[:, :, None, None]
-            grad, out = (
-                _gather(grad_N, block.query_BQ).masked_fill_(padding, 0.0),
-                _gather(out_N, block.query_BQ),
-            )
-            # exp(score - inf) is 0: a padded query has no part in the gradient of keys.
-            sums = (
-                _gather(sums_N, block.query_BQ).masked_fill_(padding[..., 0], float("inf"))
-                if has_sums
-                else None
-            )
+            grad, out = (_gather(x, block.query_BQ) for x in (grad_N, out_N))
+            grad.masked_fill_(padding, 0.0)
+            sums = None
+            if has_sums:
+                # exp(score - inf) is 0: a padded query has no part in the gradient of keys.
+                sums = _gather(sums_N, block.query_BQ).masked_fill_(padding[..., 0], float("inf"))
             of_q, of_k, of_v, *of_sinks = padded_attention.backward(
                 rows, grad, tuple(inputs), out, sums, rule
             )
@@ -182,17 +176,17 @@ class PackedLayout:
 
     @classmethod
     def of_segments(cls, segments: Segments) -> PackedLayout:
-        """For learning: blocks with little padding, whatever it takes to share one."""
+        """Lay out segments for learning: blocks with little padding, whatever it takes to share one."""
         pieces = _pieces(segments)
         blocks = (pieces.take(np.arange(*cut)) for cut in _cuts(pieces, int(segments.lengths.sum())))
-        return cls([_block(block, *block.widths()) for block in blocks])
+        return cls([_block(x, int(x.queries.max()), int(x.keys.max())) for x in blocks])
 
     @classmethod
     def of_sequences(
         cls, lengths: Sequence[int], continuations: Sequence[tuple[int, int]] = ()
     ) -> PackedLayout:
-        """For sampling and scoring: sequences, then continuations, which are pairs of the number of the
-        sequence that they continue and a length above 0.
+        """Lay out sequences for sampling and scoring, then continuations, which are pairs of the number of
+        the sequence that they continue and a length above 0.
 
         Both are padded to lengths that depend on their own alone (`padded_length`), so that a sequence's
         numbers do not depend on its neighbours.
@@ -210,18 +204,16 @@ class PackedLayout:
                 shape = padded_length(stop - first), padded_length(before + stop)
                 later.setdefault(shape, []).append((start, first, stop, ends[number] - before, before))
             start += length
-        most = start
-        return cls(
-            [_block(_Pieces.of(rows), width, width, causal=True) for width, rows in causal.items()]
-            + [
-                _block(_Pieces.of(part), own, whole)
-                for (own, whole), rows in later.items()
-                for part in _bounded(rows, whole, most)
+        blocks = [_block(_Pieces.of(rows), width, width, causal=True) for width, rows in causal.items()]
+        for (queries, keys), rows in later.items():
+            # Blocks with many keys gather no more than all tokens, unless one piece has more.
+            step = max(1, start // keys) if keys > KEY_BLOCK else len(rows)
+            blocks += [
+                _block(_Pieces.of(rows[i : i + step]), queries, keys) for i in range(0, len(rows), step)
             ]
-        )
+        return cls(blocks)
 
     def to(self, device: torch.device) -> PackedLayout:
-        """The same layout on another device."""
         moved = object.__new__(type(self))
         moved.blocks = [block.to(device) for block in self.blocks]
         moved.back_N = self.back_N.to(device)
@@ -229,7 +221,6 @@ class PackedLayout:
 
     @uncompiled
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        """query [N, heads, D], key and value [N, kv heads, D] → output [N, heads, D]."""
         shape = *query.shape[:2], value.shape[-1]
         blocks, long = self.blocks, []
         if torch.is_grad_enabled() and not blocks[0].causal:
@@ -253,13 +244,13 @@ class PackedLayout:
 
 
 def padded_length(length: int) -> int:
-    """The next multiple of 16; above 128, of a step that grows with the length (an eighth of it at most)."""
+    """Return the next multiple of 16; above 128, of a step of at most an eighth of the length."""
     step = max(16, 2 ** (length.bit_length() - 4))
     return -(-length // step) * step
 
 
 def _gather(x: Tensor, index: Tensor) -> Tensor:
-    """x[index], with a backward pass that is faster."""
+    """Return x[index], with a faster backward pass."""
     return x.flatten(1).index_select(0, index.flatten()).view(*index.shape, *x.shape[1:])
 
 
@@ -288,44 +279,37 @@ class _Pieces:
     def keys(self) -> Ints:
         return self.prefix + self.stop
 
-    def widths(self) -> tuple[int, int]:
-        """Most queries and keys."""
-        return int(self.queries.max()), int(self.keys.max())
-
 
 def _pieces(segments: Segments) -> _Pieces:
-    """Segments, cut at QUERY_CHUNK; longest runs of queries first, prompts after responses."""
+    """Cut segments at QUERY_CHUNK; longest runs of queries first, prompts after responses."""
     counts = -(-segments.lengths // QUERY_CHUNK)
     segment = np.repeat(np.arange(len(counts)), counts)
     start = (np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)) * QUERY_CHUNK
     has_prefix = segments.prefixes >= 0
-    prefix = np.where(has_prefix, segments.lengths[segments.prefixes], 0)
     pieces = _Pieces(
         origin=segments.starts[segment],
         start=start,
         stop=np.minimum(start + QUERY_CHUNK, segments.lengths[segment]),
         prefix_origin=np.where(has_prefix, segments.starts[segments.prefixes], 0)[segment],
-        prefix=prefix[segment],
+        prefix=np.where(has_prefix, segments.lengths[segments.prefixes], 0)[segment],
     )
-    order = np.lexsort((-pieces.keys, -pieces.queries, ~has_prefix[segment]))
-    return pieces.take(order)
+    return pieces.take(np.lexsort((-pieces.keys, -pieces.queries, ~has_prefix[segment])))
 
 
 def _cuts(pieces: _Pieces, most_keys: int) -> Iterator[tuple[int, int]]:
-    """Ranges of pieces that become one block each: little padding, or too little to be worth a block.
+    """Yield ranges of pieces that become one block each: little padding, or too little to be worth a block.
 
     Blocks with many keys gather no more than `most_keys`, unless one piece has more.
     """
     first = real = queries = keys = 0
-    widths = zip(
-        map(padded_rows, pieces.queries.tolist()), map(padded_keys, pieces.keys.tolist()), strict=True
-    )
-    for i, (n, seen) in enumerate(widths):
-        wide = max(queries, n), max(keys, seen)
-        padded = (i + 1 - first) * wide[0] * wide[1]
+    counts = map(padded_rows, pieces.queries.tolist()), map(padded_keys, pieces.keys.tolist())
+    for i, (n, seen) in enumerate(zip(*counts, strict=True)):
+        wide, rows = (max(queries, n), max(keys, seen)), i + 1 - first
+        padded = rows * wide[0] * wide[1]
         waste = padded - real - n * seen
-        wasteful = waste > max(FEW_SCORES, min(WASTE * padded, MANY_SCORES))
-        if i > first and (wasteful or _is_large(i + 1 - first, wide[1], most_keys)):
+        is_wasteful = waste > max(FEW_SCORES, min(WASTE * padded, MANY_SCORES))
+        is_large = wide[1] > KEY_BLOCK and rows * wide[1] > most_keys
+        if i > first and (is_wasteful or is_large):
             yield first, i
             first, real, wide = i, 0, (n, seen)
         real += n * seen
@@ -333,22 +317,8 @@ def _cuts(pieces: _Pieces, most_keys: int) -> Iterator[tuple[int, int]]:
     yield first, len(pieces.start)
 
 
-def _is_large(rows: int, keys: int, most_keys: int) -> bool:
-    """Whether a block with many keys would gather more than it should."""
-    return keys > KEY_BLOCK and rows * keys > most_keys
-
-
-def _bounded(
-    rows: Sequence[tuple[int, ...]], keys: int, most_keys: int
-) -> Iterator[Sequence[tuple[int, ...]]]:
-    """Rows with these numbers of keys, in parts that gather no more than they should."""
-    step = max(1, most_keys // keys) if keys > KEY_BLOCK else len(rows)
-    for start in range(0, len(rows), step):
-        yield rows[start : start + step]
-
-
 def _block(pieces: _Pieces, queries: int, keys: int, *, causal: bool = False) -> tuple[_Block, Ints]:
-    """Pieces padded to these widths or more, and the packed token of each of the block's queries, or -1."""
+    """Return pieces padded to these widths or more, and the packed token of each query, or -1."""
     origin, start, stop, prefix = (
         column[:, None] for column in (pieces.origin, pieces.start, pieces.stop, pieces.prefix)
     )
@@ -357,15 +327,11 @@ def _block(pieces: _Pieces, queries: int, keys: int, *, causal: bool = False) ->
     token_BQ = origin + start + i_Q
     own_BJ = np.where(j_J < prefix + stop, origin + j_J - prefix, origin)
     key_BJ = np.where(j_J < prefix, pieces.prefix_origin[:, None] + j_J, own_BJ)
+    first_B, count_B = (torch.from_numpy(x) for x in (pieces.prefix + pieces.start, pieces.queries))
     block = _Block(
         query_BQ=torch.from_numpy(np.where(real_BQ, token_BQ, origin)),
         key_BJ=torch.from_numpy(key_BJ),
-        rows=PaddedRows(
-            torch.from_numpy(pieces.prefix + pieces.start),
-            torch.from_numpy(pieces.queries),
-            len(i_Q),
-            len(j_J),
-        ),
+        rows=PaddedRows(first_B, count_B, len(i_Q), len(j_J)),
         causal=causal,
     )
     return block, np.where(real_BQ, token_BQ, -1).reshape(-1)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain, repeat
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2_5_VLProcessor
-from transformers.utils.import_utils import is_vision_available
 
+from practicum.compat.transformers import is_vision_available, pil_image_processor
 from practicum.errors import MissingExtraError, RecipeError
-from practicum.models.images import Images
 from practicum.models.model_files import must_read, read_config, read_image_processor
 from practicum.models.tokenizer import make_tokenizer
-from practicum.models.vision import is_vision
+from practicum.models.vision import Images, is_vision
 from practicum.recipe.schema.recipe import Model
 
 if TYPE_CHECKING:
@@ -42,7 +40,7 @@ class Processor(Qwen2_5_VLProcessor):
 
 
 def make_vision_tokenizer() -> PreTrainedTokenizerFast:
-    """The character tokenizer with tokens for pictures, and a chat template that places them."""
+    """Return the character tokenizer with tokens for pictures, and a chat template that places them."""
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(list(VISION_SPECIALS), special_tokens=True)
     tokenizer.chat_template = _CHAT
@@ -50,16 +48,13 @@ def make_vision_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_processor(tokenizer: PreTrainedTokenizerBase) -> Processor:
-    """The processor of a made vision model."""
     if not is_vision_available():
         raise MissingExtraError("a vision model", "vision")
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    return Processor(Qwen2VLImageProcessorPil(**VISION, **_PIXELS), tokenizer)
+    return Processor(pil_image_processor(**VISION, **_PIXELS), tokenizer)
 
 
 def load_processor(spec: Model, tokenizer: PreTrainedTokenizerBase) -> Processor | None:
-    """The processor of the recipe's model, with its tokenizer; None for a model that reads no pictures."""
+    """Return the processor of the recipe's model; None for a model that reads no pictures."""
     if spec.make is not None:
         if spec.make.family != "qwen2_5_vl":
             return None
@@ -70,7 +65,7 @@ def load_processor(spec: Model, tokenizer: PreTrainedTokenizerBase) -> Processor
 
 
 def read_processor(source: str, tokenizer: PreTrainedTokenizerBase, key: str = "model.path") -> Processor:
-    """The processor of a vision model's folder or hub name; `key` is for errors."""
+    """Return the processor of a vision model's folder or hub name; `key` is for errors."""
     if not is_vision_available():
         raise MissingExtraError(f"the vision model {source}", "vision")
     with must_read(source, key, "a vision model with preprocessor_config.json or processor_config.json"):
@@ -88,13 +83,8 @@ def _require_image_token(tokenizer: PreTrainedTokenizerBase, key: str, source: s
             raise RecipeError(key, f"{source} without the token {token}", "the tokenizer of a vision model")
 
 
-def save_processor(processor: Processor, folder: str | Path) -> None:
-    """Write preprocessor_config.json, which all readers of vision models know, beside model and tokenizer."""
-    processor.image_processor.save_pretrained(folder)
-
-
 def encode_images(processor: Processor, pictures: Sequence[Image]) -> tuple[Images, list[int]]:
-    """The pictures as the model reads them, and how many image tokens stand for each."""
+    """Return the pictures as the model reads them, and how many image tokens stand for each."""
     cut = processor.image_processor(images=list(pictures), return_tensors="pt")
     images = Images(cut["pixel_values"], cut["image_grid_thw"])
     merged = processor.image_processor.merge_size**2
@@ -102,10 +92,7 @@ def encode_images(processor: Processor, pictures: Sequence[Image]) -> tuple[Imag
 
 
 def expand_images(ids: Sequence[int], image_token: int, counts: Sequence[int]) -> list[int]:
-    """The ids with each image token repeated as often as its picture needs.
-
-    There must be as many of them as counts.
-    """
+    """Return the ids with each image token repeated as often as its picture needs."""
     assert sum(i == image_token for i in ids) == len(counts)
-    left = iter(counts)
-    return list(chain.from_iterable(repeat(i, next(left)) if i == image_token else (i,) for i in ids))
+    rest = iter(counts)
+    return list(chain.from_iterable(repeat(i, next(rest)) if i == image_token else (i,) for i in ids))

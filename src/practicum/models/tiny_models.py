@@ -20,14 +20,14 @@ from practicum.recipe.schema.recipe import MakeModel
 
 
 def made_config(spec: MakeModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    """The config of a model made for this tokenizer."""
+    """Return the config of a model made for this tokenizer. A new family is a line here."""
     common: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": None,
+        **made_sizes(spec),
     }
-    common |= made_sizes(spec)
     if spec.family == "qwen2_5_vl":
         return _vision_config(spec, tokenizer, common)
     common["tie_word_embeddings"] = True
@@ -41,7 +41,7 @@ def made_config(spec: MakeModel, tokenizer: PreTrainedTokenizerBase) -> PreTrain
 def _vision_config(
     spec: MakeModel, tokenizer: PreTrainedTokenizerBase, text: dict[str, Any]
 ) -> PreTrainedConfig:
-    """A language model as wide as its vision tower, whose patches are those of the made processor."""
+    """Return a language model as wide as its vision tower, whose patches are those of the made processor."""
     start, end, image, video = (tokenizer.get_vocab()[token] for token in VISION_SPECIALS)
     half = spec.hidden // spec.heads // 2
     space = max(1, 3 * half // 8)
@@ -59,15 +59,10 @@ def _vision_config(
         "window_size": 16 * VISION["patch_size"],
         "fullatt_block_indexes": [depth - 1],
     }
+    sections = [half - 2 * space, space, space]
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": sections}
     return Qwen2_5_VLConfig(
-        text_config={
-            **text,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10_000.0,
-                "mrope_section": [half - 2 * space, space, space],
-            },
-        },
+        text_config={**text, "rope_parameters": rope},
         vision_config=vision,
         image_token_id=image,
         video_token_id=video,

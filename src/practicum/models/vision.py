@@ -1,4 +1,4 @@
-"""Models that see: where the pictures of a prompt are, which positions its tokens have, what they become.
+"""Models that see: pictures, where they are in a prompt, which positions tokens have, what they become.
 
 A picture stands in a prompt as a run of image tokens, one for each merged patch. The first image tokens of a
 sequence are its pictures'; later ones, which a model may sample, are plain tokens. Positions have three axes
@@ -7,7 +7,9 @@ sequence are its pictures'; later ones, which a model may sample, are plain toke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -15,32 +17,72 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from practicum.errors import EngineError
-from practicum.models.images import Images
+from practicum.dataplane.ragged import Columns
+from practicum.errors import DataError, EngineError
 from practicum.recipe.derived import VISION_FAMILIES
 
 AXES = 3
+PIXELS, GRID = "pixel_values", "image_grid_thw"
+"""Names of the two tensors among a model's inputs, and in the field multi_modal_inputs."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Images:
+    """Pictures of one prompt, as the model's image processor cut them, in the order of their tokens."""
+
+    pixels: Tensor
+    """[patches, width], float32 on the CPU."""
+    grid: Tensor
+    """[images, 3], int64: time, height and width of each picture in patches."""
+    _digest: list[bytes] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pixels", self.pixels.to("cpu", torch.float32).contiguous())
+        object.__setattr__(self, "grid", self.grid.to("cpu", torch.int64).contiguous())
+        patches = int(self.grid.prod(1).sum())
+        if not patches or self.pixels.dim() != 2 or self.pixels.shape[0] != patches:
+            raise DataError(
+                f"pictures of {patches} patches (grid {self.grid.tolist()}) came with pixels of shape "
+                f"{list(self.pixels.shape)}, expected one row per patch"
+            )
+
+    @property
+    def digest(self) -> bytes:
+        """Equal for equal pictures; computed once."""
+        if not self._digest:
+            made = hashlib.blake2b(str(self.grid.tolist()).encode(), digest_size=16)
+            made.update(self.pixels.numpy().data.cast("B"))
+            self._digest.append(made.digest())
+        return self._digest[0]
+
+    def as_inputs(self) -> dict[str, Tensor]:
+        """Return them as the field multi_modal_inputs holds them."""
+        return {PIXELS: self.pixels, GRID: self.grid}
+
+    @staticmethod
+    def from_inputs(inputs: Mapping[str, Any]) -> Images | None:
+        return Images(inputs[PIXELS], inputs[GRID]) if inputs else None
+
+
+def images_of(columns: Columns) -> list[Images | None]:
+    """Return the pictures of each row."""
+    return [Images.from_inputs(inputs) for inputs in columns.objects("multi_modal_inputs")]
 
 
 def is_vision(config: Any) -> bool:
-    """Whether a model of this config takes pictures."""
+    """Return True if a model of this config takes pictures."""
     return config.model_type in VISION_FAMILIES
 
 
-def image_token_id(config: Any) -> int:
-    """The token that stands for a piece of a picture."""
-    return config.image_token_id
-
-
 def probe_images(config: Any) -> Images:
-    """A picture of four tokens, always the same, to try a model with."""
+    """Return a picture of four tokens, always the same, to try a model with."""
     side, width = 2 * _merge(config), _patch_width(config)
     pixels = torch.linspace(-1, 1, side * side * width).reshape(-1, width).sin()
     return Images(pixels, torch.tensor([[1, side, side]]))
 
 
 def picture_spans(config: Any, ids: Sequence[int], images: Images | None) -> list[tuple[int, int]]:
-    """Where each picture's tokens begin and end in a sequence; an EngineError if they are not there."""
+    """Return where each picture's tokens begin and end in a sequence, or raise an EngineError."""
     if images is None:
         return []
     if images.pixels.shape[1] != _patch_width(config):
@@ -49,7 +91,7 @@ def picture_spans(config: Any, ids: Sequence[int], images: Images | None) -> lis
             f"{_patch_width(config)}: use the image processor of this model"
         )
     spans: list[tuple[int, int]] = []
-    token, end, counts = image_token_id(config), 0, _tokens(config, images)
+    token, end, counts = config.image_token_id, 0, _tokens(config, images)
     for count in counts:
         start = next((i for i in range(end, len(ids)) if ids[i] == token), len(ids))
         end = start + count
@@ -57,14 +99,14 @@ def picture_spans(config: Any, ids: Sequence[int], images: Images | None) -> lis
             found = sum(i == token for i in ids)
             raise EngineError(
                 f"a sequence of {len(ids)} tokens has {found} image tokens ({token}), which do not fit "
-                f"pictures of {counts} tokens: each picture needs a run of its own, in order"
+                f"pictures of {counts} tokens: each picture needs its own run, in order"
             )
         spans.append((start, end))
     return spans
 
 
 def picture_tokens(config: Any, ids: Sequence[int], images: Images | None) -> Tensor:
-    """Which tokens of a sequence stand for pieces of its pictures [len(ids)]."""
+    """Return which tokens of a sequence stand for pieces of its pictures [len(ids)]."""
     picture_N = torch.zeros(len(ids), dtype=torch.bool)
     for start, end in picture_spans(config, ids, images):
         picture_N[start:end] = True
@@ -72,18 +114,16 @@ def picture_tokens(config: Any, ids: Sequence[int], images: Images | None) -> Te
 
 
 def sequence_positions(config: Any, ids: Sequence[int], images: Images | None) -> Tensor:
-    """Positions [len(ids), 3] of a whole sequence, prompt and response, on the CPU."""
+    """Return positions [len(ids), 3] of a whole sequence, prompt and response, on the CPU."""
     spans = picture_spans(config, ids, images)
-    if images is None or not spans:
-        return torch.arange(len(ids)).unsqueeze(1).expand(-1, AXES).contiguous()
     steps_N = torch.ones(len(ids), dtype=torch.int64)  # how far each token's successor is from it
-    offsets = [_offsets(config, grid) for grid in images.grid.tolist()]
-    for (start, end), (_, height, width) in zip(spans, images.grid.tolist(), strict=True):
+    grids = [] if images is None else images.grid.tolist()
+    for (start, end), (_, height, width) in zip(spans, grids, strict=True):
         steps_N[start:end] = 0
         steps_N[end - 1] = max(height, width) // _merge(config)
     positions_ND = (steps_N.cumsum(0) - steps_N).unsqueeze(1).repeat(1, AXES)
-    for (start, end), offset in zip(spans, offsets, strict=True):
-        positions_ND[start:end] += offset
+    for (start, end), grid in zip(spans, grids, strict=True):
+        positions_ND[start:end] += _offsets(config, grid)
     return positions_ND
 
 
@@ -94,7 +134,7 @@ def embed(
     images: Sequence[Images],
     picture_N: Tensor | None = None,
 ) -> Tensor:
-    """Embeddings [N, hidden] of packed tokens, pictures in place of their tokens (`picture_N`).
+    """Return embeddings [N, hidden] of packed tokens, pictures in place of their tokens (`picture_N`).
 
     Unset, these are the first image tokens. With positions of three axes it is checked that they fit.
     """
@@ -102,28 +142,24 @@ def embed(
     embedded_N = base.get_input_embeddings()(ids_N)
     if not images:
         return embedded_N
-    counts = [count for each in images for count in _tokens(model.config, each)]
+    config: Any = model.config
+    counts = [count for each in images for count in _tokens(config, each)]
     if picture_N is None:
-        picture_N = ids_N == image_token_id(model.config)
-        picture_N &= picture_N.cumsum(0) <= sum(counts)
+        is_image_N: Tensor = ids_N == config.image_token_id
+        picture_N = is_image_N & (is_image_N.cumsum(0) <= sum(counts))
     place_K = picture_N.nonzero().squeeze(1)
-    if len(place_K) != sum(counts) or not _fit(model.config, positions_N[place_K], images):
+    if len(place_K) != sum(counts) or not _fit(config, positions_N[place_K], images):
         raise EngineError(
             f"{len(place_K)} image tokens do not fit {len(counts)} pictures of {sum(counts)} tokens, or "
             "their positions are not those of these pictures"
         )
-    # One by one, so that what a picture becomes does not depend on those beside it.
-    features = torch.cat(
-        [
-            part
-            for each in images
-            for pixels, grid in zip(each.pixels.split(each.grid.prod(1).tolist()), each.grid, strict=True)
-            for part in base.get_image_features(
-                pixels.to(ids_N.device), grid.unsqueeze(0).to(ids_N.device)
-            ).pooler_output
-        ]
-    )
-    return embedded_N.index_copy(0, place_K, features.to(embedded_N.dtype))
+    features: list[Tensor] = []
+    for each in images:
+        # One by one, so that a picture's features do not depend on those beside it.
+        for pixels, grid in zip(each.pixels.split(each.grid.prod(1).tolist()), each.grid, strict=True):
+            inputs = pixels.to(ids_N.device), grid.unsqueeze(0).to(ids_N.device)
+            features += base.get_image_features(*inputs).pooler_output
+    return embedded_N.index_copy(0, place_K, torch.cat(features).to(embedded_N.dtype))
 
 
 def _merge(config: Any) -> int:
@@ -136,18 +172,18 @@ def _patch_width(config: Any) -> int:
 
 
 def _tokens(config: Any, images: Images) -> list[int]:
-    """How many tokens each picture has."""
+    """Return the number of tokens of each picture."""
     return (images.grid.prod(1) // _merge(config) ** 2).tolist()
 
 
 def _offsets(config: Any, grid: Sequence[int]) -> Tensor:
-    """Positions [tokens, 3] of a picture's tokens, seen from where it begins."""
+    """Return positions [tokens, 3] of a picture's tokens, relative to where it begins."""
     time, height, width = grid[0], grid[1] // _merge(config), grid[2] // _merge(config)
     return torch.cartesian_prod(torch.arange(time), torch.arange(height), torch.arange(width))
 
 
 def _fit(config: Any, positions_K: Tensor, images: Sequence[Images]) -> bool:
-    """Whether these are positions of the pictures' tokens; yes for positions of one axis."""
+    """Return True if these are positions of the pictures' tokens, or have one axis."""
     if positions_K.dim() == 1:
         return True
     offsets = [_offsets(config, grid) for each in images for grid in each.grid.tolist()]

@@ -1,4 +1,1 @@
-"""What people see of a run: progress, trackers, tables.
-
-May be imported by trainer and the layers above.
-"""
+"""What people see of a run: progress, trackers, the record of its rows, and the page that shows them."""

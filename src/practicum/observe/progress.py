@@ -73,25 +73,25 @@ class ProgressView:
             self._print_line()
 
     def stage(self, name: str) -> None:
-        """A stage begins."""
+        """Show the stage that begins."""
         with self._lock:
             self._stage, self._stage_began = name, time.monotonic()
 
     def waiting(self, what: str) -> None:
-        """What the learner waits for: a stage of the panel; without one a line, now and then."""
+        """Show what the learner waits for: a stage of the panel; without one a line, now and then."""
         self.stage(f"waiting: {what}")
         if not self.is_live and time.monotonic() - self._shown >= LINE_EVERY_S:
             self._shown = time.monotonic()
             self.say(f"{self.name} · step {self._step}/{self.steps} · waiting: {what}")
 
     def starting(self, what: str) -> None:
-        """What the start is busy with: a stage of the panel; without one it is a line."""
+        """Show what the start is busy with: a stage of the panel; without one it is a line."""
         self.stage(what)
         if not self.is_live:
             self.say(f"{what} …")
 
     def step(self, number: int, metrics: Mapping[str, float]) -> None:
-        """A step is done; step 0 is the evaluation before the first."""
+        """Show that a step is done; step 0 is the evaluation before the first."""
         with self._lock:
             self._step, self._metrics = number, dict(metrics)
             self._add(metrics)
@@ -100,35 +100,26 @@ class ProgressView:
             self._print_line()
 
     def recall(self, rows: Iterable[Mapping[str, float]]) -> None:
-        """Steps that were done before this start, for the curves."""
+        """Add steps that were done before this start to the curves."""
         with self._lock:
             for row in rows:
                 self._add(row)
 
     def sample(self, row: Mapping[str, Any]) -> None:
-        """The newest sample: a row of samples.jsonl."""
+        """Show the newest sample: a row of samples.jsonl."""
         with self._lock:
             self._sample = dict(row)
 
     def warn(self, sentence: str) -> None:
-        """A warning that stays in the panel; without one it is a line."""
+        """Show a warning that stays in the panel; without one it is a line."""
         with self._lock:
             self.warnings.append(sentence)
         if not self.is_live:
             self.say(f"warning: {sentence}")
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         say(text, self.console)
-
-    def line(self) -> str:
-        """The state in one line."""
-        facts = [f"step {self._step}/{self.steps}"]
-        for name in self._drawn():
-            value = find_curve(name, self._metrics)
-            if value is not None:
-                facts.append(f"{name} {value:.3f}")
-        return " · ".join([self.name, *facts, *self._speed(), self._left()])
 
     def _add(self, metrics: Mapping[str, float]) -> None:
         if "time/step" in metrics:
@@ -140,7 +131,12 @@ class ProgressView:
 
     def _print_line(self) -> None:
         self._shown, self._printed = time.monotonic(), self._step
-        self.say(self.line())
+        facts = [f"step {self._step}/{self.steps}"]
+        for name in self._drawn():
+            value = find_curve(name, self._metrics)
+            if value is not None:
+                facts.append(f"{name} {value:.3f}")
+        self.say(" · ".join([self.name, *facts, *self._speed(), self._left()]))
 
     def _drawn(self) -> list[str]:
         known = [name for name in CURVES if name in self._curves]
@@ -160,7 +156,7 @@ class ProgressView:
         return f"{duration(fmean(self._durations) * (self.steps - self._step))} left"
 
     def _panel(self) -> Panel:
-        """All parts, or in a low terminal those that fit: without the sample, then without the speed."""
+        """Return all parts; in a low terminal without the sample, then without the speed."""
         with self._lock:
             width = self.console.width - BORDER
             header, curves, times = self._header(width), self._curve_rows(width), self._times(width)
@@ -188,7 +184,11 @@ class ProgressView:
             stage.append(f" {duration(now - self._stage_began)}", style="not bold dim")
         clock = Text(f"{duration(now - self._began)} so far · {self._left()}", style="dim")
         bar = ProgressBar(total=max(self.steps, 1), completed=self._step, width=width)
-        return [_two_ends(stage, clock), bar]
+        line = Table.grid(expand=True)
+        line.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        line.add_column(justify="right", no_wrap=True)
+        line.add_row(stage, clock)
+        return [line, bar]
 
     def _curve_rows(self, width: int) -> list[RenderableType]:
         drawn = self._drawn()
@@ -243,17 +243,8 @@ class ProgressView:
         return [rows] if self.warnings else []
 
 
-def _two_ends(left: Text, right: Text) -> Table:
-    """Two texts on one line, at its left and right end; the left one is cut where both don't fit."""
-    grid = Table.grid(expand=True)
-    grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-    grid.add_column(justify="right", no_wrap=True)
-    grid.add_row(left, right)
-    return grid
-
-
 def find_curve(name: str, metrics: Mapping[str, float]) -> float | None:
-    """The value of a curve in a step's metrics, if they have it."""
+    """Return the value of a curve in a step's metrics, if they have it."""
     for metric in CURVES[name]:
         if metric in metrics:
             return metrics[metric]
@@ -265,7 +256,7 @@ def find_curve(name: str, metrics: Mapping[str, float]) -> float | None:
 
 
 def stage_shares(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Each stage's share of the step's time, largest first; what is under one percent is left out."""
+    """Return each stage's share of the step's time, largest first; under one percent is left out."""
     whole = metrics.get("time/step", 0.0)
     stages = {
         name.removeprefix("time/"): seconds

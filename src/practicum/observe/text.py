@@ -1,17 +1,17 @@
-"""Text of models and users as a terminal may show it, and numbers as a small line of bars."""
+"""Text of models and users as a terminal may show it, numbers as a line of bars, small tables."""
 
 from __future__ import annotations
 
-import html
 import math
-import re
 import textwrap
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN_AS = {"\n": "↵", "\t": " ", "\r": "↵"}
@@ -20,7 +20,7 @@ HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
 def plain(text: str) -> str:
-    """One line without control characters: a line's end is ↵, all others are their escape, as \\x1b."""
+    """Return one line without control characters: a line's end is ↵, others are their escape, as \\x1b."""
     return "".join(_shown(character) for character in text.replace("\r\n", "\n"))
 
 
@@ -51,7 +51,7 @@ def _wrapped(line: str, width: int) -> list[str]:
 
 
 def shorten(text: str, width: int) -> str:
-    """The text made plain, its middle left out where it is longer than `width` characters."""
+    """Return the text made plain, its middle left out where it is longer than `width` characters."""
     text = plain(text)
     if len(text) <= width:
         return text
@@ -60,25 +60,8 @@ def shorten(text: str, width: int) -> str:
     return f"{text[:head]}…{text[len(text) - tail :]}"
 
 
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table whose cells show texts as they are: nothing in them is Markdown or HTML."""
-    lines = [_markdown_row(columns), "|" + "---|" * len(columns), *map(_markdown_row, rows)]
-    return "\n".join(lines)
-
-
-def _markdown_row(cells: Sequence[Any]) -> str:
-    return f"| {' | '.join(_markdown_cell(cell) for cell in cells)} |"
-
-
-def _markdown_cell(cell: Any) -> str:
-    if isinstance(cell, float):
-        return f"{cell:.4g}"
-    text = "" if cell is None else html.escape(plain(str(cell)), quote=False)
-    return re.sub(r"([\\`*_{}\[\]()#+\-.!|])", r"\\\1", text)
-
-
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The values as bars between their least and largest; more values than `width` are drawn as means."""
+    """Return the values as bars between their least and largest; more than `width` are drawn as means."""
     known = [value for value in values if math.isfinite(value)]
     if not known or width < 1:
         return ""
@@ -92,10 +75,53 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them: 8 s, 3:05 min, 2:10 h."""
+    """Return seconds as people say them: 8 s, 3:05 min, 2:10 h."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"
     if whole < 3600:
         return f"{whole // 60}:{whole % 60:02d} min"
     return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
+
+
+def score_table(title: str, rows: Mapping[str, Mapping[str, float]], columns: Sequence[str]) -> Table:
+    """Return scores by name and column; a score that was not measured is a dash. "" is no title."""
+    table = Table(title=Text(plain(title)) if title else None, title_justify="left", title_style="bold")
+    table.add_column("")
+    for column in columns:
+        table.add_column(Text(plain(column)), justify="right")
+    for name, scores in rows.items():
+        shown = [f"{scores[c]:.3f}" if c in scores else "–" for c in columns]
+        table.add_row(Text(plain(name)), *shown)
+    return table
+
+
+_LEDGER = {
+    "prompts": ("prompts", "{:,.0f}"),
+    "tokens": ("tokens", "{:,.0f}"),
+    "loss_share": ("of loss", "{:.0%}"),
+    "gradient_share": ("of gradient", "{:.1%}"),
+    "loss": ("loss", "{:.3f}"),
+    "kl": ("KL", "{:.3f}"),
+    "overlap": ("overlap", "{:.2f}"),
+    "reward": ("reward", "{:.3f}"),
+    "entropy": ("entropy", "{:.2f}"),
+    "seconds": ("seconds", "{:.1f}"),
+    "wakes": ("wakes", "{:.0f}"),
+}
+
+
+def ledger_table(lines: Mapping[str, Mapping[str, float]]) -> Table:
+    """Return what each teacher and domain had of a run (`Ledger.totals`); a dash: not measured."""
+    table = Table(title="teachers and domains", title_justify="left", title_style="bold", min_width=100)
+    table.add_column("", no_wrap=True)
+    for title, _ in _LEDGER.values():
+        table.add_column(title, justify="right", no_wrap=True)
+    for name, line in lines.items():
+        cells = []
+        for what, (_, form) in _LEDGER.items():
+            cell = form.format(line[what]) if what in line else "–"
+            share = line.get(f"{what}_share") if what in ("prompts", "tokens") else None
+            cells.append(cell if share is None else f"{cell} {share:.0%}")
+        table.add_row(Text(plain(name)), *cells)
+    return table

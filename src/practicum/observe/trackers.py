@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import importlib
+import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,11 +14,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from practicum.errors import MissingExtraError, RecipeError
-from practicum.observe.text import markdown_table
+from practicum.observe.text import plain
 from practicum.recipe.own_parts import GUIDE, PARTS, find_part, guarded
 from practicum.recipe.schema.recipe import Recipe
-from practicum.user_code import text_of, type_name
 
+DEFAULT_PROJECT = "practicum"
 TABLE_ROWS = 64
 """Answers of a step that a tracker's table has; the files have all that were recorded."""
 COLUMNS = (
@@ -63,19 +65,18 @@ class TensorBoard:
         for name, values in details.distributions.items():
             self._writer.add_histogram(name, np.asarray(values), step)
         for name, answers in details.tables.items():
-            self._writer.add_text(name, markdown_table(COLUMNS, table_rows(answers)), step)
+            rows = [COLUMNS, ["---"] * len(COLUMNS), *([*map(_markdown, row)] for row in table_rows(answers))]
+            self._writer.add_text(name, "\n".join(f"| {' | '.join(row)} |" for row in rows), step)
 
     def close(self) -> None:
         self._writer.close()
 
 
-class _Hosted:
-    """A run of a project of wandb or trackio, whose interface is wandb's; a resumed run continues it, by the
-    id in its folder. `module` is one of the two."""
+class HostedTracker:
+    """A run of a project of wandb, or of trackio, whose interface is wandb's."""
 
-    def __init__(self, module: str, recipe: Recipe, **options: Any) -> None:
+    def __init__(self, module: str, config: Mapping[str, Any], **options: Any) -> None:
         self._module: Any = importlib.import_module(module)
-        config = recipe.model_dump(mode="json")
         self._run = self._module.init(config=config, resume="allow", **options)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -91,38 +92,20 @@ class _Hosted:
         self._run.finish()
 
 
-class WandB(_Hosted):
-    """A run of a Weights & Biases project."""
-
-    def __init__(self, project: str, recipe: Recipe, folder: Path) -> None:
-        known_by = lasting_id(folder / "wandb.id")
-        super().__init__("wandb", recipe, project=project, name=recipe.name, id=known_by, dir=str(folder))
-
-
-class Trackio(_Hosted):
-    """A run of a trackio project on this machine, which knows it by its name."""
-
-    def __init__(self, project: str, recipe: Recipe, folder: Path) -> None:
-        name = f"{recipe.name}-{lasting_id(folder / 'trackio.id')[:8]}"
-        super().__init__("trackio", recipe, project=project, name=name, embed=False)
-
-
 class OwnTracker:
     """A tracker of the user's, whose errors say where it raised."""
 
-    def __init__(self, use: str, recipe: Recipe, folder: Path) -> None:
-        self._what = f"track.own: {use}"
-        self._tracker: Any = find_part("tracker", use)(recipe, folder)
+    def __init__(self, use: str, tracker: Any) -> None:
+        self._what, self._tracker = f"track.to: {use}", tracker
         for name in ("log", "close"):
-            if not callable(getattr(self._tracker, name, None)):
-                found = f"{use!r}, which made an object of type {type_name(self._tracker)} without {name}"
-                raise RecipeError("track.own", found, PARTS["tracker"].expected, GUIDE)
+            if not callable(getattr(tracker, name, None)):
+                found = f"{use!r}, which made an object of type {type(tracker).__name__} without {name}"
+                raise RecipeError("track.to", found, PARTS["tracker"].expected, GUIDE)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         guarded(self._tracker.log, self._what)(step, metrics)
 
     def log_details(self, step: int, details: StepDetails) -> None:
-        """For a tracker that has it: answers and distributions."""
         if callable(log := getattr(self._tracker, "log_details", None)):
             guarded(log, self._what)(step, details)
 
@@ -131,7 +114,7 @@ class OwnTracker:
 
 
 def table_rows(answers: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """The first answers as rows of `COLUMNS`; a column holds numbers or texts, never both."""
+    """Return the first answers as rows of `COLUMNS`; a column holds numbers or texts, never both."""
     return [[_cell(name, answer.get(name)) for name in COLUMNS] for answer in answers[:TABLE_ROWS]]
 
 
@@ -140,35 +123,63 @@ def _cell(name: str, value: Any) -> float | str | None:
         return value
     if isinstance(value, Mapping):
         return ", ".join(f"{part} {number}" for part, number in value.items())
-    return text_of(value)
+    return str(value)
+
+
+def _markdown(cell: float | str | None) -> str:
+    """Return a cell that shows texts as they are: nothing in them is Markdown or HTML."""
+    if isinstance(cell, float):
+        return f"{cell:.4g}"
+    text = "" if cell is None else html.escape(plain(str(cell)), quote=False)
+    return re.sub(r"([\\`*_{}\[\]()#+\-.!|])", r"\\\1", text)
 
 
 def lasting_id(file: Path) -> str:
-    """The id in this file, which a tracker knows the run by; a new one if there is none."""
+    """Return the id in this file, which a tracker knows the run by; a new one if there is none."""
     if not file.exists():
         file.write_text(uuid.uuid4().hex)
     return file.read_text()
 
 
-def require_trackers(recipe: Recipe) -> None:
-    """The trackers that the recipe asks for are installed, or a MissingExtraError names the extra."""
-    track = recipe.track
-    switches = {"tensorboard": track.tensorboard, "wandb": track.wandb, "trackio": track.trackio}
-    for name in (name for name, is_on in switches.items() if is_on):
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise MissingExtraError(f"track.{name}", name) from error
+def require_trackers(names: Sequence[str]) -> None:
+    """Raise a MissingExtraError for a tracker of `track.to` whose library is not installed."""
+    for name in names:
+        library = name.partition("/")[0]
+        if library in TRACKERS:
+            try:
+                importlib.import_module(library)
+            except ImportError as error:
+                raise MissingExtraError("track.to", library) from error
 
 
 def make_trackers(recipe: Recipe, folder: Path) -> list[Tracker]:
-    """Those that the recipe asks for."""
-    track, trackers = recipe.track, list[Tracker]()
-    if track.tensorboard:
-        trackers.append(TensorBoard(folder))
-    if track.wandb:
-        trackers.append(WandB(track.wandb, recipe, folder))
-    if track.trackio:
-        trackers.append(Trackio(track.trackio, recipe, folder))
-    trackers += [OwnTracker(use, recipe, folder) for use in track.own]
+    """Return the trackers of `track.to`. A resumed run continues theirs, by the id in its folder."""
+    trackers: list[Tracker] = []
+    for name in recipe.track.to:
+        library, _, project = name.partition("/")
+        if library in TRACKERS:
+            trackers.append(TRACKERS[library](project or DEFAULT_PROJECT, recipe, folder))
+        else:
+            trackers.append(OwnTracker(name, find_part("tracker", name)(recipe, folder)))
     return trackers
+
+
+TRACKERS: dict[str, Callable[[str, Recipe, Path], Tracker]] = {
+    "tensorboard": lambda project, recipe, folder: TensorBoard(folder),
+    "wandb": lambda project, recipe, folder: HostedTracker(
+        "wandb",
+        recipe.model_dump(mode="json"),
+        project=project,
+        name=recipe.name,
+        id=lasting_id(folder / "wandb.id"),
+        dir=str(folder),
+    ),
+    "trackio": lambda project, recipe, folder: HostedTracker(  # which knows a run by its name
+        "trackio",
+        recipe.model_dump(mode="json"),
+        project=project,
+        name=f"{recipe.name}-{lasting_id(folder / 'trackio.id')[:8]}",
+        embed=False,
+    ),
+}
+"""Libraries of `track.to`: each makes the tracker of a project, a recipe and a run folder."""

@@ -1,5 +1,3 @@
 """Child processes: a model or engine asked through a pipe, a guarded server, a command with limits;
 the memory of this one.
-
-May be imported by checks, models, records and the layers above.
 """

@@ -1,8 +1,7 @@
-"""What each advantage estimator and policy loss needs and reads: the one place that knows them by name.
+"""The table of algorithms: their names, and what each needs and reads.
 
-The recipe's checks, the plan, the step, the mini-batches and the learner ask `estimator_traits` and
-`loss_traits`; the functions themselves are in the registries of `algorithms`. A user's own function says its
-traits by a decorator of `practicum.parts`.
+To add one, write a function of that name in the file of `algorithms`, and a line here. A user's own function
+says its traits by a decorator of `practicum.parts`.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class LossTraits:
     reads: frozenset[str] = frozenset()
 
 
-_CLIPPED = frozenset({"clip_low", "clip_high", "log_ratio_clamp", "entropy"})
+_CLIPPED = frozenset({"clip_low", "clip_high", "entropy"})
 
 ESTIMATORS: dict[str, EstimatorTraits] = {
     "none": EstimatorTraits(),
@@ -59,13 +58,18 @@ ESTIMATORS: dict[str, EstimatorTraits] = {
 }
 LOSSES: dict[str, LossTraits] = {
     "supervised": LossTraits(ratio=False),
-    "ppo_clip": LossTraits(clips_ratio=True, reads=_CLIPPED | {"dual_clip"}),
-    "gspo": LossTraits(clips_ratio=True, whole_sessions=True, reads=_CLIPPED | {"dual_clip"}),
+    "ppo_clip": LossTraits(clips_ratio=True, reads=_CLIPPED),
+    "gspo": LossTraits(clips_ratio=True, whole_sessions=True, reads=_CLIPPED),
     "cispo": LossTraits(reads=_CLIPPED),
     "dppo": LossTraits(to_sampler=True, reads=_CLIPPED),
     "reinforce": LossTraits(ratio=False, reads=frozenset({"entropy"})),
 }
-
+KL_NAMES = ("k1", "k2", "k3")
+AGGREGATION_NAMES = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean")
+ON_DISTRIBUTIONS = ("forward_kl", "reverse_kl", "jsd")
+"""Divergences of distributions: signals top_k and full."""
+ON_SAMPLED = ("k1", "k2", "k3", "k1_straight", "k3_straight", "abs", "mse")
+"""Divergences of the sampled token's logprob."""
 
 ESTIMATOR_OPTIONS = frozenset[str]().union(*(traits.reads for traits in ESTIMATORS.values()))
 LOSS_OPTIONS = frozenset[str]().union(*(traits.reads for traits in LOSSES.values()))

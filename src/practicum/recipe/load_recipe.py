@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from practicum.recipe.checks.combinations import combinations
 from practicum.recipe.places import Place, locate
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.text import yamlfile
-from practicum.recipe.text.list_items import set_item
 from practicum.recipe.text.origins import DEFAULT, OVERRIDE, Layers, Origin, leaves, spelled_out
 from practicum.recipe.text.problems import explain, shorten, with_origin
 from practicum.recipe.text.type_text import nearest
@@ -55,7 +53,7 @@ def load_recipe(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str]
         checked = Recipe.model_validate(layers.data)
     except ValidationError as error:
         raise RecipeErrors(str(source), explain(error, layers.origins)) from None
-    origins = {leaf: _origin(leaf, layers.origins) for leaf, _ in leaves(checked.model_dump())}
+    origins = {leaf: layers.origins.get(leaf, DEFAULT) for leaf, _ in leaves(checked.model_dump())}
     try:
         problems = combinations(checked)
     except RecipeError as error:  # a part of the user's that the checks ask for its traits
@@ -163,12 +161,10 @@ def _add_file(layers: Layers, file: Path, document: yamlfile.Document, source: P
 def _override(layers: Layers, overrides: Sequence[str], source: str) -> None:
     """Lay all of --set over what is there; a later one wins over an earlier one."""
     data: dict[str, Any] = {}
-    in_lists: dict[tuple[str, ...], Any] = {}
     problems: list[RecipeError] = []
     for text in overrides:
         key, equals, value = text.partition("=")
-        # Messages write items as functions[0]; both forms are taken.
-        steps = tuple(step.strip() for step in re.sub(r"\[(-?\d+)\]", r".\1", key).split("."))
+        steps = tuple(step.strip() for step in key.split("."))
         if not equals or not all(steps):
             expected = "key=value, such as train.lr=1e-5"
             problems.append(RecipeError("--set", shorten(text), expected))
@@ -181,18 +177,8 @@ def _override(layers: Layers, overrides: Sequence[str], source: str) -> None:
             except RecipeError as error:
                 problems.append(error)
                 continue
-            in_lists = {path: item for path, item in in_lists.items() if path[: len(steps)] != steps}
-            if any(step.lstrip("-").isdigit() for step in steps):
-                in_lists[steps] = parsed
-            else:
-                _place(data, steps, parsed)
+            _place(data, steps, parsed)
     layers.add(data, lambda _: OVERRIDE)
-    for steps, parsed in in_lists.items():
-        try:
-            if not set_item(layers, steps, parsed):
-                layers.add(_place({}, steps, parsed), lambda _: OVERRIDE)
-        except RecipeError as error:
-            problems.append(error)
     if problems:
         raise RecipeErrors(source, problems)
 
@@ -209,13 +195,6 @@ def _place(data: dict[str, Any], steps: Sequence[str], value: Any) -> dict[str, 
         holder = holder[step]
     holder[steps[-1]] = value
     return data
-
-
-def _origin(leaf: str, origins: Mapping[str, Origin]) -> Origin:
-    """Where a leaf came from; of a list, also which places in it --set has changed."""
-    paths = [key.removeprefix(f"{leaf}.") for key in origins if key.startswith(f"{leaf}.")]
-    items = tuple(re.sub(r"(^|\.)(\d+)", r"[\2]", path) for path in paths)
-    return replace(origins.get(leaf, DEFAULT), items=items)
 
 
 def _with_origin(problem: RecipeError, origins: dict[str, Origin]) -> RecipeError:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from practicum.errors import PracticumError, RecipeError
 from practicum.recipe.user_functions import import_function, import_object, meant
-from practicum.user_code import error_line, frames, trace, type_name
+from practicum.user_code import error_line, frames, trace
 
 T = TypeVar("T")
 GUIDE = "docs/extend.md has an example"
@@ -72,7 +72,7 @@ PARTS: dict[str, PartKind] = {
         "checks.own", "a check", ("metrics", "batch"), "a sentence where something is wrong, else None"
     ),
     "tracker": PartKind(
-        "track.own", "a tracker", ("recipe", "folder"), "an object with log(step, metrics) and close()"
+        "track.to", "a tracker", ("recipe", "folder"), "an object with log(step, metrics) and close()"
     ),
     "stage": PartKind("stages", "a stage", None, "a function that is decorated with @stage(after=…)"),
     "reward": PartKind("reward.functions", "a reward function", ("sample",), "a number"),
@@ -179,10 +179,10 @@ def _checked(kind: PartKind, part: Any, name: str, path: str, of: type | None) -
     if kind.takes is None:
         assert of is not None
         if not isinstance(part, of):
-            raise RecipeError(path, f"{name!r} of type {type_name(part)}", kind.expected, GUIDE)
+            raise RecipeError(path, f"{name!r} of type {type(part).__name__}", kind.expected, GUIDE)
         return part
     if not callable(part):
-        raise RecipeError(path, f"{name!r} of type {type_name(part)}", kind.expected, GUIDE)
+        raise RecipeError(path, f"{name!r} of type {type(part).__name__}", kind.expected, GUIDE)
     if inspect.iscoroutinefunction(part):
         raise RecipeError(path, f"{name!r}, an async function", kind.expected, "declare it without async")
     try:

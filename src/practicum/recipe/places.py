@@ -44,8 +44,7 @@ _FUNCTIONS = (
     "train.optimizer",
     "tasks.*.kind",
     "checks.own.*",
-    "checks.own.*.use",
-    "track.own.*",
+    "track.to.*",
     "stages.*",
 )
 """Keys whose values may name a function or another part of the user's as module:name."""
@@ -127,7 +126,7 @@ def _find(
 
 def _file(folder: Path, written: str) -> Path | None:
     path = Path(os.path.normpath(folder / written))
-    return path if path.exists() or glob.glob(str(path), recursive=True) else None
+    return path if os.path.exists(path) or glob.glob(str(path), recursive=True) else None
 
 
 def _function_file(folder: Path, written: str) -> Path | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import practicum
 from practicum.errors import PracticumError
 from practicum.recipe.load_recipe import base_files, load_recipe
+from practicum.recipe.schema.recipe import Expected
 
 _IGNORED = ("__pycache__", "runs")
 
@@ -32,7 +33,7 @@ class Shipped:
 
     name: str
     about: str
-    expected: str
+    expected: Expected | None
 
 
 def list_recipes() -> dict[str, list[Shipped]]:
@@ -142,7 +143,7 @@ def _describe(file: Path) -> Shipped:
             break
         comment.append(line.lstrip("# "))
     recipe = load_recipe(file).recipe
-    return Shipped(f"{file.parent.name}/{file.stem}", " ".join(comment), recipe.expected or "")
+    return Shipped(f"{file.parent.name}/{file.stem}", " ".join(comment), recipe.expected)
 
 
 def _is_ignored(path: Path) -> bool:

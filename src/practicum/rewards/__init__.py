@@ -1,4 +1,1 @@
-"""Reward models: a classifier or a prompted judge, placed like a teacher.
-
-May be imported by serving, roles and the layers above.
-"""
+"""Reward functions and reward models: a classifier or a prompted judge, placed like a teacher."""

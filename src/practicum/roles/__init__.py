@@ -1,4 +1,1 @@
-"""What each stage of a step does, one file per stage; the local and the Ray runtime share these classes.
-
-May be imported by runtime and the layers above.
-"""
+"""What each stage of a step does, one file per stage; the local and the Ray runtime share these classes."""

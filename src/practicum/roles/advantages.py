@@ -5,28 +5,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from practicum.algorithms.advantages.registry import ADVANTAGES
-from practicum.algorithms.advantages.types import AdvantageInputs
-from practicum.algorithms.kl import AdaptiveKl, FixedKl, KlController, token_kl
-from practicum.algorithms.mismatch import MismatchRules, MismatchWeights, mismatch_weights
+from practicum.algorithms.advantages import ADVANTAGES, AdvantageInputs
+from practicum.algorithms.kl import KlWeight, token_kl
+from practicum.algorithms.mismatch import mismatch_weights
 from practicum.checks import invariants
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.ragged import Column, Columns, Ragged
 from practicum.dataplane.stages import Plan
 from practicum.dataplane.store import Store
-from practicum.learning.update_trace import places_by_rule
+from practicum.learning.update_batch import places_by_rule
+from practicum.observe.records.recorder import NOT_RECORDED, Recorder
 from practicum.recipe.algorithm_traits import estimator_traits
-from practicum.recipe.derived import corrects_mismatch, has_advantage_estimator
 from practicum.recipe.own_parts import find_part
+from practicum.recipe.schema.algorithm_sections import KL_HORIZON
 from practicum.recipe.schema.recipe import Recipe
-from practicum.records.recording_store import record_more, recorder_of
 from practicum.roles.run_stage import StepInfo, stage
 from practicum.roles.stage_table import student_source
 
 
 def dense_ids(names: list) -> tuple[Tensor, int]:
-    """Number names 0, 1, … in order of first appearance: ids as a tensor, and how many there are."""
+    """Number names 0, 1, … in order of first appearance; return ids and how many there are."""
     numbers: dict = {}
     ids = [numbers.setdefault(name, len(numbers)) for name in names]
     return torch.tensor(ids, dtype=torch.int64), len(numbers)
@@ -35,42 +34,51 @@ def dense_ids(names: list) -> tuple[Tensor, int]:
 class AdvantageRole:
     """Advantages of a batch, and the KL penalty in the reward with its controller."""
 
-    def __init__(self, recipe: Recipe, plan: Plan, store: Store, watch: Watch) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        store: Store,
+        watch: Watch,
+        recorder: Recorder = NOT_RECORDED,
+    ) -> None:
         self.recipe, self.plan, self.store, self.watch = recipe, plan, store, watch
+        self.recorder = recorder
         kl = recipe.algorithm.kl
-        self.kl: KlController = (
-            FixedKl(kl.coefficient)
-            if kl.target is None
-            else AdaptiveKl(kl.coefficient, target=kl.target, horizon=kl.horizon)
-        )
+        self.kl = KlWeight(kl.coefficient, kl.target, KL_HORIZON)
 
     @stage("advantages")
     def advantages(
         self, batch: BatchRef, columns: Columns, step: StepInfo
     ) -> tuple[dict[str, Column], dict[str, float]]:
-        """Advantage of every token; reports statistics."""
+        """Return the advantage of every token; report statistics."""
         mask = columns.ragged("response_mask")
-        session_B, _ = dense_ids([key[:2] for key in batch.keys])
-        session_N = session_B.repeat_interleave(torch.tensor(mask.lengths))
-        prompts = [batch.keys[i].prompt for i in _first_rows(session_B)]
+        names = [key[:2] for key in batch.keys]
+        session_N = dense_ids(names)[0].repeat_interleave(torch.tensor(mask.lengths))
+        prompts = [prompt for prompt, _ in dict.fromkeys(names)]
         advantages_N, returns_N, stats = self._estimate(columns, mask.values, session_N, prompts, step)
-        if corrects_mismatch(self.recipe):
-            weights = self._weights(columns, mask.values, session_N)
-            advantages_N, stats = (
-                weights.weights_N.to(advantages_N.dtype) * advantages_N,
-                stats | weights.stats,
-            )
-            self._record(batch, mask.lengths, weights)
+        if self.recipe.corrects_mismatch:
+            # A policy loss grows as its advantage does, so weighed advantages weigh the loss. What the critic
+            # learns from is not weighed.
+            mismatch = self.recipe.algorithm.mismatch
+            old_N = columns.ragged(student_source(self.recipe)).values
+            rollout_N = columns.ragged("rollout_logprobs").values
+            assert mismatch.weights != "off"
+            options = mismatch.weights, mismatch.cap
+            found = mismatch_weights(old_N, rollout_N, mask.values, session_N, *options)
+            advantages_N = found.weights_N.to(advantages_N.dtype) * advantages_N
+            stats |= found.stats
+            if self.recorder.records:
+                weights = Ragged.packed(found.weights_N, mask.lengths)
+                rules = places_by_rule({"mismatch_truncate": found.capped_N}, mask.lengths)
+                self.recorder.add("advantages", batch, {"mismatch_weight": weights, "rules": rules})
         written: dict[str, Column] = {"advantages": Ragged.packed(advantages_N, mask.lengths)}
         if returns_N is not None and "returns" in self.plan["advantages"].writes:
             written["returns"] = Ragged.packed(returns_N, mask.lengths)
+        stats.pop("flat_groups", None)  # groups/flat reports them, before any filter
+        if (count := stats.pop("groups_of_one", None)) is not None:
+            stats["groups/of_one"] = count
         return written, stats
-
-    def _record(self, batch: BatchRef, lengths: list[int], found: MismatchWeights) -> None:
-        if recorder_of(self.store) is not None:
-            weights = Ragged.packed(found.weights_N, lengths)
-            rules = places_by_rule(found.held_N, lengths)
-            record_more(self.store, "advantages", batch, {"mismatch_weight": weights, "rules": rules})
 
     def _estimate(
         self,
@@ -80,10 +88,10 @@ class AdvantageRole:
         prompts: list[int],
         step: StepInfo,
     ) -> tuple[Tensor, Tensor | None, dict[str, float]]:
-        """Advantages, returns if there is a critic, and counts; `prompts` are the sessions'."""
+        """Return advantages, returns if there is a critic, and counts; `prompts` are the sessions'."""
         algorithm, distill, weight = self.recipe.algorithm, self.recipe.distill, self.recipe.reward.weight
         taught_N, stats = self._taught(columns, mask_N)
-        if not has_advantage_estimator(self.recipe):
+        if not self.recipe.has_advantage_estimator:
             assert taught_N is not None
             return taught_N, None, stats
         in_reward = distill is not None and distill.through == "reward"
@@ -130,72 +138,27 @@ class AdvantageRole:
             values = Ragged.packed(advantages_N, mask.lengths)
             self.watch("advantages", invariants.advantages(step.batch.real(), values, mask))
 
-    def _weights(self, columns: Columns, mask_N: Tensor, session_N: Tensor) -> MismatchWeights:
-        """Weights against the mismatch, and their counts.
-
-        A policy loss grows as its advantage does, so weighed advantages weigh the loss; what the critic
-        learns from is not weighed.
-        """
-        old_N = columns.ragged(student_source(self.recipe)).values
-        rollout_N = columns.ragged("rollout_logprobs").values
-        mismatch = self.recipe.algorithm.mismatch
-        reject = None if mismatch.reject is None else (mismatch.reject.low, mismatch.reject.high)
-        rules = MismatchRules(mismatch.weights, mismatch.outside, mismatch.cap, mismatch.floor, reject)
-        return mismatch_weights(old_N, rollout_N, mask_N, session_N, rules)
-
     def _taught(self, columns: Columns, mask_N: Tensor) -> tuple[Tensor | None, dict[str, float]]:
-        """Weight × the negative estimate of KL(student || teacher) of each token, if it enters here."""
+        """Return -weight × the estimate of KL(student || teacher) of each token, if it enters here."""
         distill = self.recipe.distill
         if distill is None or distill.through == "loss":
             return None, {}
         student_N = columns.ragged(student_source(self.recipe)).values
         teacher_N = columns.ragged("teacher_logprobs").values
-        kind, part = distill.divergence, "sampled_divergence"
-        terms = token_kl(kind, student_N, teacher_N, mask_N, distill.clamp, part=part)
-        stats = {}
-        if mask_N.any():
-            stats["teacher_kl"] = float(terms.kl_N[mask_N].mean())
-            if distill.clamp is not None:
-                stats["teacher_clamped"] = float(terms.clamped_N[mask_N].float().mean())
-        return -distill.weight * terms.kl_N, stats
+        kl_N = token_kl(distill.divergence, student_N, teacher_N, mask_N, part="sampled_divergence")
+        stats = {"teacher_kl": float(kl_N[mask_N].mean())} if mask_N.any() else {}
+        return -distill.weight * kl_N, stats
 
     def _penalise(
         self, columns: Columns, token_rewards_N: Tensor, mask_N: Tensor, sessions: int
     ) -> tuple[Tensor, dict[str, float]]:
-        kl = self.recipe.algorithm.kl
-        student_N = columns.ragged(student_source(self.recipe)).values
         if not mask_N.any():
             return token_rewards_N, {}
-        reference_N = columns.ragged("ref_logprobs").values
-        terms = token_kl(kl.estimator, student_N, reference_N, mask_N, clamp=kl.clamp)
-        observed = float(terms.kl_N[mask_N].mean())
+        student_N = columns.ragged(student_source(self.recipe)).values
+        reference_N, kl = columns.ragged("ref_logprobs").values, self.recipe.algorithm.kl
+        kl_N = token_kl(kl.estimator, student_N, reference_N, mask_N)
+        observed = float(kl_N[mask_N].mean())
         coefficient = self.kl.coefficient
         self.kl.update(observed, sessions)
         stats = {"kl_reward": observed, "kl_coefficient": coefficient}
-        if kl.clamp is not None:
-            stats["kl_clamped"] = float(terms.clamped_N[mask_N].float().mean())
-        return token_rewards_N - coefficient * terms.kl_N, stats
-
-    def session_means(self, batch: BatchRef) -> dict[tuple[int, ...], float]:
-        """Each session's mean advantage over its sampled tokens; sessions without any are left out."""
-        columns = Columns("records", self.store.get(batch, ("advantages", "response_mask")))
-        sums: dict[tuple[int, ...], tuple[float, int]] = {}
-        rows = zip(columns.ragged("advantages").rows, columns.ragged("response_mask").rows, strict=True)
-        for key, (advantages, mask) in zip(batch.keys, rows, strict=True):
-            total, count = sums.get(key[:2], (0.0, 0))
-            sums[key[:2]] = total + float(advantages[mask].sum()), count + int(mask.sum())
-        return {name: total / count for name, (total, count) in sums.items() if count}
-
-    def state_dict(self) -> dict[str, float]:
-        return self.kl.state_dict()
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.kl.load_state_dict(state)
-
-
-def _first_rows(session_B: Tensor) -> list[int]:
-    """The first row of each session."""
-    first: dict[int, int] = {}
-    for row, session in enumerate(session_B.tolist()):
-        first.setdefault(session, row)
-    return [first[s] for s in range(len(first))]
+        return token_rewards_N - coefficient * kl_N, stats

@@ -6,14 +6,13 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.ragged import Column, Columns
 from practicum.dataplane.stages import Plan
 from practicum.dataplane.store import Store
-from practicum.learning.minibatches import critic_cut
 from practicum.learning.packing import RowExtras
 from practicum.learning.update_batch import CriticBatch
 from practicum.learning.value_learner import ValueLearner
-from practicum.recipe.schema.recipe import Recipe
-from practicum.roles.padding import OptimizerStep, optimizer_steps, rank_rows, rank_share
+from practicum.observe.records.recorder import NOT_RECORDED, Recorder
+from practicum.roles.padding import BatchCutter, rank_share
 from practicum.roles.run_stage import StepInfo, stage
-from practicum.roles.student import mean_metrics
+from practicum.roles.student import ids_of, mean_metrics
 
 READS = ("prompt_ids", "response_ids", "response_mask", "values", "returns")
 """The columns of the critic's update."""
@@ -22,31 +21,30 @@ READS = ("prompt_ids", "response_ids", "response_mask", "values", "returns")
 class CriticRole:
     """The critic's stages; on several ranks as those of `StudentRole`."""
 
-    def __init__(self, recipe: Recipe, plan: Plan, store: Store, critic: ValueLearner) -> None:
-        self.recipe, self.plan, self.store, self.critic = recipe, plan, store, critic
-        self.parallel = critic.parallel
+    def __init__(
+        self,
+        plan: Plan,
+        store: Store,
+        critic: ValueLearner,
+        cutter: BatchCutter,
+        recorder: Recorder = NOT_RECORDED,
+    ) -> None:
+        self.plan, self.store, self.critic, self.cutter = plan, store, critic, cutter
+        self.parallel, self.recorder = critic.parallel, recorder
 
     @stage("values", rows=rank_share)
     def values(self, batch: BatchRef, columns: Columns, step: StepInfo) -> dict[str, Column]:
-        """What the critic expects before each response token."""
-        ids = columns.ragged("prompt_ids"), columns.ragged("response_ids")
-        return {"values": self.critic.values(*ids, extras=RowExtras.of(columns))}
+        """Return the critic's values before each response token."""
+        return {"values": self.critic.values(*ids_of(columns), extras=RowExtras.of(columns))}
 
-    def _optimizer_steps(self, step: StepInfo) -> list[OptimizerStep]:
-        return optimizer_steps(self.recipe, critic_cut(self.recipe), step, self.parallel)
-
-    def _update_rows(self, step: StepInfo) -> BatchRef:
-        return rank_rows(step.batch, self._optimizer_steps(step))
-
-    @stage("update_critic", rows=_update_rows)
+    @stage("update_critic", rows=lambda self, step: self.cutter.rank_rows(self.cutter.critic, step))
     def update(
         self, batch: BatchRef, columns: Columns, step: StepInfo
     ) -> tuple[dict[str, Column], dict[str, float]]:
-        """All optimizer steps of the critic on this batch."""
-        self.critic.step = step.number - 1
+        """Take all optimizer steps of the critic on this batch."""
         extras, place = RowExtras.of(columns), {key: i for i, key in enumerate(batch.keys)}
         reports = []
-        for optimizer_step in self._optimizer_steps(step):
+        for optimizer_step in self.cutter.optimizer_steps(self.cutter.critic, step):
             rows = [place[step.batch.keys[row]] for row in optimizer_step.own_rows]
             tokens = sum(step.batch.tags[row].sampled_tokens for row in optimizer_step.rows)
             update = CriticBatch(
@@ -54,5 +52,5 @@ class CriticRole:
                 extras=None if extras is None else extras.select(rows),
                 whole_tokens=None if self.parallel is None else tokens,
             )
-            reports.append(self.critic.update(update))
+            reports.append(self.critic.update(update, step=step.number))
         return {}, mean_metrics(reports)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -10,34 +11,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from practicum.concurrency.event_loop import run_async
+from practicum.concurrency.gather import gather_all, in_thread
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
 from practicum.dataplane.ragged import Column, Columns, Ragged
 from practicum.dataplane.stages import Plan
 from practicum.dataplane.store import Store
-from practicum.recipe.derived import uses_reward, waits_for_models
+from practicum.engines.model_cache import ModelCache
+from practicum.errors import DataError, RewardError
+from practicum.observe.records.recorder import NOT_RECORDED, SCORED, Recorder
 from practicum.recipe.schema.recipe import Recipe
-from practicum.records.recording_store import stage_span
-from practicum.rewards.reward_place import JudgeInput
-from practicum.roles.reward_models import RewardModelRole
+from practicum.rewards.judge import CannotScore, JudgeInput
+from practicum.rewards.reward_scorer import RewardScorer
+from practicum.rewards.score_functions import RewardFunctions, RewardResult, RewardSample
 from practicum.roles.run_stage import StepInfo, stage
-from practicum.tasks.prompts import Encoder, Prompt
-from practicum.tasks.rewards import RewardFunctions, RewardResult, RewardSample
+from practicum.tasks.messages import message_text
+from practicum.tasks.prompts import Encoder, Prompt, answer_text, chat_messages, prompt_text
+from practicum.user_code import shorten
 
 SessionName = tuple[int, ...]
 Sessions = dict[SessionName, list[int]]
 _TEXTS = 4096
-"""Prompt texts that are kept for the sessions that share them."""
+"""Prompt texts that are kept for sessions that share them."""
 LOOP = "loop"
-"""The name, among the parts of a reward, of what the agent's loop gave itself."""
+"""The name, among the parts of a reward, of what the agent's loop set."""
 
 
 class RewardRole:
-    """Scores sessions by the recipe's functions and models; a reward that the loop gave stands as it is.
+    """Scores sessions by the recipe's functions and models; a reward that the loop set is kept.
 
-    The stage `reward` scores a batch; `score_session` does the same on the event loop, for a finished session
-    while others still roll out (`rewards_at_once`).
+    The stage `reward` runs on a session as soon as it is finished, if possible (`rewards_early`), else on
+    all sessions after the rollout. `residency` wakes the models that sleep.
     """
 
     def __init__(
@@ -47,51 +51,95 @@ class RewardRole:
         store: Store,
         encoder: Encoder,
         functions: RewardFunctions,
-        models: RewardModelRole | None,
+        models: Mapping[str, RewardScorer] | None = None,
+        residency: ModelCache | None = None,
+        recorder: Recorder = NOT_RECORDED,
     ) -> None:
-        self.recipe, self.plan, self.store = recipe, plan, store
+        self.recipe, self.plan, self.store, self.recorder = recipe, plan, store, recorder
         self.encoder, self.tokenizer = encoder, encoder.tokenizer
-        self.functions, self.models = functions, models
+        self.functions, self.models, self.residency = functions, models or {}, residency
         self._prompt_texts: dict[int, str] = {}
+        # Each model's own deadline comes first and names it.
+        deadlines_s = sum(recipe.reward.models[name].deadline_s for name in self.models)
+        self.stage_s = recipe.rollout.deadline_s + 3 * deadlines_s
 
     @stage("reward")
-    def reward(self, batch: BatchRef, columns: Columns, step: StepInfo) -> dict[str, Column]:
+    async def reward(self, batch: BatchRef, columns: Columns, step: StepInfo) -> dict[str, Column]:
         """Score each session once; one that can't be scored is marked failed, not scored zero."""
-        sessions = _sessions(batch)
-        samples = self._samples(batch, columns, step.prompts, sessions)
-        results: list[RewardResult] = []
-        if samples:
-            work, deadline_s = self.functions.score(list(samples.values())), self.recipe.rollout.deadline_s
-            results = run_async(work, timeout=deadline_s, owner="reward")
-        if self.models is not None:
-            inputs = self._model_inputs(batch, step.prompts, sessions, samples)
-            results = self.models.add(results, inputs, batch.tags[0].step)
+        sessions: Sessions = {}
+        for i, key in enumerate(batch.keys):
+            sessions.setdefault(key[:2], []).append(i)
+        samples = {
+            name: self._sample(batch, columns, step.prompts, rows)
+            for name, rows in sessions.items()
+            if batch.tags[rows[0]].given_reward is None
+        }
+        results = await self.functions.score(list(samples.values())) if samples else []
+        if self.models:
+            keys = [batch.keys[sessions[name][-1]] for name in samples]
+            shown = zip(keys, samples.values(), strict=True)
+            inputs = [self._judge_input(key, step.prompts[key], s.response_text) for key, s in shown]
+            results = await self._add_models(results, inputs, step.number)
         return self._written(batch, columns, sessions, dict(zip(samples, results, strict=True)))
 
-    async def score_session(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
-        """Score a finished session and write its reward; as the stage does, on the event loop."""
-        with stage_span(self.store, "reward", batch.tags[0].step, rows=len(batch)):
-            await self._score_session(batch, prompts)
+    async def _add_models(
+        self, results: Sequence[RewardResult], inputs: Sequence[JudgeInput], step: int
+    ) -> list[RewardResult]:
+        """Add the models' scores to the functions' results; those without a reward stay as they are."""
+        scored = [i for i, result in enumerate(results) if result.reward is not None]
+        scores: dict[int, dict[str, float | CannotScore]] = {i: {} for i in scored}
 
-    async def _score_session(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
-        columns, sessions = (
-            Columns("reward", self.store.get(batch, self.plan["reward"].reads)),
-            _sessions(batch),
-        )
-        samples = self._samples(batch, columns, prompts, sessions)
-        results = await self.functions.score(list(samples.values()))
-        if self.models is not None:
-            inputs = self._model_inputs(batch, prompts, sessions, samples)
-            results = await self.models.add_streamed(results, inputs, batch.tags[0].step)
-        writes = self._written(batch, columns, sessions, dict(zip(samples, results, strict=True)))
-        self.store.put(batch, writes, keep_tags=True)
+        async def ask(name: str, scorer: RewardScorer) -> None:
+            awake = nullcontext()
+            if scorer.sleeper is not None and self.residency is not None:
+                awake = self.residency.awake(scorer.key)
+            with self.recorder.span("reward", step, name, len(scored)):
+                async with in_thread(awake):
+                    found = await gather_all(scorer.judge(inputs[i]) for i in scored)
+            for i, score in zip(scored, found, strict=True):
+                scores[i][name] = score
 
-    def _samples(
-        self, batch: BatchRef, columns: Columns, prompts: Mapping[Key, Prompt], sessions: Sessions
-    ) -> dict[SessionName, RewardSample]:
-        """What the sessions without a reward show to a reward function."""
-        unscored = {name: rows for name, rows in sessions.items() if batch.tags[rows[0]].given_reward is None}
-        return {name: self._sample(batch, columns, prompts, rows) for name, rows in unscored.items()}
+        if scored:
+            await gather_all(ask(name, scorer) for name, scorer in self.models.items())
+        return [
+            self._with_models(result, inputs[i], scores[i]) if i in scores else result
+            for i, result in enumerate(results)
+        ]
+
+    def _with_models(
+        self, result: RewardResult, shown: JudgeInput, scores: Mapping[str, float | CannotScore]
+    ) -> RewardResult:
+        assert result.reward is not None
+        reward, parts, failure = result.reward, dict(result.parts), None
+        for name in self.models:
+            score = scores[name]
+            if not isinstance(score, CannotScore):
+                parts[name] = score
+                reward += self.recipe.reward.models[name].weight * score
+            elif self.recipe.reward.on_error == "stop":
+                raise RewardError(
+                    f"reward model {name} {score}\n"
+                    f"  sample:   {shown.name}\n"
+                    f"  prompt:   {shorten(shown.prompt)!r}\n"
+                    f"  response: {shorten(shown.response)!r}\n"
+                    f"  → mend reward.models.{name}, or set reward.on_error: skip to leave such samples out."
+                ) from score
+            else:
+                failure = failure or f"reward model {name} {score}"
+        return RewardResult(reward, parts) if failure is None else RewardResult(None, parts, failure)
+
+    def _judge_input(self, key: Key, prompt: Prompt, response: str) -> JudgeInput:
+        """Return what the models are shown of a response."""
+        task, messages = self.recipe.tasks[prompt.task], None
+        if task.chat or not isinstance(prompt.content, str):
+            chat = chat_messages(prompt.content, task.system)
+            texts = ({"role": message["role"], "content": message_text(message)} for message in chat)
+            messages = (*texts, {"role": "assistant", "content": response})
+        try:
+            answer = answer_text(prompt.answer)
+        except DataError:  # nothing that a text could show
+            answer = None
+        return JudgeInput(str(key), prompt_text(prompt.content), response, answer, messages)
 
     def _sample(
         self, batch: BatchRef, columns: Columns, prompts: Mapping[Key, Prompt], rows: Sequence[int]
@@ -100,8 +148,13 @@ class RewardRole:
         runs = [run for i in rows for run in sampled_runs(response_ids[i], mask[i])]
         texts = tuple(str(self.tokenizer.decode(run, skip_special_tokens=True)) for run in runs)
         key, prompt = batch.keys[rows[-1]], prompts[batch.keys[rows[-1]]]
+        if prompt.uid not in self._prompt_texts:
+            if len(self._prompt_texts) >= _TEXTS:
+                self._prompt_texts.clear()
+            text = self.tokenizer.decode(self.encoder(prompt).ids, skip_special_tokens=True)
+            self._prompt_texts[prompt.uid] = str(text)
         return RewardSample(
-            prompt_text=self._prompt_text(prompt),
+            prompt_text=self._prompt_texts[prompt.uid],
             response_text=texts[-1] if texts else "",
             answer=prompt.answer,
             row=prompt.row,
@@ -114,28 +167,6 @@ class RewardRole:
             trajectories=len(rows),
         )
 
-    def _prompt_text(self, prompt: Prompt) -> str:
-        """The prompt as the student reads it; the sessions of a prompt share it."""
-        text = self._prompt_texts.get(prompt.uid)
-        if text is None:
-            if len(self._prompt_texts) >= _TEXTS:
-                self._prompt_texts.clear()
-            text = str(self.tokenizer.decode(self.encoder(prompt).ids, skip_special_tokens=True))
-            self._prompt_texts[prompt.uid] = text
-        return text
-
-    def _model_inputs(
-        self,
-        batch: BatchRef,
-        prompts: Mapping[Key, Prompt],
-        sessions: Sessions,
-        samples: Mapping[SessionName, RewardSample],
-    ) -> list[JudgeInput]:
-        assert self.models is not None
-        keys = [batch.keys[sessions[name][-1]] for name in samples]
-        shown = zip(keys, samples.values(), strict=True)
-        return [self.models.model_input(key, prompts[key], s.response_text) for key, s in shown]
-
     def _written(
         self,
         batch: BatchRef,
@@ -143,12 +174,13 @@ class RewardRole:
         sessions: Sessions,
         results: Mapping[SessionName, RewardResult],
     ) -> dict[str, Column]:
-        """The columns of these results, with the rows' tags set."""
+        """Return the columns of these results, and set the rows' tags."""
         rewards_B, placed_B, tags = torch.zeros(len(batch)), torch.zeros(len(batch)), {}
         for name, rows in sessions.items():
-            result = results[name] if name in results else _given(batch, rows)
+            given = [batch.tags[i].given_reward or 0.0 for i in rows]
+            result = results.get(name) or RewardResult(sum(given), {LOOP: sum(given)})
             # A failure of what nothing is learnt from does not take a row away from the teachers.
-            failed = result.reward is None and uses_reward(self.recipe)
+            failed = result.reward is None and self.recipe.uses_reward
             for i in rows:
                 rewards_B[i] = torch.nan if result.reward is None else result.reward
                 changed: dict[str, Any] = {"reward": result.reward, "reward_parts": result.parts}
@@ -156,48 +188,19 @@ class RewardRole:
                 if failed:
                     changed |= {"status": "failed", "failure": result.failure}
                 tags[batch.keys[i]] = replace(batch.tags[i], **changed)
-            for i, value in _earned(batch, rows, result).items():
-                placed_B[i] = value
+            last = next((i for i in reversed(rows) if batch.tags[i].sampled_tokens), None)
+            if name not in results:
+                placed_B[rows] = torch.tensor(given)
+            elif last is not None and result.reward is not None:
+                placed_B[last] = result.reward
         self.store.tag(batch.partition, tags)
+        self.recorder.add("reward", replace(batch, tags=tuple(tags[key] for key in batch.keys)), {}, SCORED)
         reward_tokens = at_last_sampled(placed_B, columns.ragged("response_mask"))
         return {"reward": rewards_B, "reward_tokens": reward_tokens}
 
 
-def rewards_at_once(recipe: Recipe, plan: Plan, functions: RewardFunctions, task: str) -> bool:
-    """Whether a finished session of a task is scored while others still roll out.
-
-    Not if a colocated model takes part, which waits for the engines to sleep, nor if a function takes a
-    whole batch. Functions alone must be slow enough to be worth it.
-    """
-    if "reward" not in plan or waits_for_models(recipe) or not functions.divides(task):
-        return False
-    return bool(recipe.reward.models) or functions.streams(task)
-
-
-def _sessions(batch: BatchRef) -> Sessions:
-    """The rows of each session."""
-    sessions: Sessions = {}
-    for i, key in enumerate(batch.keys):
-        sessions.setdefault(key[:2], []).append(i)
-    return sessions
-
-
-def _given(batch: BatchRef, rows: Sequence[int]) -> RewardResult:
-    """The reward that the loop gave a session."""
-    total = sum(batch.tags[i].given_reward or 0.0 for i in rows)
-    return RewardResult(total, {LOOP: total})
-
-
-def _earned(batch: BatchRef, rows: Sequence[int], result: RewardResult) -> dict[int, float]:
-    """The reward of each row: as the loop gave it, else the session's at its last sampled token."""
-    if batch.tags[rows[0]].given_reward is not None:
-        return {i: batch.tags[i].given_reward or 0.0 for i in rows}
-    last = next((i for i in reversed(rows) if batch.tags[i].sampled_tokens), None)
-    return {} if last is None or result.reward is None else {last: result.reward}
-
-
 def sampled_runs(ids: Tensor, mask: Tensor) -> list[Tensor]:
-    """The student's turns in a response: runs of sampled tokens."""
+    """Return the student's turns in a response: runs of sampled tokens."""
     runs, at = [], 0
     for sampled, run in groupby(mask.tolist()):
         length = len(list(run))
@@ -208,7 +211,7 @@ def sampled_runs(ids: Tensor, mask: Tensor) -> list[Tensor]:
 
 
 def at_last_sampled(values_B: Tensor, mask: Ragged) -> Ragged:
-    """Each row's value at its last sampled token, 0 elsewhere; a row without one has none."""
+    """Return each row's value at its last sampled token, 0 elsewhere."""
     row_N = torch.arange(len(mask)).repeat_interleave(torch.tensor(mask.lengths))
     last_B = torch.full((len(mask),), -1, dtype=torch.int64)
     sampled_M = torch.nonzero(mask.values).squeeze(1)

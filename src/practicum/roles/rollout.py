@@ -1,15 +1,16 @@
-"""The rollout role: sessions are run, and finished ones are scored at once where that is possible.
+"""The rollout role: sessions are run, and finished ones are scored immediately where that is possible.
 
 What is the same in every runtime is here: how a session on an engine becomes rows (`SessionRunner`), which
-sessions are scored at once, what is remembered of them, and the rewards that are left for the end. Where
+sessions are scored early, what is remembered of them, and the rewards that are left for the end. Where
 sessions run and are scored is the runtime's (`SessionWorkers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from practicum.concurrency.event_loop import run_async
@@ -23,21 +24,22 @@ from practicum.dataplane.store import Store
 from practicum.engines.protocol import Engine, Sampling
 from practicum.errors import PracticumError, SessionError
 from practicum.models.vision import sequence_positions
-from practicum.recipe.derived import lag, scores_during_rollout, session_deadline, waits_for_models
+from practicum.observe.records.recorder import NOT_RECORDED, SAMPLED, Recorder
 from practicum.recipe.schema.recipe import Recipe
-from practicum.records.recording_store import record_more
-from practicum.roles.reward import SessionName, rewards_at_once
+from practicum.recipe.schema.rollout_sections import Agent
+from practicum.rewards.score_functions import RewardFunctions, RewardSample
+from practicum.roles.reward import SessionName
+from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import VISION_FIELDS
-from practicum.roles.teachers import prompts_read
+from practicum.roles.teachers import prompts_read, waiting_rows
 from practicum.sessions.attempts import Attempt, AttemptResult, find_loop, run_attempt
 from practicum.sessions.demonstrator import DemonstratorPolicy, make_demonstrator
 from practicum.sessions.session import EnginePolicy, Policy, Session, SessionStart, Trajectory
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.prompts import Encoder, Prompt
-from practicum.tasks.rewards import RewardFunctions, RewardSample
 
 Finished = Callable[[BatchRef], Coroutine[Any, Any, None] | None]
-"""Takes the rows of finished sessions; gives the work of scoring them, if they are scored at once."""
+"""Takes the rows of finished sessions; returns the work of scoring them, if they are scored early."""
 
 
 class SessionWorkers(Protocol):
@@ -52,10 +54,10 @@ class SessionWorkers(Protocol):
         at_once: Callable[[Prompt], bool],
         finished: Finished,
     ) -> list[Key]:
-        """Run sessions and write their rows, failed ones too; gives their keys.
+        """Run sessions and write their rows, failed ones too; return their keys.
 
-        `finished` gets the rows of sessions that are written, and the work that it gives is done before this
-        ends: of prompts for which `at_once` is true it gets each session as soon as it is done.
+        `finished` gets the rows of sessions that are written, and the work that it returns is done before
+        this ends. Of prompts for which `at_once` is true it gets each session as soon as it is done.
         """
         ...
 
@@ -63,12 +65,13 @@ class SessionWorkers(Protocol):
         """Write what a demonstrator does with each prompt, in the prompts' order."""
         ...
 
-    async def reward_session(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
-        """Score one finished session and write its reward."""
+    async def reward(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
+        """Score finished sessions and write their rewards."""
         ...
 
-    def reward(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
-        """Score sessions after the rollout and write their rewards."""
+    @property
+    def reward_s(self) -> float:
+        """Seconds that the reward of a batch may take."""
         ...
 
     async def teach(self, teacher: str, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
@@ -94,13 +97,11 @@ class RolloutRole:
         self.hidden = HiddenShare()
         self._functions = RewardFunctions(recipe.tasks, recipe.reward)
         teachers = recipe.teachers.items() if "teachers" in plan else ()
-        self._own_teachers = {name for name, teacher in teachers if scores_during_rollout(teacher)}
-        self._open: dict[SessionName, Prompt] = {}
-        """Sessions of the rollout under way that are not done yet."""
-        self._done: set[Key] = set()
-        """Rows of sessions that are done: run, and scored by those who score at once."""
+        self._own_teachers = {name for name, teacher in teachers if teacher.scores_during_rollout}
+        self.open: dict[SessionName, Prompt] = {}
+        """Sessions of the current rollout that are not run, or not scored by those who score early."""
         self._kept: set[Key] = set()
-        """Those of them that a checkpoint had, until their step is sampled again."""
+        """Rows that a checkpoint had, until their step is sampled again."""
         self._rewarded: set[SessionName] = set()
         """Sessions that have their reward."""
 
@@ -112,112 +113,116 @@ class RolloutRole:
         return batch
 
     def rollout(self, attempts: Sequence[Attempt], partition: str, *, seed: int) -> BatchRef:
-        """Run sessions side by side and write their rows; the batch is in the order of its keys.
+        """Run sessions concurrently and write their rows; the batch is in the order of its keys.
 
         Sessions that were done before a checkpoint are not run again: their rows are in the store.
         """
         prompts = {attempt.prompt.uid: attempt.prompt for attempt in attempts}
         kept = [key for key in self._kept if key.prompt in prompts]
-        self._kept.difference_update(kept)
         self._remember(kept, prompts)
+        self._kept.difference_update(kept)
         ran = {key[:2] for key in kept}
         attempts = [a for a in attempts if (a.prompt.uid, a.session) not in ran]
-        self._open = {(a.prompt.uid, a.session): a.prompt for a in attempts}
-        self._rewarded -= self._open.keys()
-        keys = self._run(attempts, prompts, partition, seed) if attempts else []
-        # Sessions finish in any order; the batch is in the order of its keys.
-        return self.store.batch(partition, sorted([*kept, *keys]))
+        self.open = {(a.prompt.uid, a.session): a.prompt for a in attempts}
+        self._rewarded -= self.open.keys()
+        keys: list[Key] = []
 
-    def _run(
-        self, attempts: Sequence[Attempt], prompts: Mapping[int, Prompt], partition: str, seed: int
-    ) -> list[Key]:
         def finished(rows: BatchRef) -> Coroutine[Any, Any, None] | None:
             self.hidden.session_ended()
             self._remember(rows.keys, prompts)
-            if (scoring := self._scoring(rows)) is None:
-                self._note_done(rows)
-                return None
-            return self._score(rows, scoring)
+            ready = rows.where(lambda _, tags: tags.status == "ready")
+            judged = ready.where(lambda _, tags: tags.given_reward is None and self._rewards_early(tags.task))
+            taught = ready.where(lambda _, tags: tags.teacher in self._own_teachers and not tags.is_baseline)
+            if judged or taught:
+                return self._score(rows, judged, taught)
+            self._close(rows)
 
-        work = self.workers.run(attempts, partition, seed, at_once=self._scores_at_once, finished=finished)
-        with self.hidden.rollout(), self.workers.named_blocks():
-            return run_async(work, timeout=self.recipe.rollout.deadline_s, owner=f"rollout ({partition})")
+        if attempts:
+            early = bool(self._own_teachers)
+            how = {"at_once": lambda p: early or self._rewards_early(p.task), "finished": finished}
+            work, timeout = self.workers.run(attempts, partition, seed, **how), self.recipe.rollout.deadline_s
+            with self.hidden.rollout(), self.workers.named_blocks():
+                keys = run_async(work, timeout=timeout, owner=f"rollout ({partition})")
+        # Sessions finish in any order; the batch is in the order of its keys.
+        return self.store.batch(partition, sorted([*kept, *keys]))
 
     def reward(self, batch: BatchRef) -> None:
         """Score the sessions that were not scored during the rollout."""
         left = batch.where(lambda key, _: key[:2] not in self._rewarded)
         if left:
-            with self.engines_asleep() if waits_for_models(self.recipe) else nullcontext():
-                self.workers.reward(left, {key: self.prompts[key] for key in left.keys})
+            work = self.workers.reward(left, {key: self.prompts[key] for key in left.keys})
+            asleep = self.engines_asleep() if self.recipe.waits_for_models else nullcontext()
+            with asleep, self.workers.named_blocks():
+                run_async(work, timeout=self.workers.reward_s, owner="reward")
         self._rewarded.update(key[:2] for key in left.keys)
 
     def engines_asleep(self) -> AbstractContextManager[None]:
-        """The student's engines free their memory for others; not with a lag, where they are at work."""
-        return nullcontext() if lag(self.recipe) else self.workers.engines_asleep()
+        """Free the memory of the student's engines for others; not with a lag, where they are at work."""
+        return nullcontext() if self.recipe.rollout.lag else self.workers.engines_asleep()
 
-    def open_groups(self) -> list[tuple[Prompt, int]]:
-        """The groups of the rollout under way that are not done, each with how many sessions are not."""
-        left: dict[int, tuple[Prompt, int]] = {}
-        for prompt in list(self._open.values()):
-            left[prompt.uid] = prompt, left.get(prompt.uid, (prompt, 0))[1] + 1
-        return list(left.values())
+    def after_rollout(self, stage: Callable[[StepInfo], Any]) -> Callable[[StepInfo], Any]:
+        """Return a stage of colocated teachers that gets waiting rows, if any, while engines sleep."""
+
+        def run(step: StepInfo) -> Any:
+            if not (waiting := waiting_rows(self.recipe.teachers, step.batch)):
+                return None
+            prompts = prompts_read(self.recipe.teachers, waiting, step.prompts)
+            with self.engines_asleep():
+                return stage(replace(step, batch=waiting, prompts=prompts))
+
+        return run
 
     def done_rows(self) -> tuple[list[Key], list[SessionName]]:
-        """Rows of sessions that are done, and sessions that have their reward: for a checkpoint."""
-        rewarded = sorted(self._rewarded.copy())
-        return sorted(self._done.copy()), rewarded
+        """Return the rows of sessions that are done, and the sessions that have their reward."""
+        rewarded, rows = sorted(self._rewarded.copy()), self.prompts.copy()
+        return sorted({key for key in rows if key[:2] not in self.open} | self._kept), rewarded
 
     def restore(self, done: Iterable[Key], rewarded: Iterable[SessionName]) -> None:
-        """Take up what `done_rows` gave, of rows that are in the store again."""
-        self._done, self._kept, self._rewarded = set(done), set(done), set(rewarded)
+        """Continue with what `done_rows` returned, of rows that are in the store again."""
+        self._kept, self._rewarded = set(done), set(rewarded)
+
+    def clear(self, step: StepInfo) -> None:
+        """Remove all rows of the step from the store: trained ones, padding, and those that were left out."""
+        keys = list(dict.fromkeys([*self.prompts, *step.batch.keys]))
+        self.store.clear(step.batch.partition, keys)
+        self.forget(keys)
 
     def forget(self, keys: Iterable[Key]) -> None:
         """Drop what is remembered of rows that leave the store."""
         for key in keys:
             self.prompts.pop(key, None)
-            self._done.discard(key)
             self._rewarded.discard(key[:2])
 
     def _remember(self, keys: Iterable[Key], prompts: Mapping[int, Prompt]) -> None:
         self.prompts.update((key, prompts[key.prompt]) for key in keys)
 
-    def _note_done(self, rows: BatchRef) -> None:
-        self._done.update(rows.keys)
+    def _close(self, rows: BatchRef) -> None:
         for key in rows.keys:
-            self._open.pop(key[:2], None)
+            self.open.pop(key[:2], None)
 
-    def _scores_at_once(self, prompt: Prompt) -> bool:
-        """Whether single sessions of this prompt are scored while others still roll out."""
-        return bool(self._own_teachers) or self._rewards_at_once(prompt.task)
+    def _rewards_early(self, task: str) -> bool:
+        """Return True if a finished session of a task is rewarded while others still roll out.
 
-    def _rewards_at_once(self, task: str) -> bool:
-        return rewards_at_once(self.recipe, self.plan, self._functions, task)
+        Not if a colocated model takes part, which waits for the engines to sleep, nor if a function takes a
+        whole batch. Functions alone must be slow enough to be worth it.
+        """
+        if "reward" not in self.plan or self.recipe.waits_for_models or not self._functions.divides(task):
+            return False
+        return bool(self.recipe.reward.models) or self._functions.streams(task)
 
-    def _scoring(self, rows: BatchRef) -> tuple[BatchRef, BatchRef] | None:
-        """Those of these finished rows that are rewarded and that are taught at once, if there are any."""
-        rows = rows.where(lambda _, tags: tags.status == "ready")
-        rewarded = rows.where(lambda _, tags: tags.given_reward is None and self._rewards_at_once(tags.task))
-        taught = rows.where(lambda _, tags: tags.teacher in self._own_teachers and not tags.is_baseline)
-        return (rewarded, taught) if rewarded or taught else None
-
-    async def _score(self, rows: BatchRef, scoring: tuple[BatchRef, BatchRef]) -> None:
-        rewarded, taught = scoring
+    async def _score(self, rows: BatchRef, judged: BatchRef, taught: BatchRef) -> None:
+        works, prompts = [], {key: self.prompts[key] for key in judged.keys}
+        if judged:
+            works.append(self.workers.reward(judged, prompts))
+        if taught:
+            assert taught.tags[0].teacher is not None
+            read = prompts_read(self.recipe.teachers, taught, self.prompts)
+            works.append(self.workers.teach(taught.tags[0].teacher, taught, read))
         by_models = bool(taught) or bool(self.recipe.reward.models)
         with self.hidden.scoring() if by_models else nullcontext():
-            works = [self._reward_session(rewarded)] if rewarded else []
-            works += [self._teach_session(taught)] if taught else []
             await gather_all(works)
-        self._note_done(rows)
-
-    async def _reward_session(self, batch: BatchRef) -> None:
-        prompts = {key: self.prompts[key] for key in batch.keys}
-        await self.workers.reward_session(batch, prompts)
-        self._rewarded.add(batch.keys[0][:2])
-
-    async def _teach_session(self, batch: BatchRef) -> None:
-        teacher = batch.tags[0].teacher
-        assert teacher is not None
-        await self.workers.teach(teacher, batch, prompts_read(self.recipe, batch, self.prompts))
+        self._rewarded.update(key[:2] for key in judged.keys)
+        self._close(rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +239,8 @@ class SessionRunner:
 
     def __init__(
         self,
-        recipe: Recipe,
+        agent: Agent,
+        deadline_s: float,
         plan: Plan,
         store: Store,
         engine: Engine,
@@ -245,59 +251,72 @@ class SessionRunner:
         context: int,
         config: Any,
         teacher_of: Callable[[Prompt], str] | None = None,
+        recorder: Recorder = NOT_RECORDED,
     ) -> None:
-        """`teacher_of` names the teacher of a prompt, if there are teachers."""
-        self.recipe, self.plan, self.store = recipe, plan, store
+        """`deadline_s` is a session's, and `teacher_of` names the teacher of a prompt, if there are any."""
+        self.agent, self.deadline_s = agent, deadline_s
+        self.plan, self.store, self.recorder = plan, store, recorder
         self.encoder, self.functions, self.toolbox = encoder, functions, toolbox
         self.tokenizer = encoder.tokenizer
         self.context, self.config, self.teacher_of = context, config, teacher_of
         self.vocab: int = config.get_text_config().vocab_size
-        self.loop = find_loop(recipe.agent.loop)
-        self._policy = EnginePolicy(engine, keep=recipe.agent.loop != "single_turn")
+        self.loop = find_loop(agent.loop)
+        self._policy = EnginePolicy(engine, keep=agent.loop != "single_turn")
         assert isinstance(self.tokenizer.eos_token_id, int)
         self.end_id = self.tokenizer.eos_token_id
 
     def start(self, prompt: Prompt) -> SessionStart:
-        """The prompt as the model gets it."""
+        """Return the prompt as the model gets it."""
         encoded = self.encoder(prompt)
         return SessionStart(encoded.ids, encoded.images, encoded.messages, self.encoder.tools)
 
-    async def run(self, attempt: Attempt, start: SessionStart, seed: int) -> list[SessionRow]:
-        """The rows of one session; of a failed one, a row that says why."""
-        ended = await self._attempt(attempt, start, self._policy, seed)
-        if ended.result is None:
-            return [_failed(attempt, ended)]
-        return self._rows(attempt, ended)
+    def run(
+        self,
+        attempt: Attempt,
+        start: SessionStart,
+        seed: int,
+        then: Callable[[list[SessionRow]], Awaitable[None] | None],
+    ) -> Coroutine[Any, Any, AttemptResult]:
+        """Run one session. `then` gets its rows, and the work that it returns is done before this ends."""
+        return self._attempt(
+            attempt, start, self._policy, seed, lambda ended: then(self.rows(attempt, ended))
+        )
 
     async def demonstrate(self, prompt: Prompt) -> list[SessionRow]:
-        """What a demonstrator does with a prompt in the agent's loop: rows for supervised training."""
+        """Run a demonstrator in the agent's loop; return its rows for supervised training."""
         sampling = Sampling(max_new_tokens=self.context, stop=frozenset({self.end_id}))
-        policy = DemonstratorPolicy(make_demonstrator(self.recipe.agent, self.toolbox), self.tokenizer)
+        policy = DemonstratorPolicy(make_demonstrator(self.agent, self.toolbox), self.tokenizer)
         attempt = Attempt(prompt, 0, sampling)
-        ended = await self._attempt(attempt, self.start(prompt), policy, 0)
+        ended = await self._attempt(attempt, self.start(prompt), policy, 0, lambda ended: None)
         if ended.result is None:
             error = PracticumError(f"{prompt} can't be demonstrated: {ended.failure}")
             error.details = ended.trace or ""
             raise error
-        return self._rows(attempt, ended)
+        return self.rows(attempt, ended)
 
-    def put(self, partition: str, rows: Sequence[SessionRow], fields: Sequence[str]) -> BatchRef:
-        """Write rows with these fields, in one put, and failed ones without."""
+    def put(self, partition: str, rows: Sequence[SessionRow], stage: str) -> BatchRef:
+        """Write rows with the fields of a stage, in one put, and failed ones without."""
         done = [row for row in rows if row.trajectory is not None]
         failed = [row for row in rows if row.trajectory is None]
-        if failed:
-            self.store.put(_batch(partition, failed), {})
-        if done:
-            batch = _batch(partition, done)
-            self.store.put(batch, self._columns(done, fields))
-            if any(tags.version_min != tags.version_max for tags in batch.tags):
-                versions = [row.trajectory.versions() for row in done if row.trajectory is not None]
-                record_more(self.store, "rollout", batch, {"version": versions})
+        for part in (failed, done):
+            if part:
+                batch = _batch(partition, part)
+                columns = self._columns(part, self.plan[stage].writes) if part is done else {}
+                self.store.put(batch, columns)
+                self.recorder.add(stage, batch, columns, SAMPLED)
+                if any(tags.version_min != tags.version_max for tags in batch.tags):
+                    versions = [row.trajectory.versions() for row in part if row.trajectory is not None]
+                    self.recorder.add(stage, batch, {"version": versions})
         return _batch(partition, rows)
 
-    async def _attempt(
-        self, attempt: Attempt, start: SessionStart, policy: Policy, seed: int
-    ) -> AttemptResult:
+    def _attempt(
+        self,
+        attempt: Attempt,
+        start: SessionStart,
+        policy: Policy,
+        seed: int,
+        then: Callable[[AttemptResult], Awaitable[None] | None],
+    ) -> Coroutine[Any, Any, AttemptResult]:
         def make(number: int) -> Session:
             return Session(
                 attempt.prompt,
@@ -307,62 +326,63 @@ class SessionRunner:
                 attempt.sampling,
                 self.tokenizer,
                 context=self.context,
-                agent=self.recipe.agent,
+                agent=self.agent,
                 toolbox=self.toolbox,
-                check=self._checker(attempt.prompt),
+                check=partial(self._check, attempt.prompt),
                 seed=seed,
                 attempt=number,
                 vocab=self.vocab,
             )
 
-        return await run_attempt(self.loop, self.recipe.agent, make, session_deadline(self.recipe))
+        return run_attempt(self.loop, self.agent, make, self.deadline_s, then)
 
-    def _checker(self, prompt: Prompt) -> Callable[[str], float]:
-        """Scores a text by the task's own checker, for loops that ask."""
+    def _check(self, prompt: Prompt, text: str) -> float:
+        """Score a text by the task's own checker, for loops that ask."""
+        known = (prompt.answer, prompt.row, prompt.task, prompt.domain)
+        sample = RewardSample("", text, *known, finish="", key=str(prompt), response_tokens=0)
+        try:
+            return self.functions.check(sample)
+        except PracticumError as error:  # of a user's own kind of task: the session fails, not the run
+            raise SessionError(str(error)) from None
 
-        def check(text: str) -> float:
-            known = (prompt.answer, prompt.row, prompt.task, prompt.domain)
-            sample = RewardSample("", text, *known, finish="", key=str(prompt), response_tokens=0)
-            try:
-                return self.functions.check(sample)
-            except PracticumError as error:  # of a user's own kind of task: the session fails, not the run
-                raise SessionError(str(error)) from None
+    def rows(self, attempt: Attempt, ended: AttemptResult) -> list[SessionRow]:
+        """Return the rows of a session.
 
-        return check
-
-    def _rows(self, attempt: Attempt, ended: AttemptResult) -> list[SessionRow]:
-        assert ended.result is not None
-        rewarded = zip(ended.result.trajectories, ended.result.row_rewards(), strict=True)
-        return [
-            SessionRow(Key(attempt.prompt.uid, attempt.session, i), self._tags(attempt, ended, t, reward), t)
-            for i, (t, reward) in enumerate(rewarded)
-        ]
-
-    def _tags(
-        self, attempt: Attempt, ended: AttemptResult, trajectory: Trajectory, reward: float | None
-    ) -> Tags:
-        prompt, pieces = attempt.prompt, trajectory.pieces
-        return Tags(
-            prompt_tokens=len(trajectory.prompt_ids),
-            response_tokens=sum(len(piece.ids) for piece in pieces),
-            sampled_tokens=sum(len(piece.ids) for piece in pieces if piece.sampled),
-            version_min=trajectory.version_min or 0,
-            version_max=trajectory.version_max,
+        A failed one is a row without fields: seen and counted, never trained on.
+        """
+        prompt = attempt.prompt
+        common = Tags(
             domain=prompt.domain,
             task=prompt.task,
-            teacher=None if self.teacher_of is None else self.teacher_of(prompt),
-            finish=trajectory.finish,
-            turns=trajectory.turns,
-            tool_calls=trajectory.tool_calls,
-            tool_errors=trajectory.tool_errors,
-            breaks=trajectory.breaks,
             retries=ended.retries,
-            trace=trajectory.trace,
-            given_reward=reward,
             is_baseline=attempt.is_baseline,
             step=prompt.step,
             recorded=prompt.recorded,
         )
+        if ended.result is None:
+            tags = replace(common, status="failed", failure=ended.failure, trace=ended.trace)
+            return [SessionRow(Key(prompt.uid, attempt.session), tags, None)]
+        rows = []
+        for i, trajectory in enumerate(ended.result.trajectories):
+            pieces = trajectory.pieces
+            tags = replace(
+                common,
+                prompt_tokens=len(trajectory.prompt_ids),
+                response_tokens=sum(len(piece.ids) for piece in pieces),
+                sampled_tokens=sum(len(piece.ids) for piece in pieces if piece.sampled),
+                version_min=trajectory.version_min or 0,
+                version_max=trajectory.version_max,
+                teacher=None if self.teacher_of is None else self.teacher_of(prompt),
+                finish=trajectory.finish,
+                turns=trajectory.turns,
+                tool_calls=trajectory.tool_calls,
+                tool_errors=trajectory.tool_errors,
+                breaks=trajectory.breaks,
+                trace=trajectory.trace,
+                given_reward=ended.result.row_rewards()[i],
+            )
+            rows.append(SessionRow(Key(prompt.uid, attempt.session, i), tags, trajectory))
+        return rows
 
     def _columns(self, rows: Sequence[SessionRow], fields: Sequence[str]) -> dict[str, Column]:
         trajectories = [row.trajectory for row in rows if row.trajectory is not None]
@@ -371,30 +391,12 @@ class SessionRunner:
             f: Ragged.from_rows([c[f] for c in columns]) for f in fields if f not in VISION_FIELDS
         }
         if set(VISION_FIELDS) <= set(fields):
-            pictures = [t.images for t in trajectories]
             put["multi_modal_inputs"] = [
-                {} if picture is None else picture.as_inputs() for picture in pictures
+                {} if t.images is None else t.images.as_inputs() for t in trajectories
             ]
             places = [sequence_positions(self.config, t.ids(), t.images) for t in trajectories]
             put["position_ids"] = Ragged.from_rows(places)
         return put
-
-
-def _failed(attempt: Attempt, ended: AttemptResult) -> SessionRow:
-    """A failed session is a row without fields: seen and counted, never trained on."""
-    prompt = attempt.prompt
-    tags = Tags(
-        status="failed",
-        failure=ended.failure,
-        trace=ended.trace,
-        domain=prompt.domain,
-        task=prompt.task,
-        retries=ended.retries,
-        is_baseline=attempt.is_baseline,
-        step=prompt.step,
-        recorded=prompt.recorded,
-    )
-    return SessionRow(Key(prompt.uid, attempt.session), tags, None)
 
 
 def _batch(partition: str, rows: Sequence[SessionRow]) -> BatchRef:

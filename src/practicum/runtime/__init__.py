@@ -1,4 +1,1 @@
-"""Where the roles of a run live, and how work reaches them: in this process, or as actors of Ray.
-
-May be imported by forecast, observe and the layers above.
-"""
+"""Where the roles of a run live, and how work reaches them: in this process, or as actors of Ray."""

@@ -5,7 +5,8 @@ takes the weights of the steps in turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,50 +20,45 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
 from practicum.dataplane.memory_store import MemoryStore
 from practicum.dataplane.stages import Plan
-from practicum.dataplane.store import Store
 from practicum.devices import pick_device
+from practicum.engines.hosted_engine import HostedEngine
+from practicum.engines.kind import Weights
+from practicum.engines.model_cache import ModelCache, make_model_cache
 from practicum.engines.protocol import Engine
-from practicum.engines.torch.engine_process import EngineProcess
-from practicum.engines.torch.torch_engine import TorchEngine
-from practicum.engines.vllm.make_vllm import takes_adapter
+from practicum.engines.table import ENGINES
+from practicum.engines.torch.make_torch import start_lagged_engines
 from practicum.models.load_model import context_length, load_model
 from practicum.models.lora import copy_on_base
-from practicum.places.model_cache import ModelCache
-from practicum.recipe.derived import evaluates, lag, rollout_context, sampling_engines, sampling_s
+from practicum.observe.records.record_files import RecordPlace
+from practicum.observe.records.recorder import Recorder
 from practicum.recipe.schema.recipe import Recipe
-from practicum.records.record_files import RecordPlace
-from practicum.records.recorder import Recorder
-from practicum.records.recording_store import RecordingStore, stage_span
-from practicum.roles.load_teachers import load_teachers, make_model_cache
-from practicum.roles.make_engine import Weights, describe_engines, make_engines, start_engine_process
+from practicum.rewards.reward_scorer import RewardScorer, load_reward_models, sleeping_models
+from practicum.rewards.score_functions import RewardFunctions
 from practicum.roles.reward import RewardRole
-from practicum.roles.reward_models import RewardModelRole, RewardModels, load_reward_models
-from practicum.roles.rollout import Finished, RolloutRole, SessionRunner
+from practicum.roles.rollout import Finished, RolloutRole, SessionRow, SessionRunner
 from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import evaluation_plan
-from practicum.roles.sync import PublishedWeights, SyncProbe
-from practicum.roles.teachers import TeacherRole, Teachers
+from practicum.roles.sync import PublishedWeights, SyncProbe, WeightTurns, describe_engines, make_engines
+from practicum.roles.teachers import TeacherRole
 from practicum.roles.train_rank import TrainRank, set_threads
-from practicum.roles.weight_turns import WeightTurns
 from practicum.sessions.attempts import Attempt
-from practicum.sessions.session import SessionStart
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.prompts import Prompt
-from practicum.tasks.rewards import RewardFunctions
+from practicum.teachers.load_teachers import Teachers, load_teachers
 
 
 @dataclass(frozen=True, slots=True)
 class FrozenModels:
-    """Models beside the student: teachers, reward models, and the cache that wakes the colocated ones."""
+    """Models beside the student, and the cache that wakes the colocated ones."""
 
     teachers: Teachers | None
-    reward_models: RewardModels
+    reward_models: dict[str, RewardScorer]
     residency: ModelCache
 
     def close(self) -> None:
-        """Stop all of them."""
         with ExitStack() as stack:
-            stack.callback(self.reward_models.close)
+            for scorer in self.reward_models.values():
+                stack.callback(scorer.close)
             if self.teachers is not None:
                 stack.callback(self.teachers.close)
 
@@ -84,36 +80,38 @@ class LocalWorkers:
         at_once: Callable[[Prompt], bool],
         finished: Finished,
     ) -> list[Key]:
-        """A session's rows are in the store as soon as it is done."""
+        """Write a session's rows into the store as soon as it is done."""
         prompts = {attempt.prompt.uid: attempt.prompt for attempt in attempts}
         starts = {uid: self.sessions.start(prompt) for uid, prompt in prompts.items()}
+        keys: list[Key] = []
 
-        async def run(attempt: Attempt, start: SessionStart) -> BatchRef:
-            rows = await self.sessions.run(attempt, start, seed)
-            batch = self.sessions.put(partition, rows, self.sessions.plan["rollout"].writes)
-            if (scoring := finished(batch)) is not None:
-                await scoring
-            return batch
+        def write(rows: Sequence[SessionRow]) -> Coroutine[Any, Any, None] | None:
+            batch = self.sessions.put(partition, rows, "rollout")
+            keys.extend(batch.keys)
+            return finished(batch)
 
-        with stage_span(self.sessions.store, "rollout", attempts[0].prompt.step, rows=len(attempts)):
-            batches = await gather_all(run(attempt, starts[attempt.prompt.uid]) for attempt in attempts)
-        return [key for batch in batches for key in batch.keys]
+        with self.sessions.recorder.span("rollout", attempts[0].prompt.step, rows=len(attempts)):
+            async with asyncio.TaskGroup() as group:
+                for attempt in attempts:
+                    group.create_task(self.sessions.run(attempt, starts[attempt.prompt.uid], seed, write))
+        return keys
 
     async def demonstrate(self, prompts: Sequence[Prompt], partition: str) -> BatchRef:
-        with stage_span(self.sessions.store, "demonstrate", prompts[0].step, rows=len(prompts)):
+        with self.sessions.recorder.span("demonstrate", prompts[0].step, rows=len(prompts)):
             sessions = await gather_all(self.sessions.demonstrate(prompt) for prompt in prompts)
             rows = [row for session in sessions for row in session]
-            return self.sessions.put(partition, rows, self.sessions.plan["demonstrate"].writes)
+            return self.sessions.put(partition, rows, "demonstrate")
 
-    async def reward_session(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
-        await self.rewards.score_session(batch, prompts)
+    async def reward(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
+        await self.rewards.reward(StepInfo(batch, batch.tags[0].step, prompts=prompts))
 
-    def reward(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
-        self.rewards.reward(StepInfo(batch, batch.tags[0].step, prompts=prompts))
+    @property
+    def reward_s(self) -> float:
+        return self.rewards.stage_s
 
     async def teach(self, teacher: str, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
         assert self.teachers is not None
-        await self.teachers.score_session(teacher, batch, prompts)
+        await self.teachers.score(StepInfo(batch, batch.tags[0].step, prompts=prompts))
 
     @contextmanager
     def engines_asleep(self) -> Iterator[None]:
@@ -123,12 +121,13 @@ class LocalWorkers:
         finally:
             self.engine.wake()
 
-    def named_blocks(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    named_blocks = nullcontext
 
 
-class LocalRoles(TrainRank):
+class LocalRoles:
     """The only rank of the learner, with the engine and the sessions beside it; see `Roles`."""
+
+    ranks = 1
 
     def __init__(
         self,
@@ -138,32 +137,38 @@ class LocalRoles(TrainRank):
         model: PreTrainedModel,
         frozen: FrozenModels,
         record: RecordPlace | None = None,
-        engine_process: EngineProcess | None = None,
+        hosted: Sequence[HostedEngine] = (),
     ) -> None:
-        store: Store = MemoryStore()
-        if record is not None:
-            store = RecordingStore(store, Recorder(record))
-        self.lag, copies, engines = lag(recipe), range(lag(recipe) + 1), range(sampling_engines(recipe))
-        self.engine_process, sampling = engine_process, [model]
-        if self.lag and engine_process is None and recipe.rollout.engine == "torch":
+        self.lag = recipe.rollout.lag
+        copies, engines = range(self.lag + 1), range(recipe.sampling_engines)
+        self.kind, sampling = ENGINES[recipe.rollout.engine], [model]
+        if self.lag and not hosted and self.kind.shares_model:
             sampling = [copy_on_base(model).requires_grad_(False) for _ in engines]
-        super().__init__(recipe, plan, store, watch, model, frozen.teachers)
+        self.recipe, self.store, recorder = recipe, MemoryStore(), Recorder(record)
+        rank = TrainRank(recipe, plan, self.store, watch, model, frozen.teachers, recorder=recorder)
+        self.rank, self.stop, self.stages, self.export = rank, rank.stop, rank.stages, rank.export
+        self.transcripts, self.session_advantages = rank.transcripts, rank.session_advantages
+        self.kl_state, self.updates = rank.kl_state, rank.updates
+        self.refresh_copies, self.teachers_spent = rank.refresh_copies, rank.teachers_spent
         self.frozen, self.toolbox = frozen, Toolbox(recipe.agent.tools)
-        self.probes = [SyncProbe(recipe, watch) for _ in engines]
+        self.probes = [SyncProbe(recipe.model.dtype, watch) for _ in engines]
         self.published: dict[int, PublishedWeights] = {}
-        self._turns = [WeightTurns(sampling_s(recipe), held=0) for _ in engines]
+        self._turns = [WeightTurns(recipe.sampling_s, held=0) for _ in engines]
         self.engines: list[Engine] = []
         try:
-            if engine_process is not None:
-                engine_process.ready()
-                self.engines += engine_process.engines
-            else:
+            for engine in hosted:
+                engine.ready()
+            self.engines += hosted
+            if not hosted:
                 self.engines += make_engines(recipe, sampling, self._engine_weights)
             of_copies = [self.engines[copy % len(engines)] for copy in copies]
             self.rollouts = [self._make_rollout(plan, model, engine) for engine in of_copies]
             self.eval_rollouts = [
                 self._make_rollout(evaluation_plan(), model, engine) for engine in of_copies
             ]
+            self.stages["sync"] = lambda step: self.publish(step.number)
+            if "teachers" in self.stages:
+                self.stages["teachers"] = self.rollout.after_rollout(self.stages["teachers"])
             self.probe_weights()
             if self.lag:
                 self.publish(0)
@@ -174,80 +179,64 @@ class LocalRoles(TrainRank):
 
     @property
     def rollout(self) -> RolloutRole:
-        """The first one's."""
         return self.rollouts[0]
-
-    @property
-    def eval_rollout(self) -> RolloutRole:
-        return self.eval_rollouts[0]
 
     @property
     def engine(self) -> Engine:
         return self.engines[0]
 
+    @property
+    def version(self) -> int:
+        return self.rank.version
+
     def _make_rollout(self, plan: Plan, model: PreTrainedModel, engine: Engine) -> RolloutRole:
-        recipe, store, frozen = self.recipe, self.store, self.frozen
-        functions = RewardFunctions(recipe.tasks, recipe.reward)
-        teachers = self.teachers if "teachers" in plan else None
+        recipe, store, frozen, encoder = self.recipe, self.store, self.frozen, self.rank.encoder
+        functions, recorder = RewardFunctions(recipe.tasks, recipe.reward), self.rank.recorder
+        teachers = self.rank.teachers if "teachers" in plan else None
         sessions = SessionRunner(
-            recipe,
+            recipe.agent,
+            recipe.session_deadline,
             plan,
             store,
             engine,
-            self.encoder,
+            encoder,
             functions,
             self.toolbox,
-            context=rollout_context(recipe, context_length(model)),
+            context=recipe.rollout.context_for(context_length(model)),
             config=model.config,
             teacher_of=None if teachers is None else teachers.teacher_of,
+            recorder=recorder,
         )
-        models = None
-        if frozen.reward_models.places and "reward" in plan:
-            models = RewardModelRole(recipe, frozen.reward_models, frozen.residency, store)
-        reward = RewardRole(recipe, plan, store, self.encoder, functions, models)
+        models = frozen.reward_models if "reward" in plan else None
+        reward = RewardRole(recipe, plan, store, encoder, functions, models, frozen.residency, recorder)
         return RolloutRole(recipe, plan, store, LocalWorkers(sessions, reward, teachers, engine))
 
-    def describe(self, planned: float | None = None) -> list[str]:
-        places = [] if self.frozen.teachers is None else self.frozen.teachers.places.values()
-        return [*self.describe_memory(planned), *describe_engines(self.engine, *places)]
+    def describe(self) -> list[str]:
+        teachers = [] if self.frozen.teachers is None else self.frozen.teachers.scorers.values()
+        scorers = [scorer for teacher in teachers for scorer in teacher.scorers]
+        return describe_engines(self.engine, *scorers)
 
     def _engine_weights(self) -> tuple[Weights, int]:
-        """The learner's weights, as the engine takes them: of some models, vLLM takes no adapters."""
-        learner = self.student.learner
-        plain = self.recipe.rollout.engine == "vllm" and not takes_adapter(learner.model)
-        return learner.plain_weights() if plain else learner.named_weights(), learner.version
-
-    def run(self, stage: str, step: StepInfo) -> Any:
-        return self.stages[stage](step)
-
-    def refresh_copies(self, step: int) -> None:
-        assert self.teachers is not None
-        self.teachers.refresh(step)
-
-    def teachers_spent(self) -> tuple[dict[str, float], dict[str, int]]:
-        assert self.teachers is not None
-        return self.teachers.spent()
+        """Return the learner's weights as the engine takes them, with their version."""
+        learner = self.rank.student.learner
+        merged = self.kind.merges_adapter(learner.model)
+        return learner.plain_weights() if merged else learner.named_weights(), learner.version
 
     def publish(self, step: int) -> None:
         if not self.lag:
             self.sync_weights()
             return
         looks = self.probes[0].looks
-        fingerprint = self.fingerprint(self.probes[0].length) if looks else ()
+        fingerprint = self.rank.fingerprint(self.probes[0].length) if looks else ()
         copied = PublishedWeights.copy(*self._engine_weights(), fingerprint)
         kept = {old: weights for old, weights in self.published.items() if old >= step - self.lag}
         self.published = kept | {step: copied}
 
     def sync_weights(self) -> None:
-        """The engine takes the learner's weights."""
+        """Load the learner's weights into the engine."""
         self.engine.load_weights(*self._engine_weights())
-        if not self._is_one_model:  # one whose tensors are the learner's own can't have others
+        if self.engine.model is not self.rank.student.learner.model:  # else it can't have other weights
             self.probe_weights()
-
-    @property
-    def _is_one_model(self) -> bool:
-        """Whether the engine computes with the learner's model object."""
-        return isinstance(self.engine, TorchEngine) and self.engine.runner.model is self.student.learner.model
 
     def weights(self, copy: int, step: int) -> AbstractContextManager[None]:
         if not self.lag:
@@ -256,45 +245,41 @@ class LocalRoles(TrainRank):
         return self._turns[number].use(step, lambda: self._give(number, step))
 
     def _give(self, number: int, step: int) -> None:
-        """An engine takes the weights after this step."""
+        """Load the weights after this step into an engine."""
         published, engine, probe = self.published[step], self.engines[number], self.probes[number]
         engine.load_weights(published.weights.items(), published.version)
         if probe.looks:
             probe.check([engine.fingerprint().tolist()], lambda _: published.fingerprint)
 
     def version_of(self, step: int) -> int:
-        return self.published[step].version if self.lag else self.student.learner.version
+        return self.published[step].version if self.lag else self.version
 
     def probe_weights(self) -> None:
         """Check that the engines have the learner's weights."""
         for engine, probe in zip(self.engines, self.probes, strict=True):
             if probe.looks:
-                probe.check([engine.fingerprint().tolist()], self.fingerprint)
+                probe.check([engine.fingerprint().tolist()], self.rank.fingerprint)
 
-    def save(self, folder: Path, rows: bool = True) -> None:
-        super().save(folder, rows)
+    def save(self, folder: Path, rows: Collection[Key]) -> None:
+        self.rank.save(folder, rows)
         for step, weights in self.published.items():
             if (step, weights.version) != (max(self.published), self.version):  # else they are the student's
                 weights.save(folder / "sampling", step)
 
-    def load(self, folder: Path, kl_state: Mapping[str, float]) -> int:
-        version = super().load(folder, kl_state)
+    def load(self, folder: Path, kl_state: Mapping[str, float]) -> None:
+        self.rank.load(folder, kl_state)
         if self.lag:
             self.published = PublishedWeights.load_all(folder / "sampling")
             for turns in self._turns:
-                turns.forget()
+                turns.held = None
         else:
             self.sync_weights()
-        return version
 
     def incidents(self) -> dict[str, Any]:
         return {}
 
     def close(self) -> None:
-        """Stop what runs in the background."""
         with ExitStack() as stack:
-            if self.engine_process is not None:
-                stack.callback(self.engine_process.close)
             for engine in self.engines:
                 stack.callback(engine.close)
             stack.callback(self.toolbox.close)
@@ -303,36 +288,39 @@ class LocalRoles(TrainRank):
 
 def load_frozen_models(recipe: Recipe, plan: Plan, student: PreTrainedModel) -> FrozenModels:
     """Teachers and reward models, if the plan or evaluations need them."""
-    reward_models = RewardModels()
-    if recipe.reward.models and ("reward" in plan or evaluates(recipe)):
-        # Another tokenizer may need more tokens than the student's for the same text.
-        reward_models = load_reward_models(recipe, room=2 * rollout_context(recipe, None))
     with ExitStack() as undo:
-        undo.callback(reward_models.close)
-        sleepers = reward_models.sleepers()
+        reward_models: dict[str, RewardScorer] = {}
+        if recipe.reward.models and ("reward" in plan or recipe.evaluates):
+            # Another tokenizer may need more tokens than the student's for the same text.
+            room = 2 * recipe.rollout.context_for(None)
+            reward_models = load_reward_models(recipe.reward.models, room)
+            for scorer in reward_models.values():
+                undo.callback(scorer.close)
+        sleepers = sleeping_models(reward_models)
         teachers = load_teachers(recipe, student, sleepers) if "teachers" in plan else None
         residency = None if teachers is None else teachers.residency
+        residency = residency or make_model_cache(recipe.runtime, sleepers)
         undo.pop_all()
-    return FrozenModels(teachers, reward_models, residency or make_model_cache(recipe, sleepers))
+    return FrozenModels(teachers, reward_models, residency)
 
 
 def start_local(recipe: Recipe, plan: Plan, watch: Watch, record: RecordPlace | None = None) -> LocalRoles:
     """Load the models and connect the roles; if that fails, nothing stays behind."""
-    threads = set_threads(recipe.runtime.threads, sides=2 if lag(recipe) else 1)
+    threads = set_threads(recipe.runtime.threads, sides=2 if recipe.rollout.lag else 1)
     with ExitStack() as undo:
-        engine_process = None
+        hosted: list[HostedEngine] = []
         if has_engine_process(recipe):
-            engine_process = start_engine_process(recipe, threads)  # it loads its model meanwhile
-            undo.callback(engine_process.close)
+            hosted = start_lagged_engines(recipe, threads)  # they load their model meanwhile
+            undo.callback(hosted[0].close)
         model = load_model(recipe.model, recipe.seed)
         frozen = load_frozen_models(recipe, plan, model)
         undo.callback(frozen.close)
-        roles = LocalRoles(recipe, plan, watch, model, frozen, record, engine_process)
+        roles = LocalRoles(recipe, plan, watch, model, frozen, record, hosted)
         undo.pop_all()
     return roles
 
 
 def has_engine_process(recipe: Recipe) -> bool:
-    """Whether engines have a process of their own: on a CPU, they would keep the learner from Python."""
-    is_torch = recipe.rollout.engine == "torch"
-    return lag(recipe) > 0 and is_torch and pick_device(recipe.model.device).type == "cpu"
+    """Return True if engines have a separate process: on a CPU, they would keep the learner from Python."""
+    hosts = ENGINES[recipe.rollout.engine].hosts_lag
+    return recipe.rollout.lag > 0 and hosts and pick_device(recipe.model.device).type == "cpu"

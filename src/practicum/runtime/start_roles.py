@@ -1,4 +1,4 @@
-"""Who takes part in a run, as the trainer sees them: keys and tags go in and out, never a tensor.
+"""The set of roles that a run needs, as the trainer sees them: keys and tags go in and out, never a tensor.
 
 Each runtime has its own: `local.LocalRoles` in this process, `ray.ray_roles.RayRoles` on Ray. They differ in
 where the roles of `roles/` live, not in what these do.
@@ -6,62 +6,60 @@ where the roles of `roles/` live, not in what these do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.keys import Key
 from practicum.dataplane.stages import Plan
 from practicum.dataplane.store import Store
-from practicum.recipe.derived import on_ray
+from practicum.observe.records.record_files import RecordPlace
 from practicum.recipe.schema.recipe import Recipe
-from practicum.records.record_files import RecordPlace
 from practicum.roles.rollout import RolloutRole
-from practicum.roles.run_stage import StepInfo
-from practicum.roles.transcripts import Transcript
+from practicum.roles.run_stage import Stages
+from practicum.roles.train_rank import Transcript
 from practicum.runtime.local import start_local
 from practicum.runtime.ray.init_ray import set_environment
 
 
 class Roles(Protocol):
-    """All roles of a run. What the plan leaves out is never called."""
+    """All roles of a run. Stages that the plan leaves out are never called."""
 
     ranks: int
     """Data-parallel ranks of the learner."""
     stop: frozenset[int]
-    """Tokens that end an answer."""
+    """Tokens that end a response."""
     rollouts: list[RolloutRole]
-    """One for each step that may be under way: async.lag + 1."""
+    """One for each step that may be in flight: rollout.lag + 1."""
     eval_rollouts: list[RolloutRole]
     """On the same engines."""
 
     @property
-    def store(self) -> Store:
-        """The data plane; the trainer asks it for keys and tags alone."""
-        ...
+    def store(self) -> Store: ...
 
     @property
     def version(self) -> int:
-        """Updates that the student's weights have had."""
+        """Return the number of updates that the student's weights have had."""
         ...
 
-    def run(self, stage: str, step: StepInfo) -> Any:
-        """Run a stage of the plan on the learner's ranks; gives its report, or None if it had no row."""
+    @property
+    def stages(self) -> Stages:
+        """Return the stages of the plan that the ranks of the learner run, and `sync`."""
         ...
 
-    def describe(self, planned: float | None = None) -> list[str]:
-        """The learner's memory, tried with the longest rows, and engines with their own processes, in
-        sentences for the log; `planned` are bytes that the learner's process or device is to take."""
+    def describe(self) -> list[str]:
+        """Describe engines with their own processes, in sentences for the log."""
         ...
 
     def refresh_copies(self, step: int) -> None:
-        """Before a step: teachers that are copies of the student take its weights when the recipe says."""
+        """Before a step, have copies of the student take its weights if the recipe says so."""
         ...
 
     def teachers_spent(self) -> tuple[dict[str, float], dict[str, int]]:
-        """Seconds and wakes of each teacher since the last call."""
+        """Return seconds and wakes of each teacher since the last call."""
         ...
 
     def publish(self, step: int) -> None:
@@ -69,31 +67,29 @@ class Roles(Protocol):
         ...
 
     def weights(self, copy: int, step: int) -> AbstractContextManager[None]:
-        """The engines of `rollouts[copy]` have the weights after this step inside."""
+        """Inside, the engines of `rollouts[copy]` have the weights after this step."""
         ...
 
     def version_of(self, step: int) -> int:
-        """The version of the weights after a step, of those that are kept."""
+        """Return the version of the weights after a step, of those that are kept."""
         ...
 
     def transcripts(self, batch: BatchRef) -> list[Transcript]:
-        """Each row as text: for the few that are recorded."""
+        """Return the rows as text."""
         ...
 
     def session_advantages(self, batch: BatchRef) -> dict[tuple[int, ...], float]:
-        """Each session's mean advantage over its sampled tokens, after the stage `advantages`."""
+        """Return each session's mean advantage over its sampled tokens, after the stage `advantages`."""
         ...
 
-    def kl_state(self) -> dict[str, float]:
-        """State of the controller of a KL in the reward."""
-        ...
+    def kl_state(self) -> dict[str, float]: ...
 
     def updates(self) -> tuple[int, ...]:
-        """Optimizer steps begun so far, wherever they are counted: while it stays, the weights do."""
+        """Return the optimizer steps begun so far: while they stay, the weights do."""
         ...
 
-    def save(self, folder: Path, *, rows: bool = True) -> None:
-        """Write all that the roles hold between two steps; without `rows`, with an empty store."""
+    def save(self, folder: Path, rows: Collection[Key]) -> None:
+        """Write all that the roles hold between two steps, and these rows of the store."""
         ...
 
     def load(self, folder: Path, kl_state: Mapping[str, float]) -> Any:
@@ -105,16 +101,14 @@ class Roles(Protocol):
         ...
 
     def incidents(self) -> dict[str, Any]:
-        """What failed and was repaired since the last call, as metrics; empty if nothing did."""
+        """Return the failures that were repaired since the last call, as metrics."""
         ...
 
-    def close(self) -> None:
-        """Stop what runs in the background."""
-        ...
+    def close(self) -> None: ...
 
 
 def start_roles(recipe: Recipe, plan: Plan, watch: Watch, record: RecordPlace | None = None) -> Roles:
-    """Everyone who takes part, in the runtime that the recipe names; if that fails, nothing stays behind.
+    """Start all roles in the runtime that the recipe names; if that fails, nothing stays behind.
 
     With `record`, whoever holds rows that are recorded writes them there.
     """
@@ -127,9 +121,9 @@ def start_roles(recipe: Recipe, plan: Plan, watch: Watch, record: RecordPlace | 
 
 
 def loading(recipe: Recipe) -> str:
-    """What the start of a recipe's roles is busy with, in words."""
+    """Return what the start of a recipe's roles is busy with, in words."""
     spec, frozen = recipe.model, [*recipe.teachers.items(), *recipe.reward.models.items()]
     what = "making a model with random weights" if spec.path is None else f"loading model {spec.path}"
     beside = ", ".join(name for name, model in frozen if model.url is None)
-    where = "starting Ray: " if on_ray(recipe) else ""
+    where = "starting Ray: " if recipe.on_ray else ""
     return f"{where}{what}{f' and {beside}' if beside else ''}"

@@ -1,290 +1,186 @@
-"""`practicum serve`: from the options to a server that runs until Ctrl-C or SIGTERM."""
+"""`practicum serve`: from the options to a scoring server that runs until Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 
 import errno
-import importlib.util
 import ipaddress
 import json
-import math
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any, Literal
 
 import torch
 
 from practicum.devices import pick_device
-from practicum.engines.vllm.make_vllm import kv_token_bytes, vllm_adapter_problem
-from practicum.errors import MissingExtraError, ServeError
-from practicum.models.load_model import require_model_folder, skeleton
-from practicum.models.model_files import must_read, read_config
-from practicum.models.saved_adapter import SavedAdapter
+from practicum.engines.torch.torch_engine import TorchEngine
+from practicum.errors import ServeError
+from practicum.models.adapter_files import SavedAdapter
+from practicum.models.load_model import load_model, skeleton
+from practicum.models.lora import put_adapters
+from practicum.models.model_files import must_read, read_config, require_model_folder
 from practicum.recipe.schema.recipe import Model
 from practicum.recipe.schema.teacher_sections import Dtype
-from practicum.serving.limits import MOST_CONNECTIONS, ServerLimits, default_body_bytes
+from practicum.serving.app import CONNECTIONS, make_app, make_server
+from practicum.serving.completions import RequestScorer
 
-EngineName = Literal["auto", "torch", "vllm"]
 KEY_ENV = "PRACTICUM_API_KEY"
-OWN_OPTIONS = ("--host", "--port", "--api-key", "--uds")
-"""Options of vLLM's that stand before `--`: the key is required by them."""
-KV_TOKENS = 32_768
-"""Tokens of KV memory that vLLM gets on a CPU, if the context is no longer than that."""
+_MIB = 1 << 20
+_TOKEN_BYTES = 32
+"""Bytes of a request for each token of the context."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What a user asks of `practicum serve`; None is chosen by `resolve`."""
+    """Options of `practicum serve`; `resolve` fills in those that are None."""
 
     model: str
     adapters: tuple[tuple[str, str], ...] = ()
     """Names and folders of adapters of the model, served beside it."""
     host: str = "127.0.0.1"
     port: int = 8000
-    engine: EngineName = "auto"
     name: str | None = None
     context: int | None = None
     dtype: Dtype | None = None
     threads: int | None = None
-    kv_gb: float | None = None
     api_key: str | None = None
     no_key: bool = False
     """Serve other machines without a key."""
     max_body_mb: float | None = None
-    connections: int = MOST_CONNECTIONS
-    verbose: bool = False
-    more: tuple[str, ...] = ()
-    """Further options of `vllm serve`."""
+    connections: int = CONNECTIONS
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The options with everything chosen."""
+    """The options, and the values chosen for those that were None."""
 
     options: ServeOptions
-    engine: Literal["torch", "vllm"]
     name: str
     context: int
     dtype: Dtype
     device: str
-    kv_bytes: int
-    """KV memory of vLLM on a CPU."""
     vocab: int
-    limits: ServerLimits
+    max_body: int
     adapters: Mapping[str, SavedAdapter]
 
 
 def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
-    """Serve a model until SIGINT or SIGTERM, which end it cleanly; mistakes are errors with the fix."""
-    try:
-        with _sigterm_interrupts():
-            _serve(options, say)
-    except KeyboardInterrupt:
-        say("ended")
-
-
-def _serve(options: ServeOptions, say: Callable[[str], None]) -> None:
-    resolved = resolve(options)
-    # Before the model is loaded: a port that is taken should not cost minutes.
-    with listen(options.host, options.port) as bound:
-        port = int(bound.getsockname()[1])
-
-        def ready() -> None:
-            say(announcement(resolved, port))
-
-        if resolved.engine == "torch":
-            from practicum.serving.torch_server import serve_torch
-
-            serve_torch(resolved, bound, ready)
-            return
-    from practicum.serving.vllm_server import serve_vllm
-
-    serve_vllm(resolved, port, ready)
-
-
-@contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt, as Ctrl-C does."""
+    """Serve a model until SIGINT or SIGTERM."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        yield
+        server = resolve(options)
+        # Bind before the model is loaded: a port in use should not cost minutes.
+        with listen(options.host, options.port) as bound:
+            _serve(server, bound, say)
+    except KeyboardInterrupt:
+        say("ended")
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
+def _serve(server: Resolved, bound: socket.socket, say: Callable[[str], None]) -> None:
+    options = server.options
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    spec = Model(path=options.model, dtype=server.dtype, device=server.device)
+    model = load_model(spec, seed=0, key="MODEL")
+    if server.adapters:
+        distinct = {saved.fingerprint: saved for saved in server.adapters.values()}
+        put_adapters(model, distinct, options.model)
+    adapters = {name: saved.fingerprint for name, saved in server.adapters.items()}
+    # Scoring needs no KV memory: one slot of the smallest context.
+    engine = TorchEngine(model, slots=1, context=2)
+    scorer = RequestScorer(engine, server.name, context=server.context, vocab=server.vocab, adapters=adapters)
+    folders = {name: str(saved.folder) for name, saved in server.adapters.items()}
+    app = make_app(scorer, {server.name: options.model} | folders, server.max_body, options.api_key)
+    say(announcement(server, int(bound.getsockname()[1])))  # the socket listens already
+    make_server(app, options.connections).run(sockets=[bound])
+
+
 def resolve(options: ServeOptions) -> Resolved:
-    """Choose what was left open; mistakes are errors here, before any weights are loaded."""
-    engine = _engine(options)
+    """Choose what the options leave open, and raise an error for mistakes before weights are loaded."""
     _check_key(options)
     require_model_folder(options.model, "MODEL")
     with must_read(options.model, "MODEL", "a causal language model in HuggingFace format"):
         config = read_config(options.model).get_text_config()
-    adapters = _adapters(options, engine)
-    device = pick_device("auto").type
-    dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
-    context = _context(options, getattr(config, "max_position_embeddings", None))
-    kv_bytes = _kv_bytes(options, config, context, dtype) if engine == "vllm" and device == "cpu" else 0
-    # A folder is known to vLLM and to recipes by one name, wherever it was typed.
     options = replace(options, model=os.path.expanduser(options.model))
-    most = default_body_bytes(context) if options.max_body_mb is None else int(options.max_body_mb * 2**20)
-    return Resolved(
-        options,
-        engine,
-        options.name or options.model,
-        context,
-        dtype,
-        device,
-        kv_bytes,
-        vocab=int(config.vocab_size),
-        limits=ServerLimits(most, options.connections),
-        adapters=adapters,
-    )
-
-
-def _adapters(options: ServeOptions, engine: str) -> dict[str, SavedAdapter]:
-    """The adapters by their names; an error if one does not fit the model, or not the engine."""
+    device, name = pick_device("auto").type, options.name or options.model
+    longest = getattr(config, "max_position_embeddings", None)
+    context = options.context or longest
+    if context is None:
+        raise ServeError(f"the config of {options.model} names no longest sequence: set --context")
+    if longest is not None and context > longest:
+        raise ServeError(f"--context {context}: {options.model} has at most {longest} tokens")
+    max_body = max(_MIB, _TOKEN_BYTES * context)
+    if options.max_body_mb is not None:
+        max_body = int(options.max_body_mb * _MIB)
     adapters: dict[str, SavedAdapter] = {}
-    for name, path in options.adapters:
-        if name in adapters or name == (options.name or options.model):
-            raise ServeError(f"--adapter {name}=…: two models can't have one name on a server")
-        adapters[name] = SavedAdapter.read(path, "--adapter")
-    if not adapters:
-        return {}
-    bare = skeleton(Model(path=os.path.expanduser(options.model)))
-    for name, saved in adapters.items():
-        saved.check_fits(bare, options.model)
-        problem = vllm_adapter_problem(saved, bare.config.model_type) if engine == "vllm" else None
-        if problem is not None:
-            raise ServeError(f"--adapter {name}=…: vLLM can't serve {problem}: use --engine torch")
-    return adapters
+    for adapter, path in options.adapters:
+        if adapter in adapters or adapter == name:
+            raise ServeError(f"--adapter {adapter}=…: another model on this server has that name")
+        adapters[adapter] = SavedAdapter.read(path, "--adapter")
+    if adapters:
+        bare = skeleton(Model(path=options.model))
+        for saved in adapters.values():
+            saved.check_fits(bare, options.model)
+    dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
+    return Resolved(options, name, context, dtype, device, int(config.vocab_size), max_body, adapters)
 
 
 def _check_key(options: ServeOptions) -> None:
-    key = options.api_key
-    if key == "":
-        raise ServeError(f"the API key is empty: give --api-key or {KEY_ENV} a value, or leave both out")
-    if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
-        raise ServeError("the API key has characters that a header can't have: use ASCII without spaces")
+    key, host = options.api_key, options.host
+    if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
+        raise ServeError(f"the API key (--api-key or {KEY_ENV}) must be printable ASCII without spaces")
     if key is not None and options.no_key:
         raise ServeError(f"--no-key and a key (--api-key or {KEY_ENV}): leave one out")
-    if key is None and not options.no_key and not is_loopback(options.host):
-        raise ServeError(
-            f"--host {options.host} is reached by other machines, and there is no key: set {KEY_ENV} (or "
-            "--api-key), or add --no-key to let everybody use the server"
-        )
-    for option in options.more:
-        name = option.partition("=")[0].replace("_", "-")
-        if own := next((own for own in OWN_OPTIONS if len(name) > 3 and own.startswith(name)), None):
-            raise ServeError(f"-- {option}: {own} is not for vLLM alone; give it before --")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address is of this machine alone."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        is_loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return host == "localhost"
-
-
-def _engine(options: ServeOptions) -> Literal["torch", "vllm"]:
-    installed = importlib.util.find_spec("vllm") is not None
-    if options.engine == "vllm" and not installed:
-        raise MissingExtraError("--engine vllm", "vllm")
-    engine = "vllm" if options.engine == "vllm" or (options.engine == "auto" and installed) else "torch"
-    if engine == "torch" and options.more:
-        raise ServeError(f"{' '.join(options.more)}: further options are vLLM's; the torch engine has none")
-    return engine
-
-
-def _context(options: ServeOptions, longest: int | None) -> int:
-    asked = options.context
-    if asked is not None and longest is not None and asked > longest:
+        is_loopback = host == "localhost"
+    if key is None and not options.no_key and not is_loopback:
         raise ServeError(
-            f"--context {asked} is more than the {longest} tokens that {options.model} was made for: "
-            f"set --context {longest} or less"
+            f"other machines can reach --host {host}, and no key is set: set {KEY_ENV} (or --api-key), or "
+            "add --no-key to let everybody use the server"
         )
-    if (context := asked or longest) is None:
-        raise ServeError(f"the config of {options.model} names no longest sequence: set --context")
-    return context
-
-
-def _kv_bytes(options: ServeOptions, config: Any, context: int, dtype: str) -> int:
-    """KV memory on a CPU: as asked, else for KV_TOKENS tokens or one sequence of the whole context."""
-    per_token = kv_token_bytes(config, getattr(torch, dtype))
-    needed = per_token * 128 * math.ceil(context / 128)  # vLLM's memory is in blocks of 128 tokens
-    if options.kv_gb is not None:
-        given = int(options.kv_gb * 2**30)
-        if given < needed:
-            raise ServeError(
-                f"--kv-gb {options.kv_gb:g} is too little for one sequence of {context} tokens, which takes "
-                f"{needed / 2**30:.3g} GiB of KV memory: raise it, or lower --context"
-            )
-        return given
-    return max(needed, per_token * KV_TOKENS)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket bound to this address, port 0 being any free one; a ServeError if it is not available."""
+    """Return a socket that listens at this address. Port 0 is any free one."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise ServeError(f"--host {host}: {error.strerror or error}") from error
     try:
-        # Connections of a server that has just ended must not block the port.
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-        # Before it listens, another socket could be bound to the port too.
-        bound.listen(128)
+        return socket.create_server(address[:2], family=family)
     except OSError as error:
-        bound.close()
         if error.errno == errno.EADDRINUSE:
-            raise ServeError(
-                f"port {port} of {host} is in use by another process: end it, or choose another --port "
-                "(0: any free one)"
-            ) from None
+            raise ServeError(f"port {port} of {host} is in use: choose another --port (0: any)") from None
         raise ServeError(f"can't listen at {host}, port {port}: {error.strerror}") from error
-    return bound
-
-
-def base_url(host: str, port: int) -> str:
-    """The server's address for this machine and, where it listens to others, for them."""
-    if host in ("0.0.0.0", "::"):
-        host = socket.gethostname()
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def announcement(server: Resolved, port: int) -> str:
-    """What a user reads when the server is ready, with the line that a recipe needs."""
-    options, url = server.options, base_url(server.options.host, port)
+    """Return what a user reads when the server is ready, with the line for a recipe."""
+    options, host = server.options, server.options.host
+    host = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     names = {name: name for name in server.adapters} or {"teacher": server.name}
-    entries = (f"{_yaml(teacher)}: {{{_entry(server, url, name)}}}" for teacher, name in names.items())
+    key = {} if options.api_key is None else {"api_key_env": KEY_ENV}
+    teachers = {
+        teacher: {"url": f"{url}/v1", "model": name, "tokenizer": options.model, **key}
+        for teacher, name in names.items()
+    }
     beside = f" and its adapters {', '.join(server.adapters)}" if server.adapters else ""
     lines = [
-        f"serving {options.model}{beside} at {url} by the {server.engine} engine: {server.dtype} on "
-        f"{server.device}, sequences of up to {server.context:,} tokens; Ctrl-C ends it. In a recipe:",
-        f"teachers: {{{', '.join(entries)}}}",
+        f"serving {options.model}{beside} at {url}: {server.dtype} on {server.device}, sequences of up to "
+        f"{server.context:,} tokens; Ctrl-C ends it. In a recipe:",
+        f"teachers: {json.dumps(teachers, ensure_ascii=False)}",  # JSON is YAML too
     ]
     if options.no_key:
-        lines.append(f"warning: there is no key (--no-key): whoever reaches {options.host} can use it")
+        lines.append(f"warning: no key is set (--no-key): everybody who reaches {options.host} can use it")
     return "\n".join(lines)
-
-
-def _entry(server: Resolved, url: str, name: str) -> str:
-    """The keys of a teacher in a recipe."""
-    entry = {"url": f"{url}/v1", "model": name, "tokenizer": server.options.model}
-    if server.options.api_key is not None:
-        entry["api_key_env"] = KEY_ENV
-    return ", ".join(f"{key}: {_yaml(value)}" for key, value in entry.items())
-
-
-def _yaml(text: str) -> str:
-    return text if text.isidentifier() else json.dumps(text, ensure_ascii=False)

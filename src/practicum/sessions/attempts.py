@@ -21,7 +21,7 @@ from practicum.sessions.tools.tool import ToolError
 from practicum.sessions.tools.tool_calls import BadCall, Call, read_calls
 from practicum.tasks.messages import Message, tool_result, user
 from practicum.tasks.prompts import Prompt
-from practicum.user_code import error_line, finite_number, place, repr_of, trace, type_name, unawaited
+from practicum.user_code import error_line, finite_number, raised_at, short_repr, trace
 
 Loop = Callable[[Session], Awaitable[Any]]
 """Returns None (all trajectories that have sampled tokens), a trajectory, a list of them, or one of these
@@ -84,7 +84,7 @@ def _listed(returned: object, session: Session) -> list[Trajectory]:
     listed: list[Trajectory] = []
     for item in returned if isinstance(returned, list) else [returned]:
         if not isinstance(item, Trajectory):
-            raise SessionError(f"returned a {type_name(item)}; {_EXPECTED}")
+            raise SessionError(f"returned a {type(item).__name__}; {_EXPECTED}")
         if not any(item is t for t in opened):
             raise SessionError("returned a trajectory that its session did not open")
         listed.append(item)
@@ -111,8 +111,7 @@ def _own_rewards(listed: list[Trajectory]) -> list[float] | None:
 def _number(reward: object) -> float:
     number = finite_number(reward)
     if number is None:
-        found = unawaited(reward) or f"returned the reward {repr_of(reward)}"
-        raise SessionError(f"{found}; expected a finite number")
+        raise SessionError(f"returned the reward {short_repr(reward)}; expected a finite number")
     return number
 
 
@@ -151,48 +150,59 @@ class _Fault:
     trace: str | None = None
 
 
+def _no_more_work(result: AttemptResult) -> None:
+    """The default of `run_attempt`: nothing follows an attempt."""
+
+
 async def run_attempt(
-    loop: Loop, agent: Agent, make: Callable[[int], Session], deadline_s: float
+    loop: Loop,
+    agent: Agent,
+    make: Callable[[int], Session],
+    deadline_s: float,
+    then: Callable[[AttemptResult], Awaitable[None] | None] = _no_more_work,
 ) -> AttemptResult:
     """Run a session by the loop, again if it fails and the recipe says so; `make` opens try number n.
 
-    What the loop does wrong is its failure, so is passing the deadline. Trouble of the engine is not the
-    loop's and is raised.
+    An error of the loop is the session's failure, so is passing the deadline. Trouble of the engine is not
+    the loop's and is raised. The work that `then` returns for the result is done before this ends.
     """
     tries = 1 + (agent.on_failure.retry if isinstance(agent.on_failure, Retry) else 0)
-    fault = _Fault("had no try")
+    fault, result, number = _Fault("had no try"), None, 0
     for number in range(tries):
         session = make(number)
         name = f"agent loop {agent.loop} in prompt {session.prompt.uid}/session {session.index}"
-        outcome = await _run_once(loop, session, deadline_s, name)
+        task = asyncio.ensure_future(loop(session))
+        if isinstance(task, asyncio.Task):
+            task.set_name(name)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=deadline_s)
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=_CLEANUP_S)
+        outcome = _outcome(task, session, name) if done else _late(task, deadline_s)
         if isinstance(outcome, SessionResult):
-            return AttemptResult(outcome, None, number)
+            result = outcome
+            break
         fault = outcome
-    return AttemptResult(None, f"agent loop {agent.loop} {fault.failure}", tries - 1, fault.trace)
+    failure = None if result is not None else f"agent loop {agent.loop} {fault.failure}"
+    ended = AttemptResult(result, failure, number, None if result is not None else fault.trace)
+    if (work := then(ended)) is not None:
+        await work
+    return ended
 
 
-async def _run_once(loop: Loop, session: Session, deadline_s: float, name: str) -> SessionResult | _Fault:
-    """The session's result, or what the loop did wrong; `name` is for errors that are not the loop's."""
+def _late(task: asyncio.Future[Any], deadline_s: float) -> _Fault:
+    stays = "" if task.done() else ", and did not end when it was cancelled"
+    return _Fault(f"was not done after agent.deadline_s = {deadline_s:g} s{stays}")
 
-    async def body() -> Any:
-        return await loop(session)
 
-    task = asyncio.create_task(body(), name=name)
-    try:
-        done, _ = await asyncio.wait({task}, timeout=deadline_s)
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task}, timeout=_CLEANUP_S)
-    if not done:
-        stays = "" if task.done() else ", and did not end when it was cancelled"
-        return _Fault(f"was not done after agent.deadline_s = {deadline_s:g} s{stays}")
+def _outcome(task: asyncio.Future[Any], session: Session, name: str) -> SessionResult | _Fault:
+    """Return the session's result, or what the loop did wrong. `name` is for errors of others."""
     if task.cancelled():
         return _Fault("cancelled itself")
     if (error := task.exception()) is not None:
         return _fault(error, name)
-    if (failure := unawaited(task.result())) is not None:
-        return _Fault(failure)
     try:
         return read_result(task.result(), session)
     except SessionError as error:
@@ -211,7 +221,7 @@ def _fault(error: BaseException, name: str) -> _Fault:
         if _is_ours(cause) and not issubclass(type(cause), _LOOPS_OWN):
             cause.add_note(f"raised in {name}")
             raise cause
-    return _Fault(f"raised {error_line(causes[0])}{place(causes[0])}", trace(error))
+    return _Fault(f"raised {error_line(causes[0])}{raised_at(causes[0])}", trace(error))
 
 
 def _is_ours(error: BaseException) -> bool:
@@ -329,4 +339,8 @@ def find_loop(name: str) -> Loop:
     function = find_function("loop", name, LOOPS, "agent.loop")
     if not inspect.iscoroutinefunction(function):
         raise RecipeError("agent.loop", repr(name), "a coroutine function", "declare it `async def`")
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        raise RecipeError("agent.loop", f"{name!r}: {error}", "a function of one session") from None
     return function

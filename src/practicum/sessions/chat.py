@@ -14,15 +14,14 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from practicum.errors import EngineError, SessionError
-from practicum.models.images import Images
 from practicum.models.load_model import model_facts
 from practicum.models.processor import load_processor
-from practicum.recipe.derived import rollout_context
+from practicum.models.vision import Images
 from practicum.recipe.schema.recipe import Recipe
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.messages import Message, message_text
 from practicum.tasks.prompts import Encoder
-from practicum.user_code import lone_surrogate, repr_of, shorten
+from practicum.user_code import encodable, short_repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +136,7 @@ class Chat:
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a text, nothing put around it."""
-    if fault := lone_surrogate(text):
-        raise SessionError(f"no tokenizer takes a text with {fault}: {shorten(text)!r}")
-    return [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]] if text else []
+    return [int(i) for i in tokenizer(encodable(text), add_special_tokens=False)["input_ids"]] if text else []
 
 
 def read(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, specials: bool) -> str:
@@ -157,7 +154,7 @@ def check_messages(messages: Sequence[Any]) -> list[Message]:
     """Messages that a session may continue with: role and text; pictures belong to the prompt."""
     for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            raise SessionError(f"found {repr_of(message)} among messages, expected role and content")
+            raise SessionError(f"found {short_repr(message)} among messages, expected role and content")
         if not _is_text(message["content"]):
             raise SessionError(
                 f"a {message['role']} message after the prompt holds something else than text: pictures can "
@@ -188,5 +185,5 @@ def make_encoder(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Encoder:
     most_tokens = None
     if any(task.too_long == "cut" for task in recipe.tasks.values()):
         model_context, _ = model_facts(recipe.model, len(tokenizer))
-        most_tokens = max(1, rollout_context(recipe, model_context) - recipe.rollout.max_new_tokens)
+        most_tokens = max(1, recipe.rollout.context_for(model_context) - recipe.rollout.max_new_tokens)
     return Encoder(recipe.tasks, tokenizer, toolbox.schemas, processor, most_tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from practicum.engines.protocol import Counter, Engine, GenerateRequest, Generation, Sampling
 from practicum.errors import RecipeError, SessionError
-from practicum.models.images import Images
+from practicum.models.vision import Images
 from practicum.recipe.schema.rollout_sections import Agent
 from practicum.sessions.chat import (
     Chat,
@@ -37,7 +37,7 @@ from practicum.sessions.chat import (
 from practicum.sessions.tools.toolbox import Toolbox, ToolOutcome
 from practicum.tasks.messages import Message, user
 from practicum.tasks.prompts import Prompt
-from practicum.user_code import repr_of
+from practicum.user_code import short_repr
 
 
 @dataclass(slots=True)
@@ -141,25 +141,25 @@ class Trajectory:
 
 
 class Policy(Protocol):
-    """Writes turns."""
+    """Writes turns: an engine does, or a demonstrator."""
 
-    async def next(
+    def next(
         self, trajectory: Trajectory, sampling: Sampling, counter: Counter, session: Session
-    ) -> Generation:
-        """The turn that follows the trajectory's tokens."""
+    ) -> Awaitable[Generation]:
+        """Return the turn that follows the trajectory's tokens."""
         ...
 
 
 class EnginePolicy:
-    """Turns sampled by an engine: the student. With `keep`, the engine may keep each for the next one."""
+    """The student: an engine samples its turns. With `keep`, the engine may cache each for the next one."""
 
     def __init__(self, engine: Engine, *, keep: bool = False) -> None:
         self._engine, self._keep = engine, keep
 
-    async def next(
+    def next(
         self, trajectory: Trajectory, sampling: Sampling, counter: Counter, session: Session
-    ) -> Generation:
-        return await self._engine.generate(
+    ) -> Awaitable[Generation]:
+        return self._engine.generate(
             GenerateRequest(
                 trajectory.ids(),
                 sampling,
@@ -277,16 +277,33 @@ class Session:
         if most_tokens < 1:
             raise SessionError(f"max_new_tokens is {most_tokens}, expected 1 or more")
         stops = self.sampling.stop if stop is None else frozenset(map(operator.index, stop))
+        trajectory, new_ids, messages = self._go_on(new)
+        room = self.context - len(trajectory) - len(new_ids)
+        if room < 1:
+            self.trajectory.finish = "context"
+            await asyncio.sleep(0)  # an endless loop lets others work, and its deadline pass
+            return ModelTurn([], "context", self.tokenizer)
+        if trajectory is not self.trajectory:
+            self._open(trajectory)
+        trajectory.add_given(new_ids)
+        if messages is not None:
+            trajectory.messages, trajectory.turn_start = messages, len(trajectory)
+        counter = Counter(self._seed, self.prompt.uid, self.index, self._next_turn())
+        sampling = replace(self.sampling, max_new_tokens=min(most_tokens, room), stop=stops)
         self._busy = True
         try:
-            return await self._take_turn(new, most_tokens, stops)
+            generation = await self._policy.next(trajectory, sampling, counter, self)
         finally:
             self._busy = False
+        trajectory.add_sampled(generation)
+        cut = generation.finish == "length" and room < most_tokens
+        trajectory.finish = finish = "context" if cut else generation.finish
+        return ModelTurn(generation.tokens.tolist(), finish, self.tokenizer)
 
     async def tool(self, name: str, arguments: Mapping[str, Any]) -> ToolOutcome:
         """Call a tool; what went wrong with it is its text, for the model to read."""
         if self.toolbox is None or not self.toolbox.tools:
-            found = f"none, and agent.loop {self.agent.loop} calls {repr_of(name, 60)}"
+            found = f"none, and agent.loop {self.agent.loop} calls {short_repr(name, 60)}"
             raise RecipeError("agent.tools", found, "the tools that the loop calls", "add it to agent.tools")
         trajectory = self.trajectory
         trajectory.tool_calls += 1
@@ -334,28 +351,6 @@ class Session:
     def text(self, trajectory: Trajectory | None = None) -> str:
         """All that the model wrote, for people and checkers."""
         return "".join(self.said(trajectory))
-
-    async def _take_turn(self, new: New | None, most_tokens: int, stop: frozenset[int]) -> ModelTurn:
-        trajectory, new_ids, messages = self._go_on(new)
-        room = self.context - len(trajectory) - len(new_ids)
-        if room < 1:
-            await asyncio.sleep(0)  # an endless loop lets others work, and its deadline pass
-            self.trajectory.finish = "context"
-            return ModelTurn([], "context", self.tokenizer)
-        if trajectory is not self.trajectory:
-            self._open(trajectory)
-        trajectory.add_given(new_ids)
-        if messages is not None:
-            trajectory.messages, trajectory.turn_start = messages, len(trajectory)
-        counter = Counter(self._seed, self.prompt.uid, self.index, self._next_turn())
-        sampling = replace(self.sampling, max_new_tokens=min(most_tokens, room), stop=stop)
-        generation = await self._policy.next(trajectory, sampling, counter, self)
-        trajectory.add_sampled(generation)
-        cut = generation.finish == "length" and room < most_tokens
-        finish = "context" if cut else generation.finish
-        trajectory.finish = finish
-        tokens = generation.tokens.tolist()
-        return ModelTurn(tokens, finish, self.tokenizer)
 
     def _go_on(self, new: New | None) -> tuple[Trajectory, list[int], list[Message] | None]:
         """Where the next turn goes, which tokens come before it, and the conversation if a turn begins."""

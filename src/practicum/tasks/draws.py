@@ -12,7 +12,7 @@ _SPARE_BITS = 64  # keeps the bias of a draw below 2**-64
 
 
 def mix(*key: int | str) -> int:
-    """A 64-bit hash of the key."""
+    """Return a 64-bit hash of the key."""
     return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "little")
 
 
@@ -43,11 +43,9 @@ class Draws:
         return low + self.below(high - low + 1)
 
     def choice(self, items: Sequence[T]) -> T:
-        """One of the items."""
         return items[self.below(len(items))]
 
     def text(self, alphabet: str, length: int) -> str:
-        """`length` characters of the alphabet."""
         n = len(alphabet)
         return "".join([alphabet[self.below(n)] for _ in range(length)])
 

@@ -16,23 +16,21 @@ PICTURE = "[picture]"
 
 
 def user(text: str) -> Message:
-    """A message of the user's."""
     return {"role": "user", "content": text}
 
 
 def tool_result(name: str, text: str) -> Message:
-    """A message with what a tool said."""
     return {"role": "tool", "name": name, "content": text}
 
 
 def picture_message(pictures: Sequence[Any], text: str) -> Message:
-    """A user message: the pictures, then the text."""
+    """Return a user message: the pictures, then the text."""
     parts = [{"type": "image", "image": picture} for picture in pictures]
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
 def image_parts(content: Content) -> Iterator[dict[str, Any]]:
-    """The parts that are pictures, in the order in which they are read."""
+    """Yield the parts that are pictures, in the order in which they are read."""
     if isinstance(content, str):
         return
     for message in content:
@@ -41,7 +39,7 @@ def image_parts(content: Content) -> Iterator[dict[str, Any]]:
 
 
 def message_text(message: Message) -> str:
-    """What a message says, with each picture as [picture]."""
+    """Return the text of a message, with each picture as [picture]."""
     content = message["content"]
     if isinstance(content, str):
         return content
@@ -49,7 +47,7 @@ def message_text(message: Message) -> str:
 
 
 def prompt_text(content: Content) -> str:
-    """The prompt as people read it; messages one per line with their role."""
+    """Return the prompt as people read it; messages one per line with their role."""
     if isinstance(content, str):
         return content
     return "\n".join(f"{message['role']}: {message_text(message)}" for message in content)

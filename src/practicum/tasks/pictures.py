@@ -48,7 +48,6 @@ class Picture:
     shapes: tuple[Shape, ...]
 
     def draw(self) -> Image:
-        """The pixels."""
         image_module, draw_module = _pillow("drawing pictures")
         image = image_module.new("RGB", (self.width, self.height), (self.grey,) * 3)
         pen = draw_module.Draw(image)
@@ -59,7 +58,7 @@ class Picture:
 
 
 def open_picture(source: Picture | str) -> Image:
-    """The pixels of a picture, drawn or read from its path; a DataError says why it can't be read."""
+    """Return the pixels of a picture, drawn or read from its path; a DataError says why it can't be read."""
     if isinstance(source, Picture):
         return source.draw()
     image_module, _ = _pillow("reading pictures")

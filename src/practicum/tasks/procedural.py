@@ -1,4 +1,4 @@
-"""What a kind of task is: options, a generator, an exact checker, splits that cannot overlap."""
+"""Kinds of tasks: options, a generator, an exact checker, and splits that cannot overlap."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ATTEMPTS = 4096
 class Example(NamedTuple):
     """A prompt, after its pictures if it has some, and its one right answer.
 
-    `direct`: a demonstrator answers at once, though the task is one for tools.
+    `direct`: a demonstrator answers immediately, though the task is one for tools.
     """
 
     prompt: str
@@ -48,23 +48,17 @@ class Option:
     most: int
     about: str
 
-    @property
-    def is_span(self) -> bool:
-        return isinstance(self.default, tuple)
-
     def read(self, path: str, value: Any) -> int | Span:
-        """The value as the task wants it; a RecipeError at `path` if it can't be that."""
-        ends = list(value) if self.is_span and isinstance(value, list | tuple) else [value]
+        """Return the value as the task wants it; a RecipeError at `path` if it can't be that."""
+        is_span = isinstance(self.default, tuple)
+        ends = list(value) if is_span and isinstance(value, list | tuple) else [value]
         # bool is an int to isinstance, and `length: true` is a mistake
-        if (
-            len(ends) not in (1, 2)
-            or any(type(end) is not int or not self.least <= end <= self.most for end in ends)
-            or ends[0] > ends[-1]
-        ):
-            shape = "[min, max] or one whole number" if self.is_span else "a whole number"
+        are_whole = all(type(end) is int and self.least <= end <= self.most for end in ends)
+        if len(ends) not in (1, 2) or not are_whole or ends[0] > ends[-1]:
+            shape = "[min, max] or one whole number" if is_span else "a whole number"
             expected = f"{shape} between {self.least} and {self.most}"
             raise RecipeError(path, repr(value), expected, self.about)
-        return (ends[0], ends[-1]) if self.is_span else ends[0]
+        return (ends[0], ends[-1]) if is_span else ends[0]
 
 
 class Settings:
@@ -85,18 +79,13 @@ class Settings:
 
 
 def equals(response_text: str, answer: str, row: Mapping[str, Any]) -> float:
-    """1.0 if the response is the answer, blanks around them aside."""
+    """Return 1.0 if the response is the answer, blanks around them aside."""
     return float(response_text.strip() == answer.strip())
-
-
-def answer_at_once(example: Example, messages: list[Message]) -> str:
-    """The demonstrator of most tasks: the answer is all there is to say."""
-    return example.answer
 
 
 @dataclass(frozen=True, slots=True)
 class Procedural:
-    """A kind of task: `make` draws an example, `check(response_text, answer, row)` judges.
+    """A kind of task: `make` draws an example, `check(response_text, answer, row)` scores.
 
     `demonstrate(example, messages)` is the next turn of a demonstration. The prompts of a kind
     with `pictures` are chats, those without a picture too.
@@ -107,15 +96,15 @@ class Procedural:
     options: Mapping[str, Option]
     make: Callable[[Draws, Settings], Example]
     check: Callable[[str, str, Mapping[str, Any]], float] = equals
-    demonstrate: Callable[[Example, list[Message]], str] = answer_at_once
+    demonstrate: Callable[[Example, list[Message]], str] = lambda example, messages: example.answer
     pictures: bool = False
 
     def content(self, example: Example) -> Content:
-        """What the example's prompt says."""
+        """Return what the example's prompt says."""
         return [picture_message(example.pictures, example.prompt)] if self.pictures else example.prompt
 
     def settle(self, task: str, options: Mapping[str, Any]) -> tuple[Settings, list[RecipeError]]:
-        """The options with defaults filled in, and every mistake in them."""
+        """Return the options with defaults filled in, and every mistake in them."""
         values = {name: option.default for name, option in self.options.items()}
         problems = []
         for name, value in options.items():
@@ -134,7 +123,7 @@ class Procedural:
 
 
 def split_of(key: str) -> Split:
-    """The split an example's key belongs to, whatever seed or recipe drew it: so splits share nothing."""
+    """Return the split of an example's key, whatever seed or recipe drew it: so splits share nothing."""
     return "train" if blake2b(key.encode(), digest_size=8).digest()[0] % _EVAL_SHARE else "eval"
 
 
@@ -148,7 +137,7 @@ class BuiltinTask:
     settings: Settings
 
     def example(self, seed: int, split: Split, index: int) -> Example:
-        """The example number `index`: a pure function, so any index is reached at once."""
+        """Return the example number `index`, a pure function of the arguments."""
         draws = Draws(seed, self.name, split, index)
         for _ in range(_ATTEMPTS):
             example = self.kind.make(draws, self.settings)

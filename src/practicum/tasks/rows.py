@@ -1,144 +1,279 @@
-"""Rows of a task's data: each changed by the task's `map`, checked, and named with its place if it is bad."""
+"""Rows of a task's data: changed by the task's `map`, checked, and named with their place if they are bad."""
 
 from __future__ import annotations
 
 import copy
 import json
-import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from practicum.errors import DataError
 from practicum.recipe.own_parts import users_errors
 from practicum.recipe.schema.recipe import Task
 from practicum.recipe.user_functions import import_function
-from practicum.tasks.files import Table
-from practicum.tasks.messages import Content, image_parts
-from practicum.tasks.row_faults import find_fault, row_content
-from practicum.user_code import error_line, repr_of, type_name
+from practicum.tasks.messages import Content, image_parts, message_text, picture_message
+from practicum.tasks.prompts import Prompt
+from practicum.tasks.tables import Location, Table, open_dataset, open_files
+from practicum.user_code import short_repr
 
 _SHOWN = 10
+_LIKELY = {
+    "prompt": ("question", "problem", "instruction", "input", "query", "messages", "conversation", "text"),
+    "answer": ("solution", "output", "target", "response", "completion", "final_answer", "label"),
+}
+"""Names that other people give to the columns."""
+
+
+class _Text(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+class _Image(TypedDict):
+    type: Literal["image"]
+    image: NotRequired[str]
+
+
+class _Message(TypedDict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: (
+        str | Annotated[list[Annotated[_Text | _Image, Field(discriminator="type")]], Field(min_length=1)]
+    )
+
+
+_MESSAGES = TypeAdapter(Annotated[list[_Message], Field(min_length=1)])
+_PATHS = TypeAdapter(list[Annotated[str, Field(min_length=1)]] | None)
 
 
 @dataclass(frozen=True, slots=True)
 class RowReader:
-    """How a task reads its rows: names of columns, its `map`, and whether an answer is needed."""
+    """How a task reads its rows: names of columns, its `map`, and the domain of its prompts if it has one."""
 
     task: str
     prompt: str = "prompt"
     answer: str = "answer"
     images: str = "images"
     map: str | None = None
-    needs_answer: bool = False
-
-    def loaded(self) -> Callable[[Any], Any] | None:
-        """The function that changes rows, if there is one."""
-        return None if self.map is None else import_function(self.map, f"tasks.{self.task}.map")
-
-    def change(self, function: Callable[[Any], Any] | None, row: Any, where: str) -> Any:
-        """The row as `map` returns it; what it raises is a DataError with the user's lines of code."""
-        if function is None:
-            return row
-        what = f"{where}: tasks.{self.task}.map {self.map}"
-        with users_errors(what, DataError):
-            changed = function(copy.deepcopy(row))  # some sources hold their rows
-        if not issubclass(type(changed), dict):
-            got = "None" if changed is None else f"{type_name(changed)} {repr_of(changed, 40)}"
-            raise DataError(f"{what} returned {got}, expected a dict with the columns of the row")
-        return changed
-
-    def fault(self, row: Any) -> str | None:
-        """What is wrong with a row, in words; None if it is good."""
-        try:
-            if self.map is not None:  # which may have put anything into it: workers and hashes read it too
-                pickle.dumps(row)
-                row_bytes(row)
-            return find_fault(row, self.prompt, self.answer, self.needs_answer, self.images, self.task)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            found = f"tasks.{self.task}.map {self.map} returned" if self.map else "this is"
-            return f"{found} a row that can't be read: that raised {error_line(error)}"
-
-    def content(self, row: Mapping[str, Any], folder: Path) -> Content:
-        """What a good row's prompt says, with pictures as paths from the folder; none is opened."""
-        return row_content(row, self.prompt, self.images, folder)
-
-
-def reader_of(name: str, task: Task, needs_answer: bool = False) -> RowReader:
-    """How the task of this name reads its rows."""
-    return RowReader(name, task.prompt, task.answer, task.images, task.map, needs_answer)
+    domain: str | None = None
 
 
 class RowSource:
-    """The rows of a table, by number. Making it checks every row; a DataError names bad ones."""
+    """The rows of a table as a task's prompts, by number. Rows are checked once, by `scan` or `check`."""
 
     def __init__(self, table: Table, name: str, reader: RowReader) -> None:
-        self.name, self.reader = name, reader
+        self.name, self.reader, self._table = name, reader, table
         self.has_messages = self.has_pictures = False
-        """Whether any prompt is a list of chat messages, not a string; whether any has pictures."""
-        self._table, self._map = table, reader.loaded()
-        self.digest = self._check()
-        """A hash of the content."""
+        """True if any prompt is a list of chat messages, not a string; True if any has images."""
+        self._map = None if reader.map is None else import_function(reader.map, f"tasks.{reader.task}.map")
+        self._is_checked = False
+        self._bad_answers: dict[str, list[int]] = {}
+        self.digest = table.digest or ""
+        """A hash of the files, or of the rows as they are read where that may differ."""
 
     def __len__(self) -> int:
         return len(self._table)
 
+    def where(self, index: int) -> str:
+        """Return file and line of a row, for messages."""
+        part, inner = self._table.find(index)
+        return part.where(inner)
+
     def row(self, index: int) -> dict[str, Any]:
-        """All columns of row `index`, counted from 0."""
-        return self.reader.change(self._map, self._table.row(index), self.where(index))
+        """Return all columns of row `index`, counted from 0."""
+        part, inner = self._table.find(index)
+        row = part.rows[inner]
+        if isinstance(row, DataError):
+            raise row
+        return self.change(row, part.where(inner))
+
+    def prompt(self, uid: int, index: int, epoch: int = 0) -> Prompt:
+        return self.to_prompt(uid, index, epoch, self.row(index))
+
+    def to_prompt(self, uid: int, index: int, epoch: int, row: dict[str, Any]) -> Prompt:
+        """Return the prompt of a good row. Its domain is the task's, else the row's own, else the name."""
+        reader = self.reader
+        domain = str(reader.domain or row.get("domain") or reader.task)
+        content = self.content(index, row)
+        return Prompt(uid, reader.task, domain, content, row.get(reader.answer), row, epoch, index)
 
     def content(self, index: int, row: Mapping[str, Any]) -> Content:
-        """What the prompt of a row says, with pictures as paths from its file's folder; none is opened."""
-        return self.reader.content(row, self._table.folder(index))
+        """Return what a good row's prompt says. Paths of images start from the folder of its file.
 
-    def where(self, index: int) -> str:
-        """File and line of a row, for messages."""
-        return self._table.where(index)
+        Images stand before a string, and in messages where they have places.
+        """
+        prompt, paths = row[self.reader.prompt], row.get(self.reader.images) or []
+        if isinstance(prompt, str) and not paths:
+            return prompt
+        folder = self._folder(index)
+        if isinstance(prompt, str):
+            return [picture_message([str(folder / path) for path in paths], prompt)]
+        places = iter(paths)
 
-    def _check(self) -> str:
-        """Check every row, and give the digest: of the files, or of what was read where that may differ."""
-        faults: dict[str, tuple[int, int]] = {}  # the first row with it, and how many have it
-        hidden = 0
-        read = blake2b((self._table.digest or "").encode(), digest_size=16)
+        def filled(part: dict[str, Any]) -> dict[str, Any]:
+            if part["type"] != "image":
+                return part
+            return {**part, "image": str(folder / (part["image"] if "image" in part else next(places)))}
+
+        return [
+            message
+            if isinstance(message["content"], str)
+            else {**message, "content": [filled(part) for part in message["content"]]}
+            for message in prompt
+        ]
+
+    def _folder(self, index: int) -> Path:
+        return self._table.find(min(index, len(self) - 1))[0].folder
+
+    def change(self, row: Any, where: str) -> Any:
+        """Return the row as `map` returns it; what it raises is a DataError with the user's lines of code."""
+        if self._map is None:
+            return row
+        what = f"{where}: tasks.{self.reader.task}.map {self.reader.map}"
+        with users_errors(what, DataError):
+            changed = self._map(copy.deepcopy(row))  # some sources hold their rows
+        if not isinstance(changed, dict):
+            found = short_repr(changed, 40)
+            raise DataError(f"{what} returned {found}, expected a dict with the columns of the row")
+        return changed
+
+    def check(self, needs_answer: bool = False) -> None:
+        """Check every row, unless that was done; a DataError names the bad ones."""
+        if not self._is_checked:
+            for _ in self.scan():
+                pass
+        if needs_answer and self._bad_answers:
+            raise DataError(self._describe(self._bad_answers))
+
+    def scan(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield every good row with its number in one pass; at the end a DataError names the bad ones."""
+        faults: dict[str, list[int]] = {}
+        hash_of_rows = blake2b((self._table.digest or "").encode(), digest_size=16)
         is_plain = self._map is None and self._table.digest is not None
-        for index, raw in enumerate(self._table.scan()):
+        self._bad_answers.clear()
+        for index, raw in enumerate(self._table):
+            row: Any = raw
             if isinstance(raw, DataError):
                 fault = str(raw)
             else:
-                row = self.reader.change(self._map, raw, self.where(index)) if self._map else raw
-                fault = self.reader.fault(row)
-                if not fault:
-                    self._look_at(index, row)
-                    if not is_plain:
-                        read.update(row_bytes(row))
+                row = raw if self._map is None else self.change(raw, self.where(index))
+                fault = find_fault(row, self.reader)
             if fault:
-                first, same = faults.get(fault, (index, 0))
-                if same or len(faults) < _SHOWN:
-                    faults[fault] = first, same + 1
-                else:
-                    hidden += 1
+                faults.setdefault(fault, []).append(index)
+                continue
+            if fault := find_answer_fault(row, self.reader):
+                self._bad_answers.setdefault(fault, []).append(index)
+            self.has_messages |= isinstance(row[self.reader.prompt], list)
+            self.has_pictures |= any(True for _ in image_parts(self.content(index, row)))
+            if not is_plain:
+                hash_of_rows.update(json.dumps(row, sort_keys=True, default=str).encode())
+            yield index, row
         if faults:
-            more = [f"… and {hidden:,} more bad rows"] if hidden else []
-            raise DataError("\n".join([*self._describe(faults), *more]))
+            raise DataError(self._describe(faults))
         if not len(self):
             raise DataError(f"{self.name}: there are no rows in it")
-        return self._table.digest if is_plain and self._table.digest else read.hexdigest()
+        self.digest = self.digest if is_plain else hash_of_rows.hexdigest()
+        self._is_checked = True
 
-    def _describe(self, faults: Mapping[str, tuple[int, int]]) -> Iterator[str]:
-        """A line for each fault: the first row that has it, and how many more do."""
-        for fault, (first, count) in faults.items():
-            more = "" if count == 1 else f" (and {count - 1:,} more {'row' if count == 2 else 'rows'})"
-            yield f"{self.where(first)}: {fault}{more}"
+    def _describe(self, faults: Mapping[str, list[int]]) -> str:
+        """Return a line for each fault: the first row that has it, and how many more do."""
+        lines = []
+        for fault, rows in islice(faults.items(), _SHOWN):
+            more = f" (and {len(rows) - 1:,} more)" if len(rows) > 1 else ""
+            lines.append(f"{self.where(rows[0])}: {fault}{more}")
+        hidden = sum(map(len, faults.values())) - sum(len(rows) for rows in islice(faults.values(), _SHOWN))
+        return "\n".join([*lines, f"… and {hidden:,} more bad rows"] if hidden else lines)
 
-    def _look_at(self, index: int, row: dict[str, Any]) -> None:
-        self.has_messages |= isinstance(row[self.reader.prompt], list)
-        self.has_pictures |= any(True for _ in image_parts(self.content(index, row)))
+
+def open_rows(name: str, task: Task, at: Location, needs_answer: bool = False) -> RowSource:
+    """Open the rows at a location as the task of this name reads them; of a stream, the first ones.
+
+    They are checked once per process and version of the data.
+    """
+    source = find_rows(name, task, at)
+    source.check(needs_answer)
+    return source
 
 
-def row_bytes(row: Any) -> bytes:
-    """A row as bytes for a hash: the same for equal rows."""
-    return json.dumps(row, sort_keys=True, default=str).encode()
+def find_rows(name: str, task: Task, at: Location) -> RowSource:
+    """Return the rows at a location, which may not be checked yet."""
+    reader = RowReader(name, task.prompt, task.answer, task.images, task.map, task.domain)
+    return _opened(at, at.versions(), reader)
+
+
+@lru_cache(8)
+def _opened(at: Location, versions: Any, reader: RowReader) -> RowSource:
+    key = f"tasks.{reader.task}.{at.key}"
+    return RowSource(open_files(at.files, key) if at.files else open_dataset(at, key), str(at), reader)
+
+
+def find_fault(row: Any, reader: RowReader) -> str | None:
+    """Return what is wrong with a row's prompt; None if it is good."""
+    if not isinstance(row, dict):
+        return f"a row is an object with named columns, this is {short_repr(row, 40)}"
+    if reader.prompt not in row:
+        return _missing(row, reader.prompt, "prompt", reader.task)
+    prompt, paths = row[reader.prompt], row.get(reader.images)
+    fault = None
+    if isinstance(prompt, str):
+        fault = None if prompt.strip() else "the prompt is empty"
+    elif not isinstance(prompt, list):
+        fault = f"a prompt is a string or a list of messages, this is {short_repr(prompt, 40)}"
+    elif not (fault := _mismatch(_MESSAGES, prompt)):
+        if prompt[-1]["role"] == "assistant":
+            fault = "the last message is the assistant's own, so nothing is left to answer"
+        elif not any(message_text(message).strip() for message in prompt):
+            fault = "every message is empty"
+    if fault:
+        return f"column {reader.prompt!r}: {fault}"
+    fault = _mismatch(_PATHS, paths)
+    if not fault and not isinstance(prompt, str):
+        places, count = sum("image" not in part for part in image_parts(prompt)), len(paths or [])
+        if places != count:
+            form = '{"type": "image"} without a path among the parts of a message\'s content'
+            fault = f"{count} pictures for {places} places; each needs one {form}"
+    return f"column {reader.images!r}: {fault}" if fault else None
+
+
+def find_answer_fault(row: Mapping[str, Any], reader: RowReader) -> str | None:
+    """Return what is wrong with the answer of a row; None if it is good."""
+    if reader.answer not in row:
+        return _missing(row, reader.answer, "answer", reader.task)
+    answer = row[reader.answer]
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        return (
+            f"column {reader.answer!r}: an answer is a string or a number, this is {short_repr(answer, 40)}"
+        )
+    if isinstance(answer, str) and not answer.strip():
+        return f"column {reader.answer!r}: the answer is empty"
+    return None
+
+
+def _mismatch(form: TypeAdapter[Any], value: Any) -> str | None:
+    try:
+        form.validate_python(value, strict=True)
+    except ValidationError as error:
+        # Of the forms that a value may have, the one that fits furthest is meant.
+        problem = max(error.errors(include_url=False, include_context=False), key=lambda e: len(e["loc"]))
+        place = ".".join(str(key) for key in problem["loc"] if isinstance(key, int) or key.isidentifier())
+        return f"{f'at {place}: ' if place else ''}{problem['msg']}, found {short_repr(problem['input'], 40)}"
+    return None
+
+
+def _missing(row: Mapping[str, Any], column: str, role: str, task: str) -> str:
+    hint = ""
+    if likely := next((name for name in _LIKELY[role] if name in row), None):
+        hint = f"; set tasks.{task}.{role}: {likely}"
+    elif len(row) == 1 and any(mark in next(iter(row)) for mark in ";\t|"):
+        hint = "; columns of a CSV file are separated by commas"
+    elif near := get_close_matches(column, row, n=1):
+        hint = f"; did you mean {near[0]!r}?"
+    return f"no column {column!r} for the {role}, only {', '.join(map(repr, row)) or 'none'}{hint}"

@@ -1,4 +1,1 @@
-"""Teachers: which one corrects which prompt, whether its vocabulary fits, and the ledger of shares.
-
-Where they live is in `places`. May be imported by serving, roles and the layers above.
-"""
+"""Teachers: where each is, which prompts each corrects, its vocabulary, and the ledger of shares."""

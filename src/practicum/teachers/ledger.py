@@ -12,7 +12,7 @@ from statistics import fmean
 
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
-from practicum.learning.update_metrics import TeacherSums
+from practicum.learning.update_batch import TeacherSums
 
 STARVED = 0.1
 """A teacher below this fraction of its target share is warned about."""

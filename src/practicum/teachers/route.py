@@ -11,7 +11,7 @@ from practicum.recipe.checks.value_forms import fields_of, fill
 from practicum.recipe.schema.teacher_sections import Route, Teacher
 from practicum.tasks.draws import mix
 from practicum.tasks.prompts import Prompt, answer_text
-from practicum.user_code import speakable
+from practicum.user_code import encodable
 
 
 class UnfitRow(DataError):
@@ -53,7 +53,7 @@ def before_text(teacher: Teacher, prompt: Prompt) -> str:
     """What the teacher reads before the prompt, filled in from the prompt's row; empty if nothing."""
     text = teacher.before or ""
     values = {field: _field(prompt, field) for field in fields_of(text)}
-    return speakable(fill(text, values))
+    return encodable(fill(text, values))
 
 
 def _draw(weights: Mapping[str, float], seed: int, uid: int) -> str:

@@ -7,20 +7,26 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from practicum.engines.table import ENGINES
 from practicum.errors import RecipeError, RecipeErrors
-from practicum.models.load_model import require_model_folder, skeleton
-from practicum.models.model_files import must_read, read_config, read_image_processor, read_tokenizer
+from practicum.models.adapter_files import SavedAdapter
+from practicum.models.load_model import skeleton
+from practicum.models.model_files import (
+    must_read,
+    read_config,
+    read_image_processor,
+    read_tokenizer,
+    require_model_folder,
+)
 from practicum.models.processor import load_processor
-from practicum.models.saved_adapter import SavedAdapter
 from practicum.models.vision import is_vision
-from practicum.places.adapter_teachers import base_spec, describe_base
-from practicum.places.vllm_base import check_vllm_adapter
 from practicum.recipe.checks.routing import destinations
 from practicum.recipe.derived import adapter_folder, saved_parameters
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
 from practicum.sessions.chat import make_encoder
 from practicum.tasks.stream import make_stream
+from practicum.teachers.load_teachers import base_spec, describe_base
 from practicum.teachers.route import before_text, routed_value
 from practicum.teachers.vocabulary import compare_vocabularies
 
@@ -45,18 +51,19 @@ def check_teachers(
     `longest` is the tokens of each teacher's longest prompt (`longest_prompts`), `student_vocab` the width of
     the student's output, `student_context` its longest sequence. Routes must be right (`check_routes`).
     """
-    problems = [*_check_top_k(recipe, len(student)), *check_images(recipe, student)]
-    findings = []
+    problems, findings, distill = list(check_images(recipe, student)), [], recipe.distill
+    if distill is not None and distill.signal == "top_k" and distill.top_k > len(student):
+        expected = f"at most the {len(student)} tokens of the vocabulary"
+        advice = "lower it, or set distill.signal: full"
+        problems.append(RecipeError("distill.top_k", f"{distill.top_k}", expected, advice))
     for name, teacher in recipe.teachers.items():
         check = _Check(name, teacher, recipe, problems)
-        sentence = f"teacher {name}: {check.describe(student, uses_chat, student_context)}"
-        if recipe.distill is not None and recipe.distill.signal == "full":
+        findings.append(f"teacher {name}: {check.describe(student, uses_chat, student_context)}")
+        if distill is not None and distill.signal == "full":
             check.check_width(student_vocab)
-        check.check_memory()
         extra = 1 if teacher.url is not None else 0
         problem = check_context(name, check.context, longest[name], longest_answer, extra, teacher.context)
         problems += [problem] if problem else []
-        findings.append(sentence)
     if problems:
         raise RecipeErrors(f"recipe {recipe.name}", problems)
     return findings
@@ -144,7 +151,7 @@ class _Check:
             if config := load_teacher_config(self.teacher, self.path):
                 self.context = getattr(config, "max_position_embeddings", None)
                 self.width = getattr(config, "vocab_size", None)
-                parts.append(_architecture(config))
+                parts.append(next(iter(config.architectures or ()), type(config).__name__))
             tokenizer = load_teacher_tokenizer(self.teacher, self.path)
         except RecipeError as problem:
             self.problems.append(problem)
@@ -165,8 +172,10 @@ class _Check:
         with must_read(about, f"{self.path}.model", "a model in HuggingFace format"):
             bare = skeleton(spec)
         saved.check_fits(bare, about)
-        if teacher.engine == "vllm":
-            check_vllm_adapter(self.name, saved, bare)
+        if (problem := ENGINES[teacher.engine].adapter_problem(saved, bare.config.model_type)) is not None:
+            advice = f"set {self.path}.engine to another one, or {self.path}.model to the merged model"
+            found, expected = f"{teacher.engine} with {problem}", "an engine that computes this adapter"
+            raise RecipeError(f"{self.path}.engine", found, expected, advice)
         on = f"{saved.describe()} on {about}"
         if teacher.model is None and recipe.model.lora is None:
             on += ", which is loaded for it: the student trains all of its own weights"
@@ -190,22 +199,6 @@ class _Check:
         problems = compare_vocabularies(student, tokenizer, self.name, chat=chat, key=key)
         self.problems += problems
         return "another vocabulary" if problems else f"same vocabulary ({len(tokenizer):,} tokens)"
-
-    def check_memory(self) -> None:
-        """The weights must fit what the recipe allows this teacher."""
-        allowed = self.teacher.memory_gb
-        if allowed is None or self.teacher.model is None or self.teacher.url is not None:
-            return
-        needed = weights_gb(self.teacher.model, self.teacher.dtype)
-        if needed is not None and needed > allowed:
-            self.problems.append(
-                RecipeError(
-                    f"{self.path}.memory_gb",
-                    f"{allowed:g} for weights of {needed:.3g} GiB as {self.teacher.dtype}",
-                    f"at least {needed:.3g}",
-                    "raise it, choose a smaller number type (dtype), or put the teacher behind a url",
-                )
-            )
 
     def check_width(self, student_vocab: int | None) -> None:
         """Whole distributions are compared output by output, so there must be as many."""
@@ -233,19 +226,6 @@ def weights_gb(folder: str, dtype: str) -> float | None:
     """GiB of the weights in a folder as this number type, by the headers of its files; None if unknown."""
     numbers = saved_parameters(Path(folder).expanduser())
     return None if numbers is None else numbers * {"float32": 4, "bfloat16": 2, "float64": 8}[dtype] / 2**30
-
-
-def _architecture(config: PreTrainedConfig) -> str:
-    named = getattr(config, "architectures", None)
-    return str(named[0]) if named else type(config).__name__
-
-
-def _check_top_k(recipe: Recipe, tokens: int) -> list[RecipeError]:
-    distill = recipe.distill
-    if distill is None or distill.signal != "top_k" or distill.top_k <= tokens:
-        return []
-    found, expected = f"{distill.top_k}", f"at most the {tokens} tokens of the vocabulary"
-    return [RecipeError("distill.top_k", found, expected, "lower it, or set distill.signal: full")]
 
 
 def longest_prompts(recipe: Recipe, student: PreTrainedTokenizerBase, longest: int) -> dict[str, int]:

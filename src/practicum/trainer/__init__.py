@@ -1,4 +1,1 @@
-"""The run: the step, the replay buffer, evaluation, checkpoints, metrics. Start with `step.py`.
-
-May be imported by api, view and the layers above.
-"""
+"""The run: the step, the replay buffer, evaluation, checkpoints, metrics. Start with `step.py`."""

@@ -32,7 +32,7 @@ _FIXED = {
     "model.path": "the weights are the checkpoint's",
     "model.tokenizer": "the model was trained with the tokens of the other one",
     "train.optimizer": "the checkpoint holds the state of the other optimizer",
-    "async.lag": "the checkpoint holds old weights, and rows that they sampled, for the other lag",
+    "rollout.lag": "the checkpoint holds old weights, and rows that they sampled, for the other lag",
     "model.dtype": "weights and optimizer state in the checkpoint have the other number type",
 }
 """Keys that can't change, and why."""
@@ -53,7 +53,7 @@ class Change:
     new: Any
 
     def row(self, step: int) -> dict[str, Any]:
-        """A line of changes.jsonl; `step` is the first one with the new value."""
+        """Return a line of changes.jsonl; `step` is the first one with the new value."""
         return {"step": step, **asdict(self), "time": time.strftime("%Y-%m-%d %H:%M:%S")}
 
     def __str__(self) -> str:
@@ -61,11 +61,12 @@ class Change:
 
 
 def allowed_changes(old: dict[str, Any], new: dict[str, Any], *, change: bool = False) -> list[Change]:
-    """What differs between two resolved recipes, if a run of the old one may continue with the new one.
+    """Return what differs between two resolved recipes, if a run of the old one may continue with the new.
 
-    Without `change`, only what no step depends on.
+    Without `change`, only what no step depends on may differ.
     """
-    changes = changes_of(absolute_files(old), absolute_files(new))
+    found = differences(absolute_files(old), absolute_files(new))
+    changes = [Change(key, a, b) for key, (a, b) in sorted(found, key=itemgetter(0))]
     if impossible := [f"  {c}\n    {why}" for c in changes if (why := _why_not(c, new))]:
         raise PracticumError(
             "\n".join(["the run can't continue with a recipe in which these differ:", *impossible])
@@ -83,13 +84,8 @@ def allowed_changes(old: dict[str, Any], new: dict[str, Any], *, change: bool = 
     return changes
 
 
-def changes_of(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
-    """The values in which two resolved recipes differ."""
-    return [Change(key, a, b) for key, (a, b) in sorted(differences(old, new), key=itemgetter(0))]
-
-
 def _why_not(change: Change, new: dict[str, Any]) -> str | None:
-    """Why a run can't continue with this change; None if it can."""
+    """Return why a run can't continue with this change; None if it can."""
     key, is_switched = change.key, (change.old is None) != (change.new is None)
     for fixed, why in _FIXED.items():
         if key == fixed or key.startswith(f"{fixed}."):
@@ -98,5 +94,5 @@ def _why_not(change: Change, new: dict[str, Any]) -> str | None:
     if is_switched and name in _SWITCHES:
         return _SWITCHES[name]
     if key == "algorithm.kl.coefficient" and new["algorithm"]["kl"]["target"] is not None:
-        return "it is where the adaptation began; the checkpoint holds the weight of now: change kl.target"
+        return "the adaptation began with it, and the checkpoint holds the current one: change kl.target"
     return None

@@ -18,33 +18,28 @@ from transformers import PreTrainedModel
 
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.check_columns import dtype_of
+from practicum.dataplane.columns import dtype_of
 from practicum.dataplane.fields import FIELDS, Field
 from practicum.dataplane.memory_store import MemoryStore
 from practicum.dataplane.ragged import Column, Ragged
 from practicum.dataplane.stages import Plan, StageSpec
 from practicum.errors import PracticumError, RecipeError, RecipeErrors
-from practicum.models.attention import OutputHead
 from practicum.models.load_model import load_model
-from practicum.places.adapter_teachers import base_spec
-from practicum.places.torch_teacher import ColocatedTeacher, load_teacher
+from practicum.observe.records.compare_runs import Difference, first_in_rows
+from practicum.observe.records.read_record import Record, RecordedRow, require_run
+from practicum.observe.records.record_files import FOLDER, RecordPlace
+from practicum.observe.records.recorder import Recorder
 from practicum.recipe.algorithm_traits import estimator_traits
-from practicum.recipe.derived import data_parallel, lag
 from practicum.recipe.load_recipe import load_recipe
-from practicum.recipe.schema.recipe import Checks, Recipe
-from practicum.records.compare_runs import Difference, first_in_rows
-from practicum.records.read_record import Record, RecordedRow, require_run
-from practicum.records.record_files import FOLDER, RecordPlace
-from practicum.records.recorder import Recorder
-from practicum.records.recording_store import RecordingStore
-from practicum.roles.load_teachers import signal_width
+from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import make_plan
 from practicum.roles.student import UpdateReport
-from practicum.roles.teachers import Teachers
 from practicum.roles.train_rank import TrainRank, set_threads
 from practicum.teachers.ledger import make_ledger
-from practicum.trainer.checkpoints import Checkpoints, Progress, is_checkpoint, step_name
+from practicum.teachers.load_teachers import PLACEMENTS, Teachers, make_group, signal_width
+from practicum.teachers.teacher_scorer import TeacherScorer
+from practicum.trainer.checkpoints import Checkpoints, is_checkpoint, read_progress
 from practicum.trainer.preflight import known_traits
 from practicum.trainer.run_folder import RunFolder
 from practicum.trainer.sample_step import TRAIN
@@ -99,9 +94,9 @@ def replay_step(run: Path, step: int, overrides: Sequence[str] = ()) -> Replay:
             raise RecipeErrors(f"{run / 'recipe.yaml'} with --set", found.errors) from None
     batch = _RecordedBatch(Record(run), recipe, step)
     checkpoint = _checkpoint_before(folder, step)
-    if data_parallel(as_it_was) > 1:
+    if as_it_was.data_parallel > 1:
         notes.append("the run had several ranks, the replay has one: sums are rounded in another order")
-    same = _learn(recipe, batch, checkpoint, notes, folder.checkpoints / step_name(step))
+    same = _learn(recipe, batch, checkpoint, notes, Checkpoints(folder.checkpoints).path(step))
     changed = None if other is None else _learn(other, batch, checkpoint, notes)
     line = next((row for row in folder.metrics() if row["step"] == step), {})
     differing = {
@@ -126,7 +121,7 @@ def _recipe_at(folder: RunFolder, step: int) -> dict[str, Any]:
 
 def _here(recipe: Recipe) -> Recipe:
     """The recipe in this process, whatever runtime the run had; a check that fires is told, and no more."""
-    warned = {name: "warn" for name in Checks.model_fields if getattr(recipe.checks, name) == "error"}
+    warned = {} if recipe.checks.level == "off" else {"level": "warn"}
     runtime = recipe.runtime.model_copy(update={"kind": "local"})
     return recipe.model_copy(update={"runtime": runtime, "checks": recipe.checks.model_copy(update=warned)})
 
@@ -160,7 +155,8 @@ def _drop(resolved: dict[str, Any], path: str) -> bool:
 
 def _checkpoint_before(folder: RunFolder, step: int) -> Path | None:
     """The checkpoint to start from; None for the first step, which starts from the recipe's model."""
-    steps = Checkpoints(folder.checkpoints, 1).steps()
+    checkpoints = Checkpoints(folder.checkpoints)
+    steps = checkpoints.steps()
     if step == 1:
         return None
     if step - 1 not in steps:
@@ -170,7 +166,7 @@ def _checkpoint_before(folder: RunFolder, step: int) -> Path | None:
             f"checkpoints of {there}.\n  → replay a step after one of those, or train with "
             "--set checkpoint.every=1 --set checkpoint.keep_last=1000"
         )
-    return folder.checkpoints / step_name(step - 1)
+    return checkpoints.path(step - 1)
 
 
 class _RecordedBatch:
@@ -209,36 +205,17 @@ class _RecordedBatch:
         return {name: self._column(FIELDS[name]) for name in names}
 
     def _column(self, spec: Field) -> Column:
-        values = [row.columns.get(spec.name) for row in self.rows]
-        missing = [row for row, value in zip(self.rows, values, strict=True) if value is None]
-        if missing:
-            raise PracticumError(
-                f"step {self.step} has no recorded {spec.name} of {missing[0].summary.key}, which the "
-                "learner needs: the run did not compute it"
-            )
         if spec.extent == "object":
-            return [_object(value) for value in values]
-        dtype = dtype_of(spec)
-        if spec.extent == "scalar":
-            return torch.tensor(values, dtype=dtype)
-        rows = [torch.tensor(_with_nan(value), dtype=dtype) for value in values]
-        width = next((row.shape[1:] for row in rows if len(row)), ())
-        return Ragged.from_rows([row if len(row) else row.reshape(0, *width) for row in rows])
-
-
-def _with_nan(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_with_nan(item) for item in value]
-    return float("nan") if value is None else value
-
-
-def _object(value: Any) -> Any:
-    """The object of a row, with its tensors."""
-    if isinstance(value, dict) and value.keys() == {"dtype", "values"}:
-        return torch.tensor(value["values"], dtype=getattr(torch, value["dtype"]))
-    if isinstance(value, dict):
-        return {name: _object(item) for name, item in value.items()}
-    return [_object(item) for item in value] if isinstance(value, list) else value
+            objects = [row.objects.get(spec.name, {}) for row in self.rows]
+            return [{name: torch.tensor(x) for name, x in values.items()} for values in objects]
+        for row in self.rows:
+            if spec.name not in row.columns:
+                raise PracticumError(
+                    f"step {self.step} has no recorded {spec.name} of {row.summary.key}, which the "
+                    "learner needs: the run did not compute it"
+                )
+        rows = [torch.tensor(row.columns[spec.name], dtype=dtype_of(spec)) for row in self.rows]
+        return torch.stack(rows) if spec.extent == "scalar" else Ragged.from_rows(rows)
 
 
 def _learn(
@@ -252,19 +229,18 @@ def _learn(
 
     What checks find is added to `notes`.
     """
-    set_threads(recipe.runtime.threads, sides=2 if lag(recipe) else 1)
+    set_threads(recipe.runtime.threads, sides=2 if recipe.rollout.lag else 1)
     plan = make_plan(recipe, known_traits(recipe.model))
     with tempfile.TemporaryDirectory() as aside:
         again = Path(aside)
         (again / "versions.json").write_text(json.dumps({"practicum": "replay"}))
         place = RecordPlace(again / FOLDER, "replay", everything=True)
-        store = RecordingStore(MemoryStore(), Recorder(place))
         watch = Watch(recipe.checks, notes.append)
-        rank = _start(recipe, plan, store, watch, checkpoint, batch.step)
-        store.inner.put(batch.ref, batch.columns(_inputs(plan)))
+        rank = _start(recipe, plan, Recorder(place), watch, checkpoint, batch.step)
+        rank.store.put(batch.ref, batch.columns(_inputs(plan)))
         gradients: list[Tensor] = []
-        rank.student.on_gradient = lambda: gradients.append(
-            _gradient(rank) if not gradients else torch.empty(0)
+        rank.student.learner.stepper.optimizer.register_step_pre_hook(
+            lambda *_: gradients.append(_gradient(rank) if not gradients else torch.empty(0))
         )
         metrics = _run_stages(rank, plan, batch)
         rows = [row.summary for row in batch.rows]
@@ -304,20 +280,19 @@ def _inputs(plan: Plan) -> list[str]:
 
 
 def _start(
-    recipe: Recipe, plan: Plan, store: RecordingStore, watch: Watch, checkpoint: Path | None, step: int
+    recipe: Recipe, plan: Plan, recorder: Recorder, watch: Watch, checkpoint: Path | None, step: int
 ) -> TrainRank:
     """The learner as it was before the step."""
     model = load_model(recipe.model, recipe.seed)
     teachers = _teachers(recipe, model) if "teachers" in plan else None
-    rank = TrainRank(recipe, plan, store, watch, model, teachers)
+    rank = TrainRank(recipe, plan, MemoryStore(), watch, model, teachers, recorder=recorder)
     if checkpoint is not None:
         rank.student.learner.load(checkpoint / "student")
         if rank.critic is not None:
             rank.critic.critic.load(checkpoint / "critic")
         if rank.teachers is not None:
             rank.teachers.load(checkpoint / "teachers")
-        progress = Progress(**json.loads((checkpoint / "progress.json").read_text()))
-        rank.advantages.load_state_dict(progress.kl)
+        rank.advantages.kl.load_state_dict(read_progress(checkpoint).kl)
     if rank.teachers is not None:
         rank.teachers.refresh(step)
     return rank
@@ -328,16 +303,11 @@ def _teachers(recipe: Recipe, model: PreTrainedModel) -> Teachers:
     assert recipe.distill is not None
     if recipe.distill.signal != "full":
         return Teachers({}, least_width=signal_width(recipe))
-    adapted = {name: t for name, t in recipe.teachers.items() if t.adapter is not None}
-    places = {
-        name: ColocatedTeacher(name, t, load_teacher(name, t, model))
-        for name, t in recipe.teachers.items()
-        if name not in adapted
-    }
-    heads = {name: place.head() for name, place in places.items()}
-    for name, teacher in adapted.items():  # the head is the base's
-        heads[name] = OutputHead.of(load_model(base_spec(recipe, teacher), recipe.seed))
-    return Teachers(dict(places), None, heads)
+    scorers: dict[str, TeacherScorer] = {}
+    for name in recipe.teachers:
+        scorers |= PLACEMENTS["colocated"](make_group(recipe, [name], model))
+    heads = {name: scorer.scorers[0].head() for name, scorer in scorers.items()}
+    return Teachers(scorers, None, heads)
 
 
 def _gradient(rank: TrainRank) -> Tensor:

@@ -1,30 +1,42 @@
-"""The run folder: resolved recipe, versions, metrics, recorded answers, log, checkpoints, export."""
+"""The run folder: resolved recipe, versions, metrics, recorded answers, log, checkpoints, export.
+
+One run at a time uses a folder. Imports no torch.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
+import platform
+import shlex
 import shutil
+import socket
+import subprocess
+import sys
 import tempfile
 import time
-import zlib
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import FileLock, Timeout
 
+import practicum
 from practicum.dataplane.stages import Plan, plan_data
 from practicum.errors import PracticumError
-from practicum.recipe.derived import recorded_groups
+from practicum.observe.records.json_files import read_mapping, read_versions
+from practicum.observe.records.record_files import FOLDER, RecordPlace, record_files
 from practicum.recipe.schema.recipe import Recipe
-from practicum.recipe.text.show_recipe import resolved_yaml
-from practicum.records.json_files import read_mapping, read_versions
-from practicum.records.record_files import FOLDER, RecordPlace, record_files
-from practicum.trainer.versions import now, versions
-from practicum.user_code import writable
 
+PACKAGES = ("practicum", "torch", "transformers", "numpy", "pydantic", "safetensors")
+_GIT_S = 5.0
+"""Seconds that git may take; a repository that needs longer is left out."""
+_LOCK_S = 0.5
+"""Long enough for a run that is just releasing its lock."""
 APPENDED = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
 _MARKER = "versions.json"
 """The first file that a run writes, by which its folder is known."""
@@ -47,7 +59,6 @@ OWNED = (
     "wandb",
 )
 """What a run writes in addition to versions.json, which marks its folder; nothing else is ever removed."""
-_PIECE = 1 << 20
 
 
 class RunFolder:
@@ -58,26 +69,13 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.export = path / "export"
         self._has_started = False
-        self._summed: dict[str, tuple[int, int]] = {}
-        """Of each appended file, how many bytes have been read for its checksum, and the checksum so far."""
 
     @property
     def is_used(self) -> bool:
-        """Whether a run has been here."""
         return "practicum" in read_mapping(self.path / _MARKER)
 
-    @property
-    def has_checkpoint(self) -> bool:
-        """Whether there is something to resume from."""
-        return any(self.checkpoints.glob("step-*"))
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether files of somebody else's are here that a run would write over."""
-        return not self.is_used and any((self.path / name).exists() for name in OWNED)
-
-    def replace(self, recipe: Recipe) -> None:
-        """Begin a run, in place of one that was here: its recipe as resolved, and what it runs on."""
+    def replace(self, recipe: str) -> None:
+        """Begin a run: remove the files of an earlier one, then write resolved recipe and versions."""
         for name in OWNED if self.is_used else ():
             path, aside = self.path / name, self.path / f".{name}.old"
             shutil.rmtree(aside, ignore_errors=True)
@@ -87,44 +85,54 @@ class RunFolder:
             else:
                 path.unlink(missing_ok=True)
         self.path.mkdir(parents=True, exist_ok=True)
-        self._write_versions([])  # before all else: it says that what follows is a run's
+        self._write_versions([])  # first: it marks the folder as a run's
         self.checkpoints.mkdir(exist_ok=True)
         self.write_recipe(recipe)
 
-    def note_start(self, start: Mapping[str, Any]) -> None:
-        """Add a start of the run to versions.json: the first, or one that resumes it."""
+    def note_start(self, recipe: Path) -> None:
+        """Add a start of the run to versions.json: its command, and commits of practicum and the recipe."""
+        package = Path(practicum.__file__)
+        commits = {"practicum": git_state(package.parent, package.name), "recipe": git_state(recipe.parent)}
+        start = {
+            "command": shlex.join(sys.orig_argv),
+            "directory": str(Path.cwd()),
+            "commits": commits,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "started": _now(),
+            "ended": None,
+            "outcome": None,
+            "last_step": None,
+        }
         self._write_versions([*read_versions(self.path).get("starts", []), start])
         self._has_started = True
 
     def note_end(self, outcome: str, step: int) -> None:
-        """How this start of the run ended, after which step; nothing if it never used the folder."""
+        """Add how this start of the run ended, unless it never used the folder."""
         if self._has_started:
             *before, last = read_versions(self.path)["starts"]
-            self._write_versions([*before, last | {"ended": now(), "outcome": outcome, "last_step": step}])
+            self._write_versions([*before, last | {"ended": _now(), "outcome": outcome, "last_step": step}])
 
     def _write_versions(self, starts: Sequence[Mapping[str, Any]]) -> None:
         text = json.dumps({**versions(), "starts": starts}, indent=2, ensure_ascii=False)
         write_atomic(self.path / _MARKER, text)
 
-    def write_recipe(self, recipe: Recipe) -> None:
-        """The recipe as resolved: every value that the run goes by."""
-        write_atomic(self.path / "recipe.yaml", resolved_yaml(recipe))
+    def write_recipe(self, resolved: str) -> None:
+        write_atomic(self.path / "recipe.yaml", resolved)
 
     def write_about(self, origins: Mapping[str, str], plan: Plan) -> None:
-        """For people: where each value of the recipe came from, and the stages of a step."""
+        """Write where each value of the recipe came from, and the stages of a step."""
         write_atomic(self.path / "origins.json", json.dumps(origins, indent=1, ensure_ascii=False))
         write_atomic(self.path / "plan.json", json.dumps(plan_data(plan), indent=1, ensure_ascii=False))
 
     def recipe(self) -> dict[str, Any]:
-        """The resolved recipe of the run that is here."""
+        """Return the resolved recipe of the run in this folder."""
         return yaml.safe_load((self.path / "recipe.yaml").read_text())
 
     def append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add JSON lines to one of `APPENDED` or changes.jsonl."""
         append_lines(self.path / name, rows)
 
     def metrics(self) -> list[dict[str, float]]:
-        """The metrics of every step so far."""
         path = self.path / "metrics.jsonl"
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         try:
@@ -132,95 +140,73 @@ class RunFolder:
         except ValueError as error:
             raise PracticumError(f"{path} is damaged: a line of it is not JSON ({error})") from None
 
-    def record_place(self, recipe: Recipe) -> RecordPlace | None:
-        """Where the run's rows and stages are recorded; None if they are not."""
-        if recorded_groups(recipe) == 0:
+    def record_place(self, groups: int | None) -> RecordPlace | None:
+        """Return where so many groups of each step are recorded (None: all), or None if none are."""
+        if groups == 0:
             return None
-        return RecordPlace(self.path.absolute() / FOLDER, "local", everything=recipe.track.record == "all")
+        return RecordPlace(self.path.absolute() / FOLDER, "local", everything=groups is None)
 
     def positions(self) -> dict[str, int]:
-        """Sizes of the appended files now, for a checkpoint."""
+        """Return the current sizes of the appended files, for a checkpoint."""
         recorded = [f"{FOLDER}/{path.name}" for path in record_files(self.path / FOLDER)]
         names = (*APPENDED, *recorded)
         return {n: p.stat().st_size if (p := self.path / n).exists() else 0 for n in names}
 
-    def record_sums(self) -> dict[str, int]:
-        """Checksums of the appended files as they are now, for a checkpoint."""
-        for name in APPENDED:
-            size = path.stat().st_size if (path := self.path / name).exists() else 0
-            read, checksum = self._summed.get(name, (0, 0))
-            if size < read:  # it was cut back to a checkpoint
-                read, checksum = 0, 0
-            self._summed[name] = size, _checksum(path, read, size, checksum)
-        return {name: checksum for name, (_, checksum) in self._summed.items()}
-
-    def find_damage(self, positions: Mapping[str, int], sums: Mapping[str, int]) -> str | None:
-        """What is wrong with the appended files up to a checkpoint's positions; None if nothing is."""
-        for name in APPENDED:
-            path, size = self.path / name, positions.get(name, 0)
-            held = path.stat().st_size if path.exists() else 0
-            if held < size:
-                return (
-                    f"{path} has {held} bytes, the checkpoint was written at {size}: it was cut or replaced"
-                )
-            if _checksum(path, 0, size) != sums.get(name, 0):
-                return f"{path} is damaged: its first {size} bytes are not those that were written"
-        return None
-
     def rewind(self, positions: Mapping[str, int]) -> None:
-        """Cut the appended files back to a checkpoint: what came after it will be written again.
-
-        Files of the record that were removed are not missed.
-        """
+        """Cut the appended files back to a checkpoint. Files of the record may have been removed."""
         recorded = {f"{FOLDER}/{path.name}": 0 for path in record_files(self.path / FOLDER)}
         for name, size in (recorded | dict(positions)).items():
             path = self.path / name
-            if path.exists() and path.stat().st_size > size:
+            held = path.stat().st_size if path.exists() else 0
+            if held < size and name in APPENDED:
+                raise PracticumError(
+                    f"{path} has {held} bytes, the checkpoint was written at {size}: restore the file, or "
+                    "remove the checkpoint to resume from the one before it"
+                )
+            if held > size:
                 os.truncate(path, size)
 
     def log(self, line: str) -> None:
-        """Add a line with the time to log.txt; before the run has begun there is no log.
-
-        One that can't be written, such as on a full disk, must not hide what the line says.
-        """
+        """Add a line with the time to log.txt, once the run has begun. A full disk is no error here."""
         if not (self.path / _MARKER).exists():
             return
-        with suppress(OSError), (self.path / "log.txt").open("a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {writable(line)}\n")
+        with (
+            suppress(OSError),
+            (self.path / "log.txt").open("a", encoding="utf-8", errors="backslashreplace") as file,
+        ):
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
 
-def folder_of(recipe: Recipe) -> RunFolder:
-    """Where a run of the recipe is, unless --out says otherwise."""
-    return RunFolder(Path(recipe.out or Path("runs") / recipe.name))
+def folder_of(recipe: Recipe) -> Path:
+    """Return the recipe's run folder if --out is not given."""
+    return Path(recipe.out or Path("runs") / recipe.name)
 
 
-def choose_folder(recipe: Recipe, out: Path | None, *, resume: bool, fresh: bool) -> RunFolder:
-    """The run's folder, if this run may use it. Nothing is removed, and nothing of the run is written."""
-    folder = folder_of(recipe) if out is None else RunFolder(out)
-    require_possible(folder.path)
+def choose_folder(path: Path, *, resume: bool, fresh: bool) -> RunFolder:
+    """Return the folder if a run may use it, else raise a PracticumError. Write nothing."""
+    folder = RunFolder(path)
+    require_possible(path)
     if resume and not folder.is_used:
-        raise PracticumError(f"{folder.path} has no run to resume: leave out --resume")
-    if resume and not folder.has_checkpoint:
-        raise PracticumError(f"{folder.path} has no checkpoint to resume from yet: start again with --fresh")
-    if not resume and folder.is_foreign:
+        raise PracticumError(f"{path} has no run to resume: leave out --resume")
+    if resume and not any(folder.checkpoints.glob("step-*")):
+        raise PracticumError(f"{path} has no checkpoint to resume from yet: start again with --fresh")
+    if not resume and not folder.is_used and any((path / name).exists() for name in OWNED):
         raise PracticumError(
-            f"{folder.path} has files that a run would write over and that are not a run's: "
+            f"{path} has files that a run would write over and that are not a run's: "
             "choose another folder with --out DIR"
         )
     if folder.is_used and not (resume or fresh):
         raise PracticumError(
-            f"{folder.path} holds a run already: --resume continues it, --fresh replaces it, "
+            f"{path} holds a run already: --resume continues it, --fresh replaces it, "
             "--out DIR writes elsewhere"
         )
     return folder
 
 
 def require_possible(path: Path) -> None:
-    """A PracticumError if no run can be written to this folder. It is tried, and what was made is removed."""
-    made = [place for place in (path, *path.parents) if not os.path.lexists(place)]
+    """Raise a PracticumError if a run can't write to this folder. A trial file is written and removed."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
+        with _made(path), tempfile.TemporaryFile(dir=path):
             pass
     except (OSError, ValueError) as error:
         in_the_way = [str(place) for place in (path, *path.parents) if os.path.isfile(place)]
@@ -228,39 +214,59 @@ def require_possible(path: Path) -> None:
         raise PracticumError(
             f"{path} can't be the run's folder: {why}.\n  → choose another one with --out DIR"
         ) from None
+
+
+@contextmanager
+def hold_folder(folder: Path) -> Iterator[None]:
+    """Lock a run folder; raise a PracticumError if another run holds it.
+
+    The system releases the lock when the process dies. A folder that stays empty is removed.
+    """
+    require_possible(folder)
+    path = folder / ".lock"
+    with _made(folder):
+        try:
+            with FileLock(path, timeout=_LOCK_S):
+                path.write_text(f"process {os.getpid()} on {socket.gethostname()} since {_now()}")
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)  # filelock itself leaves the file
+        except Timeout:
+            holder = path.read_text(errors="replace") if path.exists() else "which has just ended"
+            raise PracticumError(
+                f"{folder} is in use by another run ({holder}): wait for its end, or choose another folder "
+                "with --out DIR"
+            ) from None
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Create a folder; afterwards remove what was created and is empty."""
+    created = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
     finally:
-        for place in made:
+        for place in created:
             with suppress(OSError, ValueError):
                 place.rmdir()
 
 
-def _checksum(path: Path, begin: int, end: int, checksum: int = 0) -> int:
-    """The checksum of a file's first `end` bytes, given that of its first `begin` bytes."""
-    if begin == end:
-        return checksum
-    with path.open("rb") as file:
-        file.seek(begin)
-        while begin < end and (piece := file.read(min(_PIECE, end - begin))):
-            checksum, begin = zlib.crc32(piece, checksum), begin + len(piece)
-    return checksum
-
-
 def append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Add JSON lines to a file."""
     # Half of a surrogate pair, which JSON can say and UTF-8 can't, is written as its escape.
     with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     aside.write_text(text, encoding="utf-8")
     os.replace(aside, path)
 
 
 def follow_umask(folder: Path) -> None:
-    """Give a folder's files the modes that new ones have: some libraries write for their user alone."""
+    """Set the modes of a folder's files to those of new files: some libraries write for their user only."""
     probe = folder / ".mode"
     probe.touch()
     mode = probe.stat().st_mode & 0o666
@@ -270,3 +276,49 @@ def follow_umask(folder: Path) -> None:
         held = path.stat().st_mode
         if held & 0o777 != new_mode:
             path.chmod(held & 0o7000 | new_mode)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that a run's numbers depend on, and the machine."""
+    version_of = {}
+    for name in PACKAGES:
+        try:
+            version_of[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            version_of[name] = "not installed"
+    return version_of | {"python": platform.python_version(), "machine": platform.platform()}
+
+
+def git_state(folder: Path, tracked: str | None = None) -> dict[str, Any] | None:
+    """Return the commit of the repository that a folder is in, and whether tracked files differ from it.
+
+    None if there is no git, no repository or no commit; or if the file `tracked` is not part of it: a
+    package installed inside of somebody's repository is not of its commits.
+    """
+    if tracked is not None and _git(folder, "ls-files", "--error-unmatch", tracked) is None:
+        return None
+    if (commit := _git(folder, "rev-parse", "HEAD")) is None:
+        return None
+    status = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "changed": None if status is None else bool(status)}
+
+
+def _git(folder: Path, *command: str) -> str | None:
+    # A git that calls us (a hook) names its own repository in these variables.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        return subprocess.run(
+            ["git", "-C", str(folder), *command],
+            env=env | {"GIT_OPTIONAL_LOCKS": "0"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_GIT_S,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")

@@ -1,4 +1,4 @@
-"""The models of runs: a run folder or a checkpoint, wherever a model is named, as a HuggingFace folder.
+"""Runs that have ended, and their models: a run folder or a checkpoint wherever a model is named.
 
 Nothing here imports torch until weights are written.
 """
@@ -14,13 +14,74 @@ from pathlib import Path
 from typing import Any
 
 from practicum.errors import PracticumError, RecipeError
+from practicum.observe.records.json_files import read_rows
 from practicum.recipe.derived import EXPORTED
 from practicum.recipe.load_recipe import LoadedRecipe
-from practicum.trainer.checkpoints import Checkpoints, is_checkpoint, require_intact, step_name
+from practicum.recipe.schema.recipe import Recipe
+from practicum.trainer.checkpoints import Checkpoints, is_checkpoint, unreadable
 from practicum.trainer.run_folder import RunFolder, follow_umask
 
 ORIGIN = "practicum.json"
 """File of an export that says of which step it is."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Run:
+    """A run that has ended: its scores, and what is in its folder."""
+
+    recipe: Recipe
+    """As resolved, with every value."""
+    folder: Path
+    first_eval: dict[str, float]
+    """Scores of the evaluation before training; empty without one."""
+    last_eval: dict[str, float]
+    steps: int
+    seconds: float
+    failures: tuple[str, ...] = ()
+    """Sessions that failed, counted by reason, in sentences."""
+    warnings: tuple[str, ...] = ()
+    """Why it may have learnt nothing, in sentences."""
+    signal: int | None = None
+    """What stopped it before its end: SIGINT or SIGTERM."""
+
+    @property
+    def name(self) -> str:
+        return self.recipe.name
+
+    @property
+    def interrupted(self) -> bool:
+        """True if it was stopped before its end; --resume continues it."""
+        return self.signal is not None
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl: one per step, row 0 is the evaluation before training."""
+        return RunFolder(self.folder).metrics()
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """The rows of samples.jsonl: answers as text, with their rewards."""
+        return read_rows(self.folder / "samples.jsonl")
+
+    def curve(self, name: str) -> tuple[list[int], list[float]]:
+        """Return the steps that have a metric and its values, as plot functions take them."""
+        rows = [row for row in self.metrics if name in row]
+        return [row["step"] for row in rows], [row[name] for row in rows]
+
+    @property
+    def model(self) -> Path:
+        """Its model in HuggingFace format; of a stopped run that of its newest checkpoint, written here."""
+        return Path(model_folder(str(self.folder)))
+
+    @property
+    def best(self) -> Path | None:
+        """The best checkpoint by the evaluations, a model wherever practicum takes one; None if not kept."""
+        path = self.folder / "checkpoints" / "best"
+        return path.resolve() if path.exists() else None
+
+    def __repr__(self) -> str:
+        state = "stopped" if self.interrupted else "done"
+        return f"<Run {self.name}: {state}, {self.steps} steps, {self.folder}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +92,21 @@ class RunModel:
     is_export: bool
     about: str
 
-    def without_weights(self) -> Path:
-        """A folder with its config and tokenizer."""
-        return self.folder if self.is_export else self.folder / "model"
-
     def with_weights(self) -> Path:
-        """A folder in HuggingFace format; a checkpoint is written as one, unless that was done before."""
+        """Return a folder in HuggingFace format; a checkpoint is written as one, unless it was before."""
         if self.is_export:
             return self.folder
-        to = _export_place(self.folder)
+        run = self.folder.parent.parent
+        to = run / "exports" / self.folder.name
+        if not RunFolder(run).is_used or not os.access(run, os.W_OK):
+            cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+            to = cache / "practicum" / hashlib.sha256(str(self.folder).encode()).hexdigest()[:16] / to.name
         if _origin(to).get("saved") != _saved_at(self.folder):
             export_checkpoint(self.folder, to)
         return to
 
     def adapter(self, key: str) -> Path:
-        """The folder with its adapter; a RecipeError about this key of a recipe if it has none."""
+        """Return the folder with its adapter; a RecipeError about this key of a recipe if it has none."""
         folder = self.with_weights() / EXPORTED
         if not folder.is_dir():
             found, expected = f"{self.folder}, which has no adapter", "a run with model.lora"
@@ -55,9 +116,9 @@ class RunModel:
 
 
 def find_run_model(named: str | Path) -> RunModel | None:
-    """The model that a run folder or a checkpoint has; None for every other path and for hub names."""
+    """Return the model that a run folder or a checkpoint has; None for other paths and hub names."""
     path = Path(named).expanduser()
-    if not path.is_dir() or (path / "config.json").is_file():
+    if not os.path.isdir(path) or (path / "config.json").is_file():
         return None
     if is_checkpoint(path):
         checkpoint = path.resolve()
@@ -65,19 +126,20 @@ def find_run_model(named: str | Path) -> RunModel | None:
     run = RunFolder(path)
     if not run.is_used:
         return None
-    steps = Checkpoints(run.checkpoints, 1).steps()
+    checkpoints = Checkpoints(run.checkpoints)
+    steps = checkpoints.steps()
     exported = _origin(run.export).get("step") if (run.export / "config.json").is_file() else -1
     if exported is None or (exported >= 0 and exported >= max(steps, default=0)):
         return RunModel(run.export, True, "its final model")
     if not steps:
         raise PracticumError(f"{path} is a run without a model: it has neither a checkpoint nor an export")
-    return RunModel(run.checkpoints / step_name(steps[-1]), False, f"its newest checkpoint, step {steps[-1]}")
+    return RunModel(checkpoints.path(steps[-1]), False, f"its newest checkpoint, step {steps[-1]}")
 
 
 def resolve_models(
     loaded: LoadedRecipe, *, weights: bool = True, resumed: RunFolder | None = None
 ) -> tuple[LoadedRecipe, list[str]]:
-    """The recipe with a HuggingFace folder in place of each run folder and checkpoint, and what was taken.
+    """Return the recipe with a HuggingFace folder in place of each run and checkpoint, and what was taken.
 
     Without `weights` only config and tokenizer are in those folders. A resumed run keeps what it took.
     """
@@ -95,23 +157,21 @@ def resolve_models(
                 continue
             about, folder = run_model.about, run_model.adapter(".".join(path))
         else:
-            about, folder = (
-                run_model.about,
-                run_model.with_weights() if weights else run_model.without_weights(),
-            )
+            held = run_model.folder if run_model.is_export else run_model.folder / "model"
+            about, folder = run_model.about, run_model.with_weights() if weights else held
         taken.append(f"{'.'.join(path)}: {named}, {about}: {folder}")
         recipe = _put(recipe, path, str(folder))
     return replace(loaded, recipe=recipe), taken
 
 
 def model_folder(named: str) -> str:
-    """A model as transformers reads it: a folder in HuggingFace format or a hub name."""
+    """Return a model as transformers reads it: a folder in HuggingFace format or a hub name."""
     run_model = find_run_model(named)
     return named if run_model is None else str(run_model.with_weights())
 
 
 def adapter_path(named: str, key: str) -> str:
-    """An adapter's folder, or one that has it; a RecipeError about `key` if a run that is named has none."""
+    """Return an adapter's folder; a RecipeError about `key` if a run that is named has none."""
     found = find_run_model(named)
     return named if found is None else str(found.adapter(key))
 
@@ -123,10 +183,9 @@ def export_checkpoint(checkpoint: Path, to: Path) -> None:
             f"{checkpoint} holds no config and tokenizer: an older version wrote it. "
             "Resume its run for a step, which writes one that does"
         )
-    require_intact(checkpoint)
     from practicum.learning.learner_checkpoint import read_weights
     from practicum.models.adapter_files import merge_checkpoint
-    from practicum.models.export_model import write_model
+    from practicum.models.model_files import write_model
 
     to.parent.mkdir(parents=True, exist_ok=True)
     aside = to.with_name(f".{to.name}.{os.getpid()}")
@@ -136,6 +195,10 @@ def export_checkpoint(checkpoint: Path, to: Path) -> None:
         write_model(checkpoint / "model", weights, aside)
         step = json.loads((checkpoint / "progress.json").read_text())["step"]
         finish_export(aside, to, step, _saved_at(checkpoint))
+    except PracticumError:
+        raise
+    except Exception as error:
+        raise unreadable(checkpoint, error) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -149,7 +212,7 @@ def finish_export(aside: Path, to: Path, step: int, saved: int | None = None) ->
 
 
 def export_run(named: Path, step: int | None, best: bool, to: Path | None) -> tuple[Path, Path]:
-    """The checkpoint of a run that was asked for, and the folder that its model was written to."""
+    """Return the checkpoint of a run that was asked for, and the folder that its model was written to."""
     checkpoint = _choose(named, step, best)
     if to is None:
         return checkpoint, RunModel(checkpoint, False, "").with_weights()
@@ -165,25 +228,24 @@ def _choose(named: Path, step: int | None, best: bool) -> Path:
     run = RunFolder(named)
     if not run.is_used:
         raise PracticumError(f"{named} is no run folder and no checkpoint: give what `train` wrote")
-    steps = Checkpoints(run.checkpoints, 1).steps()
-    if not steps:
+    checkpoints = Checkpoints(run.checkpoints)
+    if not (steps := checkpoints.steps()):
         final = f"; its final model is {run.export}" if run.export.is_dir() else ""
         raise PracticumError(f"{named} has no checkpoint{final}")
+    if best and not is_checkpoint(run.checkpoints / "best"):
+        raise PracticumError(
+            f"{named} has no best checkpoint: set eval.every so that evaluations run during training"
+        )
     if best:
-        if not is_checkpoint(run.checkpoints / "best"):
-            raise PracticumError(
-                f"{named} has no best checkpoint: it is kept when evaluations run during training "
-                "(eval.every) and checkpoint.keep_best is not null"
-            )
         return (run.checkpoints / "best").resolve()
     if step is not None and step not in steps:
         there = ", ".join(map(str, steps))
         raise PracticumError(f"{named} has no checkpoint of step {step}: there are those of {there}")
-    return run.checkpoints / step_name(steps[-1] if step is None else step)
+    return checkpoints.path(steps[-1] if step is None else step)
 
 
 def _models_of(data: Any) -> list[tuple[tuple[str, ...], str]]:
-    """Every path of a recipe, or of its data, at which a model or its tokenizer is named, with the name."""
+    """Return each path of a recipe, or of its data, that names a model or its tokenizer, with the name."""
     paths = [("model", "path"), ("model", "tokenizer"), ("algorithm", "kl", "reference")]
     for where in (("teachers",), ("reward", "models")):
         for name in _get(data, where) or ():
@@ -200,27 +262,17 @@ def _get(data: Any, path: tuple[str, ...]) -> Any:
 
 
 def _put(section: Any, path: tuple[str, ...], value: str) -> Any:
-    """A section, or a mapping of them, with another value at a path."""
     name, *more = path
     new = _put(_get(section, (name,)), tuple(more), value) if more else value
     return section | {name: new} if isinstance(section, dict) else section.model_copy(update={name: new})
 
 
 def _is_of(kept: str, named: Path) -> bool:
-    """Whether a model that a run took is one of those that a run folder, or its best, may mean."""
+    """Return True if a model that a run took is one of those that a run folder, or its best, may mean."""
     folder, named = Path(kept).resolve(), named.expanduser()
     run = folder.parent.parent if folder.parent.name == "exports" else folder.parent
     means = named.parent.parent if named.name == "best" else named
     return (folder / "config.json").is_file() and run == means.resolve()
-
-
-def _export_place(checkpoint: Path) -> Path:
-    """Where a checkpoint's model is written: its run's folder, or the user's cache if that is another's."""
-    run = checkpoint.parent.parent
-    if RunFolder(run).is_used and os.access(run, os.W_OK):
-        return run / "exports" / checkpoint.name
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "practicum" / hashlib.sha256(str(checkpoint).encode()).hexdigest()[:16] / checkpoint.name
 
 
 def _origin(export: Path) -> dict[str, Any]:
@@ -229,5 +281,5 @@ def _origin(export: Path) -> dict[str, Any]:
 
 
 def _saved_at(checkpoint: Path) -> int:
-    """Tells a checkpoint from another one of the same step that took its place."""
+    """Return what tells a checkpoint from another one of the same step that took its place."""
     return (checkpoint / "progress.json").stat().st_mtime_ns

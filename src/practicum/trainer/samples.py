@@ -1,32 +1,36 @@
-"""Answers as people and programs read them: lines of samples.jsonl and eval.jsonl, one for each session."""
+"""Sessions as people and programs read them: lines of samples.jsonl and eval.jsonl, and failures in words."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from practicum.dataplane.batch import BatchRef, session_tags
 from practicum.dataplane.keys import Key, Tags
-from practicum.roles.transcripts import Transcript
+from practicum.roles.train_rank import Transcript
 from practicum.runtime.start_roles import Roles
 from practicum.tasks.prompts import Prompt
-from practicum.user_code import text_of
+from practicum.user_code import shorten
 
 Row = tuple[Key, Tags, Transcript]
 _COUNTED = ("response_tokens", "sampled_tokens", "turns", "tool_calls", "tool_errors")
 """Tags whose sums over a session's trajectories are recorded."""
+_REASONS, _TRACES, _LINES, _CHARS = 5, 100, 12, 300
+"""Reasons in the summary of failures, tracebacks in the log, and their lines on the screen."""
 
 
 class StepSamples:
-    """What is told of the step under way: texts of its recorded groups, and values of all its sessions."""
+    """Samples of the current step: texts of its recorded groups, and values of all its sessions."""
 
     def __init__(self, roles: Roles) -> None:
         self.roles = roles
         self.answers: list[dict[str, Any]] = []
         self.distributions: dict[str, list[float]] = {}
         self.for_trackers = False
-        """Whether distributions are asked for."""
+        """True if distributions are collected too."""
 
     def rolled_out(self, step: int, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
         """Add the recorded groups of a rollout, of which a step may have several."""
@@ -47,7 +51,6 @@ class StepSamples:
             self._add("sessions/advantage", list(means.values()))
 
     def clear(self) -> None:
-        """Begin another step."""
         self.answers, self.distributions = [], {}
 
     def _add(self, name: str, values: Sequence[float]) -> None:
@@ -55,8 +58,53 @@ class StepSamples:
             self.distributions.setdefault(name, []).extend(values)
 
 
+class Failures:
+    """Counts failed sessions by reason. Reasons that differ only in numbers are one.
+
+    `say` gets the first of each reason, for the screen; `log` each failure, and each traceback once.
+    """
+
+    def __init__(self, say: Callable[[str], None], log: Callable[[str], None]) -> None:
+        self._say, self._log = say, log
+        self._counts = Counter[str]()
+        self._first: dict[str, str] = {}
+        self._traces: set[str] = set()
+
+    def note(self, batch: BatchRef) -> None:
+        """Report the failed sessions of a batch, and tools that raised."""
+        noted: set[tuple[int, ...]] = set()
+        for key, tags in batch:
+            if tags.failure is not None and key[:2] not in noted:
+                noted.add(key[:2])
+                self._log(f"failed: {key}: {tags.failure}")
+                self._counts[self._report(f"failed: {key}: ", tags.failure, tags.trace)] += 1
+            elif tags.failure is None and tags.trace is not None:
+                self._report(f"a tool in {key} raised ", tags.trace.splitlines()[-1], tags.trace)
+            if tags.trace is not None and tags.trace not in self._traces and len(self._traces) < _TRACES:
+                self._traces.add(tags.trace)
+                self._log(f"traceback of {key}:\n{tags.trace}")
+
+    def _report(self, whose: str, reason: str, trace: str | None) -> str:
+        """Say a reason that is new, with the end of its traceback; return its kind."""
+        kind = re.sub(r"\d+", "#", reason)
+        if kind not in self._first:
+            self._first[kind] = reason
+            end = [shorten(line, _CHARS) for line in (trace or "").splitlines()[:-1][-_LINES:]]
+            self._say("\n".join([f"{whose}{reason}", *end]))
+        return kind
+
+    def summary(self) -> list[str]:
+        """Return how many sessions failed, by reason, the most frequent first."""
+        ordered = self._counts.most_common()
+        lines = [f"failed {count}×: {self._first[kind]}" for kind, count in ordered[:_REASONS]]
+        if rest := ordered[_REASONS:]:
+            count = sum(count for _, count in rest)
+            lines.append(f"failed {count}×: for {len(rest)} other reasons, see log.txt")
+        return lines
+
+
 def choose_prompts(tasks: Mapping[int, str], count: int | None, turn: int = 0) -> set[int]:
-    """`count` of these prompts, or all if there are fewer or `count` is None; `tasks` are theirs by uid.
+    """Return `count` of these prompts, or all if `count` is None. `tasks` has the task of each uid.
 
     The tasks take turns, in the order of their names from number `turn` on; prompts of a task are in order.
     """
@@ -72,7 +120,7 @@ def choose_prompts(tasks: Mapping[int, str], count: int | None, turn: int = 0) -
 
 
 def describe(step: int, roles: Roles, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> list[dict[str, Any]]:
-    """A line for each session of a batch, in its order; the batch has all rows of its sessions."""
+    """Return a line for each session of a batch, in its order; the batch has all rows of its sessions."""
     sessions: dict[tuple[int, ...], list[Row]] = {}
     for (key, tags), transcript in zip(batch, roles.transcripts(batch), strict=True):
         sessions.setdefault(key[:2], []).append((key, tags, transcript))
@@ -80,8 +128,18 @@ def describe(step: int, roles: Roles, batch: BatchRef, prompts: Mapping[Key, Pro
 
 
 def _described(step: int, rows: Sequence[Row], prompt: Prompt) -> dict[str, Any]:
-    """One session: its answer is its last trajectory, counts are of all of them."""
+    """Describe one session: its answer is its last trajectory, counts are of all of them."""
     key, tags, last = rows[-1]
+    expected, trajectories = prompt.answer, None
+    try:
+        json.dumps(expected, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        expected = str(expected)
+    if len(rows) > 1 or len(last.spans) > 1:  # else prompt and response show it
+        trajectories = [
+            {"prompt": text.prompt, "spans": list(text.spans), "finish": tags.finish}
+            for _, tags, text in rows
+        ]
     return {
         "step": step,
         "id": f"{step}/{key.prompt}/{key.session}",
@@ -93,7 +151,7 @@ def _described(step: int, rows: Sequence[Row], prompt: Prompt) -> dict[str, Any]
         "greedy": tags.is_baseline,
         "prompt": last.prompt,
         "response": last.response,
-        "expected": _as_json(prompt.answer),
+        "expected": expected,
         "reward": tags.reward,
         "parts": tags.reward_parts,
         "advantage": None,
@@ -102,28 +160,5 @@ def _described(step: int, rows: Sequence[Row], prompt: Prompt) -> dict[str, Any]
         "finish": tags.finish,
         "version": [min(t.version_min for _, t, _ in rows), max(t.version_max for _, t, _ in rows)],
         "failure": tags.failure,
-        "trajectories": _trajectories(rows),
+        "trajectories": trajectories,
     }
-
-
-def _trajectories(rows: Sequence[Row]) -> list[dict[str, Any]] | None:
-    """The session turn by turn; None for an answer of one turn, which `prompt` and `response` show."""
-    if len(rows) == 1 and len(rows[0][2].spans) < 2:
-        return None
-    return [
-        {
-            "prompt": text.prompt,
-            "spans": [{"sampled": s.sampled, "text": s.text, "tokens": s.tokens} for s in text.spans],
-            "finish": tags.finish,
-        }
-        for _, tags, text in rows
-    ]
-
-
-def _as_json(value: Any) -> Any:
-    """An expected answer as JSON has it; what JSON does not know is text."""
-    try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError, RecursionError):
-        return text_of(value)
-    return value

@@ -1,6 +1,6 @@
-"""With a lag: the steps under way on the sampling side, each in its own thread, ahead of the learner.
+"""With a lag: steps are sampled ahead of the learner, each in its own thread.
 
-Which weights sample which step, and which steps are under way: by the recipe, never by the clock.
+Which weights sample which step, and which steps are in flight, is decided by the recipe, never by the clock.
 
 Weights s are those after step s; weights 0 are the start. Step t, from 1 on, changes weights t - 1 into
 weights t. Its batch is sampled by weights t - 1 - lag, or by weights 0 while there are no such:
@@ -22,14 +22,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from practicum.concurrency.event_loop import UNWIND_S, WorkScope
+from practicum.dataplane.stages import Plan
 from practicum.errors import DeadlineError
-from practicum.recipe.derived import sampling_engines, sampling_s
+from practicum.observe.records.recorder import Recorder
 from practicum.recipe.schema.recipe import Recipe
 from practicum.runtime.start_roles import Roles
-from practicum.trainer.sample_step import Metrics, SampledStep, StepSampler
+from practicum.tasks.stream import PromptStream
+from practicum.trainer.sample_step import SampledStep, StepSampler
 
 TELL_S, TELL_MOST_S = 5.0, 60.0
-"""Seconds after which it is told what the learner waits for; then after twice as many, up to the second."""
+"""First and longest interval between messages about what the learner waits for; it doubles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +41,16 @@ class Schedule:
     lag: int
     steps: int
 
-    @property
-    def copies(self) -> int:
-        """Copies of the weights that sample, each of its own age: one for each step that may be under way."""
-        return self.lag + 1
-
     def weights_of(self, step: int) -> int:
-        """The weights that sample a step's batch."""
+        """Return which weights sample a step's batch."""
         return max(0, step - 1 - self.lag)
 
     def copy_of(self, step: int) -> int:
-        """The copy that samples a step's batch; weights s are always in copy s % copies, if s > 0."""
-        return step % self.copies
+        """Return which of lag + 1 copies samples a step; weights s > 0 are always in copy s % (lag + 1)."""
+        return step % (self.lag + 1)
 
     def under_way(self, learnt: int) -> range:
-        """The steps that may be sampled once this many are learnt: the weights of each are there."""
+        """Return the steps that may be sampled once this many are trained: the weights of each exist."""
         return range(learnt + 1, min(learnt + 1 + self.lag, self.steps) + 1)
 
 
@@ -69,34 +66,43 @@ class _UnderWay:
 class Window:
     """Samples steps ahead of the learner, as far as the schedule allows."""
 
-    def __init__(self, recipe: Recipe, schedule: Schedule, roles: Roles, sampler: StepSampler) -> None:
-        self.recipe, self.schedule, self.roles, self.sampler = recipe, schedule, roles, sampler
-        self.on_wait: Callable[[str], None] = lambda sentence: None
-        """Told what the learner waits for, again and again while it does."""
+    def __init__(
+        self,
+        recipe: Recipe,
+        roles: Roles,
+        sampler: StepSampler,
+        on_stage: Callable[[str], None] = lambda name: None,
+        on_wait: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
+        """`on_wait` gets what the learner waits for, repeatedly while it does."""
+        self.schedule = Schedule(recipe.rollout.lag, recipe.train.steps)
+        self.recipe, self.roles, self.sampler = recipe, roles, sampler
+        self.on_stage, self.on_wait = on_stage, on_wait
         self._under_way: dict[int, _UnderWay] = {}
         self._learnt = self._begun = 0
         self._published: dict[int, float] = {}
-        """When weights were there, by the step that they are after."""
+        """When weights were published, by the step that they are after."""
         self._changed = threading.Condition()
         self._scope = WorkScope()
         self._draw_error: BaseException | None = None
-        # Where the prompts of a step begin follows from the refills of the one before; and an engine of all
-        # steps takes the weights of each in turn.
-        self._one_by_one = recipe.buffer.filter_flat_groups or sampling_engines(recipe) == 1
+        # The refills of a step decide where the next one's prompts begin; and an engine of all steps takes
+        # the weights of each in turn.
+        self._one_by_one = recipe.buffer.filter_flat_groups or recipe.sampling_engines == 1
 
     def begin(self, number: int) -> SampledStep:
-        """The next step that the learner needs: it is under way, or sampled already."""
+        """Return the next step that the learner needs: it is in flight, or sampled already."""
+        self.on_stage("waiting for its sessions")
         self.move(number - 1)
         if number not in self._under_way and self._draw_error is not None:
             raise self._draw_error
         return self._under_way[number].step
 
-    def finish(self, step: SampledStep) -> None:
-        """Wait until a step is sampled; what went wrong there is raised here."""
+    def sample(self, step: SampledStep) -> None:
+        """Wait until a step is sampled; raise what went wrong there."""
         under_way, began = self._under_way[step.number], time.perf_counter()
         # An evaluation may have its turn before it, on an engine of all steps.
-        turns = 2 if sampling_engines(self.recipe) == 1 else 1
-        deadline = under_way.began + turns * sampling_s(self.recipe)
+        turns = 2 if self.recipe.sampling_engines == 1 else 1
+        deadline = under_way.began + turns * self.recipe.sampling_s
         patience = TELL_S
         with self._changed:
             while not self._changed.wait_for(lambda: under_way.is_done, patience):
@@ -106,44 +112,38 @@ class Window:
                 patience = min(2 * patience, TELL_MOST_S)
         if under_way.error is not None:
             raise under_way.error
-        step.metrics |= self._staleness(step)
-        step.timer.seconds["waited"] = time.perf_counter() - began
-
-    def _staleness(self, step: SampledStep) -> Metrics:
-        """Steps from the weights of each row's oldest token to those that it trains."""
-        first, trains = step.weights, step.number - 1
+        # Steps from the weights of each row's oldest token to those that it trains.
+        first, trains = self.schedule.weights_of(step.number), step.number - 1
         steps = {self.roles.version_of(s): s for s in range(trains, first - 1, -1)}
         stale = [trains - steps.get(tags.version_min, first - 1) for tags in step.batch.tags]
-        return {"async/staleness": sum(stale) / len(stale), "async/staleness_max": max(stale)}
+        step.metrics |= {"async/staleness": sum(stale) / len(stale), "async/staleness_max": max(stale)}
+        step.timer.seconds["waited"] = time.perf_counter() - began
 
-    def move(self, learnt: int) -> None:
-        """This many steps are learnt and their weights published: begin what the schedule lets begin."""
+    def move(self, trained: int) -> None:
+        """Begin what the schedule allows once this many steps are trained and their weights published."""
         with self._changed:
-            self._learnt, self._begun = learnt, max(self._begun, learnt)
-            self._published.setdefault(learnt, time.monotonic())
-            for number in [n for n in self._under_way if n <= learnt]:
+            self._learnt, self._begun = trained, max(self._begun, trained)
+            self._published.setdefault(trained, time.monotonic())
+            for number in [n for n in self._under_way if n <= trained]:
                 del self._under_way[number]
             self._begin_next()
 
     def stream_state(self, number: int) -> dict[str, int]:
-        """The prompt stream's state before a step's first prompt."""
         with self._changed:
             under_way = self._under_way.get(number)
             return self.sampler.stream.state_dict() if under_way is None else under_way.step.stream
 
     def threads(self) -> list[threading.Thread]:
-        """Those that sample the steps under way; each ends when its step is sampled."""
-        steps = list(self._under_way.values())
-        return [under_way.thread for under_way in steps if under_way.thread is not None]
+        """Return the threads that sample; each ends when its step is sampled."""
+        return [under_way.thread for under_way in list(self._under_way.values()) if under_way.thread]
 
     def close(self) -> None:
-        """End what is under way."""
         self._scope.cancel()
         for thread in self.threads():
             thread.join(UNWIND_S)
 
     def _begin_next(self) -> None:
-        """Begin the steps, in order, whose weights are there; the lock is held."""
+        """Begin the steps, in order, whose weights exist; the lock is held."""
         if self._scope.is_cancelled or self._draw_error is not None:
             return
         for number in self.schedule.under_way(self._learnt):
@@ -154,23 +154,23 @@ class Window:
                 return
             if before is not None and before.error is not None:
                 return
-            copy, weights = self.schedule.copy_of(number), self.schedule.weights_of(number)
-            under_way = _UnderWay(self.sampler.begin(number, copy, weights))
+            rollout = self.roles.rollouts[self.schedule.copy_of(number)]
+            version = self.roles.version_of(self.schedule.weights_of(number))
+            under_way = _UnderWay(self.sampler.begin(number, rollout, version))
             name = f"practicum-step-{number}"
-            under_way.thread = threading.Thread(
-                target=self._sample, args=(under_way,), name=name, daemon=True
-            )
+            thread = threading.Thread(target=self._sample, args=(under_way,), name=name, daemon=True)
+            under_way.thread = thread
             self._under_way[number], self._begun = under_way, number
-            under_way.thread.start()
+            thread.start()
 
     def _sample(self, under_way: _UnderWay) -> None:
-        step = under_way.step
+        step, weights = under_way.step, self.schedule.weights_of(under_way.step.number)
         try:
-            with self._scope, self.roles.weights(step.copy, step.weights):
-                if published := self._published.pop(step.weights, None) if step.weights else None:
+            with self._scope, self.roles.weights(self.schedule.copy_of(step.number), weights):
+                if published := self._published.pop(weights, None) if weights else None:
                     step.timer.seconds["publish_lag"] = time.monotonic() - published
                 self.sampler.sample(step)
-        except BaseException as error:  # raised by `finish`, in the step's turn
+        except BaseException as error:  # raised by `sample`, in the step's turn
             under_way.error = error
         with self._changed:
             under_way.is_done = True
@@ -182,14 +182,25 @@ class Window:
             self._changed.notify_all()
 
     def _waits_for(self, under_way: _UnderWay) -> str:
-        """What a step under way is at, and which groups are not done."""
         step, waited = under_way.step, time.monotonic() - under_way.began
-        groups = self.roles.rollouts[step.copy].open_groups()
-        stage = step.timer.stage or "new weights"
-        if stage != "rollout" or not groups:
-            return f"{stage} of step {step.number}, {waited:.0f} s after it began"
-        named = "; ".join(
-            f"{prompt}: {count} session{'s' * (count > 1)} not done" for prompt, count in groups[:2]
-        )
-        more = f" and {len(groups) - 2} more groups" if len(groups) > 2 else ""
-        return f"{named}{more}, {waited:.0f} s after step {step.number} began"
+        stage, unfinished = step.timer.stage or "new weights", list(step.rollout.open.values())
+        left = ""
+        if stage == "rollout" and unfinished:
+            left = f" ({len(unfinished)} not done, the first of {unfinished[0]})"
+        return f"{stage} of step {step.number}{left}, {waited:.0f} s after it began"
+
+
+def make_sampling(
+    recipe: Recipe,
+    plan: Plan,
+    roles: Roles,
+    stream: PromptStream,
+    recorder: Recorder | None = None,
+    *,
+    on_stage: Callable[[str], None] = lambda name: None,
+    on_wait: Callable[[str], None] = lambda sentence: None,
+) -> Window | StepSampler:
+    """Return the sampling side of a run, which is ahead of the learner if the recipe has a lag."""
+    if not recipe.rollout.lag:
+        return StepSampler(recipe, plan, roles, stream, recorder, on_stage)
+    return Window(recipe, roles, StepSampler(recipe, plan, roles, stream, recorder), on_stage, on_wait)

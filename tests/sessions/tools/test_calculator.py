@@ -85,6 +85,7 @@ def test_whatever_is_written_gives_a_bounded_number_or_a_sentence(expression: st
         (f"{10**30} * 10 / 10", str(10**30)),
         ("1**999999999999", "1"),
         ("+".join(["1"] * 150), "150"),
+        ("-" * 400 + "1", "1"),
     ],
 )
 def test_whole_numbers_stay_whole(expression: str, answer: str):
@@ -119,7 +120,6 @@ def test_whole_numbers_stay_whole(expression: str, answer: str):
         ("2**1024*1.5", "too large"),
         ("(-8)**0.5", "not a real number"),
         ("1+" * 300 + "1", "601 characters; at most 500"),
-        ("-" * 400 + "1", "nested too deeply"),
         ("(" * 240 + "1" + ")" * 240, "can't read"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The Python tool: answers with what a program prints; every limit is really hit; nothing is left."""
+"""The Python tool in a real bubblewrap: answers, limits, attacks from the inside, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -8,37 +8,63 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from practicum.errors import EngineError
-from practicum.recipe.schema.rollout_sections import Isolation
-from practicum.sessions.tools.python_tool import Limits, PythonRunner, python_tool
-from practicum.sessions.tools.sandbox import call_filter
+from practicum.errors import EngineError, RecipeError
+from practicum.recipe.schema.rollout_sections import ToolSection
+from practicum.sessions.tools.python_tool import Limits, PythonRunner, _command, python_tool, sandbox_problem
 from practicum.sessions.tools.tool import ToolError
+from practicum.sessions.tools.toolbox import require_sandbox
 
-from .processes import ISOLATIONS, needs_proc, sandboxes, wait_until
+PROBLEM = sandbox_problem()
+# CI sets the variable: there, a bubblewrap that does not run must not go unnoticed.
+needs_bubblewrap = pytest.mark.skipif(
+    PROBLEM is not None and "PRACTICUM_REQUIRE_BUBBLEWRAP" not in os.environ,
+    reason=f"bubblewrap does not run here: {PROBLEM}",
+)
+pytestmark = needs_bubblewrap
+ROOMY = Limits(seconds=60, cpu_s=60, memory_mb=128)
+SLEEP = "import time; time.sleep(1000)"
 
-LINUX = sys.platform == "linux"
-ROOMY = Limits(seconds=60, cpu_s=60)
+
+def sandboxes(parent: int | None = None) -> list[int]:
+    """Return the children of this or another process that are bubblewrap, and their descendants."""
+    parents: dict[int, tuple[int, bytes]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, fields = stat.read_bytes().rpartition(b")")
+        except OSError:  # it ended meanwhile
+            continue
+        state, parent_id, *_ = fields.split()
+        if state != b"Z":
+            parents[int(stat.parent.name)] = int(parent_id), name.partition(b"(")[2]
+    ours = {pid for pid, (of, name) in parents.items() if of == (parent or os.getpid()) and name == b"bwrap"}
+    while more := {pid for pid, (of, _) in parents.items() if of in ours} - ours:
+        ours |= more
+    return sorted(ours)
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not happen in time"
+        time.sleep(0.01)
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left(tmp_path: Path, monkeypatch):
-    """Each test's programs run below its own folder; afterwards no process and no file is there."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def _nothing_is_left():
     yield
-    assert list(tmp_path.glob("practicum-python-*")) == []
-    if LINUX:
-        wait_until(lambda: not sandboxes())
+    wait_until(lambda: not sandboxes())
 
 
 def run(program: str, limits: Limits = ROOMY) -> str:
-    return asyncio.run(PythonRunner(limits, "process").run(program))
+    return asyncio.run(PythonRunner(limits).run(program))
 
 
 def failure(program: str, limits: Limits = ROOMY) -> str:
@@ -48,48 +74,38 @@ def failure(program: str, limits: Limits = ROOMY) -> str:
 
 
 def test_it_answers_with_what_is_printed():
-    tool = python_tool(timeout_s=60, isolation="process")
+    tool = python_tool(timeout_s=60)
     assert asyncio.run(tool.call({"code": "for i in range(3):\n    print(i, 'é')"})) == "0 é\n1 é\n2 é"
     assert run("pass") == "(the program printed nothing)"
 
 
-def test_programs_are_as_in_a_file_of_their_own():
+def test_programs_are_as_in_a_file():
     program = """
     from dataclasses import dataclass
     @dataclass
     class Point:
         x: "int" = 3
+
     def double(n): return 2 * n
     if __name__ == "__main__":
         print(double(Point().x), [double(i) for i in range(2)])
     """
     assert run("\n".join(line[4:] for line in program.splitlines())) == "6 [0, 2]"
-    assert (
-        run("import sys, __main__; print(sys.argv, hasattr(__main__, 'audit_hook'))") == "['<program>'] False"
-    )
-
-
-def test_usual_modules_work():
-    modules = "math random json re collections itertools fractions decimal statistics datetime heapq asyncio"
+    modules = "math random json re collections itertools fractions decimal statistics datetime heapq sqlite3"
     assert run(f"import {', '.join(modules.split())}\nprint('ok')") == "ok"
     assert run("import asyncio\nprint(asyncio.run(asyncio.sleep(0, 'slept')))") == "slept"
+    assert run("import sys; print(sys.stdin.read() == '')") == "True"
 
 
 def test_an_error_is_the_last_line_of_its_traceback_after_what_was_printed():
     assert failure("print('a')\ndef f():\n    1/0\nf()") == "a\nZeroDivisionError: division by zero (line 3)"
     assert failure("x = (1,\n") == "SyntaxError: '(' was never closed (line 1)"
     assert failure("raise ValueError('two\\nlines')") == "ValueError: two lines (line 1)"
-    assert failure("raise SystemExit('bye')") == "SystemExit: bye"
+    assert failure("raise SystemExit('bye')") == "bye"
     assert failure("import sys; sys.exit(3)") == "the program ended with exit code 3."
     assert run("print(1); exit = __import__('sys').exit; exit(0)") == "1"
-
-
-def test_an_error_that_can_not_be_told_is_named():
-    assert failure("class E(Exception):\n    def __str__(self): raise self\nraise E") == "E (line 3)"
+    assert "crashed" in failure("import os; os.abort()")
     assert len(failure("raise ValueError('x' * 100000)")) < 500
-
-
-def test_there_is_no_input():
     assert "EOFError" in failure("input()")
 
 
@@ -100,22 +116,19 @@ def test_the_environment_and_packages_of_the_trainer_are_not_there(monkeypatch):
 
 
 def test_the_same_program_prints_the_same():
-    program = "print({'red', 'green', 'blue', 'black', 'white'})"
-    assert len({run(program) for _ in range(3)}) == 1
+    assert len({run("print({'red', 'green', 'blue', 'black', 'white'})") for _ in range(3)}) == 1
 
 
-@pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(1000)"])
+@pytest.mark.parametrize("program", ["while True: pass", SLEEP])
 def test_a_program_that_takes_too_long_is_stopped(program: str):
-    told = failure(f"print('on', flush=True)\n{program}", Limits(seconds=1.0))
-    assert told == "on\nthe program took longer than 1 s and was stopped."
+    message = failure(f"print('on', flush=True)\n{program}", Limits(seconds=1.0))
+    assert message == "on\nthe program took longer than 1 s and was stopped."
 
 
-@pytest.mark.skipif(not LINUX, reason="needs the kernel's limit")
 def test_cpu_time_is_limited_by_the_kernel_too():
     assert "took longer" in failure("while True: pass", Limits(seconds=60, cpu_s=1))
 
 
-@pytest.mark.skipif(not LINUX, reason="needs the kernel's limit")
 @pytest.mark.parametrize(
     "program", ["bytearray(1_000_000_000)", "x = []\nwhile True: x.append(bytearray(1_000_000))"]
 )
@@ -126,226 +139,193 @@ def test_memory_is_limited(program: str):
 
 def test_output_is_cut_with_a_note():
     limits = Limits(seconds=60, cpu_s=60, output_chars=20)
-    assert (
-        run("for i in range(1_000_000): print('a' * 100)", limits) == "a" * 20 + "… (cut after 20 characters)"
-    )
-    assert run("print('a' * 21)", limits) == "a" * 20 + "… (cut after 20 characters)"
+    cut = "… (cut after 20 characters)"
+    assert run("for i in range(1_000_000): print('a' * 100)", limits) == "a" * 20 + cut
+    assert run("print('a' * 21)", limits) == "a" * 20 + cut
     assert run("print('a' * 20)", limits) == "a" * 20
-    assert run("print('\U0001f389' * 1000)", limits) == "\U0001f389" * 20 + "… (cut after 20 characters)"
+    assert run("print('\U0001f389' * 1000)", limits) == "\U0001f389" * 20 + cut
+    assert "ZeroDivision" in failure("import sys\nprint('x' * 10**6, file=sys.stderr)\n1/0", limits)
 
 
-def test_files_are_of_its_own_folder_and_small():
-    assert run("open('a', 'w').write('hi'); print(open('a').read())") == "hi"
-    assert run("import tempfile\nwith tempfile.TemporaryFile() as f: print(f.write(b'four'))") == "4"
-    assert "File too large" in failure("with open('a', 'wb') as f: f.write(b'x' * 100_000_000)")
-    assert "allows 64 changes" in failure("for i in range(1000): open(str(i), 'w').close()")
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        "print(open('/etc/passwd').read())",
-        "import os; print(os.read(os.open('/etc/passwd', os.O_RDONLY), 10))",
-        "import os; os.chdir('/'); print(open('etc/passwd').read())",
-        "print(open(b'/etc/passwd').read())",
-        "from pathlib import Path; print(Path('/etc/passwd').read_text())",
-        "import os; print(os.listdir('/'))",
-        "import os; print(list(os.scandir('..')))",
-        "import os; os.symlink('/etc', 'etc')",
-    ],
-)
-def test_reading_elsewhere_is_refused(program: str):
-    assert "PermissionError: the sandbox does not allow" in failure(program)
-
-
-def test_writing_elsewhere_is_refused(tmp_path: Path):
-    there, mine = tmp_path / "there", tmp_path / "mine"
-    mine.write_text("precious")
-    for program in (
-        f"open({str(there)!r}, 'w')",
-        f"import os; os.mkdir({str(there)!r})",
-        f"from pathlib import Path; Path({str(there)!r}).mkdir()",
-        f"import os; os.remove({str(mine)!r})",
-        f"import os; os.rename({str(mine)!r}, 'taken')",
-        f"import shutil; shutil.rmtree({str(tmp_path)!r})",
-        f"open({str(mine)!r}, 'a').write('x')",
+def test_files_of_the_machine_are_out_of_reach(tmp_path: Path):
+    secret = tmp_path / "secret"
+    secret.write_text("the key")
+    for attempt in (
+        f"open({str(secret)!r})",
+        f"open({__file__!r})",
+        "open('/etc/passwd')",
+        f"os.open({str(secret)[1:]!r}, os.O_RDONLY, dir_fd=os.open('/', os.O_RDONLY))",
+        f"[os.symlink({str(secret)!r}, '/tmp/link'), open('/tmp/link')]",
+        "os.listdir('/proc')",
     ):
-        assert "PermissionError: the sandbox does not allow" in failure(program)
-    assert not there.exists()
-    assert mine.read_text() == "precious"
+        assert "FileNotFoundError" in failure(f"import os\n{attempt}"), attempt
+    assert run("import os; print(sorted(os.listdir('/dev')), os.listdir('/tmp'))") == (
+        "['null', 'random', 'urandom', 'zero'] []"
+    )
 
 
-def test_the_network_is_refused():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        assert "PermissionError" in failure(f"import socket; socket.create_connection(('127.0.0.1', {port}))")
-        assert "PermissionError" in failure(f"import socket; socket.socket().connect(('127.0.0.1', {port}))")
-        server.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            server.accept()
+def test_a_program_writes_only_to_its_small_folder(tmp_path: Path):
+    library = os.path.dirname(os.__file__)
+    for folder in ("/", "/dev", "/usr/lib", "/lib", "/root", library, str(tmp_path), str(Path.home())):
+        assert "Error" in failure(f"open({folder + '/made'!r}, 'w')"), folder
+    assert "Error" in failure(f"open({os.__file__!r}, 'r+')")
+    assert not (tmp_path / "made").exists()
+    assert run("open('a', 'w').write('hi'); print(open('a').read())") == "hi"
+    assert "FileNotFoundError" in failure("open('a')"), "each program has a fresh folder"
+    assert "File too large" in failure("with open('a', 'wb') as f: f.write(b'x' * 100_000_000)")
+    many = "for i in range(9):\n    with open(str(i), 'wb') as f: f.write(bytes(1 << 20))"
+    assert "No space left" in failure(many, Limits(seconds=60, cpu_s=60, space_mb=4))
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        "import os\nfor _ in range(5): os.fork()",
-        "import os; os.system('sleep 1000')",
-        "import subprocess; subprocess.Popen(['sleep', '1000'])",
-        "import os; os.execv('/bin/sh', ['sh', '-c', 'sleep 1000'])",
-        "import multiprocessing as m\nif __name__ == '__main__': m.Process(target=print).start()",
-        "import os; os.kill(os.getppid(), 9)",
-        "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
-        "import ctypes",
-    ],
-)
-def test_other_processes_are_out_of_reach(program: str):
-    assert "the sandbox does not" in failure(program)
+def test_the_network_and_the_processes_of_the_machine_are_not_there():
+    me = os.getpid()
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as abstract:
+        abstract.bind(f"\0practicum-{me}")
+        abstract.listen()
+        connect = f"socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 5)"
+        assert "ConnectionRefused" in failure(f"import socket; {connect}")
+        unix = f"socket.socket(socket.AF_UNIX).connect(chr(0) + 'practicum-{me}')"
+        assert "ConnectionRefused" in failure(f"import socket; {unix}")
+    for attempt in (f"kill({me}, 0)", f"killpg({me}, 0)", f"setpriority(os.PRIO_PROCESS, {me}, 19)"):
+        assert "ProcessLookupError" in failure(f"import os; os.{attempt}")
+    assert "PermissionError" in failure("import socket; socket.sethostname('x')")
+    assert "Error" in failure("import resource as r; r.setrlimit(r.RLIMIT_AS, (-1, -1))")
 
 
-UNHOOKED = """
-import errno, os, socket, threading
-from practicum.sessions.tools import sandbox
-sandbox.limit_calls(os.getppid())
-kill, execute = lambda: os.kill(os.getppid(), 0), lambda: os.execv("/", ["/"])
-fifo, priority = lambda: os.mkfifo("never"), lambda: os.setpriority(os.PRIO_PROCESS, os.getppid(), 5)
-processors = lambda: os.sched_setaffinity(os.getppid(), [0])
-for attempt in (os.fork, socket.socket, os.setsid, kill, execute, fifo, priority, processors):
-    try:
-        attempt()
-    except OSError as error:
-        print(errno.errorcode[error.errno])
-try:
-    threading.Thread(target=print).start()
-except RuntimeError as error:
-    print(error)
-print(os.path.exists("/"), len(socket.socketpair()))
-"""
+def test_what_a_program_starts_ends_with_it():
+    fork = "import os, time\nif os.fork() == 0:\n    os.setsid(); time.sleep(1000)\n"
+    # The kernel's limit on processes does not hold for root.
+    if os.getuid() == 0:
+        assert run(f"{fork}print('parent')") == "parent"
+        assert "took longer" in failure(f"{fork}time.sleep(1000)", Limits(seconds=1.0))
+    else:
+        assert "BlockingIOError" in failure(fork)
 
 
-@pytest.mark.skipif(not LINUX, reason="needs the kernel's filter")
-def test_the_kernel_refuses_what_would_get_past_the_hook():
-    done = subprocess.run([sys.executable, "-c", UNHOOKED], capture_output=True, text=True, timeout=60)
-    if not call_filter(os.uname().machine):
-        pytest.skip("no filter for this machine")
-    assert done.stdout.splitlines() == ["EPERM"] * 8 + ["can't start new thread", "True 2"]
+@pytest.mark.parametrize("which", [0, -1])
+def test_a_killed_process_fails_the_call_and_not_the_run(which: int):
+    with ThreadPoolExecutor() as threads:
+        call = threads.submit(failure, SLEEP)
+        wait_until(lambda: len(sandboxes()) == 3)
+        os.kill(sandboxes()[which], signal.SIGKILL)
+        assert "crashed" in call.result(60)
 
 
-def test_the_filter_knows_its_machines():
-    assert call_filter("riscv64") == b""
-    for machine in ("x86_64", "aarch64"):
-        steps = call_filter(machine)
-        assert len(steps) % 8 == 0
-        assert steps[-4:] == (0x7FFF0000).to_bytes(4, sys.byteorder)
-
-
-@needs_proc
-@pytest.mark.parametrize("isolation", ISOLATIONS)
-def test_a_cancelled_program_is_gone(isolation: Isolation):
+def test_a_call_may_be_cancelled_at_any_moment():
     async def cancel() -> None:
-        task = asyncio.create_task(PythonRunner(ROOMY, isolation).run("import time; time.sleep(1000)"))
+        runner = PythonRunner(ROOMY, max_programs=2)
+        running = asyncio.create_task(runner.run(SLEEP))
         await asyncio.to_thread(wait_until, sandboxes)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(cancel())
-    wait_until(lambda: not sandboxes())
-
-
-@needs_proc
-@pytest.mark.parametrize("isolation", ISOLATIONS)
-def test_a_call_may_be_cancelled_at_any_moment(isolation: Isolation):
-    async def cancel() -> None:
-        runner = PythonRunner(ROOMY, isolation, at_once=2)
-        tasks = [asyncio.create_task(runner.run("import time; time.sleep(1000)")) for _ in range(4)]
+        running.cancel()
+        tasks = [asyncio.create_task(runner.run(SLEEP)) for _ in range(8)]
         for turns, task in enumerate(tasks):
             for _ in range(turns):
                 await asyncio.sleep(0)
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(task.cancelled() for task in tasks)
+        await asyncio.gather(running, *tasks, return_exceptions=True)
+        assert all(task.cancelled() for task in (running, *tasks))
         assert await runner.run("print('free')") == "free"
 
     asyncio.run(cancel())
-    wait_until(lambda: not sandboxes())
 
 
-@needs_proc
-@pytest.mark.parametrize("isolation", ISOLATIONS)
-def test_closing_ends_what_runs_and_what_waits(isolation: Isolation):
-    tool = python_tool(timeout_s=60, isolation=isolation)
+def test_closing_ends_running_and_waiting_calls():
+    tool = python_tool(timeout_s=60)
 
     async def close() -> list[object]:
-        calls = [tool.call({"code": "import time; time.sleep(1000)"}) for _ in range(20)]
-        tasks = [asyncio.ensure_future(call) for call in calls]
+        tasks = [asyncio.ensure_future(tool.call({"code": SLEEP})) for _ in range(20)]
         await asyncio.to_thread(wait_until, sandboxes)
-        tool.close()
+        await asyncio.to_thread(tool.close)
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     assert {type(outcome) for outcome in asyncio.run(close())} == {EngineError}
 
 
 TRAINER = """
-import asyncio, sys
+import asyncio
 from practicum.sessions.tools.python_tool import Limits, PythonRunner
-runner = PythonRunner(Limits(seconds=1000, cpu_s=1000), sys.argv[1])
-asyncio.run(runner.run("import time; time.sleep(1000)"))
+asyncio.run(PythonRunner(Limits(seconds=1000, cpu_s=1000)).run("import time; time.sleep(1000)"))
 """
 
 
-@needs_proc
-@pytest.mark.parametrize("isolation", ISOLATIONS)
-def test_a_program_dies_with_the_trainer(isolation: Isolation, tmp_path: Path):
-    with subprocess.Popen(
-        [sys.executable, "-c", TRAINER, isolation], env={**os.environ, "TMPDIR": str(tmp_path / "its")}
-    ) as p:
-        (tmp_path / "its").mkdir()
+def test_a_program_dies_with_the_trainer():
+    with subprocess.Popen([sys.executable, "-c", TRAINER]) as trainer:
         try:
-            # Bubblewrap is two processes besides.
-            wait_until(lambda: len(sandboxes(p.pid)) == (3 if isolation == "bubblewrap" else 1))
+            wait_until(lambda: len(sandboxes(trainer.pid)) == 3)
+            pids = sandboxes(trainer.pid)
         finally:
-            p.send_signal(signal.SIGKILL)
-    wait_until(lambda: not sandboxes(p.pid))
+            trainer.kill()
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
-def test_fifty_programs_at_once_finish():
-    async def many() -> list[str]:
-        runner = PythonRunner(Limits(seconds=60, cpu_s=60), "process")
-        return await asyncio.gather(*(runner.run(f"print({i} ** 2)") for i in range(50)))
-
-    assert asyncio.run(many()) == [str(i**2) for i in range(50)]
-
-
-@needs_proc
-def test_no_more_programs_run_at_once_than_may():
-    async def many() -> int:
-        runner = PythonRunner(ROOMY, "process", at_once=3)
-        tasks = [asyncio.create_task(runner.run("import time; time.sleep(0.05)")) for _ in range(9)]
+def test_at_most_max_programs_run_concurrently():
+    async def many() -> tuple[int, list[str]]:
+        runner = PythonRunner(ROOMY, max_programs=3)
+        code = "import time; time.sleep(0.05); print({} ** 2)"
+        tasks = [asyncio.create_task(runner.run(code.format(i))) for i in range(12)]
         most = 0
         while not all(task.done() for task in tasks):
             most = max(most, len(sandboxes()))
             await asyncio.sleep(0.005)
-        return most
+        return most, [task.result() for task in tasks]
 
-    assert 1 <= asyncio.run(many()) <= 3
+    most, printed = asyncio.run(many())
+    assert printed == [str(i**2) for i in range(12)]
+    assert 1 <= most <= 9, "three processes of each program"
 
 
 def test_it_runs_in_event_loops_of_any_thread():
-    runner = PythonRunner(ROOMY, "process", at_once=1)
+    runner = PythonRunner(ROOMY, max_programs=1)
 
     async def several() -> list[str]:
         assert threading.current_thread() is not threading.main_thread()
         return await asyncio.gather(*(runner.run(f"print({i})") for i in range(4)))
 
     with ThreadPoolExecutor(1) as pool:
-        for _ in range(2):  # a loop each time: the runner belongs to none
+        for _ in range(2):  # a fresh loop each time
             assert pool.submit(asyncio.run, several()).result(timeout=60) == ["0", "1", "2", "3"]
 
 
-def test_an_interpreter_that_does_not_start_is_an_error_for_the_user(monkeypatch, tmp_path: Path):
-    broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\necho no libpython >&2\nexit 127\n")
-    broken.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(broken))
-    with pytest.raises(EngineError, match="did not start: no libpython"):
+def test_a_program_that_ended_while_the_loop_was_busy_was_not_late():
+    async def busy() -> str:
+        task = asyncio.create_task(PythonRunner(Limits(seconds=2.0)).run("print('done')"))
+        while not sandboxes():
+            await asyncio.sleep(0)
+        threading.Event().wait(3.0)
+        return await task
+
+    assert asyncio.run(busy()) == "done"
+
+
+@pytest.fixture
+def fresh_trial():
+    sandbox_problem.cache_clear()
+    yield
+    sandbox_problem.cache_clear()
+
+
+def refusal() -> RecipeError:
+    with pytest.raises(RecipeError) as caught:
+        require_sandbox([ToolSection(use="calculator"), ToolSection(use="python")])
+    assert caught.value.path == "agent.tools[1].use"
+    return caught.value
+
+
+@pytest.mark.usefixtures("fresh_trial")
+def test_without_bubblewrap_the_recipe_is_refused_with_the_install_command(monkeypatch, tmp_path: Path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "apt-get install bubblewrap" in str(refusal())
+
+
+@pytest.mark.usefixtures("fresh_trial")
+def test_a_bubblewrap_that_the_kernel_refuses_is_reported_with_its_message(monkeypatch, tmp_path: Path):
+    refused = tmp_path / "bwrap"
+    refused.write_text("#!/bin/sh\necho bwrap: setting up uid map: Permission denied >&2\nexit 1\n")
+    refused.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    problem = refusal()
+    assert "setting up uid map: Permission denied" in str(problem)
+    assert "allow user namespaces" in str(problem)
+    assert _command(ROOMY)[0] == str(refused)
+    with pytest.raises(EngineError, match="did not start"):
         run("print(1)")

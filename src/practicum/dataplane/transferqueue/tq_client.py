@@ -1,8 +1,9 @@
-"""A process's client of TransferQueue: chunks of bytes in and out, with a deadline on every call."""
+"""A process's client of TransferQueue: blobs of bytes in and out, with a deadline on every call."""
 
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 import time
 from collections.abc import Coroutine, Sequence
@@ -10,11 +11,10 @@ from concurrent import futures
 from typing import Any
 from uuid import uuid4
 
-import torch
 from torch import Tensor
 
-from practicum.dataplane.ragged import Ragged
-from practicum.dataplane.transferqueue.tq_servers import Servers, prepare_import
+from practicum.compat import transferqueue
+from practicum.dataplane.transferqueue.tq_servers import Servers
 from practicum.errors import DeadlineError, StoreError
 
 _FIELD = "bytes"
@@ -22,41 +22,40 @@ _PARTITION = "practicum"
 _CHECK_S = 2.0
 
 
-class ChunkMissing(Exception):
-    """One of these chunks, which were read together, is not in TransferQueue (any more)."""
+class BlobMissing(Exception):
+    """One of these blobs, which were read together, is not in TransferQueue (any more)."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = list(names)
         more = f" or one of {len(names) - 1} more" if len(names) > 1 else ""
-        super().__init__(f"chunk {names[0]}{more}")
+        super().__init__(f"blob {names[0]}{more}")
 
 
 class TransferQueueClient:
-    """Puts and gets chunks of bytes. A chunk's name is never used twice.
+    """Puts and gets blobs of bytes. A blob's name is never used twice.
 
-    All chunks are in one partition of TransferQueue: it never frees a partition that is cleared chunk by
-    chunk, and clearing a whole partition would also drop puts that are under way.
+    All blobs are in one partition of TransferQueue: it never frees a partition that is cleared blob by blob,
+    and clearing a whole partition would also drop puts in flight.
     """
 
     def __init__(self, servers: Servers, timeout_s: float) -> None:
         self.servers = servers
         self._broken: str | None = None
-        prepare_import(timeout_s)
-        from transfer_queue.client import AsyncTransferQueueClient
-
-        address, self._options = servers.opened()
+        transferqueue.prepare_import(timeout_s)
+        address, options = pickle.loads(servers.address)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="transferqueue", daemon=True)
         self._thread.start()
-        self._client = AsyncTransferQueueClient(f"practicum_{uuid4().hex[:12]}", address, zmq_io_threads=1)
+        self._client = transferqueue.make_client(f"practicum_{uuid4().hex[:12]}", address)
         try:
-            self.call(self._open(), "answer the first call", timeout_s)
+            opening = asyncio.to_thread(transferqueue.open_storage, self._client, options)
+            self.call(opening, "answer the first call", timeout_s)
         except BaseException:
             self.close()
             raise
 
     def call(self, work: Coroutine[Any, Any, Any], what: str, timeout_s: float) -> Any:
-        """The result of `work`. If a process of TransferQueue died, this call and all later ones say so."""
+        """Return the result of `work`. After a death in TransferQueue this and all later calls fail."""
         if self._broken:
             work.close()
             raise StoreError(self._broken)
@@ -69,39 +68,39 @@ class TransferQueueClient:
             self._raise_if_dead(future)
         else:
             future.cancel()
-            well = "its processes answer: the cluster is overloaded, or runtime.store_s is too short"
+            well = "its processes answer: the cluster is overloaded, or runtime.stage_s is too short"
             why = self.servers.silence() or well
             raise DeadlineError(f"the store waited {timeout_s:g} s for TransferQueue to {what}; {why}")
         try:
             return future.result()
-        except (ChunkMissing, StoreError):
+        except (BlobMissing, StoreError):
             raise
         except Exception as error:
             self._raise_if_dead(future)
             why = self.servers.silence() or error
             raise StoreError(f"TransferQueue could not {what}: {why}") from error
 
-    def put(self, names: Sequence[str], chunks: Ragged, timeout_s: float) -> None:
-        """Store these chunks; all or none."""
+    def put(self, name: str, blob: Tensor, timeout_s: float) -> None:
+        """Store a blob [n] of bytes."""
         try:
-            self.call(self._put(list(names), chunks), f"take {chunks.values.nbytes} bytes", timeout_s)
+            self.call(self._put(name, blob), f"take {len(blob)} bytes", timeout_s)
         except StoreError:
-            # Not after a late put: it may still arrive, where another chunk is stored by then.
+            # Not after a late put: it may still arrive, where another blob is stored by then.
             if not self._broken:
-                self.clear(names, timeout_s)
+                self.clear([name], timeout_s)
             raise
 
     def get(self, names: Sequence[str], timeout_s: float) -> list[Tensor]:
-        """The chunks of these names; `ChunkMissing` if one is not there."""
-        return self.call(self._get(list(names)), f"give {len(names)} chunks", timeout_s)
+        """Return the blobs of these names; raise `BlobMissing` if one is not there."""
+        return self.call(self._get(list(names)), f"return {len(names)} blobs", timeout_s) if names else []
 
     def clear(self, names: Sequence[str], timeout_s: float) -> None:
-        """Forget these chunks; those that are not there are skipped."""
+        """Forget these blobs; those that are not there are skipped."""
         if names:
-            self.call(self._clear(list(names)), f"forget {len(names)} chunks", timeout_s)
+            self.call(self._clear(list(names)), f"forget {len(names)} blobs", timeout_s)
 
     def check(self) -> None:
-        """A StoreError if an earlier call found that TransferQueue is broken."""
+        """Raise a StoreError if an earlier call found that TransferQueue is broken."""
         if self._broken:
             raise StoreError(self._broken)
 
@@ -115,42 +114,26 @@ class TransferQueueClient:
             self._client.close()
 
     def _raise_if_dead(self, future: futures.Future[Any]) -> None:
-        death = self.servers.death()
-        if death is not None:
-            self._broken = death
+        self._broken = self.servers.death()
+        if self._broken is not None:
             future.cancel()
-            raise StoreError(death)
+            raise StoreError(self._broken)
 
-    async def _open(self) -> None:
-        # Blocks on a handshake, so it runs beside the loop.
-        start = self._client.initialize_storage_manager
-        await asyncio.to_thread(start, self.servers.backend, self._options)
-
-    async def _put(self, names: list[str], chunks: Ragged) -> None:
+    async def _put(self, name: str, blob: Tensor) -> None:
         from tensordict import TensorDict
 
-        meta = await self._client.async_kv_retrieve_meta(names, _PARTITION, create=True)
-        if meta.size != len(names):
-            raise StoreError(f"TransferQueue made room for {meta.size} of {len(names)} chunks")
-        data = TensorDict({_FIELD: chunks.to_nested()}, batch_size=len(names))
-        # Not the client's own put and get: they change torch's number of threads for the whole process,
-        # and a put makes one more call to the controller that has no effect.
-        await self._client.storage_manager.put_data(data, meta)
+        meta = await self._client.async_kv_retrieve_meta([name], _PARTITION, create=True)
+        data = TensorDict({_FIELD: blob[None]}, batch_size=1)
+        await transferqueue.put_data(self._client, data, meta)
 
     async def _get(self, names: list[str]) -> list[Tensor]:
-        from transfer_queue import StorageKeyNotFoundError
-
         meta = await self._client.async_kv_retrieve_meta(names, _PARTITION)
         if meta.size != len(names) or _FIELD not in meta.field_names or not meta.is_ready:
-            raise ChunkMissing(names)
-        try:
-            data = await self._client.storage_manager.get_data(meta)
-        except StorageKeyNotFoundError:
-            raise ChunkMissing(names) from None
-        chunks = Ragged.from_nested(data[_FIELD])
-        if len(chunks) != len(names) or chunks.dtype is not torch.uint8:
-            raise StoreError(f"TransferQueue gave {chunks} for {len(names)} chunks of bytes")
-        return chunks.rows
+            raise BlobMissing(names)
+        data = await transferqueue.get_data(self._client, meta)
+        if data is None:
+            raise BlobMissing(names)
+        return list(data[_FIELD].unbind())
 
     async def _clear(self, names: list[str]) -> None:
         meta = await self._client.async_kv_retrieve_meta(names, _PARTITION)
@@ -171,7 +154,7 @@ _LOCK = threading.Lock()
 
 
 def client_of(servers: Servers, timeout_s: float) -> TransferQueueClient:
-    """This process's client of these servers, made at the first call and shared by all its stores."""
+    """Return this process's client of these servers, made at the first call and shared by all its stores."""
     with _LOCK:
         client = _CLIENTS.get(servers.uid)
         if client is None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from practicum.engines.protocol import Finish, Generation
 from practicum.engines.torch.kv_memory import ExtendLayout, Extension, KvMemory, PrefillLayout
-from practicum.engines.torch.model_runner import ModelRunner, StepInputs, pack, pack_rest, sample_hidden
+from practicum.engines.torch.model_runner import ModelRunner, StepInputs, pack, sample_hidden
 from practicum.engines.torch.prompt_cache import PromptKey
 from practicum.engines.torch.request_queue import GenerateJob
 from practicum.engines.torch.sampler import Sampled, skip_ahead, uniforms
@@ -33,7 +33,7 @@ _NO_LIMIT = 2**40
 
 
 def confirm(runner: ModelRunner, job: GenerateJob, draft: Generation) -> Generation | None:
-    """The turn with the numbers of its sequence alone; None if the draft was wrong before its end.
+    """Return the turn with the numbers of its sequence alone; None if the draft was wrong before its end.
 
     Then the job asks for the rest of the turn: it is to be drafted again.
     """
@@ -50,7 +50,9 @@ def confirm(runner: ModelRunner, job: GenerateJob, draft: Generation) -> Generat
         tokens = [*tokens[:wrong], drawn[wrong]]
         left = job.sampling.max_new_tokens + written - len(tokens)
         if drawn[wrong] not in job.sampling.stop and left > 0:
-            _ask_for_rest(job, prompt, tokens, key, left)
+            job.prompt = PromptKey.of((*prompt.ids, *tokens), prompt.images, prompt.experts)
+            job.sampling = replace(job.sampling, max_new_tokens=left)
+            job.key, job.written = skip_ahead(key, len(tokens)), tuple(tokens)
             return None
         finish = "stop" if drawn[wrong] in job.sampling.stop else "length"
     count = len(tokens)
@@ -64,16 +66,10 @@ def confirm(runner: ModelRunner, job: GenerateJob, draft: Generation) -> Generat
     )
 
 
-def _ask_for_rest(job: GenerateJob, prompt: PromptKey, tokens: Sequence[int], key: int, left: int) -> None:
-    job.prompt = PromptKey.of((*prompt.ids, *tokens), prompt.images, prompt.experts)
-    job.sampling = replace(job.sampling, max_new_tokens=left)
-    job.key, job.written = skip_ahead(key, len(tokens)), tuple(tokens)
-
-
 def _compute(
     runner: ModelRunner, job: GenerateJob, prompt: PromptKey, tokens: Sequence[int], key: int
 ) -> tuple[Sampled, Tensor | None]:
-    """What is drawn in the place of each token, on the CPU, and the experts that all inputs took."""
+    """Return what is drawn in the place of each token, on the CPU, and the experts that all inputs took."""
     first = len(prompt) - 1  # it predicts the turn's first token
     last = first + len(tokens) - 1
     parts: list[Sampled] = []
@@ -94,7 +90,7 @@ def _compute(
 def _blocks(
     runner: ModelRunner, prompt: PromptKey, tokens: Sequence[int]
 ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-    """Where each block begins, its last hidden states [N, H], and its experts if there are any."""
+    """Yield where each block begins, its last hidden states [N, H], and its experts if there are any."""
     inputs_of_turn = tokens[:-1]  # the last token predicts nothing that was asked for
     count = len(prompt) + len(inputs_of_turn)
     edges = block_edges(count)
@@ -121,12 +117,12 @@ def _blocks(
     memory = KvMemory(runner.token_kv, 1, _NO_LIMIT)
     memory.put_prompt(layout.prompts()[0], 0, 1)
     for start, stop in pairwise(edge for edge in edges if edge >= end):
-        inputs = pack_rest(config, [key(stop)], [start], device)
+        inputs = pack(config, [key(stop)], device, [start])
         yield (start, *compute(inputs, ExtendLayout(memory, [Extension(0, start, stop - start)], device)))
 
 
 def block_edges(count: int) -> list[int]:
-    """Where blocks end that hold this many tokens: twice as long each time, so at most half is padding."""
+    """Return where blocks end that hold this many tokens: each is as long as all before it."""
     edges = [FIRST]
     while edges[-1] < count:
         edges.append(edges[-1] + min(edges[-1], MOST))

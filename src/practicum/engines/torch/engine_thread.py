@@ -60,7 +60,12 @@ class StepOrder:
             if engine not in self._ages:
                 self._ages[engine] = next(self._numbers)
             age = self._at_work[engine] = self._ages[engine]
-            self._changed.wait_for(lambda: engine.closed or self._is_next(age))
+
+            def is_next() -> bool:
+                oldest = sorted(self._at_work.values())[: self._at_once]
+                return self._stepping < self._at_once and age in oldest
+
+            self._changed.wait_for(lambda: engine.closed or is_next())
             if engine.closed:
                 raise _ClosedError
             self._stepping += 1
@@ -71,24 +76,19 @@ class StepOrder:
                 self._stepping -= 1
                 self._changed.notify_all()
 
-    def _is_next(self, age: int) -> bool:
-        oldest = sorted(self._at_work.values())[: self._at_once]
-        return self._stepping < self._at_once and age in oldest
-
     def rest(self, engine: EngineThread) -> None:
-        """The engine has no work left."""
         with self._changed:
             self._at_work.pop(engine, None)
             self._changed.notify_all()
 
     def begin_anew(self, engine: EngineThread) -> None:
-        """What the engine does from now on is newer than what others do."""
+        """Make the engine's work the newest."""
         with self._changed:
             self._ages.pop(engine, None)
 
 
 def share_order(threads: Iterable[EngineThread], at_once: int = 1) -> None:
-    """Have the engines of one process step in one order, so many at a time; before they begin."""
+    """Share a step order: at most `at_once` engines step concurrently. Call it before they begin."""
     order = StepOrder(at_once)
     for thread in threads:
         thread.order = order
@@ -97,14 +97,11 @@ def share_order(threads: Iterable[EngineThread], at_once: int = 1) -> None:
 class EngineThread:
     """Runs `step` in one thread for as long as there is work; `reset` forgets all work after a failure.
 
-    `step` takes newly arrived jobs and returns outcomes and whether work is left.
+    `step` takes newly arrived jobs and returns outcomes, and True if work is left.
     """
 
     def __init__(
-        self,
-        step: Callable[[list[Job]], tuple[list[Outcome], bool]],
-        reset: Callable[[], None],
-        name: str,
+        self, step: Callable[[list[Job]], tuple[list[Outcome], bool]], reset: Callable[[], None], name: str
     ) -> None:
         self.turn = threading.Lock()
         """Held while a step runs: whoever changes what steps use takes it."""
@@ -121,7 +118,7 @@ class EngineThread:
 
     @contextlib.contextmanager
     def take_turn(self, what: str, timeout: float = TURN_S) -> Iterator[None]:
-        """Wait for the step under way and hold the next one back; a step that hangs is an EngineError."""
+        """Wait for the current step and hold the next one back; a step that hangs is an EngineError."""
         if not self.turn.acquire(timeout=timeout):
             raise EngineError(f"the {self._name} can't {what}: a step of it has not ended for {timeout:g} s")
         try:
@@ -131,13 +128,12 @@ class EngineThread:
 
     @property
     def open_jobs(self) -> int:
-        """Jobs that a coroutine still waits for."""
         with self._door:
             return len(self._open)
 
     @property
     def step_s(self) -> float:
-        """Seconds since the step under way began."""
+        """Seconds since the current step began; 0 if none runs."""
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
 
@@ -146,7 +142,6 @@ class EngineThread:
         return self._closed
 
     async def submit(self, job: Job) -> Any:
-        """Hand in a job and wait for its result."""
         loop = asyncio.get_running_loop()
         job.future = loop.create_future()
         with self._door:
@@ -160,11 +155,14 @@ class EngineThread:
         try:
             return await job.future
         except asyncio.CancelledError:
-            self._abandon(job)
+            with self._door:
+                job.abandoned = self._look_again = True
+                self._open.discard(job)
+                self._door.notify()
             raise
 
     def close(self) -> None:
-        """Stop the thread after the step under way; jobs that are still open fail."""
+        """Stop the thread after the current step; open jobs fail."""
         with self._door:
             self._closed = True
             thread = self._thread
@@ -181,13 +179,6 @@ class EngineThread:
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
-            self._door.notify()
-
-    def _abandon(self, job: Job) -> None:
-        with self._door:
-            job.abandoned = True
-            self._open.discard(job)
-            self._look_again = True
             self._door.notify()
 
     def _run(self) -> None:
@@ -227,7 +218,7 @@ class EngineThread:
         outcomes: list[Outcome] = []
         for job in jobs:
             job.abandoned = True
-            error = EngineError(f"the {self._name} {what} with {len(jobs)} requests under way{reason}")
+            error = EngineError(f"the {self._name} {what} with {len(jobs)} requests in flight{reason}")
             error.__cause__ = cause
             outcomes.append((job, error))
         self._deliver(outcomes)
@@ -241,8 +232,7 @@ class EngineThread:
                     assert job.future is not None
                     by_loop.setdefault(job.future.get_loop(), []).append((job, result))
         for loop, settled in by_loop.items():
-            # A loop that was closed meanwhile has nobody who waits.
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError):  # nobody waits in a loop that was closed meanwhile
                 loop.call_soon_threadsafe(_settle, settled)
 
 

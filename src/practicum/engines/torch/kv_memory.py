@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from practicum.cpu.batch_invariance import ROWS, WHOLE, padded_keys, padded_rows
 from practicum.errors import EngineError
 from practicum.models import padded_attention
-from practicum.models.batch_invariance import ROWS, WHOLE, padded_keys, padded_rows
 from practicum.models.packed_attention import PackedLayout
 from practicum.models.padded_attention import AttentionRule, PaddedRows, written_out
 from practicum.recipe.counts import KV_POSITIONS, KV_SPARE
@@ -35,7 +35,7 @@ class PromptKv:
     values: Tensor
 
     def copy(self) -> PromptKv:
-        """The same in memory of its own, so that the batch it was computed in can be freed."""
+        """Copy them, so that the batch they were computed in can be freed."""
         return PromptKv(self.keys.clone(), self.values.clone())
 
     @property
@@ -44,15 +44,11 @@ class PromptKv:
 
 
 def lazy_zeros(size: tuple[int, ...], like: Tensor) -> Tensor:
-    """Zeros; on the CPU in pages of their own, which take no memory until they are written.
-
-    They go back to the system with the tensor, where an allocator may keep what it once had.
-    """
-    if like.device.type != "cpu":
+    """Return zeros; on the CPU in separate pages, which take no memory until they are written and go back to
+    the system with the tensor."""
+    if like.device.type != "cpu" or not hasattr(mmap, "MAP_ANONYMOUS"):
         return like.new_zeros(size)
     count = math.prod(size) * like.itemsize
-    if not hasattr(mmap, "MAP_ANONYMOUS"):
-        return like.new_zeros(size)
     pages = mmap.mmap(-1, max(count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without huge pages
@@ -102,11 +98,11 @@ class KvMemory:
             memory[:, first : first + count, :, :length] = part.unsqueeze(1)
 
     def prompt(self, slot: int, length: int) -> PromptKv:
-        """The first `length` positions of a slot, as views."""
+        """Return the first `length` positions of a slot, as views."""
         return PromptKv(self.keys[:, slot, :, :length], self.values[:, slot, :, :length])
 
     def write(self, layer: int, places: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write new keys and values [N, kv heads, D] of a layer to flat places; all of the layer's."""
+        """Write new keys and values [N, kv heads, D] of a layer to flat places. Return all of the layer's."""
         keys, values = self.keys[layer], self.values[layer]
         for memory, new in ((keys, key), (values, value)):
             width = new.shape[-1]
@@ -125,7 +121,7 @@ def _allocate(like: Tensor, slots: int, room: int) -> Tensor:
 
 
 def _moved(memory: Tensor, shape: tuple[int, int], length: int) -> Tensor:
-    """The first `length` positions of the slots that both have, in memory of another shape."""
+    """Copy the first `length` positions of the slots that both have to memory of another shape."""
     new = _allocate(memory[:, 0], *shape)
     slots, kept = min(memory.shape[1], new.shape[1]), min(length, memory.shape[3], new.shape[3])
     new[:, :slots, :, :kept] = memory[:, :slots, :, :kept]
@@ -142,12 +138,11 @@ class PrefillLayout:
         self._values: dict[int, Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        """Attention of packed tokens; see `models.attention.Layout`."""
         self._keys[layer], self._values[layer] = key, value
         return self._packed.attend(layer, query, key, value, rule)
 
     def prompts(self) -> list[PromptKv]:
-        """Keys and values of each prompt, as views of the batch's."""
+        """Return keys and values of each prompt, as views of the batch's."""
         layers = sorted(self._keys)
         if not layers or layers != list(range(len(layers))):
             raise EngineError(f"packed attention saw layers {layers}; the torch engine needs all from 0 on")
@@ -172,7 +167,6 @@ class DecodeLayout:
         self._masks: dict[int | None, Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        """Write the new keys and values, then attend; see `models.attention.Layout`."""
         keys, values = self._memory.write(layer, self._places, key, value)
         # The query heads that share a kv head become its query length: no key is repeated.
         folded = query.unflatten(1, (key.shape[1], -1))
@@ -181,12 +175,17 @@ class DecodeLayout:
             folded = pad(folded, (0, 0, 0, -group % ROWS))
         outs = []
         for first, end, longest in self._runs:
-            inputs = (folded[first:end], keys[first:end, :, :longest], values[first:end, :, :longest])
-            outs.append(_attend_one(*inputs, mask[first:end, :, :, :longest], rule))
+            q, run_mask = folded[first:end], mask[first:end, :, :, :longest]
+            k, v = keys[first:end, :, :longest], values[first:end, :, :longest]
+            if rule.is_written_out:
+                out = written_out(q.unsqueeze(3), k, v, run_mask.unsqueeze(1), rule).squeeze(3)
+            else:
+                out = scaled_dot_product_attention(q, k, v, run_mask, scale=rule.scale)
+            outs.append(out)
         return (outs[0] if len(outs) == 1 else torch.cat(outs))[:, :, :group].flatten(1, 2)
 
     def _mask(self, window: int | None) -> Tensor:
-        """What is to be added to the scores [B, 1, 1, J] of layers with this window."""
+        """Return what is added to the scores [B, 1, 1, J] of layers with this window."""
         if window not in self._masks:
             place_J = torch.arange(self._longest, device=self._length_B1.device)
             hidden_BJ = place_J > self._length_B1
@@ -197,15 +196,8 @@ class DecodeLayout:
         return self._masks[window]
 
 
-def _attend_one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: AttentionRule) -> Tensor:
-    """One token of each slot: its heads [B, kv heads, group, D] to keys and values [B, kv heads, J, D]."""
-    if rule.is_written_out:
-        return written_out(q.unsqueeze(3), k, v, mask.unsqueeze(1), rule).squeeze(3)
-    return scaled_dot_product_attention(q, k, v, mask, scale=rule.scale)
-
-
 def runs(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Neighbouring slots that attend together, (first, end, longest), with the new token and padding.
+    """Return neighbouring slots that attend together, (first, end, longest), with the new token and padding.
 
     A run pads its rows to the longest of them: slots are parted where that costs more than a further call.
     """
@@ -267,7 +259,6 @@ class ExtendLayout:
             start += sum(e.new for e in block)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        """Write the new keys and values, then attend; see `models.attention.Layout`."""
         keys, values = self._memory.write(layer, self._places, key, value)
         out = value.new_empty(query.shape[0], query.shape[1], value.shape[2])
         for block in self._blocks:
@@ -280,7 +271,7 @@ class ExtendLayout:
 
 
 def blocks(extensions: Sequence[Extension]) -> list[list[Extension]]:
-    """Extensions of neighbouring slots that attend together.
+    """Group extensions of neighbouring slots that attend together.
 
     They are padded to the most queries and positions among them: parted where that costs more than a call.
     """

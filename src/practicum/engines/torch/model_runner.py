@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import repeat
@@ -12,25 +12,34 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from practicum.engines.torch.kv_memory import DecodeLayout, ExtendLayout, Extension, KvMemory, PrefillLayout
-from practicum.engines.torch.lean_decoder import lean_decoder
-from practicum.engines.torch.prompt_cache import CachedSequence, PrefilledPrompt, PromptKey
-from practicum.engines.torch.sampler import Draw, Sampled, sample
-from practicum.errors import EngineError
-from practicum.models.adapter_rows import RowPart, rows_of
-from practicum.models.attention import IMPLEMENTATION, Layout, head_logits, packed_forward
-from practicum.models.batch_invariance import (
+from practicum.compat.transformers import uses_attention
+from practicum.cpu.adapter_rows import RowPart
+from practicum.cpu.batch_invariance import (
     ROWS,
     activations_are_invariant,
     attention_is_invariant,
     mlp_width,
 )
+from practicum.cpu.lean_decoder import lean_decoder
+from practicum.engines.torch.kv_memory import (
+    DecodeLayout,
+    ExtendLayout,
+    Extension,
+    KvMemory,
+    PrefillLayout,
+    PromptKv,
+)
+from practicum.engines.torch.prompt_cache import CachedSequence, PrefilledPrompt, PromptKey
+from practicum.engines.torch.sampler import Draw, Sampled, sample
+from practicum.errors import EngineError
+from practicum.models.attention import Layout, LogitScalings, head_logits, packed_forward
 from practicum.models.experts import routes_of
 from practicum.models.fingerprint import fingerprint_ids
-from practicum.models.images import Images
+from practicum.models.lora import rows_of
+from practicum.models.padded_attention import AttentionRule
 from practicum.models.vision import (
     AXES,
-    image_token_id,
+    Images,
     is_vision,
     picture_tokens,
     probe_images,
@@ -67,8 +76,8 @@ class ModelRunner:
 
     def __init__(self, model: PreTrainedModel) -> None:
         kind = type(model).__name__
-        if model.config._attn_implementation != IMPLEMENTATION:
-            raise EngineError(f"{kind} is not prepared for packed attention: see models.load.ready")
+        if not uses_attention(model):
+            raise EngineError(f"{kind} is not prepared for packed attention: see models.load_model.ready")
         self.model, self.device = model, model.device
         self.vocab: int = model.get_input_embeddings().weight.shape[0]  # pyright: ignore
         self.hidden_size: int = model.get_input_embeddings().weight.shape[1]  # pyright: ignore
@@ -91,11 +100,11 @@ class ModelRunner:
             self.token_kv = prefill(self, [PromptKey((0,))])[0].kv
             """What the model keeps of one token, for the shape of KV memory."""
             self.invariant = _is_invariant(self)
-            """Whether a token's bits do not depend on its batch here: `models/batch_invariance.py`."""
+            """Whether a token's bits do not depend on its batch here: `cpu/batch_invariance.py`."""
         self.forget_packed()
 
     def hidden(self, inputs: StepInputs, layout: Layout, parts: Sequence[RowPart] = ()) -> Tensor:
-        """Last hidden states [N, hidden] of packed tokens; `parts` of them have adapters."""
+        """Return last hidden states [N, hidden] of packed tokens; `parts` of them have adapters."""
         if parts:
             assert self.adapters is not None
             with self.adapters.use(parts):
@@ -103,13 +112,17 @@ class ModelRunner:
         if self.lean is not None:
             # Decoding multiplies few rows by the same weights again and again.
             pack = isinstance(layout, DecodeLayout)
-            return self.lean(inputs.ids_N, inputs.positions_N, layout, pack=pack)
+
+            def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+                return layout.attend(layer, query, key, value, AttentionRule(scale))
+
+            return self.lean(inputs.ids_N, inputs.positions_N, attend, pack=pack)
         return packed_forward(
             self.model, inputs.ids_N, inputs.positions_N, layout, inputs.images, inputs.picture_N
         )
 
     def routed(self, inputs: StepInputs, layout: Layout) -> tuple[Tensor, Tensor | None]:
-        """As `hidden`, and of a MoE model the experts that the tokens took [N, L, E]."""
+        """Return hidden states, and of a MoE model the experts that the tokens took [N, L, E]."""
         routes, known_N = self.routes, inputs.experts_N
         if routes is None:
             return self.hidden(inputs, layout), None
@@ -118,23 +131,18 @@ class ModelRunner:
         return hidden_N, taken.tensor()[: len(hidden_N)]
 
     def logits(self, hidden_N: Tensor, *, pack: bool = False) -> Tensor:
-        """Logits [N, V] of last hidden states; with `pack`, the head is packed for later calls."""
+        """Return logits [N, V] of last hidden states; with `pack`, the head is packed for later calls."""
         if self.lean is not None:
-            return self.lean.logits(hidden_N, pack=pack)
+            return LogitScalings.of(self.model).apply(self.lean.head(hidden_N, pack=pack))
         return head_logits(self.model, hidden_N)
 
     def forget_packed(self, weights: Iterable[Tensor] | None = None) -> None:
-        """Give up packed copies: of weights that may have changed, or of all."""
-        if self.lean is None:
-            return
-        if weights is None:
-            self.lean.packed.clear()
-        else:
+        """Drop packed copies of weights that may have changed, or all."""
+        if self.lean is not None:
             self.lean.packed.forget(weights)
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of packed copies of weights."""
         return 0 if self.lean is None else self.lean.packed.nbytes
 
 
@@ -142,17 +150,9 @@ def prefill(runner: ModelRunner, prompts: Sequence[PromptKey]) -> list[Prefilled
     """Compute prompts in one packed forward call."""
     lengths = [len(prompt) for prompt in prompts]
     layout = PrefillLayout(lengths, runner.device)
-    inputs = pack(runner.model.config, prompts, runner.device)
-    hidden_N, experts_N = runner.routed(inputs, layout)
-    last_G = torch.tensor(lengths, device=runner.device).cumsum(0) - 1
-    computed = [
-        PrefilledPrompt(kv, hidden, shift)
-        for kv, hidden, shift in zip(layout.prompts(), hidden_N[last_G].unbind(), inputs.shifts, strict=True)
-    ]
-    if experts_N is not None:
-        for prompt, experts in zip(computed, experts_N.cpu().split(lengths), strict=True):
-            prompt.experts = experts.clone()
-    return computed
+    return _compute(
+        runner, pack(runner.model.config, prompts, runner.device), layout, lengths, layout.prompts
+    )
 
 
 def extend(
@@ -161,33 +161,44 @@ def extend(
     prompts: Sequence[PromptKey],
     begun: Sequence[tuple[int, CachedSequence]],
 ) -> list[PrefilledPrompt]:
-    """Compute the rest of prompts whose slots hold a kept beginning; they are views of the slots then."""
+    """Compute the rest of prompts whose slots hold a cached beginning; they are views of the slots then."""
     starts = [len(kept) for _, kept in begun]
     new = [len(prompt) - start for prompt, start in zip(prompts, starts, strict=True)]
     slots = [slot for slot, _ in begun]
     layout = ExtendLayout(memory, list(map(Extension, slots, starts, new)), runner.device)
-    inputs = pack_rest(runner.model.config, prompts, starts, runner.device)
-    hidden_N, experts_N = runner.routed(inputs, layout)
-    last_G = torch.tensor(new, device=runner.device).cumsum(0) - 1
-    computed = [
-        PrefilledPrompt(memory.prompt(slot, len(prompt)), hidden, shift)
-        for slot, prompt, hidden, shift in zip(
-            slots, prompts, hidden_N[last_G].unbind(), inputs.shifts, strict=True
-        )
-    ]
-    if experts_N is not None:
-        for prompt, (_, kept), experts in zip(computed, begun, experts_N.cpu().split(new), strict=True):
-            assert kept.experts is not None
-            prompt.experts = torch.cat([kept.experts, experts])
+    inputs = pack(runner.model.config, prompts, runner.device, starts)
+    computed = _compute(
+        runner, inputs, layout, new, lambda: list(map(memory.prompt, slots, map(len, prompts)))
+    )
+    for prompt, (_, kept) in zip(computed, begun, strict=True):
+        if prompt.experts is not None and kept.experts is not None:
+            prompt.experts = torch.cat([kept.experts, prompt.experts])
     return computed
+
+
+def _compute(
+    runner: ModelRunner,
+    inputs: StepInputs,
+    layout: Layout,
+    lengths: Sequence[int],
+    kv: Callable[[], list[PromptKv]],
+) -> list[PrefilledPrompt]:
+    """Run a forward over prompts with these numbers of tokens; `kv` is called after it."""
+    hidden_N, experts_N = runner.routed(inputs, layout)
+    last_G = torch.tensor(lengths, device=runner.device).cumsum(0) - 1
+    experts = [None] * len(lengths)
+    if experts_N is not None:
+        experts = [part.clone() for part in experts_N.cpu().split(list(lengths))]
+    parts = zip(kv(), hidden_N[last_G].unbind(), inputs.shifts, experts, strict=True)
+    return [PrefilledPrompt(*part) for part in parts]
 
 
 def decode(
     runner: ModelRunner, memory: KvMemory, token_B: Tensor, length_B: Tensor, position_B: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """One new token for each slot, put after the `length` it holds: last hidden states [B, hidden], experts.
+    """Decode one new token for each slot, after the `length` it holds, which is its position if not given.
 
-    Its position is the length too, if not given.
+    Return last hidden states [B, hidden] and experts.
     """
     inputs = StepInputs(token_B, length_B if position_B is None else position_B, ())
     return runner.routed(inputs, DecodeLayout(memory, length_B))
@@ -207,54 +218,45 @@ def pack(
     config: Any,
     sequences: Sequence[PromptKey],
     device: torch.device,
+    starts: Sequence[int] = (),
     tails: Sequence[Sequence[int]] = (),
     parents: Sequence[int] = (),
 ) -> StepInputs:
-    """Sequences one after the other, then tails that continue the sequences numbered `parents`."""
-    ids = torch.tensor([i for part in (*(s.ids for s in sequences), *tails) for i in part], device=device)
-    vision = is_vision(config)
-    positions, shifts = _positions(config, sequences)
+    """Pack sequences one after the other, then tails that continue the sequences numbered `parents`.
+
+    Of each sequence, its tokens from `starts` on (unset: all); pictures stand before a start above 0.
+    """
+    cuts = list(zip(sequences, starts or [0] * len(sequences), strict=True))
+    parts = [*(s.ids[start:] for s, start in cuts), *tails]
+    if vision := is_vision(config):
+        whole = [sequence_positions(config, s.ids, s.images) for s in sequences]
+        shifts = [int(p[-1].max()) + 1 - len(p) for p in whole]
+    else:
+        whole, shifts = [torch.arange(len(s)) for s in sequences], [0] * len(sequences)
+    positions = [p[start:] for p, (_, start) in zip(whole, cuts, strict=True)]
     for parent, tail in zip(parents, tails, strict=True):
         at = len(sequences[parent]) + shifts[parent]
         straight = torch.arange(at, at + len(tail))
         positions.append(straight.unsqueeze(1).expand(-1, AXES) if vision else straight)
-    positions_N = torch.cat(positions).to(device)
-    experts_N = _known_experts([len(s) for s in sequences], [s.experts for s in sequences], device)
-    images = [s.images for s in sequences if s.images is not None]
-    if not images:
-        return StepInputs(ids, positions_N, shifts, experts_N=experts_N)
-    picture_N = torch.cat(
-        [picture_tokens(config, s.ids, s.images) for s in sequences]
-        + [torch.zeros(len(tail), dtype=torch.bool) for tail in tails]
-    )
-    return StepInputs(ids, positions_N, shifts, images, picture_N.to(device), experts_N)
-
-
-def pack_rest(
-    config: Any, sequences: Sequence[PromptKey], starts: Sequence[int], device: torch.device
-) -> StepInputs:
-    """The tokens of each sequence from its start on, one after the other; pictures stand before it."""
-    positions, shifts = _positions(config, sequences)
-    cuts = list(zip(sequences, starts, strict=True))
-    ids = torch.tensor([i for s, start in cuts for i in s.ids[start:]], device=device)
-    rest = torch.cat([part[start:] for part, start in zip(positions, starts, strict=True)])
     known = [None if s.experts is None else s.experts[start:] for s, start in cuts]
-    experts_N = _known_experts([len(s) - start for s, start in cuts], known, device)
-    return StepInputs(ids, rest.to(device), shifts, experts_N=experts_N)
-
-
-def _positions(config: Any, sequences: Sequence[PromptKey]) -> tuple[list[Tensor], list[int]]:
-    """Positions of each whole sequence, and its shift."""
-    if not is_vision(config):
-        return [torch.arange(len(s)) for s in sequences], [0] * len(sequences)
-    positions = [sequence_positions(config, s.ids, s.images) for s in sequences]
-    return positions, [int(p[-1].max()) + 1 - len(p) for p in positions]
+    inputs = StepInputs(
+        torch.tensor([i for part in parts for i in part], device=device),
+        torch.cat(positions).to(device),
+        shifts,
+        [s.images for s, start in cuts if s.images is not None and not start],
+        experts_N=_known_experts([len(s) - start for s, start in cuts], known, device),
+    )
+    if inputs.images:
+        pictures = [picture_tokens(config, s.ids, s.images) for s in sequences]
+        pictures += [torch.zeros(len(tail), dtype=torch.bool) for tail in tails]
+        inputs.picture_N = torch.cat(pictures).to(device)
+    return inputs
 
 
 def _known_experts(
     lengths: Sequence[int], known: Sequence[Tensor | None], device: torch.device
 ) -> Tensor | None:
-    """Experts [N, L, E] of sequences of which the first tokens' may be known: -1 where they are not."""
+    """Return experts [N, L, E] of sequences of which the first tokens' may be known: -1 where not."""
     some = next((experts for experts in known if experts is not None and len(experts)), None)
     if some is None:
         return None
@@ -267,7 +269,7 @@ def _known_experts(
 
 @torch.no_grad()
 def _probe(runner: ModelRunner) -> tuple[float, float]:
-    """How far logits of a fixed sequence, half of it a prompt and half decoded, are off; and may be."""
+    """Return how far logits of a fixed sequence, half prompt and half decoded, are off, and may be."""
     prompt_of, plain_inputs = _probe_inputs(runner)
     ids, half = plain_inputs["input_ids"][0].tolist(), len(prompt_of)
     _, prompt = prefill(runner, [PromptKey((0,)), prompt_of])
@@ -282,14 +284,14 @@ def _probe(runner: ModelRunner) -> tuple[float, float]:
     packed = runner.logits(torch.stack(hidden))
     # The plain forward takes the same experts: near a tie, rounding alone would make it take others.
     routes = runner.routes
-    with routes.replay(torch.cat(experts)) if routes and routes.can_replay else nullcontext():
+    with routes.replay(torch.cat(experts)) if routes is not None else nullcontext():
         plain = runner.model(**plain_inputs, use_cache=False).logits[0, half - 1 :]
     tolerance = _TOLERANCE.get(plain.dtype, 5e-2)
     return float((packed - plain).abs().max()), tolerance * float(plain.abs().max())
 
 
 def _is_invariant(runner: ModelRunner) -> bool:
-    """Whether a sequence has the same keys, values and logits computed alone, among others, and decoded."""
+    """Return True if a sequence has the same numbers computed alone, among others, and decoded."""
     keys, threads = runner.token_kv.keys, torch.get_num_threads()
     if not attention_is_invariant(keys.shape[-1], keys.dtype, keys.device, threads):
         return False
@@ -320,12 +322,12 @@ def _is_invariant(runner: ModelRunner) -> bool:
 
 
 def _probe_inputs(runner: ModelRunner) -> tuple[PromptKey, dict[str, Tensor]]:
-    """A prompt to probe with, and what the plain model takes: it and a response, a picture if it sees."""
+    """Return a prompt to probe with, and the plain model's inputs: it and a response, with a picture."""
     config, ids = runner.model.config, fingerprint_ids(runner.vocab)
     half = len(ids) // 2
     if not runner.sees:
         return PromptKey(tuple(ids[:half])), {"input_ids": torch.tensor([ids], device=runner.device)}
-    token, images = image_token_id(config), probe_images(config)
+    token, images = config.image_token_id, probe_images(config)
     ids = [0 if i == token else i for i in ids]
     ids[1:5] = [token] * 4
     inputs = {"input_ids": torch.tensor([ids]), "mm_token_type_ids": torch.tensor([ids]) == token}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from practicum.engines.torch.kv_memory import PromptKv
-from practicum.models.images import Images
+from practicum.models.vision import Images
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class PromptKey:
 
     @property
     def pictures(self) -> bytes:
-        """The digest of the pictures alone; empty without any."""
+        """The digest of the pictures alone."""
         return b"" if self.images is None else self.images.digest
 
     def __len__(self) -> int:
@@ -55,7 +55,7 @@ class PrefilledPrompt:
 
 @dataclass(eq=False, slots=True)
 class CachedSequence:
-    """What was computed of a finished sequence: of all its tokens but the last, which was never an input."""
+    """A finished sequence without its last token, which was never an input."""
 
     ids: tuple[int, ...]
     pictures: bytes
@@ -70,18 +70,14 @@ class CachedSequence:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def is_of(self, ids: tuple[int, ...], pictures: bytes, experts: Tensor | None) -> bool:
-        """Whether another sequence has all the same."""
-        return self.ids == ids and self.pictures == pictures and _agree(self.experts, experts)
-
     def begins(self, prompt: PromptKey) -> bool:
-        """Whether the prompt continues from these tokens, with the same pictures and experts."""
+        """Return True if the prompt continues from these tokens, with the same pictures and experts."""
         alike = len(self) < len(prompt) and self.ids == prompt.ids[: len(self)]
         return alike and self.pictures == prompt.pictures and _agree(self.experts, prompt.experts)
 
 
 def _agree(cached: Tensor | None, requested: Tensor | None) -> bool:
-    """Whether cached and requested routing agree on the tokens that both cover."""
+    """Return True if cached and requested routing agree on the tokens that both cover."""
     if cached is None or requested is None:
         return requested is None
     both = min(len(cached), len(requested))
@@ -104,7 +100,6 @@ class SequenceCache:
         return len(self._by_hash)
 
     def clear(self) -> None:
-        """Forget everything."""
         self._by_hash.clear()
         self.tokens = self.nbytes = 0
 
@@ -114,7 +109,8 @@ class SequenceCache:
             return
         place = _hashes(ids, pictures)[-1]
         present = self._by_hash.get(place)
-        if present is not None and present.is_of(ids, pictures, experts):
+        same = present is not None and present.ids == ids and present.pictures == pictures
+        if present is not None and same and _agree(present.experts, experts):
             present.claims += 1
             self._by_hash[place] = self._by_hash.pop(place)
             return
@@ -127,7 +123,7 @@ class SequenceCache:
         self.nbytes += kept.kv.nbytes
 
     def find(self, prompt: PromptKey) -> CachedSequence | None:
-        """The longest cached sequence that the prompt continues with at least one token."""
+        """Return the longest cached sequence that the prompt continues with at least one token."""
         if not self._by_hash:
             return None
         for place in reversed(_hashes(prompt.ids, prompt.pictures)[:-1]):
@@ -153,5 +149,5 @@ class SequenceCache:
 
 
 def _hashes(ids: Sequence[int], pictures: bytes) -> list[int]:
-    """Hashes of the first 1, 2, ... tokens together with the pictures."""
+    """Return hashes of the first 1, 2, ... tokens together with the pictures."""
     return list(accumulate(ids, lambda so_far, i: hash((so_far, i)), initial=hash(pictures)))[1:]

@@ -40,17 +40,16 @@ class ScoreJob(Job):
 
     @property
     def prefix(self) -> PromptKey:
-        """What comes before the tokens to score, pictures included."""
+        """All before the tokens to score, pictures included."""
         return PromptKey.of(self.request.ids[: self.request.start], self.request.images)
 
     @property
     def adapter(self) -> str:
-        """The adapter that scores it; empty for the base."""
+        """Empty for the base."""
         return self.request.adapter or ""
 
     @property
     def targets(self) -> Sequence[int]:
-        """The tokens to score."""
         return self.request.ids[self.request.start :]
 
 
@@ -86,19 +85,15 @@ class RequestQueue:
             self._kept[prompt] = replace(computed, kv=computed.kv.copy(), hidden=computed.hidden.clone())
 
     def clear(self) -> None:
-        """Forget everything."""
         self._groups.clear()
         self._kept.clear()
 
     def take(
-        self,
-        slots: int,
-        budget: int,
-        find: Callable[[PromptKey], CachedSequence | None] = lambda prompt: None,
+        self, slots: int, budget: int, find: Callable[[PromptKey], CachedSequence | None]
     ) -> list[Admission]:
-        """Requests for this many slots whose prompts have at most `budget` tokens not yet computed.
+        """Return requests for this many slots whose prompts have at most `budget` tokens not yet computed.
 
-        A first prompt is taken even if it is longer than the budget. `find` gives what is known of a prompt.
+        A first prompt is taken even if it is longer than the budget. `find` looks a prompt up in the cache.
         """
         taken: list[Admission] = []
         for prompt in list(self._groups):
@@ -109,19 +104,15 @@ class RequestQueue:
             cost = 0 if computed else len(prompt) - (len(kept) if kept else 0)
             if taken and cost > budget:
                 break
-            jobs = self._pop(prompt, slots)
+            group, jobs = self._groups[prompt], []
+            while group and len(jobs) < slots:
+                job = group.popleft()
+                if not job.abandoned:
+                    jobs.append(job)
+            if not group:
+                del self._groups[prompt]
+                self._kept.pop(prompt, None)
             if jobs:
                 slots, budget = slots - len(jobs), budget - cost
                 taken.append(Admission(prompt, jobs, computed, kept))
         return taken
-
-    def _pop(self, prompt: PromptKey, most: int) -> list[GenerateJob]:
-        group, jobs = self._groups[prompt], []
-        while group and len(jobs) < most:
-            job = group.popleft()
-            if not job.abandoned:
-                jobs.append(job)
-        if not group:
-            del self._groups[prompt]
-            self._kept.pop(prompt, None)
-        return jobs

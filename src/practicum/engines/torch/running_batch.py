@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from practicum.engines.protocol import Finish, Generation
 from practicum.engines.torch.kv_memory import lazy_zeros
@@ -16,6 +18,10 @@ from practicum.engines.torch.sampler import Draw, Sampled
 from practicum.models.experts import Routes
 
 _NO_TOKEN = -1
+
+
+def _column(number: int) -> Any:
+    return property(lambda rows: rows._state[: rows.count, number])
 
 
 class RunningBatch:
@@ -28,7 +34,7 @@ class RunningBatch:
         self.jobs: list[GenerateJob] = []
         self.draws: Counter[Draw] = Counter()
         """How many rows are sampled in each way."""
-        # One matrix, so that a row moves at once; columns are what the properties below say.
+        # One matrix, so that a row moves at once; columns are named below.
         self._state = torch.zeros(slots, 7, dtype=torch.int64, device=device)
         self._stops = torch.full((slots, 1), _NO_TOKEN, dtype=torch.int64, device=device)
         # What was sampled stays where it is when rows move: `_out` says where.
@@ -42,7 +48,6 @@ class RunningBatch:
         self._free_outs = list(range(slots))
 
     def clear(self) -> None:
-        """Forget all rows."""
         self.jobs.clear()
         self.draws.clear()
         self._free_outs = list(range(len(self._state)))
@@ -51,59 +56,25 @@ class RunningBatch:
     def count(self) -> int:
         return len(self.jobs)
 
-    @property
-    def last_B(self) -> Tensor:
-        """The newest token of each row."""
-        return self._state[: self.count, 0]
-
-    @property
-    def length_B(self) -> Tensor:
-        """How many positions of its slot each row fills."""
-        return self._state[: self.count, 1]
-
-    @property
-    def made_B(self) -> Tensor:
-        """How many tokens each row has sampled."""
-        return self._state[: self.count, 2]
-
-    @property
-    def key_B(self) -> Tensor:
-        """The randomness of each row."""
-        return self._state[: self.count, 4]
+    # Views of the state's columns: the newest token of each row, how many positions of its slot it fills, how
+    # many tokens it has sampled and may sample, its randomness, and where its samples are.
+    last_B, length_B, made_B, _limit_B, key_B, _out_B = map(_column, range(6))
 
     @property
     def position_B(self) -> Tensor:
         """The position of each row's newest token: not its length, if there are pictures before it."""
         return self._state[: self.count, 1] + self._state[: self.count, 6]
 
-    @property
-    def _limit_B(self) -> Tensor:
-        return self._state[: self.count, 3]
-
-    @property
-    def _out_B(self) -> Tensor:
-        return self._state[: self.count, 5]
-
     def add(self, jobs: Sequence[GenerateJob], prompt: PrefilledPrompt) -> None:
         """Put new sequences of one prompt after the running ones; it fills their slots."""
         first, end = self.count, self.count + len(jobs)
-        state = [
-            (
-                _NO_TOKEN,
-                len(job.prompt),
-                0,
-                job.sampling.max_new_tokens,
-                job.key,
-                self._free_outs.pop(),
-                prompt.shift,
-            )
-            for job in jobs
-        ]
+        state = []
+        for job in jobs:
+            limit, out = job.sampling.max_new_tokens, self._free_outs.pop()
+            state.append((_NO_TOKEN, len(job.prompt), 0, limit, job.key, out, prompt.shift))
         self._state[first:end] = torch.tensor(state, device=self._state.device)
         width = max(self._stops.shape[1], *(len(job.sampling.stop) for job in jobs))
-        if width > self._stops.shape[1]:
-            more = width - self._stops.shape[1]
-            self._stops = torch.nn.functional.pad(self._stops, (0, more), value=_NO_TOKEN)
+        self._stops = pad(self._stops, (0, width - self._stops.shape[1]), value=_NO_TOKEN)
         stops = [[*job.sampling.stop] + [_NO_TOKEN] * (width - len(job.sampling.stop)) for job in jobs]
         self._stops[first:end] = torch.tensor(stops, device=self._stops.device)
         for job in jobs:
@@ -111,13 +82,20 @@ class RunningBatch:
         self.jobs += jobs
         self.draws.update(job.draw for job in jobs)
 
+    def by_draw(self) -> list[tuple[Draw, list[int] | slice]]:
+        """Return the rows that are sampled in each way."""
+        if len(self.draws) == 1:
+            return [(next(iter(self.draws)), slice(None))]
+        rows = list(enumerate(self.jobs))
+        return [(draw, [row for row, job in rows if job.draw == draw]) for draw in self.draws]
+
     def note_experts(self, experts_BLE: Tensor) -> None:
         """Keep which experts each row's newest token took."""
         assert self._experts is not None
         self._experts[self._out_B, self.made_B - 1] = experts_BLE.to(self._experts.dtype)
 
     def append(self, sampled: Sampled) -> tuple[list[int], list[Finish]]:
-        """Add one token to every row; the rows that are finished by it, and why."""
+        """Add one token to every row. Return the rows that are finished by it, and why."""
         place = (self._out_B, self.made_B)
         self._tokens[place] = sampled.tokens_B
         self._logprobs[place] = sampled.logprobs_B.to(torch.float32)
@@ -130,7 +108,7 @@ class RunningBatch:
         return finished.tolist(), ["stop" if hit else "length" for hit in stopped]
 
     def generations(self, rows: Sequence[int], finishes: Sequence[Finish], version: int) -> list[Generation]:
-        """What these rows have sampled, on the CPU, in memory of their own."""
+        """Return what these rows have sampled, on the CPU, in separate memory."""
         if not rows:
             return []
         index = torch.tensor(rows, device=self._state.device)
@@ -139,7 +117,15 @@ class RunningBatch:
             buffer[:, : max(made)][self._out_B[index]].cpu()
             for buffer in (self._tokens, self._logprobs, self._plain)
         )
-        experts = self._experts_of(rows, index, made)
+        experts: list[Tensor | None] = [None] * len(rows)
+        if self._experts is not None:  # of prompt tokens, then of sampled ones
+            decoded = self._experts[:, : max(made)][self._out_B[index]].cpu().to(torch.int64)
+            prompts = [self.jobs[row].prompt_experts for row in rows]
+            experts = [
+                torch.cat([prompt, decoded[i, : n - 1]])
+                for i, (prompt, n) in enumerate(zip(prompts, made, strict=True))
+                if prompt is not None
+            ]
         return [
             Generation(
                 tokens=tokens[i, :n].clone(),
@@ -153,20 +139,8 @@ class RunningBatch:
             for i, (n, finish) in enumerate(zip(made, finishes, strict=True))
         ]
 
-    def _experts_of(self, rows: Sequence[int], index: Tensor, made: Sequence[int]) -> list[Tensor | None]:
-        """Experts [P + R - 1, L, E] of these rows, if they are kept: prompt tokens, then sampled ones."""
-        if self._experts is None:
-            return [None] * len(rows)
-        decoded = self._experts[:, : max(made)][self._out_B[index]].cpu().to(torch.int64)
-        experts: list[Tensor | None] = []
-        for i, (row, n) in enumerate(zip(rows, made, strict=True)):
-            prompt = self.jobs[row].prompt_experts
-            assert prompt is not None
-            experts.append(torch.cat([prompt, decoded[i, : n - 1]]))
-        return experts
-
     def remove(self, rows: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Forget these rows; (source, target, length) of the rows that took their places."""
+        """Forget these rows. Return (source, target, length) of the rows that took their places."""
         gone = set(rows)
         left = self.count - len(gone)
         self._free_outs += self._out_B[list(rows)].tolist() if rows else []

@@ -51,7 +51,7 @@ class Sampled(NamedTuple):
 
 
 def sample(logits_BV: Tensor, draw: Draw, uniform_B: Tensor) -> Sampled:
-    """One token per row. Cuts apply in this order: temperature, top-k, top-p, min-p.
+    """Sample one token per row. Cuts apply in this order: temperature, top-k, top-p, min-p.
 
     Greedy takes the best token, with its logprob at temperature 1. Where nothing is cut, logprobs are those
     that learner and teachers compute of the same logits.
@@ -86,7 +86,7 @@ def _check_finite(sum_B: Tensor) -> None:
 
 
 def cut(weights_BV: Tensor, draw: Draw) -> Tensor:
-    """Probabilities with what top-k, top-p and min-p cut set to 0.
+    """Set to 0 the probabilities that top-k, top-p and min-p cut.
 
     top-k keeps exactly k; top-p the smallest set of best tokens that has this share of what top-k left; min-p
     what has at least this share of the best token's probability.
@@ -113,7 +113,7 @@ def _cut_ranked(weights_BV: Tensor, top_k: int, top_p: float, width: int) -> Ten
 
 
 def inverse_cdf(weights_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row the token at share `uniform` of its weights' running float64 sum, and the row's total."""
+    """Return each row's token at share `uniform` of its weights' running float64 sum, and the row's total."""
     sums_BV = weights_BV.cumsum(-1, dtype=torch.float64)
     total_B = sums_BV[:, -1]
     tokens_B1 = torch.searchsorted(sums_BV, (uniform_B * total_B).unsqueeze(-1), right=True)
@@ -124,27 +124,24 @@ def _signed(x: int) -> int:
     return x - (1 << 64) if x >> 63 else x
 
 
-def _mix(x: int) -> int:
-    x = ((x ^ (x >> 30)) * _MULTIPLIERS[0]) & _MASK
-    x = ((x ^ (x >> 27)) * _MULTIPLIERS[1]) & _MASK
-    return x ^ (x >> 31)
-
-
 def stream_key(counter: Counter) -> int:
-    """The counter's hash, as a signed 64-bit number."""
+    """Return the counter's hash, as a signed 64-bit number."""
     key = 0
     for part in (counter.seed, counter.prompt, counter.session, counter.turn):
-        key = _mix((key + part + _GAMMA) & _MASK)
+        x = (key + part + _GAMMA) & _MASK
+        x = ((x ^ (x >> 30)) * _MULTIPLIERS[0]) & _MASK
+        x = ((x ^ (x >> 27)) * _MULTIPLIERS[1]) & _MASK
+        key = x ^ (x >> 31)
     return _signed(key)
 
 
 def skip_ahead(key: int, count: int) -> int:
-    """The key whose number at position 0 is this key's at position `count`."""
+    """Return the key whose number at position 0 is this key's at position `count`."""
     return _signed((key + count * _GAMMA) & _MASK)
 
 
 def uniforms(key_B: Tensor, position_B: Tensor) -> Tensor:
-    """float64 [B] in [0, 1), one for each (key, position); both are int64.
+    """Return float64 [B] in [0, 1), one for each (key, position); both are int64.
 
     52 bits: the largest value is so far below 1 that its product with a total never rounds up to it.
     """

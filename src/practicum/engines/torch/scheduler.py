@@ -18,27 +18,23 @@ from practicum.engines.torch.prompt_cache import CachedSequence, PrefilledPrompt
 from practicum.engines.torch.request_queue import Admission, GenerateJob, RequestQueue, ScoreJob
 from practicum.engines.torch.running_batch import RunningBatch
 from practicum.engines.torch.sampler import Sampled, uniforms
-from practicum.engines.torch.score_batch import Prefix, cost, score_batch
+from practicum.engines.torch.score_batch import Prefix, score_batch
 from practicum.errors import EngineError
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """What an engine has done since it was made."""
+    """Counts since an engine was made. Prefilled tokens were computed, reused ones came from the cache."""
 
     prefilled_prompts: int = 0
     prefilled_tokens: int = 0
-    """Tokens of prompts that were really computed."""
     reused_tokens: int = 0
-    """Tokens of prompts that an earlier turn had computed."""
     decode_steps: int = 0
     decoded_tokens: int = 0
     sampled_tokens: int = 0
     scored_tokens: int = 0
     confirmed_turns: int = 0
-    """Turns that were computed again alone."""
     redrafted_turns: int = 0
-    """How often a token came out otherwise then."""
     most_rows: int = 0
 
 
@@ -46,30 +42,21 @@ class Scheduler:
     """Sequences in slots and requests that wait for them; used by one thread at a time."""
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        *,
-        slots: int,
-        context: int,
-        prefill_tokens: int,
-        score_tokens: int,
-        keep_tokens: int,
-        alone: bool = False,
+        self, runner: ModelRunner, slots: int, context: int, prefill_tokens: int, score_tokens: int
     ) -> None:
-        """With `alone`, each turn is confirmed and each sequence scored by itself."""
         self.version = 0
         self.stats = EngineStats()
-        self.memory: KvMemory | None = None
-        """None while the engine sleeps."""
-        self._runner = runner
-        self._slots, self._context = slots, context
-        self._prefill_tokens, self._score_tokens = prefill_tokens, score_tokens
+        self.alone = not runner.invariant
+        """True if each turn is confirmed and each sequence scored by itself: `confirm.py`."""
         self.running = RunningBatch(slots, context, runner.device, runner.routes)
         self.waiting = RequestQueue()
-        self.cache = SequenceCache(keep_tokens)
+        self.cache = SequenceCache(slots * context)
         self.scoring: deque[ScoreJob] = deque()
-        self._alone = alone
         self._drafts: list[tuple[GenerateJob, Generation]] = []
+        self._runner, self._slots, self._context = runner, slots, context
+        self._prefill_tokens, self._score_tokens = prefill_tokens, score_tokens
+        self.memory: KvMemory | None = None
+        """None while the engine sleeps."""
         self.allocate()
 
     def allocate(self) -> None:
@@ -79,12 +66,10 @@ class Scheduler:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the KV memory and of the sequences kept beside it."""
         return (self.memory.nbytes if self.memory else 0) + self.cache.nbytes
 
     @property
     def busy(self) -> bool:
-        """Whether there is work left."""
         return bool(self.running.count or self.waiting or self.scoring or self._drafts)
 
     def free(self) -> None:
@@ -94,39 +79,39 @@ class Scheduler:
 
     def reset(self) -> None:
         """Forget all requests, and what was computed for them."""
-        self.running.clear()
-        self.waiting.clear()
-        self.cache.clear()
-        self.scoring.clear()
-        self._drafts.clear()
+        for part in (self.running, self.waiting, self.cache, self.scoring, self._drafts):
+            part.clear()
 
     @torch.no_grad()
     def step(self, arrived: list[Job]) -> tuple[list[Outcome], bool]:
-        """Take in new requests and do one turn's work: outcomes, and whether work is left."""
+        """Take in new requests and do one turn's work. Return outcomes, and True if work is left."""
         if self.memory is None:
             raise EngineError("the engine sleeps: call wake() first")
-        self._take_in(arrived)
-        self._drop_abandoned(self.memory)
-        outcomes = self._score() + self._confirm()
-        running_B = self._decode(self.memory)
-        fresh_B = self._admit(self.memory)
-        if self.running.count:
-            sampled = self._sample(torch.cat([*running_B, *fresh_B]))
-            outcomes += self._collect(self.memory, sampled)
-        return outcomes, self.busy
-
-    def _take_in(self, arrived: list[Job]) -> None:
         for job in arrived:
             if isinstance(job, GenerateJob):
                 self.waiting.add(job)
             elif isinstance(job, ScoreJob):
                 self.scoring.append(job)
-
-    def _drop_abandoned(self, memory: KvMemory) -> None:
-        self._remove(memory, [row for row, job in enumerate(self.running.jobs) if job.abandoned])
+        rows = self.running
+        self._remove(self.memory, [row for row, job in enumerate(rows.jobs) if job.abandoned])
+        outcomes = self._score() + self._confirm()
+        hidden = [*self._decode(self.memory), *self._admit(self.memory)]
+        if hidden:
+            hidden_B, uniform_B = torch.cat(hidden), uniforms(rows.key_B, rows.made_B)
+            groups, parts = rows.by_draw(), []
+            for draw, alike in groups:
+                parts.append(sample_hidden(self._runner, hidden_B[alike], draw, uniform_B[alike]))
+            sampled = parts[0]
+            if len(parts) > 1:  # put them into the rows' order
+                order = [row for _, alike in groups if isinstance(alike, list) for row in alike]
+                back_B = torch.tensor(order, device=hidden_B.device).argsort()
+                sampled = Sampled(*(torch.cat(column)[back_B] for column in zip(*parts, strict=True)))
+            self.stats.sampled_tokens += rows.count
+            outcomes += self._collect(self.memory, sampled)
+        return outcomes, self.busy
 
     def _decode(self, memory: KvMemory) -> list[Tensor]:
-        """Hidden states of the newest token of each running row."""
+        """Return hidden states of the newest token of each running row."""
         rows = self.running
         if not rows.count:
             return []
@@ -140,7 +125,7 @@ class Scheduler:
         return [hidden_B]
 
     def _admit(self, memory: KvMemory) -> list[Tensor]:
-        """Give free slots to waiting requests; hidden states of their prompts' last tokens."""
+        """Assign free slots to waiting requests. Return hidden states of their prompts' last tokens."""
         taken = self.waiting.take(self._slots - self.running.count, self._prefill_tokens, self.cache.find)
         new = [one.prompt for one in taken if one.computed is None and one.kept is None]
         computed = iter(prefill(self._runner, new) if new else [])
@@ -156,7 +141,7 @@ class Scheduler:
         return fresh
 
     def _extend(self, memory: KvMemory, admissions: Sequence[Admission]) -> list[Tensor]:
-        """As `_admit`, of prompts that begin with a kept sequence."""
+        """Admit prompts that begin with a cached sequence."""
         begun: list[tuple[int, CachedSequence]] = []
         slot = self.running.count
         for one in admissions:
@@ -171,10 +156,8 @@ class Scheduler:
         self.stats.prefilled_prompts += len(prompts)
         self.stats.prefilled_tokens += sum(map(len, prompts)) - reused
         self.stats.reused_tokens += reused
-        return [
-            self._start(memory, one, prompt, filled=1)
-            for one, prompt in zip(admissions, computed, strict=True)
-        ]
+        pairs = zip(admissions, computed, strict=True)
+        return [self._start(memory, one, prompt, filled=1) for one, prompt in pairs]
 
     def _start(
         self, memory: KvMemory, admission: Admission, prompt: PrefilledPrompt, filled: int = 0
@@ -186,31 +169,17 @@ class Scheduler:
         self.running.add(admission.jobs, prompt)
         return prompt.hidden.expand(count, -1)
 
-    def _sample(self, hidden_B: Tensor) -> Sampled:
-        rows = self.running
-        self.stats.sampled_tokens += rows.count
-        uniform_B = uniforms(rows.key_B, rows.made_B)
-        if len(rows.draws) == 1:
-            return sample_hidden(self._runner, hidden_B, next(iter(rows.draws)), uniform_B)
-        parts, order = [], []
-        for draw in rows.draws:
-            alike = [row for row, job in enumerate(rows.jobs) if job.draw == draw]
-            parts.append(sample_hidden(self._runner, hidden_B[alike], draw, uniform_B[alike]))
-            order += alike
-        back_B = torch.tensor(order, device=self._runner.device).argsort()
-        return Sampled(*(torch.cat(column)[back_B] for column in zip(*parts, strict=True)))
-
     def _collect(self, memory: KvMemory, sampled: Sampled) -> list[Outcome]:
         """Add a token to each row; finished rows leave their slots."""
         done, finishes = self.running.append(sampled)
         jobs = [self.running.jobs[row] for row in done]
-        generations = self.running.generations(done, finishes, self.version)
-        for row, job, made in zip(done, jobs, generations, strict=True):
-            if job.keep:
-                self._keep(memory, row, job, made)
+        made = list(zip(jobs, self.running.generations(done, finishes, self.version), strict=True))
+        for row, (job, generation) in zip(done, made, strict=True):
+            if job.keep:  # the last token was never an input: nothing is computed of it
+                ids = (*job.prompt.ids, *generation.tokens[:-1].tolist())
+                self.cache.put(ids, job.prompt.pictures, memory.prompt(row, len(ids)), generation.experts)
         self._remove(memory, done)
-        made = list(zip(jobs, generations, strict=True))
-        if self._alone:
+        if self.alone:
             self._drafts += made
             return []
         return [*made]
@@ -231,24 +200,21 @@ class Scheduler:
                 outcomes.append((job, made))
         return outcomes
 
-    def _keep(self, memory: KvMemory, row: int, job: GenerateJob, made: Generation) -> None:
-        # The last token was never an input: nothing is computed of it.
-        ids = (*job.prompt.ids, *made.tokens[:-1].tolist())
-        self.cache.put(ids, job.prompt.pictures, memory.prompt(row, len(ids)), made.experts)
-
     def _remove(self, memory: KvMemory, rows: list[int]) -> None:
         for source, target, length in self.running.remove(rows) if rows else ():
             memory.move(source, target, length)
 
     def _score(self) -> list[Outcome]:
-        """One forward call's worth of the requests to score."""
+        """Score one forward call's worth of requests."""
         jobs: list[ScoreJob] = []
         seen: set[Prefix] = set()
         tokens = 0
         while self.scoring:
             job = self.scoring[0]
             if not job.abandoned:
-                tokens += cost(job, seen)
+                prefix = job.adapter, job.prefix  # computed once for all jobs that share it
+                tokens += len(job.targets) - 1 + (0 if prefix in seen else len(job.prefix))
+                seen.add(prefix)
                 if jobs and tokens > self._score_tokens:
                     break
                 jobs.append(job)
@@ -256,6 +222,6 @@ class Scheduler:
         if not jobs:
             return []
         self.stats.scored_tokens += sum(len(job.targets) for job in jobs)
-        batches = [[job] for job in jobs] if self._alone else [jobs]
+        batches = [[job] for job in jobs] if self.alone else [jobs]
         scores = [one for batch in batches for one in score_batch(self._runner, batch, self.version)]
         return list(zip(jobs, scores, strict=True))

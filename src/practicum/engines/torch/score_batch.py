@@ -1,7 +1,7 @@
 """Logprobs of given tokens: packed without padding, and never all tokens times the vocabulary at once.
 
 What comes before the scored tokens is computed once for all jobs that share it. A job's numbers are the same,
-bit for bit, whatever else is in its batch (`models/batch_invariance.py`); others may have other adapters.
+bit for bit, whatever else is in its batch (`cpu/batch_invariance.py`); others may have other adapters.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 from practicum.algorithms.token_logprobs import log_distribution, scaled_logits
+from practicum.cpu.adapter_rows import RowPart
+from practicum.cpu.batch_invariance import ROWS
 from practicum.engines.protocol import ScoreOptions, Scores
 from practicum.engines.torch.model_runner import ModelRunner, pack
 from practicum.engines.torch.prompt_cache import PromptKey
 from practicum.engines.torch.request_queue import ScoreJob
-from practicum.models.adapter_rows import RowPart
-from practicum.models.batch_invariance import ROWS
 from practicum.models.packed_attention import PackedLayout
 
 LOGITS_AT_ONCE = 2**22
 
 
 def score_batch(runner: ModelRunner, jobs: Sequence[ScoreJob], version: int) -> list[Scores]:
-    """Scores of each job, by one forward call. Each job must have at least one token to score."""
+    """Score jobs by one forward call. Each must have at least one token to score."""
     order = sorted(range(len(jobs)), key=lambda i: jobs[i].adapter)
     hidden = dict(zip(order, _hidden(runner, [jobs[i] for i in order]), strict=True))
     alike: dict[ScoreOptions, list[int]] = {}
@@ -50,16 +50,8 @@ Prefix = tuple[str, PromptKey]
 """What jobs may share: an adapter, and what comes before the tokens to score."""
 
 
-def cost(job: ScoreJob, seen: set[Prefix]) -> int:
-    """Tokens that a job adds to a batch that has computed the prefixes in `seen`; notes its own there."""
-    prefix = job.prefix
-    more = 0 if (job.adapter, prefix) in seen else len(prefix)
-    seen.add((job.adapter, prefix))
-    return more + len(job.targets) - 1
-
-
 def _hidden(runner: ModelRunner, jobs: Sequence[ScoreJob]) -> list[Tensor]:
-    """Hidden states [R, H] that predict the tokens of each job; jobs of an adapter come together."""
+    """Return hidden states [R, H] that predict the tokens of each job; jobs of an adapter come together."""
     numbers: dict[Prefix, int] = {}
     parents = [numbers.setdefault((job.adapter, job.prefix), len(numbers)) for job in jobs]
     # The last token predicts nothing that was asked for, so it is no input.
@@ -70,7 +62,7 @@ def _hidden(runner: ModelRunner, jobs: Sequence[ScoreJob]) -> list[Tensor]:
     layout = PackedLayout.of_sequences(lengths, continuations).to(runner.device)
     rows = [(adapter, len(prefix)) for adapter, prefix in numbers]
     rows += [(job.adapter, len(tail)) for job, tail in zip(jobs, tails, strict=True)]
-    inputs = pack(runner.model.config, prefixes, runner.device, tails, parents)
+    inputs = pack(runner.model.config, prefixes, runner.device, tails=tails, parents=parents)
     hidden_N = runner.hidden(inputs, layout, adapter_parts(rows))
     last = torch.tensor(lengths, device=runner.device).cumsum(0) - 1
     first_BH = hidden_N[last[parents]]
@@ -79,7 +71,7 @@ def _hidden(runner: ModelRunner, jobs: Sequence[ScoreJob]) -> list[Tensor]:
 
 
 def adapter_parts(rows: Sequence[tuple[str, int]]) -> list[RowPart]:
-    """The rows of each adapter in turn, of sequences one after the other: each its adapter and its length."""
+    """Return the rows of each adapter, of sequences one after the other with their adapters and lengths."""
     parts: list[RowPart] = []
     ends = accumulate(length for _, length in rows)
     for (adapter, length), end in zip(rows, ends, strict=True):
@@ -91,7 +83,7 @@ def adapter_parts(rows: Sequence[tuple[str, int]]) -> list[RowPart]:
 
 
 def empty_scores(runner: ModelRunner, options: ScoreOptions, version: int) -> Scores:
-    """Scores of a sequence without tokens to score."""
+    """Return the scores of a sequence without tokens to score."""
     k = options.top_k
     top = (torch.empty(0, k, dtype=torch.int64), torch.empty(0, k)) if k else (None, None)
     hidden = torch.empty(0, runner.hidden_size) if options.hidden else None
@@ -101,7 +93,7 @@ def empty_scores(runner: ModelRunner, options: ScoreOptions, version: int) -> Sc
 def _logprobs(
     runner: ModelRunner, hidden_R: Tensor, target_R: Tensor, options: ScoreOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """On the CPU: logprobs of the targets [R], ids and logprobs of the most likely tokens [R, K]."""
+    """Return logprobs of the targets [R], ids and logprobs of the most likely tokens [R, K], on the CPU."""
     logprobs, ids, best = [], [], []
     rows = max(ROWS, LOGITS_AT_ONCE // runner.vocab)
     for hidden, target in zip(hidden_R.split(rows), target_R.split(rows), strict=True):

@@ -1,6 +1,6 @@
 """The torch engine: any transformers causal LM, with continuous batching and KV memory that grows.
 
-Equal prompts are computed once, and a prompt that continues a kept answer only from there on. Left out on
+Equal prompts are computed once, and a prompt that continues a cached answer only from there on. Left out on
 purpose: paging (all slots are as long as the longest running sequence) and reuse of prompts that merely begin
 alike. This file is what callers use; the engine's work is `scheduler.step`.
 """
@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from practicum.devices import describe_device
 from practicum.engines.protocol import (
     LOGPROBS_ONLY,
+    Engine,
     GenerateRequest,
     Generation,
     Memory,
@@ -29,11 +31,11 @@ from practicum.engines.torch.model_runner import ModelRunner
 from practicum.engines.torch.prompt_cache import PromptKey
 from practicum.engines.torch.request_queue import GenerateJob, ScoreJob
 from practicum.engines.torch.sampler import Draw, stream_key
-from practicum.engines.torch.scheduler import EngineStats, Scheduler
+from practicum.engines.torch.scheduler import Scheduler
 from practicum.engines.torch.score_batch import empty_scores, score_batch
 from practicum.errors import EngineError
+from practicum.models.attention import OutputHead
 from practicum.models.fingerprint import fingerprint_ids
-from practicum.models.images import Images
 from practicum.models.load_model import context_length
 from practicum.models.offloaded_weights import (
     OffloadedWeights,
@@ -43,17 +45,16 @@ from practicum.models.offloaded_weights import (
     return_memory,
     take_weights,
 )
-from practicum.models.vision import picture_spans
+from practicum.models.vision import Images, picture_spans
 
 
-class TorchEngine:
+class TorchEngine(Engine):
     """Samples and scores with the model object it is given; see `protocol.Engine`.
 
-    `slots` sequences are decoded at once, each of up to `context` tokens with its prompt. One forward call
+    `slots` sequences are decoded together, each of up to `context` tokens with its prompt. One forward call
     takes up to `prefill_tokens` tokens of prompts, or `score_tokens` to score (a longer sequence goes alone).
-    Answers that are to be kept take up to `keep_tokens` tokens with their prompts; unset: slots x context.
-    Where numbers depend on the batch, a `repeatable` engine computes what it gives sequence by sequence.
-    With `owns_weights`, a sleeping engine may offload them: nobody else may use the model then.
+    The cache of answers holds slots x context tokens. With `owns_weights`, a sleeping engine may offload
+    them: nobody else may use the model then.
     """
 
     def __init__(
@@ -62,91 +63,95 @@ class TorchEngine:
         *,
         slots: int,
         context: int,
-        version: int = 0,
         prefill_tokens: int = 8192,
         score_tokens: int = 8192,
-        keep_tokens: int | None = None,
         owns_weights: bool = False,
-        repeatable: bool = True,
     ) -> None:
-        if slots < 1:
-            raise EngineError(f"an engine needs at least 1 slot, not {slots}")
         longest = context_length(model)
         if longest is not None and context > longest:
             raise EngineError(f"a context of {context} tokens is more than the model's {longest}")
-        self.version = version
-        self._model, self._owns_weights = model, owns_weights
+        self.version = 0
+        self.model: PreTrainedModel = model
+        self.owns_weights = owns_weights
         self._context, self._longest = context, longest or context
         self.runner = ModelRunner(model)
-        self.alone = repeatable and not self.runner.invariant
-        """Whether turns are confirmed and sequences scored each by itself: `confirm.py`."""
-        self.scheduler = Scheduler(
-            self.runner,
-            slots=slots,
-            context=context,
-            prefill_tokens=prefill_tokens,
-            score_tokens=score_tokens,
-            keep_tokens=slots * context if keep_tokens is None else keep_tokens,
-            alone=self.alone,
-        )
-        self.scheduler.version = version
+        self.scheduler = Scheduler(self.runner, slots, context, prefill_tokens, score_tokens)
+        self.stats = self.scheduler.stats
         self.offloaded: OffloadedWeights | None = None
         self.thread = EngineThread(self.scheduler.step, self.scheduler.reset, "torch engine")
 
     @property
     def awake(self) -> bool:
-        """Whether it has its KV memory: neither asleep nor closed."""
+        """True if it has its KV memory: neither asleep nor closed."""
         return self.scheduler.memory is not None
 
     @property
     def idle(self) -> bool:
-        """Whether nobody waits for it and no sequence is in it."""
+        """True if nobody waits for it and no sequence is in it."""
         return not self.thread.open_jobs and not self.scheduler.busy
 
     @property
     def closed(self) -> bool:
-        """Whether it was stopped for good."""
         return self.thread.closed
 
     @property
-    def stats(self) -> EngineStats:
-        """What the engine has done since it was made."""
-        return self.scheduler.stats
+    def step_s(self) -> float:
+        return self.thread.step_s
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.runner.device.type == "cpu"
+
+    @property
+    def own_bytes(self) -> int:
+        own = distinct_tensors(self.model) if self.owns_weights else named_tensors(self.model).values()
+        return sum(tensor.nbytes for tensor in own)
+
+    def head(self) -> OutputHead:
+        return OutputHead.of(self.model, copy=self.owns_weights)
+
+    def describe(self) -> list[str]:
+        lines = [] if self.on_cpu else [describe_device(self.runner.device)]
+        if not self.runner.invariant:
+            kind = f"{self.runner.device.type}, {str(self.model.dtype).removeprefix('torch.')}"
+            lines.append(
+                f"logprobs depend in their last bits on what else is in the engine's batch ({kind}): each is "
+                "computed alone, so that runs repeat"
+            )
+        return lines
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Sample one answer.
-
-        With `keep`, what was computed is kept for a prompt that begins with this one and its answer, until
-        one comes, others need the room, or the weights change.
-        """
-        prompt_ids, sampling = request.prompt_ids, request.sampling
-        self._check_awake()
-        self._check_ids(prompt_ids, "prompt")
-        self._check_images(prompt_ids, request.images)
+        ids, sampling = request.prompt_ids, request.sampling
+        self._check(ids, "prompt")
+        self._check_images(ids, request.images)
         _check_sampling(sampling)
-        if len(prompt_ids) + sampling.max_new_tokens > self._context:
+        if len(ids) + sampling.max_new_tokens > self._context:
             raise EngineError(
-                f"a prompt of {len(prompt_ids)} tokens and max_new_tokens {sampling.max_new_tokens} do not "
+                f"a prompt of {len(ids)} tokens and max_new_tokens {sampling.max_new_tokens} do not "
                 f"fit the engine's context of {self._context} tokens: shorten one of them, or make the "
                 "engine with a longer context"
             )
-        prompt = PromptKey.of(prompt_ids, request.images, self._known_experts(prompt_ids, request.experts))
-        job = GenerateJob(prompt, sampling, Draw.of(sampling), stream_key(request.counter), request.keep)
-        return await self.thread.submit(job)
+        routes, experts = self.runner.routes, request.experts
+        if routes is None:  # experts can't be taken again, if there are any
+            experts = None
+        elif experts is not None and (
+            len(experts) > len(ids) or experts.shape[1:] != (routes.layers, routes.per_token)
+        ):
+            raise EngineError(
+                f"experts {list(experts.shape)} do not fit a prompt of {len(ids)} tokens in a model with "
+                f"{routes.layers} layers of {routes.per_token} experts for each token"
+            )
+        prompt, key = PromptKey.of(ids, request.images, experts), stream_key(request.counter)
+        return await self.thread.submit(GenerateJob(prompt, sampling, Draw.of(sampling), key, request.keep))
 
     async def score(self, request: ScoreRequest, options: ScoreOptions = LOGPROBS_ONLY) -> Scores:
-        """Logprobs of ids[start:], each given all before it; their hidden states too, if asked.
-
-        The numbers do not depend on what else is scored at the same time.
-        """
-        self._check_awake()
-        ids, start = request.ids, request.start
-        self._check_ids(ids, "sequence to score")
+        ids, start, vocab = request.ids, request.start, self.runner.vocab
+        self._check(ids, "sequence to score")
         if not 1 <= start <= len(ids):
             raise EngineError(f"can't score {len(ids)} tokens from {start} on: start is 1 to {len(ids)}")
         if len(ids) > self._longest:
             raise EngineError(f"{len(ids)} tokens to score are more than the model's {self._longest}")
-        outputs = min(options.vocab or self.runner.vocab, self.runner.vocab)
+        outputs = min(options.vocab or vocab, vocab)
         if max(ids[start:], default=0) >= outputs:
             raise EngineError(f"the tokens to score have ids outside of 0 to {outputs - 1}, the vocabulary")
         if not 0 <= options.top_k <= outputs:
@@ -164,20 +169,18 @@ class TorchEngine:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take these weights by name, without a copy where they are the engine's own tensors already.
 
-        An EngineError, with nothing changed, if they do not fit or while requests are under way.
+        Raise an EngineError, with nothing changed, if they do not fit or while requests are in flight.
         """
-        if self.offloaded is not None:
-            raise EngineError("the engine sleeps and its weights are offloaded: wake it to load weights")
         self._check_idle("load weights")
         with self.thread.turn:
-            take_weights(self._model, weights)
-            self.runner.forget_packed(named_tensors(self._model).values())
+            take_weights(self.model, weights)
+            self.runner.forget_packed(named_tensors(self.model).values())
             self.scheduler.reset()
             self.version = self.scheduler.version = version
         self.thread.order.begin_anew(self.thread)
 
     def sleep(self) -> Memory:
-        """Free KV memory and packed weights; says what was freed. `offload` then frees the weights too."""
+        """Free KV memory and packed weights. Return what was freed; `offload` then frees the weights too."""
         self._check_awake()
         self._check_idle("sleep")
         with self.thread.take_turn("go to sleep"):
@@ -185,28 +188,30 @@ class TorchEngine:
             self.scheduler.free()
             self.runner.forget_packed()
             packed = before.weights - self.memory().weights
-            if self.runner.device.type != "cpu":  # a CPU's KV memory is in pages of its own
+            if not self.on_cpu:  # a CPU's KV memory is in pages that go back by themselves
                 return_memory(self.runner.device)
         return Memory(packed, before.kv)
 
     def offload(self, where: OffloadTarget) -> Memory:
-        """Move a sleeping engine's weights to the host's memory or to disk; says what its device gained.
+        """Move a sleeping engine's weights to the host's memory or to disk. Return what its device gained.
 
         On a CPU, its memory is the host's: only disk frees it.
         """
-        if self.awake or not self._owns_weights:
-            raise EngineError("only a sleeping engine that owns its weights can offload them")
+        if self.awake:
+            raise EngineError("only a sleeping engine can offload its weights")
+        if not self.owns_weights:
+            return Memory(0, 0)
         before = self.memory()
         if self.offloaded is None:
-            self.offloaded = OffloadedWeights(self._model, where)
+            self.offloaded = OffloadedWeights(self.model, where)
         else:
             self.offloaded.move(where)
         return_memory(self.runner.device)
         return Memory(before.weights - self.memory().weights, 0)
 
     def wake(self) -> None:
-        """Be ready again, with the weights as they were. An engine that is awake stays as it is."""
-        self._check_open()
+        if self.closed:
+            raise EngineError("the engine is closed: make a new one")
         with self.thread.take_turn("wake"):
             if self.offloaded is not None:
                 self.offloaded.restore()
@@ -214,65 +219,51 @@ class TorchEngine:
             self.scheduler.allocate()
 
     def memory(self) -> Memory:
-        """Bytes held now on the model's device: its weights, packed copies of them, and KV memory with what
-        is kept beside it."""
-        held = (t.nbytes for t in distinct_tensors(self._model) if t.device == self.runner.device)
+        """Return the bytes on the model's device: weights, packed copies of them, KV memory and cache."""
+        held = (t.nbytes for t in distinct_tensors(self.model) if t.device == self.runner.device)
         return Memory(sum(held) + self.runner.packed_bytes, self.scheduler.kv_bytes)
 
     @torch.no_grad()
     def fingerprint(self) -> Tensor:
-        """Logprobs [15] of a fixed token sequence, to compare with the learner's."""
-        if self.offloaded is not None:
-            raise EngineError("the engine sleeps and its weights are offloaded: wake it for a fingerprint")
+        self._check_weights("a fingerprint")
         job = ScoreJob(ScoreRequest(fingerprint_ids(self.runner.vocab), 1))
         with self.thread.turn:
             return score_batch(self.runner, [job], self.version)[0].logprobs
 
     def close(self) -> None:
-        """Stop; requests under way fail with an EngineError. Offloaded weights are lost."""
         self.thread.close()
         self.scheduler.free()
         if self.offloaded is not None:
             self.offloaded.drop()
 
-    def _check_open(self) -> None:
-        if self.closed:
-            raise EngineError("the engine is closed: make a new one")
-
     def _check_awake(self) -> None:
-        self._check_open()
         if not self.awake:
-            raise EngineError("the engine sleeps: call wake() first")
+            why = "is closed: make a new one" if self.closed else "sleeps: call wake() first"
+            raise EngineError(f"the engine {why}")
+
+    def _check_weights(self, what: str) -> None:
+        if self.offloaded is not None:
+            raise EngineError(f"the engine sleeps and its weights are offloaded: wake it for {what}")
 
     def _check_idle(self, what: str) -> None:
+        self._check_weights(f"this ({what})")
         if count := self.thread.open_jobs:
-            raise EngineError(f"can't {what} with {count} requests under way: await or cancel them first")
+            raise EngineError(f"can't {what} with {count} requests in flight: await or cancel them first")
 
-    def _check_ids(self, ids: Sequence[int], what: str) -> None:
+    def _check(self, ids: Sequence[int], what: str) -> None:
+        self._check_awake()
         if not ids:
             raise EngineError(f"the {what} is empty: at least one token is needed")
         if min(ids) < 0 or max(ids) >= self.runner.vocab:
             raise EngineError(f"the {what} has token ids outside of 0 to {self.runner.vocab - 1}")
 
-    def _known_experts(self, ids: Sequence[int], experts: Tensor | None) -> Tensor | None:
-        """The experts that can be taken again: none, if routers weigh them in a way of their own."""
-        routes = self.runner.routes
-        if experts is None or routes is None or not routes.can_replay:
-            return None
-        if len(experts) > len(ids) or experts.shape[1:] != (routes.layers, routes.per_token):
-            raise EngineError(
-                f"experts {list(experts.shape)} do not fit a prompt of {len(ids)} tokens in a model with "
-                f"{routes.layers} layers of {routes.per_token} experts for each token"
-            )
-        return experts
-
     def _check_images(self, ids: Sequence[int], images: Images | None) -> None:
-        """Pictures that do not fit are the caller's error here, not every request's in the engine."""
+        """Refuse pictures that do not fit here, as the caller's error and not every request's."""
         if images is None:
             return
         if not self.runner.sees:
-            raise EngineError(f"{type(self._model).__name__} takes no pictures: it is not a vision model")
-        picture_spans(self._model.config, ids, images)
+            raise EngineError(f"{type(self.model).__name__} takes no pictures: it is not a vision model")
+        picture_spans(self.model.config, ids, images)
 
 
 def _check_sampling(sampling: Sampling) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,14 +13,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from practicum.engines.vllm.vllm_engine import VllmEngine, Weights
-from practicum.engines.vllm.vllm_messages import ADAPTED_LAYERS, RANKS, VllmSetup
-from practicum.models.adapter_files import write_adapter
-from practicum.models.adapter_rows import bare_base
-from practicum.models.lora import adapter_config, has_adapter
+from practicum.compat.peft import adapter_config
+from practicum.engines.kind import FrozenModel, Weights, WeightSource
+from practicum.engines.protocol import Engine
+from practicum.engines.vllm.vllm_engine import VllmEngine
+from practicum.engines.vllm.vllm_setup import ADAPTED_LAYERS, RANKS, VllmSetup
+from practicum.errors import RecipeError
+from practicum.models.adapter_files import SavedAdapter, write_adapter
+from practicum.models.load_model import context_length, load_model, skeleton
+from practicum.models.lora import bare_base, base_fingerprint, has_adapter
 from practicum.models.model_files import read_config
-from practicum.models.saved_adapter import SavedAdapter
+from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.rollout_sections import Vllm
+from practicum.recipe.schema.teacher_sections import Own
 
 GIB = 2**30
 _ADAPTED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -51,7 +56,7 @@ class EngineSize:
 def engine_of_model(
     model: PreTrainedModel,
     room: EngineSize,
-    weights: Callable[[], tuple[Weights, int]],
+    weights: WeightSource,
     *,
     wait: bool = True,
 ) -> VllmEngine:
@@ -93,7 +98,7 @@ def engine_of_adapted(
     model: PreTrainedModel,
     path: str | None,
     room: EngineSize,
-    weights: Callable[[], tuple[Weights, int]],
+    weights: WeightSource,
 ) -> VllmEngine:
     """An engine for a model with an adapter (`takes_adapter`): vLLM reads the base, and adapters are sent.
 
@@ -121,15 +126,13 @@ def engine_of_folder(
     *,
     wait: bool = True,
     adapters: Sequence[SavedAdapter] = (),
+    folder: TemporaryDirectory[str] | None = None,
 ) -> VllmEngine:
-    """An engine with the weights of a folder or hub name; they never pass through this process.
-
-    It has room for these adapters, which `take_adapter` gives it.
-    """
+    """An engine with the weights of a folder or hub name; they never pass through this process."""
     setup = _setup(path, dtype, read_config(path), room, loads=True)
     if adapters:
         setup = replace(setup, rank=max(saved.config["r"] for saved in adapters), adapters=len(adapters))
-    return VllmEngine(setup, start_s=room.chosen.start_s, wait=wait)
+    return VllmEngine(setup, start_s=room.chosen.start_s, adapters=adapters, folder=folder, wait=wait)
 
 
 def _setup(
@@ -170,3 +173,104 @@ def kv_token_bytes(config: Any, dtype: torch.dtype, parallel: int = 1) -> int:
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return 2 * text.num_hidden_layers * max(1, heads // parallel) * width * dtype.itemsize
+
+
+_SCORED_SLOTS = 64
+"""Sequences that vLLM scores side by side; batch_tokens is what bounds its memory."""
+_UNDECLARED = 8192
+"""Longest sequence in tokens for a model that does not declare one."""
+
+
+class VllmKind:
+    """See `engines.kind.EngineKind`."""
+
+    shares_model = hosts_lag = False
+
+    def for_rollout(self, recipe: Recipe, model: PreTrainedModel, weights: WeightSource) -> Engine:
+        rollout, context = recipe.rollout, recipe.rollout.context_for(context_length(model))
+        threads, slots = torch.get_num_threads(), rollout.slots
+        room = EngineSize("rollout", rollout.vllm, threads, context, slots, kv_tokens=slots * context)
+        if takes_adapter(model):
+            return engine_of_adapted(model, recipe.model.path, room, weights)
+        return engine_of_model(model, room, weights)
+
+    def share_order(self, engines: Sequence[Engine]) -> None:
+        """vLLM's processes compete as the system lets them."""
+
+    def merges_adapter(self, model: PreTrainedModel) -> bool:
+        return has_adapter(model) and not takes_adapter(model)
+
+    def adapter_problem(self, saved: SavedAdapter, family: str) -> str | None:
+        return vllm_adapter_problem(saved, family)
+
+    def for_scoring(self, model: FrozenModel) -> Engine:
+        engine = _scoring_engine(model, torch.get_num_threads())
+        engine.ready()
+        return engine
+
+    def in_own_process(self, model: FrozenModel, own: Own) -> list[Engine]:
+        return [_scoring_engine(model, own.threads) for _ in range(own.replicas)]
+
+
+def _scoring_engine(model: FrozenModel, threads: int) -> VllmEngine:
+    """Return an engine that is not ready yet; an adapter of another base is refused before."""
+    student, held = model.student, model.held
+    if held is not None:
+        if student is None:  # a Ray actor has no student: its copy starts from the same weights
+            student = load_model(model.spec, model.seed, key=model.model_key)
+        start = {name: tensor.detach().cpu().clone() for name, tensor in student.named_parameters()}
+
+        def weights() -> tuple[Weights, int]:
+            return (start if held.weights is None else held.weights).items(), held.version
+
+        return engine_of_model(student, _scoring_size(model, student.config, threads), weights, wait=False)
+    folder = _check_adapters(model) if model.adapters else None
+    source = model.spec.path if folder is None else folder.name
+    assert source is not None
+    size = _scoring_size(model, read_config(source), threads)
+    dtype = getattr(torch, model.spec.dtype)
+    return engine_of_folder(source, dtype, size, wait=False, adapters=model.adapters, folder=folder)
+
+
+def _scoring_size(model: FrozenModel, config: Any, threads: int) -> EngineSize:
+    """The context has one token more than the longest row, because vLLM always samples one."""
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    context = (model.context or min(longest or _UNDECLARED, _UNDECLARED)) + 1
+    context = context if longest is None else min(context, longest)
+    return EngineSize(
+        model.key,
+        model.settings.vllm,
+        threads,
+        context,
+        _SCORED_SLOTS,
+        kv_tokens=max(context, model.batch_tokens),
+        max_logprobs=max(1, model.top_k),
+        samples=False,
+        batch_tokens=model.batch_tokens,
+    )
+
+
+def _check_adapters(model: FrozenModel) -> TemporaryDirectory[str] | None:
+    """Refuse adapters of another base. Returns a folder with the base, if it has none.
+
+    To compare weights they are loaded here for a moment, unless they are the student's own.
+    """
+    bare, is_made = skeleton(model.spec), model.spec.path is None
+    for saved in model.adapters:
+        if (problem := vllm_adapter_problem(saved, bare.config.model_type)) is not None:
+            raise RecipeError(f"{model.key}.engine", f"vllm with {problem}", "torch")
+        saved.check_fits(bare, model.about)
+    base = model.student if model.student is not None and has_adapter(model.student) else None
+    if base is None and (is_made or any(saved.base is not None for saved in model.adapters)):
+        kind = {"device": "cpu"} if is_made else {"device": "cpu", "dtype": "bfloat16"}
+        base = load_model(model.spec.model_copy(update=kind), model.seed, key=model.model_key)
+    if base is not None:
+        fingerprint = base_fingerprint(base)
+        for saved in model.adapters:
+            saved.check_base(fingerprint, model.about)
+    if not is_made:
+        return None
+    assert base is not None
+    folder = TemporaryDirectory(prefix="practicum-vllm-")
+    bare_base(base).save_pretrained(folder.name)
+    return folder

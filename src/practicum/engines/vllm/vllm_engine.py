@@ -1,17 +1,22 @@
-"""The vLLM engine as callers use it; vLLM itself runs in its own process, see `vllm_process`."""
+"""The vLLM engine: vLLM's AsyncLLM behind `protocol.Engine`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from practicum.engines.protocol import (
     LOGPROBS_ONLY,
+    Engine,
     GenerateRequest,
     Generation,
     Memory,
@@ -21,39 +26,44 @@ from practicum.engines.protocol import (
     Scores,
 )
 from practicum.engines.torch.sampler import stream_key
-from practicum.engines.vllm import vllm_process as host
-from practicum.engines.vllm.vllm_messages import (
-    GenerateMessage,
-    ScoreMessage,
-    VllmFacts,
-    VllmSetup,
-    scores_of,
-)
-from practicum.engines.vllm.weight_sender import Weights, WeightSender, await_reply
+from practicum.engines.vllm.send_weights import Weights, WeightSender
+from practicum.engines.vllm.vllm_setup import VllmSetup
+from practicum.engines.vllm.vllm_thread import VllmThread
 from practicum.errors import EngineError
+from practicum.models.adapter_files import SavedAdapter
 from practicum.models.fingerprint import LENGTH, fingerprint_ids
-from practicum.models.images import Images
-from practicum.processes.child_process import ChildProcess, end_processes
 
-_GRACE_S = 3.0
 _MEMORY = Path("/dev/shm")
-"""Where files are in memory, if the system has it."""
 
 
-class _SentAdapter(NamedTuple):
-    """An adapter that was sent, by the name that vLLM knows it by, and its files."""
+class VllmFacts(NamedTuple):
+    """Sizes that vLLM reports when it is ready, of all workers together. Threads are those of each."""
 
-    name: str
-    folder: TemporaryDirectory[str]
+    weights: int = 0
+    kv: int = 0
+    vocab: int = 0
+    threads: int = 0
+    block: int = 0
+    """Tokens of a block of KV memory. Prompts share whole blocks."""
+    release: str = ""
+    workers: int = 1
 
 
-class VllmEngine:
+class _Adapter(NamedTuple):
+    """An adapter that requests may name, as vLLM knows it."""
+
+    request: Any
+    version: int
+
+
+class VllmEngine(Engine):
     """Samples and scores by vLLM; see `protocol.Engine`.
 
-    Weights are sent by `load_weights` unless the setup says that vLLM loads them. `weights` gives them again
-    to an engine that was put to sleep, with their version. `folder` has the model's configuration, and goes
-    with the engine. Without `wait`, it must be `ready` before anything is asked of it. `write_adapter`, for a
-    setup with a rank, puts an adapter's weights into a folder in PEFT's format: they are what is sent then.
+    Weights are sent by `load_weights`, unless the setup lets vLLM load them. `weights` returns them for an
+    engine that wakes, with their version. `folder` has the model's configuration, and goes with the engine.
+    Score requests may name the `adapters` by their fingerprints. Without `wait`, call `ready` before anything
+    else. `write_adapter` puts an adapter's weights into a folder
+    in PEFT's format: then adapters are what `load_weights` sends.
     """
 
     def __init__(
@@ -64,59 +74,94 @@ class VllmEngine:
         weights: Callable[[], tuple[Weights, int]] | None = None,
         folder: TemporaryDirectory[str] | None = None,
         write_adapter: Callable[[Path, Mapping[str, Tensor]], None] | None = None,
+        adapters: Sequence[SavedAdapter] = (),
         wait: bool = True,
     ) -> None:
-        self._write_adapter = write_adapter
-        self._adapter: _SentAdapter | None = None
-        self._sent = 0
         self._setup, self._start_s, self._source, self._folder = setup, start_s, weights, folder
+        self._write_adapter, self._first_adapters = write_adapter, adapters
         self.version = 0
-        self._asleep = False
-        self._open = 0
-        self.weight_sender = WeightSender(lambda *asked: self._alive().send(*asked))
         self.facts = VllmFacts()
-        """What vLLM told of itself when it started."""
-        who = f"vLLM of {setup.where}"
-        self._child: ChildProcess | None = ChildProcess(
-            who, host.main, setup, error=EngineError, env=setup.environment()
-        )
-        self._child.start()
+        self._asleep, self._in_flight = False, 0
+        self._broken: str | None = None if setup.loads else "no weights were loaded yet"
+        self._adapters: dict[str, _Adapter] = {}
+        self._sent_adapter: tuple[str, TemporaryDirectory[str]] | None = None
+        self._numbers = itertools.count(1)
+        self._scored_by: tuple[float, int] | None = None
+        """Temperature and vocabulary of the prompts that are being scored."""
+        self._scoring = 0
+        self._score_turn = asyncio.Condition()
+        self._sender: WeightSender | None = None
+        self._closed = False
+        self._vllm = VllmThread(setup)
         if wait:
             self.ready()
 
     def ready(self) -> None:
-        """Wait until vLLM can work; if it can't, its process is ended."""
+        """Wait until vLLM can work, with its adapters and weights. If it can't, its process is stopped."""
+        if self._sender is not None:
+            return
         try:
-            self.facts = self._alive().hello.result(self._start_s)
-        except TimeoutError:
-            self.close()
-            raise EngineError(
-                f"vLLM was not ready after {self._start_s:g} s: raise {self._setup.where}.vllm.start_s, or "
-                "give the machine less to do"
-            ) from None
+            self._vllm.ready(self._start_s)
+            self._prepare()
+            for saved in self._first_adapters:
+                self.take_adapter(saved.fingerprint, str(saved.folder.resolve()))
+            if self._source is not None:
+                self.load_weights(*self._source())
         except BaseException:
             self.close()
             raise
 
+    def _prepare(self) -> None:
+        import vllm  # pyright: ignore[reportMissingImports]
+
+        config = self._vllm.llm.vllm_config
+        vocab = int(config.model_config.get_vocab_size())
+        self._workers("practicum_prepare", vocab, self._setup.keeps_weights)
+        weights, kv, threads, gpus = zip(*self._workers("practicum_facts"), strict=True)
+        self.facts = VllmFacts(
+            weights=sum(weights),
+            kv=sum(kv),
+            vocab=vocab,
+            threads=threads[0],
+            block=config.cache_config.block_size,
+            release=vllm.__version__,  # pyright: ignore[reportAttributeAccessIssue]
+            workers=len(gpus),
+        )
+        backend = None if config.weight_transfer_config is None else config.weight_transfer_config.backend
+        self._sender = WeightSender(self._vllm.call, len(gpus), backend)
+        self._own_sleep = bool(config.model_config.enable_sleep_mode)
+        # Some models can be made but not run.
+        self._vllm.try_once(
+            lambda: self._run([0], _sampling_params(Sampling(1, frozenset(), greedy=True)), None)
+        )
+
     @property
     def pid(self) -> int:
-        """Of vLLM's process."""
-        return self._alive().pid
+        """The process id of vLLM's engine core."""
+        return self._vllm.pid
 
-    def describe(self) -> str:
-        """What was started, in a sentence for the log."""
+    @property
+    def threads(self) -> int:
+        return self.facts.threads
+
+    @property
+    def own_bytes(self) -> int:
+        return self.memory().weights
+
+    def describe(self) -> list[str]:
         facts = self.facts
         workers = f" with {facts.workers} workers" if facts.workers > 1 else ""
-        return (
+        return [
             f"{self._setup.where}: vLLM {facts.release} in process {self.pid}{workers}, {facts.threads} "
             f"thread{'s' * (facts.threads > 1)} ({self._setup.where}.vllm.threads), "
             f"{facts.weights / 2**20:,.1f} MiB of weights, {facts.kv / 2**20:,.1f} MiB of KV memory"
-        )
+        ]
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Sample one answer; prompts that begin alike share whole blocks of KV memory, kept or not."""
+        """Sample one answer. Prompts that begin alike share whole blocks of KV memory."""
         prompt_ids, sampling = request.prompt_ids, request.sampling
-        _refuse(request.images, request.experts)
+        if request.images is not None or request.experts is not None:
+            raise EngineError("images and replayed experts need the torch engine")
         self._check_ids(prompt_ids, "prompt")
         if len(prompt_ids) + sampling.max_new_tokens > self._setup.context:
             raise EngineError(
@@ -124,41 +169,37 @@ class VllmEngine:
                 f"fit the engine's context of {self._setup.context} tokens: shorten one of them, or make the "
                 "engine with a longer context"
             )
-        seed, adapter = stream_key(request.counter) % 2**63, self._named(None)
-        wish = GenerateMessage(list(prompt_ids), sampling, seed, adapter=adapter)
-        return await self._ask("generate", wish, "a generation")
+        params = _sampling_params(sampling, stream_key(request.counter) % 2**63)
+        return await self._ask(lambda: self._generate(prompt_ids, params), "a generation")
 
     async def score(self, request: ScoreRequest, options: ScoreOptions = LOGPROBS_ONLY) -> Scores:
-        """Logprobs of ids[start:], each given all before it. vLLM gives no hidden states."""
-        _refuse(request.images, None)
-        if options.hidden:
-            raise EngineError("vLLM gives no hidden states: ask for top_k, or use the torch engine")
-        question = self._question(request, options)
+        """Return logprobs of ids[start:]. vLLM has no hidden states."""
+        self._check_score(request, options)
         if request.start == len(request.ids):
-            nothing = torch.empty(0, options.top_k + 1)
-            return scores_of(nothing.long(), nothing, self.version)
-        return await self._ask("score", question, "a score")
+            empty = torch.empty(0, options.top_k + 1)
+            return _scores(empty.long(), empty, self.version)
+        return await self._ask(lambda: self._score(request, options), "a score")
 
     def load_weights(self, weights: Weights, version: int) -> None:
-        """Take these weights; what was computed with older ones is never used again."""
-        child = self._awake()
-        if self._open:
-            raise EngineError(f"can't load weights with {self._open} requests under way")
+        """Take these weights. After an error the engine refuses to work until all of another load came."""
+        self._check_idle("load weights")
         if self._write_adapter is not None:
-            self._send_adapter(child, dict(weights), version)
+            self._send_adapter(dict(weights), version)
             return
-        self.weight_sender.send(weights, version, self.facts)
-        self.version = version
+        self._broken = "its weights were loaded only in part: load all of them"
+        assert self._sender is not None
+        self._sender.send(weights)
+        self._reset_cache()
+        self.version, self._broken = version, None
 
-    def _send_adapter(self, child: ChildProcess, weights: Mapping[str, Tensor], version: int) -> None:
-        """Put an adapter where vLLM finds it, and where it stays until the next one has taken its place."""
+    def _send_adapter(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Put an adapter into a folder for vLLM, where it stays until the next one has replaced it."""
         assert self._write_adapter is not None
-        old, self._adapter = self._adapter, None
+        old, self._sent_adapter = self._sent_adapter, None
         if old is not None:
-            await_reply(child.send("drop", (old.name,), "removing an adapter"))
-            old.folder.cleanup()
-        self._sent += 1
-        name = f"of version {version}, number {self._sent}"
+            self._vllm.call("remove_lora", self._adapters.pop(old[0]).request.lora_int_id)
+            old[1].cleanup()
+        name = f"of version {version}, number {next(self._numbers)}"
         folder = TemporaryDirectory(prefix="practicum-adapter-", dir=_MEMORY if _MEMORY.is_dir() else None)
         try:
             self._write_adapter(Path(folder.name), weights)
@@ -166,117 +207,200 @@ class VllmEngine:
         except BaseException:
             folder.cleanup()
             raise
-        self._adapter, self.version = _SentAdapter(name, folder), version
+        self._sent_adapter, self.version = (name, folder), version
 
     def take_adapter(self, name: str, folder: str, version: int = 0) -> None:
-        """Have an adapter in PEFT's format, which score requests may name; the folder must stay."""
-        about = f"loading the adapter {name}"
-        await_reply(self._awake().send("adapter", (name, folder, version), about))
+        """Load an adapter in PEFT's format, which requests may name. The folder must stay."""
+        from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+
+        self._check_awake()
+        # vLLM caches prompts by the adapter's number: no two may have the same one.
+        adapter = _Adapter(LoRARequest(name, next(self._numbers), folder), version)
+        self._add_adapter(adapter.request)
+        self._adapters[name] = adapter
+
+    def _add_adapter(self, request: Any) -> None:
+        try:
+            added = self._vllm.call("add_lora", request)
+        except EngineError as error:
+            raise EngineError(f"vLLM can't take the adapter {request.lora_name}: {error}") from error
+        if not added or request.lora_int_id not in self._vllm.call("list_loras"):
+            raise EngineError(f"vLLM did not take the adapter {request.lora_name}")
 
     def sleep(self) -> Memory:
-        """Free memory until `wake`; what vLLM needs beside weights and KV memory stays with its process."""
-        child = self._awake()
-        if self._open:
-            raise EngineError(f"can't sleep with {self._open} requests under way")
-        if self._source is None and not (self._setup.loads and self.version == 0):
+        """Free memory until `wake`. What vLLM needs beside weights and KV memory stays."""
+        self._check_idle("sleep")
+        if self._source is None and not self._has_folder_weights:
             raise EngineError("a vLLM engine without a source of weights can't sleep: it would forget them")
-        before = self.memory() if self._write_adapter is None else Memory(0, self.facts.kv)
-        await_reply(child.send("sleep", (), "going to sleep"))
+        freed = self.memory() if self._write_adapter is None else Memory(0, self.facts.kv)
+        self._reset_cache()
+        if self._own_sleep:  # level 1 keeps the weights in the host's memory
+            self._vllm.call("sleep", 1 if self._setup.keeps_weights else 2)
+        else:
+            self._workers("practicum_sleep")
         self._asleep = True
-        self.weight_sender.free()
-        return before
+        return freed
 
     def wake(self) -> None:
         """Be ready again, with the weights as they were. An engine that is awake stays as it is."""
-        child = self._alive()
         if not self._asleep:
             return
-        await_reply(child.send("wake", (), "waking"))
+        if self._own_sleep:
+            self._vllm.call("wake_up")
+        else:
+            self._workers("practicum_wake")
         self._asleep = False
-        if self._write_adapter is not None or not (self._setup.loads and self.version == 0):
+        if self._write_adapter is None and self._has_folder_weights:
+            assert self._sender is not None
+            self._sender.load_file(None)  # which removes the adapters
+            for adapter in self._adapters.values():
+                self._add_adapter(adapter.request)
+        else:
             assert self._source is not None
             self.load_weights(*self._source())
 
+    @property
+    def _has_folder_weights(self) -> bool:
+        return self._setup.loads and self.version == 0
+
     def memory(self) -> Memory:
-        """Bytes of vLLM's weights and KV memory now."""
-        if self._child is None:
+        """Return the bytes of vLLM's weights and KV memory."""
+        if self._closed:
             return Memory(0, 0)
         if self._asleep:
             return Memory(self.facts.weights if self._write_adapter is not None else 0, 0)
         return Memory(self.facts.weights, self.facts.kv)
 
     def fingerprint(self) -> Tensor:
-        """Logprobs of a fixed token sequence, to compare with the learner's.
+        """Return the logprobs of a fixed token sequence.
 
-        The last is that of a token that is sampled after the others, of which vLLM keeps a whole block: if it
-        was computed with older weights, and is still used, this shows it. Scores never use what is kept.
+        The last one is that of a token sampled after the others, of which vLLM caches a whole block: a block
+        of older weights shows in it. Scores never use the cache.
         """
-        child, length = self._awake(), min(self._setup.context - 1, self.facts.block + LENGTH)
-        ids = fingerprint_ids(self.facts.vocab, length)
-        greedy, adapter = Sampling(1, frozenset(), greedy=True), self._named(None)
-        wish = GenerateMessage(ids[:-1], greedy, 0, only=ids[-1], adapter=adapter)
-        # First: a score of the sequence would leave a block of the new weights.
-        sampled: Generation = await_reply(child.send("generate", (wish,), "a fingerprint"))
-        question = self._question(ScoreRequest(ids, 1), LOGPROBS_ONLY)
-        scored: Scores = await_reply(child.send("score", (question,), "a fingerprint"))
+        self._check_awake()
+        ids = fingerprint_ids(self.facts.vocab, min(self._setup.context - 1, self.facts.block + LENGTH))
+        params = _sampling_params(Sampling(1, frozenset(), greedy=True), only=ids[-1])
+        # First, because a score of the sequence would cache a block of the new weights.
+        sampled = self._vllm.wait(lambda: self._generate(ids[:-1], params), "a fingerprint")
+        request = ScoreRequest(ids, 1)
+        scored = self._vllm.wait(lambda: self._score(request, LOGPROBS_ONLY), "a fingerprint")
         return torch.cat([scored.logprobs[:-1], sampled.plain_logprobs])
 
     def close(self) -> None:
-        """Stop; requests under way fail with an EngineError."""
-        child, self._child = self._child, None
-        if child is not None:
-            end_processes([child], (_GRACE_S, _GRACE_S, _GRACE_S))
-        self.weight_sender.close()
-        for folder in (self._folder, None if self._adapter is None else self._adapter.folder):
+        """Stop. Requests in flight fail with an EngineError."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._sender is not None:
+            self._sender.close()
+        self._vllm.close()
+        for folder in (self._folder, None if self._sent_adapter is None else self._sent_adapter[1]):
             if folder is not None:
                 folder.cleanup()
 
-    def _alive(self) -> ChildProcess:
-        if self._child is None:
-            raise EngineError("the engine is closed: make a new one")
-        return self._child
+    async def _ask(self, work: Callable[[], Any], about: str) -> Any:
+        self._check_awake()
+        self._in_flight += 1
+        try:
+            return await self._vllm.ask(work, about)
+        finally:
+            self._in_flight -= 1
 
-    def _awake(self) -> ChildProcess:
-        child = self._alive()
+    # The following coroutines run on vLLM's loop.
+
+    async def _generate(self, prompt_ids: Sequence[int], params: Any) -> Generation:
+        self._check_whole()
+        adapter = self._adapter(None)
+        output = (await self._run(prompt_ids, params, adapter)).outputs[0]
+        version = self.version if adapter is None else adapter.version
+        sampled, plain = _tensor(output.logprobs.logprobs, np.float32).view(-1, 2).unbind(1)
+        finish = "stop" if output.finish_reason == "stop" else "length"
+        return Generation(_tensor(output.token_ids, np.int64), sampled, plain, finish, version, version)
+
+    async def _score(self, request: ScoreRequest, options: ScoreOptions) -> Scores:
+        self._check_whole()
+        adapter = self._adapter(request.adapter)
+        async with self._scored_with(options.temperature, self._outputs(options)):
+            output = await self._run(request.ids, _score_params(options.top_k), adapter)
+        version = self.version if adapter is None else adapter.version
+        flat, width, start = output.prompt_logprobs, options.top_k + 1, request.start - 1
+        ids = _tensor(flat.token_ids, np.int64).view(-1, width)
+        logprobs = _tensor(flat.logprobs, np.float32).view(-1, width)
+        return _scores(ids[start:], logprobs[start:], version)
+
+    @asynccontextmanager
+    async def _scored_with(self, *wanted: Any) -> AsyncIterator[None]:
+        """Wait until prompts with other settings are scored: vLLM's sampler has one setting at a time."""
+        async with self._score_turn:
+            await self._score_turn.wait_for(lambda: self._scored_by == wanted or not self._scoring)
+            if self._scored_by != wanted:
+                await self._vllm.llm.collective_rpc("practicum_score_by", args=wanted)
+                self._scored_by = wanted
+            self._scoring += 1
+        try:
+            yield
+        finally:
+            self._scoring -= 1
+            async with self._score_turn:
+                self._score_turn.notify_all()
+
+    async def _run(self, ids: Sequence[int], params: Any, adapter: _Adapter | None) -> Any:
+        prompt, number = {"prompt_token_ids": list(ids)}, str(next(self._numbers))
+        lora = None if adapter is None else adapter.request
+        outputs = [out async for out in self._vllm.llm.generate(prompt, params, number, lora_request=lora)]
+        return outputs[-1]
+
+    def _workers(self, method: str, *args: Any) -> list[Any]:
+        return self._vllm.call("collective_rpc", method, args=args)
+
+    def _reset_cache(self) -> None:
+        if not self._vllm.call("reset_prefix_cache"):
+            raise EngineError("vLLM did not forget the prompts that it computed with older weights")
+
+    def _adapter(self, name: str | None) -> _Adapter | None:
+        """Return the adapter of a request. It is the last one sent, if `load_weights` sends adapters."""
+        if self._write_adapter is not None:
+            if self._sent_adapter is None:
+                raise EngineError("the engine has no adapter, or the last one failed to load: load another")
+            name = self._sent_adapter[0]
+        return None if name is None else self._adapters[name]
+
+    def _outputs(self, options: ScoreOptions) -> int:
+        return min(options.vocab or self.facts.vocab, self.facts.vocab)
+
+    def _check_awake(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed: make a new one")
         if self._asleep:
             raise EngineError("the engine sleeps: call wake() first")
-        return child
 
-    async def _ask(self, what: str, asked: GenerateMessage | ScoreMessage, about: str) -> Any:
-        child = self._awake()
-        self._open += 1
-        try:
-            return await child.ask(what, (asked,), about, len(asked.ids))
-        finally:
-            self._open -= 1
+    def _check_idle(self, what: str) -> None:
+        self._check_awake()
+        if self._in_flight:
+            raise EngineError(f"can't {what} with {self._in_flight} requests in flight")
 
-    def _question(self, request: ScoreRequest, options: ScoreOptions) -> ScoreMessage:
-        ids, start, top_k = request.ids, request.start, options.top_k
+    def _check_whole(self) -> None:
+        if self._broken is not None:
+            raise EngineError(self._broken)
+
+    def _check_score(self, request: ScoreRequest, options: ScoreOptions) -> None:
+        ids, start = request.ids, request.start
+        if request.images is not None or options.hidden:
+            raise EngineError("images and hidden states need the torch engine")
         self._check_ids(ids, "sequence to score")
         if not 1 <= start <= len(ids):
             raise EngineError(f"can't score {len(ids)} tokens from {start} on: start is 1 to {len(ids)}")
         if len(ids) >= self._setup.context:
             raise EngineError(
-                f"{len(ids)} tokens to score are more than the engine's {self._setup.context - 1}"
+                f"{len(ids)} tokens to score, the engine has room for {self._setup.context - 1}"
             )
-        outputs = min(options.vocab or self.facts.vocab, self.facts.vocab)
+        outputs = self._outputs(options)
         if max(ids[start:], default=0) >= outputs:
             raise EngineError(f"the tokens to score have ids outside of 0 to {outputs - 1}, the vocabulary")
-        most = min(outputs, self._setup.max_logprobs)
-        if not 0 <= top_k <= most:
-            raise EngineError(f"top_k is {top_k}, expected 0 to {most}")
+        if not 0 <= options.top_k <= (most := min(outputs, self._setup.max_logprobs)):
+            raise EngineError(f"top_k is {options.top_k}, expected 0 to {most}")
         if options.temperature <= 0:
             raise EngineError(f"temperature is {options.temperature}, expected above 0")
-        adapter = self._named(request.adapter)
-        return ScoreMessage(list(ids), start, top_k, options.temperature, outputs, adapter)
-
-    def _named(self, adapter: str | None) -> str | None:
-        """The adapter of a request, which is the one that was sent last if such are sent."""
-        if self._write_adapter is None:
-            return adapter
-        if self._adapter is None:
-            raise EngineError("the engine has no adapter, or the last one could not be loaded: load another")
-        return self._adapter.name
 
     def _check_ids(self, ids: Sequence[int], what: str) -> None:
         if not ids:
@@ -285,8 +409,46 @@ class VllmEngine:
             raise EngineError(f"the {what} has token ids outside of 0 to {self.facts.vocab - 1}")
 
 
-def _refuse(images: Images | None, experts: Tensor | None) -> None:
-    if images is not None:
-        raise EngineError("pictures need the torch engine")
-    if experts is not None:
-        raise EngineError("experts that are to be taken again need the torch engine")
+def _params(**chosen: Any) -> Any:
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+    from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
+
+    final = RequestOutputKind.FINAL_ONLY
+    return SamplingParams(detokenize=False, flat_logprobs=True, output_kind=final, **chosen)
+
+
+def _score_params(top_k: int) -> Any:
+    return _params(max_tokens=1, temperature=0.0, prompt_logprobs=top_k)
+
+
+def _sampling_params(how: Sampling, seed: int | None = None, only: int | None = None) -> Any:
+    """Return vLLM's parameters. `only` is the one token that may be sampled."""
+    drawn = (
+        {"temperature": 0.0}
+        if how.greedy
+        else {
+            "temperature": how.temperature,
+            "top_p": how.top_p,
+            "top_k": how.top_k,
+            "min_p": how.min_p,
+            "seed": seed,
+        }
+    )
+    return _params(
+        max_tokens=how.max_new_tokens,
+        stop_token_ids=sorted(how.stop),
+        ignore_eos=True,  # stop tokens are those that the caller names
+        logprobs=1,
+        allowed_token_ids=None if only is None else [only],
+        **drawn,
+    )
+
+
+def _tensor(numbers: Any, dtype: Any) -> Tensor:
+    return torch.from_numpy(np.array(numbers, dtype))
+
+
+def _scores(ids: Tensor, logprobs: Tensor, version: int) -> Scores:
+    """Return scores from logprobs [R, 1 + K] of the tokens and of the K most likely, and their ids."""
+    top = (ids[:, 1:], logprobs[:, 1:]) if ids.shape[1] > 1 else (None, None)
+    return Scores(logprobs[:, 0].contiguous(), *top, version)

@@ -8,13 +8,7 @@ from practicum.errors import RecipeError
 from practicum.recipe.algorithm_traits import ESTIMATORS, estimator_traits, loss_traits
 from practicum.recipe.checks.divergences import why_k1_is_dead
 from practicum.recipe.counts import count
-from practicum.recipe.derived import (
-    corrects_mismatch,
-    cuts_sampling,
-    has_advantage_estimator,
-    has_policy_loss,
-    is_supervised,
-)
+from practicum.recipe.schema.algorithm_sections import KL_HORIZON
 from practicum.recipe.schema.recipe import Recipe
 
 _CUT = "the engine's logprobs are those of the cut distribution, the learner's are not"
@@ -37,7 +31,7 @@ def _pair(recipe: Recipe) -> Iterator[RecipeError]:
             "none",
             "demonstrations have no advantage: set algorithm.advantage to none, or another loss",
         )
-    elif advantage == "none" and has_advantage_estimator(recipe):
+    elif advantage == "none" and recipe.has_advantage_estimator:
         yield RecipeError(
             "algorithm.advantage",
             f"none with algorithm.loss {loss}",
@@ -48,12 +42,12 @@ def _pair(recipe: Recipe) -> Iterator[RecipeError]:
 
 def _to_sampler(recipe: Recipe) -> Iterator[RecipeError]:
     loss = recipe.algorithm.loss
-    if not has_policy_loss(recipe) or not loss_traits(loss).to_sampler:
+    if not recipe.has_policy_loss or not loss_traits(loss).to_sampler:
         return
     if recipe.algorithm.old_logprobs == "recompute":
         found = f"recompute with algorithm.loss {loss}"
         yield RecipeError("algorithm.old_logprobs", found, "auto", "its ratio is to the policy that sampled")
-    if cuts_sampling(recipe):
+    if recipe.cuts_sampling:
         found = f"{loss} with top_p, top_k or min_p"
         yield RecipeError("algorithm.loss", found, "another loss, or nothing that is cut", _CUT)
 
@@ -78,12 +72,11 @@ def _kl(recipe: Recipe) -> Iterator[RecipeError]:
         found = "0 with a target"
         expected = "a start greater than 0 (adaptation multiplies it)"
         yield RecipeError("algorithm.kl.coefficient", found, expected)
-    if kl.target is not None and 0.2 * count(recipe).sessions >= kl.horizon:
-        found = f"{kl.horizon} with {count(recipe).sessions} sessions per step"
+    if kl.target is not None and 0.2 * count(recipe).sessions >= KL_HORIZON:
+        found = f"an adaptive weight with {count(recipe).sessions} sessions per step"
         advice = "one step could take the weight to zero or below"
-        expected = f"more than {0.2 * count(recipe).sessions:g}, a fifth of a step's sessions"
-        yield RecipeError("algorithm.kl.horizon", found, expected, advice)
-    if recipe.algorithm.old_logprobs == "rollout" and cuts_sampling(recipe):
+        yield RecipeError("algorithm.kl.target", found, f"fewer than {5 * KL_HORIZON} sessions", advice)
+    if recipe.algorithm.old_logprobs == "rollout" and recipe.cuts_sampling:
         found = "rollout with top_p, top_k or min_p"
         yield RecipeError("algorithm.old_logprobs", found, "auto or recompute", _CUT)
     if kl.place == "loss" and kl.estimator == "k1":
@@ -94,7 +87,7 @@ def _kl(recipe: Recipe) -> Iterator[RecipeError]:
 
 def _critic(recipe: Recipe) -> Iterator[RecipeError]:
     advantage, critic = recipe.algorithm.advantage, recipe.critic
-    if not estimator_traits(advantage).critic or not has_advantage_estimator(recipe):
+    if not estimator_traits(advantage).critic or not recipe.has_advantage_estimator:
         return
     if critic is None:
         found = f"no critic with algorithm.advantage {advantage}"
@@ -108,7 +101,7 @@ def _critic(recipe: Recipe) -> Iterator[RecipeError]:
 def _groups(recipe: Recipe) -> Iterator[RecipeError]:
     advantage, samples = recipe.algorithm.advantage, recipe.rollout.samples
     compares = estimator_traits(advantage).compares_groups
-    if compares and samples < 2 and has_advantage_estimator(recipe):
+    if compares and samples < 2 and recipe.has_advantage_estimator:
         yield RecipeError(
             "rollout.samples",
             f"{samples} with algorithm.advantage {advantage}",
@@ -128,13 +121,13 @@ def _groups(recipe: Recipe) -> Iterator[RecipeError]:
 def _reward_weight(recipe: Recipe) -> Iterator[RecipeError]:
     """A weight of 0: something else must be learnt from, and nothing may count on rewards."""
     distill = recipe.distill
-    if is_supervised(recipe) or recipe.reward.weight:
+    if recipe.is_supervised or recipe.reward.weight:
         return
     if distill is None:
         advice = "nothing is left to learn from: raise it, or add teachers and distill"
         yield RecipeError("reward.weight", "0 without distill", "greater than 0", advice)
         return
-    if recipe.algorithm.kl.place == "reward" and not has_advantage_estimator(recipe):
+    if recipe.algorithm.kl.place == "reward" and not recipe.has_advantage_estimator:
         found = f"reward with reward.weight 0 and distill.through {distill.through}"
         yield RecipeError("algorithm.kl.place", found, "loss or off", "no reward is learnt from then")
     if recipe.buffer.filter_flat_groups:
@@ -145,12 +138,12 @@ def _reward_weight(recipe: Recipe) -> Iterator[RecipeError]:
 
 def _mismatch(recipe: Recipe) -> Iterator[RecipeError]:
     """Corrections of the difference between engine and learner that can't be made."""
-    path, expected = "algorithm.mismatch", "weights: off and no reject"
-    if not corrects_mismatch(recipe):
+    path, expected = "algorithm.mismatch", "weights: off"
+    if not recipe.corrects_mismatch:
         return
-    if not has_policy_loss(recipe):
+    if not recipe.has_policy_loss:
         advice = "demonstrations are sampled by no engine: remove it"
-        if not is_supervised(recipe):
+        if not recipe.is_supervised:
             advice = "the weights are of the policy loss alone: remove it, or set reward.weight"
         yield RecipeError(path, "a correction without a policy loss", expected, advice)
         return
@@ -159,5 +152,5 @@ def _mismatch(recipe: Recipe) -> Iterator[RecipeError]:
     elif loss_traits(recipe.algorithm.loss).to_sampler:
         found = f"a correction with algorithm.loss {recipe.algorithm.loss}"
         yield RecipeError(path, found, expected, _CORRECTED)
-    if cuts_sampling(recipe):
+    if recipe.cuts_sampling:
         yield RecipeError(path, "a correction with top_p, top_k or min_p", expected, _CUT)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from practicum.errors import RecipeError
 from practicum.recipe.checks.value_forms import check_device, check_names, check_url, fields_of
-from practicum.recipe.derived import computes_reward, evaluates
 from practicum.recipe.schema.recipe import Recipe, RewardFunction
 from practicum.recipe.schema.teacher_sections import RewardModel
 
@@ -25,7 +24,7 @@ def check_reward(recipe: Recipe) -> Iterator[RecipeError]:
 def _functions(recipe: Recipe) -> Iterator[RecipeError]:
     if any(model.weight for model in recipe.reward.models.values()):
         return
-    if not computes_reward(recipe) and not evaluates(recipe):
+    if not recipe.computes_reward and not recipe.evaluates:
         return
     lists: dict[str, list[RewardFunction] | None] = {"reward.functions": recipe.reward.functions}
     lists |= {f"tasks.{name}.rewards": task.rewards for name, task in recipe.tasks.items()}

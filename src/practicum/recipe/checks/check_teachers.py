@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from practicum.errors import RecipeError
 from practicum.recipe.checks.value_forms import check_device, check_names, check_url, fields_of
-from practicum.recipe.derived import is_supervised, model_traits
+from practicum.recipe.derived import model_traits
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
 
@@ -25,7 +25,7 @@ def check_teachers(recipe: Recipe) -> Iterator[RecipeError]:
 
 
 def _pairing(recipe: Recipe) -> Iterator[RecipeError]:
-    if is_supervised(recipe) and (recipe.teachers or recipe.distill):
+    if recipe.is_supervised and (recipe.teachers or recipe.distill):
         key = "distill" if recipe.distill else "teachers"
         yield RecipeError(
             key,

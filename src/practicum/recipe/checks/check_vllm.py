@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from practicum.errors import RecipeError
-from practicum.recipe.derived import folder_config, has_own_process, on_ray
+from practicum.recipe.derived import folder_config
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.rollout_sections import Vllm
 
@@ -23,7 +23,7 @@ def check_vllm(recipe: Recipe) -> Iterator[RecipeError]:
             heads = _student_heads(recipe) if teacher.model is None else _folder_heads(teacher.model)
             yield from _section(f"{path}.vllm", teacher.vllm, heads)
             parallel = teacher.vllm.tensor_parallel
-            if on_ray(recipe) and parallel > 1 and not has_own_process(teacher.placement):
+            if recipe.on_ray and parallel > 1 and teacher.placement_name == "colocated":
                 found = f"{parallel} with placement colocated and runtime.kind ray"
                 advice = f"a colocated teacher has the learner's one device: set {path}.placement to own"
                 yield RecipeError(f"{path}.vllm.tensor_parallel", found, "1, or placement: own", advice)
@@ -47,7 +47,7 @@ def _section(path: str, vllm: Vllm, heads: tuple[int, int] | None) -> Iterator[R
 def _on_ray(recipe: Recipe) -> Iterator[RecipeError]:
     """An engine of several devices has them for itself, on one machine."""
     parallel, pool = recipe.rollout.vllm.tensor_parallel, recipe.pools.rollout
-    if parallel == 1 or not on_ray(recipe):
+    if parallel == 1 or not recipe.on_ray:
         return
     key = "rollout.vllm.tensor_parallel"
     if pool is None:

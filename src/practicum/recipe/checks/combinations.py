@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 
@@ -18,10 +17,8 @@ from practicum.recipe.checks.routing import check_route
 from practicum.recipe.checks.unread_keys import check_unread
 from practicum.recipe.checks.value_forms import check_device, check_names
 from practicum.recipe.counts import count
-from practicum.recipe.derived import evaluates, measured_scores, model_traits
+from practicum.recipe.derived import model_traits
 from practicum.recipe.schema.recipe import MakeModel, Recipe, Task
-from practicum.recipe.text.origins import leaves
-from practicum.user_code import lone_surrogate
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
@@ -29,7 +26,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 def combinations(recipe: Recipe) -> list[RecipeError]:
     """Every key that nothing reads and every impossible combination of a recipe."""
     checks = (
-        *(check_unread, _names, _texts, _model, _engine, _tasks, _agent, _minibatches, _train, _eval),
+        *(check_unread, _names, _model, _engine, _tasks, _agent, _minibatches, _train, _eval),
         *(check_algorithm, check_async, check_reward, check_teachers, check_route, check_distill),
         *(check_runtime, check_vllm),
     )
@@ -42,13 +39,6 @@ def _names(recipe: Recipe) -> Iterator[RecipeError]:
     yield from check_names("tasks", "task", recipe.tasks)
 
 
-def _texts(recipe: Recipe) -> Iterator[RecipeError]:
-    for path, value in leaves(recipe.model_dump()):
-        if lone_surrogate(json.dumps(value, default=str, ensure_ascii=False)):
-            found = f"{value!r}, which has half of a surrogate pair"
-            yield RecipeError(path, found, "text that can be written", "remove or complete it")
-
-
 def _model(recipe: Recipe) -> Iterator[RecipeError]:
     model, make = recipe.model, recipe.model.make
     if (model.path is None) == (make is None):
@@ -59,9 +49,6 @@ def _model(recipe: Recipe) -> Iterator[RecipeError]:
     if recipe.train.autocast != "off" and model.dtype == "float64":
         found = f"{recipe.train.autocast} with model.dtype float64"
         yield RecipeError("train.autocast", found, "off, or float32 weights")
-    if model.lora is not None and model.lora.dropout:
-        advice = "with dropout, the learner's probabilities would not be those that answers were sampled with"
-        yield RecipeError("model.lora.dropout", f"{model.lora.dropout:g}", "0", advice)
     if make is None:
         return
     yield from _heads(make)
@@ -171,24 +158,9 @@ def _train(recipe: Recipe) -> Iterator[RecipeError]:
 
 
 def _eval(recipe: Recipe) -> Iterator[RecipeError]:
-    measured, best = evaluates(recipe), recipe.checkpoint.keep_best
-    if recipe.eval.every and not measured:
-        found = f"{recipe.eval.every} with eval.greedy false and eval.samples 0"
-        advice = "set eval.greedy to true or eval.samples to at least 1"
-        yield RecipeError("eval.every", found, "an evaluation that measures something", advice)
-    if recipe.eval.stop_at is not None and not (recipe.eval.greedy and recipe.eval.every):
-        found = f"{recipe.eval.stop_at} without greedy evaluations during training"
-        advice = "set eval.every to the steps between them, and eval.greedy to true"
-        yield RecipeError("eval.stop_at", found, "evaluations to stop by", advice)
-    if best is None or best == "auto":
-        return
-    if not best.startswith("eval/"):
-        expected = "a metric of an evaluation, such as eval/greedy"
-        yield RecipeError("checkpoint.keep_best", repr(best), expected)
-    elif not measured or not recipe.eval.every:
-        found = f"{best!r} without evaluations during training"
-        advice = "set eval.every to the steps between them, and eval.greedy or eval.samples"
-        yield RecipeError("checkpoint.keep_best", found, "evaluations to choose by", advice)
-    elif not any(best == name or best.startswith(f"{name}/") for name in measured_scores(recipe)):
-        advice = f"evaluations give {', '.join(measured_scores(recipe))}, and each by domain"
-        yield RecipeError("checkpoint.keep_best", repr(best), "a metric that is measured", advice)
+    rules = recipe.eval
+    if rules.every and not rules.rows:
+        yield RecipeError("eval.every", f"{rules.every} with eval.rows 0", "0", "set eval.rows")
+    if rules.stop_at is not None and not (rules.rows and rules.every):
+        found = f"{rules.stop_at} without evaluations during training"
+        yield RecipeError("eval.stop_at", found, "evaluations to stop by", "set eval.every")

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from practicum.errors import RecipeError
-from practicum.recipe.algorithm_traits import estimator_traits
-from practicum.recipe.derived import compare_temperature, distils_by_policy
+from practicum.recipe.algorithm_traits import ON_DISTRIBUTIONS, ON_SAMPLED, estimator_traits
 from practicum.recipe.schema.recipe import Recipe
-from practicum.recipe.schema.teacher_sections import ON_DISTRIBUTIONS, ON_SAMPLED, Distill
+from practicum.recipe.schema.teacher_sections import Distill
 
 AS_REWARD = ("k1", "k2", "k3")
 """Divergences whose negative value may be a token's advantage or reward."""
@@ -46,7 +45,7 @@ def _pair(distill: Distill) -> Iterator[RecipeError]:
 
 def _temperature(recipe: Recipe, distill: Distill) -> Iterator[RecipeError]:
     sampled = recipe.rollout.temperature
-    if distils_by_policy(recipe) and compare_temperature(recipe) != sampled:
+    if recipe.distils_by_policy and recipe.compare_temperature != sampled:
         yield RecipeError(
             "distill.temperature",
             f"{distill.temperature:g} with rollout.temperature {sampled:g} and through {distill.through}",
@@ -63,9 +62,9 @@ def _servers(recipe: Recipe, distill: Distill) -> Iterator[RecipeError]:
     if distill.signal == "full":
         advice = "a server gives no hidden states: set distill.signal to top_k or sampled"
         yield RecipeError("distill.signal", f"full with {who}", "top_k or sampled", advice)
-    temperature = compare_temperature(recipe)
+    temperature = recipe.compare_temperature
     if temperature != 1:
-        key = "rollout.temperature" if distils_by_policy(recipe) else "distill.temperature"
+        key = "rollout.temperature" if recipe.distils_by_policy else "distill.temperature"
         path = "distill.temperature" if distill.temperature is not None else "rollout.temperature"
         advice = f"a server scores prompts at temperature 1: set {key}: 1.0"
         yield RecipeError(path, f"{temperature:g} with {who}", "a comparison at temperature 1", advice)
@@ -112,7 +111,7 @@ def _why_no_reward(divergence: str, signal: str, through: str) -> str | None:
             f"{divergence} differs from {plain} only in its gradient, and through {through} none is taken: "
             f"use {plain}" + ("" if signal == "sampled" else " with signal sampled")
         )
-    if divergence in ON_DISTRIBUTIONS | ON_SAMPLED - {*AS_REWARD}:
+    if divergence in {*ON_DISTRIBUTIONS, *ON_SAMPLED} - {*AS_REWARD}:
         return (
             f"through {through} takes an estimate of the reverse KL for each sampled token, and {divergence} "
             "is none: use k1, k2 or k3 with signal sampled"

@@ -2,43 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from practicum.recipe.algorithm_traits import estimator_traits, loss_traits, readers
-from practicum.recipe.derived import (
-    has_advantage_estimator,
-    has_policy_loss,
-    is_supervised,
-    uses_old_logprobs,
+from practicum.recipe.algorithm_traits import (
+    AGGREGATION_NAMES,
+    ESTIMATORS,
+    KL_NAMES,
+    LOSSES,
+    estimator_traits,
+    loss_traits,
+    readers,
 )
 from practicum.recipe.schema.section import Chain, OwnName, ReadWhen, Section, key, read_if, read_with
 
-AdvantageName = (
-    Literal["none", "gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax"]
-    | OwnName
-)
-LossName = Literal["supervised", "ppo_clip", "gspo", "cispo", "dppo", "reinforce"] | OwnName
+if TYPE_CHECKING:
+    AdvantageName = LossName = KlName = AggregationName = str
+else:
+    AdvantageName = Literal[tuple(ESTIMATORS)] | OwnName
+    LossName = Literal[tuple(LOSSES)] | OwnName
+    KlName = Literal[KL_NAMES] | OwnName
+    AggregationName = Literal[AGGREGATION_NAMES] | OwnName
 
 _WITHOUT_REWARD = "with reward.weight 0 and distill.through {0.distill.through}"
 ESTIMATES = read_if(
-    lambda recipe: is_supervised(recipe) or recipe.distill is None or has_advantage_estimator(recipe),
+    lambda recipe: recipe.is_supervised or recipe.distill is None or recipe.has_advantage_estimator,
     _WITHOUT_REWARD,
     "no advantage is estimated then: remove it, or set reward.weight",
 )
 _POLICY = read_if(
-    lambda recipe: is_supervised(recipe) or recipe.distill is None or has_policy_loss(recipe),
+    lambda recipe: recipe.is_supervised or recipe.distill is None or recipe.has_policy_loss,
     _WITHOUT_REWARD,
     "there is no policy loss then: remove it, or set reward.weight",
 )
 _COMPARED = read_if(
-    uses_old_logprobs,
+    lambda recipe: recipe.uses_old_logprobs,
     "with algorithm.loss {0.algorithm.loss}",
     "it does not compare with the policy before the update: remove it",
 )
 _PENALTY = read_with("algorithm.kl.place", "reward", "loss")
 _WEIGHED = read_with("algorithm.mismatch.weights", "token", "sequence")
-_ADAPTED = read_with("algorithm.kl.place", "reward"), read_with("algorithm.kl.target")
-_MASKED = _WEIGHED, read_with("algorithm.mismatch.outside", "mask")
+_IN_REWARD = read_with("algorithm.kl.place", "reward")
 
 
 def _option(chooser: str, name: str) -> tuple[ReadWhen, ReadWhen]:
@@ -52,10 +55,12 @@ def _option(chooser: str, name: str) -> tuple[ReadWhen, ReadWhen]:
     return used, ReadWhen(obstacle, f"remove it, or set algorithm.{chooser} to {' or '.join(readers(name))}")
 
 
-_CLIP_LOW, _CLIP_HIGH, _DUAL_CLIP, _LOG_RATIO_CLAMP = (
-    _option("loss", name) for name in ("clip_low", "clip_high", "dual_clip", "log_ratio_clamp")
-)
+_CLIP_LOW, _CLIP_HIGH = _option("loss", "clip_low"), _option("loss", "clip_high")
 _GAMMA, _LAM, _WHITEN = (_option("advantage", name) for name in ("gamma", "lam", "whiten"))
+
+
+KL_HORIZON = 10_000
+"""Sessions over which an adaptive KL weight changes."""
 
 
 class Kl(Section):
@@ -63,22 +68,11 @@ class Kl(Section):
 
     place: Literal["off", "reward", "loss"] = key("off", "Where the penalty enters.")
     coefficient: float = key(0.05, "Weight of the penalty (start, if adaptive).", _PENALTY, ge=0)
-    estimator: Literal["k1", "k2", "k3"] | OwnName = key("k3", "Estimator of the divergence.", _PENALTY)
-    target: float | None = key(None, "Adapt the weight towards this KL (reward only).", _ADAPTED[0], gt=0)
-    horizon: int = key(10_000, "Sessions over which the adaptation acts.", *_ADAPTED, ge=1)
-    clamp: float | None = key(None, "Clamp log-ratios to ± this; off if unset.", _PENALTY, gt=0)
+    estimator: KlName = key("k3", "Estimator of the divergence.", _PENALTY)
+    target: float | None = key(None, "Adapt the weight towards this KL (reward only).", _IN_REWARD, gt=0)
     reference: str | None = key(
         None, "Reference model, named as in model.path; the student's start if unset.", _PENALTY
     )
-
-
-class Reject(Section):
-    """Which sessions are too far from the learner to learn from."""
-
-    low: float = key(
-        ..., "Least geometric mean of the ratios of a session's tokens; 0 = no bound.", ge=0, lt=1
-    )
-    high: float = key(..., "Largest such mean.", gt=1)
 
 
 class Mismatch(Section):
@@ -87,12 +81,7 @@ class Mismatch(Section):
     weights: Literal["off", "token", "sequence"] = key(
         "off", "A ratio for each token, or one for a session: the product of its tokens'."
     )
-    outside: Literal["truncate", "mask"] = key(
-        "truncate", "A ratio above cap becomes cap; or outside of floor to cap, 0.", _WEIGHED
-    )
-    cap: float = key(2.0, "Largest ratio.", _WEIGHED, ge=1)
-    floor: float = key(0.0, "Least ratio, with outside: mask; 0 = no bound.", *_MASKED, ge=0, le=1)
-    reject: Reject | None = key(None, "Leave out whole sessions by the geometric mean of their ratios.")
+    cap: float = key(2.0, "Largest ratio; larger ones become this.", _WEIGHED, ge=1)
 
 
 class Algorithm(Section):
@@ -102,7 +91,7 @@ class Algorithm(Section):
         "grpo", "Estimator of the advantage; none only for supervised training.", ESTIMATES
     )
     loss: LossName = key("ppo_clip", "Policy loss, or supervised training on demonstrations.", _POLICY)
-    aggregation: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] | OwnName = key(
+    aggregation: AggregationName = key(
         "token_mean", "How token losses become one number, by global real counts."
     )
     clip_low: float = key(
@@ -117,8 +106,6 @@ class Algorithm(Section):
         *_CLIP_HIGH,
         ge=0,
     )
-    dual_clip: float | None = key(None, "Dual-clip bound for negative advantages.", *_DUAL_CLIP, gt=1)
-    log_ratio_clamp: float | None = key(None, "Clamp log-ratios to ± this.", *_LOG_RATIO_CLAMP, gt=0)
     gamma: float = key(1.0, "Discount per token (gae, reinforce_pp).", *_GAMMA, gt=0, le=1)
     lam: float = key(1.0, "GAE's lambda.", *_LAM, ge=0, le=1)
     whiten: bool = key(True, "Whiten GAE advantages over the batch's sampled tokens.", *_WHITEN)
@@ -127,7 +114,7 @@ class Algorithm(Section):
     old_logprobs: Literal["auto", "recompute", "rollout"] = key(
         "auto",
         "Denominator of the ratio: recomputed by the learner, the engine's own, or auto: recomputed only "
-        "if a batch gets more than one optimizer step or its advantages need them; with async.lag the "
+        "if a batch gets more than one optimizer step or its advantages need them; with rollout.lag the "
         "engine's own, unless algorithm.mismatch weighs the recomputed ones.",
         _POLICY,
         _COMPARED,

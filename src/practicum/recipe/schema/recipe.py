@@ -8,21 +8,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
 from practicum.devices import HELP as DEVICE_HELP
-from practicum.recipe.algorithm_traits import ESTIMATORS, estimator_traits
-from practicum.recipe.derived import computes_reward, evaluates, is_supervised
+from practicum.recipe.algorithm_traits import ESTIMATORS, estimator_traits, loss_traits
+from practicum.recipe.reward_traits import REWARDS, is_instant
 from practicum.recipe.schema.algorithm_sections import ESTIMATES, Algorithm, CriticSection
 from practicum.recipe.schema.rollout_sections import ON_RAY, Agent, Rollout
 from practicum.recipe.schema.runtime_section import Pools, Runtime
-from practicum.recipe.schema.section import OwnName, Section, key, read_if, read_with
+from practicum.recipe.schema.section import OwnName, Section, key, or_short_form, own_name, read_if, read_with
 from practicum.recipe.schema.teacher_sections import Distill, RewardModel, Route, Teacher
 
 _KV_HEADS = read_with(".family", "qwen3", "llama", "qwen3_moe", "qwen2_5_vl", refused=False)
 _HEAD_DIM = read_with(".family", "qwen3", "llama", "qwen3_moe", refused=False)
 _MOE = read_with(".family", "qwen3_moe")
-_SAMPLED = read_with("eval.samples")
 _WITH_CRITIC = read_if(
     lambda recipe: estimator_traits(recipe.algorithm.advantage).critic,
     "with algorithm.advantage {0.algorithm.advantage}",
@@ -30,7 +29,7 @@ _WITH_CRITIC = read_if(
     + " or ".join(name for name, traits in ESTIMATORS.items() if traits.critic),
 )
 _ON_POLICY = read_if(
-    lambda r: not is_supervised(r), "with algorithm.loss supervised", "demonstrations are not judged"
+    lambda r: not r.is_supervised, "with algorithm.loss supervised", "demonstrations are not judged"
 )
 _BESIDE = read_if(
     lambda recipe: recipe.reward.weight == 0,
@@ -38,13 +37,13 @@ _BESIDE = read_if(
     "rewards that are learnt from are in the metrics anyway: remove it",
 )
 _JUDGED = read_if(
-    lambda r: computes_reward(r) or evaluates(r), "while no answer is judged", "set reward.watch: true"
+    lambda r: r.computes_reward or r.evaluates, "while no answer is judged", "set reward.watch: true"
 )
 _FOR_SOME_TASK = read_if(
     lambda r: any(task.rewards is None for task in r.tasks.values()), "as tasks have theirs", refused=False
 )
 _LIMITED = read_if(
-    lambda function: function.use not in ("checker", "exact", "contains"),
+    lambda function: not is_instant(function.use),
     "with the built-in reward {0.use}",
     "it has no limit: remove it",
     of_section=True,
@@ -61,7 +60,7 @@ _DECAYS = read_if(
     "with train.schedule constant",
     "remove it, or set train.schedule to linear or cosine",
 )
-_EVALUATED = read_if(evaluates, "with eval.greedy false and eval.samples 0", refused=False)
+_EVALUATED = read_with("eval.rows")
 _FILE, _DATASET = read_with(".file"), read_with(".dataset")
 _ROWS = read_if(
     lambda task: task.kind is None,
@@ -98,10 +97,6 @@ class Lora(Section):
         "[q_proj, v_proj].",
         min_length=1,
     )
-    dropout: float = key(0.0, "Only 0: sampling and training must see one distribution.", ge=0)
-    init: Literal["kaiming", "gaussian"] = key(
-        "kaiming", "How the first matrix begins; the second one begins at 0."
-    )
 
 
 class Model(Section):
@@ -123,7 +118,7 @@ class RewardFunction(Section):
 
     use: str = key(
         "checker",
-        "checker (the task's own), exact, contains, math_verify, reasoning_gym, or package.module:function.",
+        f"{', '.join(REWARDS)}, or package.module:function. checker is the task's own.",
     )
     weight: float = key(1.0, "Factor of this reward in the sum.")
     timeout_s: float = key(30.0, "Seconds a call may take.", _LIMITED, gt=0)
@@ -220,8 +215,8 @@ class Train(Section):
     optimizer: Literal["adamw", "adamw_8bit"] | OwnName = key(
         "adamw", "What changes the weights; adamw_8bit: AdamW whose moments take a quarter of the memory."
     )
-    offload: Literal["none", "host", "disk"] = key(
-        "none", "Where the optimizer's state is between updates: with the weights, in host memory, on disk."
+    offload: Literal["none", "host"] = key(
+        "none", "Where the optimizer's state is between updates: with the weights, or in host memory."
     )
     weight_decay: float = key(0.0, "AdamW weight decay of matrices.", ge=0)
     betas: tuple[Beta, Beta] = key((0.9, 0.999), "AdamW betas.", strict=False)
@@ -230,7 +225,6 @@ class Train(Section):
     microbatch_tokens: int = key(16_384, "Tokens of one forward and backward.", ge=1)
     autocast: Literal["off", "bfloat16"] = key("off", "Mixed precision of the compute.")
     gradient_checkpointing: bool = key(False, "Recompute activations to save memory.")
-    compile: bool = key(False, "Use torch.compile on the learner's model.")
     replay_experts: bool = key(True, "The learner takes the experts that the engine took (MoE models).")
 
 
@@ -243,125 +237,66 @@ class Buffer(Section):
     )
 
 
-class Async(Section):
-    """Rollouts of later steps while the learner works on this one."""
-
-    lag: int = key(
-        0,
-        "Steps between the weights that sample a batch and those that it trains: always this many, less only "
-        "in the first steps. Each has an engine with its own copy of the weights. 0: one after the other.",
-        ge=0,
-        le=16,
-    )
-
-
 class Eval(Section):
     """Evaluation on held-out prompts, per domain."""
 
     every: int = key(0, "Steps between evaluations; 0 = only first and last.", ge=0)
-    rows: int = key(128, "Prompts of each task.", _EVALUATED, ge=1)
-    greedy: bool = key(True, "Report the greedy answer's score.")
+    rows: int = key(128, "Prompts of each task; 0 = no evaluation.", ge=0)
     stop_at: float | None = key(None, "End the run as soon as an evaluation's eval/greedy is at least this.")
-    samples: int = key(0, "Samples per prompt for mean@k and pass@k; 0 = none.", ge=0)
-    temperature: float = key(1.0, "Temperature of those samples.", _SAMPLED, gt=0)
-    pass_threshold: float = key(1.0, "Reward from which a sample counts as a pass.", _SAMPLED)
+    samples: int = key(
+        0, "Samples per prompt, at temperature 1, for mean@k and pass@k; 0 = none.", _EVALUATED, ge=0
+    )
 
 
 class Checkpoint(Section):
     """What is kept of a run."""
 
-    every: int = key(0, "Steps between checkpoints; 0 = not by steps.", ge=0)
-    every_minutes: float = key(
-        10.0, "Minutes after which the next finished step is kept in a checkpoint; 0 = not by time.", ge=0
-    )
-    keep_last: int = key(2, "Newest checkpoints kept.", ge=1)
-    keep_best: str | None = key(
-        "auto",
-        "Metric whose best checkpoint is kept too, such as eval/greedy; auto: eval/greedy, else eval/mean@k, "
-        "if evaluations run during training; null: none.",
-    )
+    every: int = key(0, "Steps between checkpoints, in addition to one every 10 minutes; 0 = none.", ge=0)
+    keep_last: int = key(2, "Newest checkpoints kept, beside the one with the best evaluation.", ge=1)
+
+
+def _tracker(name: str) -> str:
+    if name not in ("tensorboard", "wandb", "trackio") and not name.startswith(("wandb/", "trackio/")):
+        return own_name(name)
+    return name
 
 
 class Track(Section):
     """Where metrics and samples go in addition to metrics.jsonl."""
 
-    tensorboard: bool = key(False, "Write TensorBoard events into the run folder.")
-    wandb: str | None = key(None, "Weights & Biases project to log to.")
-    trackio: str | None = key(None, "trackio project on this machine to log to.")
-    own: list[OwnName] = key([], "Trackers of your own, as package.module:name.")
+    to: list[Annotated[str, AfterValidator(_tracker)]] = key(
+        [], "tensorboard, wandb/PROJECT, trackio/PROJECT, or trackers of your own, as package.module:name."
+    )
     record: Annotated[int, Field(ge=0)] | Literal["all", "none"] = key(
         2,
         "Groups of each step that are kept whole, with all their columns, in record/ and as text in "
         "samples.jsonl, the tasks taking turns; all: every row, whole; none: nothing.",
-    )
-    eval_prompts: int | None = key(
-        None, "Prompts per evaluation whose answers are written to eval.jsonl; unset: all.", _EVALUATED, ge=0
     )
 
 
 Level = Literal["error", "warn", "off"]
 
 
-class OwnCheck(Section):
-    """A check of your own, called after each step."""
-
-    use: OwnName = key(..., "The function, as package.module:name.")
-    level: Level = key("error", "What happens when it finds something.")
-
-
-def _own_check(value: Any) -> Any:
-    return {"use": value} if isinstance(value, str) else value
-
-
 class Checks(Section):
-    """Invariants watched at run time: error stops the run, warn reports, off does not look."""
+    """Invariants watched at run time; `checks: warn` is short for {level: warn}."""
 
-    weight_version: Level = key(
-        "error", "The engine sampled with the weights that the step is to be sampled by."
-    )
-    fingerprint: Level = key(
-        "error", "After each sync, engine and learner agree on the logprobs of a fixed sequence."
-    )
-    fingerprint_max: float | None = key(
-        None,
-        "Largest mean |difference| in nats that fingerprint accepts; unset: 1e-3, and 0.2 for models in "
-        "bfloat16.",
-        read_with("checks.fingerprint", "error", "warn", refused=False),
-        gt=0,
-    )
-    logprob_gap: Level = key("error", "Rollout and learner logprobs agree on fresh rows.")
+    model_config = ConfigDict(json_schema_extra=or_short_form("level"))
+
+    level: Level = key("error", "error stops the run, warn reports, off does not look.")
     logprob_gap_max: float = key(
-        0.05,
-        "Largest mean |difference| in nats that logprob_gap accepts.",
-        read_with("checks.logprob_gap", "error", "warn", refused=False),
-        gt=0,
+        0.05, "Largest mean |difference| in nats between logprobs of the rollout and of the learner.", gt=0
     )
-    sample_size: Level = key(
-        "warn",
-        "Rows that older weights sampled (async.lag) still tell of the policy that is trained.",
-        read_with("async.lag", refused=False),
-    )
-    sample_size_min: float = key(
-        0.5,
-        "Least effective sample size, as a fraction of the tokens, that sample_size accepts.",
-        read_with("async.lag", refused=False),
-        read_with("checks.sample_size", "error", "warn", refused=False),
-        gt=0,
-        lt=1,
-    )
-    masks: Level = key("error", "Masks, lengths and loss denominators agree.")
-    groups: Level = key("error", "Each prompt of a step is learnt from, with the sessions it should have.")
-    advantages: Level = key(
-        "error", "Advantages agree with the rewards of their sessions and add up to 0 in each group."
-    )
-    teacher_shares: Level = key(
-        "warn", "Each teacher has at least a tenth of its target share of the gradient."
-    )
-    store_empty: Level = key("error", "Nothing of a finished step stays in the store.")
-    finite: Level = key("error", "No non-finite loss or gradient reaches the optimizer.")
-    own: list[Annotated[OwnCheck, BeforeValidator(_own_check)]] = key(
-        [], "Checks of your own, such as [package.module:name]."
-    )
+    own: list[OwnName] = key([], "Checks of your own, such as [package.module:name].")
+
+
+class Expected(Section):
+    """A score that the run should reach."""
+
+    metric: str = key(..., "A metric, such as eval/greedy.")
+    at_least: float = key(..., "Its least value in the last evaluation.")
+
+    def __str__(self) -> str:
+        return f"{self.metric} at least {self.at_least:g}"
 
 
 class Recipe(Section):
@@ -371,7 +306,7 @@ class Recipe(Section):
     extends: str | None = key(None, "A recipe that this one builds on; its path is relative to this file.")
     out: str | None = key(None, "Run folder, in place of runs/<name>.")
     seed: int = key(0, "Seed of every random choice.", ge=0)
-    expected: str | None = key(None, "What the run should reach, in words.")
+    expected: Expected | None = key(None, "What the run should reach.")
     model: Model = key(..., "The student.")
     tasks: dict[str, Task] = key(..., "Where prompts come from, by name.", min_length=1)
     reward: Reward = key(Reward(), "How an answer is judged.")
@@ -385,12 +320,145 @@ class Recipe(Section):
     critic: CriticSection | None = key(None, "Value model; needed by advantage gae.", ESTIMATES, _WITH_CRITIC)
     stages: list[OwnName] = key([], "Stages of your own, as package.module:name, in order.")
     buffer: Buffer = key(Buffer(), "Which groups are trained on.")
-    # A word of Python's own can't be written as an attribute: `derived.lag` reads it.
-    __annotations__["async"] = "Async"
-    locals()["async"] = key(Async(), "Rollouts while the learner works.")
     eval: Eval = key(Eval(), "Evaluation on held-out prompts.")
     checkpoint: Checkpoint = key(Checkpoint(), "What is kept.")
     track: Track = key(Track(), "Where metrics go.")
     checks: Checks = key(Checks(), "Invariants watched at run time.")
     runtime: Runtime = key(Runtime(), "Where the roles live.")
     pools: Pools = key(Pools(), "Who gets how much of a cluster.", ON_RAY)
+
+    @property
+    def is_supervised(self) -> bool:
+        """The batch is demonstrations."""
+        return self.algorithm.loss == "supervised"
+
+    @property
+    def sampling_engines(self) -> int:
+        """Engines that sample in one process: one per unfinished step, or one of vLLM for all."""
+        return 1 if self.rollout.engine == "vllm" else self.rollout.lag + 1
+
+    @property
+    def sampling_s(self) -> float:
+        """Deadline in seconds for sampling a step, above those of rollouts and rewards."""
+        rounds = 1 + (self.buffer.max_refills if self.buffer.filter_flat_groups else 0)
+        return 2 * rounds * self.rollout.deadline_s + 60.0
+
+    @property
+    def uses_reward(self) -> bool:
+        """Rewards are learnt from."""
+        return not self.is_supervised and self.reward.weight > 0
+
+    @property
+    def computes_reward(self) -> bool:
+        """Training answers are judged."""
+        return self.uses_reward or (self.reward.watch and not self.is_supervised)
+
+    @property
+    def distils_by_loss(self) -> bool:
+        """A divergence from the teachers is back-propagated."""
+        return self.distill is not None and self.distill.through == "loss"
+
+    @property
+    def distils_by_policy(self) -> bool:
+        """Teachers change each token's advantage or reward."""
+        return self.distill is not None and self.distill.through != "loss"
+
+    @property
+    def has_policy_loss(self) -> bool:
+        """The update has a policy loss, and so advantages."""
+        return not self.is_supervised and (self.uses_reward or self.distils_by_policy)
+
+    @property
+    def has_advantage_estimator(self) -> bool:
+        """algorithm.advantage is used."""
+        through_reward = self.distill is not None and self.distill.through == "reward"
+        return not self.is_supervised and (self.uses_reward or through_reward)
+
+    @property
+    def recorded_groups(self) -> int | None:
+        """Groups of a step that the run's record keeps; None: all."""
+        record = self.track.record
+        if isinstance(record, int):
+            return record
+        return None if record == "all" else 0
+
+    @property
+    def corrects_mismatch(self) -> bool:
+        """The policy loss is weighted by the ratio of learner to engine probabilities."""
+        return self.algorithm.mismatch.weights != "off"
+
+    @property
+    def uses_old_logprobs(self) -> bool:
+        """The step needs logprobs of the policy before the update."""
+        if not self.has_policy_loss:
+            return False
+        in_reward = self.algorithm.kl.place == "reward" or self.distils_by_policy
+        return loss_traits(self.algorithm.loss).ratio or in_reward or self.corrects_mismatch
+
+    @property
+    def cuts_sampling(self) -> bool:
+        """Rollouts are drawn from a truncated distribution."""
+        rollout = self.rollout
+        return rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
+
+    @property
+    def is_own_base(self) -> bool:
+        """The reference policy is the student without its adapter."""
+        return self.model.lora is not None and self.algorithm.kl.reference is None
+
+    @property
+    def compare_temperature(self) -> float:
+        """Temperature at which student and teachers are compared."""
+        chosen = self.distill.temperature if self.distill is not None else None
+        return self.rollout.temperature if chosen is None else chosen
+
+    @property
+    def waits_for_models(self) -> bool:
+        """Rewards wait for colocated models, which work while the student's engines sleep."""
+        return any(not model.scores_during_rollout for model in self.reward.models.values())
+
+    @property
+    def session_deadline(self) -> float:
+        """Seconds one session may take: a loop that hangs fails before all sessions are late."""
+        chosen = self.agent.deadline_s
+        return 0.9 * self.rollout.deadline_s if chosen is None else chosen
+
+    @property
+    def evaluates(self) -> bool:
+        """The run evaluates its student."""
+        return self.eval.rows > 0
+
+    @property
+    def teacher_numbers(self) -> dict[str, int]:
+        """Each teacher's number, in the recipe's order."""
+        return {name: number for number, name in enumerate(self.teachers)}
+
+    @property
+    def on_ray(self) -> bool:
+        """The roles are actors of a Ray cluster."""
+        return self.runtime.kind == "ray"
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks of the learner: one on each device of the pool train; one in this process."""
+        return self.pools.train.total if self.on_ray else 1
+
+    @property
+    def engine_replicas(self) -> int:
+        """Engines of the student."""
+        if not self.on_ray:
+            return 1
+        devices = (self.pools.rollout or self.pools.train).total
+        return self.rollout.replicas or max(1, devices // self.engine_devices)
+
+    @property
+    def engine_devices(self) -> int:
+        """Devices that one engine of the student is on."""
+        return self.rollout.vllm.tensor_parallel if self.rollout.engine == "vllm" else 1
+
+    @property
+    def own_models(self) -> dict[str, Teacher | RewardModel]:
+        """Teachers and reward models in separate processes, by their path in the recipe."""
+        models: dict[str, Teacher | RewardModel] = {f"teachers.{n}": t for n, t in self.teachers.items()}
+        models |= {f"reward.models.{n}": m for n, m in self.reward.models.items()}
+        return {path: m for path, m in models.items() if m.placement_name == "own"}

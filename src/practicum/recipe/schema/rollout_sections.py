@@ -55,23 +55,24 @@ class Rollout(Section):
     context: int | None = key(
         None, "Longest prompt + answer in tokens; unset: 1,024 + max_new_tokens, at most the model's.", ge=2
     )
-    keep_tokens: int | None = key(
-        None,
-        "Tokens whose keys and values are kept for agents' next turns, which then compute only what is "
-        "new; unset: slots × context; 0 = none.",
-        read_with("rollout.engine", "torch", advice="vLLM keeps the blocks of prompts that it has room for"),
+    lag: int = key(
+        0,
+        "Steps between the weights that sample a batch and those that it trains: always this many, less only "
+        "in the first steps. Each has an engine with its own copy of the weights. 0: one after the other.",
         ge=0,
-    )
-    repeatable: bool = key(
-        True,
-        "Where the engine's numbers depend on its batch (a probe at the start says), compute each turn again "
-        "alone, so that the run repeats bit for bit; false: faster, and equal up to rounding.",
-        read_with("rollout.engine", "torch", advice="vLLM has its own arithmetic: remove it"),
+        le=16,
     )
     deadline_s: float = key(600.0, "Seconds one step's rollout may take.", gt=0)
     replicas: int | None = key(
         None, "Engines, with runtime.kind ray; unset: one for each device of their pool.", ON_RAY, ge=1
     )
+
+    def context_for(self, model_context: int | None) -> int:
+        """Tokens of KV memory for one sequence: `context`, else 1,024 of prompt and the answer."""
+        if self.context is not None:
+            return self.context
+        needed = 1024 + self.max_new_tokens
+        return needed if model_context is None else min(needed, model_context)
 
 
 _LIMITED = read_if(
@@ -82,24 +83,15 @@ _LIMITED = read_if(
 )
 
 
-Isolation = Literal["bubblewrap", "process"]
-
-
 class ToolSection(Section):
     """A tool that the model may call; `calculator` is short for {use: calculator}."""
 
-    use: str = key(..., "calculator, python, or package.module:function.")
+    use: str = key(..., "calculator, python (in bubblewrap), or package.module:function.")
     timeout_s: float = key(5.0, "Seconds a call may take (not for calculator).", _LIMITED, gt=0)
-    memory_mb: int = key(256, "Memory of the program in MiB (python).", read_with(".use", "python"), ge=32)
     output_chars: int = key(
         2000, "Characters of its result that are kept (not for calculator).", _LIMITED, ge=16
     )
-    isolation: Isolation = key(
-        "bubblewrap",
-        "How a program is kept from the rest of the machine (python). process: by limits and a guard that it "
-        "may get round.",
-        read_with(".use", "python"),
-    )
+    memory_mb: int = key(256, "Memory of the program in MiB (python).", read_with(".use", "python"), ge=32)
 
 
 class Retry(Section):

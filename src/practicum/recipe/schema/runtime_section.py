@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import ConfigDict
 
 from practicum.recipe.schema.rollout_sections import ON_RAY
-from practicum.recipe.schema.section import Section, key, read_if, read_with, read_without
+from practicum.recipe.schema.section import Section, key, or_short_form, read_if, read_with, read_without
 
+StoreKind = Literal["ray", "transferqueue"]
 RuntimeKind = Literal["local", "ray"]
 WeightTransport = Literal["auto", "object_store", "nixl"]
 
-_IN_QUEUE = read_with("runtime.store.kind", "transferqueue")
+_IN_QUEUE = read_with("runtime.store", "transferqueue")
 _OWN_CLUSTER = read_without(
     "runtime.address",
     "only a cluster that the run starts itself has a size to choose: remove it, or the address",
@@ -27,38 +28,15 @@ _ASLEEP = read_if(
 )
 
 
-class StoreChoice(Section):
-    """The data plane between processes (kind: ray)."""
-
-    kind: Literal["ray", "transferqueue"] = key(
-        "ray", "ray: packed columns in Ray's object store; transferqueue: TransferQueue."
-    )
-    units: int = key(1, "Storage units of TransferQueue, one CPU each.", _IN_QUEUE, ge=1)
-    backend: str = key(
-        "SimpleStorage", "Backend of TransferQueue: SimpleStorage, or one installed.", _IN_QUEUE
-    )
-    unit_gb: float = key(
-        0.0, "GiB of memory that each storage unit reserves on its machine.", _IN_QUEUE, ge=0
-    )
-    options: dict[str, Any] = key({}, "The backend's own options, as TransferQueue names them.", _IN_QUEUE)
-
-
-def _or_its_kind(schema: dict[str, Any]) -> None:
-    """Lets a JSON schema take `runtime: ray`, which `Layers` spells out, beside the mapping."""
-    mapping = dict(schema)
-    schema.clear()
-    schema["anyOf"] = [mapping["properties"]["kind"], mapping]
-
-
 class Runtime(Section):
     """Where the roles live; `runtime: ray` is short for {kind: ray}."""
 
-    model_config = ConfigDict(json_schema_extra=_or_its_kind)
+    model_config = ConfigDict(json_schema_extra=or_short_form("kind"))
 
     kind: RuntimeKind = key("local", "local: all roles in this process; ray: actors of a Ray cluster.")
     threads: int | None = key(
         None,
-        "torch threads of a process; unset: one per core, on ray shared among pools.train. With async.lag, "
+        "torch threads of a process; unset: one per core, on ray shared among pools.train. With rollout.lag, "
         "of the learner and of each engine; unset: half of the cores.",
         ge=1,
     )
@@ -67,16 +45,6 @@ class Runtime(Section):
         "Device memory in which sleeping colocated models may stay; unset: all stay on a CPU, none on "
         "another device.",
         _ASLEEP,
-        gt=0,
-    )
-    teachers_host_gb: float | None = key(
-        None,
-        "Host memory for those that had to leave the device; the rest goes to disk.",
-        _ASLEEP,
-        read_with(
-            ".teachers_gb",
-            advice="without a budget of the device no model leaves it: set runtime.teachers_gb too",
-        ),
         gt=0,
     )
     address: str | None = key(
@@ -99,7 +67,10 @@ class Runtime(Section):
         _OWN_CLUSTER,
         ge=0.1,
     )
-    store: StoreChoice = key(StoreChoice(), "The data plane between processes.", ON_RAY)
+    store: StoreKind = key(
+        "ray", "Data plane. ray: columns in Ray's object store; transferqueue: TransferQueue.", ON_RAY
+    )
+    store_units: int = key(1, "Storage units of TransferQueue, one CPU each.", ON_RAY, _IN_QUEUE, ge=1)
     weight_transport: WeightTransport = key(
         "auto",
         "How weights get from the learner to engines. object_store: through the host's memory; nixl: from "
@@ -112,7 +83,11 @@ class Runtime(Section):
     )
     start_s: float = key(180.0, "Seconds in which all actors must be ready.", ON_RAY, gt=0)
     stage_s: float = key(1800.0, "Seconds one call of a learner may take.", ON_RAY, gt=0)
-    store_s: float = key(60.0, "Seconds one call of the store may take.", ON_RAY, gt=0)
+
+    @property
+    def store_s(self) -> float:
+        """Seconds one call of the store may take."""
+        return min(60.0, self.stage_s)
 
 
 class Pool(Section):
@@ -120,6 +95,11 @@ class Pool(Section):
 
     nodes: int = key(1, "Groups of devices, each on one machine if possible.", ge=1)
     devices: int = key(1, "Devices of each of them.", ge=1)
+
+    @property
+    def total(self) -> int:
+        """Devices of the pool."""
+        return self.nodes * self.devices
 
 
 class Pools(Section):

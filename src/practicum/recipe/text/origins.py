@@ -15,13 +15,10 @@ class Origin:
     kind: Literal["default", "base", "file", "dict", "--set"]
     file: str = ""
     line: int | None = None
-    items: tuple[str, ...] = ()
-    """Of a list: the places in it that --set has changed, such as [0].weight."""
 
     def __str__(self) -> str:
         words = f"base {self.file}" if self.kind == "base" else self.kind
-        words = words if self.line is None else f"{words}:{self.line}"
-        return ", ".join([words, *(f"{item} by --set" for item in self.items)])
+        return words if self.line is None else f"{words}:{self.line}"
 
 
 DEFAULT = Origin("default")
@@ -107,6 +104,8 @@ def spelled_out(path: tuple[str, ...], value: Any) -> Any:
     `reward: {functions: [exact]}` are {functions: [{use: exact}]}; so are a task's rewards."""
     if path == ("runtime",) and isinstance(value, str):
         return {"kind": value}
+    if path == ("checks",) and isinstance(value, str):
+        return {"level": value}
     if path == ("reward",) and isinstance(value, str | list):
         value = {"functions": value}
     if path == ("reward", "functions") or (path[:1] == ("tasks",) and path[2:] == ("rewards",)):

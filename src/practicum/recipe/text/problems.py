@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from practicum.errors import RecipeError
 from practicum.recipe.own_parts import registered_names
 from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.removed_keys import advice_for_removed
 from practicum.recipe.text.origins import Origin
 from practicum.recipe.text.type_text import (
     Spot,
@@ -25,11 +26,6 @@ from practicum.recipe.text.type_text import (
 )
 from practicum.recipe.user_functions import meant
 
-RENAMED = {
-    "track.trajectories": "track.record, the number of whole groups per step",
-    "track.groups": "track.record, the number of whole groups per step",
-}
-"""Keys that have another name and meaning now."""
 OTHER_NAMES = {
     "learning_rate": "train.lr",
     "max_steps": "train.steps",
@@ -139,7 +135,8 @@ def _explain(details: Any, spot: Spot, origins: Mapping[str, Origin], root: type
     path = dotted(spot.path)
     if details["type"] == "extra_forbidden":
         where, meant = unknown_key(spot.path, root)
-        meant = f"use {RENAMED[path]}" if path in RENAMED else meant
+        if root is Recipe and (advice := advice_for_removed(spot.path)):
+            return RecipeError(path, with_origin("a removed key", path, origins), "no such key", advice)
         return RecipeError(path, with_origin("an unknown key", path, origins), where, meant)
     expected = expected_type(kind, info.metadata if info else ())
     if details["type"] == "missing":
@@ -160,7 +157,8 @@ def _advice(kind: Any, value: Any, path: str, optional: bool) -> str:
     if inner is bool and str(value).lower() in _YES_NO:
         return f"write {_YES_NO[str(value).lower()]}"
     if inner in (int, float) and isinstance(value, str) and _is_number(value):
-        return "remove the quotes"
+        hint = "write it with a dot (1.0e-4): YAML 1.1 readers take 1e-4 for text"
+        return hint if "e" in value.lower() and "." not in value else "remove the quotes"
     if inner is str and isinstance(value, int | float):
         return "put it in quotes"
     section = inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None
@@ -170,7 +168,7 @@ def _advice(kind: Any, value: Any, path: str, optional: bool) -> str:
             return keys
         return f"{f'remove {path}' if optional else 'write {}'} to take the defaults; {keys}"
     if isinstance(value, dict) and get_origin(inner) is list:
-        return f"name an item by its number, such as {path}.0, or give the whole list: --set '{path}=[…]'"
+        return f"write the whole list: --set '{path}=[…]'"
     return ""
 
 

@@ -21,6 +21,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
+from practicum.compat.ray import called_actor_id
 from practicum.errors import DeadlineError, PracticumError
 
 _DEATHS = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
@@ -37,7 +38,7 @@ class WorkerDied(PracticumError):
 
 
 def ask(refs: Sequence[ObjectRef[Any]], *, timeout: float, owner: str, who: Sequence[str]) -> list[Any]:
-    """Results of calls that are under way, in order; the first that fails is raised at once.
+    """Return the results of calls in order; the first that fails is raised immediately.
 
     Errors are those that the worker raised; a dead worker is WorkerDied. `who` names the workers.
     """
@@ -47,34 +48,31 @@ def ask(refs: Sequence[ObjectRef[Any]], *, timeout: float, owner: str, who: Sequ
     while len(results) < len(refs):
         pending = [ref for ref in refs if ref not in results]
         ready, _ = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            raise _late(owner, timeout, [names[ref] for ref in pending])
-        for ref in ready:
-            try:
-                results[ref] = ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
-            except GetTimeoutError:
-                raise _late(owner, timeout, [names[ref] for ref in pending]) from None
-            except RayError as error:
-                raise _named(error, names[ref], ref) from None
+        ref = (ready or pending)[0]
+        try:
+            results[ref] = ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
+        except GetTimeoutError:
+            raise _late(owner, timeout, [names[ref] for ref in pending]) from None
+        except RayError as error:
+            raise _named(error, names[ref], ref) from None
     return [results[ref] for ref in refs]
 
 
 def first_death(refs: Sequence[ObjectRef[Any]], who: Sequence[str], *, timeout: float) -> WorkerDied | None:
-    """The first of these calls that ended with its worker's death, if Ray reports one within the timeout."""
+    """Return the first death among these calls, if Ray reports one within the timeout."""
     ended, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout)
-    for ref, name in zip(refs, who, strict=True):
-        if ref not in ended:
-            continue
+    names = dict(zip(refs, who, strict=True))
+    for ref in ended:
         try:
             ray.get(ref, timeout=timeout)
         except RayError as error:
-            if isinstance(death := _named(error, name, ref), WorkerDied):
+            if isinstance(death := _named(error, names[ref], ref), WorkerDied):
                 return death
     return None
 
 
 async def ask_async(ref: ObjectRef[Any], *, timeout: float, owner: str, who: str) -> Any:
-    """The result of one call, on an event loop; cancelled or late, it cancels the call."""
+    """Return the result of one call, on an event loop; cancelled or late, cancel the call."""
     try:
         async with asyncio.timeout(timeout):
             return await ref
@@ -89,7 +87,7 @@ async def ask_async(ref: ObjectRef[Any], *, timeout: float, owner: str, who: str
 
 
 async def each_report(reports: Any, *, who: str) -> AsyncIterator[Any]:
-    """Yields results of a streaming call as they arrive; closing the iterator cancels the call.
+    """Yield results of a streaming call as they arrive; closing the iterator cancels the call.
 
     `reports` is the call's ObjectRefGenerator. Set the deadline at the call site.
     """
@@ -109,7 +107,7 @@ def _late(owner: str, timeout: float, pending: Sequence[str]) -> DeadlineError:
 
 
 def _named(error: RayError, who: str, ref: ObjectRef[Any]) -> BaseException:
-    """What the worker raised, with a note that names it; a death as WorkerDied."""
+    """Return what the worker raised, with a note that names it; a death as WorkerDied."""
     if isinstance(error, RayTaskError):  # first: if a worker saw another die, its error is a death too
         cause = error
         while isinstance(cause, RayTaskError):
@@ -124,13 +122,13 @@ def _named(error: RayError, who: str, ref: ObjectRef[Any]) -> BaseException:
         raised.add_note(f"raised in {who}:\n{_COLOUR.sub('', str(error))}")
         return raised
     if isinstance(error, _DEATHS):
-        return WorkerDied(who, _reason(error), ref.task_id().actor_id().hex())
+        return WorkerDied(who, _reason(error), called_actor_id(ref))
     error.add_note(f"from a call of {who}")
     return error
 
 
 def _reason(error: BaseException) -> str:
-    """The line of Ray's message that says why: the last one, without its list of common causes."""
+    """Return the line of Ray's message that says why: the last one, without its list of common causes."""
     if isinstance(error, ActorUnavailableError):  # whoever restarts it ends it first
         return "it takes no connections: it hangs, or its machine is cut off"
     lines = _COLOUR.sub("", str(error)).strip().splitlines() or [type(error).__name__]

@@ -1,4 +1,4 @@
-"""The resources that a run has on a cluster: placement groups, options of its actors, and their end."""
+"""The resources of a run on a cluster: placement groups, options of its actors, and their release."""
 
 from __future__ import annotations
 
@@ -8,58 +8,52 @@ from contextlib import ExitStack
 from typing import Any
 
 from practicum.dataplane.stages import Plan
-from practicum.devices import WITHOUT_GPUS
+from practicum.devices import WITHOUT_GPUS, count_cores, count_gpus
 from practicum.errors import ClusterError, RecipeError
 from practicum.learning.minibatches import critic_cut, student_cut
-from practicum.recipe.derived import data_parallel, engine_replicas, own_models, own_options
 from practicum.recipe.schema.recipe import Recipe
-from practicum.runtime.ray.init_ray import (
-    connect,
-    import_ray,
-    is_connected,
-    read_nodes,
-    this_machine,
-    workers_environment,
-)
-from practicum.runtime.ray.needs import STORE, Actor, Bundle, amounts, needs
-from practicum.runtime.ray.placement import ActorPlacement, lay_out, refusal
+from practicum.runtime.ray.init_ray import connect, import_ray, set_environment, workers_environment
+from practicum.runtime.ray.placement import STORE, Needs, Node, amounts, needs, refusal, require_room
 
 PATIENCE_S = 20.0
-"""Seconds to wait for resources that should be free, or that an ending run is about to give back."""
-_NODE = "ray.io/node-id"
+"""Seconds to wait for resources that an ending run is about to release."""
 
 
 class Cluster:
     """Made by `open`. Actors are started with `options` and passed to `register`; `close` ends them all."""
 
     def __init__(
-        self, layout: ActorPlacement, groups: Mapping[str, Any], env: Mapping[str, str], undo: ExitStack
+        self, needs: Needs, groups: Mapping[int, tuple[Any, int]], env: Mapping[str, str], undo: ExitStack
     ) -> None:
-        self.layout, self.needs = layout, layout.needs
+        """`groups` has the placement group of each bundle, and the bundle's number in it."""
+        self.needs, self._groups, self._env, self._undo = needs, groups, env, undo
         self.actors: dict[str, Any] = {}
-        self._groups, self._env, self._undo = groups, env, undo
+        self._has_gpus = any(node.gpus for node in _nodes())
 
     @classmethod
     def open(cls, recipe: Recipe, plan: Plan | None = None) -> Cluster:
-        """Start or join the cluster, and reserve what the recipe needs there.
+        """Start or join the cluster, and reserve what the recipe needs.
 
-        A cluster that is too small is a ClusterError with what is wanted and available; if it would be this
-        machine, before anything is started. An error leaves nothing running.
+        A cluster that is too small is a ClusterError; if it would be this machine, before anything is
+        started. An error leaves nothing running.
         """
         runtime = recipe.runtime
-        starts = not is_connected(runtime) and runtime.address is None
+        set_environment(runtime)
+        starts = not import_ray().is_initialized() and runtime.address is None
         if starts:
-            here = this_machine(runtime)
-            lay_out(needs(recipe, plan, gpus=here.gpus > 0), [here], started_here=True)
+            here = Node("this machine", float(runtime.cpus or count_cores()), float(count_gpus()))
+            require_room(needs(recipe, plan, gpus=here.gpus > 0), [here], started_here=True)
         env = workers_environment(runtime.threads or 1)
         with ExitStack() as undo:
             undo.callback(connect(runtime, env))
-            layout = _lay_out(recipe, plan, starts)
-            groups = _reserve(layout, starts, undo)
-            return cls(layout, groups, env if starts else {}, undo.pop_all())
+            nodes = _nodes()
+            wanted = needs(recipe, plan, gpus=any(node.gpus for node in nodes))
+            require_room(wanted, nodes, started_here=starts)
+            groups = _reserve(wanted, starts, undo)
+            return cls(wanted, groups, env if starts else {}, undo.pop_all())
 
     def options(self, role: str, index: int = 0) -> dict[str, Any]:
-        """What `Actor.options(**…)` takes for this actor of the recipe."""
+        """Return what `Actor.options(**…)` takes for this actor of the recipe."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         actor = self.needs.actor(role, index)
@@ -68,87 +62,76 @@ class Cluster:
             "num_gpus": actor.gpus,
             "max_restarts": 0,  # whoever restarts it must give it weights and rows again
         }
-        changed = {k: v for k, v in self._environment(actor).items() if self._env.get(k) != v}
-        if changed:  # it costs seconds
+        hidden = WITHOUT_GPUS if self._has_gpus and not actor.gpus else {}
+        environment = workers_environment(actor.threads) | hidden
+        if changed := {k: v for k, v in environment.items() if self._env.get(k) != v}:  # it costs seconds
             options["runtime_env"] = {"env_vars": changed}
-        if actor.bundle is not None and (pool := self.needs.bundles[actor.bundle].pool) in self._groups:
-            number = _numbers(self.layout, pool).index(actor.bundle)
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                self._groups[pool], placement_group_bundle_index=number
-            )
+        if actor.bundle is not None and actor.bundle in self._groups:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(*self._groups[actor.bundle])
         return options
 
-    def _environment(self, actor: Actor) -> dict[str, str]:
-        """The environment of an actor; only those that take GPUs see any."""
-        hidden = not actor.gpus and any(node.gpus for node in self.layout.nodes)
-        return workers_environment(actor.threads) | (WITHOUT_GPUS if hidden else {})
-
     def register(self, actor: Any, name: str) -> None:
-        """Have `close` end this actor, if it still runs; `actors` has the newest of each name."""
+        """Have `close` end this actor, if it still runs. `actors` has the newest of each name."""
         self.actors[name] = actor
         self._undo.callback(import_ray().kill, actor, no_restart=True)
 
     def close(self) -> None:
-        """End the actors, give their resources back, and stop the cluster if this run started it."""
+        """End the actors, release their resources, and stop the cluster if this run started it."""
         self._undo.close()
 
 
-def _lay_out(recipe: Recipe, plan: Plan | None, starts: bool) -> ActorPlacement:
-    """On what is free; or on everything, because another run may just be ending."""
-    free, everything = read_nodes()
-    bundles = needs(recipe, plan, gpus=any(node.gpus for node in everything))
-    try:
-        return lay_out(bundles, free, started_here=starts)
-    except ClusterError:
-        return lay_out(bundles, everything, started_here=starts)
+def _nodes() -> list[Node]:
+    """Return the cluster's machines with all that they have, used or not."""
+    return [
+        Node(node["NodeManagerAddress"], node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0))
+        for node in import_ray().nodes()
+        if node["Alive"]
+    ]
 
 
-def _reserve(layout: ActorPlacement, starts: bool, undo: ExitStack) -> dict[str, Any]:
-    """One placement group for each pool, with each bundle on its node in the layout."""
+def _reserve(wanted: Needs, starts: bool, undo: ExitStack) -> dict[int, tuple[Any, int]]:
+    """Reserve each group of bundles, on one machine if possible; return each bundle's place in its group."""
     from ray.util import placement_group, remove_placement_group
 
-    bundles, groups = layout.needs.bundles, {}
-    for pool in dict.fromkeys(bundle.pool for bundle in bundles):
-        if pool == STORE:
-            continue  # TransferQueue's actors are placed when it starts, in what is left for them
-        numbers = _numbers(layout, pool)
-        pinned = [{_NODE: layout.node_of(number).id} for number in numbers]
-        resources = [_resources(bundles[number]) for number in numbers]
-        groups[pool] = placement_group(resources, "PACK", bundle_label_selector=pinned)
-        undo.callback(remove_placement_group, groups[pool])
+    members: dict[tuple[str, int], list[int]] = {}
+    for number, bundle in enumerate(wanted.bundles):
+        if bundle.pool != STORE:  # TransferQueue reserves its own
+            members.setdefault((bundle.pool, bundle.group), []).append(number)
+    places: dict[int, tuple[Any, int]] = {}
+    for numbers in members.values():
+        bundles = [wanted.bundles[number] for number in numbers]
+        group = placement_group(
+            [{"CPU": b.cpus} | ({"GPU": b.gpus} if b.gpus else {}) for b in bundles], "PACK"
+        )
+        undo.callback(remove_placement_group, group)
+        places |= {number: (group, index) for index, number in enumerate(numbers)}
     deadline = time.monotonic() + PATIENCE_S
-    for group in groups.values():
-        if not group.wait(max(0.1, deadline - time.monotonic())):
-            free, _ = read_nodes()
-            late = f"the cluster gave no room in {PATIENCE_S:g} s: something else holds it"
-            raise ClusterError(f"{late}\n{refusal(layout.needs, free, started_here=starts)}")
-    return groups
-
-
-def _numbers(layout: ActorPlacement, pool: str) -> list[int]:
-    """The bundles of a pool, by their numbers."""
-    return [number for number, bundle in enumerate(layout.needs.bundles) if bundle.pool == pool]
-
-
-def _resources(bundle: Bundle) -> dict[str, float]:
-    return {"CPU": bundle.cpus} | ({"GPU": bundle.gpus} if bundle.gpus else {})
+    missing = [
+        wanted.bundles[number]
+        for number, (group, _) in places.items()
+        if not group.wait(max(0.1, deadline - time.monotonic()))
+    ]
+    if missing:
+        free = import_ray().available_resources()
+        node = Node("free now", free.get("CPU", 0.0), free.get("GPU", 0.0))
+        late = f"the cluster had no room for all workers within {PATIENCE_S:g} s: something else uses it"
+        raise ClusterError(f"{late}\n{refusal(Needs((), tuple(missing)), [node], started_here=starts)}")
+    return places
 
 
 def check_cluster(recipe: Recipe) -> list[str]:
-    """What `practicum check` says of a recipe on a cluster; a RecipeError if ranks can't share its batch."""
-    ranks, engines = data_parallel(recipe), engine_replicas(recipe)
-    for path, model in own_models(recipe).items():
-        if (devices := own_options(model).devices) > 1:
-            key, advice = f"{path}.placement.own.devices", "the torch engine runs a model on one device"
-            if getattr(model, "engine", "torch") == "vllm":
-                advice = f"{path}.vllm.tensor_parallel says over how many devices vLLM splits it"
-            raise RecipeError(key, str(devices), "1", advice)
+    """Describe what a recipe needs of a cluster; raise a RecipeError if the ranks can't share its batch."""
+    ranks, engines = recipe.data_parallel, recipe.engine_replicas
+    for path, model in recipe.own_models.items():
+        if (devices := model.own_options.devices) > 1:
+            advice = "one replica of the torch engine has one device; with vLLM, set vllm.tensor_parallel"
+            raise RecipeError(f"{path}.placement.own.devices", str(devices), "1", advice)
     for cut in (student_cut(recipe), critic_cut(recipe)):
         cut.multiple(ranks)
     plain, with_gpus = (needs(recipe, gpus=gpus) for gpus in (False, True))
     wants = amounts(plain.cpus, plain.gpus)
     if with_gpus.gpus != plain.gpus:
-        wants += f", or {amounts(with_gpus.cpus, with_gpus.gpus)} where there are GPUs"
+        wants += f", or {amounts(with_gpus.cpus, with_gpus.gpus)} on machines with GPUs"
     *pools, actors = plain.lines()
     learner = f"{ranks} data-parallel rank{'s' * (ranks > 1)}"
     return [

@@ -1,4 +1,8 @@
-"""Connect this process to a Ray cluster: start one here or join one, and disconnect again."""
+"""Connect this process to a Ray cluster: start one here or join one, and disconnect again.
+
+Ray's server processes end with a driver that is killed, but its agents stay for a minute. A watchdog process
+ends them: it waits for the end of a pipe that only the driver holds.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from practicum.devices import count_cores, count_gpus
+from practicum.devices import count_cores
 from practicum.errors import ClusterError, MissingExtraError
-from practicum.processes.child_process import child_environment
 from practicum.recipe.schema.runtime_section import Runtime
-from practicum.runtime.ray.placement import GIB, Node
 
 REACH_S = 5.0
 """Seconds in which a machine must accept a connection."""
@@ -28,53 +31,65 @@ _HERE = {
     "RAY_worker_niceness": "0",
     "RAY_task_events_report_interval_ms": "0",
 }
-"""For a cluster that is started here: it stays on 127.0.0.1, workers have this process's priority (by default
-Ray gives them a lower one), and no list of all calls is kept for a dashboard, which there is not."""
-
+"""For a cluster that is started here: it stays on 127.0.0.1, workers have this process's priority, and Ray
+keeps no list of all calls for a dashboard."""
 _LIBRARIES = ("bin", "lib", "lib64")
 """Folders of a Python installation, which every machine has itself."""
 _FOLDER = "PRACTICUM_FOLDER"
-"""Tells workers the folder that the run was started in."""
-
-_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+"""The variable that tells workers the folder in which the run was started."""
 
 
-def connect(runtime: Runtime, env: Mapping[str, str]) -> Callable[[], None]:
-    """Connect this process to the recipe's cluster; returns a function that disconnects.
-
-    If this process is connected already, nothing is done. Processes of a cluster that is started here have
-    `env`.
-    """
-    if is_connected(runtime):
-        return lambda: None
-    ray = import_ray()
-    options = _join(runtime) if runtime.address is not None else _start(runtime)
+def import_ray() -> Any:
+    """Return the module ray, or raise an error with the command that installs it."""
     try:
-        with child_environment(env if runtime.address is None else {}):
-            ray.init(**options, **_QUIET)
-    except BaseException as error:  # also Ctrl-C: nothing that was started may stay
-        ray.shutdown()
-        if not isinstance(error, Exception):
-            raise
-        what = "start Ray here" if runtime.address is None else f"join Ray at {runtime.address}"
-        raise ClusterError(f"can't {what}: {error}") from error
-    return ray.shutdown
+        import ray
+    except ImportError:
+        raise MissingExtraError("runtime.kind: ray", "ray") from None
+    return ray
 
 
 def set_environment(runtime: Runtime) -> None:
-    """Set what Ray reads from the environment; call this before Ray is imported."""
+    """Set what Ray reads from the environment. Call this before Ray is imported."""
     for name, value in (_ENV | ({} if runtime.address else _HERE)).items():
         os.environ.setdefault(name, value)
 
 
-def is_connected(runtime: Runtime) -> bool:
-    """Whether this process is connected to a Ray already."""
+def connect(runtime: Runtime, env: Mapping[str, str]) -> Callable[[], None]:
+    """Connect this process to the recipe's cluster; return a function that disconnects.
+
+    Do nothing if this process is connected already. Processes of a cluster that is started here have `env`.
+    """
     set_environment(runtime)
-    return import_ray().is_initialized()
+    ray, starts = import_ray(), runtime.address is None
+    if ray.is_initialized():
+        return lambda: None
+    options, others = _start(runtime) if starts else _join(runtime), _descendants()
+    before = dict(os.environ)
+    try:
+        os.environ.update(env if starts else {})
+        ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
+        started = {pid: since for pid, since in _descendants().items() if pid not in others}
+        watchdog = _watchdog(started) if starts else ExitStack()
+    except BaseException as error:  # also Ctrl-C: nothing that was started may stay
+        ray.shutdown()
+        if not isinstance(error, Exception):
+            raise
+        what = "start Ray here" if starts else f"join Ray at {runtime.address}"
+        raise ClusterError(f"can't {what}: {error}") from error
+    finally:
+        for name in env if starts else ():
+            os.environ.pop(name)
+            os.environ.update({name: before[name]} if name in before else {})
+
+    def disconnect() -> None:
+        with watchdog:
+            ray.shutdown()
+
+    return disconnect
 
 
 def workers_environment(threads: int) -> dict[str, str]:
-    """For workers: their threads, this process's import paths for user modules, and its folder."""
+    """Return the workers' threads, this process's import paths of user modules, and its folder."""
     libraries = [Path(prefix) / name for prefix in (sys.prefix, sys.base_prefix) for name in _LIBRARIES]
     paths = [Path(path).absolute() for path in sys.path]
     user_paths = [str(path) for path in paths if not any(path.is_relative_to(lib) for lib in libraries)]
@@ -86,75 +101,39 @@ def workers_environment(threads: int) -> dict[str, str]:
 
 
 def enter_folder() -> None:
-    """In a worker: enter the run's folder, if this machine has it, so that relative paths mean the same."""
+    """In a worker: enter the run's folder if this machine has it, so that relative paths mean the same."""
     folder = os.environ.get(_FOLDER)
     if folder is not None and Path(folder).is_dir():
         os.chdir(folder)
 
 
-def import_ray() -> Any:
-    """The module ray, or the command that installs it."""
-    try:
-        import ray
-    except ImportError:
-        raise MissingExtraError("runtime.kind: ray", "ray") from None
-    return ray
-
-
-def this_machine(runtime: Runtime) -> Node:
-    """What a cluster that is started here would have."""
-    store = float("inf") if runtime.object_store_gb is None else runtime.object_store_gb * GIB
-    return Node("this machine", float(runtime.cpus or count_cores()), float(count_gpus()), object_store=store)
-
-
-def read_nodes() -> tuple[list[Node], list[Node]]:
-    """The cluster's machines twice: with what is free on them, and with all they have."""
-    ray = import_ray()
-    if ray.util.client.ray.is_connected():  # only a process in the cluster can ask
-        task = ray.remote(_read_nodes).options(num_cpus=0)
-        return ray.get(task.remote(), timeout=HEALTH_S)
-    return _read_nodes()
-
-
-def _read_nodes() -> tuple[list[Node], list[Node]]:
-    import ray
-    from ray._private.state import available_resources_per_node  # Ray has no public way by node
-
-    free = available_resources_per_node()
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    return [_node(n, free.get(n["NodeID"], {})) for n in alive], [_node(n, n["Resources"]) for n in alive]
-
-
-def _node(node: dict[str, Any], has: dict[str, float]) -> Node:
-    numbers = (has.get(key, 0.0) for key in ("CPU", "GPU", "memory", "object_store_memory"))
-    return Node(node["NodeManagerAddress"], *numbers, id=node["NodeID"])
-
-
 def _start(runtime: Runtime) -> dict[str, Any]:
-    options: dict[str, Any] = {"address": "local", "include_dashboard": False}
-    options |= {"num_cpus": runtime.cpus or count_cores(), "_node_ip_address": "127.0.0.1"}
+    from practicum.compat.ray import LOCAL_ONLY
+
+    options = {"address": "local", "include_dashboard": False, "num_cpus": runtime.cpus or count_cores()}
     if runtime.object_store_gb is not None:
-        options["object_store_memory"] = int(runtime.object_store_gb * GIB)
-    return options
+        options["object_store_memory"] = int(runtime.object_store_gb * 2**30)
+    return options | LOCAL_ONLY
 
 
 def _join(runtime: Runtime) -> dict[str, Any]:
-    """Options of ray.init, after a check that the cluster answers: Ray itself would wait for minutes."""
-    address = _resolve(runtime.address or "")
+    """Return the options of ray.init, once the cluster answers: Ray itself would wait for minutes."""
+    address = runtime.address or ""
+    if address == "auto":
+        return {"address": address}
     scheme, _, place = address.rpartition("://")
     host, colon, port = place.rpartition(":")
     if scheme not in ("", "ray") or not colon or not port.isdigit():
         expected = "auto, host:port or ray://host:10001"
-        raise ClusterError(f"runtime.address: found {runtime.address!r}, expected {expected}")
+        raise ClusterError(f"runtime.address: found {address!r}, expected {expected}")
     if scheme and importlib.util.find_spec("grpc") is None:
         raise ClusterError(f"runtime.address {address} needs Ray's client: pip install 'ray[client]'")
-    timeout = min(REACH_S, runtime.start_s)
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout).close()
+        socket.create_connection((host.strip("[]"), int(port)), min(REACH_S, runtime.start_s)).close()
     except OSError as error:
         reason = (error.strerror or str(error) or "no answer").lower()
         raise ClusterError(
-            f"nobody takes connections at {address} (runtime.address): {reason}\n"
+            f"can't connect to {address} (runtime.address): {reason}\n"
             "  → start Ray there with `ray start --head`, whose output names the address; or remove "
             "runtime.address to start a cluster on this machine"
         ) from None
@@ -163,24 +142,8 @@ def _join(runtime: Runtime) -> dict[str, Any]:
     return {"address": address}
 
 
-def _resolve(address: str) -> str:
-    """The address that `auto` means."""
-    if address != "auto":
-        return address
-    import_ray()
-    from ray._private.services import get_ray_address_from_environment  # what ray.init would ask
-
-    try:
-        return get_ray_address_from_environment("auto", None)
-    except ConnectionError:
-        advice = "start one with `ray start --head`, or remove runtime.address"
-        raise ClusterError(
-            f"runtime.address is auto, and no Ray runs on this machine\n  → {advice}"
-        ) from None
-
-
 def _require_health(address: str, timeout: float) -> None:
-    """Raise unless Ray listens there; checked in its own process, which may hang without harm."""
+    """Raise a ClusterError unless Ray listens there. The check runs in a process that can be killed."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
@@ -189,3 +152,43 @@ def _require_health(address: str, timeout: float) -> None:
     if done.returncode:
         reason = done.stderr.strip().rpartition("\n")[2] or "its health check failed"
         raise ClusterError(f"what listens at {address} is not a healthy Ray: {reason}")
+
+
+def _descendants() -> dict[int, str]:
+    """Return the processes that this one started, directly or not, with their start times (Linux only)."""
+    parents: dict[int, tuple[int, str]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            values = stat.read_text().rpartition(")")[2].split()
+            parents[int(stat.parent.name)] = int(values[1]), values[19]
+    found: dict[int, str] = {}
+    generation = {os.getpid()}
+    while generation:
+        children = {pid: since for pid, (parent, since) in parents.items() if parent in generation}
+        found |= children
+        generation = set(children)
+    return found
+
+
+_WATCHDOG = """
+import os, sys
+sys.stdin.read()
+for process in sys.argv[1:]:
+    pid, since = process.split(":")
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            if file.read().rpartition(")")[2].split()[19] == since:
+                os.kill(int(pid), 9)
+    except OSError:
+        pass
+"""
+"""Waits until the driver has closed the pipe or died, then ends what is left of these processes."""
+
+
+def _watchdog(processes: Mapping[int, str]) -> subprocess.Popen[Any]:
+    """Start a process that ends these processes once this one has died."""
+    listed = [f"{pid}:{since}" for pid, since in processes.items()]
+    command = [sys.executable, "-S", "-E", "-c", _WATCHDOG, *listed]
+    quiet: Any = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
+    # A separate session: a signal to all processes of the driver's terminal does not reach it.
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **quiet)

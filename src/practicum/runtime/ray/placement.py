@@ -1,130 +1,250 @@
-"""Which bundle goes on which machine, or why they do not fit. Needs no Ray: a cluster is a list of nodes."""
+"""The actors that a recipe needs, the bundles of CPUs and GPUs that they share, and the room for them.
+
+Needs no Ray: a cluster is a list of nodes. In a run, Ray's placement groups choose the machines.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, floor
 
+from practicum.dataplane.stages import Plan
+from practicum.devices import is_accelerator_name
 from practicum.errors import ClusterError
-from practicum.recipe.checks.bin_packing import Amounts, fit, total
-from practicum.runtime.ray.needs import Bundle, Needs, amounts
+from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.runtime_section import Pool
 
-GIB = 2**30
+TRAIN, ROLLOUT, REWARD, STORE = "train", "rollout", "reward", "store"
+"""Roles; those of teachers and reward models are their paths in the recipe, such as teachers.math."""
+TEACHERS, SERVICES = "teachers", "services"
+"""Other pools: of models in separate processes, and of actors that need no device."""
+URL_CPUS = 0.1
+"""CPUs of an actor that is the client of a server."""
+_ROUNDING = 1e-6
+"""Sums of fractions of CPUs may be off by this much."""
+_KEYS = {
+    TRAIN: "pools.train",
+    ROLLOUT: "pools.rollout",
+    TEACHERS: "placement.own.replicas and devices of teachers and reward models",
+    SERVICES: "runtime.reward_workers",
+    STORE: "runtime.store_units",
+}
+"""The recipe keys that decide the size of a pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Resources on one machine. Those of one `group` of a pool should be on one machine together."""
+
+    pool: str
+    group: int
+    cpus: float
+    gpus: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """One process and its share of a bundle, an index of `Needs.bundles`; None if it takes no resources."""
+
+    role: str
+    index: int
+    bundle: int | None
+    cpus: float
+    gpus: float = 0.0
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Everything that a recipe needs."""
+
+    actors: tuple[Actor, ...]
+    bundles: tuple[Bundle, ...]
+
+    @property
+    def cpus(self) -> float:
+        return round(sum(bundle.cpus for bundle in self.bundles), 4)
+
+    @property
+    def gpus(self) -> float:
+        return sum(bundle.gpus for bundle in self.bundles)
+
+    def actor(self, role: str, index: int = 0) -> Actor:
+        return next(a for a in self.actors if (a.role, a.index) == (role, index))
+
+    def lines(self) -> list[str]:
+        """Describe the pools with their bundles, and the roles with their actors."""
+        shapes = Counter((b.pool, b.cpus, b.gpus) for b in self.bundles)
+        pools = [f"{pool}: {count} × {amounts(cpus, gpus)}" for (pool, cpus, gpus), count in shapes.items()]
+        roles = Counter(actor.role for actor in self.actors)
+        actors = ", ".join(f"{count} {role}" for role, count in roles.items())
+        return [*pools, f"{len(self.actors)} actors: {actors}"]
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine and what is free on it. `name` is for people, `id` is Ray's."""
+    """A machine and its resources; memory in bytes."""
 
     name: str
     cpus: float
     gpus: float = 0.0
     memory: float = float("inf")
-    object_store: float = float("inf")
-    id: str = ""
-
-    def __str__(self) -> str:
-        sizes = {"memory": self.memory, "object store": self.object_store}
-        known = [f"{size / GIB:.1f} GiB {what}" for what, size in sizes.items() if size != float("inf")]
-        return ", ".join([f"{self.name}: {amounts(self.cpus, self.gpus)}", *known])
 
 
 @dataclass(frozen=True)
 class ActorPlacement:
-    """For each bundle of `needs` the index of its node."""
+    """A forecast: for each bundle of `needs` the index of its node."""
 
     needs: Needs
     nodes: tuple[Node, ...]
     places: tuple[int, ...]
 
-    def node_of(self, bundle: int) -> Node:
-        """The machine of a bundle."""
-        return self.nodes[self.places[bundle]]
+
+def amounts(cpus: float, gpus: float) -> str:
+    """Return resources as text: 2 CPUs and 1 GPU."""
+    named = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
+    return " and ".join(f"{amount:g} {name}{'s' * (amount != 1)}" for name, amount in named.items())
+
+
+def uses_gpu(device: str, gpus: bool) -> bool:
+    """Return True if a model of this device is put on a GPU. `auto` takes one if the cluster has some."""
+    return is_accelerator_name(device) or (device == "auto" and gpus)
+
+
+def needs(recipe: Recipe, plan: Plan | None = None, *, gpus: bool) -> Needs:
+    """Return what the recipe needs, with teachers only if the plan has them.
+
+    `gpus` is true if the cluster has any: then a device of a model that is not on the CPU is a GPU with CPUs.
+    """
+    shared = [*_student(recipe, gpus), *_own(recipe, gpus), *_services(recipe)]
+    if plan is not None and "teachers" not in plan:
+        shared = [entry for entry in shared if not any(role.startswith("teachers.") for role, *_ in entry[1])]
+    actors = [Actor(STORE, 0, None, 0.0)]
+    for number, (bundle, shares) in enumerate(shared):
+        # Rounded down to what Ray counts in.
+        cpus, devices = (floor(n * 10_000 / len(shares)) / 10_000 for n in (bundle.cpus, bundle.gpus))
+        actors += [Actor(role, index, number, cpus, devices, threads) for role, index, threads in shares]
+    actors.sort(key=lambda actor: (actor.role, actor.index))
+    return Needs(tuple(actors), tuple(bundle for bundle, _ in shared))
+
+
+Shared = tuple[Bundle, list[tuple[str, int, int]]]
+"""A bundle, and the actors that share it evenly: role, number, threads."""
+
+
+def _student(recipe: Recipe, gpus: bool) -> Iterator[Shared]:
+    """Yield learner ranks and engines: together on the devices of train, or in separate pools."""
+    pools, threads = recipe.pools, recipe.runtime.threads or 1
+    on_gpu = uses_gpu(recipe.model.device, gpus)
+    span = recipe.engine_devices if pools.rollout else 1
+    engines = _spread(recipe.engine_replicas, pools.rollout or pools.train, span)
+    shared = {TRAIN: _spread(recipe.data_parallel, pools.train)}
+    placed = [(TRAIN, pools.train, 1, shared)]
+    if pools.rollout is None:
+        shared[ROLLOUT] = engines
+    else:
+        placed.append((ROLLOUT, pools.rollout, span, {ROLLOUT: engines}))
+    if _has_colocated_reward_models(recipe):
+        shared[REWARD] = _spread(recipe.runtime.reward_workers, pools.train)
+    for name, pool, each, roles in placed:
+        for device in range(pool.nodes * pool.devices // each):
+            shares = [(role, index, threads) for role, numbers in roles.items() for index in numbers[device]]
+            group = device * each // pool.devices
+            yield Bundle(name, group, float(threads * each), float(on_gpu * each)), shares
+
+
+def _own(recipe: Recipe, gpus: bool) -> Iterator[Shared]:
+    """Yield replicas of teachers and reward models, each on one machine."""
+    number = 0
+    for path, model in recipe.own_models.items():
+        own, devices = model.own_options, model.model_devices
+        # Copies of the student and adapters on its base are held as the student is.
+        on_gpu = uses_gpu(recipe.model.device if model.model is None else model.device, gpus)
+        cpus = float(own.threads if on_gpu else own.threads * devices)
+        for index in range(own.replicas):
+            yield Bundle(TEACHERS, number, cpus, float(devices * on_gpu)), [(path, index, own.threads)]
+            number += 1
+
+
+def _services(recipe: Recipe) -> Iterator[Shared]:
+    """Yield what needs no device: reward workers, clients of servers, TransferQueue."""
+    runtime = recipe.runtime
+    if (recipe.computes_reward or recipe.evaluates) and not _has_colocated_reward_models(recipe):
+        for index in range(runtime.reward_workers):
+            yield Bundle(SERVICES, index, 1.0), [(REWARD, index, 1)]
+    for name, teacher in recipe.teachers.items():
+        if teacher.url is not None:
+            yield Bundle(SERVICES, 0, URL_CPUS), [(f"teachers.{name}", 0, 1)]
+    if runtime.store == "transferqueue":
+        for index in range(runtime.store_units + 1):  # the first is their controller
+            yield Bundle(STORE, index, 1.0), [(STORE, index + 1, 1)]
+
+
+def _has_colocated_reward_models(recipe: Recipe) -> bool:
+    """Return True if reward workers hold colocated models, and so share the devices of train."""
+    colocated = any(not model.scores_during_rollout for model in recipe.reward.models.values())
+    return colocated and (recipe.computes_reward or recipe.evaluates)
+
+
+def _spread(count: int, pool: Pool, each: int = 1) -> Mapping[int, list[int]]:
+    """Return the numbers of a role's actors on each device of a pool, or on each `each` devices, in turn."""
+    devices = max(1, pool.nodes * pool.devices // each)
+    return {device: list(range(device, count, devices)) for device in range(devices)}
+
+
+def require_room(needs: Needs, nodes: Sequence[Node], *, started_here: bool = False) -> None:
+    """Raise a ClusterError if the nodes together have too few CPUs or GPUs."""
+    if _shortages(needs, nodes):
+        raise ClusterError(refusal(needs, nodes, started_here=started_here))
 
 
 def lay_out(needs: Needs, nodes: Sequence[Node], *, started_here: bool = False) -> ActorPlacement:
-    """A node for each bundle: groups of a pool together if that is possible, else each bundle by itself.
+    """Forecast the node of each bundle: the largest first, each on the first node with room.
 
-    If they do not fit, a ClusterError says what is wanted, what there is, and what to do; `started_here` is
-    for a cluster that the run starts itself.
+    Raise a ClusterError if they do not fit.
     """
-    bins = [(node.gpus, node.cpus, float(node.memory)) for node in nodes]
-    if needs.object_store <= sum(node.object_store for node in nodes):
-        for groups in (_groups(needs.bundles), [[number] for number in range(len(needs.bundles))]):
-            nodes_of = fit([total([_amounts(needs.bundles[b]) for b in group]) for group in groups], bins)
-            if nodes_of is not None:
-                places = {b: place for group, place in zip(groups, nodes_of, strict=True) for b in group}
-                ordered = tuple(places[b] for b in range(len(needs.bundles)))
-                return ActorPlacement(needs, tuple(nodes), ordered)
-    raise ClusterError(refusal(needs, nodes, started_here=started_here))
+    require_room(needs, nodes, started_here=started_here)
+    free = [[node.gpus, node.cpus] for node in nodes]
+    sizes = [(bundle.gpus, bundle.cpus) for bundle in needs.bundles]
+    places = [0] * len(sizes)
+    for number in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+        gpus, cpus = sizes[number]
+        fitting = (i for i, room in enumerate(free) if room[0] >= gpus and room[1] >= cpus - _ROUNDING)
+        if (place := next(fitting, None)) is None:
+            raise ClusterError(refusal(needs, nodes, started_here=started_here))
+        free[place] = [free[place][0] - gpus, free[place][1] - cpus]
+        places[number] = place
+    return ActorPlacement(needs, tuple(nodes), tuple(places))
+
+
+def _shortages(needs: Needs, nodes: Sequence[Node]) -> list[str]:
+    has = {"CPUs": sum(node.cpus for node in nodes), "GPUs": sum(node.gpus for node in nodes)}
+    wanted = {"CPUs": needs.cpus, "GPUs": needs.gpus}
+    return [name for name in has if wanted[name] > has[name] + _ROUNDING]
 
 
 def refusal(needs: Needs, nodes: Sequence[Node], *, started_here: bool = False) -> str:
-    """What is wanted and available, by resource and by node, and what to do."""
-    wants = {"CPUs": needs.cpus, "GPUs": needs.gpus, "memory": needs.memory}
-    wants |= {"object store": needs.object_store}
-    keys = ("cpus", "gpus", "memory", "object_store")
-    has = {what: sum(getattr(n, key) for n in nodes) for what, key in zip(wants, keys, strict=True)}
-    short = [what for what in wants if wants[what] > has[what]]
-    rows = [
-        f"  {what:<14}{_number(what, wants[what]):>10}{_number(what, has[what]):>12}"
-        + ("   ← too little" if what in short else "")
-        for what in wants
-        if wants[what] and has[what] != float("inf")
-    ]
-    reason = "" if short else ": what must be on one machine finds none with room for it"
-    return "\n".join(
-        [
-            f"the cluster is too small for this recipe{reason}",
-            f"  {'':<14}{'wanted':>10}{'available':>12}",
-            *rows,
-            "available by node:",
-            *(f"  {node}" for node in nodes),
-            "wanted:",
-            *(f"  {line}" for line in needs.lines()),
-            *(f"  → {line}" for line in _advice(needs, short, started_here)),
-        ]
-    )
+    """Describe what is wanted and available, and what to change.
 
-
-def _advice(needs: Needs, short: Sequence[str], started_here: bool) -> Iterator[str]:
-    """Keys that decide how much is wanted, and what makes the cluster larger."""
-    if short != ["object store"]:
-        pools = dict.fromkeys(bundle.pool for bundle in needs.bundles)
-        yield f"lower {', '.join(_KEYS[pool] for pool in pools)}"
+    `started_here` selects the advice for a cluster that the run starts itself.
+    """
+    short = _shortages(needs, nodes)
+    reason = "" if short else ": no machine has room for what must be on one machine"
+    has = amounts(sum(node.cpus for node in nodes), sum(node.gpus for node in nodes))
+    pools = dict.fromkeys(bundle.pool for bundle in needs.bundles)
+    advice = [f"lower {', '.join(_KEYS[pool] for pool in pools)}"]
     if "GPUs" in short:
-        yield "without GPUs: set device to cpu or auto where the recipe names a GPU"
-    if "object store" in short:
-        yield "lower train.prompts, rollout.samples or rollout.max_new_tokens"
+        advice.append("without GPUs: set device to cpu or auto where the recipe names a GPU")
     if not started_here:
-        yield "or add machines to the cluster, or stop what else runs there"
-    if started_here and "CPUs" in short:
-        yield f"or set runtime.cpus to {ceil(needs.cpus)}: it may be more than the cores, to share them"
-    if started_here and "object store" in short:
-        yield f"or set runtime.object_store_gb to {needs.object_store / GIB:.2f}"
-
-
-_KEYS = {
-    "train": "pools.train",
-    "rollout": "pools.rollout",
-    "teachers": "placement.own.replicas and devices of teachers and reward models",
-    "services": "runtime.reward_workers",
-    "store": "runtime.store.units",
-}
-
-
-def _amounts(bundle: Bundle) -> Amounts:
-    return bundle.gpus, bundle.cpus, float(bundle.memory)
-
-
-def _groups(bundles: Sequence[Bundle]) -> list[list[int]]:
-    """Bundles that should be on one machine, as indices."""
-    groups: dict[tuple[str, int], list[int]] = {}
-    for number, bundle in enumerate(bundles):
-        groups.setdefault((bundle.pool, bundle.group), []).append(number)
-    return list(groups.values())
-
-
-def _number(what: str, amount: float) -> str:
-    return f"{amount:g}" if what.endswith("s") else f"{amount / GIB:.2f} GiB"
+        advice.append("or add machines to the cluster, or stop what else runs there")
+    elif "CPUs" in short:
+        advice.append(f"or set runtime.cpus to {ceil(needs.cpus)}: it may be more than the cores")
+    lines = [
+        f"the cluster is too small for this recipe{reason}",
+        f"wanted {amounts(needs.cpus, needs.gpus)}, available {has}",
+        *(f"  {line}" for line in needs.lines()),
+        *(f"  → {line}" for line in advice),
+    ]
+    return "\n".join(lines)

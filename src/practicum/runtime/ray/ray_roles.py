@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from ray import ObjectRef
 
@@ -13,37 +14,38 @@ from practicum.checks.watch import Watch
 from practicum.concurrency.event_loop import run_async
 from practicum.concurrency.gather import gather_all
 from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.keys import Key
 from practicum.dataplane.stages import Plan
-from practicum.dataplane.store import Store
+from practicum.dataplane.store import Store, StoreHandle
 from practicum.errors import PracticumError
-from practicum.recipe.derived import lag, sampling_engines, sampling_s, scores_during_rollout
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.rollout import RolloutRole
 from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import evaluation_plan
 from practicum.roles.student import UpdateReport
-from practicum.roles.sync import SyncProbe
+from practicum.roles.sync import SyncProbe, WeightTurns
 from practicum.roles.teachers import takes_new_weights
-from practicum.roles.transcripts import Transcript
-from practicum.roles.weight_turns import WeightTurns
+from practicum.roles.train_rank import Transcript
 from practicum.runtime.ray.actor_calls import ask, first_death
 from practicum.runtime.ray.cluster import Cluster
 from practicum.runtime.ray.ray_rollout import RayWorkers, ReplicaPools, output_head
-from practicum.runtime.ray.replica_pool import ReplicaPool
-from practicum.runtime.ray.train_worker import StudentFacts
+from practicum.runtime.ray.rollout_worker import RolloutWorker
 from practicum.runtime.ray.weight_transport import Manifest
-from practicum.runtime.ray.worker import RankReply, StoreHandle
+from practicum.runtime.ray.workers import PublishingRank, RankReply, TeacherWorker
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 END_S = 5.0
 """Seconds that workers may take to end by themselves."""
 IDLE_S = 60.0
 """Seconds in which ranks that are not in the middle of a stage answer."""
 NEWS_S = 5.0
-"""Seconds in which Ray tells of a death that the other ranks have felt already."""
+"""Seconds to wait for Ray to report which rank died."""
 
 
 class TrainGroup:
-    """The learner's ranks as one, in order. A rank that dies ends the call at once with its name."""
+    """The learner's ranks as one, in order. A rank that dies ends the call immediately with its name."""
 
     def __init__(self, workers: Sequence[Any], watch: Watch, timeout_s: float) -> None:
         self.workers, self.watch, self.timeout_s = list(workers), watch, timeout_s
@@ -52,21 +54,33 @@ class TrainGroup:
     def __len__(self) -> int:
         return len(self.workers)
 
-    def all(self, method: str, *args: Any) -> Any:
-        """Call a method of all ranks, or of their roles, alike; the first one's answer is everybody's."""
-        return self.each(method, [args] * len(self))[0]
+    def all(
+        self, method: Callable[Concatenate[PublishingRank, P], T], *args: P.args, **options: P.kwargs
+    ) -> T:
+        """Call a method on all ranks with the same arguments; return the first rank's result."""
+        return self._call(self.workers, method, args, options)[0]
 
-    def first(self, method: str, *args: Any) -> Any:
-        """Call the first rank alone, with what needs the whole batch in one place."""
-        return self.each(method, [args])[0]
+    def first(
+        self, method: Callable[Concatenate[PublishingRank, P], T], *args: P.args, **options: P.kwargs
+    ) -> T:
+        """Call a method on the first rank alone, with what needs the whole batch in one place."""
+        return self._call(self.workers[:1], method, args, options)[0]
 
-    def each(self, method: str, args: Sequence[tuple[Any, ...]], timeout_s: float | None = None) -> list[Any]:
-        """Call as many ranks as there are arguments, each with its own; their answers in order."""
-        workers, names = self.workers[: len(args)], self.names[: len(args)]
-        refs: list[ObjectRef[Any]] = [
-            worker.call.remote(method, *own) for worker, own in zip(workers, args, strict=True)
-        ]
-        owner = f"stage {args[0][0]}" if method == "run" else method
+    def each(self, method: Callable[[PublishingRank], T], timeout_s: float | None = None) -> list[T]:
+        """Call a method on all ranks; return their results in order."""
+        return self._call(self.workers, method, timeout_s=timeout_s)
+
+    def _call(
+        self,
+        workers: Sequence[Any],
+        method: Callable[..., T],
+        args: tuple[Any, ...] = (),
+        options: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[T]:
+        names = self.names[: len(workers)]
+        refs: list[ObjectRef[Any]] = [w.call.remote(method, *args, **(options or {})) for w in workers]
+        owner = f"stage {args[0]}" if method == PublishingRank.run else method.__name__
         try:
             replies = ask(refs, timeout=timeout_s or self.timeout_s, owner=owner, who=names)
         except PracticumError:
@@ -90,7 +104,6 @@ class ControllerStore:
         self.batch, self.tag, self.clear, self.size = store.batch, store.tag, store.clear, store.size
 
     def put(self, *_: object, **__: object) -> NoReturn:
-        """Reading and writing columns, and saving and loading them, is the workers': here it is a bug."""
         raise AssertionError("the controller asked its store for columns: a worker does that")
 
     get = save = load = put
@@ -108,83 +121,93 @@ class RayRoles:
         handle: StoreHandle,
         group: TrainGroup,
         pools: ReplicaPools,
-        facts: StudentFacts,
+        *,
+        stop: frozenset[int],
         student: dict[int, Manifest],
         copies: dict[str, Manifest],
     ) -> None:
         """Restarted replicas get the weights in `student`, by engine, and in `copies`, of teachers."""
         self.recipe, self.plan, self.cluster, self.handle = recipe, plan, cluster, handle
-        self.group, self.pools, self.lag = group, pools, lag(recipe)
+        self.group, self.pools, self.lag = group, pools, recipe.rollout.lag
+        self.stop, self.version, self.ranks = stop, 0, len(group)
         self.student, self.copies = student, copies
         self.published: dict[int, tuple[Manifest, Sequence[float]]] = {}
         """Weights by the step that they are after, each with the learner's fingerprint, if it is checked."""
-        self._engines = range(sampling_engines(recipe))
-        """Those of each replica."""
-        self._turns = [WeightTurns(sampling_s(recipe), held=0) for _ in self._engines]
-        self.stop, self.version, self.ranks = facts.stop, facts.version, len(group)
+        engines = range(recipe.sampling_engines)
+        self._turns = [WeightTurns(recipe.sampling_s, held=0) for _ in engines]
+        self.probes = [SyncProbe(recipe.model.dtype, watch) for _ in engines]
         self.store: Store = ControllerStore(handle.connect(recipe.runtime.store_s, lasting=False))
-        self.rollouts = [self._rollout(plan, copy, is_eval=False) for copy in range(self.lag + 1)]
-        evaluation = evaluation_plan()
-        self.eval_rollouts = [self._rollout(evaluation, copy, is_eval=True) for copy in range(self.lag + 1)]
-        self._colocated = {
-            name for name, teacher in recipe.teachers.items() if not scores_during_rollout(teacher)
+        self.rollouts = self._rollouts(plan, is_eval=False)
+        self.eval_rollouts = self._rollouts(evaluation_plan(), is_eval=True)
+        on_ranks = (spec.name for spec in plan if spec.ranks != "controller")
+        self.stages: dict[str, Callable[[StepInfo], Any]] = {
+            "sync": lambda step: self.publish(step.number),
+            **{name: partial(self._run, name) for name in on_ranks},
         }
+        if "teachers" in self.stages:
+            self.stages["teachers"] = self.rollouts[0].after_rollout(self.stages["teachers"])
+        teachers = recipe.teachers.items()
+        self._colocated = {name for name, teacher in teachers if not teacher.scores_during_rollout}
+        self._copies = [name for name in pools.teachers if recipe.teachers[name].student is not None]
+        """Teachers with their own resources that are copies of the student."""
         self._busy_before: dict[str, float] = {}
         self._reported = (0, 0)
-        self.probes = [SyncProbe(recipe, watch) for _ in self._engines]
-
-    def begin(self) -> None:
-        """Everyone is there: check that the engines have the learner's weights."""
-        for engine in self._engines:
-            self._probe(engine, lambda length: self.group.all("fingerprint", length))
+        for engine in engines:
+            self._probe(engine, self._fingerprint)
         if self.lag:
             self.publish(0)
 
-    def _rollout(self, plan: Plan, copy: int, *, is_eval: bool) -> RolloutRole:
-        engine = copy % len(self._engines)
-        workers = RayWorkers(self.recipe, self.store, self.pools, engine=engine, is_eval=is_eval)
-        return RolloutRole(self.recipe, plan, self.store, workers)
+    def _rollouts(self, plan: Plan, *, is_eval: bool) -> list[RolloutRole]:
+        recipe, store, engines = self.recipe, self.store, len(self._turns)
+        return [
+            RolloutRole(
+                recipe,
+                plan,
+                store,
+                RayWorkers(recipe, store, self.pools, engine=copy % engines, is_eval=is_eval),
+            )
+            for copy in range(self.lag + 1)
+        ]
 
-    def describe(self, planned: float | None = None) -> list[str]:
-        lines: list[str] = [*self.group.all("describe_memory", planned)]
-        for pool in (self.pools.rollout, *self.pools.teachers.values()):
-            for sentences in self._each(pool, "describe"):
-                lines += sentences
-        return lines
+    def describe(self) -> list[str]:
+        timeout = self.recipe.runtime.stage_s
+        lines = self.pools.rollout.call_each(timeout, RolloutWorker.describe)
+        for pool in self.pools.teachers.values():
+            lines += pool.call_each(timeout, TeacherWorker.describe)
+        return [line for sentences in lines for line in sentences]
 
     def refresh_copies(self, step: int) -> None:
-        due = [name for name, teacher in self.recipe.teachers.items() if takes_new_weights(teacher, step)]
-        if any(name in self._colocated for name in due):
-            self.group.all("teachers.refresh", step)
-        elsewhere = [name for name in due if name not in self._colocated]
-        if elsewhere:
-            manifest = self.group.all("publish")
+        teachers = self.recipe.teachers.items() if "teachers" in self.plan else ()
+        due = {name for name, teacher in teachers if takes_new_weights(teacher, step)}
+        if due & self._colocated:
+            self.group.all(PublishingRank.refresh_copies, step)
+        if elsewhere := [name for name in self._copies if name in due]:
+            manifest = self.group.all(PublishingRank.publish)
             for name in elsewhere:
                 self._give(name, manifest)
 
     def _give(self, name: str, manifest: Manifest) -> None:
-        """A copy of the student with its own resources takes these weights, and so do later replicas."""
+        """Give these weights to a copy of the student with its own resources, and to its later replicas."""
+        pool, timeout = self.pools.teachers[name], self.recipe.runtime.stage_s
         self.copies[name] = manifest
-        self._each(self.pools.teachers[name], "take", manifest)
+        pool.call_each(timeout, TeacherWorker.take, manifest)
         if self.recipe.distill is not None and self.recipe.distill.signal == "full":
-            timeout, owner = self.recipe.runtime.stage_s, f"the output head of teacher {name}"
-            head = run_async(
-                output_head(self.pools.teachers[name], timeout), timeout=timeout + 5, owner=owner
-            )
-            self.group.all("teachers.renew_head", name, head)
+            owner = f"the output head of teacher {name}"
+            head = run_async(output_head(pool, timeout), timeout=timeout + 5, owner=owner)
+            self.group.all(PublishingRank.renew_head, name, head)
 
-    def run(self, stage: str, step: StepInfo) -> Any:
+    def _run(self, stage: str, step: StepInfo) -> Any:
         call = self.group.all if self.plan[stage].ranks == "all" else self.group.first
-        report = call("run", stage, step)
+        report = call(PublishingRank.run, stage, step)
         if isinstance(report, UpdateReport):
             self.version = report.version
         return report
 
     def teachers_spent(self) -> tuple[dict[str, float], dict[str, int]]:
-        """Ranks score their rows apart from each other: their seconds add up, their wakes do not."""
+        """See `Roles`. Ranks score their rows apart from each other: seconds add up, wakes do not."""
         seconds, wakes = dict.fromkeys(self.recipe.teachers, 0.0), dict.fromkeys(self.recipe.teachers, 0)
         if self._colocated:
-            for rank_seconds, rank_wakes in self.group.each("teachers.spent", [()] * self.ranks):
+            for rank_seconds, rank_wakes in self.group.each(PublishingRank.teachers_spent):
                 for name in self._colocated:
                     seconds[name] += rank_seconds[name]
                     wakes[name] = max(wakes[name], rank_wakes[name])
@@ -195,21 +218,20 @@ class RayRoles:
         return seconds, wakes
 
     def publish(self, step: int) -> None:
-        manifest: Manifest = self.group.all("publish")
+        manifest = self.group.all(PublishingRank.publish)
         if not self.lag:
             self._load(0, manifest)
-            self._probe(0, lambda length: self.group.all("fingerprint", length))
+            self._probe(0, self._fingerprint)
             return
-        looks = self.probes[0].looks
-        length = self.probes[0].length
-        fingerprint: Sequence[float] = self.group.all("fingerprint", length) if looks else ()
+        probe = self.probes[0]
+        fingerprint = self._fingerprint(probe.length) if probe.looks else ()
         kept = {old: weights for old, weights in self.published.items() if old >= step - self.lag}
         self.published = kept | {step: (manifest, fingerprint)}
 
     def weights(self, copy: int, step: int) -> AbstractContextManager[None]:
         if not self.lag:
             return nullcontext()
-        engine = copy % len(self._engines)
+        engine = copy % len(self._turns)
 
         def load() -> None:
             manifest, fingerprint = self.published[step]
@@ -222,94 +244,84 @@ class RayRoles:
         return self.published[step][0].version if self.lag else self.version
 
     def _load(self, engine: int, manifest: Manifest) -> None:
-        """This engine of every replica takes these weights; replicas that are restarted later too."""
+        """Give this engine of every replica these weights; replicas that are restarted later get them too."""
         self.student[engine], self.pools.versions[engine] = manifest, manifest.version
-        self._each(self.pools.rollout, "load", engine, manifest)
+        self.pools.rollout.call_each(self.recipe.runtime.stage_s, RolloutWorker.load, engine, manifest)
 
     def _probe(self, engine: int, learner: Callable[[int], Sequence[float]]) -> None:
         """Check that an engine's weights are the learner's, in every replica."""
         if self.probes[engine].looks:
-            fingerprints = self._each(self.pools.rollout, "fingerprint", engine)
+            timeout = self.recipe.runtime.stage_s
+            fingerprints = self.pools.rollout.call_each(timeout, RolloutWorker.fingerprint, engine)
             self.probes[engine].check(fingerprints, learner)
 
-    def _each(self, pool: ReplicaPool, method: str, *args: Any) -> list[Any]:
-        """Call every replica, those that are being restarted too; their answers in order."""
-        timeout = self.recipe.runtime.stage_s
-        work = pool.each(pool.calling(method, *args, timeout=timeout))
-        return run_async(work, timeout=timeout + 5, owner=f"{method} on every replica")
-
-    def _one(self, pool: ReplicaPool, method: str, *args: Any) -> None:
-        """Call some replica."""
-        timeout = self.recipe.runtime.stage_s
-        work = pool.run(pool.calling(method, *args, timeout=timeout), load=1)
-        run_async(work, timeout=timeout + 5, owner=f"{method} on a replica")
+    def _fingerprint(self, length: int) -> Sequence[float]:
+        return self.group.all(PublishingRank.fingerprint, length)
 
     def transcripts(self, batch: BatchRef) -> list[Transcript]:
-        return self.group.first("transcripts", batch) if batch else []
+        return self.group.first(PublishingRank.transcripts, batch) if batch else []
 
     def session_advantages(self, batch: BatchRef) -> dict[tuple[int, ...], float]:
-        return self.group.first("session_advantages", batch)
+        return self.group.first(PublishingRank.session_advantages, batch)
 
     def kl_state(self) -> dict[str, float]:
-        return self.group.first("kl_state")
+        return self.group.first(PublishingRank.kl_state)
 
     def updates(self) -> tuple[int, ...]:
-        counts = self.group.each("updates", [()] * self.ranks, timeout_s=IDLE_S)
+        counts = self.group.each(PublishingRank.updates, IDLE_S)
         return tuple(count for theirs in counts for count in theirs)
 
-    def save(self, folder: Path, *, rows: bool = True) -> None:
-        self.group.all("save", folder.absolute(), rows)
+    def save(self, folder: Path, rows: Collection[Key]) -> None:
+        folder = folder.absolute()
+        self.group.all(PublishingRank.save, folder, rows)
         for step, (manifest, fingerprint) in self.published.items():
             if (step, manifest.version) != (max(self.published), self.version):  # else they are the student's
-                where = folder.absolute() / "sampling"
-                self.group.first("save_published", manifest, fingerprint, where, step)
-        for name in self._copies():
-            self._one(self.pools.teachers[name], "save", folder.absolute() / "teachers")
+                where = folder / "sampling"
+                self.group.first(PublishingRank.save_published, manifest, fingerprint, where, step)
+        timeout = self.recipe.runtime.stage_s
+        for name in self._copies:
+            pool = self.pools.teachers[name]
+            work = pool.run(pool.calling(timeout, TeacherWorker.save, folder / "teachers"), load=1)
+            run_async(work, timeout=timeout + 5, owner=f"save of {pool.role}")
 
     def load(self, folder: Path, kl_state: Mapping[str, float]) -> None:
-        self.version = self.group.all("load", folder.absolute(), dict(kl_state))
-        for name in self._copies():
-            manifest = self.group.first("publish_copy", folder.absolute() / "teachers", name)
+        folder = folder.absolute()
+        self.version = self.group.all(PublishingRank.load, folder, dict(kl_state))
+        for name in self._copies:
+            manifest = self.group.first(PublishingRank.publish_copy, folder / "teachers", name)
             if manifest is not None:
                 self._give(name, manifest)
         if self.lag:
-            self.published = self.group.first("publish_saved", folder.absolute() / "sampling")
+            self.published = self.group.first(PublishingRank.publish_saved, folder / "sampling")
             for turns in self._turns:
-                turns.forget()
+                turns.held = None
         else:
             self.publish(0)
 
-    def _copies(self) -> list[str]:
-        """Teachers with their own resources that are copies of the student."""
-        return [name for name in self.pools.teachers if self.recipe.teachers[name].student is not None]
-
     def export(self, folder: Path) -> None:
-        self.group.all("export", folder.absolute())
+        self.group.all(PublishingRank.export, folder.absolute())
 
     def incidents(self) -> dict[str, Any]:
-        deaths = sum(pool.deaths for pool in self.pools.pools())
-        reruns = sum(pool.reruns for pool in self.pools.pools())
-        before, self._reported = self._reported, (deaths, reruns)
-        counts = {"cluster/deaths": deaths - before[0], "cluster/reruns": reruns - before[1]}
-        return {name: count for name, count in counts.items() if count}
+        pools = self.pools.pools()
+        before, self._reported = self._reported, (sum(p.deaths for p in pools), sum(p.reruns for p in pools))
+        names = ("cluster/deaths", "cluster/reruns")
+        counts = zip(names, before, self._reported, strict=True)
+        return {name: now - then for name, then, now in counts if now > then}
 
     def close(self) -> None:
         with ExitStack() as stack:
             stack.callback(self.cluster.close)
             stack.callback(self.handle.close)
-            stack.callback(self._leave)
-            stack.callback(self._dismiss)
-
-    def _dismiss(self) -> None:
-        """End the replicas: one that is being restarted would start after the end of all others."""
-        work = gather_all(pool.close() for pool in self.pools.pools())
-        run_async(work, timeout=END_S, owner="the end of the replicas")
+            if len(self.group) > 1:
+                stack.callback(self._leave)
+            # First the replicas: one that is being restarted would start after the end of all others.
+            work = gather_all(pool.close() for pool in self.pools.pools())
+            stack.callback(run_async, work, timeout=END_S, owner="the end of the replicas")
 
     def _leave(self) -> None:
-        """Ranks disconnect from each other, if they still can; the cluster ends them anyway."""
-        if len(self.group) > 1:
-            try:
-                calls = [worker.leave.remote() for worker in self.group.workers]
-                ask(calls, timeout=END_S, owner="the end of the ranks", who=self.group.names)
-            except PracticumError:
-                return
+        """Have ranks disconnect from each other, if they still can; the cluster ends them anyway."""
+        calls = [worker.leave.remote() for worker in self.group.workers]
+        try:
+            ask(calls, timeout=END_S, owner="the end of the ranks", who=self.group.names)
+        except PracticumError:
+            return

@@ -13,20 +13,20 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from practicum.concurrency.event_loop import run_async
 from practicum.concurrency.gather import gather_all, task_group
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
 from practicum.dataplane.store import Store
 from practicum.errors import DeadlineError
 from practicum.recipe.schema.recipe import Recipe
+from practicum.rewards.score_functions import RewardFunctions
 from practicum.roles.rollout import Finished
 from practicum.runtime.ray.actor_calls import ask_async, each_report
 from practicum.runtime.ray.replica_pool import ReplicaPool
-from practicum.runtime.ray.rollout_worker import RolloutRequest
+from practicum.runtime.ray.rollout_worker import RolloutRequest, RolloutWorker
+from practicum.runtime.ray.workers import RewardWorker
 from practicum.sessions.attempts import Attempt
 from practicum.tasks.prompts import Prompt
-from practicum.tasks.rewards import RewardFunctions
 
 _BLOCKED_S = 5.0
 """Seconds that workers have to say whether their event loops are blocked."""
@@ -38,7 +38,7 @@ class ReplicaPools:
 
     rollout: ReplicaPool
     reward: ReplicaPool
-    teachers: dict[str, ReplicaPool] = field(default_factory=dict)
+    teachers: dict[str, ReplicaPool]
     """Those with their own resources."""
     versions: dict[int, int] = field(default_factory=dict)
     """Of the weights that each engine of a replica has; 0 at first."""
@@ -61,14 +61,17 @@ class RayWorkers:
     ) -> None:
         self.recipe, self.store, self.pools, self.engine, self.is_eval = recipe, store, pools, engine, is_eval
         self._functions = RewardFunctions(recipe.tasks, recipe.reward)
+        self.reward_s = recipe.rollout.deadline_s
 
     async def demonstrate(self, prompts: Sequence[Prompt], partition: str) -> BatchRef:
-        size = ceil(len(prompts) / self.pools.rollout.count)
-        parts = [prompts[i : i + size] for i in range(0, len(prompts), size)]
+        pool = self.pools.rollout
+        size = ceil(len(prompts) / pool.count)
 
         async def demonstrate(part: Sequence[Prompt]) -> BatchRef:
-            return await self._call(self.pools.rollout, "demonstrate", part, partition, load=len(part))
+            work = pool.calling(self.reward_s, RolloutWorker.demonstrate, part, partition)
+            return await pool.run(work, load=len(part))
 
+        parts = [prompts[i : i + size] for i in range(0, len(prompts), size)]
         return BatchRef.concat(await gather_all(demonstrate(part) for part in parts))
 
     async def run(
@@ -83,8 +86,7 @@ class RayWorkers:
         requests = self._requests(attempts, partition, seed, at_once)
         smallest = min(len(request.attempts) for request in requests)
         # Requests beyond these wait here, so that the replica that is done first takes the next one.
-        places = ceil(2 * self.recipe.rollout.slots / smallest) * self.pools.rollout.count
-        room = asyncio.Semaphore(places)
+        room = asyncio.Semaphore(ceil(2 * self.recipe.rollout.slots / smallest) * self.pools.rollout.count)
 
         async def send(request: RolloutRequest) -> list[Key]:
             async with room:
@@ -95,10 +97,10 @@ class RayWorkers:
     def _requests(
         self, attempts: Sequence[Attempt], partition: str, seed: int, at_once: Callable[[Prompt], bool]
     ) -> list[RolloutRequest]:
-        """Sessions that one replica is asked for at once: whole prompts.
+        """Return the sessions of each request to a replica: whole prompts.
 
-        One prompt, if its single sessions are scored at once; else as many as fill an engine, because each
-        request costs calls.
+        One prompt, if its single sessions are scored immediately; else as many as fill an engine, because
+        each request costs calls.
         """
         groups: dict[int, list[Attempt]] = {}
         for attempt in attempts:
@@ -141,34 +143,25 @@ class RayWorkers:
             if ghosts:
                 await asyncio.to_thread(self.store.clear, request.partition, ghosts)
 
-        first = request.attempts[0].prompt.uid
         async with task_group() as scoring:
-            await self.pools.rollout.run(work, load=len(request.attempts), sticky=first, again=clean_up)
+            await self.pools.rollout.run(work, load=len(request.attempts), again=clean_up)
         return list(reported)
 
-    async def reward_session(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
-        await self._call(self.pools.reward, "reward", self.is_eval, batch, prompts, load=len(batch))
+    async def reward(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
+        pool = self.pools.reward
 
-    def reward(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
-        async def reward_all() -> None:
-            shares = self._shares(batch)
-            works = (
-                self.reward_session(share, {key: prompts[key] for key in share.keys}) for share in shares
-            )
-            await gather_all(works)
+        async def reward(share: BatchRef) -> None:
+            known = {key: prompts[key] for key in share.keys}
+            work = pool.calling(self.reward_s, RewardWorker.reward, self.is_eval, share, known)
+            await pool.run(work, load=len(share))
 
-        with self.named_blocks():
-            run_async(reward_all(), timeout=self.recipe.rollout.deadline_s, owner="reward")
-
-    def _shares(self, batch: BatchRef) -> list[BatchRef]:
-        """Whole prompts for each reward worker; everything for one, if a function takes a whole batch."""
-        workers = self.pools.reward.count
-        if any(not self._functions.divides(task) for task in {tags.task for tags in batch.tags}):
-            workers = 1
-        prompts = list(dict.fromkeys(key.prompt for key in batch.keys))
-        size = ceil(len(prompts) / workers)
-        parts = [set(prompts[i : i + size]) for i in range(0, len(prompts), size)]
-        return [batch.where(lambda key, _, part=part: key.prompt in part) for part in parts]
+        # Whole prompts for each reward worker; everything for one, if a function takes a whole batch.
+        divides = all(self._functions.divides(task) for task in {tags.task for tags in batch.tags})
+        uids = list(dict.fromkeys(key.prompt for key in batch.keys))
+        size = ceil(len(uids) / (pool.count if divides else 1))
+        parts = [set(uids[i : i + size]) for i in range(0, len(uids), size)]
+        shares = [batch.where(lambda key, _, part=part: key.prompt in part) for part in parts]
+        await gather_all(reward(share) for share in shares)
 
     async def teach(self, teacher: str, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
         tokens = sum(tags.prompt_tokens + tags.response_tokens for tags in batch.tags)
@@ -180,23 +173,28 @@ class RayWorkers:
             by_process = self.pools.busy_s.setdefault(teacher, {})
             by_process[str(worker)] = max(busy_s, by_process.get(str(worker), 0.0))  # replies may overtake
 
+        # Sessions of one prompt go to one replica, which has the prompt in its cache.
         await self.pools.teachers[teacher].run(work, load=tokens, sticky=batch.keys[0].prompt)
 
     @contextmanager
     def engines_asleep(self) -> Iterator[None]:
-        self._engines("sleep")
+        pool, timeout = self.pools.rollout, self.recipe.runtime.stage_s
+        pool.call_each(timeout, RolloutWorker.sleep)
         try:
             yield
         finally:
-            self._engines("wake")
+            pool.call_each(timeout, RolloutWorker.wake)
 
     @contextmanager
     def named_blocks(self) -> Iterator[None]:
         try:
             yield
         except DeadlineError as late:
-            replicas = [named for pool in self.pools.pools() for named in pool.named_replicas()]
-            calls = {worker.blocked.remote(): name for name, worker in replicas}
+            calls = {
+                worker.blocked.remote(): pool.name_of(worker)
+                for pool in self.pools.pools()
+                for worker in pool.replicas()
+            }
             answered, silent = ray.wait(list(calls), num_returns=len(calls), timeout=_BLOCKED_S)
             for call in answered:
                 with suppress(RayError):  # of a worker that is dead
@@ -207,18 +205,9 @@ class RayWorkers:
                 raise DeadlineError(f"{late}: {names} gave no sign of life for {_BLOCKED_S:g} s") from None
             raise
 
-    def _engines(self, method: str) -> None:
-        pool, timeout = self.pools.rollout, self.recipe.runtime.stage_s
-        work = pool.each(pool.calling(method, timeout=timeout))
-        run_async(work, timeout=timeout + 5, owner=f"{method} of the engines")
-
-    async def _call(self, pool: ReplicaPool, method: str, *args: Any, load: float) -> Any:
-        """Call a method of the least loaded replica."""
-        return await pool.run(pool.calling(method, *args, timeout=self.recipe.rollout.deadline_s), load=load)
-
 
 async def output_head(teacher: ReplicaPool, timeout: float) -> Any:
-    """A reference to a teacher's output head, for the learner; it does not come into this process."""
+    """Return a reference to a teacher's output head, for the learner; the head stays where it is."""
 
     async def work(worker: Any) -> Any:
         head = worker.head.remote()

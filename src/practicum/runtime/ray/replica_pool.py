@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
+from practicum.compat.ray import actor_id
+from practicum.concurrency.event_loop import run_async
 from practicum.concurrency.gather import gather_all
 from practicum.errors import ClusterError, DeadlineError
+from practicum.processes.dispatch import Dispatcher, Slot
 from practicum.runtime.ray.actor_calls import WorkerDied, ask_async
 
+P = ParamSpec("P")
 T = TypeVar("T")
 _REMEMBERED = 16_384
-"""Sticky keys that are kept; the one longest unused is forgotten first."""
+"""Sticky keys that are kept before all are forgotten."""
 
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """One replica: its current actor (None while it restarts) and its work."""
+    """One replica: its current actor, or None while it restarts."""
 
     number: int
     actor: Any = None
-    works: int = 0
-    load: float = 0.0
-    total_load: float = 0.0
-    """All load it ever got: of two that are equally busy, the one with less is next."""
     restart: asyncio.Task[None] | None = None
 
 
@@ -38,7 +36,8 @@ class ReplicaPool:
 
     `make(replica)` starts a worker, waits until it can take work (with current weights) and returns its
     handle; if it fails it leaves no actor running. A death is a WorkerDied whose `actor` is the
-    replica's own; after more than max_deaths of them every work ends with a ClusterError.
+    replica's own; after more than max_deaths of them every work ends with a ClusterError. `start_s` is the
+    time for a start, and for the wait of a work for a live replica.
     """
 
     def __init__(
@@ -46,23 +45,21 @@ class ReplicaPool:
         role: str,
         make: Callable[[int], Awaitable[Any]],
         count: int,
+        *,
         max_deaths: int,
-        on_death: Callable[[str], None] | None = None,
+        start_s: float,
+        on_death: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.role, self.count, self.deaths, self.reruns = role, count, 0, 0
-        self._make, self._max_deaths, self._on_death = make, max_deaths, on_death
-        self._start_s = 0.0
+        self._make, self._max_deaths, self._start_s, self._on_death = make, max_deaths, start_s, on_death
         self._places = [_Place(number) for number in range(count)]
-        self._sticky: OrderedDict[Hashable, Any] = OrderedDict()  # key → the actor it went to
+        self._dispatcher = Dispatcher(self._places)
+        self._sticky: dict[Hashable, Any] = {}  # key → the actor it went to
         self._stopped: ClusterError | None = None
         self._changed = asyncio.Event()
 
-    async def start(self, timeout: float) -> None:
-        """Start all replicas at once; if one can't, the others are stopped and its error is raised.
-
-        The timeout is also that of each later restart, and of the wait of a work for a live replica.
-        """
-        self._start_s = timeout
+    async def start(self) -> None:
+        """Start all replicas concurrently; if one can't, the others are stopped and its error is raised."""
         try:
             await gather_all(self._started(place) for place in self._places)
         except BaseException:
@@ -83,8 +80,8 @@ class ReplicaPool:
         more on a live one. Other errors of the work are raised as they are.
         """
         while True:
-            place = await self._free_place(sticky)
-            with _busy(place, load):
+            slot = await self._free_slot(sticky)
+            with slot.busy(load) as place:
                 actor = place.actor
                 try:
                     return await work(actor)
@@ -95,41 +92,56 @@ class ReplicaPool:
             self.reruns += 1
 
     async def each(self, work: Callable[[Any], Awaitable[T]]) -> list[T]:
-        """Do a work that may be repeated, such as loading weights, on every replica at once.
+        """Do a work that may be repeated, such as loading weights, on every replica concurrently.
 
         It waits for replicas that are starting, and is repeated on those that die meanwhile.
         """
-        return await gather_all(self._on_place(place, work) for place in self._places)
 
-    def calling(self, method: str, *args: Any, timeout: float) -> Callable[[Any], Awaitable[Any]]:
-        """The work that is a call of a replica's method, with a deadline."""
+        async def on_place(place: _Place) -> T:
+            while True:
+                await self._until(lambda: place.actor is not None)
+                actor = place.actor
+                try:
+                    return await work(actor)
+                except WorkerDied as died:
+                    self._note_death(place, actor, died)
+
+        return await gather_all(on_place(place) for place in self._places)
+
+    def calling(
+        self, timeout: float, method: Callable[Concatenate[Any, P], Any], *args: P.args, **options: P.kwargs
+    ) -> Callable[[Any], Awaitable[Any]]:
+        """Return the work that calls a method of the replica's class, with a deadline."""
 
         async def work(worker: Any) -> Any:
-            call, who = getattr(worker, method).remote(*args), self.name_of(worker)
+            call = getattr(worker, method.__name__).remote(*args, **options)
+            who = self.name_of(worker)
             return await ask_async(call, timeout=timeout, owner="the controller", who=who)
 
         return work
 
+    def call_each(
+        self, timeout: float, method: Callable[Concatenate[Any, P], Any], *args: P.args, **options: P.kwargs
+    ) -> list[Any]:
+        """Call a method on every replica, from synchronous code; return the results in order."""
+        work = self.each(self.calling(timeout, method, *args, **options))
+        return run_async(work, timeout=timeout + 5, owner=f"{method.__name__} on every {self.role} worker")
+
     def loads(self) -> list[float]:
-        """Load under way on each replica."""
-        return [place.load for place in self._places]
+        """Return the load in flight on each replica."""
+        return [slot.load for slot in self._dispatcher.slots]
 
     def replicas(self) -> list[Any]:
-        """Handles of those that are alive, as far as is known."""
+        """Return those that are alive, as far as is known."""
         return [place.actor for place in self._places if place.actor is not None]
 
     def name_of(self, actor: Any) -> str:
-        """A replica's name, for errors."""
-        return next((name for name, one in self.named_replicas() if one is actor), f"a {self.role} worker")
-
-    def named_replicas(self) -> list[tuple[str, Any]]:
-        """As `replicas`, each with its name."""
-        return [
-            (f"{self.role} {place.number}", place.actor) for place in self._places if place.actor is not None
-        ]
+        """Return a replica's name, for errors."""
+        numbers = [place.number for place in self._places if place.actor is actor]
+        return f"{self.role} {numbers[0]}" if numbers else f"a {self.role} worker"
 
     async def close(self) -> None:
-        """Stop all replicas; works under way and later ones end with a ClusterError."""
+        """End all replicas; works in flight and later ones get a ClusterError."""
         self._stop(ClusterError(f"{self.role}: its workers are stopped"))
         restarts = [place.restart for place in self._places if place.restart is not None]
         for restart in restarts:
@@ -140,28 +152,16 @@ class ReplicaPool:
                 ray.kill(place.actor)
                 place.actor = None
 
-    async def _on_place(self, place: _Place, work: Callable[[Any], Awaitable[T]]) -> T:
-        while True:
-            await self._until(lambda: place.actor is not None)
-            actor = place.actor
-            try:
-                return await work(actor)
-            except WorkerDied as died:
-                self._note_death(place, actor, died)
-
-    async def _free_place(self, sticky: Hashable | None) -> _Place:
+    async def _free_slot(self, sticky: Hashable | None) -> Slot[_Place]:
         await self._until(lambda: any(place.actor is not None for place in self._places))
-        live = [place for place in self._places if place.actor is not None]
-        before = self._sticky.get(sticky) if sticky is not None else None
-        place = next((p for p in live if p.actor is before), None)
-        if place is None:
-            place = min(live, key=lambda p: (p.load, p.total_load, p.number))
+        slot = self._dispatcher.least_loaded(lambda place: place.actor is not None)
         if sticky is not None:
-            self._sticky[sticky] = place.actor
-            self._sticky.move_to_end(sticky)
             if len(self._sticky) > _REMEMBERED:
-                self._sticky.popitem(last=False)
-        return place
+                self._sticky.clear()
+            before = self._sticky.setdefault(sticky, slot.worker.actor)
+            slot = next((s for s in self._dispatcher.slots if s.worker.actor is before), slot)
+            self._sticky[sticky] = slot.worker.actor
+        return slot
 
     async def _until(self, ready: Callable[[], bool]) -> None:
         """Wait until `ready`; the pool's end and the deadline are errors."""
@@ -178,7 +178,7 @@ class ReplicaPool:
 
     def _note_death(self, place: _Place, actor: Any, died: WorkerDied) -> None:
         """Restart the replica, if this work is the first to notice; raise other deaths."""
-        if died.actor != actor._actor_id.hex():
+        if died.actor != actor_id(actor):
             raise died
         if self._stopped is None and place.actor is actor:
             place.actor = None
@@ -191,11 +191,8 @@ class ReplicaPool:
 
     def _count(self, place: _Place, died: WorkerDied) -> None:
         self.deaths += 1
-        if self._on_death is not None:
-            self._on_death(
-                f"{self.role} {place.number} died (death {self.deaths}, {self._max_deaths} are allowed): "
-                f"{died.reason}"
-            )
+        allowed = f"{self._max_deaths} are allowed"
+        self._on_death(f"{self.role} {place.number} died (death {self.deaths}, {allowed}): {died.reason}")
         if self.deaths > self._max_deaths:
             self._stop(
                 ClusterError(
@@ -234,13 +231,3 @@ class ReplicaPool:
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-@contextmanager
-def _busy(place: _Place, load: float) -> Iterator[None]:
-    place.works, place.load, place.total_load = place.works + 1, place.load + load, place.total_load + load
-    try:
-        yield
-    finally:
-        place.works -= 1
-        place.load = place.load - load if place.works else 0.0  # sums of fractions may not return to zero

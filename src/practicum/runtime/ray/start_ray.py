@@ -1,214 +1,146 @@
-"""Starting a run on Ray: the cluster, the store, the workers, all at once and within a deadline."""
+"""Starting a run on Ray: the cluster, the store and the workers, concurrently and within a deadline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+
+import ray
 
 from practicum.checks.watch import Watch
 from practicum.concurrency.event_loop import run_async
 from practicum.concurrency.gather import gather_all
+from practicum.dataplane.ray_store.ray_store import start_ray_store
 from practicum.dataplane.stages import Plan
-from practicum.errors import MissingExtraError
-from practicum.recipe.derived import (
-    computes_reward,
-    data_parallel,
-    engine_replicas,
-    evaluates,
-    has_own_process,
-    own_options,
-    scores_during_rollout,
-)
+from practicum.dataplane.store import StoreHandle
+from practicum.dataplane.transferqueue.transferqueue_store import start_transferqueue
+from practicum.observe.records.record_files import RecordPlace
 from practicum.recipe.schema.recipe import Recipe
-from practicum.records.record_files import RecordPlace
-
-try:
-    import ray
-
-    from practicum.dataplane.ray_store.ray_store import start_ray_store
-    from practicum.dataplane.transferqueue.transferqueue_store import start_transferqueue
-except ModuleNotFoundError as error:  # pragma: no cover
-    raise MissingExtraError("runtime.kind: ray", "ray") from error
-
 from practicum.runtime.ray.actor_calls import ask_async
 from practicum.runtime.ray.cluster import Cluster
 from practicum.runtime.ray.ray_roles import RayRoles, TrainGroup
 from practicum.runtime.ray.ray_rollout import ReplicaPools, output_head
 from practicum.runtime.ray.replica_pool import ReplicaPool
-from practicum.runtime.ray.reward_worker import RewardModelWorker, RewardWorker
 from practicum.runtime.ray.rollout_worker import RolloutWorker
-from practicum.runtime.ray.teacher_worker import TeacherWorker
-from practicum.runtime.ray.train_worker import StudentFacts, TrainWorker
 from practicum.runtime.ray.weight_transport import Manifest
-from practicum.runtime.ray.worker import RecordingHandle, StoreHandle
+from practicum.runtime.ray.workers import RewardModelWorker, RewardWorker, TeacherWorker, TrainWorker
 
 CONCURRENT = {"rollout": 1000, "reward": 16, "teachers": 64}
-"""Calls that one worker may have under way."""
+"""Calls that one worker may have in flight."""
 
 
 def start_ray(recipe: Recipe, plan: Plan, watch: Watch, record: RecordPlace | None = None) -> RayRoles:
-    """Everyone who takes part, as actors; if that fails, nothing stays behind."""
+    """Start everyone who takes part as actors; if that fails, nothing stays behind."""
+    runtime = recipe.runtime
     with ExitStack() as undo:
         cluster = Cluster.open(recipe, plan)
         undo.callback(cluster.close)
-        handle = _start_store(recipe)
+        if runtime.store == "ray":
+            handle = start_ray_store(runtime.start_s)
+        else:
+            handle = start_transferqueue(runtime.store_units, start_s=runtime.start_s)
         undo.callback(handle.close)
         starter = _Starter(recipe, plan, watch, cluster, handle, record)
         work = starter.everyone()
-        group, pools, facts = run_async(
-            work, timeout=recipe.runtime.start_s, owner="the start of all workers"
-        )
-        assert facts.version == 0
-        latest = starter.student, starter.teachers
-        roles = RayRoles(recipe, plan, watch, cluster, handle, group, pools, facts, *latest)
-        roles.begin()
+        group, pools, stop = run_async(work, timeout=runtime.start_s, owner="the start of all workers")
+        latest = {"stop": stop, "student": starter.student, "copies": starter.copies}
+        roles = RayRoles(recipe, plan, watch, cluster, handle, group, pools, **latest)
         undo.pop_all()
         return roles
 
 
-def _start_store(recipe: Recipe) -> StoreHandle:
-    runtime = recipe.runtime
-    if runtime.store.kind == "ray":
-        return start_ray_store(runtime.start_s)
-    chosen = runtime.store
-    return start_transferqueue(
-        chosen.units, chosen.backend, chosen.options, unit_gb=chosen.unit_gb, start_s=runtime.start_s
-    )
-
-
+@dataclass
 class _Starter:
-    """Starts the workers of a run, and restarts those that died."""
+    """Starts the workers of a run, and restarts those that died.
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        plan: Plan,
-        watch: Watch,
-        cluster: Cluster,
-        handle: StoreHandle,
-        record: RecordPlace | None,
-    ) -> None:
-        self.recipe, self.plan, self.watch, self.cluster, self.handle = recipe, plan, watch, cluster, handle
-        self.record = record
-        # The weights that restarted replicas get: of the student by copy, and of teachers that copy it.
-        self.student: dict[int, Manifest] = {}
-        self.teachers: dict[str, Manifest] = {}
+    Restarted replicas get the weights in `student`, by engine, and in `copies`, of teachers that copy it.
+    """
 
-    async def everyone(self) -> tuple[TrainGroup, ReplicaPools, StudentFacts]:
-        """All workers, loading side by side."""
+    recipe: Recipe
+    plan: Plan
+    watch: Watch
+    cluster: Cluster
+    handle: StoreHandle
+    record: RecordPlace | None
+    student: dict[int, Manifest] = field(default_factory=dict)
+    copies: dict[str, Manifest] = field(default_factory=dict)
+
+    async def everyone(self) -> tuple[TrainGroup, ReplicaPools, frozenset[int]]:
+        """Return the learner's ranks, the replicas, and the tokens that end a response."""
         recipe = self.recipe
-        names = [name for name, teacher in recipe.teachers.items() if scores_during_rollout(teacher)]
-        if "teachers" not in self.plan:
-            names = []
-        reward_models = self._reward_models()
-        rollout = self._pool("rollout", engine_replicas(recipe), self._rollout)
-        reward_workers = recipe.runtime.reward_workers if computes_reward(recipe) or evaluates(recipe) else 0
-        reward = self._pool("reward", reward_workers, partial(self._reward, reward_models))
-        teachers = {
-            name: self._pool(f"teachers.{name}", _replicas(recipe, name), partial(self._teacher, name))
-            for name in names
-        }
-        learners = [self._learner(rank) for rank in range(data_parallel(recipe))]
-        group = TrainGroup(learners, self.watch, recipe.runtime.stage_s)
-        pools = ReplicaPools(rollout, reward, teachers)
-        start_s = recipe.runtime.start_s
-        starts = rollout.start(start_s), reward.start(start_s), self._loaded(reward_models)
-        facts, *_ = await gather_all((self._begin(group, teachers), *starts))
-        assert facts is not None
-        return group, pools, facts
-
-    async def _begin(self, group: TrainGroup, teachers: dict[str, ReplicaPool]) -> StudentFacts:
-        """The learner needs its teachers' output heads before it can begin, if it compares all of them."""
-        await gather_all(pool.start(self.recipe.runtime.start_s) for pool in teachers.values())
-        heads = {}
-        if self.recipe.distill is not None and self.recipe.distill.signal == "full":
-            heads = {
-                name: await output_head(pool, self.recipe.runtime.start_s) for name, pool in teachers.items()
-            }
-        first = group.workers[0].meeting_point.remote()
-        meeting = await self._ask(first, group.names[0])
-        calls = [w.begin.remote(meeting, list(heads), *heads.values()) for w in group.workers]
-        named_calls = zip(calls, group.names, strict=True)
-        return (await gather_all(self._ask(call, name) for call, name in named_calls))[0]
-
-    def _pool(self, role: str, count: int, make: Callable[..., Any]) -> ReplicaPool:
-        return ReplicaPool(role, make, count, self.recipe.runtime.max_deaths, self.watch.report)
-
-    def _learner(self, rank: int) -> Any:
-        return self._actor(
-            TrainWorker, "train", rank, self.recipe, self._handle("train", rank), self.plan, rank
-        )
-
-    async def _rollout(self, number: int) -> Any:
-        actor = self._actor(RolloutWorker, "rollout", number, self.recipe, self._handle("rollout", number))
-        return await self._begun(actor, f"rollout {number}", dict(self.student))
-
-    async def _reward(self, reward_models: dict[str, list[Any]], number: int) -> Any:
-        # Colocated models are woken one at a time, by one call at a time.
-        waits = any(not scores_during_rollout(model) for model in self.recipe.reward.models.values())
+        judges: dict[str, list[Any]] = {}
+        for name, spec in recipe.reward.models.items():
+            if spec.placement_name == "own":
+                restarts = {"max_restarts": recipe.runtime.max_deaths, "max_task_retries": -1}
+                judges[name] = [
+                    self._actor(RewardModelWorker, f"reward.models.{name}", number, name, **restarts)
+                    for number in range(spec.own_options.replicas)
+                ]
+        # Colocated reward models are woken one at a time, by one call at a time.
+        waits = any(not model.scores_during_rollout for model in recipe.reward.models.values())
         options = {"max_concurrency": 1} if waits else {}
-        handle = self._handle("reward", number)
-        actor = self._actor(RewardWorker, "reward", number, self.recipe, handle, **options)
-        return await self._begun(actor, f"reward {number}", reward_models)
+        reward_workers = recipe.runtime.reward_workers if recipe.computes_reward or recipe.evaluates else 0
+        start_reward = partial(self._begun, RewardWorker, "reward", lambda: judges, **options)
+        start_rollout = partial(self._begun, RolloutWorker, "rollout", lambda: dict(self.student))
+        pools = ReplicaPools(
+            self._pool("rollout", recipe.engine_replicas, start_rollout),
+            self._pool("reward", reward_workers, start_reward),
+            {},
+        )
+        for name, teacher in recipe.teachers.items() if "teachers" in self.plan else ():
+            if teacher.scores_during_rollout:
+                count = 1 if teacher.url is not None else teacher.own_options.replicas
+                pools.teachers[name] = self._pool(f"teachers.{name}", count, partial(self._teacher, name))
+        learners = [self._actor(TrainWorker, "train", rank, rank) for rank in range(recipe.data_parallel)]
+        group = TrainGroup(learners, self.watch, recipe.runtime.stage_s)
+        loading = [self._ask(a.begin.remote(), f"reward.models.{n}") for n in judges for a in judges[n]]
+        starts = [pools.rollout.start(), pools.reward.start(), *loading]
+        stop, *_ = await gather_all([self._begin_learner(group, pools.teachers), *starts])
+        return group, pools, stop
+
+    async def _begin_learner(self, group: TrainGroup, teachers: dict[str, ReplicaPool]) -> frozenset[int]:
+        """Begin the ranks, which need their teachers' output heads if they compare whole distributions."""
+        recipe = self.recipe
+        await gather_all(pool.start() for pool in teachers.values())
+        heads = {}
+        if recipe.distill is not None and recipe.distill.signal == "full":
+            heads = {name: await output_head(teachers[name], recipe.runtime.start_s) for name in teachers}
+        meeting = await self._ask(group.workers[0].meeting_point.remote(), group.names[0])
+        calls = [w.begin.remote(meeting, list(heads), *heads.values()) for w in group.workers]
+        return (await gather_all(map(self._ask, calls, group.names)))[0]
 
     async def _teacher(self, name: str, number: int) -> Any:
-        role = f"teachers.{name}"
-        actor = self._actor(TeacherWorker, role, number, self.recipe, self._handle(role, number), name)
-        return await self._begun(actor, f"{role} {number}", self.teachers.get(name))
+        latest = partial(self.copies.get, name)
+        return await self._begun(TeacherWorker, f"teachers.{name}", latest, number, name)
 
-    def _reward_models(self) -> dict[str, list[Any]]:
-        """Reward models with their own resources."""
-        workers: dict[str, list[Any]] = {}
-        for name, spec in self.recipe.reward.models.items():
-            if spec.url is None and has_own_process(spec.placement):
-                role, count = f"reward.models.{name}", own_options(spec).replicas
-                more = {"max_restarts": self.recipe.runtime.max_deaths, "max_task_retries": -1}
-                workers[name] = [
-                    self._actor(RewardModelWorker, role, number, self.recipe, name, **more)
-                    for number in range(count)
-                ]
-        return workers
-
-    async def _loaded(self, reward_models: dict[str, list[Any]]) -> None:
-        """Until all reward models are loaded."""
-        calls = {
-            f"reward.models.{name} {number}": actor.begin.remote()
-            for name, actors in reward_models.items()
-            for number, actor in enumerate(actors)
-        }
-        await gather_all(self._ask(call, who) for who, call in calls.items())
-
-    def _handle(self, role: str, number: int) -> StoreHandle:
-        """How a worker comes to the store; with a record, it writes its part of it."""
-        if self.record is None:
-            return self.handle
-        return RecordingHandle(self.handle, replace(self.record, role=role, number=number))
+    def _pool(self, role: str, count: int, make: Callable[[int], Awaitable[Any]]) -> ReplicaPool:
+        runtime = self.recipe.runtime
+        limits = {"max_deaths": runtime.max_deaths, "start_s": runtime.start_s}
+        return ReplicaPool(role, make, count, **limits, on_death=self.watch.report)
 
     def _actor(self, kind: type, role: str, number: int, *args: Any, **options: Any) -> Any:
         """Start an actor in its place of the cluster; it is loading when this returns."""
         concurrent = CONCURRENT.get(role.split(".")[0], 1)
         options = self.cluster.options(role, number) | {"max_concurrency": concurrent} | options
-        actor = ray.remote(kind).options(**options).remote(*args)
+        record = None if self.record is None else replace(self.record, role=role, number=number)
+        actor = ray.remote(kind).options(**options).remote(self.recipe, self.plan, self.handle, record, *args)
         self.cluster.register(actor, f"{role} {number}")
         return actor
 
-    async def _begun(self, actor: Any, who: str, *args: Any) -> Any:
-        """The actor when it can take work; one that can't is ended."""
+    async def _begun(
+        self, kind: type, role: str, latest: Callable[[], Any], number: int, *args: Any, **options: Any
+    ) -> Any:
+        """Return a new actor that has begun with what `latest` returns; one that can't is ended."""
+        actor = self._actor(kind, role, number, *args, **options)
         try:
-            await self._ask(actor.begin.remote(self.plan, *args), who)
+            await self._ask(actor.begin.remote(latest()), f"{role} {number}")
         except BaseException:
             ray.kill(actor)
             raise
         return actor
 
     async def _ask(self, call: Any, who: str) -> Any:
-        timeout = self.recipe.runtime.start_s
-        return await ask_async(call, timeout=timeout, owner="the start", who=who)
-
-
-def _replicas(recipe: Recipe, name: str) -> int:
-    teacher = recipe.teachers[name]
-    return 1 if teacher.url is not None else own_options(teacher).replicas
+        return await ask_async(call, timeout=self.recipe.runtime.start_s, owner="the start", who=who)

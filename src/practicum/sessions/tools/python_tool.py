@@ -1,8 +1,8 @@
-"""The Python tool: runs a program in a process of its own and answers with what it printed.
+"""The Python tool: runs a program in bubblewrap, within limits, and answers with what it printed.
 
-By default the process is in bubblewrap: `bubblewrap` tells what the program can reach. With isolation
-`process` it is a child like any other. `sandbox` runs in both, with limits on time, memory, output and files,
-and a guard against accidents and a model's pranks, which a determined program gets round.
+The program sees no process but its own, no network, no /proc, four devices, and of the files those that
+Python is made of, read-only. It can write to /tmp alone, which is in memory, small and gone at the end.
+`prlimit` sets the kernel's limits inside.
 """
 
 from __future__ import annotations
@@ -10,56 +10,50 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sysconfig
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from practicum.devices import count_cores
 from practicum.errors import EngineError
-from practicum.processes.bounded_command import FinishedProcess, RunningProcess, run_process
-from practicum.recipe.schema.rollout_sections import Isolation
-from practicum.sessions.tools import bubblewrap
 from practicum.sessions.tools.tool import Parameter, Tool, ToolError, cut
 
-_SANDBOX = Path(__file__).with_name("sandbox.py")
+INSTALL = "apt-get install bubblewrap (Debian, Ubuntu), dnf install bubblewrap (Fedora)"
+_FOLDER = "/tmp"
+"""The only folder inside that a program can write to."""
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/nix/store")
+_SYSTEM = (*_LIBRARIES, "/etc/ld.so.cache", "/usr/share/zoneinfo")
 _TRIAL_S = 60.0
-_UNREAD = b"\n"
-"""Stands before the program, so that the file's offset tells whether the sandbox has read it."""
+_GRACE_S = 5.0
+"""How long a killed program may take to end."""
+_FILE_MB = 4
+"""Largest file of a program. Its outputs are files too."""
+_ERROR_CHARS = 400
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one program may use. Seconds are wall time from the start of its process."""
+    """Limits of one program. `seconds` are wall time from the start, `space_mb` all of its files together."""
 
     seconds: float = 5.0
     cpu_s: int = 6
     memory_mb: int = 256
     output_chars: int = 2000
-    file_mb: int = 4
-    changes: int = 64
-    """Times that it may open a file for writing, or make, rename or remove one."""
     space_mb: int = 64
-    """All its files together, in bubblewrap."""
 
 
-def python_tool(
-    timeout_s: float = 5.0,
-    memory_mb: int = 256,
-    output_chars: int = 2000,
-    isolation: Isolation = "bubblewrap",
-) -> Tool:
-    """The tool that runs programs, as many at once as there are cores; see `isolation_problem`."""
-    limits = Limits(timeout_s, math.ceil(timeout_s) + 1, memory_mb, output_chars)
-    runner = PythonRunner(limits, isolation)
+def python_tool(timeout_s: float = 5.0, memory_mb: int = 256, output_chars: int = 2000) -> Tool:
+    """Return the tool that runs programs, as many concurrently as there are cores."""
+    runner = PythonRunner(Limits(timeout_s, math.ceil(timeout_s) + 1, memory_mb, output_chars))
 
     async def run(arguments: dict[str, Any]) -> str:
         return await runner.run(arguments["code"])
@@ -74,140 +68,144 @@ def python_tool(
 
 
 class PythonRunner:
-    """Runs programs within limits, `at_once` of them at a time (default: the cores, at least 2)."""
+    """Runs at most `max_programs` programs concurrently (default: the cores, at least 2)."""
 
-    def __init__(
-        self, limits: Limits, isolation: Isolation = "bubblewrap", at_once: int | None = None
-    ) -> None:
+    def __init__(self, limits: Limits, max_programs: int | None = None) -> None:
         self.limits = limits
-        self.isolation: Isolation = isolation
-        self._at_once = at_once or max(2, count_cores())
+        self._max_programs = max_programs or max(2, count_cores())
         # A semaphore belongs to one event loop; a runner may serve several.
         self._gates: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-        self._running = RunningProcess()
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._closed = False
 
     async def run(self, program: str) -> str:
-        """What the program prints; a ToolError with that and the reason if it fails or passes a limit."""
-        gate = self._gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._at_once))
+        """Return what the program prints. ToolError with that and the reason if it fails or hits a limit."""
+        gate = self._gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._max_programs))
         async with gate:
-            finished = None if self._running.closed else await self._run(program)
-            if finished is None or self._running.closed:
-                raise EngineError("the Python tool was closed before a program had ended")
-            return _answer(finished, self.limits)
+            with TemporaryFile() as source, TemporaryFile() as stdout, TemporaryFile() as stderr:
+                source.write(program.encode("utf-8", "replace") + b"\n")
+                source.seek(0)
+                code, is_late = await self._run(source.fileno(), stdout.fileno(), stderr.fileno())
+                # The processes share the offset: it tells whether the interpreter has read the program.
+                was_read = os.lseek(source.fileno(), 0, os.SEEK_CUR) > 0
+                stdout.seek(0)
+                stderr.seek(0)
+                printed = (
+                    stdout.read(4 * self.limits.output_chars + 4).decode("utf-8", "replace").rstrip("\n")
+                )
+                error = _error_line(stderr.read())
+        if not was_read and 0 < code < 128 and error:
+            raise EngineError(f"the Python tool did not start: {error}")
+        answer, reason = cut(printed, self.limits.output_chars), self._failure(code, is_late, error)
+        if reason is not None and answer == printed:
+            raise ToolError(f"{printed}\n{reason}" if printed else reason)
+        return answer or "(the program printed nothing)"
 
     def close(self) -> None:
-        """Kill the programs that still run; their calls and later ones raise EngineError."""
-        self._running.close()
+        """Kill the running programs, from any thread. Their calls and later ones raise EngineError."""
+        self._closed = True
+        for process in tuple(self._running):
+            process.kill()
 
-    async def _run(self, program: str) -> FinishedProcess:
-        with tempfile.TemporaryFile() as source, _folder(self.isolation) as folder:
-            source.write(_UNREAD + program.encode("utf-8", "replace"))
-            source.seek(0)
-            finished = await run_process(
-                _command(self.limits, self.isolation),
-                folder=folder,
-                environment=_environment(bubblewrap.FOLDER if self.isolation == "bubblewrap" else folder),
-                seconds=self.limits.seconds,
-                stdout_bytes=4 * (self.limits.output_chars + 1),
-                running=self._running,
-                stdin=source.fileno(),
+    async def _run(self, source: int, stdout: int, stderr: int) -> tuple[int, bool]:
+        """Run a program between open files: its return code, and True if it was killed at its time limit.
+
+        Its processes are killed when this returns or is cancelled.
+        """
+        command, environment = _command(self.limits), _environment()
+        try:
+            # Not asyncio's: cancelling the start of one of its processes leaves open pipes behind.
+            process = subprocess.Popen(
+                command, stdin=source, stdout=stdout, stderr=stderr, cwd="/", env=environment
             )
-            # The two processes share the offset.
-            if os.lseek(source.fileno(), 0, os.SEEK_CUR) == 0 and not _was_killed(finished):
-                raise EngineError(f"the Python tool did not start: {_last_line(finished.stderr)}")
-            return finished
+        except OSError as error:
+            raise EngineError(f"the Python tool did not start: {error}") from error
+        self._running.add(process)
+        ended = asyncio.ensure_future(asyncio.to_thread(process.wait))
+        try:
+            done, _ = await asyncio.wait({ended}, timeout=0 if self._closed else self.limits.seconds)
+        finally:
+            process.kill()  # and with bubblewrap every process inside
+            self._running.discard(process)
+            await asyncio.wait({ended}, timeout=_GRACE_S)
+        if self._closed:
+            raise EngineError("the Python tool was closed before a program had ended")
+        if not ended.done():
+            raise EngineError(f"process {process.pid} of the Python tool was killed but did not end")
+        # A program that ended by itself while the event loop was busy was not late.
+        return ended.result(), not done and ended.result() == -signal.SIGKILL
+
+    def _failure(self, code: int, is_late: bool, error: str) -> str | None:
+        """Return why the program failed, as a sentence for the model; None if it did not."""
+        if 128 < code < 128 + signal.NSIG:  # how bubblewrap reports a signal
+            code = 128 - code
+        if is_late or code == -signal.SIGXCPU:
+            return f"the program took longer than {self.limits.seconds:g} s and was stopped."
+        if code == 0:
+            return None
+        if code < 0:
+            return f"the program crashed ({signal.strsignal(-code)})."
+        if code == 1 and error.startswith("MemoryError"):
+            return f"the program needed more than {self.limits.memory_mb} MB of memory."
+        return (code == 1 and error) or f"the program ended with exit code {code}."
+
+
+def _error_line(stderr: bytes) -> str:
+    """Return the error at the end of a traceback as one line, with the program's line that raised it."""
+    text = stderr.decode("utf-8", "replace").strip("\n")
+    lines = text.splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith(" ")]
+    error = " ".join(" ".join(lines[frames[-1] + 1 if frames else -1 :]).split())[:_ERROR_CHARS]
+    numbers = re.findall(r'^  File "<stdin>", line (\d+)', text, re.MULTILINE)
+    return f"{error} (line {numbers[-1]})" if numbers else error
 
 
 @cache
-def isolation_problem(isolation: Isolation) -> str | None:
-    """Why programs can't be isolated so on this machine; None if they can. Runs a program, once."""
-    if isolation == "process":
-        return None
-    if bubblewrap.find_bubblewrap() is None:
-        return "it is not installed (there is no command bwrap)"
-    command = _command(Limits(), isolation)
+def sandbox_problem() -> str | None:
+    """Return why bubblewrap can't run programs on this machine, or None. Runs a program, once."""
+    for command in ("bwrap", "prlimit"):
+        if shutil.which(command) is None:
+            return f"there is no command {command}"
+    program = {"input": b"print(6 * 7)", "env": _environment(), "timeout": _TRIAL_S}
     try:
-        done = subprocess.run(
-            command,
-            input=_UNREAD + b"print(6 * 7)",
-            capture_output=True,
-            env=_environment(bubblewrap.FOLDER),
-            timeout=_TRIAL_S,
-            start_new_session=True,
-        )
+        done = subprocess.run(_command(Limits()), capture_output=True, **program)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    return None if done.stdout == b"42\n" else _last_line(done.stderr) or f"exit code {done.returncode}"
+    return None if done.stdout == b"42\n" else _error_line(done.stderr) or f"exit code {done.returncode}"
 
 
-@contextmanager
-def _folder(isolation: Isolation) -> Iterator[Path]:
-    """Where a program starts: in a fresh folder that is removed afterwards, if bubblewrap makes none."""
-    if isolation == "bubblewrap":
-        yield Path("/")
-        return
-    folder = Path(tempfile.mkdtemp(prefix="practicum-python-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def _command(limits: Limits) -> list[str]:
+    """Return the command that runs the program on its standard input in bubblewrap.
+
+    The interpreter has no site-packages, user folder or script folder on its path.
+    """
+    # The interpreter of a virtual environment is a link to the real one.
+    python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+    prlimit = os.path.realpath(shutil.which("prlimit") or "prlimit")
+    options = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    options += ["--size", str(limits.space_mb << 20), "--tmpfs", _FOLDER]
+    for device in _DEVICES:
+        options += ["--dev-bind", device, device]
+    for path in (*_python_files(python), prlimit):
+        options += ["--ro-bind-try", path, path]
+    options += ["--chdir", _FOLDER, "--remount-ro", "/"]
+    limited = [prlimit, "--core=0", "--nofile=64", "--nproc=1", f"--as={limits.memory_mb << 20}"]
+    limited += [f"--fsize={_FILE_MB << 20}", f"--cpu={limits.cpu_s}:{limits.cpu_s + 1}"]
+    interpreter = [python, "-S", "-s", "-P", "-B", "-X", "utf8", "-"]
+    return [shutil.which("bwrap") or "bwrap", *options, "--", *limited, "--", *interpreter]
 
 
-def _command(limits: Limits, isolation: Isolation) -> list[str]:
-    """An interpreter without site-packages, user folder or script folder on its path."""
-    inside = isolation == "bubblewrap"
-    options = ["-S", "-s", "-P", "-B", "-X", "utf8"]
-    held = [f"{name}={getattr(limits, name)}" for name in ("cpu_s", "memory_mb", "file_mb", "changes")]
-    interpreter = bubblewrap.python() if inside else sys.executable
-    command = [interpreter, *options, str(_SANDBOX), *held, f"isolated={inside:d}", str(os.getpid())]
-    if not inside:
-        return command
-    return bubblewrap.isolated(command, files=[str(_SANDBOX)], space_mb=limits.space_mb)
+@cache
+def _python_files(python: str) -> tuple[str, ...]:
+    """Return the interpreter, its library, and the system's libraries."""
+    prefix = os.path.dirname(os.path.dirname(python))
+    paths = [*_SYSTEM, python, os.path.join(prefix, "lib"), os.path.join(prefix, "lib64")]
+    paths += [os.path.dirname(os.__file__), sysconfig.get_config_var("DESTSHARED") or ""]
+    paths += os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    return tuple(dict.fromkeys(path for path in paths if os.path.isabs(path)))
 
 
-def _environment(folder: str | Path) -> dict[str, str]:
-    """Nothing of this process's but what an interpreter may need to find its libraries."""
-    kept = {k: os.environ[k] for k in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH") if k in os.environ}
-    # A fixed hash seed: the order of a printed set is the same in each run.
-    return {**kept, "HOME": str(folder), "TMPDIR": str(folder), "PYTHONHASHSEED": "0"}
-
-
-def _was_killed(finished: FinishedProcess) -> bool:
-    """Whether somebody ended the process, or one of bubblewrap's, which then says nothing."""
-    return finished.code < 0 or finished.code > 128 or not finished.stderr.strip()
-
-
-def _answer(finished: FinishedProcess, limits: Limits) -> str:
-    printed = cut(finished.stdout.decode("utf-8", "replace").rstrip("\n"), limits.output_chars)
-    reason = None if finished.cut else _reason(finished, limits)
-    if reason is not None:
-        raise ToolError(f"{printed}\n{reason}" if printed else reason)
-    return printed or "(the program printed nothing)"
-
-
-def _reason(finished: FinishedProcess, limits: Limits) -> str | None:
-    """Why the program failed, in a sentence; None if it did not."""
-    late = f"the program took longer than {limits.seconds:g} s and was stopped."
-    if finished.late:
-        return late
-    line, code = _last_line(finished.stderr), finished.code
-    if 128 < code < 128 + signal.NSIG:  # how bubblewrap tells a signal
-        code = 128 - code
-    match code:
-        case 0:
-            return None
-        case 1 if line == "MemoryError":
-            return f"the program needed more than {limits.memory_mb} MB of memory."
-        case 1 if line:
-            return line
-        case _ if code == -signal.SIGXCPU:
-            return late
-        case _ if code < 0:
-            return f"the program crashed ({signal.strsignal(-code)})."
-        case _:
-            return f"the program ended with exit code {code}."
-
-
-def _last_line(stderr: bytes) -> str:
-    lines = stderr.decode("utf-8", "replace").strip().splitlines()
-    return lines[-1].strip() if lines else ""
+def _environment() -> dict[str, str]:
+    """Return what an interpreter needs. The hash seed fixes the order of a printed set."""
+    libraries = {k: os.environ[k] for k in ("LD_LIBRARY_PATH",) if k in os.environ}
+    return {**libraries, "HOME": _FOLDER, "TMPDIR": _FOLDER, "PYTHONHASHSEED": "0"}

@@ -1,17 +1,34 @@
-"""What a tool is: a name, parameters that a chat template can show, and a coroutine that answers in text."""
+"""A tool: a name, parameters that a chat template can show, and a coroutine that answers in text.
+
+`function_tool` makes one from a user's function: its signature and docstring become the schema.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import json
 import math
+import re
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from practicum.errors import PracticumError
-from practicum.user_code import shorten
+from practicum.concurrency.user_calls import call_each, is_async
+from practicum.errors import PracticumError, RecipeError
+from practicum.user_code import error_line, shorten
 
 Kind = Literal["string", "integer", "number", "boolean", "array", "object"]
-
+_KINDS: dict[Any, Kind] = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    list: "array",
+    dict: "object",
+}
 _WORDS: dict[Kind, str] = {
     "string": "text",
     "integer": "a whole number",
@@ -20,6 +37,7 @@ _WORDS: dict[Kind, str] = {
     "array": "a list",
     "object": "a mapping",
 }
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class ToolError(PracticumError):
@@ -35,23 +53,37 @@ class Parameter:
     about: str = ""
     required: bool = True
 
-
-def _nothing() -> None:
-    pass
+    def fit(self, value: Any) -> Any:
+        """Return the value in the parameter's type. Text is read as JSON: plain calls have only text."""
+        fitted = value
+        if isinstance(value, str) and self.kind != "string":
+            with suppress(ValueError, RecursionError):
+                fitted = json.loads(value.lower() if self.kind == "boolean" else value)
+        is_number = isinstance(fitted, int | float) and not isinstance(fitted, bool)
+        if is_number and self.kind == "string":
+            return str(fitted)
+        if self.kind == "integer" and isinstance(fitted, float) and fitted.is_integer():
+            return int(fitted)
+        if is_number and self.kind == "number" and (isinstance(fitted, int) or math.isfinite(fitted)):
+            return fitted
+        if _KINDS.get(type(fitted)) != self.kind or self.kind == "number":
+            found = shorten(repr(value), 60)
+            raise ToolError(f"parameter {self.name} must be {_WORDS[self.kind]}, found {found}.")
+        return fitted
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool. `run` gets arguments that fit the parameters; what it can't do is a ToolError.
+    """A tool. `run` takes arguments that fit the parameters and raises ToolError for what it can't do.
 
-    `close` ends what still runs; it may be called from any thread.
+    `close` ends what still runs. It may be called from any thread.
     """
 
     name: str
     about: str
     parameters: tuple[Parameter, ...]
     run: Callable[[dict[str, Any]], Awaitable[str]]
-    close: Callable[[], None] = _nothing
+    close: Callable[[], None] = lambda: None
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -70,11 +102,7 @@ class Tool:
         return next((p for p in self.parameters if p.required), next(iter(self.parameters), None))
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """The answer to a model's arguments; a ToolError names a parameter that is missing or wrong."""
-        return await self.run(self._fit(arguments))
-
-    def _fit(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments in their parameters' types; null for an optional parameter is its default."""
+        """Answer a call; ToolError names a missing or wrong argument. Null is no optional argument."""
         known = {p.name: p for p in self.parameters}
         takes = f"{self.name} takes {', '.join(known) or 'no parameters'}"
         for name in arguments:
@@ -83,62 +111,67 @@ class Tool:
         for parameter in self.parameters:
             if parameter.required and parameter.name not in arguments:
                 raise ToolError(f"missing parameter {parameter.name}: {takes}.")
-        return {
-            name: _fitted(value, known[name])
-            for name, value in arguments.items()
-            if value is not None or known[name].required
-        }
-
-
-def _fitted(value: Any, parameter: Parameter) -> Any:
-    fitted = _FIT[parameter.kind](value)
-    if fitted is None:
-        found = shorten(repr(value), 60)
-        raise ToolError(f"parameter {parameter.name} must be {_WORDS[parameter.kind]}, found {found}.")
-    return fitted
-
-
-def _string(value: Any) -> str | None:
-    if isinstance(value, str):
-        return value
-    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _number(value: Any) -> float | int | None:
-    """A finite number; text that says one counts, because plain calls have nothing but text."""
-    if isinstance(value, str):
-        for read in (int, float):
-            try:
-                return _number(read(value))
-            except ValueError:
-                continue
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return value if isinstance(value, int) or math.isfinite(value) else None
-
-
-def _integer(value: Any) -> int | None:
-    number = _number(value)
-    return int(number) if number is not None and number == int(number) else None
-
-
-def _boolean(value: Any) -> bool | None:
-    if isinstance(value, bool):
-        return value
-    return {"true": True, "false": False}.get(value.strip().lower()) if isinstance(value, str) else None
-
-
-_FIT: dict[Kind, Callable[[Any], Any]] = {
-    "string": _string,
-    "integer": _integer,
-    "number": _number,
-    "boolean": _boolean,
-    "array": lambda value: value if isinstance(value, list) else None,
-    "object": lambda value: value if isinstance(value, dict) else None,
-}
+        given = {k: v for k, v in arguments.items() if v is not None or known[k].required}
+        return await self.run({name: known[name].fit(value) for name, value in given.items()})
 
 
 def cut(text: str, limit: int) -> str:
-    """The text, or its first `limit` characters with a note that there was more."""
+    """Return the text, or its first `limit` characters with a note that it was longer."""
     return text if len(text) <= limit else f"{text[:limit]}… (cut after {limit} characters)"
+
+
+def function_tool(function: Callable[..., Any], path: str, timeout_s: float, output_chars: int) -> Tool:
+    """Return a tool named like the function, sync (each call in a thread) or async.
+
+    RecipeError at `path` if its signature can't be shown to a model. The model reads the message of a
+    ToolError that the function raises, and the type and message of any other error.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    text = inspect.getdoc(function) or ""
+    about = " ".join(text.partition("\n\n")[0].split())
+    section = text.partition("\nArgs:\n")[2].partition("\n\n")[0]
+    notes = dict(re.findall(r"^\s+(\w+)(?: \([^)]*\))?: *(.+)$", section, re.MULTILINE))
+
+    async def call_async(arguments: dict[str, Any]) -> Any:
+        return await function(**arguments)
+
+    async def run(arguments: dict[str, Any]) -> str:
+        caller = asyncio.current_task()
+        who = f"tool {name}, called by {'' if caller is None else caller.get_name()}"
+        call = call_async if is_async(function) else lambda arguments: function(**arguments)
+        (outcome,) = await call_each(call, [arguments], timeout_s, stop_early=False, named=lambda _: who)
+        if outcome.failure is None:
+            return cut(str(outcome.value), output_chars)
+        if isinstance(outcome.error, ToolError):
+            raise outcome.error
+        raise ToolError(f"{name} {outcome.failure}") from outcome.error
+
+    return Tool(name, about or name, _parameters(function, notes, path), run)
+
+
+def _parameters(function: Callable[..., Any], notes: dict[str, str], path: str) -> tuple[Parameter, ...]:
+    try:
+        signature = inspect.signature(function)
+        hints = get_type_hints(function if inspect.isroutine(function) else type(function).__call__)
+    except Exception as error:  # annotations may be any code
+        found = f"a function whose signature can't be read ({error_line(error)})"
+        raise RecipeError(path, found, "one that can") from None
+    parameters = []
+    for p in signature.parameters.values():
+        if p.kind not in _NAMED:
+            advice = "a model passes arguments by name: write out the parameters."
+            raise RecipeError(path, f"parameter {p}", "parameters that have names", advice)
+        kind = _kind(hints.get(p.name, str))
+        if kind is None:
+            types = "str, int, float, bool, list or dict"
+            raise RecipeError(path, f"parameter {p}", types, "a model can only pass what JSON has.")
+        parameters.append(Parameter(p.name, kind, notes.get(p.name, ""), p.default is p.empty))
+    return tuple(parameters)
+
+
+def _kind(annotation: Any) -> Kind | None:
+    """Return JSON schema's word for a Python type: `list[int]` is a list and `int | None` an int."""
+    if get_origin(annotation) in (Union, UnionType):
+        forms = [form for form in get_args(annotation) if form is not NoneType]
+        return _kind(forms[0]) if len(forms) == 1 else None
+    return _KINDS.get(get_origin(annotation) or annotation)

@@ -1,7 +1,7 @@
 """Tool calls as models write them, read and written.
 
 `json`: <tool_call>{"name": …, "arguments": {…}}</tool_call>, as Hermes and Qwen templates ask for.
-`plain`: [name: text], or [text] if there is one tool; the text goes to the tool's main parameter. For models
+`plain`: [name: text], or [text] if there is one tool; the text is the tool's main parameter. For models
 too small to write JSON. Brackets inside of the text come in pairs. In both styles the last call of a text may
 be unclosed: a model may stop at the token that would close it.
 """
@@ -18,14 +18,13 @@ from practicum.sessions.tools.tool import Tool, ToolError
 from practicum.user_code import shorten
 
 Style = Literal["json", "plain"]
-
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _TAG = re.compile(r"</?tool_call>")
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a model asks a tool."""
+    """A model's call of a tool."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -39,13 +38,18 @@ class BadCall:
 
 
 def read_calls(text: str, style: Style, tools: Sequence[Tool]) -> list[Call | BadCall]:
-    """The calls in what a model wrote, in order; those that can't be read too."""
+    """Return the calls in a model's text in order, with those that can't be read."""
     return _read_json(text) if style == "json" else _read_plain(text, tools)
 
 
 def write_call(call: Call, style: Style, tools: Sequence[Tool]) -> str:
-    """The call as a model should write it, in the shortest form that reads back; a ToolError if none does."""
-    forms = [_write_json(call)] if style == "json" else _write_plain(call, tools)
+    """Write a call as a model should, in the shortest form that reads back; ToolError if none does."""
+    text = next(iter(call.arguments.values()), None)
+    if style == "json":
+        written = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
+        forms = [f"{_OPEN}\n{written}\n{_CLOSE}"]
+    else:
+        forms = [f"[{text}]", f"[{call.name}: {text}]"] if call.arguments else [f"[{call.name}]"]
     for form in forms:
         if read_calls(form, style, tools) == [call]:
             return form
@@ -64,29 +68,24 @@ def _read_json(text: str) -> list[Call | BadCall]:
     calls: list[Call | BadCall] = []
     at = text.find(_OPEN)
     while at >= 0:
-        call, end = _read_block(text, at + len(_OPEN))
-        calls.append(call)
+        begin = at + len(_OPEN)
+        begin += len(text[begin:]) - len(text[begin:].lstrip())
+        try:
+            # By the decoder, not up to the closing tag: an argument may hold that tag.
+            value, end = _JSON.raw_decode(text, begin)
+        except (ValueError, RecursionError) as error:
+            calls.append(BadCall(f"the tool call is not JSON: {getattr(error, 'msg', None) or error}."))
+            end = begin
+        else:
+            tag = _TAG.search(text, end)
+            rest = text[end : tag.start() if tag else len(text)].strip()
+            follows = f"{shorten(repr(rest), 60)} follows the JSON of the tool call."
+            calls.append(BadCall(follows) if rest else _to_call(value))
         at = text.find(_OPEN, end)
     return calls
 
 
-def _read_block(text: str, begin: int) -> tuple[Call | BadCall, int]:
-    """The call of the block that begins here, and where to look for the next one."""
-    while begin < len(text) and text[begin].isspace():
-        begin += 1
-    try:
-        # By the decoder, not up to the closing tag: an argument may hold that tag.
-        value, end = _JSON.raw_decode(text, begin)
-    except (ValueError, RecursionError) as error:
-        return BadCall(f"the tool call is not JSON: {getattr(error, 'msg', None) or error}."), begin
-    tag = _TAG.search(text, end)
-    rest = text[end : tag.start() if tag else len(text)].strip()
-    if rest:
-        return BadCall(f"{shorten(repr(rest), 60)} follows the JSON of the tool call."), end
-    return _call_of(value), end
-
-
-def _call_of(value: Any) -> Call | BadCall:
+def _to_call(value: Any) -> Call | BadCall:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return BadCall('a tool call must be {"name": "...", "arguments": {...}}.')
     arguments = value.get("arguments", {})
@@ -98,11 +97,6 @@ def _call_of(value: Any) -> Call | BadCall:
     if not isinstance(arguments, dict):
         return BadCall("the arguments of the tool call must be a mapping of names to values.")
     return Call(value["name"], arguments)
-
-
-def _write_json(call: Call) -> str:
-    written = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
-    return f"{_OPEN}\n{written}\n{_CLOSE}"
 
 
 def _read_plain(text: str, tools: Sequence[Tool]) -> list[Call | BadCall]:
@@ -132,16 +126,7 @@ def _plain_call(inside: str, tools: Sequence[Tool]) -> Call | BadCall:
             found = shorten(repr(name.strip()), 60)
             return BadCall(f"no tool is named {found}: write [tool: text]; the tools are {names}.")
         tool, text = tools[0], inside
-    text, main = text.strip(), tool.main
-    if main is not None:
-        return Call(tool.name, {main.name: text})
+    text = text.strip()
+    if tool.main is not None:
+        return Call(tool.name, {tool.main.name: text})
     return BadCall(f"{tool.name} takes no text.") if text else Call(tool.name)
-
-
-def _write_plain(call: Call, tools: Sequence[Tool]) -> list[str]:
-    """Forms that may read back as the call, shortest first."""
-    if not call.arguments:
-        return [f"[{call.name}]"]
-    text = next(iter(call.arguments.values()))
-    named = f"[{call.name}: {text}]"
-    return [f"[{text}]", named] if len(tools) == 1 else [named]

@@ -1,0 +1,116 @@
+"""`practicum demo`: a tiny model from nothing, a specialist for each domain by GRPO, one student of all."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+
+from practicum.observe.text import say, score_table
+from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
+from practicum.recipe.shipped import shipped_recipes
+from practicum.trainer.evaluate import evaluate_model
+from practicum.trainer.run import Stopped, show_ledger, train_loaded
+from practicum.trainer.run_folder import write_atomic
+from practicum.trainer.run_models import Run
+
+BASE, STUDENT, WAY = "base", "student", "student, of the way"
+Scores = Mapping[str, float]
+Rows = Mapping[str, Scores]
+
+BASE_BAND = (0.6, 0.8)
+"""Where the mean of the base model lies."""
+RISE, CEILING = 0.1, 0.95
+"""A specialist is this much above the base model on its domain, or at the ceiling."""
+OF_THE_WAY = 0.9
+"""How far the student comes at least from the base model to each specialist."""
+
+
+def run_demo(out: Path = Path("runs/mopd"), seed: int | None = None) -> dict[str, dict[str, float]]:
+    """Run the recipes of recipes/mopd into `out`, replacing an earlier demo, and show who can do what.
+
+    `seed` replaces the recipes' own. Returns the final table (`demo_rows`).
+    """
+    console, began = Console(), time.monotonic()
+    recipes = demo_recipes(out, seed)
+    student: Run | None = None
+    for number, (name, loaded) in enumerate(recipes.items(), start=1):
+        console.print(f"[bold]{number}/{len(recipes)}[/bold] {name}: {_purpose(name)}")
+        student = train_loaded(loaded, out / name, fresh=True)
+        if student.signal is not None:
+            raise Stopped(student.signal)
+    assert student is not None
+    show_ledger(student)
+    exam = {name: evaluate_model(recipes[STUDENT].recipe, out / name / "export").scores for name in recipes}
+    rows = demo_rows(exam)
+    console.print(score_table("share of held-out prompts answered right", rows, list(rows[BASE])))
+    for sentence in shortfalls(rows):
+        console.print(f"[yellow]outside the expected range[/yellow]: {sentence}", highlight=False)
+    write_atomic(student.folder / "scores.json", json.dumps(exam, indent=1))
+    console.print(f"{time.monotonic() - began:.0f} s · run folder: {student.folder}", highlight=False)
+    say(f"practicum view {shlex.quote(str(out))}   opens it in a browser")
+    return rows
+
+
+def demo_recipes(out: Path, seed: int | None = None) -> dict[str, LoadedRecipe]:
+    """The recipes in order, base first and student last, with their models in `out`."""
+    folder = shipped_recipes() / "mopd"
+    specialists = sorted(p.stem for p in folder.glob("*.yaml") if p.stem not in (BASE, STUDENT))
+    seeded = [] if seed is None else [f"seed={seed}"]
+    start = [*seeded, f"model.path={out / BASE / 'export'}"]
+    taught = [*start, *(f"teachers.{name}.model={out / name / 'export'}" for name in specialists)]
+    over = {BASE: seeded, **dict.fromkeys(specialists, start), STUDENT: taught}
+    return {name: load_recipe(folder / f"{name}.yaml", changes) for name, changes in over.items()}
+
+
+def demo_rows(exam: Mapping[str, Scores]) -> dict[str, dict[str, float]]:
+    """The final table: each model's score by domain and their mean, and how far the student came.
+
+    The last row is the student's part of the way from the base model to each domain's specialist.
+    """
+    domains = [name for name in exam if name not in (BASE, STUDENT)]
+    rows = {name: {d: scores[f"eval/greedy/{d}"] for d in domains} for name, scores in exam.items()}
+    way = {
+        d: (rows[STUDENT][d] - rows[BASE][d]) / (rows[d][d] - rows[BASE][d])
+        for d in domains
+        if rows[d][d] != rows[BASE][d]
+    }
+    for row in rows.values():
+        row["mean"] = sum(row.values()) / len(domains)
+    named = {
+        BASE: rows[BASE],
+        **{f"specialist {d}": rows[d] for d in domains},
+        STUDENT: rows[STUDENT],
+    }
+    return {**named, WAY: way}
+
+
+def shortfalls(rows: Rows) -> list[str]:
+    """A sentence for each expectation of recipes/mopd/README.md that the final table does not meet."""
+    base, student, way = rows[BASE], rows[STUDENT], rows[WAY]
+    low, high = BASE_BAND
+    sentences = []
+    if not low <= base["mean"] <= high:
+        sentences.append(f"the base model's mean is {base['mean']:.2f}, not in {low} to {high}")
+    specialists = {domain: rows[f"specialist {domain}"] for domain in base if domain != "mean"}
+    for domain, row in specialists.items():
+        reached, goal = row[domain], min(base[domain] + RISE, CEILING)
+        if reached < goal:
+            sentences.append(f"the specialist of {domain} reaches {reached:.2f}, not {goal:.2f}")
+        if way.get(domain, 1.0) < OF_THE_WAY:
+            sentences.append(f"the student comes {way[domain]:.2f} of the way on {domain}, not {OF_THE_WAY}")
+    if student["mean"] <= max(row["mean"] for row in specialists.values()):
+        sentences.append("the student's mean is not above that of each specialist")
+    return sentences
+
+
+def _purpose(name: str) -> str:
+    if name == BASE:
+        return "a tiny model from nothing, supervised on all domains, stopped early"
+    if name == STUDENT:
+        return "the base model again, corrected token by token by the specialist of each prompt"
+    return "the base model becomes a specialist by GRPO, from rewards alone"

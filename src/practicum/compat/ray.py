@@ -1,0 +1,41 @@
+"""Interfaces of Ray that are not public. Tested with Ray 2.60.
+
+Without the tensor transport, which older versions lack, weights go through the object store.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import ray
+import ray.actor
+import ray.exceptions
+from ray import ObjectRef
+
+from practicum.errors import ClusterError
+
+TESTED = "2.60"
+LOCAL_ONLY: dict[str, Any] = {"_node_ip_address": "127.0.0.1"}
+"""Options of `ray.init` with which a cluster that is started here takes no connections from elsewhere."""
+DIRECT_ERRORS: Any = getattr(ray.exceptions, "RayDirectTransportError", ())
+"""Errors of tensors that Ray moves by NIXL."""
+HAS_DIRECT = bool(DIRECT_ERRORS) and "_tensor_transport" in inspect.signature(ray.put).parameters
+
+if not (hasattr(ray.actor.ActorHandle, "_actor_id") and hasattr(ObjectRef, "task_id")):
+    raise ClusterError(f"found Ray {ray.__version__}, which lacks an interface: pip install ray~={TESTED}.0")
+
+
+def actor_id(actor: Any) -> str:
+    """Return an actor's id in Ray."""
+    return actor._actor_id.hex()
+
+
+def called_actor_id(call: ObjectRef[Any]) -> str:
+    """Return the id of the actor that a call went to."""
+    return call.task_id().actor_id().hex()
+
+
+def put_direct(value: Any) -> ObjectRef[Any]:
+    """Put a tensor that NIXL moves from device to device."""
+    return ray.put(value, _tensor_transport="nixl")

@@ -1,0 +1,75 @@
+"""Interfaces of transformers that are not public, or may move. Tested with transformers 5.19.
+
+Attention and experts are registered functions, which transformers calls in each layer.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+from torch import Tensor, nn
+
+from practicum.errors import EngineError
+
+TESTED = "5.19"
+
+try:
+    from transformers import AttentionInterface
+    from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    from transformers.modeling_layers import GradientCheckpointingLayer
+    from transformers.utils.import_utils import is_vision_available
+    from transformers.utils.logging import disable_progress_bar
+except ImportError as error:
+    raise EngineError(
+        f"transformers {transformers.__version__} lacks an interface that practicum uses: install "
+        f"transformers {TESTED} ({error})"
+    ) from error
+
+__all__ = [
+    "GradientCheckpointingLayer",
+    "disable_progress_bar",
+    "grouped_mm_experts_forward",
+    "is_vision_available",
+    "sdpa_attention_forward",
+]
+
+IMPLEMENTATION = "practicum"
+"""The name of practicum's attention and experts among transformers' implementations."""
+
+
+def register_attention(function: Callable[..., tuple[Tensor, Tensor | None]]) -> None:
+    """Register the attention that models take after `use_attention`; masks are those of SDPA."""
+    AttentionInterface.register(IMPLEMENTATION, function)
+    AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+
+
+def register_experts(function: Callable[..., Tensor]) -> None:
+    """Register the experts that models take after `set_experts_implementation(IMPLEMENTATION)`."""
+    ExpertsInterface.register(IMPLEMENTATION, function)
+
+
+def use_attention(model: Any) -> None:
+    """Route the attention over text through the registered function; a vision tower keeps its own."""
+    model.set_attn_implementation({"": IMPLEMENTATION, "text_config": IMPLEMENTATION})
+
+
+def uses_attention(model: Any) -> bool:
+    """Return True if `use_attention` was called for the model."""
+    return model.config._attn_implementation == IMPLEMENTATION
+
+
+def eager_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Return the attention that the authors of a module's family wrote."""
+    return sys.modules[type(module).__module__].eager_attention_forward
+
+
+def pil_image_processor(**options: Any) -> Any:
+    """Return an image processor of Qwen2-VL that needs no torchvision."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil(**options)

@@ -1,0 +1,92 @@
+"""An engine in another process. Tokens go out and come back; sessions, tools and rewards stay here.
+
+With a lag, engine and learner work concurrently; in one process they would take turns at Python's
+interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from practicum.engines.protocol import (
+    LOGPROBS_ONLY,
+    Engine,
+    GenerateRequest,
+    Generation,
+    Memory,
+    ScoreOptions,
+    ScoreRequest,
+    Scores,
+)
+from practicum.engines.shared_memory import read_weights, shared_weights
+from practicum.models.attention import OutputHead
+from practicum.processes.host import Host
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedWeights:
+    """Named weights in shared memory, as `load_weights` iterates over them."""
+
+    path: str
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(read_weights(self.path))
+
+
+class HostedEngine(Engine):
+    """One of the engines of a host, by its number there; see `protocol.Engine`."""
+
+    def __init__(self, host: Host, number: int = 0) -> None:
+        self.host, self._number = host, number
+        self.version = 0
+
+    def ready(self) -> None:
+        self.host.ready()
+
+    @property
+    def threads(self) -> int:
+        return self.host.threads
+
+    def describe(self) -> list[str]:
+        host = self.host
+        threads = f"{host.threads} thread{'s' * (host.threads > 1)}"
+        return [f"{host.who} works in process {host.pid} with {threads}", *self._call("describe")]
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        return await self.host.ask("generate", request, target=self._number)
+
+    async def score(self, request: ScoreRequest, options: ScoreOptions = LOGPROBS_ONLY) -> Scores:
+        return await self.host.ask("score", request, options, target=self._number)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        with shared_weights(weights) as path:
+            self._call("load_weights", _SharedWeights(path), version)
+        self.version = version
+
+    def head(self) -> OutputHead:
+        return self._call("head")
+
+    def sleep(self) -> Memory:
+        return self._call("sleep")
+
+    def wake(self) -> None:
+        self._call("wake")
+
+    def memory(self) -> Memory:
+        return self._call("memory")
+
+    def fingerprint(self) -> Tensor:
+        return self._call("fingerprint")
+
+    def abort(self, why: str) -> None:
+        self.host.kill(why)
+
+    def close(self) -> None:
+        self.host.close()
+
+    def _call(self, method: str, *args: Any) -> Any:
+        return self.host.call(method, *args, target=self._number)

@@ -1,0 +1,9 @@
+"""The kinds of engines by their names in recipes. A new engine is a folder and a line here."""
+
+from __future__ import annotations
+
+from practicum.engines.kind import EngineKind
+from practicum.engines.torch.make_torch import TorchKind
+from practicum.engines.vllm.make_vllm import VllmKind
+
+ENGINES: dict[str, EngineKind] = {"torch": TorchKind(), "vllm": VllmKind()}

@@ -1,0 +1,100 @@
+"""Torch engines as recipes describe them: of the student, or of frozen models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from transformers import PreTrainedModel
+
+from practicum.devices import count_cores
+from practicum.engines.hosted_engine import HostedEngine
+from practicum.engines.kind import FrozenModel, WeightSource
+from practicum.engines.protocol import Engine
+from practicum.engines.torch.engine_thread import share_order
+from practicum.engines.torch.torch_engine import TorchEngine
+from practicum.models.adapter_files import SavedAdapter
+from practicum.models.load_model import context_length, load_model
+from practicum.models.lora import bare_base, copy_on_base, has_adapter, put_adapters
+from practicum.processes.host import Host
+from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.teacher_sections import Own
+
+UNDECLARED = 8192
+"""Longest sequence in tokens for a model that does not declare one."""
+
+
+class TorchKind:
+    """See `engines.kind.EngineKind`."""
+
+    shares_model = hosts_lag = True
+
+    def for_rollout(
+        self, recipe: Recipe, model: PreTrainedModel, weights: WeightSource | None = None
+    ) -> TorchEngine:
+        context = recipe.rollout.context_for(context_length(model))
+        return TorchEngine(model, slots=recipe.rollout.slots, context=context)
+
+    def share_order(self, engines: Sequence[Engine]) -> None:
+        share_order(engine.thread for engine in engines if isinstance(engine, TorchEngine))
+
+    def merges_adapter(self, model: PreTrainedModel) -> bool:
+        return False
+
+    def adapter_problem(self, saved: SavedAdapter, family: str) -> str | None:
+        return None
+
+    def for_scoring(self, model: FrozenModel) -> TorchEngine:
+        student, is_lent = model.student, False
+        if student is not None and model.held is not None:
+            # With an adapter, the copy is on the student's base.
+            loaded = copy_on_base(student).requires_grad_(False).eval()
+            is_lent = has_adapter(student)
+        elif student is not None and has_adapter(student):
+            loaded, is_lent = bare_base(student), True
+        else:
+            loaded = load_model(model.spec, model.seed, key=model.model_key)
+        if model.adapters:
+            put_adapters(loaded, {saved.fingerprint: saved for saved in model.adapters}, model.about)
+        # Scoring needs no KV memory: one slot of two tokens is the least that an engine takes.
+        context = 2 if context_length(loaded) is not None else model.context or UNDECLARED
+        return TorchEngine(
+            loaded, slots=1, context=context, score_tokens=model.batch_tokens, owns_weights=not is_lent
+        )
+
+    def in_own_process(self, model: FrozenModel, own: Own) -> list[Engine]:
+        host = partial(
+            Host,
+            model.key,
+            partial(_load_scoring, replace(model, student=None)),
+            threads=own.threads,
+            deadline_s=model.settings.deadline_s,
+            start_s=own.start_s,
+            late="a large model needs more time (placement.own.start_s), or the machine is too busy",
+        )
+        return [HostedEngine(host()) for _ in range(own.replicas)]
+
+
+def _load_scoring(model: FrozenModel) -> list[Engine]:
+    return [TorchKind().for_scoring(model)]
+
+
+def start_lagged_engines(recipe: Recipe, threads: int) -> list[HostedEngine]:
+    """Start a process with an engine for each copy of the weights that samples."""
+    # Before sessions are late, so that the error names the engine.
+    deadline_s = recipe.rollout.deadline_s / 2
+    host = Host(
+        "the torch engine", partial(_load_lagged, recipe, threads), threads=threads, deadline_s=deadline_s
+    )
+    return [HostedEngine(host, copy) for copy in range(recipe.rollout.lag + 1)]
+
+
+def _load_lagged(recipe: Recipe, threads: int) -> list[TorchEngine]:
+    model = load_model(recipe.model, recipe.seed)
+    # Copies share what is frozen, the base of an adapter: so nothing else is frozen before them.
+    copies = [model, *(copy_on_base(model) for _ in range(recipe.rollout.lag))]
+    engines = [TorchKind().for_rollout(recipe, copy.requires_grad_(False)) for copy in copies]
+    # While the learner waits, its cores are free: engines of two steps then work concurrently.
+    share_order((engine.thread for engine in engines), max(1, count_cores() // threads))
+    return engines

@@ -1,0 +1,97 @@
+"""The settings of a vLLM engine: environment variables and engine arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one worker needs no process beside the engine core's
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines would all take the first core
+    "TORCHDYNAMO_DISABLE": "1",  # it would stall for a compiler at the first logprobs
+    "GOMP_SPINCOUNT": "0",  # threads that wait must not take the cores of others
+    "MALLOC_ARENA_MAX": "1",  # from several arenas, the C library does not return all memory
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore",
+}
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Largest ranks of adapters that vLLM can be made for."""
+ADAPTED_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Layers that may have adapters. Not the head: vLLM takes the adapters of its logits by the places of sampled
+tokens, and those of a prompt have others; with several prompts in one pass it ends there."""
+
+
+def most_rank(rank: int) -> int:
+    """Return the smallest of vLLM's ranks that has room for this one."""
+    return next(most for most in RANKS if most >= rank)
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSetup:
+    """How to make the engine. The model's folder needs weights only with `loads`: else they are sent."""
+
+    model: str
+    dtype: str
+    context: int
+    slots: int
+    kv_bytes: int
+    max_logprobs: int
+    threads: int
+    loads: bool = False
+    samples: bool = True
+    """Whether answers are sampled, or tokens scored alone."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Engine arguments of vLLM that override ours."""
+    where: str = "rollout"
+    """The recipe's section that these settings come from, for error messages."""
+    rank: int | None = None
+    """The largest rank of the adapters on the model; None: it has none."""
+    adapters: int = 1
+    """Adapters that requests may name at once."""
+    keeps_weights: bool = False
+    """Whether weights stay in memory while the engine sleeps, and KV memory alone is freed."""
+    tensor_parallel: int = 1
+    """Devices that each layer is split over."""
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that vLLM and torch read on import."""
+        offline = {} if self.loads else {"HF_HUB_OFFLINE": "1"}
+        return {"OMP_NUM_THREADS": str(self.threads), **_ENVIRONMENT, **offline}
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the engine arguments of vLLM."""
+        return {
+            "model": self.model,
+            "skip_tokenizer_init": True,
+            "dtype": self.dtype,
+            "enforce_eager": True,
+            "max_model_len": self.context,
+            "max_num_seqs": self.slots,
+            "kv_cache_memory_bytes": self.kv_bytes,
+            "max_logprobs": self.max_logprobs,
+            "logprobs_mode": "processed_logprobs",
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+            "load_format": "auto" if self.loads else "dummy",
+            "tensor_parallel_size": self.tensor_parallel,
+            "distributed_executor_backend": "uni" if self.tensor_parallel == 1 else "mp",
+            "worker_extension_cls": "practicum.engines.vllm.worker.PracticumWorker",
+            **self._for_adapters(),
+            **self.options,
+        }
+
+    def _for_adapters(self) -> dict[str, Any]:
+        if self.rank is None:
+            return {}
+        return {
+            "enable_lora": True,
+            "max_loras": self.adapters,
+            "max_cpu_loras": self.adapters,
+            "max_lora_rank": most_rank(self.rank),
+            "lora_target_modules": [*ADAPTED_LAYERS],
+        }

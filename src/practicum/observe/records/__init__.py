@@ -1,0 +1,4 @@
+"""The record of a run: rows with all their columns and the timeline of stages, written by whoever holds them.
+
+`recorder` writes, `read_record` and `compare_runs` read; those who read import no torch.
+"""

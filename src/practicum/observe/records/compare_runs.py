@@ -1,0 +1,210 @@
+"""Two runs side by side: recipe keys that differ, and the first step, field and row whose numbers do."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from practicum.dataplane.fields import FIELDS
+from practicum.dataplane.keys import Key
+from practicum.errors import PracticumError
+from practicum.observe.records.json_files import read_rows
+from practicum.observe.records.read_record import Record, RecordedRow, RowSummary
+from practicum.observe.records.record_files import TRACED
+from practicum.recipe.text.origins import differences
+
+NOT_COMPARED = re.compile(
+    r"time/.*|.*/tokens_per_second|teacher/.*/(seconds|wakes)|teachers/hidden|padding/.*|cluster/.*"
+)
+"""Metrics that the clock, the number of ranks or where a model lives makes."""
+_TAGS = ("status", "finish", "prompt_tokens", "response_tokens", "sampled_tokens", "reward", "reward_parts")
+_ORDER = {name: place for place, name in enumerate((*FIELDS, *TRACED))}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Two values that should be equal. `key` and `token`, a place in the response, are None for a metric."""
+
+    step: int
+    field: str
+    one: Any
+    two: Any
+    key: Key | None = None
+    token: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What differs between two runs.
+
+    `recipe` has the two values of each key that differs, None where there is no such key. `also` names the
+    metrics that differ in the step of the first difference. `steps` and `rows` were compared and are equal.
+    """
+
+    runs: tuple[Path, Path]
+    recipe: dict[str, tuple[Any, Any]]
+    first: Difference | None
+    also: list[str]
+    steps: int
+    rows: int
+    notes: list[str]
+    """What could not be compared, in sentences."""
+
+    @property
+    def sentence(self) -> str:
+        equal = f"{self.steps} {'step' if self.steps == 1 else 'steps'} and {self.rows} recorded rows"
+        if self.first is None:
+            return f"the numbers are equal: {equal}"
+        before = f"; {equal} before it are equal" if self.steps else ""
+        return f"the numbers differ, first in step {self.first.step}{before}"
+
+
+def compare_runs(one: Path, two: Path) -> Comparison:
+    """Compare two run folders; one that is none is a PracticumError.
+
+    In each step the recorded rows come before the metrics, and fields in the order in which stages write
+    them, so that the first difference is the nearest to its cause. Times are not compared.
+    """
+    runs, records = (one, two), (Record(one), Record(two))
+    recipe = dict(differences(_recipe(one), _recipe(two)))
+    metrics = _metrics(one), _metrics(two)
+    first, also, equal, rows = None, list[str](), 0, 0
+    for step in sorted(metrics[0].keys() | metrics[1].keys()):
+        a, b = (by_step.get(step) for by_step in metrics)
+        if a is None or b is None:
+            one_has, two_has = ("no such step" if line is None else "a step more" for line in (a, b))
+            first = Difference(step, "step", one_has, two_has)
+            break
+        others = {row.key: row for row in records[1].rows(step)}
+        pairs = [(row, others[row.key]) for row in records[0].rows(step) if row.key in others]
+        first = first_in_rows(step, pairs, *records) or _first_in_tags(step, pairs)
+        differing = [d for d in _compare(step, a, b) if _is_compared(d)]
+        if first is not None or differing:
+            first = first or differing[0]
+            also = [d.field for d in differing if d is not first]
+            break
+        equal, rows = equal + 1, rows + len(pairs)
+    return Comparison(runs, recipe, first, also, equal, rows, _notes(runs, records))
+
+
+def comparison_text(found: Comparison) -> str:
+    """Return a comparison as `practicum diff` prints it."""
+    lines = ["recipe keys that differ:" if found.recipe else "the recipes are equal"]
+    width = max(map(len, found.recipe), default=0)
+    lines += [f"  {key:<{width}}  {_short(a)} → {_short(b)}" for key, (a, b) in found.recipe.items()]
+    lines.append(found.sentence)
+    if (first := found.first) is not None:
+        token = "" if first.token is None else f", token {first.token} of the response"
+        row = {} if first.key is None else {"row": str(first.key)}
+        row |= {"field": f"{first.field}{token}"}
+        row |= {str(found.runs[0]): _short(first.one), str(found.runs[1]): _short(first.two)}
+        if found.also:
+            row["metrics too"] = ", ".join(found.also[:8]) + (", …" if len(found.also) > 8 else "")
+        width = max(map(len, row))
+        lines += [f"  {name:<{width}}  {value}" for name, value in row.items()]
+    return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])
+
+
+def _recipe(run: Path) -> dict[str, Any]:
+    try:
+        recipe = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        recipe = None
+    if not isinstance(recipe, dict):
+        raise PracticumError(f"{run}/recipe.yaml can't be read: the run has no recipe to compare")
+    return recipe
+
+
+def _metrics(run: Path) -> dict[int, dict[str, Any]]:
+    # The last line of a run that was killed, or is writing it, is left out.
+    return {line["step"]: line for line in read_rows(run / "metrics.jsonl") if "step" in line}
+
+
+def _notes(runs: tuple[Path, Path], records: tuple[Record, Record]) -> list[str]:
+    notes = [
+        f"{run} has no recorded rows: only metrics are compared (track.record records them)"
+        for run, record in zip(runs, records, strict=True)
+        if not record.rows()
+    ]
+    if not notes:
+        keys = [{(row.step, row.key) for row in record.rows()} for record in records]
+        notes += [
+            f"{len(mine - other)} recorded rows are in {run} alone and are not compared"
+            for run, mine, other in zip(runs, keys, reversed(keys), strict=True)
+            if mine - other
+        ]
+    return notes + [problem for record in records for problem in record.problems]
+
+
+def first_in_rows(
+    step: int, pairs: Sequence[tuple[RowSummary, RowSummary]], one: Record, two: Record
+) -> Difference | None:
+    """Return the first difference in the columns that two records have in common of these rows."""
+    rows = [
+        (one.row(a.step, a.key), two.row(b.step, b.key))
+        for a, b in pairs
+        if not _same_blocks(a, b)  # equal bytes are the usual case, and quick to see
+    ]
+    both = [(a, b) for a, b in rows if a is not None and b is not None]
+    names = dict.fromkeys(name for a, b in both for name in a.columns if name in b.columns)
+    for name in sorted(names, key=lambda name: _ORDER.get(name, len(_ORDER))):
+        for a, b in both:
+            if (found := _first_in_column(step, name, a, b)) is not None:
+                return found
+    return None
+
+
+def _same_blocks(one: RowSummary, two: RowSummary) -> bool:
+    try:
+        return sorted(b.read() for b in one.blocks) == sorted(b.read() for b in two.blocks)
+    except OSError:  # reading the row reports it
+        return False
+
+
+def _first_in_tags(step: int, pairs: Sequence[tuple[RowSummary, RowSummary]]) -> Difference | None:
+    for a, b in pairs:
+        one, two = ({name: getattr(row.tags, name) for name in _TAGS} for row in (a, b))
+        for difference in _compare(step, one, two, a.key):
+            return difference
+    return None
+
+
+def _first_in_column(step: int, name: str, one: RecordedRow, two: RecordedRow) -> Difference | None:
+    a, b, key = one.columns.get(name), two.columns.get(name), one.summary.key
+    if a is None or b is None or (a.shape == b.shape and a.tobytes() == b.tobytes()):
+        return None
+    if not a.shape or not b.shape:
+        return Difference(step, name, a.tolist(), b.tolist(), key)
+    for token, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x.tobytes() != y.tobytes():
+            return Difference(step, name, x.tolist(), y.tolist(), key, token)
+    return Difference(step, name, f"{len(a)} tokens", f"{len(b)} tokens", key)
+
+
+def _compare(
+    step: int, one: Mapping[str, Any], two: Mapping[str, Any], key: Key | None = None
+) -> Iterator[Difference]:
+    """Yield the values of one name that differ; NaN is equal to NaN."""
+    for name in dict.fromkeys([*one, *two]):
+        a, b = one.get(name), two.get(name)
+        if a != b and not (a != a and b != b):
+            yield Difference(step, name, a, b, key)
+
+
+def _is_compared(found: Difference) -> bool:
+    """True if a metric should be equal in both runs; they may evaluate after different steps."""
+    is_extra = found.field.startswith("eval/") and (found.one is None or found.two is None)
+    return not is_extra and not NOT_COMPARED.fullmatch(found.field)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict):  # a section that one recipe has: what is not set says nothing
+        value = {name: one for name, one in value.items() if one is not None}
+    text = json.dumps(value, ensure_ascii=False, default=str) if not isinstance(value, str) else value
+    return text if len(text) <= 100 else f"{text[:99]}…"

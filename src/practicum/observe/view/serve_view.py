@@ -1,0 +1,171 @@
+"""`practicum view`: from the given folders to a page that is served until Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import webbrowser
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import uvicorn
+
+from practicum.errors import PracticumError
+from practicum.observe.records.json_files import read_mapping
+from practicum.observe.view.run_view import RunView
+from practicum.observe.view.web_app import make_app
+
+HOST, PORT = "127.0.0.1", 8765
+_GRACE_S, _END_S = 3, 6.0
+"""Seconds for open pages to close their connections, and for the server's process to end."""
+_DEPTH = 3
+"""Folders below a folder of runs in which runs are looked for."""
+
+
+def find_runs(folders: Sequence[Path]) -> list[RunView]:
+    """Return the runs of these folders, each a run or a folder of runs; without any, those below ./runs.
+
+    A folder that holds none is a PracticumError that says what was expected.
+    """
+    paths: list[Path] = []
+    for folder in folders or [Path("runs")]:
+        below = _runs_below(folder, _DEPTH)
+        if not below:
+            raise PracticumError(
+                f"There is no run in {folder}: expected a folder of a run, such as runs/NAME, or of runs. "
+                "`practicum demo` or `practicum train RECIPE` makes one"
+            )
+        paths += sorted(below, key=lambda run: -(run / "versions.json").stat().st_mtime)
+    return name_runs(paths)
+
+
+def name_runs(folders: Sequence[Path]) -> list[RunView]:
+    """Name each run by the shortest end of its path that no other has, as a word of an address."""
+    paths = list(dict.fromkeys(folder.absolute() for folder in folders))
+    return [RunView(path, _name(path, paths)) for path in paths]
+
+
+def _name(path: Path, paths: Sequence[Path]) -> str:
+    for length in range(1, len(path.parts)):
+        end = path.parts[-length:]
+        if sum(other.parts[-length:] == end for other in paths) == 1:
+            return "~".join(end)
+    return "~".join(path.parts[1:]) or "run"
+
+
+def _runs_below(folder: Path, depth: int) -> list[Path]:
+    if "practicum" in read_mapping(folder / "versions.json"):
+        return [folder]
+    if not folder.is_dir() or not depth:
+        return []
+    return [run for inner in sorted(folder.iterdir()) for run in _runs_below(inner, depth - 1)]
+
+
+def listen(port: int | None) -> socket.socket:
+    """Return a socket on this machine alone; without a port the usual one, or any if that is in use."""
+    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((HOST, PORT if port is None else port))
+        bound.listen(128)
+    except OSError as error:
+        bound.close()
+        if port is None:
+            return listen(0)
+        raise PracticumError(
+            f"port {port} of {HOST} can't be used: {error.strerror}. Choose another --port (0: any free one)"
+        ) from None
+    return bound
+
+
+def _address(bound: socket.socket, token: str) -> str:
+    return f"http://{HOST}:{bound.getsockname()[1]}/?token={token}"
+
+
+def serve_runs(
+    runs: Sequence[RunView], port: int | None, say: Callable[[str], None], *, open_browser: bool
+) -> None:
+    """Serve until Ctrl-C or SIGTERM."""
+    token = secrets.token_urlsafe(16)
+    bound = listen(port)
+    url = _address(bound, token)
+    threading.Thread(target=runs[0].info, name="first look", daemon=True).start()
+    server = make_server(runs, token)
+
+    def end(*_: object) -> None:
+        server.should_exit = True
+
+    # From the moment that the address is printed; an exception could be lost in whatever runs just then.
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        with suppress(KeyboardInterrupt):
+            say(f"{runs[0].id if len(runs) == 1 else f'{len(runs)} runs'} at {url}\nCtrl-C ends it")
+            if open_browser:
+                threading.Thread(target=webbrowser.open, args=(url,), name="browser", daemon=True).start()
+            server.run(sockets=[bound])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def make_server(runs: Sequence[RunView], token: str) -> uvicorn.Server:
+    """Return a server over these runs; it ends when its `should_exit` is set."""
+    app = make_app(runs, token, lambda: server.should_exit)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S)
+    server = uvicorn.Server(config)
+    return server
+
+
+@contextmanager
+def view_beside(folders: Sequence[Path], port: int | None = None) -> Iterator[str]:
+    """Serve a page over runs that train meanwhile, in a separate process; yields its address.
+
+    The process ends with this context, and with this process, however that ends: its standard input closes.
+    """
+    token = secrets.token_urlsafe(16)
+    with listen(port) as bound:
+        server = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(bound.fileno()), *map(str, folders)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[bound.fileno()],
+            start_new_session=True,  # Ctrl-C is for the training; this process ends with it
+            text=True,
+        )
+        url = _address(bound, token)
+    assert server.stdin is not None
+    try:
+        with suppress(BrokenPipeError):
+            server.stdin.write(f"{token}\n")
+            server.stdin.flush()
+        yield url
+    finally:
+        with suppress(BrokenPipeError):
+            server.stdin.close()
+        try:
+            server.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait(_END_S)
+
+
+def _serve_beside(number: int, folders: Sequence[Path]) -> None:
+    """Serve until standard input ends: the process of `view_beside`."""
+    os.nice(10)  # training comes first
+    server = make_server(name_runs(folders), sys.stdin.readline().strip())
+
+    def end_with_parent() -> None:
+        sys.stdin.read()
+        server.should_exit = True
+
+    threading.Thread(target=end_with_parent, name="end with parent", daemon=True).start()
+    server.run(sockets=[socket.socket(fileno=number)])
+
+
+if __name__ == "__main__":
+    _serve_beside(int(sys.argv[1]), [Path(folder) for folder in sys.argv[2:]])

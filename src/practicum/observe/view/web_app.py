@@ -1,0 +1,247 @@
+"""The web application of the viewer: static files, the runs as JSON, and news as server-sent events.
+
+Only this machine may ask, only with the token, and only pages of this server: the name in `Host` is checked
+(a foreign name that leads here is refused), so is `Origin`, and the page may load nothing from elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import mimetypes
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict
+from importlib.resources import files
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from practicum.errors import PracticumError
+from practicum.observe.records.compare_runs import compare_runs
+from practicum.observe.view.run_view import RunView
+
+LOCAL = ("127.0.0.1", "localhost")
+LOOK_EVERY_S = 0.5
+"""How often the sizes of the files are looked at while a page is open: another process writes them."""
+BEAT_EVERY_S = 10.0
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+STATIC = files("practicum.observe.view") / "static"
+SUFFIXES = (".js", ".css", ".html", ".svg")
+
+
+class Guard:
+    """Refuses requests from other names, other origins and without the token."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self.app, self.token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(Request(scope)) if scope["type"] == "http" else None
+        await (self.app if refusal is None else _sentence(*refusal))(scope, receive, send)
+
+    def _refusal(self, request: Request) -> tuple[int, str] | None:
+        host, origin = request.headers.get("host", ""), request.headers.get("origin")
+        if host.partition(":")[0] not in LOCAL:
+            return 403, "practicum view answers to 127.0.0.1 and localhost alone."
+        if origin is not None and urlsplit(origin).netloc != host:
+            return 403, "Pages of other origins may not ask practicum view."
+        sent = (
+            request.query_params.get("token")
+            or request.headers.get("x-practicum-token")
+            or request.cookies.get(cookie_name(request))
+            or ""
+        )
+        if not hmac.compare_digest(sent.encode(), self.token.encode()):
+            return 401, "The token is missing or wrong: open the address that practicum view has printed."
+        return None
+
+
+def cookie_name(request: Request) -> str:
+    """Return the cookie's name. Cookies are shared by all ports of a machine: each port has another name."""
+    return f"practicum_view_{request.url.port or 80}"
+
+
+def make_app(runs: Sequence[RunView], token: str, is_ending: Callable[[], bool]) -> Starlette:
+    """Return the application over these runs; nothing else of the file system can be asked for.
+
+    `is_ending` returns True once the server waits for open pages to close their connections.
+    """
+    by_id = {run.id: run for run in runs}
+
+    def run_named(name: str) -> RunView:
+        if name not in by_id:
+            raise HTTPException(404, f"No run {name!r} was given to practicum view.")
+        return by_id[name]
+
+    async def page(request: Request) -> Response:
+        response = static("index.html")
+        response.set_cookie(cookie_name(request), token, httponly=True, samesite="strict", path="/")
+        return response
+
+    async def asset(request: Request) -> Response:
+        return static(request.path_params["name"])
+
+    async def events(request: Request) -> Response:
+        return StreamingResponse(news(runs, is_ending), media_type="text/event-stream", headers=HEADERS)
+
+    def first(request: Request) -> Any:
+        shown = by_id.get(request.query_params.get("run", ""), runs[0])
+        return {"runs": list(by_id), "info": shown.info()}
+
+    def diff(request: Request) -> Any:
+        pair = [run_named(request.query_params.get(side, "")).path for side in ("a", "b")]
+        found = compare_runs(pair[0], pair[1])
+        return asdict(found) | {"runs": None, "sentence": found.sentence}
+
+    def about_run(ask: Callable[[RunView, Request], Any]) -> Callable[[Request], Any]:
+        return lambda request: ask(run_named(request.path_params["run"]), request)
+
+    asked = {"/api/first": first, "/api/diff": diff}
+    asked |= {f"/api/run/{{run}}{path}": about_run(ask) for path, ask in ASKED.items()}
+    return Starlette(
+        routes=[
+            Route("/", page),
+            Route("/static/{name:path}", asset),
+            Route("/api/events", events),
+            *(Route(path, _answered(ask)) for path, ask in asked.items()),
+        ],
+        middleware=[Middleware(Guard, token=token)],
+        exception_handlers={HTTPException: _refused},
+    )
+
+
+def _series(run: RunView, request: Request) -> Any:
+    query = request.query_params
+    first, last = float(query.get("first", "-inf")), float(query.get("last", "inf"))
+    return run.series(query.getlist("name"), first, last)
+
+
+def _kind(request: Request) -> str:
+    return "eval" if request.query_params.get("kind") == "eval" else "samples"
+
+
+def _numbers(request: Request, *names: str) -> tuple[Any, ...]:
+    return tuple(request.path_params[name] for name in names)
+
+
+ASKED: Mapping[str, Callable[[RunView, Request], Any]] = {
+    "": lambda run, _: run.info(),
+    "/series": _series,
+    "/rows": lambda run, request: run.rows(_kind(request), int(request.query_params.get("after", 0))),
+    "/texts": lambda run, request: run.texts(
+        _kind(request), [int(row) for row in request.query_params.getlist("row")]
+    ),
+    "/search": lambda run, request: run.search(_kind(request), request.query_params["q"]),
+    "/newest": lambda run, _: run.newest_group(),
+    "/group/{step:int}/{prompt:int}": lambda run, request: run.group(
+        _kind(request), *_numbers(request, "step", "prompt")
+    ),
+    "/session/{step:int}/{prompt:int}/{session:int}": lambda run, request: run.session(
+        _kind(request), *_numbers(request, "step", "prompt", "session")
+    ),
+    "/tokens/{step:int}/{prompt:int}/{session:int}/{trajectory:int}": lambda run, request: run.tokens(
+        request.path_params["step"], _numbers(request, "prompt", "session", "trajectory")
+    ),
+    "/step/{step:int}": lambda run, request: run.step(request.path_params["step"]),
+    "/teachers": lambda run, _: run.teachers(),
+    "/recipe": lambda run, _: run.recipe_page(),
+    "/log": lambda run, _: run.log(),
+}
+"""What can be asked of a run: path below it, and the answer."""
+
+
+async def news(runs: Sequence[RunView], is_ending: Callable[[], bool]) -> AsyncIterator[str]:
+    """Yield server-sent events: the ids of runs whose files have changed; else a comment now and then.
+
+    All are named at first: they may have changed since the page asked for them.
+    """
+    stamps: dict[str, Any] = {}
+    yield "retry: 1000\n\n"
+    quiet = 0.0
+    while True:
+        for run in runs:
+            stamp = await run_in_threadpool(run.stamp)
+            if stamp != stamps.get(run.id):
+                stamps[run.id], quiet = stamp, 0.0
+                yield f"data: {json.dumps({'run': run.id})}\n\n"
+        if quiet >= BEAT_EVERY_S:
+            quiet = 0.0
+            yield ": still here\n\n"
+        if is_ending():
+            break
+        await asyncio.sleep(LOOK_EVERY_S)
+        quiet += LOOK_EVERY_S
+    yield "event: end\ndata: {}\n\n"
+
+
+def static(name: str) -> Response:
+    """Return a file of the page; nothing outside of its folder."""
+    parts = name.split("/")
+    path = STATIC.joinpath(*parts)
+    if any(part in ("", ".", "..") for part in parts) or not name.endswith(SUFFIXES) or not path.is_file():
+        return _sentence(404, f"practicum view has no file {name!r}.")
+    kind = mimetypes.guess_type(name)[0] or "text/plain"
+    return Response(path.read_bytes(), media_type=kind, headers=HEADERS)
+
+
+def _answered(ask: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Response]]:
+    """Return an endpoint that answers with JSON, from a thread."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            text = await run_in_threadpool(lambda: to_json(ask(request)))
+        except PracticumError as error:
+            return _sentence(409, str(error))
+        except asyncio.CancelledError:  # by a server that ends: nobody waits for the answer
+            return _sentence(503, "practicum view is ending.")
+        except (KeyError, ValueError) as error:
+            return _sentence(400, f"This can't be answered: {error}")
+        return Response(text, media_type="application/json", headers=HEADERS)
+
+    return endpoint
+
+
+def to_json(data: Any) -> str:
+    """Return JSON as browsers read it: what is no finite number is null."""
+    try:
+        return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        return json.dumps(_with_nulls(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def _with_nulls(data: Any) -> Any:
+    if isinstance(data, float):
+        return data if data == data and abs(data) != float("inf") else None
+    if isinstance(data, Mapping):
+        return {key: _with_nulls(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_with_nulls(value) for value in data]
+    return data
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    known = (
+        error.detail if "practicum" in error.detail else f"practicum view has nothing at {request.url.path}."
+    )
+    return _sentence(error.status_code, known)
+
+
+def _sentence(status: int, text: str) -> Response:
+    return Response(json.dumps({"error": text}), status, media_type="application/json", headers=HEADERS)

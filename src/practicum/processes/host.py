@@ -1,0 +1,247 @@
+"""A model in a separate process: start it, call its methods with deadlines, and name what ended it.
+
+`serve` is the child's side. A thread writes and a thread reads, so the event loop never waits for the pipe. A
+process that died or was killed is never used again: every later call fails with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from practicum.errors import EngineError
+from practicum.processes.serve import ALIVE, CANCEL, HELLO, STOP, Call, Loader, Reply, receive, send
+
+_EXIT_S = 2.0
+"""How long a process may take to end after its pipe closed, or after it was asked to."""
+_ALIVE_S, _EVERY_S = 60.0, 5.0
+"""Seconds in which a working process must answer a ping, and the pause between pings."""
+_HOSTS: weakref.WeakSet[Host] = weakref.WeakSet()
+
+
+class Host:
+    """One process that serves the objects that `load` returns there. `who` begins its error messages.
+
+    A call, a ping, or one step of an engine that takes longer than `deadline_s` ends the process. `late` is
+    the advice for a start that takes longer than `start_s`.
+    """
+
+    def __init__(
+        self,
+        who: str,
+        load: Loader,
+        *,
+        threads: int,
+        deadline_s: float,
+        start_s: float = 300.0,
+        late: str = "the machine is too busy",
+    ) -> None:
+        self.who, self.threads = who, threads
+        self._deadline_s, self._start_s, self._late = deadline_s, start_s, late
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(HELLO + 1)
+        self._hello: Future[Any] = Future()
+        self._waiting: dict[int, Future[Any]] = {HELLO: self._hello}
+        self._arriving: list[Call] = []
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._over: str | None = None
+        self._open, self._watching, self._is_closed = 0, None, False
+        self._start(load)
+        _HOSTS.add(self)
+
+    def _start(self, load: Loader) -> None:
+        ours, theirs = socket.socketpair()
+        script = (
+            f"import sys; sys.path = {sys.path!r}; "
+            f"from practicum.processes.serve import main; main({theirs.fileno()})"
+        )
+        # Not by multiprocessing, which runs the user's script again. A new session does not get Ctrl-C.
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", script, self.who],
+            env={**os.environ, "OMP_NUM_THREADS": str(self.threads)},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()  # only the child holds it, so that its death closes the pipe
+        self._pipe = Connection(ours.detach())
+        self._outbox.put((load, self.threads))
+        self._threads = [
+            threading.Thread(target=run, name=f"{self.who} {run.__name__}", daemon=True)
+            for run in (self._read, self._write)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ready(self) -> None:
+        """Wait until the objects are loaded; if they can't be, end the process."""
+        try:
+            self._hello.result(self._start_s)
+        except TimeoutError:
+            self.close()
+            raise EngineError(f"{self.who} was not ready after {self._start_s:g} s: {self._late}") from None
+        except BaseException:
+            self.close()
+            raise
+
+    async def ask(self, method: str, *args: Any, target: int = 0) -> Any:
+        """Return a call's result. Calls of one turn of the event loop are sent together."""
+        number, future = self._post(method, args, target)
+        asyncio.get_running_loop().call_soon(self._flush)
+        self._open += 1
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.create_task(self._watch(), name=self.who)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            self._open -= 1
+            self._forget(number)
+
+    def call(self, method: str, *args: Any, target: int = 0) -> Any:
+        """Return a call's result. Blocks, so coroutines must not use it."""
+        _, future = self._post(method, args, target)
+        self._flush()
+        try:
+            return future.result(self._deadline_s)
+        except TimeoutError:
+            why = f"it did not answer to {method} within {self._deadline_s:g} s"
+            self.kill(why)
+            raise EngineError(f"{self.who}: {why}") from None
+
+    def kill(self, why: str) -> None:
+        """End the process immediately; open calls fail with the reason."""
+        self._fail(f"its process {self.pid} was killed: {why}")
+        self._process.kill()
+
+    def close(self) -> None:
+        """End the process within 5 s; open calls fail."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._fail("it was closed")
+        self._outbox.put([Call(HELLO, STOP)])
+        if not self._gone(_EXIT_S):
+            self._process.terminate()
+            if not self._gone(1.0):
+                self._process.kill()
+                self._gone(1.0)
+        self._outbox.put(None)
+        for thread in self._threads:
+            thread.join(_EXIT_S)
+        if not any(thread.is_alive() for thread in self._threads):
+            self._pipe.close()
+
+    async def _watch(self) -> None:
+        """While calls are open, kill a process that is silent or whose step does not end."""
+        alive_s = min(_ALIVE_S, self._deadline_s)
+        while self._open:
+            try:
+                _, future = self._post(ALIVE, (), 0)
+                self._flush()
+                async with asyncio.timeout(alive_s):
+                    step_s = await asyncio.wrap_future(future)
+            except TimeoutError:
+                return self.kill(f"it did not answer for {alive_s:g} s")
+            except EngineError:  # the process is over: those who wait get the reason
+                return None
+            if step_s > self._deadline_s:
+                return self.kill(f"a step of it has not ended for {step_s:.0f} s")
+            await asyncio.sleep(min(_EVERY_S, alive_s))
+
+    def _post(self, method: str, args: tuple[Any, ...], target: int) -> tuple[int, Future[Any]]:
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._over is not None:
+                raise self._error()
+            number = next(self._numbers)
+            self._waiting[number] = future
+            self._arriving.append(Call(number, method, args, target))
+        return number, future
+
+    def _flush(self) -> None:
+        with self._lock:
+            calls, self._arriving = self._arriving, []
+        if calls:
+            self._outbox.put(calls)
+
+    def _forget(self, number: int) -> None:
+        with self._lock:
+            if self._waiting.pop(number, None) is None:
+                return
+            self._arriving.append(Call(number, CANCEL))
+        self._flush()
+
+    def _write(self) -> None:
+        with suppress(OSError):  # a broken pipe: the reader sees the end of the process too
+            while message := self._outbox.get():
+                send(self._pipe, message)
+
+    def _read(self) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                self._settle(receive(self._pipe))
+        if not self._gone(_EXIT_S):
+            self._process.kill()
+            self._gone(_EXIT_S)
+        self._fail(f"its process {self.pid} ended ({_ending(self._process.returncode)})")
+        self._outbox.put(None)
+
+    def _gone(self, timeout: float) -> bool:
+        """Wait for the end of the process; True if it has ended."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout)
+        return self._process.returncode is not None
+
+    def _settle(self, replies: list[Reply]) -> None:
+        for reply in replies:
+            with self._lock:
+                future = self._waiting.pop(reply.number, None)
+            with suppress(InvalidStateError):  # cancelled in this very moment
+                if future is not None and reply.error is not None:
+                    future.set_exception(reply.error)
+                elif future is not None:
+                    future.set_result(reply.result)
+
+    def _fail(self, why: str) -> None:
+        """Refuse everything from now on; the first reason stays."""
+        with self._lock:
+            self._over = self._over or why
+            waiting, self._waiting = list(self._waiting.values()), {}
+            self._arriving.clear()
+        for future in waiting:
+            with suppress(InvalidStateError):
+                future.set_exception(self._error())
+
+    def _error(self) -> EngineError:
+        return EngineError(f"{self.who} can't continue: {self._over}")
+
+
+def running_hosts() -> dict[str, int]:
+    """Return the process ids of this process's running hosts by name."""
+    return {host.who: host.pid for host in _HOSTS if host._process.poll() is None}
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "no exit code"
+    if code >= 0:
+        return f"exit code {code}; its own messages are above"
+    names = {s.value: s.name for s in signal.Signals}
+    hint = "; out of memory?" if -code == signal.SIGKILL else ""
+    return f"by signal {names.get(-code, -code)}{hint}"

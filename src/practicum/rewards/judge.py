@@ -1,0 +1,84 @@
+"""Reward models wherever they are: what they are shown, what they offer, and how a judge's reply is read."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Protocol
+
+from practicum.engines.protocol import Sleeper
+from practicum.errors import RecipeError, TeacherError
+from practicum.recipe.checks.value_forms import fields_of, fill
+from practicum.recipe.schema.teacher_sections import RewardModel
+from practicum.user_code import FLOAT32_MAX, encodable, shorten
+
+_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
+
+
+class CannotScore(TeacherError):
+    """This response has no score. The message follows the model's name; other responses may have scores."""
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeInput:
+    """A finished response to judge, as text: another model can't read the student's tokens."""
+
+    name: str
+    """For errors, such as "prompt 3/session 1/trajectory 0"."""
+    prompt: str
+    response: str
+    answer: str | None
+    """The right answer, if the row has one."""
+    messages: tuple[dict[str, str], ...] | None = None
+    """The conversation with the response as its last message, if the prompt is a chat."""
+
+
+class Judge(Protocol):
+    """A reward model. Its work is coroutines of the process's one event loop."""
+
+    sleeper: Sleeper | None = None
+    """The model that must be awake while it works, if it may sleep."""
+
+    async def judge(self, case: JudgeInput) -> float:
+        """Return the model's score; CannotScore if this case has none."""
+        ...
+
+    def ready(self) -> None:
+        """Wait until it can work."""
+
+    def abort(self, why: str) -> None:
+        """End its process after a missed deadline, if it has one."""
+
+    def close(self) -> None:
+        """Release what it holds; open cases fail."""
+
+
+def question(model: RewardModel, case: JudgeInput) -> str:
+    """Return the text that a judge is asked to continue."""
+    if case.answer is None and "answer" in fields_of(model.prompt):
+        raise CannotScore("has a prompt with {answer}, and this row has none")
+    known = {"prompt": case.prompt, "response": case.response, "answer": case.answer or ""}
+    return encodable(fill(model.prompt, known))
+
+
+def read_score(model: RewardModel, reply: str) -> float:
+    """Return the first number of a reply, times the recipe's scale."""
+    number = _NUMBER.search(reply)
+    if number is None:
+        raise CannotScore(f"replied {shorten(reply, 80)!r}, which has no number")
+    return require_finite(model.scale * float(number[0]))
+
+
+def require_finite(score: float) -> float:
+    """Return the score, if one can train on it: rewards are float32."""
+    if not math.isfinite(score) or abs(score) > FLOAT32_MAX:
+        raise CannotScore(f"gave the score {score}, expected a finite number")
+    return score
+
+
+def check_label(path: str, label: int, count: int) -> None:
+    """Refuse a classifier without such an output."""
+    if label >= count:
+        expected = "0, its only output" if count == 1 else f"0 to {count - 1}: it has {count} outputs"
+        raise RecipeError(f"{path}.label", f"{label}", expected)

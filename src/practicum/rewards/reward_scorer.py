@@ -1,0 +1,195 @@
+"""Reward models where the recipe places them: in this process, in separate ones, or on a server.
+
+A new placement is a function in `PLACEMENTS`, and its recipe section.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+
+from transformers import PreTrainedTokenizerBase
+
+from practicum.concurrency.event_loop import run_async
+from practicum.engines.protocol import Sleeper
+from practicum.errors import EngineError, RecipeError, RecipeErrors, TeacherError
+from practicum.models.model_files import must_read, read_config, require_model_folder
+from practicum.processes.dispatch import Dispatcher
+from practicum.processes.host import Host
+from practicum.recipe.checks.value_forms import fill
+from practicum.recipe.schema.teacher_sections import RewardModel
+from practicum.rewards.judge import CannotScore, Judge, JudgeInput, check_label
+from practicum.rewards.local_judges import load_judge, load_tokenizer
+from practicum.rewards.remote_judge import RemoteJudge
+
+_CLASSIFIER = "ForSequenceClassification"
+
+
+class RewardScorer:
+    """A reward model: identical judges, and the deadline of a case (None if the judges have their own).
+
+    `key` is its key in the recipe, which no teacher can have: the cache of sleeping models knows it by that.
+    """
+
+    def __init__(self, name: str, judges: Sequence[Judge], *, deadline_s: float | None) -> None:
+        self.name, self.judges, self.sleeper = name, list(judges), judges[0].sleeper
+        self.key = f"reward.models.{name}"
+        self._deadline_s, self._dispatcher = deadline_s, Dispatcher(self.judges)
+
+    async def judge(self, case: JudgeInput) -> float | CannotScore:
+        """Return the model's score of a response, or why it has none; a model that sleeps must be awake."""
+
+        def late(judge: Judge) -> TeacherError:
+            why = f"did not answer for {case.name} within {self._deadline_s:g} s"
+            judge.abort(f"it {why}")
+            return TeacherError(
+                f"reward model {self.name} {why}; if it is only slow, raise {self.key}.deadline_s"
+            )
+
+        try:
+            return await self._dispatcher.run(
+                lambda judge: judge.judge(case),
+                # Characters stand for tokens: the busiest judge does not depend on the tokenizer.
+                load=len(case.prompt) + len(case.response),
+                deadline_s=self._deadline_s,
+                late=late,
+            )
+        except CannotScore as failure:
+            return failure
+        except EngineError as error:
+            raise TeacherError(f"reward model {self.name} failed in {case.name}: {error}") from error
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            for judge in self.judges:
+                stack.callback(judge.close)
+
+
+class HostedJudge(Judge):
+    """A judge in a separate process."""
+
+    def __init__(self, host: Host) -> None:
+        self.host, self.ready, self.abort, self.close = host, host.ready, host.kill, host.close
+
+    async def judge(self, case: JudgeInput) -> float:
+        return await self.host.ask("judge", case)
+
+
+def _load_colocated(name: str, spec: RewardModel, room: int) -> list[Judge]:
+    return [load_judge(name, spec, room)]
+
+
+def _start_own(name: str, spec: RewardModel, room: int) -> list[Judge]:
+    own = spec.own_options
+    start = partial(
+        Host,
+        f"reward model {name}",
+        partial(_load_colocated, name, spec, room),
+        threads=own.threads,
+        deadline_s=spec.deadline_s,
+        start_s=own.start_s,
+        late="a large model needs more time (placement.own.start_s), or the machine is too busy",
+    )
+    return [HostedJudge(start()) for _ in range(own.replicas)]
+
+
+PLACEMENTS: dict[str, Callable[[str, RewardModel, int], list[Judge]]] = {
+    "colocated": _load_colocated,
+    "own": _start_own,
+    "url": lambda name, spec, room: [RemoteJudge(name, spec)],
+}
+
+
+def place_model(name: str, spec: RewardModel, room: int) -> RewardScorer:
+    """Return a reward model where its section places it; one on a server has its own deadlines."""
+    deadline_s = None if spec.url is not None else spec.deadline_s
+    return RewardScorer(name, PLACEMENTS[spec.placement_name](name, spec, room), deadline_s=deadline_s)
+
+
+def load_reward_models(
+    specs: Mapping[str, RewardModel], room: int, elsewhere: Mapping[str, RewardScorer] | None = None
+) -> dict[str, RewardScorer]:
+    """Return all reward models, ready; if one can't be loaded, the others are closed.
+
+    `room` is the tokens of the longest prompt and response, in the model's own tokenizer. Servers are taken
+    as probed (`probe_reward_servers`), and those `elsewhere` as they are.
+    """
+    scorers: dict[str, RewardScorer] = dict(elsewhere or {})
+    with ExitStack() as undo:
+        for name, spec in specs.items():
+            if name not in scorers:
+                scorers[name] = place_model(name, spec, room)
+                undo.callback(scorers[name].close)
+        for scorer in scorers.values():
+            for judge in scorer.judges:
+                judge.ready()
+        undo.pop_all()
+    return {name: scorers[name] for name in specs}
+
+
+def sleeping_models(scorers: Mapping[str, RewardScorer]) -> dict[str, Sleeper]:
+    """Return the models that are woken when they are needed, for the cache that wakes them."""
+    return {scorer.key: scorer.sleeper for scorer in scorers.values() if scorer.sleeper is not None}
+
+
+def probe_reward_servers(specs: Mapping[str, RewardModel], *, chat: bool) -> list[str]:
+    """Check that reward models behind URLs can judge; `chat`: some prompts are conversations."""
+    findings = []
+    for name, spec in specs.items():
+        if spec.url is not None:
+            with closing(RemoteJudge(name, spec)) as judge:
+                owner = f"the probe of reward model {name} at {spec.url}"
+                finding = run_async(judge.probe(chat=chat), timeout=spec.deadline_s, owner=owner)
+            findings.append(f"reward model {name}: {spec.url} {finding}")
+    return findings
+
+
+def check_reward_models(
+    specs: Mapping[str, RewardModel], student: PreTrainedTokenizerBase, longest: int
+) -> list[str]:
+    """Describe each reward model that is loaded here, without its weights. Mistakes are one RecipeErrors.
+
+    `longest` is the longest prompt and answer together, in the student's tokens.
+    """
+    findings, problems = [], []
+    for name, spec in specs.items():
+        if spec.url is None:
+            try:
+                described = _check(f"reward.models.{name}", spec, student, longest)
+                findings.append(f"reward model {name}: {described}")
+            except RecipeError as problem:
+                problems.append(problem)
+    if problems:
+        raise RecipeErrors("reward.models", problems)
+    return findings
+
+
+def _check(path: str, spec: RewardModel, student: PreTrainedTokenizerBase, longest: int) -> str:
+    require_model_folder(spec.model, f"{path}.model")
+    with must_read(spec.model, f"{path}.model", "a model in HuggingFace format"):
+        config = read_config(spec.model)
+    named = next(iter(getattr(config, "architectures", None) or ()), type(config).__name__)
+    is_classifier = named.endswith(_CLASSIFIER)
+    if is_classifier != (spec.kind == "classifier"):
+        expected, advice = "a causal language model", "set kind: classifier"
+        if spec.kind == "classifier":
+            expected = f"a model with an architecture …{_CLASSIFIER}"
+            advice = "a language model is asked with kind: judge"
+        raise RecipeError(f"{path}.model", f"{spec.model}, a {named}", expected, advice)
+    if is_classifier:
+        check_label(path, spec.label, config.num_labels or 0)
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    tokenizer = load_tokenizer(spec.model, path)
+    needed, parts = longest, f"prompt and answer of {longest} tokens"
+    if not is_classifier:
+        template = len(tokenizer.encode(fill(spec.prompt, {"prompt": "", "response": "", "answer": ""})))
+        needed += template + spec.max_new_tokens
+        parts += f" + {template} of the question + {spec.max_new_tokens} of the reply"
+    # Lengths are known only if the model reads texts as the student does.
+    if context is not None and needed > context and tokenizer.get_vocab() == student.get_vocab():
+        advice = "use a model with a longer context, or shorten prompts, answers or the question"
+        raise RecipeError(f"{path}.model", f"{parts} = {needed}", f"at most its context of {context}", advice)
+    return f"{named}, " + (
+        f"output {spec.label} of {config.num_labels}" if is_classifier else "asked for a number"
+    )

@@ -1,0 +1,277 @@
+"""The start of the teachers: each is loaded, started or probed where the recipe places it.
+
+A new placement is a function in `PLACEMENTS`, and its recipe section.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from dataclasses import dataclass, field, replace
+
+import torch
+from transformers import PreTrainedModel
+
+from practicum.concurrency.event_loop import run_async
+from practicum.concurrency.open_time import SharedTime
+from practicum.devices import pick_device
+from practicum.engines.kind import FrozenModel, HeldWeights
+from practicum.engines.model_cache import ModelCache, make_model_cache
+from practicum.engines.protocol import ScoreOptions, Scorer, Sleeper
+from practicum.engines.table import ENGINES
+from practicum.errors import RecipeError
+from practicum.learning.objective import DistillSettings, Head
+from practicum.models.adapter_files import SavedAdapter
+from practicum.models.attention import OutputHead
+from practicum.models.model_files import read_config
+from practicum.recipe.derived import base_groups
+from practicum.recipe.schema.recipe import Model, Recipe
+from practicum.recipe.schema.teacher_sections import Distill, Teacher
+from practicum.teachers.remote_teacher import RemoteScorer, probe_teacher
+from practicum.teachers.teacher_scorer import TeacherScorer
+
+
+@dataclass(slots=True)
+class Teachers:
+    """The teachers of a run, and what the learner must know of each."""
+
+    scorers: dict[str, TeacherScorer]
+    residency: ModelCache | None = None
+    """Wakes colocated teachers; None if each has its own device and never sleeps."""
+    heads: dict[str, OutputHead] = field(default_factory=dict)
+    """Output heads, if the signal is the full distribution."""
+    least_width: int = 0
+    """Hidden size of the widest teacher elsewhere."""
+
+    @property
+    def width(self) -> int:
+        """Hidden size of the widest teacher, which rows of hidden states are filled up to."""
+        return max((head.weight.shape[1] for head in self.heads.values()), default=self.least_width)
+
+    def awake(self, name: str) -> AbstractContextManager[None]:
+        """Keep a teacher awake inside."""
+        scorer = self.scorers[name]
+        return self.residency.awake(scorer.model) if scorer.sleeper and self.residency else nullcontext()
+
+    @property
+    def wakes(self) -> dict[str, int]:
+        """How often each colocated teacher was woken so far; one on the student's own base never is."""
+        if self.residency is None:
+            return {}
+        colocated = (s for s in self.scorers.values() if s.spec.placement_name == "colocated")
+        return {scorer.name: self.residency.wakes.get(scorer.model, 0) for scorer in colocated}
+
+    def close(self) -> None:
+        """Stop all of them, even if one can't be."""
+        with ExitStack() as stack:
+            for scorer in self.scorers.values():
+                stack.callback(scorer.close)
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherGroup:
+    """Teachers that share a model, and how it is loaded."""
+
+    specs: dict[str, Teacher]
+    model: FrozenModel
+    adapters: dict[str, SavedAdapter]
+
+    @property
+    def first(self) -> tuple[str, Teacher]:
+        return next(iter(self.specs.items()))
+
+    def scorers(self, scorers: Sequence[Scorer], sleeper: Sleeper | None = None) -> dict[str, TeacherScorer]:
+        """Return the teachers of the group on these scorers of their model."""
+        names, time = ", ".join(self.specs), SharedTime(self.specs)
+        model = f"the base of {names}" if len(self.specs) > 1 or self.adapters else names
+        together_s = sum(spec.deadline_s for spec in self.specs.values())
+        return {
+            name: TeacherScorer(
+                name,
+                spec,
+                scorers,
+                deadline_s=spec.deadline_s if sleeper is None else together_s,
+                sleeper=sleeper,
+                model=model,
+                adapter=self.adapters[name].fingerprint if name in self.adapters else None,
+                time=time,
+                held=self.model.held,
+            )
+            for name, spec in self.specs.items()
+        }
+
+
+def base_spec(recipe: Recipe, teacher: Teacher) -> Model:
+    """Return how the model of a teacher is loaded: its own, the student's start, or the student's base."""
+    if teacher.model is not None:
+        return Model(path=teacher.model, dtype=teacher.dtype, device=teacher.device)
+    return recipe.model if teacher.student is not None else recipe.model.model_copy(update={"lora": None})
+
+
+def describe_base(recipe: Recipe, teacher: Teacher) -> str:
+    """Return the base of a teacher's adapter in a phrase."""
+    return teacher.model or f"the student's base, {recipe.model.path or 'a randomly initialised model'}"
+
+
+def make_group(recipe: Recipe, names: Collection[str], student: PreTrainedModel | None) -> TeacherGroup:
+    """Return teachers that share a model; `student` is needed for copies of it and to share its base."""
+    specs = {name: recipe.teachers[name] for name in names}
+    name, first = next(iter(specs.items()))
+    adapters = {
+        name: SavedAdapter.read(spec.adapter, f"teachers.{name}.adapter")
+        for name, spec in specs.items()
+        if spec.adapter is not None
+    }
+    limits = [spec.context for spec in specs.values()]
+    model = FrozenModel(
+        f"teachers.{name}",
+        base_spec(recipe, first),
+        recipe.seed,
+        first,
+        "model.path" if first.model is None else f"teachers.{name}.model",
+        describe_base(recipe, first),
+        batch_tokens=min(spec.batch_tokens for spec in specs.values()),
+        context=None if None in limits else max(limit for limit in limits if limit is not None),
+        top_k=top_k(recipe.distill),
+        adapters=[*{saved.fingerprint: saved for saved in adapters.values()}.values()],
+        student=student if first.model is None else None,
+        held=None if first.student is None else HeldWeights(),
+    )
+    return TeacherGroup(specs, model, adapters)
+
+
+def _load_colocated(group: TeacherGroup) -> dict[str, TeacherScorer]:
+    """A model in this process. On the student's own base it needs no memory and never sleeps."""
+    _, spec = group.first
+    engine = ENGINES[spec.engine].for_scoring(group.model)
+    sleeps = engine.owns_weights or group.model.held is not None
+    return group.scorers([engine], engine if sleeps else None)
+
+
+def _start_own(group: TeacherGroup) -> dict[str, TeacherScorer]:
+    """Separate processes, which score a row while others still roll out."""
+    _, spec = group.first
+    return group.scorers(ENGINES[spec.engine].in_own_process(group.model, spec.own_options))
+
+
+def _connect(group: TeacherGroup) -> dict[str, TeacherScorer]:
+    """A server, which was probed before (`probe_servers`)."""
+    name, spec = group.first
+    return {name: TeacherScorer(name, spec, [RemoteScorer(name, spec)], deadline_s=None)}
+
+
+PLACEMENTS: dict[str, Callable[[TeacherGroup], dict[str, TeacherScorer]]] = {
+    "colocated": _load_colocated,
+    "own": _start_own,
+    "url": _connect,
+}
+
+
+def load_teachers(
+    recipe: Recipe,
+    student: PreTrainedModel,
+    others: Mapping[str, Sleeper] | None = None,
+    *,
+    names: Collection[str] | None = None,
+    heads: Mapping[str, OutputHead] | None = None,
+) -> Teachers:
+    """Return the recipe's teachers (or those of these `names`), ready: colocated ones sleep.
+
+    If one can't be had, none stays behind. `others` are colocated models that share the memory budgets;
+    `heads` are output heads of teachers elsewhere.
+    """
+    chosen = [name for name in recipe.teachers if names is None or name in names]
+    device = pick_device(recipe.model.device)  # the student may be without weights
+    scorers: dict[str, TeacherScorer] = {}
+    with ExitStack() as undo:
+        for name in chosen:
+            if name not in scorers:
+                sharing = next((g for g in base_groups(recipe.teachers) if name in g), [name])
+                group = make_group(recipe, [n for n in sharing if n in chosen], student)
+                scorers |= PLACEMENTS[recipe.teachers[name].placement_name](group)
+                undo.callback(scorers[name].close)
+        scorers = {name: scorers[name] for name in chosen}
+        for scorer in scorers.values():
+            for part in scorer.scorers:
+                part.ready()
+        known = {name: _moved(head, device) for name, head in (heads or {}).items()}
+        if recipe.distill is not None and recipe.distill.signal == "full":
+            own: dict[str, OutputHead] = {}  # one for all teachers on a base
+            for name, scorer in scorers.items():
+                if scorer.model not in own:
+                    own[scorer.model] = _moved(scorer.scorers[0].head(), device)
+                known[name] = own[scorer.model]
+        _check_heads(known, student)
+        sleepers = {s.model: s.sleeper for s in scorers.values() if s.sleeper is not None}
+        residency = make_model_cache(recipe.runtime, {**sleepers, **(others or {})})
+        undo.pop_all()
+    return Teachers(scorers, residency, known)
+
+
+def probe_servers(recipe: Recipe, vocab: int, longest: Mapping[str, int]) -> list[str]:
+    """Check that teachers behind URLs can score as the recipe asks, each for its longest sequence."""
+    options, findings = ScoreOptions(top_k=top_k(recipe.distill)), []
+    for name, teacher in recipe.teachers.items():
+        if teacher.url is None:
+            continue
+        with closing(RemoteScorer(name, teacher)) as scorer:
+            probe = probe_teacher(scorer, options, vocab, longest[name])
+            owner = f"the probe of teacher {name} at {teacher.url}"
+            run_async(probe, timeout=teacher.deadline_s, owner=owner)
+        findings.append(f"teacher {name}: {teacher.url} scores prompts, twice the same")
+    return findings
+
+
+def top_k(distill: Distill | None) -> int:
+    """Return the largest top-k that teachers are asked for."""
+    return distill.top_k if distill is not None and distill.signal == "top_k" else 0
+
+
+def signal_width(recipe: Recipe) -> int:
+    """Return the hidden size of the widest teacher by their configs, if hidden states are written of them."""
+    if recipe.distill is None or recipe.distill.signal != "full":
+        return 0
+    widths = []
+    for teacher in recipe.teachers.values():
+        spec = base_spec(recipe, teacher)
+        if spec.path is not None:
+            widths.append(read_config(spec.path).get_text_config().hidden_size)
+        elif spec.make is not None:
+            widths.append(spec.make.hidden)
+    return max(widths)
+
+
+def teacher_losses(recipe: Recipe, teachers: Teachers) -> DistillSettings:
+    """Return what the learner needs to know, with teachers numbered in the recipe's order."""
+    assert recipe.distill is not None
+    numbers, shares = recipe.teacher_numbers, recipe.route.shares
+    return DistillSettings(
+        recipe.distill,
+        recipe.compare_temperature,
+        heads=[_cut_head(teachers.heads[name]) for name in numbers] if teachers.heads else (),
+        alone=not recipe.has_policy_loss,
+        shares=None if shares is None else {numbers[name]: share for name, share in shares.items()},
+    )
+
+
+def _moved(head: OutputHead, device: torch.device) -> OutputHead:
+    bias = None if head.bias is None else head.bias.to(device)
+    return replace(head, weight=head.weight.to(device), bias=bias)
+
+
+def _check_heads(heads: dict[str, OutputHead], student: PreTrainedModel) -> None:
+    own = student.config.get_text_config().vocab_size
+    for name, head in heads.items():
+        if head.weight.shape[0] != own:
+            raise RecipeError(
+                f"teachers.{name}.model",
+                f"an output head for {head.weight.shape[0]} tokens",
+                f"{own}, the student's",
+                "compare on the teacher's best tokens instead: distill.signal: top_k",
+            )
+
+
+def _cut_head(head: OutputHead) -> Head:
+    """Return the head for hidden states that are filled up to the widest teacher's size."""
+    width = head.weight.shape[1]
+    return lambda hidden_MH: head.logits(hidden_MH[:, :width])

@@ -1,0 +1,155 @@
+"""A teacher behind a URL: an OpenAI-compatible completions server that returns prompt logprobs.
+
+`probe_teacher` checks before the first step that the server can do that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from practicum.engines.protocol import LOGPROBS_ONLY, ScoreOptions, Scorer, ScoreRequest, Scores
+from practicum.errors import RecipeError, TeacherError
+from practicum.models.fingerprint import fingerprint_ids
+from practicum.processes.http_client import Client, Refused, Unusable
+from practicum.recipe.schema.teacher_sections import Teacher
+from practicum.teachers.prompt_logprobs import (
+    Misaligned,
+    limit_in,
+    no_scores,
+    offers_packed,
+    packed_request,
+    read_scores,
+    request_body,
+)
+
+TOLERANCE = 1e-3
+"""Nats by which two answers about one sequence may differ."""
+_NO_ROOM = "max_tokens must be at least 1"
+"""What vLLM says of a sequence that just fills its context."""
+
+
+class RemoteScorer(Client, Scorer):
+    """A place behind a URL; at most `teacher.concurrency` requests are open at once."""
+
+    serve_commands = "practicum serve or vllm serve"
+    name_options = "practicum serve … --name, vllm serve … --served-model-name"
+
+    def __init__(self, name: str, teacher: Teacher) -> None:
+        super().__init__(f"teacher {name}", f"teachers.{name}", teacher)
+        self.name = name
+        self._packs = False
+
+    async def score(self, request: ScoreRequest, options: ScoreOptions = LOGPROBS_ONLY) -> Scores:
+        """Scores of one row at temperature 1, which is all that servers give."""
+        if options.hidden or options.temperature != 1:
+            what = "hidden states" if options.hidden else f"logprobs at temperature {options.temperature:g}"
+            raise TeacherError(
+                f"teacher {self.name} can't give {what} of {request.name}: "
+                "a server gives logprobs at temperature 1"
+            )
+        if request.images is not None:
+            raise TeacherError(
+                f"teacher {self.name} can't see the pictures of {request.name}: load it here, without "
+                f"teachers.{self.name}.url"
+            )
+        if request.start == len(request.ids):
+            return no_scores(options.top_k)
+        try:
+            answer = await self.ask_scores(request, options.top_k, options.vocab)
+            return read_scores(answer, request.ids, request.start, options.top_k)
+        except Refused as refusal:
+            if _NO_ROOM not in refusal.message:
+                raise
+            why = (
+                f"its {len(request.ids)} tokens and one that is generated do not fit the server's context "
+                f"({refusal.message}): serve it with a longer one, or shorten prompts or answers"
+            )
+            raise TeacherError(self.problem(request.name, why)) from refusal
+        except Unusable as error:
+            raise TeacherError(self.problem(request.name, str(error))) from error
+
+    async def ask_scores(self, row: ScoreRequest, top_k: int, vocab: int | None = None) -> Any:
+        """The server's answer about a row, as it came: packed if the server has offered that before."""
+
+        def body() -> Any:
+            if self._packs:
+                return packed_request(self.model, row.ids, row.start, top_k, vocab)
+            return request_body(self.model, row.ids, max(1, top_k))
+
+        answer = await self.ask("POST", "/completions", body, row.name)
+        self._packs = self._packs or offers_packed(answer)
+        return answer
+
+
+async def probe_teacher(
+    teacher: RemoteScorer, options: ScoreOptions, vocab_size: int, context_needed: int
+) -> None:
+    """Ask a server for its models and, twice, for the scores of a known sequence; else a RecipeError.
+
+    `context_needed` is the longest prompt and response together.
+    """
+    longest = (await teacher.check_model()).get("max_model_len")
+    if longest is not None and longest < context_needed + 1:
+        raise RecipeError(
+            f"{teacher.path}.url",
+            f"a server for sequences of {longest} tokens (its max_model_len)",
+            f"{context_needed + 1} or more: the longest prompt and response, and one token that it generates",
+            f"serve it with --max-model-len {context_needed + 1} (practicum serve: --context), or shorten "
+            "prompts or answers",
+        )
+    row = ScoreRequest(fingerprint_ids(vocab_size), 1, "the probe")
+    first = await _probe_scores(teacher, row, options.top_k)
+    second = await _probe_scores(teacher, row, options.top_k)
+    gap = (first.logprobs - second.logprobs).abs().max().item()
+    if gap > TOLERANCE:
+        raise RecipeError(
+            f"{teacher.path}.url",
+            f"a server that is not deterministic: one sequence scored twice differs by {gap:.2g} nats",
+            f"the same logprobs within {TOLERANCE:g} nats",
+            "serve one copy of one model behind this URL, if need be with --dtype float32",
+        )
+
+
+async def _probe_scores(teacher: RemoteScorer, row: ScoreRequest, top_k: int) -> Scores:
+    with teacher.recipe_errors("the scores of a known sequence"):
+        try:
+            answer = await teacher.ask_scores(row, top_k)
+        except Refused as refusal:
+            await _blame_top_k(teacher, row, top_k, refusal)
+            raise
+    try:
+        return read_scores(answer, row.ids, row.start, top_k)
+    except Misaligned as error:
+        raise RecipeError(
+            f"{teacher.path}.url",
+            f"token ids that are not aligned: {error}",
+            "logprobs of exactly the token ids that are sent",
+            "the server must take `prompt` as token ids and neither add nor cut any; older vLLM servers "
+            "need --no-enable-prefix-caching",
+        ) from error
+    except Unusable as error:
+        raise RecipeError(
+            f"{teacher.path}.url",
+            f"a server that can't score prompts: {error}",
+            "logprobs of the prompt's tokens",
+            "use a server that knows `prompt_logprobs`, such as practicum serve or vllm serve, or load "
+            "the model without url",
+        ) from error
+
+
+async def _blame_top_k(teacher: RemoteScorer, row: ScoreRequest, top_k: int, refusal: Refused) -> None:
+    """Raise the error about top_k if the server does score with a smaller one."""
+    if top_k <= 1:
+        return
+    try:
+        await teacher.ask_scores(row, 1)
+    except Refused:
+        return
+    limit = limit_in(refusal.message)
+    known = f"at most {limit}" if limit is not None else "less"
+    raise RecipeError(
+        f"{teacher.path}.url",
+        f"a server that refuses top_k {top_k} ({refusal.message})",
+        f"{known}, which is its limit, or a server with a higher one",
+        f"serve it with `vllm serve {teacher.model} --max-logprobs {top_k}`, or set distill.top_k to {known}",
+    ) from refusal

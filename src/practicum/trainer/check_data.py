@@ -1,0 +1,286 @@
+"""Check a recipe's data and tokenizer before a run, in one pass over the rows: shape, vocabulary, length.
+
+All rows of files are checked; of a built-in task some draws, of a dataset that is streamed the first rows.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+
+from transformers import PreTrainedTokenizerBase
+
+from practicum.errors import DataError, EngineError, RecipeError, RecipeErrors
+from practicum.models.load_model import stop_ids
+from practicum.models.model_files import read_generation
+from practicum.recipe.reward_traits import tasks_needing_answer
+from practicum.recipe.schema.recipe import Recipe
+from practicum.rewards.score_functions import RewardFunctions
+from practicum.sessions.chat import Chat, SessionStart, make_encoder, tokenise
+from practicum.tasks.builtin import TASKS, find_kind
+from practicum.tasks.messages import user
+from practicum.tasks.prompt_order import share_places
+from practicum.tasks.prompts import Encoder, Prompt
+from practicum.tasks.rows import RowSource, find_rows
+from practicum.tasks.stream import eval_prompts, make_stream
+from practicum.tasks.tables import eval_location, train_location
+from practicum.user_code import shorten
+
+DRAWN = 500
+"""Prompts of a built-in task that are measured: they have no end."""
+_SHOWN = 5
+_SAID = "17"
+"""A turn of the assistant that templates leave as it is."""
+_BATCH = 512
+"""Rows that are tokenised in one call."""
+
+
+@dataclass(slots=True)
+class DataReport:
+    """The longest prompt and answer in tokens, and the rows that a run leaves out."""
+
+    answer: int
+    prompt: int = 0
+    prompts: int = 0
+    cut: int = 0
+    """Prompts that lose their beginning, where the task says `too_long: cut`."""
+    evaluated: int = 0
+    uses_chat: bool = False
+    left_out: dict[str, frozenset[int]] = field(default_factory=dict)
+    """Rows of each location that are too long, where the task says `too_long: skip`."""
+    findings: list[str] = field(default_factory=list)
+
+
+def check_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context: int) -> DataReport:
+    """Check tasks, reward functions and rows. Mistakes are one RecipeErrors, then bad rows a DataError."""
+    report = DataReport(0 if recipe.is_supervised else recipe.rollout.max_new_tokens)
+    problems: list[RecipeError] = []
+    faults: list[str] = []
+    try:
+        RewardFunctions(recipe.tasks, recipe.reward)
+    except (RecipeError, RecipeErrors) as problem:
+        problems += getattr(problem, "errors", [problem])
+    encode = make_encoder(recipe, tokenizer)
+    for name in recipe.tasks:
+        try:
+            problems += _TaskCheck(recipe, name, encode, context, report).run()
+        except (RecipeError, RecipeErrors) as problem:
+            problems += getattr(problem, "errors", [problem])
+        except DataError as fault:
+            faults.append(str(fault))
+    if recipe.eval.every and not report.evaluated and not problems and not faults:
+        found = f"{recipe.eval.every} and no evaluation rows: no task is built-in or holds out rows"
+        name, task = next(iter(recipe.tasks.items()))
+        key = "eval_file" if task.dataset is None else "eval_split"
+        advice = f"set tasks.{name}.{key} to rows that are held out, or eval.every to 0"
+        problems.append(RecipeError("eval.every", found, "rows to evaluate on", advice))
+    if problems:
+        raise RecipeErrors(f"recipe {recipe.name}", problems)
+    if faults:
+        raise DataError("\n".join(faults))
+    report.answer = max(report.answer, recipe.rollout.max_new_tokens)
+    fits = f"{report.prompt} tokens + answer {report.answer} ≤ {context}"
+    report.findings.append(f"context: longest of {report.prompts:,} prompts {fits}")
+    for path, rows in report.left_out.items():
+        report.findings.append(f"too long: {len(rows):,} rows of {path} are left out (too_long: skip)")
+    if report.cut:
+        report.findings.append(f"too long: {report.cut:,} prompts lose their beginning (too_long: cut)")
+    return report
+
+
+class _TaskCheck:
+    """The check of one task, which adds to the report."""
+
+    def __init__(self, recipe: Recipe, name: str, encode: Encoder, context: int, report: DataReport) -> None:
+        self.recipe, self.name, self.task, self.report = recipe, name, recipe.tasks[name], report
+        self.encode, self.context = encode, context
+        self._trained, self._held_out = set[int](), set[int]()
+        self._too_long: list[str] = []
+        self._unknown: list[str] = []
+
+    def run(self) -> Iterator[RecipeError]:
+        """Yield the mistakes; bad rows are a DataError."""
+        task, is_chat = self.task, self.task.chat
+        if task.kind is not None:
+            is_chat |= find_kind(task.kind, self.name).pictures
+            self._draw(task.kind)
+        else:
+            sources = [source for is_held_out in (False, True) if (source := self._read(is_held_out))]
+            is_chat |= any(source.has_messages or source.has_pictures for source in sources)
+            yield from self._row_problems(sources[0])
+        self.report.uses_chat |= is_chat
+        if task.system is not None and not is_chat:
+            key, hint = f"tasks.{self.name}", "set {0}.chat: true, or leave the system message out."
+            found, expected = "a system message", "chat prompts to put it before"
+            yield RecipeError(f"{key}.system", found, expected, hint.format(key))
+        if self._unknown:
+            expected, advice = "texts that the model's tokenizer can write", "use a model that covers them"
+            found = f"{self._unknown[0]} ({len(self._unknown):,} such rows)"
+            yield RecipeError(f"tasks.{self.name}", found, expected, advice)
+        if self._too_long:
+            more = len(self._too_long) - _SHOWN
+            shown = "; ".join(self._too_long[:_SHOWN]) + (f"; and {more:,} more" if more > 0 else "")
+            advice = "raise rollout.context (up to the model's), or lower rollout.max_new_tokens"
+            if task.kind is None and task.too_long == "error":
+                advice += f", or set tasks.{self.name}.too_long to skip or cut"
+            yield RecipeError(
+                f"tasks.{self.name}", shown, f"at most rollout.context = {self.context}", advice
+            )
+
+    def _draw(self, kind: str) -> None:
+        held_out = eval_prompts({self.name: self.task}, self.recipe.eval.rows, self.recipe.seed)
+        self._measure(make_stream({self.name: self.task}, self.recipe.seed).take(DRAWN))
+        self._measure(held_out, is_held_out=True)
+        asked = self.recipe.eval.rows
+        fewer = f" (of {asked} asked for: its options leave no more)" if len(held_out) < asked else ""
+        finding = f"{'built-in ' if kind in TASKS else ''}{kind}, {len(held_out)} evaluation prompts{fewer}"
+        self.report.findings.append(f"tasks.{self.name}: {finding}")
+
+    def _read(self, is_held_out: bool) -> RowSource | None:
+        """Check the rows for training or evaluation in one pass over them."""
+        task, report = self.task, self.report
+        at = eval_location(task) if is_held_out else train_location(task)
+        if at is None:
+            key = "eval_file" if task.dataset is None else "eval_split"
+            report.findings.append(f"tasks.{self.name}: no {key}, so it is trained on and not evaluated")
+            return None
+        source, skips = find_rows(self.name, task, at), task.too_long == "skip"
+        # Where rows are left out, later ones take their place.
+        measured = self.recipe.eval.rows if is_held_out and not skips else sys.maxsize
+        rows = (source.to_prompt(i, i, 0, row) for i, row in source.scan() if i < measured)
+        left_out = self._measure(rows, source, is_held_out)
+        source.check(self.name in tasks_needing_answer(self.recipe))
+        if left_out:
+            report.left_out[str(at)] = left_out
+        if len(left_out) == len(source):
+            found = f"skip, and all rows of {at} are too long"
+            raise RecipeError(f"tasks.{self.name}.too_long", found, "rows that fit")
+        size = f"has {len(source)} rows"
+        if at.streaming:
+            size = (
+                f"is streamed: its first {len(source):,} rows are good, later ones are checked as they come"
+            )
+        report.findings.append(f"tasks.{self.name}: {at} {size}")
+        shared = len(self._held_out & self._trained)
+        if is_held_out and shared:
+            which = (
+                f"{shared:,} of its {len(self._held_out):,} different evaluation prompts are trained on too"
+            )
+            report.findings.append(f"tasks.{self.name}: {which}: its scores are not of held-out prompts")
+        return source
+
+    def _measure(
+        self, prompts: Iterable[Prompt], source: RowSource | None = None, is_held_out: bool = False
+    ) -> frozenset[int]:
+        """Encode prompts in batches, note those that do not fit, and return the rows that are left out."""
+        recipe, report, remaining, left_out = self.recipe, self.report, iter(prompts), set[int]()
+        unknown = self.encode.tokenizer.unk_token_id
+        while batch := list(islice(remaining, _BATCH)):
+            answers: list[list[int]] = [[]] * len(batch)
+            if recipe.is_supervised:  # an answer that is none is named by its row, after the pass
+                texts = [str(prompt.answer) for prompt in batch]
+                answers = self.encode.tokenizer(texts, add_special_tokens=False)["input_ids"]
+            encoded = self.encode.whole_of(batch)
+            for prompt, answer in zip(batch, answers, strict=True):
+                where = str(prompt) if source is None else source.where(prompt.index)
+                try:
+                    ids = next(encoded).ids
+                except DataError as fault:
+                    raise DataError(f"{where}: {fault}") from None
+                if unknown is not None and (unknown in ids or unknown in answer):
+                    text = repr(prompt.content if unknown in ids else prompt.answer)
+                    self._unknown.append(f"{where}: a row with unknown characters: {shorten(text)}")
+                new_tokens = len(answer) + 1 if recipe.is_supervised else recipe.rollout.max_new_tokens
+                tokens = min(len(ids), self.encode.room(self.name) or len(ids))
+                report.prompts += 1
+                report.evaluated += is_held_out
+                report.cut += tokens < len(ids)
+                (self._held_out if is_held_out else self._trained).add(hash(repr(prompt.content)))
+                if tokens + new_tokens <= self.context:
+                    report.prompt = max(report.prompt, tokens)
+                    report.answer = max(report.answer, new_tokens)
+                elif self.task.too_long == "skip" and source is not None:
+                    left_out.add(prompt.index)
+                else:
+                    total = f"{tokens} tokens + {new_tokens} of answer = {tokens + new_tokens}"
+                    self._too_long.append(f"{where}: a prompt of {total}")
+        return frozenset(left_out)
+
+    def _row_problems(self, source: RowSource) -> Iterator[RecipeError]:
+        """A step's prompts are different ones: each task has a row for each of its prompts."""
+        train, tasks = self.recipe.train, self.recipe.tasks
+        places = dict(zip(tasks, share_places([task.weight for task in tasks.values()]), strict=True))
+        prompts = train.prompts * places[self.name] // sum(places.values())
+        rows = len(source) - len(self.report.left_out.get(source.name, ()))
+        if train.steps and rows < prompts and not self.task.streaming:
+            found = f"{rows} rows of {source.name} for {prompts} prompts of a step"
+            advice = "a step would train on the same row several times: lower train.prompts, or add rows"
+            yield RecipeError(f"tasks.{self.name}", found, f"at least {prompts} rows", advice)
+
+
+def tokenizer_problems(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab: int | None, *, uses_chat: bool
+) -> Iterator[RecipeError]:
+    """Yield everything in which they disagree. `vocab` is the number of the model's embeddings, if known."""
+    width, unknown = vocab or len(tokenizer), tokenizer.unk_token_id
+    yield from _embeddings(recipe, tokenizer, width)
+    if recipe.rollout.top_k > width:
+        found, expected = f"{recipe.rollout.top_k}", f"at most the vocabulary's {width:,} tokens"
+        yield RecipeError("rollout.top_k", found, expected, "0 keeps all of them")
+    for key in {"compress": ["ask_summary"], "retry": ["feedback"]}.get(recipe.agent.loop, []):
+        text = getattr(recipe.agent, key)
+        if unknown is not None and unknown in tokenizer.encode(text, add_special_tokens=False):
+            found = f"unknown characters: {text!r}"
+            yield RecipeError(f"agent.{key}", found, "a text that the model's tokenizer can write")
+    generation = None if recipe.model.path is None else read_generation(recipe.model.path)
+    try:
+        stop = stop_ids(generation, tokenizer, recipe.rollout.stop)
+    except RecipeError as problem:
+        yield problem
+        return
+    if uses_chat and tokenizer.chat_template and not recipe.is_supervised:
+        yield from _turn_end(tokenizer, stop)
+
+
+def _embeddings(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, width: int) -> Iterator[RecipeError]:
+    """Find tokens without an embedding, but for special ones that neither text nor template can bring up."""
+    known, template = tokenizer.added_tokens_decoder, str(tokenizer.chat_template or "")
+    ends = (tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token)
+    missing = [
+        token
+        for token, number in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+        if number >= width
+        and not (number in known and known[number].special and token not in ends and token not in template)
+    ]
+    if missing:
+        shown = ", ".join(map(repr, missing[:_SHOWN])) + (", …" if len(missing) > _SHOWN else "")
+        resize = "call model.resize_token_embeddings(len(tokenizer)) and save the model"
+        yield RecipeError(
+            "model.tokenizer" if recipe.model.tokenizer else "model.path",
+            f"a tokenizer of {len(tokenizer):,} tokens and a model with {width:,} embeddings",
+            f"an embedding for every token (none for {shown})",
+            f"use the tokenizer that the model was trained with, or {resize}",
+        )
+
+
+def _turn_end(tokenizer: PreTrainedTokenizerBase, stop: frozenset[int]) -> Iterator[RecipeError]:
+    """Check that a turn stops at the special token with which the template ends it, or it never ends."""
+    chat = Chat(tokenizer, SessionStart([]), [])
+    try:
+        text = chat.render([user("8+9?"), {"role": "assistant", "content": _SAID}], ask=False)
+    except EngineError:  # prompts that the template refuses are named with their rows
+        return
+    _, said, rest = text.rpartition(_SAID)
+    after = tokenise(tokenizer, rest)
+    special = [number for number in after if number in tokenizer.added_tokens_decoder]
+    if said and special and not stop & set(after):
+        end = tokenizer.convert_ids_to_tokens(special[0])
+        stops = ", ".join(map(str, tokenizer.convert_ids_to_tokens(sorted(stop))))
+        yield RecipeError(
+            "rollout.stop",
+            f"a chat template that ends turns with {end}, and answers that stop at {stops}",
+            f"{end} among the stop tokens",
+            f"answers would never end: set rollout.stop to ['{end}'], or eos_token in the tokenizer's config",
+        )
