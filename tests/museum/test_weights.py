@@ -94,7 +94,7 @@ def test_a_base_that_drifts_as_its_adapter_is_merged(tmp_path: Path, monkeypatch
     what rounding left behind added up."""
     with started("half") as runner:
         assert all(runner.step(number)["train/grad_norm"] > 0 for number in (1, 2))
-        runner.roles.save(tmp_path / "whole")
+        runner.roles.save(tmp_path / "whole", [])
     sync = LocalRoles.sync_weights
 
     def merging(roles: LocalRoles) -> None:
@@ -109,7 +109,7 @@ def test_a_base_that_drifts_as_its_adapter_is_merged(tmp_path: Path, monkeypatch
     with started("half") as runner:
         runner.step(1)
         with pytest.raises(CheckError, match=r"the base of the adapter is not as it was loaded"):
-            runner.roles.save(tmp_path / "drifted")
+            runner.roles.save(tmp_path / "drifted", [])
 
 
 def test_a_sync_that_is_left_out(monkeypatch: pytest.MonkeyPatch):
