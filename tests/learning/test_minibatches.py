@@ -204,11 +204,3 @@ def test_the_shuffle_follows_seed_step_and_epoch():
     assert first == cut_up(rows, Cut(4))
     assert first != cut_up(rows, Cut(4), epoch=1)
     assert first[0].real != list(range(10))
-
-
-def test_a_thousand_and_thirty_rows_are_shared_fairly():
-    rows = [(i // 8, i) for i in range(1030)]
-    minibatches = cut_up(rows + [PADDING] * 250, Cut(rows=256), ranks=8)
-    assert [len(mb.real) for mb in minibatches] == [206] * 5
-    assert [len(mb.padding) for mb in minibatches] == [50] * 5
-    assert sum(n > 1 for n in homes(rows, minibatches, 1).values()) <= ceil(1030 / 256) - 1

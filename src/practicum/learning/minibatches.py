@@ -17,7 +17,7 @@ from math import ceil, lcm
 
 import numpy as np
 
-from practicum.dataplane.padding_rows import PADDING_TOKENS
+from practicum.dataplane.columns import PADDING_TOKENS
 from practicum.errors import RecipeError
 from practicum.recipe.schema.algorithm_sections import CriticSection
 from practicum.recipe.schema.recipe import Train
@@ -60,7 +60,6 @@ class Minibatch:
 
     @property
     def rows(self) -> list[int]:
-        """All rows, the real ones first."""
         return self.real + self.padding
 
 
@@ -109,8 +108,7 @@ def spread(
     Prompt groups follow one another, shuffled by (seed, step, epoch), and are cut where a mini-batch is full:
     real rows differ in number by at most one. With `whole_sessions` each session is where its middle would
     be, which adds at most the rows of the largest. Padding makes mini-batches equally large, a multiple of
-    `ranks` that has room for whole sessions on each; what is left is in none. The rows of a mini-batch stay in
-    their order.
+    `ranks` that has room for whole sessions on each; what is left is in none. Rows stay in order.
     """
     names = list(zip(prompts, sessions, strict=True))
     by_prompt: dict[int, dict[int, list[int]]] = {}
