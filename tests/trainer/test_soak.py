@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-FIRST, LAST = 15, 45
+WINDOW, LAST = 20, 60
+"""The heap is trimmed every few updates: the greatest of many steps is compared, not single ones."""
 RECIPE = {
     "name": "soak",
     "model": {"make": {"hidden": 256, "layers": 4, "context": 128}},
@@ -41,12 +42,13 @@ def test_resident_memory_does_not_grow_with_the_steps(tmp_path: Path):
                 step = metrics.read_text().count('"time/step"') if metrics.exists() else 0
                 status = Path(f"/proc/{process.pid}/status").read_text()
                 if "VmRSS:" in status:
-                    resident.setdefault(step, int(status.partition("VmRSS:")[2].split()[0]))
+                    size = int(status.partition("VmRSS:")[2].split()[0])
+                    resident[step] = max(size, resident.get(step, 0))
                 time.sleep(0.02)
         finally:
             process.kill()
     assert process.returncode == 0
-    first = next(size for step, size in sorted(resident.items()) if step >= FIRST)
-    last = resident[max(resident)]
     assert max(resident) >= LAST - 1
-    assert last <= 1.1 * first, f"{first // 1024} MiB at step {FIRST}, {last // 1024} at step {LAST}"
+    first = max(size for step, size in resident.items() if step <= WINDOW)
+    last = max(size for step, size in resident.items() if step > LAST - WINDOW)
+    assert last <= 1.1 * first, f"at most {first // 1024} MiB in the first steps, {last // 1024} in the last"

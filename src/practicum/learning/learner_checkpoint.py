@@ -35,7 +35,7 @@ logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.INFO)  # two d
 
 _INDEX = ".metadata"
 _STEP = "optimizer.step"
-_TRIM_EVERY = 20
+_TRIM_EVERY = 16
 """Updates after which the heap returns what is unused: micro-batches of new sizes leave ever more of it."""
 
 
