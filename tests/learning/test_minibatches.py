@@ -22,7 +22,7 @@ from practicum.learning.minibatches import (
     student_cut,
 )
 from practicum.recipe.schema.algorithm_sections import CriticSection
-from practicum.recipe.schema.recipe import Recipe, Train
+from practicum.recipe.schema.recipe import Train
 
 Row = tuple[int, int]
 """Prompt and session of a real row."""
@@ -86,19 +86,18 @@ def test_rows_that_ranks_cannot_share_evenly_are_an_error_naming_the_key():
         RecipeError, match=r"train.minibatch_rows: found 100, .* 8 data-parallel ranks.\n.* 104"
     ):
         needed_multiple(8, [Cut(rows=100)])
-    cut = critic_cut(Recipe.model_construct(train=Train(), critic=CriticSection(minibatch_rows=100)))
+    cut = critic_cut(Train(), CriticSection(minibatch_rows=100))
     with pytest.raises(RecipeError, match=r"critic.minibatch_rows: found 100"):
         needed_multiple(8, [cut])
 
 
 def test_only_updates_that_run_ask_for_a_multiple():
     train = Train(minibatch_rows=4)
-    alone = Recipe.model_construct(train=train, critic=None)
-    assert running_cuts(alone, 1) == [student_cut(alone)] == [Cut(rows=4)]
-    both = Recipe.model_construct(train=train, critic=CriticSection(warmup_steps=2, minibatch_rows=6))
-    assert [needed_multiple(1, running_cuts(both, step)) for step in (1, 2, 3)] == [6, 6, 12]
-    same = Recipe.model_construct(train=Train(minibatches=3), critic=CriticSection())
-    assert critic_cut(same) == student_cut(same) == Cut(3)
+    assert running_cuts(train, None, 1) == [student_cut(train)] == [Cut(rows=4)]
+    critic = CriticSection(warmup_steps=2, minibatch_rows=6)
+    assert [needed_multiple(1, running_cuts(train, critic, step)) for step in (1, 2, 3)] == [6, 6, 12]
+    same = Train(minibatches=3)
+    assert critic_cut(same, CriticSection()) == student_cut(same) == Cut(3)
 
 
 @given(row_lists, cuts, st.booleans())

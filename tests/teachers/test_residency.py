@@ -17,7 +17,7 @@ from practicum.errors import EngineError, TeacherError
 from practicum.models.offloaded_weights import OffloadTarget
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
-from practicum.teachers.load_teachers import PLACEMENTS, make_group
+from practicum.teachers.load_teachers import load_colocated, make_group
 from practicum.teachers.teacher_scorer import TeacherScorer
 from tests.engines.engines import tiny
 from tests.teachers.models import assert_same, in_process, rows, save_tiny, score_rows, scorer_of
@@ -246,7 +246,8 @@ def test_a_row_that_it_can_not_score_is_named_with_the_teacher(teacher: TeacherS
 def test_a_copy_of_the_student_shares_nothing_with_it_and_is_not_trained():
     student = tiny()
     recipe = Recipe.model_validate(teachers_recipe(teachers={"self": {"student": {}}}, distill={}))
-    scorer = PLACEMENTS["colocated"](make_group(recipe, ["self"], student))["self"]
+    group = make_group(recipe.teachers, recipe.distill, recipe.model, recipe.seed, student)
+    scorer = load_colocated(group)["self"]
     twin = engine_in(scorer).model
     scorer.close()
     assert not any(p.requires_grad for p in twin.parameters())

@@ -175,7 +175,11 @@ def test_the_padding_of_several_ranks_leaves_room_for_whole_sessions(
 
     def on_four_ranks(self: StepRunner, number: int) -> dict[str, float]:
         assert isinstance(self.roles, LocalRoles)
-        self.roles.rank.padding.cutter = BatchCutter(self.recipe, ranks=4)
+        whole, sections = (
+            self.roles.rank.padding.cutter.whole_sessions,
+            (self.recipe.train, self.recipe.critic),
+        )
+        self.roles.rank.padding.cutter = BatchCutter(*sections, seed=0, whole_sessions=whole, ranks=4)
         return begin(self, number)
 
     monkeypatch.setattr(StepRunner, "step", on_four_ranks)

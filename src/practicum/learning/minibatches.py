@@ -19,7 +19,8 @@ import numpy as np
 
 from practicum.dataplane.padding_rows import PADDING_TOKENS
 from practicum.errors import RecipeError
-from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.algorithm_sections import CriticSection
+from practicum.recipe.schema.recipe import Train
 
 Session = list[int]
 """Rows of one session."""
@@ -69,23 +70,23 @@ class Minibatch:
         return self.real + self.padding
 
 
-def student_cut(recipe: Recipe) -> Cut:
-    return Cut(recipe.train.minibatches, recipe.train.minibatch_rows)
+def student_cut(train: Train) -> Cut:
+    return Cut(train.minibatches, train.minibatch_rows)
 
 
-def critic_cut(recipe: Recipe) -> Cut:
-    if recipe.critic is None or recipe.critic.minibatch_rows is None:
-        return student_cut(recipe)
-    return Cut(rows=recipe.critic.minibatch_rows, path="critic.minibatch_rows")
+def critic_cut(train: Train, critic: CriticSection | None) -> Cut:
+    if critic is None or critic.minibatch_rows is None:
+        return student_cut(train)
+    return Cut(rows=critic.minibatch_rows, path="critic.minibatch_rows")
 
 
-def running_cuts(recipe: Recipe, step: int) -> list[Cut]:
+def running_cuts(train: Train, critic: CriticSection | None, step: int) -> list[Cut]:
     """Return the cuts of the updates that this step (from 1 on) runs."""
-    if recipe.critic is None:
-        return [student_cut(recipe)]
-    if step <= recipe.critic.warmup_steps:
-        return [critic_cut(recipe)]
-    return [critic_cut(recipe), student_cut(recipe)]
+    if critic is None:
+        return [student_cut(train)]
+    if step <= critic.warmup_steps:
+        return [critic_cut(train, critic)]
+    return [critic_cut(train, critic), student_cut(train)]
 
 
 def needed_multiple(data_parallel: int, cuts: Iterable[Cut]) -> int:

@@ -18,6 +18,7 @@ from practicum.models.model_files import must_read, read_config, require_model_f
 from practicum.processes.dispatch import Dispatcher
 from practicum.processes.host import Host
 from practicum.recipe.checks.value_forms import fill
+from practicum.recipe.schema.rollout_sections import Rollout
 from practicum.recipe.schema.teacher_sections import RewardModel
 from practicum.rewards.judge import CannotScore, Judge, JudgeInput, check_label
 from practicum.rewards.local_judges import load_judge, load_tokenizer
@@ -105,6 +106,11 @@ def place_model(name: str, spec: RewardModel, room: int) -> RewardScorer:
     """Return a reward model where its section places it; one on a server has its own deadlines."""
     deadline_s = None if spec.url is not None else spec.deadline_s
     return RewardScorer(name, PLACEMENTS[spec.placement_name](name, spec, room), deadline_s=deadline_s)
+
+
+def judge_room(rollout: Rollout) -> int:
+    """Return the tokens that a reward model must take: another tokenizer may need more than the student's."""
+    return 2 * rollout.context_for(None)
 
 
 def load_reward_models(

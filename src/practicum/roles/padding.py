@@ -34,8 +34,8 @@ from practicum.learning.parallel import Parallel
 from practicum.models.experts import routes_of
 from practicum.models.vision import AXES
 from practicum.observe.records.recorder import NOT_RECORDED, Recorder
-from practicum.recipe.algorithm_traits import loss_traits
-from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.algorithm_sections import CriticSection
+from practicum.recipe.schema.recipe import Train
 from practicum.recipe.schema.teacher_sections import Distill
 from practicum.roles.run_stage import StepInfo, stage
 
@@ -53,18 +53,27 @@ class OptimizerStep:
 class BatchCutter:
     """How batches are padded, cut into optimizer steps, and shared among the learner's ranks.
 
-    All of it is a function of keys and tags, so every rank computes the same.
+    All of it is a function of keys and tags, so every rank computes the same. With `whole_sessions`, the
+    student's mini-batches cut no session.
     """
 
-    def __init__(self, recipe: Recipe, rank: int = 0, ranks: int = 1) -> None:
-        self.recipe, self.rank, self.ranks = recipe, rank, ranks
-        self.student, self.critic = student_cut(recipe), critic_cut(recipe)
-        self.whole_sessions = loss_traits(recipe.algorithm.loss).whole_sessions and recipe.has_policy_loss
-        """The student's mini-batches cut no session."""
+    def __init__(
+        self,
+        train: Train,
+        critic: CriticSection | None,
+        *,
+        seed: int,
+        whole_sessions: bool,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        self.train, self._critic, self._seed = train, critic, seed
+        self.whole_sessions, self.rank, self.ranks = whole_sessions, rank, ranks
+        self.student, self.critic = student_cut(train), critic_cut(train, critic)
 
     def padding_rows(self, batch: BatchRef, step: int) -> int:
         """Return how many padding rows all updates of a step need for even mini-batches and ranks."""
-        cuts, spare = running_cuts(self.recipe, step), 0
+        cuts, spare = running_cuts(self.train, self._critic, step), 0
         if self.ranks > 1 and self.whole_sessions:
             largest = max(Counter(key[:2] for key in batch.keys).values())
             spare = max(spare_padding(largest, cut.steps(len(batch)), self.ranks) for cut in cuts)
@@ -78,8 +87,8 @@ class BatchCutter:
         batch, steps, whole = step.batch, [], self.whole_sessions and cut is self.student
         prompts, sessions = [key.prompt for key in batch.keys], [key.session for key in batch.keys]
         padding, together = [tags.is_padding for tags in batch.tags], [key[:2] for key in batch.keys]
-        for epoch in range(self.recipe.train.epochs):
-            options = {"seed": self.recipe.seed, "step": step.number, "epoch": epoch, "ranks": self.ranks}
+        for epoch in range(self.train.epochs):
+            options = {"seed": self._seed, "step": step.number, "epoch": epoch, "ranks": self.ranks}
             minibatches = spread(prompts, sessions, padding, cut, whole_sessions=whole, **options)
             assigned = assign_ranks(minibatches, _tokens(batch), self.ranks, together if whole else None)
             for minibatch, parts in zip(minibatches, assigned, strict=True):

@@ -26,6 +26,7 @@ from practicum.dataplane.store import Store
 from practicum.errors import RecipeError
 from practicum.learning.learner import Learner
 from practicum.learning.logprobs import LogprobScorer
+from practicum.learning.objective import DistillSettings
 from practicum.learning.packed_model import PackedModel
 from practicum.learning.parallel import Parallel
 from practicum.learning.value_learner import ValueLearner
@@ -33,16 +34,18 @@ from practicum.models.adapter_files import save_base
 from practicum.models.load_model import load_model, load_tokenizer, stop_ids
 from practicum.models.model_files import save_description
 from practicum.observe.records.recorder import NOT_RECORDED, Recorder
+from practicum.recipe.algorithm_traits import loss_traits
 from practicum.recipe.own_parts import find_part, guarded
-from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.recipe import Model, Recipe
 from practicum.roles.advantages import AdvantageRole
 from practicum.roles.critic import CriticRole
 from practicum.roles.padding import BatchCutter, PaddingRole, check_fields, field_widths, rank_share
 from practicum.roles.run_stage import StepInfo, stage, stage_method
+from practicum.roles.stage_table import ratio_source
 from practicum.roles.student import StudentRole
 from practicum.roles.teachers import TeacherRole
 from practicum.sessions.chat import make_encoder
-from practicum.teachers.load_teachers import Teachers, teacher_losses
+from practicum.teachers.load_teachers import Teachers, cut_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,29 +94,57 @@ class TrainRank:
 
     def _make_roles(self, model: PreTrainedModel, teachers: Teachers | None) -> None:
         recipe, plan, store, parallel = self.recipe, self.plan, self.store, self.parallel
-        cutter, watch, recorder = BatchCutter(recipe, self.rank, self.ranks), self.watch, self.recorder
+        watch, recorder = self.watch, self.recorder
+        cutter = BatchCutter(
+            recipe.train,
+            recipe.critic,
+            seed=recipe.seed,
+            whole_sessions=loss_traits(recipe.algorithm.loss).whole_sessions and recipe.has_policy_loss,
+            rank=self.rank,
+            ranks=self.ranks,
+        )
         self.teachers = self.critic = reference = None
         if teachers is not None:
-            vocab = model.config.get_text_config().vocab_size
-            options = {"vocab": vocab, "parallel": parallel, "recorder": recorder}
-            self.teachers = TeacherRole(recipe, plan, store, teachers, self.tokenizer, **options)
+            assert recipe.distill is not None
+            self.teachers = TeacherRole(
+                recipe.distill,
+                plan,
+                store,
+                teachers,
+                self.tokenizer,
+                temperature=recipe.compare_temperature,
+                vocab=model.config.get_text_config().vocab_size,
+                parallel=parallel,
+                recorder=recorder,
+            )
         refuse = partial(watch, "finite")
         if recipe.critic is not None:
             options = {"on_nonfinite": refuse, "parallel": parallel}
             critic = ValueLearner(model, recipe.train, recipe.critic, **options)
             self.critic = CriticRole(plan, store, critic, cutter, recorder)
         if "ref_logprobs" in plan and not recipe.is_own_base:
-            start = load_reference(recipe, model, None if parallel is None else parallel.rank)
+            spec, path = recipe.model, recipe.algorithm.kl.reference
+            start = load_reference(spec, recipe.seed, path, model, None if parallel is None else self.rank)
             reference = LogprobScorer(PackedModel(start, recipe.train, parallel))
         widths = field_widths(recipe.distill, model, 0 if teachers is None else teachers.width)
         self.padding = PaddingRole(plan, store, self.tokenizer, widths, cutter, recorder)
+        teaching = None
+        if teachers is not None and recipe.distill is not None:
+            numbers, shares = recipe.teacher_numbers, recipe.route.shares
+            teaching = DistillSettings(
+                recipe.distill,
+                recipe.compare_temperature,
+                heads=[cut_head(teachers.heads[name]) for name in numbers] if teachers.heads else (),
+                alone=not recipe.has_policy_loss,
+                shares=None if shares is None else {numbers[name]: share for name, share in shares.items()},
+            )
         # Last: others copy the model whole, and the learner cuts it into shards.
         learner = Learner(
             model,
             recipe.train,
             recipe.algorithm,
             temperature=recipe.rollout.temperature,
-            teaching=None if teachers is None else teacher_losses(recipe, teachers),
+            teaching=teaching,
             on_nonfinite=refuse,
             parallel=parallel,
         )
@@ -121,8 +152,21 @@ class TrainRank:
             self.teachers.student = learner
         if "ref_logprobs" in plan and recipe.is_own_base:
             reference = LogprobScorer(learner.trunk, adapter=False)
-        self.student = StudentRole(recipe, plan, store, learner, reference, watch, cutter, recorder)
-        self.advantages = AdvantageRole(recipe, plan, store, watch, recorder)
+        self.student = StudentRole(
+            plan,
+            store,
+            learner,
+            reference,
+            watch,
+            cutter,
+            recorder,
+            temperature=recipe.rollout.temperature,
+            old=ratio_source(recipe),
+            teachers=recipe.teacher_numbers,
+            measure_every=recipe.route.measure_every,
+        )
+        learnt_from = recipe.algorithm, recipe.distill, recipe.reward.weight
+        self.advantages = AdvantageRole(*learnt_from, plan, store, watch, recorder)
 
     @property
     def version(self) -> int:
@@ -215,10 +259,12 @@ class TrainRank:
             self.encoder.processor.image_processor.save_pretrained(folder)
 
 
-def load_reference(recipe: Recipe, student: PreTrainedModel, rank: int | None = None) -> PreTrainedModel:
-    """Return the reference policy: a model of the student's vocabulary, or its start."""
-    path, key = recipe.algorithm.kl.reference, "algorithm.kl.reference"
-    reference = load_model(recipe.model, recipe.seed, path=path, key=key, rank=rank)
+def load_reference(
+    spec: Model, seed: int, path: str | None, student: PreTrainedModel, rank: int | None = None
+) -> PreTrainedModel:
+    """Return the reference policy: a model of the student's vocabulary at a path, or the student's start."""
+    key = "algorithm.kl.reference"
+    reference = load_model(spec, seed, path=path, key=key, rank=rank)
     own, other = (m.config.get_text_config().vocab_size for m in (student, reference))
     if own != other:
         expected = f"a model of the student's vocabulary of {own}"

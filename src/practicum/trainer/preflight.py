@@ -68,10 +68,10 @@ def preflight(loaded: LoadedRecipe) -> Preflight:
     warnings = list(found.warnings)
     if recipe.model.lora is not None:
         findings.append(describe_adapter(model))
-    check_bases(recipe, base_fingerprint(model))
-    if recipe.algorithm.kl.reference is not None:
-        load_reference(recipe, model)
-        findings.append(f"reference: {recipe.algorithm.kl.reference} loads")
+    check_bases(recipe.teachers, recipe.model, base_fingerprint(model))
+    if (path := recipe.algorithm.kl.reference) is not None:
+        load_reference(recipe.model, recipe.seed, path, model)
+        findings.append(f"reference: {path} loads")
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     about = f"model: {type(model).__name__}, {millions:,.2f}M parameters, on {model.device}"
     return replace(found, findings=findings, warnings=warnings, sizes=[about, *_sizes(recipe, found)])
@@ -116,7 +116,7 @@ def check_without_models(recipe: Recipe) -> Preflight:
             student_context=model_context,
         )
         needed = {name: tokens + longest[1] for name, tokens in prompts.items()}
-        findings += probe_servers(recipe, vocab or len(tokenizer), needed)
+        findings += probe_servers(recipe.teachers, recipe.distill, vocab or len(tokenizer), needed)
     if recipe.reward.models:
         findings += check_reward_models(recipe.reward.models, tokenizer, sum(longest))
         findings += probe_reward_servers(recipe.reward.models, chat=data.uses_chat)

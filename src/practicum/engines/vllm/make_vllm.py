@@ -23,8 +23,7 @@ from practicum.models.adapter_files import SavedAdapter, write_adapter
 from practicum.models.load_model import context_length, load_model, skeleton
 from practicum.models.lora import bare_base, base_fingerprint, has_adapter
 from practicum.models.model_files import read_config
-from practicum.recipe.schema.recipe import Recipe
-from practicum.recipe.schema.rollout_sections import Vllm
+from practicum.recipe.schema.rollout_sections import Rollout, Vllm
 from practicum.recipe.schema.teacher_sections import Own
 
 GIB = 2**30
@@ -186,12 +185,14 @@ class VllmKind:
 
     shares_model = hosts_lag = False
 
-    def for_rollout(self, recipe: Recipe, model: PreTrainedModel, weights: WeightSource) -> Engine:
-        rollout, context = recipe.rollout, recipe.rollout.context_for(context_length(model))
+    def for_rollout(
+        self, rollout: Rollout, path: str | None, model: PreTrainedModel, weights: WeightSource
+    ) -> Engine:
+        context = rollout.context_for(context_length(model))
         threads, slots = torch.get_num_threads(), rollout.slots
         room = EngineSize("rollout", rollout.vllm, threads, context, slots, kv_tokens=slots * context)
         if takes_adapter(model):
-            return engine_of_adapted(model, recipe.model.path, room, weights)
+            return engine_of_adapted(model, path, room, weights)
         return engine_of_model(model, room, weights)
 
     def share_order(self, engines: Sequence[Engine]) -> None:

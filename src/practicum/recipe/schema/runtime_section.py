@@ -20,7 +20,7 @@ _OWN_CLUSTER = read_without(
 )
 _ASLEEP = read_if(
     lambda recipe: any(
-        model.url is None and model.placement == "colocated"
+        not model.scores_during_rollout
         for model in (*recipe.teachers.values(), *recipe.reward.models.values())
     ),
     "without a colocated teacher or reward model",

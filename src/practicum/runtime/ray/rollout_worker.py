@@ -58,7 +58,8 @@ class RolloutWorker(Worker):
         # What comes is the adapter alone; for an engine that does not take it, weights are merged here.
         self._merged = model if ENGINES[recipe.rollout.engine].merges_adapter(model) else None
         models = [model, *(copy_on_base(model) for _ in range(1, recipe.sampling_engines))]
-        self.engines = make_engines(recipe, [each.requires_grad_(False) for each in models], self._weights)
+        frozen = [each.requires_grad_(False) for each in models]
+        self.engines = make_engines(recipe.rollout, recipe.model.path, frozen, self._weights)
         self.toolbox = Toolbox(recipe.agent.tools)
         sessions = partial(
             SessionRunner,
