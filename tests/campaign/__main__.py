@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from itertools import chain, pairwise, takewhile
 from pathlib import Path
 
-from tests.campaign.processes import MARK, Family, end_cleanly
+from tests.campaign.processes import MARK, Family, Server, end_cleanly
 from tests.campaign.scenarios import SCENARIOS, Scenario, Victim, save_models
-from tests.campaign.server import Server
 from tests.campaign.strike import Folder, Outcome, Surroundings, disturb, draw
 from tests.cluster import ENV
 
@@ -43,7 +42,6 @@ def main() -> int:
 
     try:
         save_models(work / "models")
-        _import_all()
         around = Surroundings(work / "models", server, family, options.slow)
         references: dict[str, tuple[Path, list[tuple[str, float]]]] = {}
         for number, (scenario, victims) in enumerate(_episodes(rng, options)):
@@ -94,9 +92,7 @@ def _episodes(
     rng: random.Random, options: argparse.Namespace
 ) -> Iterator[tuple[Scenario, list[tuple[Victim, str]]]]:
     """Without end: runs with their victims, so that all kinds are met before one is met again."""
-    scenarios = [s for s in SCENARIOS.values() if re.search(options.only, s.name) and s.is_there]
-    for missing in (s for s in SCENARIOS.values() if not s.is_there):
-        print(f"left out: {missing.name}, there is no {missing.python}")
+    scenarios = [s for s in SCENARIOS.values() if re.search(options.only, s.name)]
     while True:
         episodes = []
         for scenario in scenarios:
@@ -128,18 +124,6 @@ def _stages(timeline: list[tuple[float, int, str]]) -> list[tuple[str, float]]:
         if number == step:
             lengths.setdefault(stage, end - begin)
     return [(stage, seconds) for stage, seconds in lengths.items() if stage != "eval"]
-
-
-def _import_all() -> None:
-    """What takes seconds, once for all runs that are forked from here."""
-    import ray  # noqa: F401
-    import torch
-
-    import practicum.runtime.local
-    import practicum.runtime.ray.start_ray
-    import practicum.trainer.run  # noqa: F401
-
-    torch.set_num_threads(1)
 
 
 def _show(outcome: Outcome) -> None:

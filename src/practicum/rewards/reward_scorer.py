@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from practicum.concurrency.event_loop import run_async
 from practicum.engines.protocol import Sleeper
-from practicum.errors import EngineError, RecipeError, RecipeErrors, TeacherError
+from practicum.errors import RecipeError, RecipeErrors
 from practicum.models.model_files import must_read, read_config, require_model_folder
 from practicum.processes.dispatch import Dispatcher
 from practicum.processes.host import Host
@@ -40,26 +40,17 @@ class RewardScorer:
 
     async def judge(self, case: JudgeInput) -> float | CannotScore:
         """Return the model's score of a response, or why it has none; a model that sleeps must be awake."""
-
-        def late(judge: Judge) -> TeacherError:
-            why = f"did not answer for {case.name} within {self._deadline_s:g} s"
-            judge.abort(f"it {why}")
-            return TeacherError(
-                f"reward model {self.name} {why}; if it is only slow, raise {self.key}.deadline_s"
-            )
-
         try:
             return await self._dispatcher.run(
                 lambda judge: judge.judge(case),
                 # Characters stand for tokens: the busiest judge does not depend on the tokenizer.
                 load=len(case.prompt) + len(case.response),
                 deadline_s=self._deadline_s,
-                late=late,
+                abort=lambda judge, why: judge.abort(why),
+                names=(f"reward model {self.name}", case.name, f"{self.key}.deadline_s"),
             )
         except CannotScore as failure:
             return failure
-        except EngineError as error:
-            raise TeacherError(f"reward model {self.name} failed in {case.name}: {error}") from error
 
     def close(self) -> None:
         with ExitStack() as stack:

@@ -142,14 +142,10 @@ class PaddingRole:
         if not count:
             return {}, batch.take([])
         options = {"end_id": self._end_id, "widths": self.widths}
-        padding, written = padding_batch(batch.partition, count, padding_fields(self.plan), **options)
+        fields = list(dict.fromkeys(name for stage in self.plan for name in stage.writes))
+        padding, written = padding_batch(batch.partition, count, fields, **options)
         self.store.put(padding, written)
         return {}, padding
-
-
-def padding_fields(plan: Plan) -> list[str]:
-    """Return the fields of a padding row: all that a stage of the plan writes."""
-    return list(dict.fromkeys(name for stage in plan for name in stage.writes))
 
 
 def field_widths(distill: Distill | None, model: PreTrainedModel, teacher_width: int) -> dict[str, int]:

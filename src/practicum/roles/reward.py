@@ -133,7 +133,6 @@ class RewardRole:
         return RewardResult(reward, parts) if failure is None else RewardResult(None, parts, failure)
 
     def _judge_input(self, key: Key, prompt: Prompt, response: str) -> JudgeInput:
-        """Return what the models are shown of a response."""
         task, messages = self.tasks[prompt.task], None
         if task.chat or not isinstance(prompt.content, str):
             chat = chat_messages(prompt.content, task.system)
@@ -178,7 +177,6 @@ class RewardRole:
         sessions: Sessions,
         results: Mapping[SessionName, RewardResult],
     ) -> dict[str, Column]:
-        """Return the columns of these results, and set the rows' tags."""
         rewards_B, placed_B, tags = torch.zeros(len(batch)), torch.zeros(len(batch)), {}
         for name, rows in sessions.items():
             given = [batch.tags[i].given_reward or 0.0 for i in rows]

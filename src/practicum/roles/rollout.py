@@ -204,7 +204,6 @@ class RolloutRole:
         self.forget(keys)
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """Drop what is remembered of rows that leave the store."""
         for key in keys:
             self.prompts.pop(key, None)
             self._rewarded.discard(key[:2])

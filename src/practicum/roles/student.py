@@ -139,7 +139,6 @@ class StudentRole:
         self.watch("masks", next((finding for finding in findings if finding is not None), None))
 
     def _facts(self, batch: BatchRef) -> BatchFacts:
-        """Return what the tags of a batch say of each row."""
         names, tokens = [key[:2] for key in batch.keys], Counter[tuple[int, ...]]()
         for name, tags in zip(names, batch.tags, strict=True):
             tokens[name] += tags.sampled_tokens
@@ -210,7 +209,6 @@ class StudentRole:
 
 
 def ids_of(columns: Columns) -> tuple[Ragged, Ragged]:
-    """Return the tokens of prompts and responses."""
     return columns.ragged("prompt_ids"), columns.ragged("response_ids")
 
 

@@ -68,7 +68,6 @@ class TeacherRole:
         """The learner, for copies of the student; it is made after the teachers."""
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of scoring of each teacher so far."""
         return {name: scorer.busy_s for name, scorer in self.loaded.scorers.items()}
 
     def _rank_share(self, step: StepInfo) -> BatchRef:
@@ -115,7 +114,7 @@ class TeacherRole:
                 folder.mkdir(parents=True, exist_ok=True)
                 contiguous = {key: x.contiguous() for key, x in scorer.held.weights.items()}
                 metadata = {"version": str(scorer.held.version)}
-                save_file(contiguous, copy_file(folder, name), metadata=metadata)
+                save_file(contiguous, folder / f"{name}.safetensors", metadata=metadata)
 
     def load(self, folder: Path) -> None:
         """Load the copies that `save` wrote."""
@@ -202,13 +201,8 @@ def prompts_read(
     return {key: prompts[key] for key, tags in batch if tags.teacher in reads}
 
 
-def copy_file(folder: Path, name: str) -> Path:
-    """Return where a checkpoint keeps a teacher that is a copy of the student."""
-    return folder / f"{name}.safetensors"
-
-
 def read_copy(path: Path) -> tuple[dict[str, Tensor], int]:
-    """Return the weights in such a file, and their version."""
+    """Return the weights in a file that `TeacherRole.save` wrote, and their version."""
     with safe_open(path, "pt") as file:
         version = int(file.metadata()["version"])
     return load_file(path), version

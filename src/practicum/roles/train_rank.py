@@ -170,15 +170,12 @@ class TrainRank:
 
     @property
     def version(self) -> int:
-        """Number of updates of the student's weights."""
         return self.student.learner.version
 
     def fingerprint(self, length: int) -> list[float]:
-        """Return logprobs of a fixed sequence by the learner's weights; all ranks must be called."""
         return self.student.learner.fingerprint(length).tolist()
 
     def transcripts(self, batch: BatchRef) -> list[Transcript]:
-        """Return the rows as text, in their order."""
         written = batch.where(lambda _, tags: tags.prompt_tokens > 0)
         if not written:
             return [Transcript()] * len(batch)
@@ -197,17 +194,14 @@ class TrainRank:
         return [transcripts.get(key, Transcript()) for key in batch.keys]
 
     def refresh_copies(self, step: int) -> None:
-        """Have copies of the student take its weights, if the recipe says so for this step."""
         if self.teachers is not None:
             self.teachers.refresh(step)
 
     def teachers_spent(self) -> tuple[dict[str, float], dict[str, int]]:
-        """Return seconds and wakes of the colocated teachers since the last call."""
         assert self.teachers is not None
         return self.teachers.spent()
 
     def session_advantages(self, batch: BatchRef) -> dict[tuple[int, ...], float]:
-        """Return each session's mean advantage over its sampled tokens; sessions without any are left out."""
         columns = Columns("records", self.store.get(batch, ("advantages", "response_mask")))
         sums: dict[tuple[int, ...], tuple[float, int]] = {}
         rows = zip(columns.ragged("advantages").rows, columns.ragged("response_mask").rows, strict=True)
@@ -220,7 +214,6 @@ class TrainRank:
         return self.advantages.kl.state_dict()
 
     def updates(self) -> tuple[int, ...]:
-        """Return the optimizer steps that student and critic have begun."""
         critic = () if self.critic is None else (self.critic.critic.stepper.begun,)
         return self.student.learner.stepper.begun, *critic
 

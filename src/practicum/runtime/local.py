@@ -82,7 +82,6 @@ class LocalWorkers:
         at_once: Callable[[Prompt], bool],
         finished: Finished,
     ) -> list[Key]:
-        """Write a session's rows into the store as soon as it is done."""
         prompts = {attempt.prompt.uid: attempt.prompt for attempt in attempts}
         starts = {uid: self.sessions.start(prompt) for uid, prompt in prompts.items()}
         keys: list[Key] = []
@@ -238,7 +237,6 @@ class LocalRoles:
         return describe_engines(self.engine, *scorers)
 
     def _engine_weights(self) -> tuple[Weights, int]:
-        """Return the learner's weights as the engine takes them, with their version."""
         learner = self.rank.student.learner
         merged = self.kind.merges_adapter(learner.model)
         return learner.plain_weights() if merged else learner.named_weights(), learner.version
@@ -254,7 +252,6 @@ class LocalRoles:
         self.published = kept | {step: copied}
 
     def sync_weights(self) -> None:
-        """Load the learner's weights into the engine."""
         self.engine.load_weights(*self._engine_weights())
         if self.engine.model is not self.rank.student.learner.model:  # else it can't have other weights
             self.probe_weights()
@@ -266,7 +263,6 @@ class LocalRoles:
         return self._turns[number].use(step, lambda: self._give(number, step))
 
     def _give(self, number: int, step: int) -> None:
-        """Load the weights after this step into an engine."""
         published, engine, probe = self.published[step], self.engines[number], self.probes[number]
         engine.load_weights(published.weights.items(), published.version)
         if probe.looks:
@@ -276,7 +272,6 @@ class LocalRoles:
         return self.published[step].version if self.lag else self.version
 
     def probe_weights(self) -> None:
-        """Check that the engines have the learner's weights."""
         for engine, probe in zip(self.engines, self.probes, strict=True):
             if probe.looks:
                 probe.check([engine.fingerprint().tolist()], self.rank.fingerprint)

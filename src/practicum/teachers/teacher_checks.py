@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -21,7 +20,7 @@ from practicum.models.model_files import (
 from practicum.models.processor import load_processor
 from practicum.models.vision import is_vision
 from practicum.recipe.checks.routing import destinations
-from practicum.recipe.derived import adapter_folder, saved_parameters
+from practicum.recipe.derived import adapter_folder
 from practicum.recipe.schema.recipe import Model, Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
 from practicum.sessions.chat import make_encoder
@@ -221,12 +220,6 @@ def check_bases(teachers: Mapping[str, Teacher], student: Model, base: str) -> N
         if teacher.adapter is not None and teacher.model is None:
             saved = SavedAdapter.read(teacher.adapter, f"teachers.{name}.adapter")
             saved.check_base(base, describe_base(student, teacher))
-
-
-def weights_gb(folder: str, dtype: str) -> float | None:
-    """GiB of the weights in a folder as this number type, by the headers of its files; None if unknown."""
-    numbers = saved_parameters(Path(folder).expanduser())
-    return None if numbers is None else numbers * {"float32": 4, "bfloat16": 2, "float64": 8}[dtype] / 2**30
 
 
 def longest_prompts(recipe: Recipe, student: PreTrainedTokenizerBase, longest: int) -> dict[str, int]:

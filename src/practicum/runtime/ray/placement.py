@@ -59,8 +59,6 @@ class Actor:
 
 @dataclass(frozen=True)
 class Needs:
-    """Everything that a recipe needs."""
-
     actors: tuple[Actor, ...]
     bundles: tuple[Bundle, ...]
 

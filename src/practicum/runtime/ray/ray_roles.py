@@ -68,7 +68,6 @@ class TrainGroup:
         return self._call(self.workers[:1], method, args, options)[0]
 
     def each(self, method: Callable[[PublishingRank], T], timeout_s: float | None = None) -> list[T]:
-        """Call a method on all ranks; return their results in order."""
         return self._call(self.workers, method, timeout_s=timeout_s)
 
     def _call(
@@ -258,7 +257,6 @@ class RayRoles:
         self.pools.rollout.call_each(self.recipe.runtime.stage_s, RolloutWorker.load, engine, manifest)
 
     def _probe(self, engine: int, learner: Callable[[int], Sequence[float]]) -> None:
-        """Check that an engine's weights are the learner's, in every replica."""
         if self.probes[engine].looks:
             timeout = self.recipe.runtime.stage_s
             fingerprints = self.pools.rollout.call_each(timeout, RolloutWorker.fingerprint, engine)

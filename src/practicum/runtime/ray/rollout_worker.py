@@ -117,7 +117,6 @@ class RolloutWorker(Worker):
         return BatchRef(request.partition, tuple(row.key for row in rows), tuple(row.tags for row in rows))
 
     async def demonstrate(self, prompts: Sequence[Prompt], partition: str) -> BatchRef:
-        """Write what a demonstrator does with each prompt."""
         with self.recorder.span("demonstrate", prompts[0].step, rows=len(prompts)):
             sessions = self._train[0]
             running = [_begin(sessions.demonstrate(prompt)) for prompt in prompts]
@@ -136,11 +135,9 @@ class RolloutWorker(Worker):
         await asyncio.to_thread(self.engines[0].wake)
 
     async def describe(self) -> list[str]:
-        """Describe its engine, if that has a separate process."""
         return describe_engines(self.engines[0])
 
     async def fingerprint(self, engine: int) -> list[float]:
-        """Return logprobs of a fixed sequence by the weights that an engine has."""
         return (await asyncio.to_thread(self.engines[engine].fingerprint)).tolist()
 
     def _load(self, engine: int, manifest: Manifest) -> None:

@@ -39,7 +39,7 @@ from practicum.roles.reward import RewardRole
 from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import evaluation_plan
 from practicum.roles.sync import PublishedWeights
-from practicum.roles.teachers import TeacherRole, copy_file, read_copy
+from practicum.roles.teachers import TeacherRole, read_copy
 from practicum.roles.train_rank import TrainRank, set_threads
 from practicum.runtime.random_state import seed_generators
 from practicum.runtime.ray.actor_calls import ask_async
@@ -81,7 +81,6 @@ class Worker:
         self.store = handle.connect(recipe.runtime.store_s, lasting=self.LASTING)
 
     def blocked(self) -> str | None:
-        """Return what blocks the process's event loop, if it does not answer."""
         return blocked_by()
 
     def pid(self) -> int:
@@ -134,7 +133,7 @@ class PublishingRank(TrainRank):
 
         Called on one rank, which lives as long as the run: those of a teacher would die with it.
         """
-        path = copy_file(folder, name)
+        path = folder / f"{name}.safetensors"
         if not path.is_file():
             return None
         weights, version = read_copy(path)
@@ -194,7 +193,6 @@ class TrainWorker(Worker):
         return self.roles.stop
 
     def call(self, method: Callable[..., Any], *args: Any, **options: Any) -> RankReply:
-        """Call a method of PublishingRank on this rank."""
         value = method(self.roles, *args, **options)
         sentences, fired = tuple(self._sentences), dict(self.watch.fired)
         self._sentences.clear()
@@ -246,7 +244,6 @@ class TeacherWorker(Worker):
         return [line for part in self.scorer.scorers for line in part.describe()]
 
     def head(self) -> OutputHead:
-        """Return its current output head."""
         return self.scorer.scorers[0].head()
 
     def take(self, manifest: Manifest) -> None:
@@ -299,7 +296,6 @@ class RewardWorker(Worker):
         self._train, self._eval = make_role(self.plan), make_role(evaluation_plan())
 
     def reward(self, is_eval: bool, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
-        """Score these sessions, all of whose rows are in the batch."""
         role = self._eval if is_eval else self._train
         work = role.reward(StepInfo(batch, batch.tags[0].step, prompts=prompts))
         run_async(work, timeout=role.stage_s, owner="reward")
