@@ -23,7 +23,6 @@ from tests.campaign.scenarios import STEPS, Scenario, Victim
 BOUND_S = 900.0
 """In which a disturbed run must continue or end: several times its longest deadline."""
 FIND_S = 20.0
-_SENTENCE = 300
 _TIMED = re.compile(r"time/.*|.*/tokens_per_second|teacher/.*/(seconds|wakes)|teachers/hidden|cluster/.*")
 """Metrics that the clock or a death makes."""
 GONE_S = 30.0
@@ -60,27 +59,17 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """What runs of the campaign share."""
-
-    models: Path
-    server: Server
-    family: Family
-    slow: float = 1.0
-    """How much longer than usual the runs' deadlines are, for a busy machine."""
-
-
 class Folder:
-    """A run folder of a scenario, and all its starts."""
+    """A run folder of a scenario, and all its starts; `slow` is a factor of the runs' deadlines."""
 
-    def __init__(self, scenario: Scenario, folder: Path, around: Surroundings) -> None:
+    def __init__(
+        self, scenario: Scenario, folder: Path, models: Path, server: Server, family: Family, slow: float
+    ) -> None:
         folder.mkdir(parents=True)
-        self.scenario, self.folder = scenario, folder
-        self.server, self.family = around.server, around.family
-        self.recipe = scenario.write(folder, around.models, around.server.url, around.slow)
+        self.scenario, self.folder, self.server, self.family = scenario, folder, server, family
+        self.recipe = scenario.write(folder, models, server.url, slow)
         text = self.recipe.read_text()
-        self._is_served = around.server.url in text
+        self._is_served = server.url in text
         self._lag: int = yaml.safe_load(text).get("rollout", {}).get("lag", 0)
         self._stopped: set[int] = set()
         """Who was stopped and never let go."""
@@ -117,7 +106,7 @@ class Folder:
             problems.append(f"hangs in {run.stage} of step {run.step}")
             self._kill()
         elif run.code:
-            problems.append(f"exit code {run.code}: {tail(run.printed())}")
+            problems.append(f"exit code {run.code}: {last_words(run.printed())}")
         problems += left_behind(self.family, self.server.pids, self._shared)
         self._kill()
         return problems
@@ -189,7 +178,7 @@ class Folder:
 
     def judge_end(self, run: Run, strike: Strike, outcome: Outcome) -> None:
         """A run ended after a strike, maybe some steps later: it was done, or said who was struck."""
-        victim, printed = strike.victim, run.printed()
+        victim, printed, said = strike.victim, run.printed(), last_words(run.printed())
         outcome.seconds = round(time.monotonic() - self._struck, 1)
         outcome.problems += left_behind(self.family, self.server.pids, self._shared)
         self._kill()
@@ -199,24 +188,18 @@ class Folder:
         if victim.kind == "controller" and strike.signal == "KILL":
             return
         if run.code != 2 or "Traceback" in printed:
-            outcome.problems.append(f"exit code {run.code}, no sentence for the user: {tail(printed)}")
-        elif not victim.names or not re.search(victim.names, last_words(printed)):
-            outcome.problems.append(f"the sentence does not name it: {tail(printed)}")
+            outcome.problems.append(f"exit code {run.code}, no sentence for the user: {said}")
+        elif not victim.names or not re.search(victim.names, said):
+            outcome.problems.append(f"the sentence does not name it: {said}")
         elif victim.survives and strike.signal == "KILL":
-            outcome.problems.append(f"did not continue: {tail(printed)}")
+            outcome.problems.append(f"did not continue: {said}")
 
 
 def last_words(printed: str) -> str:
     """What a run said after its last line of progress, which has words like "rollout 149 tokens/s" too."""
     lines = printed.splitlines()
     progress = [number for number, line in enumerate(lines) if " · step " in line]
-    return "\n".join(lines[progress[-1] + 1 if progress else 0 :])
-
-
-def tail(printed: str) -> str:
-    """The end of what a run printed, in a line."""
-    words = [line.strip() for line in printed.splitlines() if line.strip()]
-    return " ".join(words[-4:])[-_SENTENCE:]
+    return " ".join(" ".join(lines[progress[-1] + 1 if progress else 0 :]).split())
 
 
 def disturb(
@@ -252,7 +235,7 @@ def disturb(
         if outcome is None and run.code == 0:
             break
         if outcome is None:
-            end = f"exit code {run.code} in {run.stage} of step {run.step}: {tail(run.printed())}"
+            end = f"exit code {run.code} in {run.stage} of step {run.step}: {last_words(run.printed())}"
             first = Outcome(folder.scenario.name, strike.victim.kind, strike.signal, strike.step, "")
             outcomes.append(replace(first, end="ended too early", problems=[end]))
             yield outcomes[-1]

@@ -13,7 +13,7 @@ import torch
 from practicum.engines.model_cache import ModelCache
 from practicum.engines.protocol import ScoreOptions, ScoreRequest
 from practicum.engines.torch.torch_engine import TorchEngine
-from practicum.errors import EngineError, TeacherError
+from practicum.errors import EngineError
 from practicum.models.offloaded_weights import OffloadTarget
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
@@ -229,18 +229,6 @@ def test_on_disk_the_weights_leave_memory_and_come_back(teacher: TeacherScorer):
     with residency.awake("math"):
         assert sum(p.nbytes for p in engine.model.parameters()) == held
     assert sum(p.nbytes for p in engine.model.parameters()) == 0
-
-
-def test_a_row_without_response_tokens_has_empty_scores(teacher: TeacherScorer):
-    got = score(teacher, [ScoreRequest([5, 6], 2, "prompt 0")], ScoreOptions(top_k=4, hidden=True))[0]
-    assert got.logprobs.shape == (0,)
-    assert (got.topk_ids.shape, got.hidden.shape) == ((0, 4), (0, 48))
-
-
-def test_a_row_that_it_can_not_score_is_named_with_the_teacher(teacher: TeacherScorer):
-    with pytest.raises(TeacherError, match=r"teacher math .*prompt 7: .*token ids outside"):
-        score(teacher, [*rows(3), ScoreRequest([5, 100_000], 1, "prompt 7")], ScoreOptions())
-    assert len(score(teacher, rows(3), ScoreOptions())) == 3
 
 
 def test_a_copy_of_the_student_shares_nothing_with_it_and_is_not_trained():

@@ -65,7 +65,7 @@ class HostedJudge(Judge):
         self.host, self.ready, self.abort, self.close = host, host.ready, host.kill, host.close
 
     async def judge(self, case: JudgeInput) -> float:
-        return await self.host.ask("judge", case)
+        return await self.host.ask(Judge.judge, case)
 
 
 def _load_colocated(name: str, spec: RewardModel, room: int) -> list[Judge]:

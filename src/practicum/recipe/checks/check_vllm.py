@@ -23,7 +23,7 @@ def check_vllm(recipe: Recipe) -> Iterator[RecipeError]:
             heads = _student_heads(recipe) if teacher.model is None else _folder_heads(teacher.model)
             yield from _section(f"{path}.vllm", teacher.vllm, heads)
             parallel = teacher.vllm.tensor_parallel
-            if recipe.on_ray and parallel > 1 and not teacher.scores_during_rollout:
+            if recipe.on_ray and parallel > 1 and teacher.placement_name == "colocated":
                 found = f"{parallel} with placement colocated and runtime.kind ray"
                 advice = f"a colocated teacher has the learner's one device: set {path}.placement to own"
                 yield RecipeError(f"{path}.vllm.tensor_parallel", found, "1, or placement: own", advice)
