@@ -13,16 +13,10 @@ from practicum.errors import RecipeError
 from practicum.learning.minibatches import (
     Cut,
     assign_ranks,
-    critic_cut,
     exact_fit,
-    needed_multiple,
-    running_cuts,
     spare_padding,
     spread,
-    student_cut,
 )
-from practicum.recipe.schema.algorithm_sections import CriticSection
-from practicum.recipe.schema.recipe import Recipe, Train
 
 Row = tuple[int, int]
 """Prompt and session of a real row."""
@@ -42,26 +36,6 @@ def cut_up(rows: list[Row], cut: Cut, *, epoch: int = 0, whole: bool = False, ra
 def homes(rows: list[Row], minibatches, length: int) -> Counter[Row]:
     """Mini-batches in which each session (length 2) or prompt (length 1) has rows."""
     return Counter(key for mb in minibatches for key in {rows[i][:length] for i in mb.real})
-
-
-@pytest.mark.parametrize(
-    ("data_parallel", "asked", "expected"),
-    [
-        (1, [Cut()], 1),
-        (8, [Cut()], 8),
-        (1, [Cut(4)], 4),
-        (8, [Cut(4)], 32),
-        (8, [Cut(rows=256)], 256),
-        (8, [], 8),
-        (1, [Cut(rows=6), Cut(rows=4)], 12),
-        (2, [Cut(rows=6), Cut(rows=4)], 12),
-        (2, [Cut(3), Cut(rows=4)], 12),
-        (4, [Cut(3), Cut(rows=256)], 768),
-        (8, [Cut(rows=256), Cut(rows=64)], 256),
-    ],
-)
-def test_needed_multiple(data_parallel, asked, expected):
-    assert needed_multiple(data_parallel, asked) == expected
 
 
 @pytest.mark.parametrize(
@@ -85,20 +59,7 @@ def test_rows_that_ranks_cannot_share_evenly_are_an_error_naming_the_key():
     with pytest.raises(
         RecipeError, match=r"train.minibatch_rows: found 100, .* 8 data-parallel ranks.\n.* 104"
     ):
-        needed_multiple(8, [Cut(rows=100)])
-    cut = critic_cut(Recipe.model_construct(train=Train(), critic=CriticSection(minibatch_rows=100)))
-    with pytest.raises(RecipeError, match=r"critic.minibatch_rows: found 100"):
-        needed_multiple(8, [cut])
-
-
-def test_only_updates_that_run_ask_for_a_multiple():
-    train = Train(minibatch_rows=4)
-    alone = Recipe.model_construct(train=train, critic=None)
-    assert running_cuts(alone, 1) == [student_cut(alone)] == [Cut(rows=4)]
-    both = Recipe.model_construct(train=train, critic=CriticSection(warmup_steps=2, minibatch_rows=6))
-    assert [needed_multiple(1, running_cuts(both, step)) for step in (1, 2, 3)] == [6, 6, 12]
-    same = Recipe.model_construct(train=Train(minibatches=3), critic=CriticSection())
-    assert critic_cut(same) == student_cut(same) == Cut(3)
+        Cut(rows=100).multiple(8)
 
 
 @given(row_lists, cuts, st.booleans())
@@ -145,7 +106,7 @@ def test_real_rows_do_not_depend_on_padding(rows, cut, whole, data):
 def test_padding_to_the_multiple_makes_all_minibatches_equally_large(rows, cut, ranks):
     if cut.rows is not None:
         cut = Cut(rows=cut.rows * ranks)
-    padded = rows + [PADDING] * (-len(rows) % needed_multiple(ranks, [cut]))
+    padded = rows + [PADDING] * (-len(rows) % cut.multiple(ranks))
     minibatches = cut_up(padded, cut, ranks=ranks)
     size = len(padded) // cut.parts if cut.rows is None else cut.rows
     assert {len(mb.rows) for mb in minibatches} == {size}
@@ -159,7 +120,7 @@ def test_whole_sessions_are_levelled_by_spare_padding(rows, cut, ranks):
     if cut.rows is not None:
         cut = Cut(rows=cut.rows * ranks)
     spare = spare_padding(max(Counter(rows).values()), cut.steps(len(rows)), ranks)
-    count = spare + -(len(rows) + spare) % needed_multiple(ranks, [cut])
+    count = spare + -(len(rows) + spare) % cut.multiple(ranks)
     padded = rows + [PADDING] * count
     minibatches = cut_up(padded, cut, whole=True, ranks=ranks)
     sizes = {len(mb.rows) for mb in minibatches}

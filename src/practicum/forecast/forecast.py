@@ -10,7 +10,6 @@ from practicum.errors import ClusterError
 from practicum.forecast.cluster_spec import GIB, ClusterSpec, machines
 from practicum.forecast.device_memory import TIGHT, DeviceMemory, StepSetup, device_memory
 from practicum.forecast.model_sizes import models_of
-from practicum.recipe.counts import count
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.stage_table import make_plan
 from practicum.runtime.ray.placement import ActorPlacement, Node, lay_out, needs, uses_gpu
@@ -33,7 +32,7 @@ def forecast(recipe: Recipe, spec: ClusterSpec, prompt_tokens: float) -> Forecas
     """Return what a step of this recipe needs on this cluster, with prompts of this many tokens."""
     layout, refusals = _place(recipe, spec) if recipe.on_ray else (None, [])
     each = [machine for _, machine in machines(spec)]
-    sizes = count(recipe)
+    sizes = recipe.counts
     setup = StepSetup(
         recipe=recipe,
         plan=make_plan(recipe),
@@ -58,12 +57,11 @@ def forecast(recipe: Recipe, spec: ClusterSpec, prompt_tokens: float) -> Forecas
 def mean_prompt_tokens(recipe: Recipe) -> float:
     """Return the mean tokens of the training stream's first prompts."""
     from practicum.models.load_model import load_tokenizer
-    from practicum.recipe.reward_traits import tasks_needing_answer
     from practicum.sessions.chat import make_encoder
     from practicum.tasks.stream import make_stream
 
     encode = make_encoder(recipe, load_tokenizer(recipe.model))
-    stream = make_stream(recipe.tasks, recipe.seed, needs_answer=tasks_needing_answer(recipe))
+    stream = make_stream(recipe.tasks, recipe.seed, needs_answer=recipe.tasks_needing_answer)
     return fmean(len(encode(prompt).ids) for prompt in stream.take(SAMPLED_PROMPTS))
 
 

@@ -13,13 +13,12 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from math import ceil, lcm
+from math import ceil
 
 import numpy as np
 
 from practicum.dataplane.padding_rows import PADDING_TOKENS
 from practicum.errors import RecipeError
-from practicum.recipe.schema.recipe import Recipe
 
 Session = list[int]
 """Rows of one session."""
@@ -35,11 +34,10 @@ Item = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The recipe's number of optimizer steps (`parts`), or of rows in each (`rows`, with its key)."""
+    """The recipe's number of optimizer steps (`parts`), or of rows in each (`rows`)."""
 
     parts: int = 1
     rows: int | None = None
-    path: str = "train.minibatch_rows"
 
     def steps(self, real_rows: int) -> int:
         """Return the optimizer steps of one pass; each has a real row."""
@@ -52,7 +50,7 @@ class Cut:
         if self.rows % data_parallel:
             more = ceil(self.rows / data_parallel) * data_parallel
             expected = f"a multiple of the {data_parallel} data-parallel ranks"
-            raise RecipeError(self.path, str(self.rows), expected, f"Set it to {more}.")
+            raise RecipeError("train.minibatch_rows", str(self.rows), expected, f"Set it to {more}.")
         return self.rows
 
 
@@ -67,30 +65,6 @@ class Minibatch:
     def rows(self) -> list[int]:
         """All rows, the real ones first."""
         return self.real + self.padding
-
-
-def student_cut(recipe: Recipe) -> Cut:
-    return Cut(recipe.train.minibatches, recipe.train.minibatch_rows)
-
-
-def critic_cut(recipe: Recipe) -> Cut:
-    if recipe.critic is None or recipe.critic.minibatch_rows is None:
-        return student_cut(recipe)
-    return Cut(rows=recipe.critic.minibatch_rows, path="critic.minibatch_rows")
-
-
-def running_cuts(recipe: Recipe, step: int) -> list[Cut]:
-    """Return the cuts of the updates that this step (from 1 on) runs."""
-    if recipe.critic is None:
-        return [student_cut(recipe)]
-    if step <= recipe.critic.warmup_steps:
-        return [critic_cut(recipe)]
-    return [critic_cut(recipe), student_cut(recipe)]
-
-
-def needed_multiple(data_parallel: int, cuts: Iterable[Cut]) -> int:
-    """Return what the number of rows must be a multiple of for all of these cuts."""
-    return lcm(data_parallel, *(cut.multiple(data_parallel) for cut in cuts))
 
 
 def spare_padding(largest: int, steps: int, data_parallel: int) -> int:

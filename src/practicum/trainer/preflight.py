@@ -18,7 +18,6 @@ from practicum.models.load_model import load_model, load_tokenizer, model_facts
 from practicum.models.lora import base_fingerprint, describe_adapter
 from practicum.models.model_files import read_config
 from practicum.observe.trackers import require_trackers
-from practicum.recipe.counts import count
 from practicum.recipe.derived import Traits, model_traits, traits_of
 from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.recipe.schema.recipe import Model, Recipe
@@ -130,8 +129,6 @@ def require_extras(recipe: Recipe) -> None:
         extras.append(("runtime.kind: ray", "ray", "ray"))
         if recipe.runtime.store == "transferqueue":
             extras.append(("runtime.store: transferqueue", "transfer_queue", "ray"))
-        if recipe.runtime.weight_transport == "nixl":
-            extras.append(("runtime.weight_transport: nixl", "nixl", "nixl"))
     else:
         engines = {f"teachers.{name}": teacher.engine for name, teacher in recipe.teachers.items()}
         engines |= {"rollout": recipe.rollout.engine}
@@ -190,7 +187,7 @@ def _folder(recipe: Recipe) -> list[str]:
 
 def _sizes(recipe: Recipe, found: Preflight) -> list[str]:
     """Return tokens of a step at most, and memory as `practicum plan` counts it."""
-    sessions, (prompt, answer) = count(recipe).sessions, found.longest
+    sessions, (prompt, answer) = recipe.counts.sessions, found.longest
     product = f"{sessions:,} × ({prompt:,} of prompt + {answer:,} of answer)"
     lines = [f"tokens: up to {product} = {sessions * (prompt + answer):,} per step"]
     if recipe.on_ray:
