@@ -1,6 +1,6 @@
 """The padding role: rows that do nothing fill a batch up, so that mini-batches and ranks share it evenly.
 
-`dataplane/padding_rows.py` says what a padding row holds, and `learning/minibatches.py` how mini-batches are
+`dataplane/columns.py` says what a padding row holds, and `learning/minibatches.py` how mini-batches are
 cut.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.padding_rows import padding_batch
+from practicum.dataplane.columns import padding_batch
 from practicum.dataplane.ragged import Column, Columns
 from practicum.dataplane.stages import Plan
 from practicum.dataplane.store import Store

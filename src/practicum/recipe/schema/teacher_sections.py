@@ -9,6 +9,8 @@ from practicum.recipe.algorithm_traits import ON_DISTRIBUTIONS, ON_SAMPLED
 from practicum.recipe.schema.engine_sections import HERE, EngineChoice
 from practicum.recipe.schema.section import OwnName, Section, key, read_if, read_with, read_without
 
+Dtype = Literal["float32", "bfloat16", "float64"]
+
 _SERVER = read_with(".url", advice="only requests to a server use it")
 _LOADED = read_without(".student", "a copy of the student is held as the student is: see model")
 _OWN_WEIGHTS = read_if(
@@ -28,9 +30,7 @@ _HAS_DEVICE = read_if(
 class Held(Section):
     """How a model's weights are held."""
 
-    dtype: Literal["float32", "bfloat16", "float64"] = key(
-        "float32", "Number type of its weights.", HERE, _OWN_WEIGHTS
-    )
+    dtype: Dtype = key("float32", "Number type of its weights.", HERE, _OWN_WEIGHTS)
     device: str = key("auto", DEVICE_HELP, HERE, _OWN_WEIGHTS, _HAS_DEVICE)
 
 
