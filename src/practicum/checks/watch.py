@@ -25,7 +25,7 @@ class Watch:
     """Applies the recipe's level to each check's finding. `own` are the user's checks, by name."""
 
     def __init__(self, checks: Checks, report: Callable[[str], None]) -> None:
-        self.checks, self._level, self.report = checks, checks.level, report
+        self._level, self.report = checks.level, report
         self.own = {short_name(use): use for use in checks.own}
         self.fired: Counter[str] = Counter()
 

@@ -12,7 +12,6 @@ from typing import Any, Literal
 from practicum.dataplane.stages import OwnStage, Plan, StageSpec, check_sides, resolve
 from practicum.errors import RecipeError
 from practicum.recipe.algorithm_traits import estimator_traits, loss_traits
-from practicum.recipe.counts import count
 from practicum.recipe.derived import Traits, model_traits
 from practicum.recipe.own_parts import find_part
 from practicum.recipe.schema.algorithm_sections import Algorithm
@@ -60,7 +59,7 @@ def make_plan(recipe: Recipe, traits: Traits | None = None) -> Plan:
     """
     traits = model_traits(recipe.model) if traits is None else traits
     plan = resolve(all_stages(recipe, traits), _why_unread(recipe))
-    check_sides(plan := replace(plan, counts=count(recipe), lag=recipe.rollout.lag))
+    check_sides(plan := replace(plan, counts=recipe.counts, lag=recipe.rollout.lag))
     return plan
 
 
@@ -101,7 +100,6 @@ def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
     weighs, loss = recipe.corrects_mismatch, f"algorithm.loss is {algorithm.loss}"
     warmup = 0 if recipe.critic is None else recipe.critic.warmup_steps
     streamed = all(teacher.scores_during_rollout for teacher in recipe.teachers.values())
-    minibatch_rows = [part.minibatch_rows for part in (recipe.train, recipe.critic) if part is not None]
     replayed = traits.moe and recipe.train.replay_experts and not supervised
 
     vision, images = _if(traits.vision, *VISION_FIELDS), _if(traits.vision, "multi_modal_inputs")
@@ -159,7 +157,7 @@ def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
         },
         "pad": {
             "not_asked": "one optimizer step on one rank takes the whole batch, of any size"
-            if recipe.data_parallel * recipe.train.minibatches == 1 and not any(minibatch_rows)
+            if recipe.data_parallel * recipe.train.minibatches == 1 and recipe.train.minibatch_rows is None
             else ""
         },
         "old_logprobs": {"reads": (*tokens, *experts)},

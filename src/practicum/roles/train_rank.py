@@ -97,7 +97,6 @@ class TrainRank:
         watch, recorder = self.watch, self.recorder
         cutter = BatchCutter(
             recipe.train,
-            recipe.critic,
             seed=recipe.seed,
             whole_sessions=loss_traits(recipe.algorithm.loss).whole_sessions and recipe.has_policy_loss,
             rank=self.rank,

@@ -18,7 +18,6 @@ from practicum.models.load_model import load_model, load_tokenizer, model_facts
 from practicum.models.lora import base_fingerprint, describe_adapter
 from practicum.models.model_files import read_config
 from practicum.observe.trackers import require_trackers
-from practicum.recipe.counts import count
 from practicum.recipe.derived import Traits, model_traits, traits_of
 from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.recipe.schema.recipe import Model, Recipe
@@ -134,7 +133,6 @@ def require_extras(recipe: Recipe) -> None:
     extras = [
         ("runtime.kind: ray", "ray", "ray", on_ray),
         ("runtime.store: transferqueue", "transfer_queue", "ray", runtime.store == "transferqueue"),
-        ("runtime.weight_transport: nixl", "nixl", "nixl", runtime.weight_transport == "nixl"),
         # On Ray, vLLM must be where its actors are, which may not be here.
         *((f"{at}.engine: vllm", "vllm", "vllm", e == "vllm" and not on_ray) for at, e in engines.items()),
         ("model.lora", "peft", "lora", recipe.model.lora is not None),
@@ -178,7 +176,7 @@ def _warnings(recipe: Recipe) -> list[str]:
 
 
 def _sizes(recipe: Recipe, longest: tuple[int, int]) -> list[str]:
-    sessions, (prompt, answer) = count(recipe).sessions, longest
+    sessions, (prompt, answer) = recipe.counts.sessions, longest
     product = f"{sessions:,} × ({prompt:,} of prompt + {answer:,} of answer)"
     lines = [f"tokens: up to {product} = {sessions * (prompt + answer):,} per step"]
     if recipe.on_ray:

@@ -14,7 +14,7 @@ from practicum.dataplane.stages import Plan
 from practicum.devices import is_accelerator_name
 from practicum.errors import ClusterError
 from practicum.recipe.schema.recipe import Recipe
-from practicum.recipe.schema.runtime_section import Pool, Runtime
+from practicum.recipe.schema.runtime_section import Pool
 from practicum.recipe.schema.teacher_sections import RewardModel, Teacher
 
 TRAIN, ROLLOUT, REWARD, STORE = "train", "rollout", "reward", "store"
@@ -28,9 +28,9 @@ _ROUNDING = 1e-6
 _KEYS = {
     TRAIN: "pools.train",
     ROLLOUT: "pools.rollout",
-    TEACHERS: "placement.own.replicas and devices of teachers and reward models",
-    SERVICES: "runtime.reward_workers",
-    STORE: "runtime.store_units",
+    TEACHERS: "placement.own.replicas of teachers and reward models",
+    SERVICES: "pools.train.nodes",
+    STORE: "pools.train.nodes",
 }
 """The recipe keys that decide the size of a pool."""
 
@@ -119,11 +119,13 @@ def needs(recipe: Recipe, plan: Plan | None = None, *, gpus: bool) -> Needs:
     """
     judges = recipe.computes_reward or recipe.evaluates
     holds_models = judges and any(not m.scores_during_rollout for m in recipe.reward.models.values())
-    rewards = recipe.runtime.reward_workers if judges else 0
+    nodes = recipe.pools.train.nodes
+    rewards = nodes if judges else 0
+    units = nodes + 1 if recipe.runtime.store == "transferqueue" else 0  # the first is their controller
     shared = [
         *_student(recipe, gpus, rewards if holds_models else 0),
         *_own(recipe.own_models, recipe.model.device, gpus),
-        *_services(recipe.runtime, recipe.teachers, 0 if holds_models else rewards),
+        *_services(recipe.teachers, 0 if holds_models else rewards, units),
     ]
     if plan is not None and "teachers" not in plan:
         shared = [entry for entry in shared if not any(role.startswith("teachers.") for role, *_ in entry[1])]
@@ -147,7 +149,7 @@ def _student(recipe: Recipe, gpus: bool, reward_workers: int) -> Iterator[Shared
     """
     pools, threads = recipe.pools, recipe.runtime.threads or 1
     on_gpu = uses_gpu(recipe.model.device, gpus)
-    span = recipe.engine_devices if pools.rollout else 1
+    span = recipe.rollout.engine_devices if pools.rollout else 1
     engines = _spread(recipe.engine_replicas, pools.rollout or pools.train, span)
     shared = {TRAIN: _spread(recipe.data_parallel, pools.train)}
     placed = [(TRAIN, pools.train, 1, shared)]
@@ -177,16 +179,15 @@ def _own(models: Mapping[str, Teacher | RewardModel], device: str, gpus: bool) -
             number += 1
 
 
-def _services(runtime: Runtime, teachers: Mapping[str, Teacher], reward_workers: int) -> Iterator[Shared]:
+def _services(teachers: Mapping[str, Teacher], reward_workers: int, units: int) -> Iterator[Shared]:
     """Yield what needs no device: reward workers, clients of servers, TransferQueue."""
     for index in range(reward_workers):
         yield Bundle(SERVICES, index, 1.0), [(REWARD, index, 1)]
     for name, teacher in teachers.items():
         if teacher.url is not None:
             yield Bundle(SERVICES, 0, URL_CPUS), [(f"teachers.{name}", 0, 1)]
-    if runtime.store == "transferqueue":
-        for index in range(runtime.store_units + 1):  # the first is their controller
-            yield Bundle(STORE, index, 1.0), [(STORE, index + 1, 1)]
+    for index in range(units):
+        yield Bundle(STORE, index, 1.0), [(STORE, index + 1, 1)]
 
 
 def _spread(count: int, pool: Pool, each: int = 1) -> Mapping[int, list[int]]:
