@@ -152,11 +152,6 @@ def test_chosen_prompts_are_as_many_as_asked_and_of_tasks_in_turn(
         ]
 
 
-def test_steps_with_one_group_show_all_tasks():
-    tasks = {0: "copy", 1: "compare", 2: "sort"}
-    assert {prompt for step in (5, 6, 7) for prompt in choose_prompts(tasks, 1, step)} == {0, 1, 2}
-
-
 def test_eval_prints_json_and_nothing_else(tmp_path: Path):
     recipe = tiny(tmp_path, "eval.rows=2").source
     options = ["--set", "eval.rows=2", "--set", REWARDS, "--answers", str(tmp_path / "answers.jsonl")]

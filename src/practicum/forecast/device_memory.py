@@ -106,32 +106,22 @@ def engine_memory(setup: StepSetup, *, shares_weights: bool) -> Parts:
     """Return the memory of the student's engines in a process, rollout.lag + 1 of them.
 
     Their weights (unless they are the learner's, as without a lag), those packed for decoding, and KV memory.
+    The torch engine's grows with the sequences, of which only those of agents fill the whole context.
     """
-    recipe, sizes = setup.recipe, setup.models.student
+    recipe, sizes, rollout = setup.recipe, setup.models.student, setup.recipe.rollout
     number, copies = BYTES[recipe.model.dtype], recipe.sampling_engines
-    tokens = _kv_tokens(setup)
-    if recipe.agent.loop != "single_turn":
-        tokens *= 2
+    is_ours, has_turns = ENGINES[rollout.engine].shares_model, recipe.agent.loop != "single_turn"
+    context = rollout.context_for(sizes.context)
+    tokens: float = rollout.slots * context * (2 if has_turns else 1)
+    if is_ours and not has_turns:
+        used = min(rollout.slots, math.ceil(setup.rows / setup.replicas))
+        grown = used * min(context, KV_SPARE * (setup.prompt_tokens + rollout.max_new_tokens))
+        tokens = max(grown, rollout.slots * min(context, KV_POSITIONS))
     weights = {"engine's weights": float(copies * sizes.parameters * number)}
     parts = {"KV memory": float(copies * tokens * sizes.token_kv() * number)}
-    is_ours = ENGINES[recipe.rollout.engine].shares_model
     if is_ours and setup.on_cpu and recipe.model.dtype == "float32":
         parts["packed weights"] = float(copies * sizes.linear * number)
     return parts if shares_weights and copies == 1 else weights | parts
-
-
-def _kv_tokens(setup: StepSetup) -> float:
-    """Return how many tokens KV memory has room for.
-
-    The torch engine's grows with the sequences, of which only those of agents fill the whole context.
-    """
-    rollout = setup.recipe.rollout
-    context = rollout.context_for(setup.models.student.context)
-    if not ENGINES[rollout.engine].shares_model or setup.recipe.agent.loop != "single_turn":
-        return rollout.slots * context
-    used = min(rollout.slots, math.ceil(setup.rows / setup.replicas))
-    grown = used * min(context, KV_SPARE * (setup.prompt_tokens + rollout.max_new_tokens))
-    return max(grown, rollout.slots * min(context, KV_POSITIONS))
 
 
 def _learner_memory(setup: StepSetup) -> Parts:

@@ -350,8 +350,8 @@ class Stopped(KeyboardInterrupt):
     """A second signal; `number` is its own."""
 
     def __init__(self, number: int) -> None:
-        self.number = number
         super().__init__(f"a second {signal.Signals(number).name}")
+        self.number = number
 
 
 class Interrupt:
