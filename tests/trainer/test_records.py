@@ -168,7 +168,7 @@ def test_wandb_gets_metrics_answers_and_distributions(tmp_path: Path, monkeypatc
     monkeypatch.setenv("WANDB_MODE", "offline")
     for name in ("SILENT", "DISABLE_GIT", "DISABLE_CODE", "X_DISABLE_STATS", "X_DISABLE_META"):
         monkeypatch.setenv(f"WANDB_{name}", "true")
-    tracker = TRACKERS["wandb"]("records", tiny(tmp_path).recipe, tmp_path)
+    tracker = TRACKERS["wandb"]("records", {"name": "tiny"}, tmp_path)
     tracker.log(1, {"reward/mean": 0.5})
     tracker.log_details(1, DETAILS)
     tracker.close()
@@ -184,7 +184,7 @@ def test_wandb_gets_metrics_answers_and_distributions(tmp_path: Path, monkeypatc
 def test_trackio_gets_metrics_answers_and_distributions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     trackio = importlib.import_module("trackio")
-    tracker = TRACKERS["trackio"]("records", tiny(tmp_path).recipe, tmp_path)
+    tracker = TRACKERS["trackio"]("records", {"name": "tiny"}, tmp_path)
     tracker.log(1, {"reward/mean": 0.5})
     tracker.log_details(1, DETAILS)
     tracker.close()
