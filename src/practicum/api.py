@@ -35,7 +35,7 @@ _training = threading.Lock()
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Report:
-    """What `check` found, in sentences; as text it is the screen of `practicum check`."""
+    """Findings of `check`, in sentences. As text it is the screen of `practicum check`."""
 
     loaded: LoadedRecipe
     """The recipe, with the models that are taken where it names runs."""

@@ -32,7 +32,7 @@ _NUMBERS = ("reward", "advantage", "response_tokens")
 
 @dataclass(frozen=True, slots=True)
 class StepDetails:
-    """What a step has in addition to numbers: recorded answers, and values of all its sessions."""
+    """Recorded answers of a step, and values of all its sessions."""
 
     tables: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     """Lines of samples.jsonl and eval.jsonl, by `samples` and `eval`; none is empty."""

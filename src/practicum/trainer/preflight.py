@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 from math import sqrt
 
 from practicum.errors import MissingExtraError, PracticumError, RecipeError, RecipeErrors
-from practicum.forecast.device_memory import GIB
+from practicum.forecast.device_memory import GIB, model_sizes
 from practicum.forecast.forecast import forecast, this_machine
-from practicum.forecast.model_sizes import model_sizes
 from practicum.learning.packed_model import PackedModel
 from practicum.models.load_model import load_model, load_tokenizer, model_facts
 from practicum.models.lora import base_fingerprint, describe_adapter

@@ -45,7 +45,7 @@ OWNED = (
     *("tokenizer.json", "log.txt", "wandb.id", "trackio.id", "checkpoints", "export", "exports", FOLDER),
     *("tensorboard", "wandb"),
 )
-"""What a run writes in addition to versions.json, which marks its folder; nothing else is ever removed."""
+"""Files of a run beside versions.json, which marks its folder. Nothing else is ever removed."""
 
 
 class RunFolder:
