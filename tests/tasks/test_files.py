@@ -156,11 +156,6 @@ def test_a_file_that_changes_under_us_is_noticed(tmp_path):
         source.row(1)
 
 
-def test_has_messages(tmp_path):
-    assert not source_of(write(tmp_path / "a.jsonl", GOOD)).has_messages
-    assert source_of(write(tmp_path / "b.jsonl", GOOD, {"prompt": [USER]})).has_messages
-
-
 def test_pictures_stand_before_a_string(tmp_path):
     source = source_of(write(tmp_path / "a.jsonl", {"prompt": "what?", "images": ["x/1.png", "/2.png"]}))
     assert source.has_pictures
