@@ -217,6 +217,7 @@ class Train(Section):
     )
     weight_decay: float = key(0.0, "AdamW weight decay of matrices.", ge=0)
     betas: tuple[Beta, Beta] = key((0.9, 0.999), "AdamW betas.", strict=False)
+    eps: float = key(1e-8, "AdamW epsilon.", gt=0)
     clip_norm: float | None = key(1.0, "Clip the global gradient norm; off if null.", gt=0)
     microbatch_tokens: int = key(16_384, "Tokens of one forward and backward.", ge=1)
     autocast: Literal["off", "bfloat16"] = key("off", "Mixed precision of the compute.")
