@@ -26,7 +26,7 @@ from practicum.roles.stage_table import make_plan
 from practicum.runtime import local
 from practicum.runtime.local import LocalRoles, start_local
 from practicum.tasks.stream import make_stream
-from practicum.teachers.load_teachers import PLACEMENTS, make_group
+from practicum.teachers.load_teachers import load_colocated, make_group
 from practicum.trainer import preflight
 from practicum.trainer.run import train_loaded
 from practicum.trainer.sample_step import TRAIN, training_attempts
@@ -135,7 +135,8 @@ def test_a_process_of_its_own_loads_the_base_and_gives_the_same_bits(folder: Pat
     spec = recipe(folder, tmp_path).recipe
     row, options, scores = ScoreRequest([*range(9, 20)], 4), ScoreOptions(top_k=3), []
     for student in (None, load_model(spec.model, spec.seed)):
-        scorer = PLACEMENTS["colocated"](make_group(spec, ["copy"], student))["copy"]
+        copy = {"copy": spec.teachers["copy"]}
+        scorer = load_colocated(make_group(copy, spec.distill, spec.model, spec.seed, student))["copy"]
         scores.append(asyncio.run(scorer.score(row, options)))
         scorer.close()
     assert torch.equal(scores[0].logprobs, scores[1].logprobs)

@@ -42,7 +42,7 @@ RECIPES: dict[str, dict[str, Any]] = {
             "kl": {"place": "loss"},
             "mismatch": {"weights": "sequence"},
         },
-        "critic": {"warmup_steps": 1, "minibatch_rows": 6},
+        "critic": {"warmup_steps": 1},
     },
     "gspo": {
         "train": steps(minibatches=3),
@@ -161,7 +161,9 @@ def test_the_padding_of_several_ranks_leaves_room_for_whole_sessions(
 
     def on_four_ranks(self: StepRunner, number: int) -> dict[str, float]:
         assert isinstance(self.roles, LocalRoles)
-        self.roles.rank.padding.cutter = BatchCutter(self.recipe, ranks=4)
+        padding = self.roles.rank.padding
+        whole = padding.cutter.whole_sessions
+        padding.cutter = BatchCutter(self.recipe.train, seed=0, whole_sessions=whole, ranks=4)
         return begin(self, number)
 
     monkeypatch.setattr(StepRunner, "step", on_four_ranks)

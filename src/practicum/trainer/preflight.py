@@ -18,7 +18,6 @@ from practicum.models.load_model import load_model, load_tokenizer, model_facts
 from practicum.models.lora import base_fingerprint, describe_adapter
 from practicum.models.model_files import read_config
 from practicum.observe.trackers import require_trackers
-from practicum.recipe.counts import count
 from practicum.recipe.derived import Traits, model_traits, traits_of
 from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.recipe.schema.recipe import Model, Recipe, Train
@@ -71,12 +70,12 @@ def preflight(loaded: LoadedRecipe) -> Preflight:
     PackedModel(model, recipe.train)  # tests whether the learner can run it
     if recipe.model.lora is not None:
         findings.append(describe_adapter(model))
-    check_bases(recipe, base_fingerprint(model))
-    if recipe.algorithm.kl.reference is not None:
-        load_reference(recipe, model)
-        findings.append(f"reference: {recipe.algorithm.kl.reference} loads")
+    check_bases(recipe.teachers, recipe.model, base_fingerprint(model))
+    if (path := recipe.algorithm.kl.reference) is not None:
+        load_reference(recipe.model, recipe.seed, path, model)
+        findings.append(f"reference: {path} loads")
     millions = sum(p.numel() for p in model.parameters()) / 1e6
-    sessions, (prompt, answer) = count(recipe).sessions, found.longest
+    sessions, (prompt, answer) = recipe.counts.sessions, found.longest
     product = f"{sessions:,} × ({prompt:,} of prompt + {answer:,} of answer)"
     sizes = [f"model: {type(model).__name__}, {millions:,.2f}M parameters, on {model.device}"]
     sizes.append(f"tokens: up to {product} = {sessions * (prompt + answer):,} per step")
@@ -127,7 +126,7 @@ def check_without_models(recipe: Recipe) -> Preflight:
             student_context=model_context,
         )
         needed = {name: tokens + longest[1] for name, tokens in prompts.items()}
-        findings += probe_servers(recipe, vocab or len(tokenizer), needed)
+        findings += probe_servers(recipe.teachers, recipe.distill, vocab or len(tokenizer), needed)
     if recipe.reward.models:
         findings += check_reward_models(recipe.reward.models, tokenizer, sum(longest))
         findings += probe_reward_servers(recipe.reward.models, chat=data.uses_chat)
@@ -144,7 +143,6 @@ def require_extras(recipe: Recipe) -> None:
     extras = [
         ("runtime.kind: ray", "ray", "ray", on_ray),
         ("runtime.store: transferqueue", "transfer_queue", "ray", runtime.store == "transferqueue"),
-        ("runtime.weight_transport: nixl", "nixl", "nixl", runtime.weight_transport == "nixl"),
         # On Ray, vLLM must be where its actors are, which may not be here.
         *((f"{at}.engine: vllm", "vllm", "vllm", e == "vllm" and not on_ray) for at, e in engines.items()),
         ("model.lora", "peft", "lora", recipe.model.lora is not None),

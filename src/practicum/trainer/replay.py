@@ -37,7 +37,7 @@ from practicum.roles.stage_table import make_plan
 from practicum.roles.student import UpdateReport
 from practicum.roles.train_rank import TrainRank, set_threads
 from practicum.teachers.ledger import make_ledger
-from practicum.teachers.load_teachers import PLACEMENTS, Teachers, make_group, signal_width
+from practicum.teachers.load_teachers import Teachers, load_colocated, make_group, signal_width
 from practicum.teachers.teacher_scorer import TeacherScorer
 from practicum.trainer.checkpoints import Checkpoints, is_checkpoint, read_progress
 from practicum.trainer.preflight import known_traits
@@ -257,10 +257,12 @@ def _teachers(recipe: Recipe, model: PreTrainedModel) -> Teachers:
     """Return what the learner needs of them: output heads, with the signal full. Scores are recorded."""
     assert recipe.distill is not None
     if recipe.distill.signal != "full":
-        return Teachers({}, least_width=signal_width(recipe))
+        return Teachers({}, least_width=signal_width(recipe.teachers, recipe.distill, recipe.model))
     scorers: dict[str, TeacherScorer] = {}
-    for name in recipe.teachers:
-        scorers |= PLACEMENTS["colocated"](make_group(recipe, [name], model))
+    for name, teacher in recipe.teachers.items():
+        scorers |= load_colocated(
+            make_group({name: teacher}, recipe.distill, recipe.model, recipe.seed, model)
+        )
     return Teachers(scorers, None, {name: scorer.scorers[0].head() for name, scorer in scorers.items()})
 
 
