@@ -203,11 +203,12 @@ def _rule_of(router: Any) -> Rule | None:
     if not isinstance(output, tuple) or len(output) != 3:
         return None
     scales = {1.0, *(x for x in vars(router).values() if isinstance(x, float))}
-    for order, *rule in product(((0, 1, 2), (2, 1, 0)), (False, True), (True, False), sorted(scales)):
+    orders, both = ((0, 1, 2), (2, 1, 0)), (False, True)
+    for order, sigmoid, normed, scale in product(orders, both, reversed(both), sorted(scales)):
         logits, weights, indices = (output[i] for i in order)
         if indices.dtype != torch.int64 or logits.shape != (8, router.num_experts):
             continue
-        found = Rule(*rule, order)
+        found = Rule(sigmoid, normed, scale, order)
         if (found.weights(logits, indices) - weights).abs().max() <= _TOLERANCE * weights.abs().max():
             return found
     return None

@@ -9,7 +9,7 @@ import math
 import mmap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -36,9 +36,9 @@ class PromptKv:
 
     keys: Tensor
     values: Tensor
-    layers: Mapping[int, int]
-    """The place of each layer that attends among the keys."""
-    states: Mapping[StateName, Tensor]
+    layers: Mapping[int, int] = field(default_factory=dict)
+    """The place of each layer that attends among the keys; empty if all do."""
+    states: Mapping[StateName, Tensor] = field(default_factory=dict)
 
     def copy(self) -> PromptKv:
         """Copy them, so that the batch they were computed in can be freed."""
@@ -77,7 +77,7 @@ class KvMemory:
         """Positions of the longest sequence in use."""
         shape = slots, min(padded_keys(KV_POSITIONS), self._context)
         self.keys, self.values = (_allocate(part, *shape) for part in (like.keys, like.values))
-        self.layers = like.layers
+        self.layers = like.layers or {layer: layer for layer in range(len(like.keys))}
         self.states = {name: lazy_zeros((slots, *x.shape), x) for name, x in like.states.items()}
         """[slots, ...] each; a state is as large for a long sequence as for a short one."""
 
@@ -181,7 +181,7 @@ class PrefillLayout:
         keys, values = (x.transpose(1, 2).split(self._lengths, dim=2) for x in both)
         rows = {} if self._rows is None else {i: row for row, i in enumerate(self._rows.kept)}
         states = [{name: x[rows[i]] for name, x in self._states.items()} for i in range(len(keys))]
-        return [PromptKv(*part, places, own) for *part, own in zip(keys, values, states, strict=True)]
+        return [PromptKv(k, v, places, own) for k, v, own in zip(keys, values, states, strict=True)]
 
 
 class DecodeLayout:
