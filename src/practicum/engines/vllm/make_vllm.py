@@ -21,7 +21,7 @@ from practicum.engines.vllm.vllm_setup import ADAPTED_LAYERS, RANKS, VllmSetup
 from practicum.errors import RecipeError
 from practicum.models.adapter_files import SavedAdapter, write_adapter
 from practicum.models.load_model import context_length, load_model, skeleton
-from practicum.models.lora import bare_base, base_fingerprint, has_adapter
+from practicum.models.lora import bare_base, base_fingerprint, has_adapter, merged_weights
 from practicum.models.model_files import read_config
 from practicum.recipe.schema.engine_sections import Vllm
 from practicum.recipe.schema.rollout_sections import Rollout
@@ -213,7 +213,7 @@ def _scoring_engine(model: FrozenModel, threads: int) -> VllmEngine:
     if held is not None:
         if student is None:  # a Ray actor has no student: its copy starts from the same weights
             student = load_model(model.spec, model.seed, key=model.model_key)
-        start = {name: tensor.detach().cpu().clone() for name, tensor in student.named_parameters()}
+        start = {name: tensor.detach().cpu().clone() for name, tensor in merged_weights(student)}
 
         def weights() -> tuple[Weights, int]:
             return (start if held.weights is None else held.weights).items(), held.version

@@ -19,8 +19,8 @@ from practicum.recipe.schema.runtime_section import Pools, Runtime
 from practicum.recipe.schema.section import OwnName, Section, key, or_short_form, own_name, read_if, read_with
 from practicum.recipe.schema.teacher_sections import Distill, Held, RewardModel, Route, Teacher
 
-_KV_HEADS = read_with(".family", "qwen3", "llama", "qwen3_moe", "qwen2_5_vl", refused=False)
-_HEAD_DIM = read_with(".family", "qwen3", "llama", "qwen3_moe", refused=False)
+_KV_HEADS = read_with(".family", "qwen3", "llama", "qwen3_moe", "qwen3_5", "qwen2_5_vl", refused=False)
+_HEAD_DIM = read_with(".family", "qwen3", "llama", "qwen3_moe", "qwen3_5", refused=False)
 _MOE = read_with(".family", "qwen3_moe")
 _WITH_CRITIC = read_if(
     lambda recipe: estimator_traits(recipe.algorithm.advantage).critic,
@@ -73,8 +73,9 @@ _ROWS = read_if(
 class MakeModel(Section):
     """A tiny model with random weights and a character tokenizer, made on the spot."""
 
-    family: Literal["qwen3", "llama", "gpt2", "qwen3_moe", "qwen2_5_vl"] = key(
-        "qwen3", "Architecture; qwen3_moe has experts, qwen2_5_vl sees pictures."
+    family: Literal["qwen3", "llama", "gpt2", "qwen3_moe", "qwen3_5", "qwen2_5_vl"] = key(
+        "qwen3",
+        "Architecture; qwen3_moe has experts, qwen3_5 layers with a state, qwen2_5_vl sees pictures.",
     )
     hidden: int = key(128, "Width of the residual stream.", ge=8)
     layers: int = key(4, "Number of transformer layers.", ge=1)
