@@ -158,6 +158,14 @@ DISTILL = [
     (ONE, "divergence: k1, signal: sampled", "distill.divergence", "k1 with signal sampled", "k1_straight"),
     (ONE, "signal: sampled", "distill.divergence", "reverse_kl with signal sampled", "top_k or full"),
     (ONE, "divergence: k2", "distill.divergence", "k2 with signal top_k", "signal sampled"),
+    (ONE, "divergence: unbiased_reverse_kl, signal: full", "distill.divergence", "full", "use reverse_kl"),
+    (
+        ONE + "rollout: {top_p: 0.9}\n",
+        "divergence: unbiased_reverse_kl",
+        "distill.divergence",
+        "truncated",
+        "sample from all",
+    ),
     (ONE, "through: advantage", "distill.divergence", "through advantage", "k1, k2 or k3"),
     (
         ONE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from practicum.devices import HELP as DEVICE_HELP
-from practicum.recipe.algorithm_traits import ON_DISTRIBUTIONS, ON_SAMPLED
+from practicum.recipe.algorithm_traits import ON_DISTRIBUTIONS, ON_SAMPLED, ON_TOP_K
 from practicum.recipe.schema.rollout_sections import ON_RAY, EngineKind, Vllm
 from practicum.recipe.schema.section import (
     Chain,
@@ -175,9 +175,9 @@ class Route(Section):
 if TYPE_CHECKING:
     Divergence = str
 else:
-    Divergence = Literal[(*ON_DISTRIBUTIONS, *ON_SAMPLED)]
+    Divergence = Literal[(*ON_DISTRIBUTIONS, *ON_TOP_K, *ON_SAMPLED)]
 _JSD = read_if(
-    lambda recipe: recipe.distill.divergence not in {*ON_DISTRIBUTIONS, *ON_SAMPLED} - {"jsd"},
+    lambda recipe: recipe.distill.divergence not in {*ON_DISTRIBUTIONS, *ON_TOP_K, *ON_SAMPLED} - {"jsd"},
     "with distill.divergence {0.distill.divergence}",
     "remove it, or set distill.divergence to jsd",
 )
@@ -188,8 +188,9 @@ class Distill(Section):
 
     divergence: Divergence | OwnName = key(
         "reverse_kl",
-        "forward_kl, reverse_kl or jsd of distributions; k1, k2, k3, k1_straight, k3_straight, abs or "
-        "mse of the sampled tokens' logprobs; one of your own is of what signal gives.",
+        "forward_kl, reverse_kl or jsd of distributions; unbiased_reverse_kl of top_k; k1, k2, k3, "
+        "k1_straight, k3_straight, abs or mse of the sampled tokens' logprobs; one of your own is of "
+        "what signal gives.",
     )
     signal: Literal["sampled", "top_k", "full"] = key(
         "top_k",
