@@ -20,6 +20,10 @@ TWO = "teachers: {sort: {model: a}, math: {model: b}}\ndistill: {}\n"
 ONE = "teachers: {t: {model: a}}\ndistill: {}\n"
 URL = "teachers: {t: {url: 'http://127.0.0.1:8000/v1', model: a}}\n"
 SAMPLED = "divergence: k1, signal: sampled"
+FULL = "{signal: full}"
+PRODUCT = (
+    "teachers: {t: {model: a, target: {t: 1.25, b: -0.25}}, b: {model: b}}\nroute: {to: {sort: t, math: t}}\n"
+)
 SUPERVISED = "algorithm: {loss: supervised, advantage: none}\n"
 WATCHED = "reward: {models: {m: {model: a%s}}}"
 
@@ -37,6 +41,25 @@ TEACHERS = [
     (SUPERVISED + "teachers: {t: {model: a}}", "teachers", "supervised", "remove algorithm.loss"),
     ("teachers: {'a/b': {model: a}}\ndistill: {}", "teachers", "a teacher named 'a/b'", "metrics"),
     ("teachers: {t: {}}\ndistill: {}", "teachers.t", "neither model, url, adapter nor student", "one way"),
+    (
+        f"teachers: {{t: {{model: a, target: {{t: 1.0, b: 0.0}}}}}}\ndistill: {FULL}",
+        "teachers.t.target",
+        "b",
+        "add",
+    ),
+    (
+        f"teachers: {{t: {{model: a, target: {{t: 1.2}}}}}}\ndistill: {FULL}",
+        "teachers.t.target",
+        "1.2",
+        "sum is 1",
+    ),
+    (PRODUCT + "distill: {}", "distill.signal", "top_k with teachers.t.target", "signal: full"),
+    (
+        PRODUCT.replace("model: b", "model: b, placement: own") + f"distill: {FULL}",
+        "teachers.t.target",
+        "b",
+        "colo",
+    ),
     ("teachers: {t: {url: 'http://x'}}\ndistill: {}", "teachers.t", "url without model", "on that server"),
     ("teachers: {t: {model: a, student: {}}}\ndistill: {}", "teachers.t", "model and student", "one way"),
     ("teachers: {t: {adapter: a, student: {}}}\ndistill: {}", "teachers.t", "adapter and student", "one way"),
@@ -262,6 +285,7 @@ REWARDS = [
 ]
 
 ALLOWED = [
+    PRODUCT + f"distill: {FULL}",
     ONE,
     TWO,
     LOSS,

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from practicum.errors import RecipeError, RecipeErrors
-from practicum.recipe.checks.routing import destinations, value_of_task
+from practicum.recipe.checks.routing import destinations, in_targets, value_of_task
 from practicum.recipe.checks.value_forms import fields_of
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.text.type_text import nearest
@@ -111,7 +111,7 @@ def _uncovered(recipe: Recipe, values: Places) -> list[RecipeError]:
 
 def _unused(recipe: Recipe, values: Places) -> Iterator[RecipeError]:
     route = recipe.route
-    reached = {name for value in values for name in destinations(route, value)}
+    reached = {name for value in values for name in destinations(route, value)} | in_targets(recipe)
     shown = ", ".join(list(values)[:10]) + (", …" if len(values) > 10 else "")
     for name in recipe.teachers:
         if name not in reached:

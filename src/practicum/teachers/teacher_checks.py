@@ -232,7 +232,7 @@ def longest_prompts(recipe: Recipe, student: PreTrainedTokenizerBase, longest: i
     """Tokens of each teacher's longest prompt, with what it reads before; `longest` is of all prompts."""
     if len(recipe.teachers) == 1 and all(t.before is None for t in recipe.teachers.values()):
         return dict.fromkeys(recipe.teachers, longest)
-    lengths = dict.fromkeys(recipe.teachers, 0)
+    lengths, targets = dict.fromkeys(recipe.teachers, 0), recipe.teacher_targets
     stream, encode = make_stream(recipe.tasks, recipe.seed), make_encoder(recipe, student)
     seen: set[tuple[str, int]] = set()
     for prompt in stream.take(LOOKED_AT):
@@ -243,7 +243,7 @@ def longest_prompts(recipe: Recipe, student: PreTrainedTokenizerBase, longest: i
         names = recipe.teachers
         if len(names) > 1:
             names = destinations(recipe.route, routed_value(prompt, recipe.route))
-        for name in names:
+        for name in {part for routed in names for part in targets.get(routed, (routed,))}:
             before = before_text(recipe.teachers[name], prompt)
             more = len(student.encode(before, add_special_tokens=False)) if before else 0
             lengths[name] = max(lengths[name], length + more)

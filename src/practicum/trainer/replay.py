@@ -307,7 +307,7 @@ def _teachers(recipe: Recipe, model: PreTrainedModel) -> Teachers:
     for name in recipe.teachers:
         scorers |= PLACEMENTS["colocated"](make_group(recipe, [name], model))
     heads = {name: scorer.scorers[0].head() for name, scorer in scorers.items()}
-    return Teachers(scorers, None, heads)
+    return Teachers(scorers, None, heads, targets=recipe.teacher_targets)
 
 
 def _gradient(rank: TrainRank) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from practicum.errors import RecipeError
@@ -21,6 +22,7 @@ def check_teachers(recipe: Recipe) -> Iterator[RecipeError]:
     for name, teacher in recipe.teachers.items():
         yield from _teacher(f"teachers.{name}", teacher)
     yield from _duplicates(recipe.teachers)
+    yield from _targets(recipe)
     yield from _engines(recipe)
 
 
@@ -79,6 +81,28 @@ def _duplicates(teachers: dict[str, Teacher]) -> Iterator[RecipeError]:
                 f"remove {name}, and let route.to send its prompts to {twin}",
             )
         seen.append((name, identity))
+
+
+def _targets(recipe: Recipe) -> Iterator[RecipeError]:
+    """Every problem of products of teachers."""
+    for name, teacher in recipe.teachers.items():
+        path, target = f"teachers.{name}.target", teacher.target or {}
+        if teacher.target is None:
+            continue
+        if unknown := [other for other in target if other not in recipe.teachers]:
+            expected = f"exponents of {', '.join(recipe.teachers)}"
+            yield RecipeError(path, f"no teacher {unknown[0]}", expected, "add it to teachers")
+        elif abs(math.fsum(target.values()) - 1) > 1e-6:
+            found, advice = f"a sum of {math.fsum(target.values()):g}", "a base enters with a negative one"
+            yield RecipeError(path, found, "exponents whose sum is 1", advice)
+        elif apart := [other for other in target if recipe.teachers[other].placement != "colocated"]:
+            found = f"{apart[0]}, which is not colocated"
+            yield RecipeError(path, found, "colocated teachers", "remove the placement")
+    signal = None if recipe.distill is None else recipe.distill.signal
+    if recipe.teacher_targets and signal not in (None, "full"):
+        advice = "the tail of a product is not the product of the tails: set distill.signal: full"
+        found = f"{signal} with teachers.{next(iter(recipe.teacher_targets))}.target"
+        yield RecipeError("distill.signal", found, "full", advice)
 
 
 def _plain(value: object) -> object:

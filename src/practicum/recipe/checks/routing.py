@@ -17,6 +17,11 @@ def destinations(route: Route, value: str) -> dict[str, float]:
     return {teacher: 1.0} if isinstance(teacher, str) else teacher
 
 
+def in_targets(recipe: Recipe) -> set[str]:
+    """Return the teachers that are part of another one's target, and so need no prompts."""
+    return {part for name, target in recipe.teacher_targets.items() for part in target if part != name}
+
+
 def value_of_task(route: Route, name: str, task: Task) -> str | None:
     """The value of all of a task's prompts, if it is known without reading rows."""
     if route.by == "task":
@@ -53,7 +58,7 @@ def _shares(recipe: Recipe) -> Iterator[RecipeError]:
     shares = recipe.route.shares
     if shares is None:
         return
-    missing = [name for name in recipe.teachers if name not in shares]
+    missing = [name for name in recipe.teachers if name not in {*shares, *in_targets(recipe)}]
     unknown = [name for name in shares if name not in recipe.teachers]
     if missing or unknown:
         parts = [f"no share of {', '.join(missing)}"] if missing else []
@@ -108,6 +113,7 @@ def _cover(recipe: Recipe) -> Iterator[RecipeError]:
     if not complete:
         return
     reached = {name for value in values for name in destinations(recipe.route, value)}
+    reached |= in_targets(recipe)
     for name in teachers:
         if name not in reached:
             found = f"a teacher that no prompt goes to (by {by}: {', '.join(values)})"

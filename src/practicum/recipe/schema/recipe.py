@@ -434,6 +434,13 @@ class Recipe(Section):
         return {name: number for number, name in enumerate(self.teachers)}
 
     @property
+    def teacher_targets(self) -> dict[str, dict[str, float]]:
+        """Exponents of each teacher's target, of those that do not teach themselves alone."""
+        targets = {name: teacher.target or {} for name, teacher in self.teachers.items()}
+        used = {name: {n: e for n, e in target.items() if e} for name, target in targets.items()}
+        return {name: target for name, target in used.items() if target and target != {name: 1.0}}
+
+    @property
     def on_ray(self) -> bool:
         """The roles are actors of a Ray cluster."""
         return self.runtime.kind == "ray"

@@ -139,6 +139,11 @@ class Teacher(FrozenModel):
         "Text that only the teacher sees, put before the prompt; {answer} and {column} are filled in "
         "from the prompt's row.",
     )
+    target: dict[str, float] | None = key(
+        None,
+        "Exponents of teachers in what it teaches, such as {math: 1.25, base: -0.25} for the teacher math: "
+        "their product, normalised; with distill.signal full. Unset: itself.",
+    )
     tokenizer: str | None = key(
         None,
         "Folder or hub name of its tokenizer, if not the model's own; with url it is needed to compare "
