@@ -18,7 +18,6 @@ from practicum.algorithms.divergences import (
     topk_divergence,
     topk_overlap,
 )
-from practicum.errors import PracticumError
 
 from .batches import law
 
@@ -342,14 +341,6 @@ def test_overlap_counts_what_both_rank_highest() -> None:
     found = topk_overlap(student, torch.tensor([[1, 0], [0, 3]]))
     assert found.tolist() == [1.0, 0.5]
     assert not found.requires_grad
-
-
-@pytest.mark.parametrize("kind", ["k2", "kl"])
-def test_an_unknown_divergence_names_the_known_ones(kind: str) -> None:
-    with pytest.raises(PracticumError, match=rf"'{kind}'.*forward_kl, reverse_kl, jsd"):
-        full_divergence(kind, noise(0), noise(1))
-    with pytest.raises(PracticumError, match=rf"'{kind}'.*forward_kl, reverse_kl, jsd"):
-        topk_divergence(kind, noise(0), *top(noise(1), 2))
 
 
 @pytest.mark.parametrize("k", [1, 3, 9])
