@@ -13,6 +13,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -28,6 +29,7 @@ from practicum.recipe.derived import ADAPTER_CONFIG, EXPORTED
 from practicum.recipe.schema.recipe import Model
 
 Weights = dict[str, Tensor]
+Config = dict[str, Any]
 
 
 @torch.no_grad()
@@ -38,6 +40,7 @@ def merge(base: str, named: Sequence[str], weights: Sequence[float], to: Path, *
     """
     model = load_model(Model(path=base, device="cpu"), 0)
     whole = {name: x.detach().double() for name, x in _tensors(model).items()}
+    config, joined, saved = {}, Weights(), []
     if adapters:
         saved = [SavedAdapter.read(name, "merge") for name in named]
         fingerprint = base_fingerprint(model)
@@ -70,7 +73,7 @@ def merge(base: str, named: Sequence[str], weights: Sequence[float], to: Path, *
         (to / EXPORTED / ORIGIN).write_text(json.dumps({"base": saved[0].base}) + "\n")
 
 
-def join_adapters(saved: Sequence[SavedAdapter], weights: Sequence[float]) -> tuple[dict, Weights]:
+def join_adapters(saved: Sequence[SavedAdapter], weights: Sequence[float]) -> tuple[Config, Weights]:
     """Return config and weights of the adapter that does what the weighted adapters do together.
 
     Its scaling is 1: theirs, and the weights, are in its second matrices. Where one of them adapts nothing,

@@ -173,7 +173,7 @@ class Route(Section):
         None, "Target share of the loss of each teacher; unset: what the token counts give."
     )
     measure_every: int = key(
-        20, "Steps between measurements of each teacher's share of the gradient; 0 = never.", ge=0
+        20, "Steps between measurements of each teacher's share of gradient and update; 0 = never.", ge=0
     )
 
 
