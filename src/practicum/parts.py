@@ -1,4 +1,4 @@
-"""What a user's own parts are made of: decorators that declare them, and the types that they take and give.
+"""Pieces of a user's own parts: decorators that declare them, and the types that they take and return.
 
 A recipe names a part as package.module:name; `docs/extend.md` shows one of each kind. Nothing in practicum
 imports this module.
@@ -71,7 +71,7 @@ def advantage(
 ) -> Callable[[F], F]:
     """Declare what an advantage estimator needs, as `EstimatorTraits` says; undecorated, it needs nothing.
 
-    `reads` are the options among gamma, lam and whiten that it reads; None: all of them.
+    `reads` are the options that it reads, such as lam; None: all of them.
     """
     options = _options(reads, ESTIMATOR_OPTIONS)
     return _with_traits(EstimatorTraits(compares_groups, greedy_baseline, critic, options))

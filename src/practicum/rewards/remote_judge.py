@@ -39,7 +39,7 @@ class RemoteJudge(Client, Judge):
     async def judge(self, case: JudgeInput) -> float:
         try:
             if self.spec.kind == "judge":
-                return read_score(self.spec, await self._reply(case))
+                return read_score(await self._reply(case))
             outputs = await self._outputs(case, activation=False)
         except Refused as refusal:
             if refusal.status in _ABOUT_THE_CASE:
@@ -76,7 +76,6 @@ class RemoteJudge(Client, Judge):
         return f"returns {len(plain)} outputs, {kind}"
 
     async def _reply(self, case: JudgeInput) -> str:
-        """Return the model's greedy continuation of the question."""
         body = {"model": self.model, "prompt": question(self.spec, case)}
         body |= {"max_tokens": self.spec.max_new_tokens, "temperature": 0}
         response = await self.ask("POST", "/completions", body, case.name)

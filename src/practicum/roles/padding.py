@@ -22,20 +22,15 @@ from practicum.errors import RecipeError
 from practicum.learning.minibatches import (
     Cut,
     assign_ranks,
-    critic_cut,
-    needed_multiple,
     partition,
-    running_cuts,
     spare_padding,
     spread,
-    student_cut,
 )
 from practicum.learning.parallel import Parallel
 from practicum.models.experts import routes_of
 from practicum.models.vision import AXES
 from practicum.observe.records.recorder import NOT_RECORDED, Recorder
-from practicum.recipe.algorithm_traits import loss_traits
-from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.recipe import Train
 from practicum.recipe.schema.teacher_sections import Distill
 from practicum.roles.run_stage import StepInfo, stage
 
@@ -53,22 +48,25 @@ class OptimizerStep:
 class BatchCutter:
     """How batches are padded, cut into optimizer steps, and shared among the learner's ranks.
 
-    All of it is a function of keys and tags, so every rank computes the same.
+    All of it is a function of keys and tags, so every rank computes the same. With `whole_sessions`, the
+    student's mini-batches cut no session.
     """
 
-    def __init__(self, recipe: Recipe, rank: int = 0, ranks: int = 1) -> None:
-        self.recipe, self.rank, self.ranks = recipe, rank, ranks
-        self.student, self.critic = student_cut(recipe.train), critic_cut(recipe.train, recipe.critic)
-        self.whole_sessions = loss_traits(recipe.algorithm.loss).whole_sessions and recipe.has_policy_loss
-        """The student's mini-batches cut no session."""
+    def __init__(
+        self, train: Train, *, seed: int, whole_sessions: bool, rank: int = 0, ranks: int = 1
+    ) -> None:
+        self.train, self._seed, self.whole_sessions = train, seed, whole_sessions
+        self.rank, self.ranks = rank, ranks
+        # Two objects: only the student's mini-batches may have to keep sessions whole.
+        self.student, self.critic = (Cut(train.minibatches, train.minibatch_rows) for _ in range(2))
 
-    def padding_rows(self, batch: BatchRef, step: int) -> int:
-        """Return how many padding rows all updates of a step need for even mini-batches and ranks."""
-        cuts, spare = running_cuts(self.recipe.train, self.recipe.critic, step), 0
+    def padding_rows(self, batch: BatchRef) -> int:
+        """Return how many padding rows the updates of a step need for even mini-batches and ranks."""
+        spare = 0
         if self.ranks > 1 and self.whole_sessions:
             largest = max(Counter(key[:2] for key in batch.keys).values())
-            spare = max(spare_padding(largest, cut.steps(len(batch)), self.ranks) for cut in cuts)
-        return spare + -(len(batch) + spare) % needed_multiple(self.ranks, cuts)
+            spare = spare_padding(largest, self.student.steps(len(batch)), self.ranks)
+        return spare + -(len(batch) + spare) % self.student.multiple(self.ranks)
 
     def optimizer_steps(self, cut: Cut, step: StepInfo) -> list[OptimizerStep]:
         """Return the optimizer steps on the step's batch, over all epochs.
@@ -78,8 +76,8 @@ class BatchCutter:
         batch, steps, whole = step.batch, [], self.whole_sessions and cut is self.student
         prompts, sessions = [key.prompt for key in batch.keys], [key.session for key in batch.keys]
         padding, together = [tags.is_padding for tags in batch.tags], [key[:2] for key in batch.keys]
-        for epoch in range(self.recipe.train.epochs):
-            options = {"seed": self.recipe.seed, "step": step.number, "epoch": epoch, "ranks": self.ranks}
+        for epoch in range(self.train.epochs):
+            options = {"seed": self._seed, "step": step.number, "epoch": epoch, "ranks": self.ranks}
             minibatches = spread(prompts, sessions, padding, cut, whole_sessions=whole, **options)
             assigned = assign_ranks(minibatches, _tokens(batch), self.ranks, together if whole else None)
             for minibatch, parts in zip(minibatches, assigned, strict=True):
@@ -129,18 +127,14 @@ class PaddingRole:
     @stage("pad")
     def pad(self, batch: BatchRef, columns: Columns, step: StepInfo) -> tuple[dict[str, Column], BatchRef]:
         """Write and report the padding rows that the step needs, with every field that a stage writes."""
-        count = self.cutter.padding_rows(batch, step.number)
+        count = self.cutter.padding_rows(batch)
         if not count:
             return {}, batch.take([])
         options = {"end_id": self._end_id, "widths": self.widths}
-        padding, written = padding_batch(batch.partition, count, padding_fields(self.plan), **options)
+        fields = list(dict.fromkeys(name for stage in self.plan for name in stage.writes))
+        padding, written = padding_batch(batch.partition, count, fields, **options)
         self.store.put(padding, written)
         return {}, padding
-
-
-def padding_fields(plan: Plan) -> list[str]:
-    """Return the fields of a padding row: all that a stage of the plan writes."""
-    return list(dict.fromkeys(name for stage in plan for name in stage.writes))
 
 
 def field_widths(distill: Distill | None, model: PreTrainedModel, teacher_width: int) -> dict[str, int]:

@@ -49,7 +49,6 @@ class TeacherMeasures:
 
 
 def pair_of(tags: Tags) -> Pair:
-    """The teacher and the domain of a row."""
     return tags.teacher or "", tags.domain
 
 
@@ -67,7 +66,6 @@ class Ledger:
     """What no teacher has of the update, and cosines between teachers' gradients, by metric."""
 
     def metrics(self) -> dict[str, float]:
-        """As teacher/<name>/…, domain/<domain>/…, update/… and cosine/…."""
         return dict(self.other) | {
             f"{kind}/{name}/{what}": value
             for kind, lines in (("teacher", self.teachers), ("domain", self.domains))
@@ -76,7 +74,7 @@ class Ledger:
         }
 
     def starved(self, shares: Mapping[str, float] | None) -> str | None:
-        """A sentence naming the teachers whose gradient is far below their target, else None.
+        """Return a sentence naming the teachers whose gradient is far below their target, else None.
 
         The target is the recipe's, or the teacher's share of the prompts.
         """
@@ -100,7 +98,6 @@ def make_ledger(
     seconds: Mapping[str, float],
     wakes: Mapping[str, int],
 ) -> Ledger:
-    """The ledger of a step; `seconds` and `wakes` are the teachers'."""
     teachers, domains = (_lines(batch, measured, which) for which in (0, 1))
     for name, line in teachers.items():
         line["seconds"] = seconds.get(name, 0.0)
@@ -117,7 +114,7 @@ def make_ledger(
 
 
 def totals(rows: Iterable[Mapping[str, float]]) -> Lines:
-    """The ledger of a run from its steps' metrics: sums of counts, means of other measures, new shares.
+    """Return the ledger of a run from its steps' metrics: sums of counts, means of others, new shares.
 
     The shares of all teachers, and of all domains, add up to one.
     Keys are "teacher <name>" and "domain <domain>".
@@ -154,7 +151,7 @@ def totals(rows: Iterable[Mapping[str, float]]) -> Lines:
 
 
 def _lines(batch: BatchRef, measured: TeacherMeasures, which: int) -> Lines:
-    """One line per teacher (which = 0) or domain (1)."""
+    """Return one line per teacher (which = 0) or domain (1)."""
     dots = measured.products(which)
     norms = {one: max(dot, 0.0) ** 0.5 for (one, two), dot in dots.items() if one == two}
     updates: dict[str, float] = {}
@@ -165,7 +162,12 @@ def _lines(batch: BatchRef, measured: TeacherMeasures, which: int) -> Lines:
         rows.setdefault(pair_of(tags)[which], []).append((key, tags))
     prompts = {name: len({key.prompt for key, _ in own}) for name, own in rows.items()}
     tokens = {name: sum(tags.sampled_tokens for _, tags in own) for name, own in rows.items()}
-    summed = _summed(measured, which)
+    summed: dict[str, tuple[int, dict[str, float]]] = {}  # tokens and sums over the pairs of a name
+    for group, sums in measured.sums.sums.items():
+        name = measured.pairs[group][which]
+        count, before = summed.get(name, (0, {}))
+        merged = {what: before.get(what, 0.0) + value for what, value in sums.items()}
+        summed[name] = (count + measured.sums.tokens[group], merged)
     weight = sum(sums.get("weight", 0.0) for _, sums in summed.values())
     lines = {}
     for name, own in sorted(rows.items()):
@@ -186,17 +188,6 @@ def _lines(batch: BatchRef, measured: TeacherMeasures, which: int) -> Lines:
             line["update_share"] = updates[name]
         lines[name] = line
     return lines
-
-
-def _summed(measured: TeacherMeasures, which: int) -> dict[str, tuple[int, dict[str, float]]]:
-    """Tokens and sums of each name, over its pairs."""
-    out: dict[str, tuple[int, dict[str, float]]] = {}
-    for group, sums in measured.sums.sums.items():
-        name = measured.pairs[group][which]
-        tokens, before = out.get(name, (0, {}))
-        merged = {what: before.get(what, 0.0) + value for what, value in sums.items()}
-        out[name] = (tokens + measured.sums.tokens[group], merged)
-    return out
 
 
 def _means(tokens: int, sums: Mapping[str, float], weight: float) -> dict[str, float]:
