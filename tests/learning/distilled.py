@@ -174,7 +174,7 @@ def _divergence(distill: Distill, p: Tensor, q: Tensor) -> Tensor:
         return q.exp() * (q - p)
     if distill.divergence == "reverse_kl":
         return p.exp() * (p - q)
-    beta = distill.beta
+    beta = 0.5
     m = (beta * q.exp() + (1 - beta) * p.exp()).log()
     return beta * q.exp() * (q - m) + (1 - beta) * p.exp() * (p - m)
 
