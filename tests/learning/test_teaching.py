@@ -386,3 +386,43 @@ def test_scores_of_other_lengths_than_the_responses_are_refused():
     short = Ragged.from_rows([*given.logprobs.rows[:-1], torch.zeros(77, dtype=torch.float64)])
     with pytest.raises(DataError, match="teacher_logprobs"):
         update(replace(batch, teachers=replace(given, logprobs=short)), teaching("k2", "sampled"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_projected_step_is_the_nearest_that_makes_no_part_worse(dtype):
+    torch.manual_seed(3)
+    weight = torch.nn.Parameter(torch.randn(50, dtype=dtype))
+    optimizer = torch.optim.AdamW([weight], lr=0.01, weight_decay=0.1)
+    for _ in range(3):
+        weight.grad = torch.randn(50, dtype=dtype)
+        optimizer.step()
+    optimizer.zero_grad()
+    one = torch.randn(50, dtype=dtype)
+    gradients = [one, -0.9 * one + 0.2 * torch.randn(50, dtype=dtype), torch.randn(50, dtype=dtype)]
+    before, plain = weight.detach().clone(), copy.deepcopy((weight, optimizer.state_dict()))
+    parts = PartGradients([weight], project=True)
+    for gradient in gradients:
+        weight.grad = gradient.clone()
+        parts.take()
+    parts.put_sum()
+    whole = weight.grad.clone()
+    parts.begin_step(optimizer)
+    optimizer.step()
+    found = parts.end_step(optimizer, 0.01, 1.0)
+    step = weight.detach() - before
+    other = torch.optim.AdamW([plain[0]], lr=0.01, weight_decay=0.1)
+    other.load_state_dict(plain[1])
+    plain[0].grad = whole
+    other.step()
+    wished = plain[0].detach() - before
+    matrix = torch.stack(gradients)
+    cosines = (matrix @ step) / (matrix.norm(dim=1) * step.norm())
+    assert ((matrix @ wished) / (matrix.norm(dim=1) * wished.norm())).max() > 1e-3
+    assert cosines.max() <= 2e-6
+    # The nearest one: what was removed is a sum of gradients with weights >= 0, of those at the constraint.
+    weights = torch.linalg.lstsq(matrix.T.double(), (wished - step).double().unsqueeze(1)).solution.squeeze(1)
+    torch.testing.assert_close(matrix.T.double() @ weights, (wished - step).double(), rtol=0, atol=1e-6)
+    assert weights.min() >= -1e-5
+    assert bool(((weights < 1e-5) | (cosines.double() > -1e-4)).all())
+    assert sum(found.shares) + sum(found.rest.values()) == pytest.approx(1.0, abs=1e-12)
+    assert "projection" in found.rest

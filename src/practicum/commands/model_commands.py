@@ -163,7 +163,7 @@ def merge(
 
     Adapters become one adapter of the summed rank, written beside the merged model. Needs no GPU.
 
-    practicum merge runs/short models/short --base runs/short/export --to models/merged
+    practicum merge runs/short models/short --base runs/short --to models/sum
     """
     say_loading()
     from practicum.trainer.run_models import merge_runs

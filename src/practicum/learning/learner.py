@@ -109,7 +109,8 @@ class Learner(TrainedModel):
                 load = None if trunk.routes is None else RouterLoad(trunk.routes.experts)
                 report = _Report(idle_tokens=job.idle_tokens, load=load)
                 gather = None if self.parallel is None else self.parallel.gather
-                parts = PartGradients(self.stepper.parameters, gather) if groups else None
+                project = self.objective.teaching is not None and self.objective.teaching.project
+                parts = PartGradients(self.stepper.parameters, gather, project=project) if groups else None
                 if parts is None:
                     self._accumulate(job, job.active, report, job.trace)
                 else:

@@ -61,7 +61,8 @@ class DistillSettings:
     """How teachers enter the update.
 
     `heads` are the output heads by the teacher's number, for the signal `full`. `alone` is True if the loss
-    has no other term. `shares` are target shares of the loss by the teacher's number.
+    has no other term. `shares` are target shares of the loss by the teacher's number. With
+    `project`, measured steps make the loss of no group of rows worse, to first order.
     """
 
     distill: Distill
@@ -69,6 +70,7 @@ class DistillSettings:
     heads: Sequence[Head] = ()
     alone: bool = False
     shares: Mapping[int, float] | None = None
+    project: bool = False
 
     @property
     def by_loss(self) -> bool:

@@ -21,6 +21,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+ROUNDS = 5
+"""How often a projected step is corrected for the rounding of the weights."""
+TOLERANCE = 1e-6
+"""Largest cosine of a part's gradient and a projected step."""
 Gather = Callable[[list[float]], list[list[float]]]
 """Returns these numbers of all ranks."""
 
@@ -40,8 +44,10 @@ class PartShares:
 class PartGradients:
     """The gradients of the parts, taken off the parameters one after the other, and put back as their sum."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], gather: Gather | None = None) -> None:
-        self._parameters, self._gather = parameters, gather
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], gather: Gather | None = None, *, project: bool = False
+    ) -> None:
+        self._parameters, self._gather, self._project_step = parameters, gather, project
         self._parts: list[list[Tensor | None]] = []
         self._before: list[Tensor] = []
 
@@ -64,37 +70,105 @@ class PartGradients:
 
     @torch.no_grad()
     def end_step(self, optimizer: torch.optim.Optimizer, lr: float, clip: float) -> PartShares:
-        """Return the shares after the step; `clip` is the factor of the gradient's clipping."""
+        """Return the shares after the step; `clip` is the factor of the gradient's clipping.
+
+        With `project` the step is first changed so that no part gets worse by it.
+        """
+        gram, project = self._gram(), self._project_step
+        removed = self._project(optimizer, gram) if project else [0.0] * len(gram)
         groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+        if any(not _has_moment(optimizer, p) for p in self._parameters):
+            return PartShares(gram, [], {})
+
+        def dots(p: nn.Parameter, before: Tensor, parts: list[Tensor]) -> list[float]:
+            state, group = optimizer.state[p], groups[p]
+            change = _local(_weights(p, optimizer)) - before
+            corrected = _local(state["exp_avg_sq"]) / (1 - group["betas"][1] ** float(state["step"]))
+            scaled = change * (-lr / (corrected.sqrt() + group["eps"]))
+            decay = -lr * group["weight_decay"] * _dot(before, change)
+            projected = -sum(x * _dot(grad, change) for x, grad in zip(removed, parts, strict=True))
+            return [*(_dot(grad, scaled) for grad in parts), decay, projected, _dot(change, change)]
+
+        *parts, decay, projected, size = self._added(dots)
+        if size == 0:
+            return PartShares(gram, [], {})
+        shares = [dot / size for dot in parts]
+        rest = {"clipping": (clip - 1) * sum(shares), "decay": decay / size}
+        if project:
+            rest["projection"] = projected / size
+        return PartShares(gram, shares, {"momentum": 1 - sum(shares) - sum(rest.values()), **rest})
+
+    def _project(self, optimizer: torch.optim.Optimizer, gram: list[list[float]]) -> list[float]:
+        """Move the weights to the nearest step that makes no part worse, to first order.
+
+        With d AdamW's step and G the parts' gradients: min |x - d|^2 with G^T x <= 0 is x = d - G m, where m
+        solves the small dual problem. Return m. Weights are rounded, so the constraint is looked at again.
+        """
+
+        def against(p: nn.Parameter, before: Tensor, parts: list[Tensor]) -> list[float]:
+            change = _local(_weights(p, optimizer)) - before
+            return [*(_dot(grad, change) for grad in parts), _dot(change, change)]
+
+        removed = [0.0] * len(gram)
+        for _ in range(ROUNDS):
+            *rises, size = self._added(against)
+            norms = [(gram[i][i] * size) ** 0.5 for i in range(len(gram))]
+            if all(rise <= TOLERANCE * norm for rise, norm in zip(rises, norms, strict=True)):
+                break
+            # A little beyond the constraint, so that rounding does not lead back over it.
+            beyond = [rise + TOLERANCE / 2 * norm for rise, norm in zip(rises, norms, strict=True)]
+            multipliers = nonnegative_solution(gram, beyond)
+            for p, *grads in zip(self._parameters, *self._parts, strict=True):
+                weights = _weights(p, optimizer)
+                for x, grad in zip(multipliers, grads, strict=True):
+                    if x and grad is not None:
+                        weights.sub_(grad.to(weights.dtype), alpha=x)
+                if weights is not p:
+                    p.detach().copy_(weights)
+            removed = [a + b for a, b in zip(removed, multipliers, strict=True)]
+        return removed
+
+    def _gram(self) -> list[list[float]]:
         count = len(self._parts)
         pairs = [(i, j) for i in range(count) for j in range(i + 1)]
-        totals = torch.zeros(len(pairs) + count + 2, dtype=torch.float64)
-        has_moments = True
+        found = self._added(lambda p, before, parts: [_dot(parts[i], parts[j]) for i, j in pairs])
+        at = dict(zip(pairs, found, strict=True))
+        return [[at[max(i, j), min(i, j)] for j in range(count)] for i in range(count)]
+
+    def _added(self, dots: Callable[[nn.Parameter, Tensor, list[Tensor]], list[float]]) -> list[float]:
+        """Return the sums of these dot products over all parameters and ranks.
+
+        `dots` gets a parameter, its weights before the step and the parts' gradients: this rank's shards.
+        """
+        rows = []
         for p, before, *grads in zip(self._parameters, self._before, *self._parts, strict=True):
             parts = [_local(torch.zeros_like(p) if grad is None else grad) for grad in grads]
-            dots = [_dot(parts[i], parts[j]) for i, j in pairs]
-            state, group = optimizer.state.get(p, {}), groups[p]
-            moment = state.get("exp_avg_sq")
-            if moment is None or not moment.is_floating_point():
-                has_moments, more = False, [0.0] * (count + 2)
-            else:
-                change = _local(_weights(p, optimizer)) - _local(before)
-                corrected = _local(moment) / (1 - group["betas"][1] ** float(state["step"]))
-                scaled = change * (-lr / (corrected.sqrt() + group["eps"]))
-                decay = -lr * group["weight_decay"] * _dot(_local(before), change)
-                more = [*(_dot(grad, scaled) for grad in parts), decay, _dot(change, change)]
-            totals += torch.tensor([*dots, *more], dtype=torch.float64)
+            rows.append(dots(p, _local(before), parts))
+        totals = torch.tensor(rows, dtype=torch.float64).sum(0)
         if self._gather is not None:
             totals = torch.tensor(self._gather(totals.tolist()), dtype=torch.float64).sum(0)
-        gram = torch.zeros(count, count, dtype=torch.float64)
-        for (i, j), dot in zip(pairs, totals.tolist(), strict=False):
-            gram[i, j] = gram[j, i] = dot
-        *dots, decay, size = totals[len(pairs) :].tolist()
-        if not has_moments or size == 0:
-            return PartShares(gram.tolist(), [], {})
-        shares = [dot / size for dot in dots]
-        rest = {"clipping": (clip - 1) * sum(shares), "decay": decay / size}
-        return PartShares(gram.tolist(), shares, {"momentum": 1 - sum(shares) - sum(rest.values()), **rest})
+        return totals.tolist()
+
+
+def nonnegative_solution(gram: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
+    """Return the x >= 0 with the least x^T gram x / 2 - x^T right, by descent along each axis in turn."""
+    found = [0.0] * len(right)
+    for _ in range(10_000):
+        largest = 0.0
+        for i, row in enumerate(gram):
+            if row[i] > 0:
+                slope = right[i] - sum(a * x for a, x in zip(row, found, strict=True))
+                new = max(0.0, found[i] + slope / row[i])
+                largest = max(largest, abs(new - found[i]) * row[i] ** 0.5)
+                found[i] = new
+        if largest <= 1e-12 * max(map(abs, right), default=0.0):
+            break
+    return found
+
+
+def _has_moment(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> bool:
+    moment = optimizer.state.get(p, {}).get("exp_avg_sq")
+    return moment is not None and moment.is_floating_point()
 
 
 def _weights(p: nn.Parameter, optimizer: torch.optim.Optimizer) -> Tensor:

@@ -73,7 +73,7 @@ METRICS: dict[str, str] = {
     "teacher/<teacher>/loss_share": "Its share of the weights of the loss; route.shares sets it.",
     "teacher/<teacher>/gradient_share": "Norm of its rows' gradient as a fraction of the sum, if measured.",
     "teacher/<teacher>/update_share": "Its share of the weights' change, below 0 if against it, if measured.",
-    "update/<part>": "Share of the weights' change that no teacher has: momentum, decay, clipping.",
+    "update/<part>": "Share of the weights' change by momentum, decay, clipping or projection, if measured.",
     "cosine/<teacher>/<other>": "Cosine of the gradients of two teachers, if measured.",
     "teacher/<teacher>/kl": "k1 estimate of KL(student || teacher), mean over its tokens.",
     "teacher/<teacher>/overlap": "Share of its top-k that is in the student's own top-k.",

@@ -113,7 +113,9 @@ class StudentRole:
                 extras=None if extras is None else extras.select(rows),
                 whole=None if self.parallel is None else facts,
             )
+            teaching, several = self.learner.objective.teaching, len(pairs) > 1
             measures = every and not reports and (step.number == 1 or step.number % every == 0)
+            measures = measures or (several and teaching is not None and teaching.project)
             present = {pair_of(step.batch.tags[row]) for row in optimizer_step.rows} if measures else ()
             groups = [number for number, pair in enumerate(pairs) if pair in present]
             check = partial(self._check, facts, first=not reports, stale=stale)

@@ -136,6 +136,7 @@ class TrainRank:
                 heads=[teachers.head(name) for name in numbers] if teachers.heads else (),
                 alone=not recipe.has_policy_loss,
                 shares=None if shares is None else {numbers[name]: share for name, share in shares.items()},
+                project=recipe.route.project,
             )
         # Last: others copy the model whole, and the learner cuts it into shards.
         learner = Learner(

@@ -190,6 +190,7 @@ def merge_runs(
     weights = weights or [1.0 / len(named)] * len(named)
     if len(weights) != len(named):
         raise PracticumError(f"{len(weights)} weights of {len(named)} models: give --weight once for each")
+    base = None if base is None else model_folder(base)
     bases = {name: base or _base_of(name) for name in named}
     if len(set(bases.values())) > 1 or None in bases.values():
         listed = ", ".join(f"{name}: {found or 'unknown'}" for name, found in bases.items())

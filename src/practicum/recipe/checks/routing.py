@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 
 from practicum.errors import RecipeError
-from practicum.recipe.derived import products
 from practicum.recipe.schema.recipe import Recipe, Task
 from practicum.recipe.schema.teacher_sections import Route, Teacher
 from practicum.recipe.text.type_text import nearest
@@ -75,7 +74,7 @@ def _lost(route: Route, teachers: Iterable[str]) -> Iterator[RecipeError]:
 
 def in_targets(teachers: Mapping[str, Teacher]) -> set[str]:
     """Return the teachers that are part of another one's target, and so need no prompts."""
-    return {part for name, target in products(teachers).items() for part in target if part != name}
+    return {part for name, teacher in teachers.items() for part in teacher.target or () if part != name}
 
 
 def _cover(route: Route, teachers: Mapping[str, Teacher], tasks: dict[str, Task]) -> Iterator[RecipeError]:

@@ -146,6 +146,11 @@ class Route(Section):
     shares: dict[str, float] | None = key(
         None, "Target share of the loss of each teacher; unset: what the token counts give."
     )
+    project: bool = key(
+        False,
+        "Change each step as little as possible so that it makes the loss of no teacher in a domain worse, "
+        "to first order; measures in every step.",
+    )
     measure_every: int = key(
         20, "Steps between measurements of each teacher's share of gradient and update; 0 = never.", ge=0
     )
