@@ -188,10 +188,14 @@ def teachers_with_shares(parallel: Parallel | None, folder: Path) -> Found:
     )
     batch = given[0]
     assert batch.groups is not None
-    here = range(len(batch.sessions)) if parallel is None else split(batch)[parallel.rank]
-    parts = [[i for i, row in enumerate(here) if batch.groups[row] == group] for group in (0, 1)]
-    norms = learner.gradient_norms(on_rank(batch, split(batch), parallel), parts)
-    found.metrics.append({str(i): norm for i, norm in enumerate(norms)})
+    learner.update(on_rank(batch, split(batch), parallel), groups=(0, 1))
+    assert learner.shares is not None
+    numbers = [
+        *learner.shares.shares,
+        *learner.shares.rest.values(),
+        *(x for row in learner.shares.gram for x in row),
+    ]
+    found.metrics.append({str(i): number for i, number in enumerate(numbers)})
     return found
 
 

@@ -28,6 +28,7 @@ from practicum.errors import CheckError, PracticumError
 from practicum.learning.optimizer import Metrics, OptimizerStepper
 from practicum.learning.packed_model import PackedModel
 from practicum.learning.parallel import Parallel
+from practicum.learning.update_shares import PartGradients
 from practicum.models.lora import base_fingerprint, trained_names
 from practicum.recipe.schema.recipe import Train
 
@@ -80,11 +81,15 @@ class TrainedModel:
         return joint
 
     def apply(
-        self, report: JoinableReport, lr: float, before_step: Callable[[Metrics], None] | None = None
+        self,
+        report: JoinableReport,
+        lr: float,
+        before_step: Callable[[Metrics], None] | None = None,
+        parts: PartGradients | None = None,
     ) -> Metrics:
         """Make an optimizer step with the gradients that lie on the parameters; returns the metrics."""
         metrics = report.result()
-        if self.stepper.step(lr, metrics, before_step):
+        if self.stepper.step(lr, metrics, before_step, parts):
             self.version += 1
         return metrics
 

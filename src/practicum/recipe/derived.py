@@ -16,6 +16,12 @@ if TYPE_CHECKING:  # these sections ask this module when their keys are read
     from practicum.recipe.schema.recipe import MakeModel, Model
 
 
+def products(teachers: Mapping[str, Teacher]) -> dict[str, dict[str, float]]:
+    """Return the exponents of each teacher's target, of those that do not teach themselves alone."""
+    used = {name: {n: e for n, e in (t.target or {}).items() if e} for name, t in teachers.items()}
+    return {name: target for name, target in used.items() if target and target != {name: 1.0}}
+
+
 def base_groups(teachers: Mapping[str, Teacher]) -> list[list[str]]:
     """Return the teachers that share a base: adapters, and whole models that adapters are on.
 
