@@ -17,7 +17,6 @@ from practicum.dataplane.ragged import Ragged
 from practicum.engines.protocol import ScoreOptions, ScoreRequest
 from practicum.engines.torch import make_torch
 from practicum.errors import RecipeError, RecipeErrors
-from practicum.forecast.forecast import forecast, this_machine
 from practicum.models.load_model import load_model, load_tokenizer
 from practicum.models.lora import is_adapter, merged_weights
 from practicum.recipe.load_recipe import LoadedRecipe
@@ -235,15 +234,3 @@ def test_an_adapter_of_another_vocabulary_is_refused(folder: Path, tmp_path: Pat
     tokenizer_of("abc").save_pretrained(own)
     text = problems(recipe(folder, tmp_path, f"teachers.copy.adapter={own}"))
     assert "teachers.copy.adapter: found a vocabulary of" in text
-
-
-def test_the_forecast_counts_adapters_alone(folder: Path, tmp_path: Path):
-    def teachers(**sections: Any) -> float:
-        (memory,) = forecast(recipe(folder, tmp_path, **sections).recipe, this_machine(), 8.0).memory
-        return memory.parts["teachers"]
-
-    lent, loaded, merged = teachers(), teachers(lora=False), teachers(teachers=whole(folder))
-    base = sum(p.numel() for p in load_model(Model(path=str(folder / "base")), 0).parameters())
-    assert lent < 0.3 * 4 * base
-    assert loaded == lent + 4 * base
-    assert merged == 2 * 4 * base

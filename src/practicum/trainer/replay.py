@@ -46,7 +46,7 @@ from practicum.trainer.sample_step import TRAIN
 from practicum.trainer.step import prefixed
 
 CHANGEABLE = ("algorithm.", "distill.", "train.", "critic.", "reward.weight", "route.shares")
-"""What the learner's part of a step depends on, beside the batch."""
+"""Keys that the learner's part of a step depends on, beside the batch."""
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class Replayed:
     first: Difference | None
     """The first recorded number that came out otherwise."""
     weights_equal: bool | None
-    """Whether the weights are those of the step's checkpoint; None if there is none."""
+    """True if the weights are those of the step's checkpoint, None without a checkpoint."""
 
 
 @dataclass(slots=True)
