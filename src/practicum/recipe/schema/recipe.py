@@ -439,11 +439,6 @@ class Recipe(Section):
         return self.rollout.temperature if chosen is None else chosen
 
     @property
-    def waits_for_models(self) -> bool:
-        """Rewards wait for colocated models, which work while the student's engines sleep."""
-        return any(not model.scores_during_rollout for model in self.reward.models.values())
-
-    @property
     def session_deadline(self) -> float:
         """Seconds one session may take: a loop that hangs fails before all sessions are late."""
         chosen = self.agent.deadline_s
