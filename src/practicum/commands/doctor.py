@@ -23,10 +23,12 @@ import torch
 from packaging.requirements import InvalidRequirement, Requirement
 
 from practicum.devices import count_cores, find_accelerator, memory_of, synchronize
+from practicum.engines.table import ENGINES
 from practicum.errors import PracticumError
 from practicum.learning.packed_model import PackedModel
 from practicum.models.load_model import load_model
 from practicum.recipe.load_recipe import load_recipe
+from practicum.recipe.schema.rollout_sections import Rollout
 from practicum.rewards.reward_functions import RewardSample
 from practicum.trainer.run import train_loaded
 from practicum.trainer.run_folder import versions
@@ -169,10 +171,10 @@ def _packed() -> tuple[Result, str]:
     return "ok", f"hidden states differ from the plain forward pass by at most: {', '.join(found)}"
 
 
-def _vllm() -> tuple[Result, str]:
-    if importlib.util.find_spec("vllm") is None:
-        return "note", "not installed: rollout.engine torch is what there is"
-    return _steps("float32", rollout={"engine": "vllm"})
+def _other_engine(name: str) -> tuple[Result, str]:
+    if importlib.util.find_spec(ENGINES[name].module) is None:
+        return "note", f"not installed, so rollout.engine {name} can't be used"
+    return _steps("float32", rollout={"engine": name})
 
 
 def _products() -> tuple[Result, str]:
@@ -221,7 +223,7 @@ _EXAMINATIONS: tuple[tuple[str, Callable[[], tuple[Result, str]]], ...] = (
     ("packed rows", _packed),
     ("steps in float32", partial(_steps, "float32")),
     ("steps in bfloat16", partial(_steps, "bfloat16")),
-    ("steps with vLLM", _vllm),
+    *((f"steps with {name}", partial(_other_engine, name)) for name in ENGINES if name != Rollout().engine),
     ("matrix products", _products),
     ("copies", _copies),
 )

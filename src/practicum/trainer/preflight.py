@@ -9,6 +9,7 @@ import importlib.util
 from dataclasses import dataclass, field, replace
 from math import sqrt
 
+from practicum.engines.table import ENGINES
 from practicum.errors import MissingExtraError, PracticumError, RecipeError, RecipeErrors
 from practicum.forecast.cluster_spec import GIB, this_machine
 from practicum.forecast.forecast import forecast
@@ -126,6 +127,7 @@ def check_without_models(recipe: Recipe) -> Preflight:
 def require_extras(recipe: Recipe) -> None:
     """Raise a MissingExtraError if an optional package that the recipe needs is not installed."""
     extras: list[tuple[str, str, str]] = []
+    engines: dict[str, str] = {}
     if recipe.on_ray:  # vLLM must be where its actors are, which may not be here
         extras.append(("runtime.kind: ray", "ray", "ray"))
         if recipe.runtime.store == "transferqueue":
@@ -135,7 +137,6 @@ def require_extras(recipe: Recipe) -> None:
     else:
         engines = {f"teachers.{name}": teacher.engine for name, teacher in recipe.teachers.items()}
         engines |= {"rollout": recipe.rollout.engine}
-        extras += [(f"{path}.engine: vllm", "vllm", "vllm") for path, e in engines.items() if e == "vllm"]
     if recipe.model.lora is not None:
         extras.append(("model.lora", "peft", "lora"))
     if recipe.train.optimizer == "adamw_8bit":
@@ -145,6 +146,9 @@ def require_extras(recipe: Recipe) -> None:
     for what, module, extra in extras:
         if importlib.util.find_spec(module) is None:
             raise MissingExtraError(what, extra)
+    for path, name in engines.items():
+        if importlib.util.find_spec(ENGINES[name].module) is None:
+            raise MissingExtraError(f"{path}.engine: {name}", name, ENGINES[name].install)
     require_trackers(recipe.track.to)
 
 

@@ -29,6 +29,7 @@ class TorchKind:
     """See `engines.kind.EngineKind`."""
 
     shares_model = hosts_lag = True
+    module, install = "torch", "pip install torch"
 
     def for_rollout(
         self, recipe: Recipe, model: PreTrainedModel, weights: WeightSource | None = None
