@@ -11,9 +11,9 @@ from torch import Tensor
 
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.columns import padding_batch
 from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.memory_store import MemoryStore
-from practicum.dataplane.padding_rows import padding_batch
 from practicum.dataplane.ragged import Column, Ragged
 from practicum.learning.learner import Learner
 from practicum.learning.logprobs import LogprobScorer

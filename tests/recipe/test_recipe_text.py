@@ -13,7 +13,6 @@ from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.text import yamlfile
 from practicum.recipe.text.show_recipe import json_schema, markdown, resolved_yaml, show_recipe
 from practicum.recipe.text.type_text import all_keys, section_of
-from practicum.trainer.run_folder import RunFolder
 
 Write = Callable[..., Path]
 RICH = """
@@ -40,7 +39,7 @@ def test_the_recipe_in_a_run_folder_loads_to_the_same_recipe(write: Write, tmp_p
     recipe = load_recipe(path, ["train.steps=7"]).recipe
     folder = tmp_path / "other" / "folder"
     folder.mkdir(parents=True)
-    RunFolder(folder).write_recipe(resolved_yaml(recipe))
+    (folder / "recipe.yaml").write_text(resolved_yaml(recipe))
     again = load_recipe(folder / "recipe.yaml").recipe
     assert again == recipe.model_copy(update={"extends": None})
     assert recipe.seed == again.seed == 3

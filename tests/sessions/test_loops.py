@@ -16,10 +16,10 @@ from practicum.sessions.attempts import LOOPS, find_loop, read_result
 from practicum.sessions.demonstrator import DemonstratorPolicy
 from practicum.sessions.session import EnginePolicy, Session
 from practicum.sessions.tools.toolbox import Toolbox
+from practicum.tasks.builtin import TOTAL
 from practicum.tasks.messages import Message, tool_result
 from practicum.tasks.procedural import Example
 from practicum.tasks.prompts import Prompt
-from practicum.tasks.text_kinds import TOTAL
 from tests.engines.engines import engine_of, tiny
 from tests.sessions.sessions import byte_tokenizer, session_of
 

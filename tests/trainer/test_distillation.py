@@ -182,14 +182,6 @@ def _cut_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int, *
     same_run(tmp_path / "whole", tmp_path / "cut")
 
 
-def test_a_teacher_that_is_the_student_teaches_nothing_until_it_knows_more(tmp_path: Path):
-    for name, teacher in (("same", {"student": {}}), ("knows", {"student": {}, "before": "{answer}!"})):
-        train_loaded(write(tmp_path, teachers={"self": teacher}, distill={}), tmp_path / name)
-    same, knows = (metrics_of(tmp_path / name)[1] for name in ("same", "knows"))
-    assert abs(same["train/distill_loss"]) < 1e-9
-    assert knows["train/distill_loss"] > 1e-6
-
-
 PRACTICE = {
     "rollout": {"samples": 8, "max_new_tokens": 6, "slots": 64},
     "train": {"steps": 20, "prompts": 8, "lr": 5e-3},

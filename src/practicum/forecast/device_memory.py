@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from practicum.dataplane.stages import Plan
 from practicum.engines.table import ENGINES
-from practicum.forecast.cluster_spec import GIB, Machine
 from practicum.forecast.model_sizes import BYTES, Models, Sizes, trained_bytes
 from practicum.recipe.counts import CHUNK_LOGITS, CPU_MICROBATCH_TOKENS, KV_POSITIONS, KV_SPARE
 from practicum.recipe.derived import adapter_folder, base_groups, saved_parameters
 from practicum.recipe.schema.recipe import Recipe
 from practicum.runtime.ray.placement import ROLLOUT, TRAIN, ActorPlacement
 
+GIB = 2**30
 TIGHT = 0.9
 """Fraction of a device above which a forecast warns: allocators and libraries need some memory too."""
 EIGHT_BIT = (1 + 4 / 256) / 4
@@ -65,7 +65,6 @@ class DeviceMemory:
         return self.total / self.limit
 
     def refusal(self) -> str:
-        """Say that it is too small, and what to do."""
         name, size = max(self.parts.items(), key=lambda part: part[1])
         return (
             f"{self.title} has {self.limit / GIB:.1f} GiB and would need {self.total / GIB:.1f}: most of "
@@ -75,15 +74,16 @@ class DeviceMemory:
 
 
 def device_memory(
-    setup: StepSetup, machines: Sequence[Machine], layout: ActorPlacement | None
+    setup: StepSetup, limits: Sequence[float], layout: ActorPlacement | None
 ) -> tuple[DeviceMemory, ...]:
-    """Return each device or machine that differs from the others; without a layout the first machine's."""
+    """Return each device or machine that differs from the others; without a layout the first machine's.
+
+    `limits` are the bytes of a device of each machine.
+    """
     uses = _uses(setup)
     if layout is None:
-        own = None if setup.on_cpu else machines[0].device_gb
         title = "a device of train" if setup.recipe.on_ray else "this process"
-        limit = GIB * (own or machines[0].memory_gb)
-        return (DeviceMemory(title, _joined([uses[TRAIN], uses[ROLLOUT]]), limit),)
+        return (DeviceMemory(title, _joined([uses[TRAIN], uses[ROLLOUT]]), limits[0]),)
     devices: dict[str, DeviceMemory] = {}
     for number, bundle in enumerate(layout.needs.bundles):
         roles = [a.role for a in layout.needs.actors if a.bundle == number and a.role in uses]
@@ -96,8 +96,7 @@ def device_memory(
             devices[node.name] = DeviceMemory(node.name, _joined([before, parts]), node.memory)
             continue
         title = f"a device of {bundle.pool} ({', '.join(dict.fromkeys(roles))})"
-        limit = GIB * (machines[place].device_gb or machines[place].memory_gb)
-        device = DeviceMemory(title, parts, limit)
+        device = DeviceMemory(title, parts, limits[place])
         if title not in devices or device.share > devices[title].share:
             devices[title] = device
     return tuple(devices.values())

@@ -189,7 +189,6 @@ class Objective:
 
     @property
     def has_policy(self) -> bool:
-        """True if there is a policy loss, and so advantages."""
         return not self.supervised and not (self.teaching is not None and self.teaching.alone)
 
     @property

@@ -98,7 +98,6 @@ class ValueLearner(TrainedModel):
         return self.apply(self.join(report), lr)
 
     def _loss(self, packed: Packed, old_M: Tensor, returns_M: Tensor, means: TokenMeans) -> Tensor:
-        """Return the summed losses of one micro-batch's tokens."""
         values_M = self._values(packed)
         old_M, returns_M = old_M.to(values_M.device), returns_M.to(values_M.device)
         loss_M, clipped_M = value_loss(values_M, old_M, returns_M, self.recipe.clip)

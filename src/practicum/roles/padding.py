@@ -1,6 +1,6 @@
 """The padding role: rows that do nothing fill a batch up, so that mini-batches and ranks share it evenly.
 
-`dataplane/padding_rows.py` says what a padding row holds, and `learning/minibatches.py` how mini-batches are
+`dataplane/columns.py` says what a padding row holds, and `learning/minibatches.py` how mini-batches are
 cut.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.padding_rows import padding_batch
+from practicum.dataplane.columns import padding_batch
 from practicum.dataplane.ragged import Column, Columns
 from practicum.dataplane.stages import Plan
 from practicum.dataplane.store import Store
@@ -58,13 +58,13 @@ class BatchCutter:
 
     def __init__(self, recipe: Recipe, rank: int = 0, ranks: int = 1) -> None:
         self.recipe, self.rank, self.ranks = recipe, rank, ranks
-        self.student, self.critic = student_cut(recipe), critic_cut(recipe)
+        self.student, self.critic = student_cut(recipe.train), critic_cut(recipe.train, recipe.critic)
         self.whole_sessions = loss_traits(recipe.algorithm.loss).whole_sessions and recipe.has_policy_loss
         """The student's mini-batches cut no session."""
 
     def padding_rows(self, batch: BatchRef, step: int) -> int:
         """Return how many padding rows all updates of a step need for even mini-batches and ranks."""
-        cuts, spare = running_cuts(self.recipe, step), 0
+        cuts, spare = running_cuts(self.recipe.train, self.recipe.critic, step), 0
         if self.ranks > 1 and self.whole_sessions:
             largest = max(Counter(key[:2] for key in batch.keys).values())
             spare = max(spare_padding(largest, cut.steps(len(batch)), self.ranks) for cut in cuts)

@@ -83,7 +83,6 @@ class RowSource:
         return len(self._table)
 
     def where(self, index: int) -> str:
-        """Return file and line of a row, for messages."""
         part, inner = self._table.find(index)
         return part.where(inner)
 
@@ -244,7 +243,6 @@ def find_fault(row: Any, reader: RowReader) -> str | None:
 
 
 def find_answer_fault(row: Mapping[str, Any], reader: RowReader) -> str | None:
-    """Return what is wrong with the answer of a row; None if it is good."""
     if reader.answer not in row:
         return _missing(row, reader.answer, "answer", reader.task)
     answer = row[reader.answer]

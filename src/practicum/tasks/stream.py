@@ -15,7 +15,7 @@ from practicum.recipe.schema.recipe import Task
 from practicum.tasks.builtin import bind
 from practicum.tasks.draws import mix
 from practicum.tasks.procedural import BuiltinTask, Split
-from practicum.tasks.prompt_order import Mixture, Permutation
+from practicum.tasks.prompt_order import Mixture, permutation
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.rows import RowSource, find_fault, open_rows
 from practicum.tasks.tables import BLOCK, Blocks, Location, eval_location, load_dataset, train_location
@@ -70,8 +70,8 @@ class ShuffledRows:
 
     def draw(self, uid: int, index: int) -> Prompt:
         epoch, step = divmod(index, len(self.rows))
-        place = Permutation(len(self.rows), (self.seed, self.source.reader.task, epoch))[step]
-        return self.source.prompt(uid, self.rows[place], epoch)
+        place = permutation(len(self.rows), self.seed, self.source.reader.task, epoch)[step]
+        return self.source.prompt(uid, self.rows[int(place)], epoch)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class StreamedRows:
     def draw(self, uid: int, index: int) -> Prompt:
         epoch, step, rows = self._blocks.find(index)
         block, inner = divmod(step, BLOCK)
-        place = Permutation(len(rows), (self.seed, self.head.reader.task, epoch, block))[inner]
+        place = int(permutation(len(rows), self.seed, self.head.reader.task, epoch, block)[inner])
         number = block * BLOCK + place
         where = f"{self.at}, row {number + 1}"
         row = self.head.change(rows[place], where)
@@ -122,7 +122,6 @@ class PromptStream:
         return self._sources[task].draw(position, index)
 
     def take(self, n: int) -> list[Prompt]:
-        """Return the next n prompts."""
         prompts = [self.prompt(self.position + i) for i in range(n)]
         self.position += n
         return prompts
@@ -197,6 +196,5 @@ def _distinct(source: BuiltinSource, rows: int) -> list[int]:
 
 
 def used_rows(source: RowSource, left_out: LeftOut) -> Sequence[int]:
-    """Return the rows that prompts are made from."""
     without = left_out.get(source.name)
     return [i for i in range(len(source)) if i not in without] if without else range(len(source))

@@ -11,8 +11,8 @@ from math import sqrt
 
 from practicum.engines.table import ENGINES
 from practicum.errors import MissingExtraError, PracticumError, RecipeError, RecipeErrors
-from practicum.forecast.cluster_spec import GIB, this_machine
-from practicum.forecast.forecast import forecast
+from practicum.forecast.device_memory import GIB
+from practicum.forecast.forecast import forecast, this_machine
 from practicum.forecast.model_sizes import model_sizes
 from practicum.learning.packed_model import PackedModel
 from practicum.models.load_model import load_model, load_tokenizer, model_facts
@@ -59,14 +59,17 @@ def preflight(loaded: LoadedRecipe) -> Preflight:
     """Return all that `check` finds; mistakes are RecipeErrors."""
     recipe = loaded.recipe
     found = check_without_models(recipe)
-    findings = [*_folder(recipe), crash_cost(recipe.checkpoint, recipe.train.steps), *found.findings]
-    findings += try_rewards(recipe)
+    findings = [crash_cost(recipe.checkpoint, recipe.train.steps), *found.findings, *try_rewards(recipe)]
+    require_possible(path := folder_of(recipe))
+    try:
+        choose_folder(path, resume=False, fresh=False)
+    except PracticumError as error:
+        findings.insert(0, f"run folder: {error}")
     for tool in Toolbox(recipe.agent.tools).tools:
         findings.append(f"tool: {tool.name}({', '.join(f'{p.name}: {p.kind}' for p in tool.parameters)})")
     model = load_model(recipe.model, recipe.seed)
     check_fields(make_plan(recipe, known_traits(recipe.model)), model)
     PackedModel(model, recipe.train)  # tests whether the learner can run it
-    warnings = list(found.warnings)
     if recipe.model.lora is not None:
         findings.append(describe_adapter(model))
     check_bases(recipe, base_fingerprint(model))
@@ -75,7 +78,7 @@ def preflight(loaded: LoadedRecipe) -> Preflight:
         findings.append(f"reference: {recipe.algorithm.kl.reference} loads")
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     about = f"model: {type(model).__name__}, {millions:,.2f}M parameters, on {model.device}"
-    return replace(found, findings=findings, warnings=warnings, sizes=[about, *_sizes(recipe, found)])
+    return replace(found, findings=findings, sizes=[about, *_sizes(recipe, found.longest)])
 
 
 def check_without_models(recipe: Recipe) -> Preflight:
@@ -126,28 +129,22 @@ def check_without_models(recipe: Recipe) -> Preflight:
 
 def require_extras(recipe: Recipe) -> None:
     """Raise a MissingExtraError if an optional package that the recipe needs is not installed."""
-    extras: list[tuple[str, str, str]] = []
-    engines: dict[str, str] = {}
-    if recipe.on_ray:  # vLLM must be where its actors are, which may not be here
-        extras.append(("runtime.kind: ray", "ray", "ray"))
-        if recipe.runtime.store == "transferqueue":
-            extras.append(("runtime.store: transferqueue", "transfer_queue", "ray"))
-        if recipe.runtime.weight_transport == "nixl":
-            extras.append(("runtime.weight_transport: nixl", "nixl", "nixl"))
-    else:
-        engines = {f"teachers.{name}": teacher.engine for name, teacher in recipe.teachers.items()}
-        engines |= {"rollout": recipe.rollout.engine}
-    if recipe.model.lora is not None:
-        extras.append(("model.lora", "peft", "lora"))
-    if recipe.train.optimizer == "adamw_8bit":
-        extras.append(("train.optimizer: adamw_8bit", "bitsandbytes", "8bit"))
-    adapted = [name for name, teacher in recipe.teachers.items() if teacher.adapter is not None]
-    extras += [(f"teachers.{name}.adapter", "peft", "lora") for name in adapted[:1]]
-    for what, module, extra in extras:
-        if importlib.util.find_spec(module) is None:
+    runtime = recipe.runtime
+    extras = [
+        ("runtime.kind: ray", "ray", "ray", recipe.on_ray),
+        ("runtime.store: transferqueue", "transfer_queue", "ray", runtime.store == "transferqueue"),
+        ("runtime.weight_transport: nixl", "nixl", "nixl", runtime.weight_transport == "nixl"),
+        ("model.lora", "peft", "lora", recipe.model.lora is not None),
+        ("train.optimizer: adamw_8bit", "bitsandbytes", "8bit", recipe.train.optimizer == "adamw_8bit"),
+        *((f"teachers.{n}.adapter", "peft", "lora", bool(t.adapter)) for n, t in recipe.teachers.items()),
+    ]
+    for what, module, extra, is_needed in extras:
+        if is_needed and importlib.util.find_spec(module) is None:
             raise MissingExtraError(what, extra)
-    for path, name in engines.items():
-        if importlib.util.find_spec(ENGINES[name].module) is None:
+    engines = {"rollout": recipe.rollout.engine}
+    engines |= {f"teachers.{name}": teacher.engine for name, teacher in recipe.teachers.items()}
+    for path, name in engines.items():  # on Ray, it must be where the actors are, which may not be here
+        if not recipe.on_ray and importlib.util.find_spec(ENGINES[name].module) is None:
             raise MissingExtraError(f"{path}.engine: {name}", name, ENGINES[name].install)
     require_trackers(recipe.track.to)
 
@@ -182,19 +179,8 @@ def _warnings(recipe: Recipe) -> list[str]:
     return warnings
 
 
-def _folder(recipe: Recipe) -> list[str]:
-    """Return the flags that `train` will need because the run folder is not empty."""
-    require_possible(path := folder_of(recipe))
-    try:
-        choose_folder(path, resume=False, fresh=False)
-    except PracticumError as error:
-        return [f"run folder: {error}"]
-    return []
-
-
-def _sizes(recipe: Recipe, found: Preflight) -> list[str]:
-    """Return tokens of a step at most, and memory as `practicum plan` counts it."""
-    sessions, (prompt, answer) = count(recipe).sessions, found.longest
+def _sizes(recipe: Recipe, longest: tuple[int, int]) -> list[str]:
+    sessions, (prompt, answer) = count(recipe).sessions, longest
     product = f"{sessions:,} × ({prompt:,} of prompt + {answer:,} of answer)"
     lines = [f"tokens: up to {product} = {sessions * (prompt + answer):,} per step"]
     if recipe.on_ray:

@@ -138,7 +138,6 @@ class RayStore:
         """Free the bytes of puts that the index reports as freed: here, Ray counts references itself."""
 
     def _commit(self, put: Put) -> None:
-        """Make a put visible, all of it or nothing."""
         if isinstance(put.locator, ObjectRef):
             node = ray.get_runtime_context().get_node_id() if self._lasting else None
             self._call("commit", put._replace(locator=None), node, refs=[put.locator])

@@ -126,7 +126,7 @@ def check_cluster(recipe: Recipe) -> list[str]:
         if (devices := model.own_options.devices) > 1:
             advice = "one replica of the torch engine has one device; with vLLM, set vllm.tensor_parallel"
             raise RecipeError(f"{path}.placement.own.devices", str(devices), "1", advice)
-    for cut in (student_cut(recipe), critic_cut(recipe)):
+    for cut in (student_cut(recipe.train), critic_cut(recipe.train, recipe.critic)):
         cut.multiple(ranks)
     plain, with_gpus = (needs(recipe, gpus=gpus) for gpus in (False, True))
     wants = amounts(plain.cpus, plain.gpus)

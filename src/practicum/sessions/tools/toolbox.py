@@ -56,7 +56,6 @@ class Toolbox:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools as chat templates take them in `tools=`."""
         return [tool.schema for tool in self.tools]
 
     async def run(self, name: str, arguments: Mapping[str, Any]) -> ToolOutcome:
