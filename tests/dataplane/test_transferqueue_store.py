@@ -174,8 +174,8 @@ def test_a_cluster_without_room_is_refused(
 ) -> None:
     monkeypatch.setattr(tq_client, "_ROOM_S", 0.2)
     for units in (5, 8):
-        want = f"found {units},.*want {units + 1} free CPUs.* free 5 CPUs, of 8 CPUs"
-        with pytest.raises(RecipeError, match=rf"runtime\.store_units: {want}"):
+        want = f"found transferqueue, whose {units + 1} processes .* free 5 CPUs, of 8 CPUs"
+        with pytest.raises(RecipeError, match=rf"runtime\.store: {want}"):
             start_transferqueue(units=units)
 
 

@@ -13,15 +13,9 @@ from practicum.errors import RecipeError
 from practicum.learning.minibatches import (
     Cut,
     assign_ranks,
-    critic_cut,
-    needed_multiple,
-    running_cuts,
     spare_padding,
     spread,
-    student_cut,
 )
-from practicum.recipe.schema.algorithm_sections import CriticSection
-from practicum.recipe.schema.recipe import Train
 
 Row = tuple[int, int]
 """Prompt and session of a real row."""
@@ -44,26 +38,6 @@ def homes(rows: list[Row], minibatches, length: int) -> Counter[Row]:
 
 
 @pytest.mark.parametrize(
-    ("data_parallel", "asked", "expected"),
-    [
-        (1, [Cut()], 1),
-        (8, [Cut()], 8),
-        (1, [Cut(4)], 4),
-        (8, [Cut(4)], 32),
-        (8, [Cut(rows=256)], 256),
-        (8, [], 8),
-        (1, [Cut(rows=6), Cut(rows=4)], 12),
-        (2, [Cut(rows=6), Cut(rows=4)], 12),
-        (2, [Cut(3), Cut(rows=4)], 12),
-        (4, [Cut(3), Cut(rows=256)], 768),
-        (8, [Cut(rows=256), Cut(rows=64)], 256),
-    ],
-)
-def test_needed_multiple(data_parallel, asked, expected):
-    assert needed_multiple(data_parallel, asked) == expected
-
-
-@pytest.mark.parametrize(
     ("cut", "real", "steps"),
     [
         (Cut(), 5, 1),
@@ -81,21 +55,9 @@ def test_steps_that_have_real_rows(cut, real, steps):
 
 
 def test_rows_that_ranks_cannot_share_evenly_are_an_error_naming_the_key():
-    for key, cut in {
-        "train.minibatch_rows": Cut(rows=100),
-        "critic.minibatch_rows": critic_cut(Train(), CriticSection(minibatch_rows=100)),
-    }.items():
-        with pytest.raises(RecipeError) as error:
-            needed_multiple(8, [cut])
-        assert error.value.path == key
-
-
-def test_only_updates_that_run_ask_for_a_multiple():
-    train = Train(minibatch_rows=4)
-    assert running_cuts(train, None, 1) == [student_cut(train)] == [Cut(rows=4)]
-    critic = CriticSection(warmup_steps=2, minibatch_rows=6)
-    assert [needed_multiple(1, running_cuts(train, critic, step)) for step in (1, 2, 3)] == [6, 6, 12]
-    assert critic_cut(Train(minibatches=3), CriticSection()) == Cut(3)
+    with pytest.raises(RecipeError) as error:
+        Cut(rows=100).multiple(8)
+    assert error.value.path == "train.minibatch_rows"
 
 
 @given(row_lists, cuts, st.booleans())
@@ -143,7 +105,7 @@ def test_real_rows_do_not_depend_on_padding(rows, cut, whole, data):
 def test_padding_to_the_multiple_makes_all_minibatches_equally_large(rows, cut, ranks):
     if cut.rows is not None:
         cut = Cut(rows=cut.rows * ranks)
-    padded = rows + [PADDING] * (-len(rows) % needed_multiple(ranks, [cut]))
+    padded = rows + [PADDING] * (-len(rows) % cut.multiple(ranks))
     minibatches = cut_up(padded, cut, ranks=ranks)
     size = len(padded) // cut.parts if cut.rows is None else cut.rows
     assert {len(mb.rows) for mb in minibatches} == {size}
@@ -157,7 +119,7 @@ def test_whole_sessions_are_levelled_by_spare_padding(rows, cut, ranks):
     if cut.rows is not None:
         cut = Cut(rows=cut.rows * ranks)
     spare = spare_padding(max(Counter(rows).values()), cut.steps(len(rows)), ranks)
-    count = spare + -(len(rows) + spare) % needed_multiple(ranks, [cut])
+    count = spare + -(len(rows) + spare) % cut.multiple(ranks)
     padded = rows + [PADDING] * count
     minibatches = cut_up(padded, cut, whole=True, ranks=ranks)
     sizes = {len(mb.rows) for mb in minibatches}

@@ -82,16 +82,6 @@ def test_the_demonstrator_sums_up_and_goes_on_from_its_summary(chat, seed, compr
     assert last.tool_errors == 0
 
 
-def test_direct_is_a_share_and_changes_no_prompt():
-    def stream(direct: int) -> list[Prompt]:
-        return make_stream({"t": Task(kind="total", options={"direct": direct})}, 0).take(1000)
-
-    some, none = stream(30), stream(0)
-    assert [p.content for p in some] == [p.content for p in none]
-    assert not any(p.example.direct for p in none if p.example)
-    assert 250 < sum(p.example.direct for p in some if p.example) < 350
-
-
 def test_a_call_that_failed_is_made_again():
     prompt = draw(3, numbers=2)
     talk: list[Message] = [{"role": "user", "content": prompt.content}]

@@ -34,7 +34,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def shared(base: str) -> Iterator[LocalRoles]:
-    rollout = {"engine": "vllm", "slots": 4, "max_new_tokens": 8, "vllm": {"threads": 1}}
+    rollout = {"engine": "vllm", "slots": 4, "max_new_tokens": 8}
     with started({"model": {"path": base, "lora": {"rank": 4}}, "rollout": rollout}) as roles:
         yield roles
 

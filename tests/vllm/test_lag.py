@@ -20,7 +20,7 @@ from tests.trainer.test_run import metrics_of, stop_after
 from tests.vllm.models import logprobs, started, update
 
 MAKE = TINY["model"]["make"] | {"head_dim": 32}
-ROLLOUT = TINY["rollout"] | {"engine": "vllm", "vllm": {"threads": 1}}
+ROLLOUT = TINY["rollout"] | {"engine": "vllm"}
 REWARD = {"functions": [{"use": "tests.trainer.rewards:by_letters"}]}
 LORA = {"lora": {"rank": 4}}
 

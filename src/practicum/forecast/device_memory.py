@@ -26,7 +26,7 @@ Parts = Mapping[str, float]
 _ADVICE = {
     "KV memory": "lower rollout.slots or rollout.context, or give engines their own devices (pools.rollout)",
     "activations": "lower train.microbatch_tokens, or set train.gradient_checkpointing",
-    "published weights": "set runtime.weight_transport: object_store, or lower rollout.lag",
+    "published weights": "uninstall nixl, or lower rollout.lag",
     "teachers": "give teachers their own devices (placement: own)",
     "Adam's moments": "take train.optimizer adamw_8bit or train.offload, or raise pools.train.devices",
     "engine's weights": "give engines their own devices (pools.rollout), or split each over several "
@@ -183,10 +183,8 @@ def _published_copies(setup: StepSetup) -> int:
     recipe = setup.recipe
     if not recipe.on_ray:
         return recipe.rollout.lag + 1 if recipe.rollout.lag else 0
-    transport = recipe.runtime.weight_transport
-    if transport == "auto" and (setup.on_cpu or importlib.util.find_spec("nixl") is None):
-        transport = "object_store"
-    return 0 if transport == "object_store" else recipe.rollout.lag + 1
+    by_object_store = setup.on_cpu or importlib.util.find_spec("nixl") is None
+    return 0 if by_object_store else recipe.rollout.lag + 1
 
 
 def _colocated_teachers(setup: StepSetup) -> list[float]:
@@ -217,7 +215,7 @@ def _logits(tokens: int, sizes: Sizes) -> float:
 def _uses(setup: StepSetup) -> dict[str, Parts]:
     """Return what each role's actor holds. Reward models are not counted: their sizes are not known."""
     uses: dict[str, Parts] = {TRAIN: _learner_memory(setup)}
-    spread = 1 if setup.on_cpu else setup.recipe.engine_devices  # a machine's cores share its memory
+    spread = 1 if setup.on_cpu else setup.recipe.rollout.engine_devices  # a machine's cores share its memory
     engine = engine_memory(setup, shares_weights=not setup.recipe.on_ray)
     uses[ROLLOUT] = {what: size / spread for what, size in engine.items()}
     for path, model in setup.recipe.own_models.items():

@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from practicum.errors import ClusterError, RecipeError, RecipeErrors
 from practicum.forecast.device_memory import GIB, TIGHT, DeviceMemory, StepSetup, device_memory
 from practicum.forecast.model_sizes import models_of
-from practicum.recipe.counts import count
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.section import Section, key
 from practicum.recipe.text import yamlfile
@@ -78,7 +77,7 @@ class Forecast:
 
 def forecast(recipe: Recipe, spec: ClusterSpec, prompt_tokens: float) -> Forecast:
     """Return what a step of this recipe needs on this cluster, with prompts of this many tokens."""
-    plan, sizes, each = make_plan(recipe), count(recipe), list(machines(spec))
+    plan, sizes, each = make_plan(recipe), recipe.counts, list(machines(spec))
     has_gpus = any(kind.devices for kind in spec.nodes)
     layout, refusals = None, list[str]()
     if recipe.on_ray:
@@ -112,12 +111,11 @@ def forecast(recipe: Recipe, spec: ClusterSpec, prompt_tokens: float) -> Forecas
 def mean_prompt_tokens(recipe: Recipe) -> float:
     """Return the mean tokens of the training stream's first prompts."""
     from practicum.models.load_model import load_tokenizer
-    from practicum.recipe.reward_traits import tasks_needing_answer
     from practicum.sessions.chat import make_encoder
     from practicum.tasks.stream import make_stream
 
     encode = make_encoder(recipe, load_tokenizer(recipe.model))
-    stream = make_stream(recipe.tasks, recipe.seed, needs_answer=tasks_needing_answer(recipe))
+    stream = make_stream(recipe.tasks, recipe.seed, needs_answer=recipe.tasks_needing_answer)
     return fmean(len(encode(prompt).ids) for prompt in stream.take(SAMPLED_PROMPTS))
 
 

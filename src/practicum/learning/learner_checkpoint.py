@@ -28,12 +28,15 @@ from practicum.learning.optimizer import Metrics, OptimizerStepper
 from practicum.learning.packed_model import PackedModel
 from practicum.learning.parallel import Parallel
 from practicum.models.lora import base_fingerprint, trained_names
+from practicum.models.offloaded_weights import return_memory
 from practicum.recipe.schema.recipe import Train
 
 logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.INFO)  # two debug records per tensor
 
 _INDEX = ".metadata"
 _STEP = "optimizer.step"
+_TRIM_EVERY = 20
+"""Updates after which the heap returns what is unused: micro-batches of new sizes leave ever more of it."""
 
 
 class JoinableReport(Protocol):
@@ -85,6 +88,8 @@ class TrainedModel:
         metrics = report.result()
         if self.stepper.step(lr, metrics, before_step):
             self.version += 1
+            if self.trunk.device.type == "cpu" and self.version % _TRIM_EVERY == 0:
+                return_memory(self.trunk.device)
         return metrics
 
     def save(self, folder: Path) -> None:

@@ -10,17 +10,15 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
-from math import ceil, lcm
+from math import ceil
 
 import numpy as np
 
 from practicum.dataplane.columns import PADDING_TOKENS
 from practicum.errors import RecipeError
-from practicum.recipe.schema.algorithm_sections import CriticSection
-from practicum.recipe.schema.recipe import Train
 
 Parts = list[list[int]]
 """Rows of each rank."""
@@ -30,11 +28,10 @@ Item = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The recipe's number of optimizer steps (`parts`), or of rows in each (`rows`, with its key)."""
+    """The recipe's number of optimizer steps (`parts`), or of rows in each (`rows`)."""
 
     parts: int = 1
     rows: int | None = None
-    path: str = "train.minibatch_rows"
 
     def steps(self, real_rows: int) -> int:
         """Return the optimizer steps of one pass; each has a real row."""
@@ -47,7 +44,7 @@ class Cut:
         if self.rows % data_parallel:
             more = ceil(self.rows / data_parallel) * data_parallel
             expected = f"a multiple of the {data_parallel} data-parallel ranks"
-            raise RecipeError(self.path, str(self.rows), expected, f"Set it to {more}.")
+            raise RecipeError("train.minibatch_rows", str(self.rows), expected, f"Set it to {more}.")
         return self.rows
 
 
@@ -61,29 +58,6 @@ class Minibatch:
     @property
     def rows(self) -> list[int]:
         return self.real + self.padding
-
-
-def student_cut(train: Train) -> Cut:
-    return Cut(train.minibatches, train.minibatch_rows)
-
-
-def critic_cut(train: Train, critic: CriticSection | None) -> Cut:
-    if critic is None or critic.minibatch_rows is None:
-        return student_cut(train)
-    return Cut(rows=critic.minibatch_rows, path="critic.minibatch_rows")
-
-
-def running_cuts(train: Train, critic: CriticSection | None, step: int) -> list[Cut]:
-    """Return the cuts of the updates that this step (from 1 on) runs."""
-    if critic is None:
-        return [student_cut(train)]
-    cuts = [critic_cut(train, critic), student_cut(train)]
-    return cuts[:1] if step <= critic.warmup_steps else cuts
-
-
-def needed_multiple(data_parallel: int, cuts: Iterable[Cut]) -> int:
-    """Return what the number of rows must be a multiple of for all of these cuts."""
-    return lcm(data_parallel, *(cut.multiple(data_parallel) for cut in cuts))
 
 
 def spare_padding(largest: int, steps: int, data_parallel: int) -> int:

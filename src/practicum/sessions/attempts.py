@@ -98,6 +98,8 @@ def _number(reward: object) -> float:
 
 _LOOPS_OWN = (SessionError, ToolError)
 """Errors with a sentence that are the loop's fault."""
+FEEDBACK = "Wrong. Try again."
+"""What the loop retry tells the model after a miss."""
 _CLEANUP_S = 1.0
 """Seconds that a loop has to end after it was cancelled."""
 
@@ -240,7 +242,7 @@ async def _answer(session: Session, call: Call | BadCall) -> Message:
 async def retry(session: Session) -> None:
     """Answers until the task's checker says that one is right, in agent.turns tries; the last one counts.
 
-    After a miss the model reads agent.feedback, and nothing else about what was wrong.
+    After a miss the model reads FEEDBACK, and nothing else about what was wrong.
     """
     if session.check is None:
         raise EngineError(f"agent loop retry needs a checker, and task {session.prompt.task} has none")
@@ -248,7 +250,7 @@ async def retry(session: Session) -> None:
     for _ in range(session.agent.turns - 1):
         if turn.finish == "context" or session.check(turn.text) >= 1.0:
             return
-        turn = await session.generate([user(session.agent.feedback)])
+        turn = await session.generate([user(FEEDBACK)])
 
 
 async def compress(session: Session) -> None:

@@ -17,7 +17,7 @@ from practicum.tasks.draws import mix
 from practicum.tasks.procedural import BuiltinTask, Split
 from practicum.tasks.prompt_order import Mixture, permutation
 from practicum.tasks.prompts import Prompt
-from practicum.tasks.rows import RowSource, find_fault, open_rows
+from practicum.tasks.rows import IMAGES, RowSource, find_fault, open_rows
 from practicum.tasks.tables import BLOCK, Blocks, Location, eval_location, load_dataset, train_location
 
 LeftOut = Mapping[str, frozenset[int]]
@@ -65,7 +65,7 @@ class ShuffledRows:
     def identity(self) -> str:
         source, reader = self.source, self.source.reader
         named = f"{source.digest} {reader.prompt} {reader.answer}"
-        named = f"{named} {reader.images}" if source.has_pictures else named
+        named = f"{named} {IMAGES}" if source.has_pictures else named
         return named if len(self.rows) == len(source) else f"{named} {mix(*self.rows):016x}"
 
     def draw(self, uid: int, index: int) -> Prompt:
@@ -88,7 +88,7 @@ class StreamedRows:
     @property
     def identity(self) -> str:
         reader = self.head.reader
-        return f"{self.at} {self.head.digest} {reader.prompt} {reader.answer} {reader.images} {BLOCK}"
+        return f"{self.at} {self.head.digest} {reader.prompt} {reader.answer} {IMAGES} {BLOCK}"
 
     @cached_property
     def _blocks(self) -> Blocks:

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from practicum.errors import DataError, EngineError, RecipeError, RecipeErrors
 from practicum.models.load_model import stop_ids
 from practicum.models.model_files import read_generation
-from practicum.recipe.reward_traits import tasks_needing_answer
 from practicum.recipe.schema.recipe import Recipe
 from practicum.rewards.score_functions import RewardFunctions
 from practicum.sessions.chat import Chat, SessionStart, make_encoder, tokenise
@@ -159,7 +158,7 @@ class _TaskCheck:
         measured = self.recipe.eval.rows if is_held_out and not skips else sys.maxsize
         rows = (source.to_prompt(i, i, 0, row) for i, row in source.scan() if i < measured)
         left_out = self._measure(rows, source, is_held_out)
-        source.check(self.name in tasks_needing_answer(self.recipe))
+        source.check(self.name in self.recipe.tasks_needing_answer)
         if left_out:
             report.left_out[str(at)] = left_out
         if len(left_out) == len(source):

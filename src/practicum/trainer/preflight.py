@@ -19,7 +19,6 @@ from practicum.models.load_model import load_model, load_tokenizer, model_facts
 from practicum.models.lora import base_fingerprint, describe_adapter
 from practicum.models.model_files import read_config
 from practicum.observe.trackers import require_trackers
-from practicum.recipe.counts import count
 from practicum.recipe.derived import Traits, model_traits, traits_of
 from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.recipe.schema.recipe import Model, Recipe
@@ -133,7 +132,6 @@ def require_extras(recipe: Recipe) -> None:
     extras = [
         ("runtime.kind: ray", "ray", "ray", recipe.on_ray),
         ("runtime.store: transferqueue", "transfer_queue", "ray", runtime.store == "transferqueue"),
-        ("runtime.weight_transport: nixl", "nixl", "nixl", runtime.weight_transport == "nixl"),
         ("model.lora", "peft", "lora", recipe.model.lora is not None),
         ("train.optimizer: adamw_8bit", "bitsandbytes", "8bit", recipe.train.optimizer == "adamw_8bit"),
         *((f"teachers.{n}.adapter", "peft", "lora", bool(t.adapter)) for n, t in recipe.teachers.items()),
@@ -180,7 +178,7 @@ def _warnings(recipe: Recipe) -> list[str]:
 
 
 def _sizes(recipe: Recipe, longest: tuple[int, int]) -> list[str]:
-    sessions, (prompt, answer) = count(recipe).sessions, longest
+    sessions, (prompt, answer) = recipe.counts.sessions, longest
     product = f"{sessions:,} × ({prompt:,} of prompt + {answer:,} of answer)"
     lines = [f"tokens: up to {product} = {sessions * (prompt + answer):,} per step"]
     if recipe.on_ray:

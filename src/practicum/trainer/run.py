@@ -30,7 +30,6 @@ from practicum.observe.records.recorder import Recorder
 from practicum.observe.text import ledger_table, say
 from practicum.observe.trackers import StepDetails, Tracker, make_trackers
 from practicum.recipe.load_recipe import LoadedRecipe, problems_of
-from practicum.recipe.reward_traits import tasks_needing_answer
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.text.show_recipe import origin_notes, resolved_yaml
 from practicum.roles.stage_table import make_plan
@@ -122,7 +121,7 @@ class Trainer:
         self.watch = Watch(recipe.checks, self._report)
         view.stage("reading data and tokenizer")
         checked = check_without_models(recipe)
-        left_out, needs_answer = checked.left_out, tasks_needing_answer(recipe)
+        left_out, needs_answer = checked.left_out, recipe.tasks_needing_answer
         stream = make_stream(recipe.tasks, recipe.seed, needs_answer=needs_answer, left_out=left_out)
         self.eval_prompts = eval_prompts(recipe.tasks, recipe.eval.rows, recipe.seed, left_out)
         self.checkpoint: Path | None = None

@@ -206,7 +206,6 @@ def training_attempts(recipe: Recipe, prompts: list[Prompt], stop: frozenset[int
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
-        min_p=rollout.min_p,
     )
     attempts = [Attempt(p, i, drawn) for p in prompts for i in range(rollout.samples)]
     if estimator_traits(recipe.algorithm.advantage).greedy_baseline:

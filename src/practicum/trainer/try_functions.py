@@ -17,7 +17,6 @@ from practicum.concurrency.event_loop import run_async
 from practicum.errors import RecipeError
 from practicum.recipe.algorithm_traits import ESTIMATORS, LOSSES, estimator_traits
 from practicum.recipe.own_parts import GUIDE, PARTS, find_part, short_name
-from practicum.recipe.reward_traits import functions_of, tasks_needing_answer
 from practicum.recipe.schema.algorithm_sections import Algorithm
 from practicum.recipe.schema.recipe import Recipe, Train
 from practicum.recipe.schema.teacher_sections import Distill
@@ -74,10 +73,10 @@ def try_rewards(recipe: Recipe) -> list[str]:
     """
     rewards, findings = RewardFunctions(recipe.tasks, recipe.reward), []
     for name, task in recipe.tasks.items():
-        specs = functions_of(recipe, name)
+        specs = recipe.rewards_of(name)
         if not specs:
             continue
-        stream = make_stream({name: task}, recipe.seed, needs_answer=tasks_needing_answer(recipe))
+        stream = make_stream({name: task}, recipe.seed, needs_answer=recipe.tasks_needing_answer)
         samples = [
             RewardSample(
                 prompt_text=prompt_text(prompt.content),
@@ -119,9 +118,7 @@ def _try(
                     group_S=torch.tensor([0, 0, 1, 1]),
                     baseline_S=torch.zeros(4) if traits.greedy_baseline else None,
                     values_N=others_N if traits.critic else None,
-                    gamma=algorithm.gamma,
                     lam=algorithm.lam,
-                    whiten=algorithm.whiten,
                 )
             )
             names = ["advantages_N", "returns_N"] if traits.critic else ["advantages_N"]
@@ -138,7 +135,7 @@ def _try(
         case "divergence":
             assert distill is not None
             p, q = (torch.softmax(values.double().view(2, -1), -1) for values in (values_N, others_N))
-            terms = call(Buckets(p.requires_grad_().log() - q.log(), p, q, distill.beta))
+            terms = call(Buckets(p.requires_grad_().log() - q.log(), p, q))
             if fault := _fault(terms, "value", p):
                 return fault
             (slope,) = torch.autograd.grad(terms.value.sum(), p)

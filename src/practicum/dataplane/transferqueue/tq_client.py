@@ -126,10 +126,10 @@ def _reserve(units: int) -> PlacementGroup:
         remove_placement_group(room)
     free = ray.available_resources().get("CPU", 0.0)
     raise RecipeError(
-        "runtime.store_units",
-        f"{units}, which with TransferQueue's controller want {1 + units} free CPUs",
+        "runtime.store",
+        f"transferqueue, whose {1 + units} processes want a free CPU each",
         f"no more than the cluster has: free {free:g} CPUs, of {total:g} CPUs",
-        "ask for fewer units, or add machines; runtime.store: ray needs no CPU",
+        "add machines, or set runtime.store to ray, which needs no CPU",
     )
 
 

@@ -19,8 +19,8 @@ from practicum.models.adapter_files import SavedAdapter, write_adapter
 from practicum.models.load_model import context_length, load_model
 from practicum.models.lora import bare_base, base_fingerprint, has_adapter
 from practicum.models.model_files import read_config
+from practicum.recipe.schema.engine_sections import Vllm
 from practicum.recipe.schema.recipe import Recipe
-from practicum.recipe.schema.rollout_sections import Vllm
 from practicum.recipe.schema.teacher_sections import Own
 
 _ADAPTED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -176,9 +176,6 @@ def _setup(
     token_bytes = 2 * text.num_hidden_layers * max(1, heads // parallel) * width * dtype.itemsize
     # Each sequence has a block that is not full.
     blocks = -(-kv_tokens // _BLOCK) + more["slots"] + 1
-    kv = token_bytes * _BLOCK * blocks if chosen.kv_gb is None else int(chosen.kv_gb * 2**30)
-    settings = {"kv_bytes": kv, "tensor_parallel": parallel, "start_s": chosen.start_s}
-    settings |= {"options": chosen.options, "where": key}
-    if chosen.threads is not None:
-        more["threads"] = chosen.threads
-    return VllmSetup(model, str(dtype).removeprefix("torch."), **settings, **more)
+    settings = {"kv_bytes": token_bytes * _BLOCK * blocks, "tensor_parallel": parallel, "where": key}
+    dtype_name = str(dtype).removeprefix("torch.")
+    return VllmSetup(model, dtype_name, options=chosen.options, **settings, **more)

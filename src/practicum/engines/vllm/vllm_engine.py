@@ -138,7 +138,7 @@ class VllmEngine(Engine):
         workers = f" with {facts.workers} workers" if facts.workers > 1 else ""
         return [
             f"{self._setup.where}: vLLM {facts.release} in process {self.pid}{workers}, {facts.threads} "
-            f"thread{'s' * (facts.threads > 1)} ({self._setup.where}.vllm.threads), "
+            f"thread{'s' * (facts.threads > 1)}, "
             f"{facts.weights / 2**20:,.1f} MiB of weights, {facts.kv / 2**20:,.1f} MiB of KV memory"
         ]
 

@@ -15,7 +15,8 @@ _RULES = {
     r"greater than the derived": "a context of {context} tokens is longer than the model's: lower "
     "{where}.context",
     r"KV cache is needed|memory for the cache blocks": "KV memory of {kv_gb:.3g} GiB is too small for one "
-    "sequence of {context} tokens: raise {where}.vllm.kv_gb, or lower {where}.context",
+    "sequence of {context} tokens: raise kv_cache_memory_bytes in {where}.vllm.options, or lower "
+    "{where}.context",
     r"architectures? .*not supported|does not recognize this architecture": "vLLM does not know this model: "
     "use {where}.engine: torch",
     r"EngineArgs.*unexpected keyword": "{where}.vllm.options has a name that vLLM does not know: remove it",
@@ -38,7 +39,7 @@ def explain(error: Exception, setup: VllmSetup, logged: str) -> EngineError:
     line = line if len(line) <= _LONGEST else f"{line[:_LONGEST]} …"
     for pattern, meaning in _RULES.items():
         if re.search(pattern, text, re.IGNORECASE):
-            kv_gb = setup.kv_bytes / 2**30
+            kv_gb = setup.arguments()["kv_cache_memory_bytes"] / 2**30
             sentence = meaning.format(where=setup.where, context=setup.context, kv_gb=kv_gb)
             return EngineError(f"{sentence}. vLLM says: {line}")
     if any(name in text for name in (*_NEIGHBOURS, "libtorch")):

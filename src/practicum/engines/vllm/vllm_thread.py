@@ -82,8 +82,7 @@ class VllmThread:
             asyncio.run_coroutine_threadsafe(first(), self._loop).result(CALL_S)
         except TimeoutError:
             raise EngineError(
-                f"vLLM was not ready after {setup.start_s:g} s: raise {setup.where}.vllm.start_s, or give "
-                "the machine less to do"
+                f"vLLM was not ready after {setup.start_s:g} s: give the machine less to do"
             ) from None
         except Exception as error:
             self._raise_if_killed("starting")
