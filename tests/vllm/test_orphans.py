@@ -107,22 +107,16 @@ def training(folder: Path, **sections: Any) -> Iterator[Run]:
         process.communicate()
 
 
-def test_a_run_that_is_done_leaves_nothing(tmp_path: Path):
-    with training(tmp_path, train={"steps": 2, "prompts": 4}) as run:
-        await_true(run.starts)
-        code, said = run.end()
-        assert code == 0, said
-        assert "leaked" not in said
-        run.gone()
-
-
-def test_a_run_that_fails_leaves_nothing(tmp_path: Path):
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_that_ends_leaves_nothing(tmp_path: Path, fails: bool):
     (tmp_path / "unfair.py").write_text("def judge(*args, **more):\n    raise ArithmeticError('no reward')\n")
-    with training(tmp_path, reward={"functions": [{"use": "unfair:judge"}]}) as run:
+    reward = {"reward": {"functions": [{"use": "unfair:judge"}]}} if fails else {}
+    with training(tmp_path, train={"steps": 2, "prompts": 4}, **reward) as run:
         await_true(run.starts)
         code, said = run.end()
-        assert code != 0
-        assert "no reward" in said
+        assert (code != 0) == fails, said
+        assert ("no reward" in said) == fails
+        assert "leaked" not in said
         run.gone()
 
 

@@ -4,6 +4,7 @@
 engine on several others) have not been run by us.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import socket
@@ -56,7 +57,7 @@ class WeightSender:
             self._trainer.shutdown()
 
     def _make_trainer(self, backend: str) -> Any:
-        from vllm.distributed.weight_transfer import (  # pyright: ignore[reportMissingImports]
+        from vllm.distributed.weight_transfer import (
             base,
             factory,
             ipc_engine,

@@ -1,5 +1,6 @@
 """The vLLM engine: vLLM's AsyncLLM behind `protocol.Engine`."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import asyncio
@@ -106,13 +107,13 @@ class VllmEngine(Engine):
             raise
 
     def _prepare(self) -> None:
-        import vllm  # pyright: ignore[reportMissingImports]
+        import vllm
 
         config = self._vllm.llm.vllm_config
         vocab = int(config.model_config.get_vocab_size())
         self._workers("practicum_prepare", vocab, self._setup.keeps_weights)
         weights, kv, threads = zip(*self._workers("practicum_facts"), strict=True)
-        block, release = config.cache_config.block_size, vllm.__version__  # pyright: ignore
+        block, release = config.cache_config.block_size, vllm.__version__  # pyright: ignore[reportAttributeAccessIssue]
         self.facts = VllmFacts(sum(weights), sum(kv), vocab, threads[0], block, release, len(threads))
         transfer = config.weight_transfer_config
         self._sender = WeightSender(
@@ -191,7 +192,7 @@ class VllmEngine(Engine):
 
     def _take_adapter(self, name: str, folder: str) -> None:
         """Load an adapter in PEFT's format, which requests may name. The folder must stay."""
-        from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+        from vllm.lora.request import LoRARequest
 
         # vLLM caches prompts by the adapter's number: no two may have the same one.
         request = LoRARequest(name, next(self._numbers), folder)
@@ -359,8 +360,8 @@ class VllmEngine(Engine):
 
 
 def _params(**chosen: Any) -> Any:
-    from vllm import SamplingParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
-    from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
+    from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
+    from vllm.sampling_params import RequestOutputKind
 
     final = RequestOutputKind.FINAL_ONLY
     return SamplingParams(detokenize=False, flat_logprobs=True, output_kind=final, **chosen)

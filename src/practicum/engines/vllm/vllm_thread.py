@@ -3,6 +3,7 @@
 The thread lets `load_weights` and other calls wait for vLLM from any thread, and requests come from any loop.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import asyncio
@@ -173,8 +174,8 @@ class VllmThread:
             task.cancel()
 
     def _make(self) -> Any:
-        from vllm import AsyncEngineArgs, AsyncLLMEngine  # pyright: ignore
-        from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+        from vllm import AsyncEngineArgs, AsyncLLMEngine  # pyright: ignore[reportAttributeAccessIssue]
+        from vllm.platforms import current_platform
 
         setup = self._setup
         if current_platform.is_cpu():
