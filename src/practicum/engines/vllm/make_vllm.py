@@ -20,7 +20,7 @@ from practicum.models.load_model import context_length, load_model
 from practicum.models.lora import bare_base, base_fingerprint, has_adapter
 from practicum.models.model_files import read_config
 from practicum.recipe.schema.engine_sections import Vllm
-from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.rollout_sections import Rollout
 from practicum.recipe.schema.teacher_sections import Own
 
 _ADAPTED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -39,8 +39,9 @@ class VllmKind:
     shares_model = hosts_lag = False
     module, install = "vllm", INSTALL
 
-    def for_rollout(self, recipe: Recipe, model: PreTrainedModel, weights: WeightSource) -> Engine:
-        rollout, path = recipe.rollout, recipe.model.path
+    def for_rollout(
+        self, rollout: Rollout, path: str | None, model: PreTrainedModel, weights: WeightSource
+    ) -> Engine:
         slots, context = rollout.slots, rollout.context_for(context_length(model))
         folder = TemporaryDirectory(prefix="practicum-vllm-")
         more: dict[str, Any] = {"context": context, "slots": slots, "threads": torch.get_num_threads()}
