@@ -91,7 +91,9 @@ def started(recipe: Mapping[str, Any] | Recipe) -> Iterator[LocalRoles]:
     """The roles of a recipe, given as its sections or whole, in this process."""
     if not isinstance(recipe, Recipe):
         tasks = {"sort": {"kind": "sort"}}
-        recipe = Recipe.model_validate({"name": "vllm", "model": {"make": MAKE}, "tasks": tasks} | recipe)
+        recipe = Recipe.model_validate(
+            {"name": "vllm", "model": {"make": MAKE}, "tasks": tasks} | dict(recipe)
+        )
     roles = start_local(recipe, make_plan(recipe), Watch(recipe.checks, print))
     try:
         yield roles

@@ -19,7 +19,7 @@ from tests.vllm.models import MAKE, await_true, descendants, still_there
 RECIPE: dict[str, Any] = {
     "name": "tiny",
     "seed": 3,
-    "model": {"make": MAKE},
+    "model": {"make": MAKE | {"layers": 1}},
     "tasks": {"sort": {"kind": "sort"}},
     "rollout": {"samples": 4, "max_new_tokens": 8, "slots": 16, "engine": "vllm"},
     "teachers": {
