@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from practicum.compat.transformers import uses_attention
+from practicum.compat.transformers import checkpoint_layers, uses_attention
 from practicum.dataplane.ragged import Ragged
 from practicum.devices import is_out_of_memory
 from practicum.errors import DataError, EngineError, PracticumError
@@ -64,7 +64,7 @@ class PackedModel:
         self.autocast = train.autocast == "bfloat16"
         self.gradient_checkpointing = train.gradient_checkpointing
         if self.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_layers(model)
         self.gap = self._self_test()
         """The largest difference of the self-test, as a fraction of the largest hidden state."""
 

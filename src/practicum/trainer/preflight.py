@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import sqrt
 
+from practicum.engines.table import ENGINES
 from practicum.errors import MissingExtraError, PracticumError, RecipeError, RecipeErrors
 from practicum.forecast.device_memory import GIB, model_sizes
 from practicum.forecast.forecast import forecast, this_machine
@@ -145,14 +146,10 @@ def check_without_models(recipe: Recipe) -> Preflight:
 
 def require_extras(recipe: Recipe) -> None:
     """Raise a MissingExtraError if an optional package that the recipe needs is not installed."""
-    runtime, on_ray = recipe.runtime, recipe.on_ray
-    engines = {f"teachers.{name}": teacher.engine for name, teacher in recipe.teachers.items()}
-    engines |= {"rollout": recipe.rollout.engine}
+    runtime = recipe.runtime
     extras = [
-        ("runtime.kind: ray", "ray", "ray", on_ray),
+        ("runtime.kind: ray", "ray", "ray", recipe.on_ray),
         ("runtime.store: transferqueue", "transfer_queue", "ray", runtime.store == "transferqueue"),
-        # On Ray, vLLM must be where its actors are, which may not be here.
-        *((f"{at}.engine: vllm", "vllm", "vllm", e == "vllm" and not on_ray) for at, e in engines.items()),
         ("model.lora", "peft", "lora", recipe.model.lora is not None),
         ("train.optimizer: adamw_8bit", "bitsandbytes", "8bit", recipe.train.optimizer == "adamw_8bit"),
         *((f"teachers.{n}.adapter", "peft", "lora", bool(t.adapter)) for n, t in recipe.teachers.items()),
@@ -160,6 +157,11 @@ def require_extras(recipe: Recipe) -> None:
     for what, module, extra, is_needed in extras:
         if is_needed and importlib.util.find_spec(module) is None:
             raise MissingExtraError(what, extra)
+    engines = {"rollout": recipe.rollout.engine}
+    engines |= {f"teachers.{name}": teacher.engine for name, teacher in recipe.teachers.items()}
+    for path, name in engines.items():  # on Ray, it must be where the actors are, which may not be here
+        if not recipe.on_ray and importlib.util.find_spec(ENGINES[name].module) is None:
+            raise MissingExtraError(f"{path}.engine: {name}", name, ENGINES[name].install)
     require_trackers(recipe.track.to)
 
 
