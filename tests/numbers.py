@@ -56,7 +56,7 @@ AGENT = {
     "tasks": TOTAL,
     "agent": {
         "loop": "compress", "tools": ["calculator"], "calls": "plain", "turns": 4, "compress_at": 44,
-        "ask_summary": "what is left?",
+        "message": "what is left?",
     },
 }  # fmt: skip
 

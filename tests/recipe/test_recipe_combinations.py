@@ -73,9 +73,10 @@ REFUSED = [
     ("agent.turns=3", "agent.turns"),
     ("agent.loop=tool_use", "agent.tools"),
     ("agent.loop=retry agent.compress_at=64", "agent.compress_at"),
+    ("agent.loop=tool_use agent.tools=[calculator] agent.message=no", "agent.message"),
+    ("algorithm.gamma=0.9", "algorithm.gamma"),
     ("agent.deadline_s=601", "agent.deadline_s"),
     ("model.make.experts=4", "model.make.experts"),
-    ("model.make.family=qwen3_moe model.make.experts_per_token=9", "model.make.experts_per_token"),
     ("train.warmup_steps=101", "train.warmup_steps"),
     ("train.final_lr=1 train.schedule=linear", "train.final_lr"),
     ("train.final_lr=1e-5", "train.final_lr"),
@@ -86,7 +87,7 @@ ALLOWED = [
     "",
     SUPERVISED,
     f"{SUPERVISED} train.minibatches=4 train.epochs=2 rollout.samples=1",
-    f"{PPO} rollout.samples=1 algorithm.lam=0.9 critic.warmup_steps=5",
+    f"{PPO} rollout.samples=1 algorithm.gamma=0.9 algorithm.lam=0.9 critic.warmup_steps=5",
     "algorithm.advantage=remax rollout.samples=1",
     "algorithm.advantage=reinforce_pp rollout.samples=1",
     "algorithm.loss=gspo algorithm.aggregation=token_mean",
@@ -100,7 +101,7 @@ ALLOWED = [
     "train.minibatch_rows=48",
     "train.minibatch_rows=300 agent.loop=retry",
     "agent.loop=compress agent.tools=[calculator,python] agent.compress_at=64 agent.turns=3",
-    "agent.loop=mine:loop agent.tools=[calculator] agent.on_failure.retry=2",
+    "agent.loop=mine:loop agent.tools=[calculator] agent.message=no agent.on_failure.retry=2",
     "rollout.deadline_s=30",
     "agent.on_failure=drop_group model.make.family=qwen3_moe model.make.experts=4",
     "buffer.filter_flat_groups=true",
@@ -126,7 +127,7 @@ def test_an_option_that_the_loop_does_not_read_names_the_loops_that_do(write: Wr
     with pytest.raises(RecipeErrors) as caught:
         load_recipe(write(), ["agent.tools=[calculator]"])
     said = str(caught.value)
-    assert "[{use: calculator}] with agent.loop single_turn" in said
+    assert "with agent.loop single_turn" in said
     assert "reads it: tool_use, compress" in said
 
 

@@ -62,7 +62,6 @@ UNSEEN = {
     "expected": "for people: the summary shows it",
     "teachers.a.model": "not allowed with student",
     "teachers.b.model": "not allowed with student",
-    "train.replay_experts": "asked of models with experts, which only their config tells",
 }
 """Keys that no run of these reads; levels of checks are read when a check finds something."""
 

@@ -110,10 +110,11 @@ def test_an_address_where_nobody_listens_is_refused(tmp_path: Path):
     assert "expected auto, host:port or ray://" in refused(recipe(tmp_path, "runtime.address=somewhere"))
 
 
-def test_a_server_that_is_no_ray_is_refused(tmp_path: Path):
+def test_a_server_that_is_no_ray_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("practicum.runtime.ray.init_ray.HEALTH_S", 2.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        text = refused(recipe(tmp_path, f"runtime.address={address}", "runtime.start_s=2.0"))
+        text = refused(recipe(tmp_path, f"runtime.address={address}"))
     assert f"what listens at {address} does not answer as Ray in 2 s" in text
 
 

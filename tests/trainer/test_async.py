@@ -101,7 +101,7 @@ def cases(folder: Path) -> dict[str, dict[str, Any]]:
     save_classifier(folder / "judge")
     judge = {"model": str(folder / "judge"), "label": 1}
     judged = {"reward": REWARD["reward"] | {"models": {"judge": judge}}}
-    moe = {"family": "qwen3_moe", "experts": 4, "experts_per_token": 2}
+    moe = {"family": "qwen3_moe", "experts": 4}
     return {
         "decoupled": DECOUPLED,
         "gspo": REWARD | {"algorithm": {"loss": "gspo", "advantage": "rloo"}},

@@ -66,13 +66,6 @@ def test_experts_learn_with_teachers_padding_and_several_trajectories(tmp_path: 
         assert 0 <= row["train/router_moved"] <= 1
 
 
-def test_experts_route_by_themselves_if_the_recipe_says_so(tmp_path: Path):
-    train = {**CUT["train"], "replay_experts": False}
-    rows = trained(tmp_path, model=MOE, train=train, **UNEVEN)
-    assert all("train/router_moved" not in row for row in rows)
-    assert all("train/router_load_max" in row for row in rows)
-
-
 def test_experts_with_a_critic_and_a_reference_train(tmp_path: Path):
     algorithm = {"advantage": "gae", "lam": 0.9, "kl": {"place": "loss"}}
     rows = trained(tmp_path, model=MOE, algorithm=algorithm, critic={}, **UNEVEN)

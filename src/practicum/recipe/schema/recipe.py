@@ -83,8 +83,7 @@ class MakeModel(Section):
     kv_heads: int = key(2, "Key/value heads, a divisor of heads (not for gpt2).", _KV_HEADS, ge=1)
     head_dim: int = key(32, "Width of one head (gpt2, qwen2_5_vl: hidden / heads).", _HEAD_DIM, ge=4)
     context: int = key(512, "Longest sequence in tokens.", ge=16)
-    experts: int = key(8, "Experts of each layer (qwen3_moe).", _MOE, ge=2)
-    experts_per_token: int = key(2, "Experts that a token takes (qwen3_moe).", _MOE, ge=1)
+    experts: int = key(8, "Experts of each layer, of which a token takes two (qwen3_moe).", _MOE, ge=2)
 
 
 class Lora(Section):
@@ -223,7 +222,6 @@ class Train(Section):
     microbatch_tokens: int = key(16_384, "Tokens of one forward and backward.", ge=1)
     autocast: Literal["off", "bfloat16"] = key("off", "Mixed precision of the compute.")
     gradient_checkpointing: bool = key(False, "Recompute activations to save memory.")
-    replay_experts: bool = key(True, "The learner takes the experts that the engine took (MoE models).")
 
 
 class Buffer(Section):
@@ -281,6 +279,9 @@ class Checks(Section):
     model_config = ConfigDict(json_schema_extra=or_short_form("level"))
 
     level: Level = key("error", "error stops the run, warn reports, off does not look.")
+    logprob_gap_max: float = key(
+        0.05, "Largest mean |difference| in nats between logprobs of the rollout and of the learner.", gt=0
+    )
     own: list[OwnName] = key([], "Checks of your own, such as [package.module:name].")
 
 
