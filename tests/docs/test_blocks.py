@@ -108,14 +108,6 @@ def test_links_lead_somewhere(page: Path):
     assert not [link for link in links if not (page.parent / link).exists()]
 
 
-def test_every_page_is_linked_from_the_readme_or_the_map():
-    linked = set()
-    for page in (ROOT / "README.md", ROOT / "docs/architecture.md"):
-        links = re.findall(r"\]\(([^)#:]+)", page.read_text())
-        linked |= {(page.parent / link).resolve() for link in links}
-    assert not [page.name for page in sorted((ROOT / "docs").glob("*.md")) if page not in linked]
-
-
 def load_block(block: Block, folder: Path) -> Recipe:
     """A block as a recipe: a file of the repository, keys added to one of its recipes, or a whole one."""
     if block.title:
