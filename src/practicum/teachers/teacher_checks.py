@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from practicum.engines.table import ENGINES
 from practicum.errors import RecipeError, RecipeErrors
 from practicum.models.adapter_files import SavedAdapter
-from practicum.models.load_model import skeleton
+from practicum.models.load_model import require_known_layers, skeleton
 from practicum.models.model_files import (
     must_read,
     read_config,
@@ -152,6 +152,8 @@ class _Check:
                 self.context = getattr(config, "max_position_embeddings", None)
                 self.width = getattr(config, "vocab_size", None)
                 parts.append(next(iter(config.architectures or ()), type(config).__name__))
+                if self.teacher.engine == "torch" and self.teacher.model is not None:
+                    require_known_layers(self.teacher.model, f"{self.path}.model")
             tokenizer = load_teacher_tokenizer(self.teacher, self.path)
         except RecipeError as problem:
             self.problems.append(problem)
