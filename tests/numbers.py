@@ -72,7 +72,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "algorithm": {"loss": "gspo", "aggregation": "seq_mean_token_mean"},
         "eval": {"rows": 8, "every": 1},
     },
-    "refills": {"buffer": {"filter_flat_groups": True, "max_refills": 4}},
+    "refills": {"refills": 4},
     "remax": {"algorithm": {"advantage": "remax"}},
     "lag": {"rollout": {**BASE["rollout"], "lag": 1}, "train": {**BASE["train"], "steps": 5}},
     "mopd": {"teachers": TEACHERS, "route": {"by": "domain"}, "distill": {"signal": "full"}},

@@ -121,7 +121,7 @@ def _cluster(ranks: int, cpus: int, **store: Any) -> dict[str, Any]:
 def _agent() -> dict[str, Any]:
     return {
         "agent": {"loop": "tests.campaign.parts:agent", "tools": [{"use": "python", "timeout_s": 10}]},
-        "buffer": {"filter_flat_groups": True},
+        "refills": 4,
         "reward": {"functions": [{"use": "tests.campaign.parts:coarse"}]},
     }
 

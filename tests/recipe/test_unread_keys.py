@@ -130,7 +130,7 @@ MORE: list[dict[str, Any]] = [
     {"tasks": {"rows": {"dataset": "rows", "map": "my:row"}}},
     {"tasks": {"sort": {"kind": "sort", "chat": True}}},
     {"agent": {"loop": "compress", "tools": ["calculator", "python"]}},
-    {"agent": {"loop": "retry"}, "eval": {"samples": 2}, "buffer": {"filter_flat_groups": True}},
+    {"agent": {"loop": "retry"}, "eval": {"samples": 2}, "refills": 4},
     {
         "algorithm": {"loss": "gspo", "advantage": "reinforce_pp"},
         "rollout": {"engine": "vllm", "max_new_tokens": 4},

@@ -22,7 +22,7 @@ from .test_run import metrics_of, same_run, stop_after
 TOKEN = {"algorithm": {"mismatch": {"weights": "token"}}}
 ROLLOUT = {"algorithm": {"old_logprobs": "rollout"}, "train": TINY["train"] | {"minibatches": 2}}
 REFILLS = {
-    "buffer": {"filter_flat_groups": True, "max_refills": 50},
+    "refills": 50,
     "reward": {"functions": [{"use": "tests.trainer.rewards:even_length"}]},
 }
 FEW_SLOTS = {"rollout": TINY["rollout"] | {"slots": 5}}

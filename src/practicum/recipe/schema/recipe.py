@@ -224,15 +224,6 @@ class Train(Section):
     gradient_checkpointing: bool = key(False, "Recompute activations to save memory.")
 
 
-class Buffer(Section):
-    """Which finished groups are trained on."""
-
-    filter_flat_groups: bool = key(False, "Leave out groups whose rewards are all equal, and refill (DAPO).")
-    max_refills: int = key(
-        4, "Further rollouts a step may make to refill.", read_with("buffer.filter_flat_groups"), ge=0
-    )
-
-
 class Eval(Section):
     """Evaluation on held-out prompts, per domain."""
 
@@ -315,7 +306,12 @@ class Recipe(Section):
     train: Train = key(Train(), "Optimizer and size of a step.")
     critic: CriticSection | None = key(None, "Value model; needed by advantage gae.", ESTIMATES, _WITH_CRITIC)
     stages: list[OwnName] = key([], "Stages of your own, as package.module:name, in order.")
-    buffer: Buffer = key(Buffer(), "Which groups are trained on.")
+    refills: int = key(
+        0,
+        "Further rollouts that a step may make to replace groups whose rewards are all equal (DAPO); 0: they "
+        "are trained on.",
+        ge=0,
+    )
     eval: Eval = key(Eval(), "Evaluation on held-out prompts.")
     checkpoint: Checkpoint = key(Checkpoint(), "What is kept.")
     track: Track = key(Track(), "Where metrics go.")
@@ -331,7 +327,7 @@ class Recipe(Section):
     @property
     def counts(self) -> Counts:
         """The sizes of a step, and totals."""
-        train, buffer = self.train, self.buffer
+        train = self.train
         return Counts(
             supervised=self.is_supervised,
             steps=train.steps,
@@ -341,7 +337,7 @@ class Recipe(Section):
             epochs=train.epochs,
             minibatches=train.minibatches,
             minibatch_rows=train.minibatch_rows,
-            refills=buffer.max_refills if buffer.filter_flat_groups else 0,
+            refills=self.refills,
         )
 
     @property
@@ -352,7 +348,7 @@ class Recipe(Section):
     @property
     def sampling_s(self) -> float:
         """Deadline in seconds for sampling a step, above those of rollouts and rewards."""
-        rounds = 1 + (self.buffer.max_refills if self.buffer.filter_flat_groups else 0)
+        rounds = 1 + self.refills
         return 2 * rounds * self.rollout.deadline_s + 60.0
 
     @property

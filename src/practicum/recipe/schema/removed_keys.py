@@ -66,6 +66,7 @@ REMOVED = {
     "runtime.start_s": _START,
     "model.make.experts_per_token": "remove it: a token takes two experts",
     "train.replay_experts": "remove it: experts are replayed if the engine reports them",
+    "buffer": "set refills: 4, the further rollouts that replace groups with equal rewards",
     "train.compile": "remove it: the learner does not compile its model",
     "track.eval_prompts": "remove it: every answer of an evaluation is written to eval.jsonl",
     "track.own": "name your trackers in track.to",
