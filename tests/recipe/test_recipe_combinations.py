@@ -20,7 +20,6 @@ REFUSED = [
     ("model.make=null", "model"),
     ("model.device=gpu", "model.device"),
     ("model.dtype=float64 train.autocast=bfloat16", "train.autocast"),
-    ("model.make.heads=6 model.make.kv_heads=4", "model.make.kv_heads"),
     ("model.make.head_dim=31", "model.make.head_dim"),
     ("model.make.family=gpt2 model.make.hidden=130", "model.make.hidden"),
     ("rollout.max_new_tokens=512", "rollout.max_new_tokens"),

@@ -43,13 +43,13 @@ def load(folder: Path, text: str) -> None:
         ),
         ("rollout: {engine: vllm, vllm: {options: {tensor_parallel_size: 2}}}", "rollout.vllm.options"),
         (
-            "rollout: {engine: vllm, vllm: {tensor_parallel: 4}}\nmodel: {make: {heads: 6, kv_heads: 2}}",
+            "rollout: {engine: vllm, vllm: {tensor_parallel: 4}}\nmodel: {make: {heads: 6}}",
             "rollout.vllm.tensor_parallel",
         ),
         (
             "teachers: {t: {student: {}, engine: vllm, vllm: {tensor_parallel: 2}}}\n"
             + DISTILL
-            + "model: {make: {heads: 6, kv_heads: 3}}",
+            + "model: {make: {heads: 6}}",
             "teachers.t.vllm.tensor_parallel",
         ),
     ],
@@ -68,7 +68,7 @@ def test_what_an_engine_can_not_do_is_refused(tmp_path: Path, text: str, path: s
         VLLM + "model: {make: {family: qwen3_moe}}",
         TEACHER % ", placement: {own: {replicas: 2}}" + DISTILL,
         "teachers: {t: {student: {every: 3}, engine: vllm}}\n" + DISTILL,
-        "rollout: {engine: vllm, vllm: {tensor_parallel: 4}}\nmodel: {make: {heads: 8, kv_heads: 2}}",
+        "rollout: {engine: vllm, vllm: {tensor_parallel: 4}}\nmodel: {make: {heads: 8}}",
     ],
 )
 def test_what_an_engine_can_do_is_allowed(tmp_path: Path, text: str) -> None:

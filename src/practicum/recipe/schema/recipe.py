@@ -19,7 +19,6 @@ from practicum.recipe.schema.runtime_section import Pools, Runtime
 from practicum.recipe.schema.section import OwnName, Section, key, or_short_form, own_name, read_if, read_with
 from practicum.recipe.schema.teacher_sections import Distill, Held, RewardModel, Route, Teacher
 
-_KV_HEADS = read_with(".family", "qwen3", "llama", "qwen3_moe", "qwen3_5", "qwen2_5_vl", refused=False)
 _HEAD_DIM = read_with(".family", "qwen3", "llama", "qwen3_moe", "qwen3_5", refused=False)
 _MOE = read_with(".family", "qwen3_moe")
 _WITH_CRITIC = read_if(
@@ -79,11 +78,15 @@ class MakeModel(Section):
     )
     hidden: int = key(128, "Width of the residual stream.", ge=8)
     layers: int = key(4, "Number of transformer layers.", ge=1)
-    heads: int = key(4, "Attention heads.", ge=1)
-    kv_heads: int = key(2, "Key/value heads, a divisor of heads (not for gpt2).", _KV_HEADS, ge=1)
+    heads: int = key(4, "Attention heads, with half as many for keys and values (gpt2: as many).", ge=1)
     head_dim: int = key(32, "Width of one head (gpt2, qwen2_5_vl: hidden / heads).", _HEAD_DIM, ge=4)
     context: int = key(512, "Longest sequence in tokens.", ge=16)
     experts: int = key(8, "Experts of each layer, of which a token takes two (qwen3_moe).", _MOE, ge=2)
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.heads if self.heads % 2 else self.heads // 2
 
 
 class Lora(Section):
@@ -164,9 +167,6 @@ class Task(Section):
     subset: str | None = key(None, "Subset (configuration) of the dataset.", _DATASET)
     split: str = key("train", "Split of the dataset to train on.", _DATASET)
     eval_split: str | None = key(None, "Split of the dataset to evaluate on.", _DATASET)
-    streaming: bool = key(
-        False, "Read the dataset's rows as they are needed, in its order, shuffled in blocks.", _DATASET
-    )
     map: str | None = key(
         None, "package.module:function that takes each row, a dict, and returns the row to use.", _ROWS
     )
