@@ -79,7 +79,7 @@ def sent_key(request: Request) -> str:
     return key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
-def make_server(app: Starlette, connections: int | None = CONNECTIONS) -> uvicorn.Server:
+def make_server(app: Starlette, connections: int | None = CONNECTIONS, **options: Any) -> uvicorn.Server:
     """Return a server that answers 503 while `connections` connections are open."""
     config = uvicorn.Config(
         app,
@@ -90,5 +90,6 @@ def make_server(app: Starlette, connections: int | None = CONNECTIONS) -> uvicor
         timeout_graceful_shutdown=_SHUTDOWN_S,
         log_level="warning",
         access_log=False,
+        **options,
     )
     return uvicorn.Server(config)

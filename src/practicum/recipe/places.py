@@ -26,6 +26,7 @@ _FILES = (
     "teachers.*.adapter",
     "teachers.*.tokenizer",
     "reward.models.*.model",
+    "agent.loop.command.*",
 )
 """Keys whose values are files, patterns of files, or folders of models and datasets."""
 _FUNCTIONS = (
@@ -33,6 +34,7 @@ _FUNCTIONS = (
     "tasks.*.rewards.*.use",
     "tasks.*.map",
     "agent.loop",
+    "agent.loop.function",
     "agent.tools.*",
     "agent.tools.*.use",
     "algorithm.advantage",
@@ -89,7 +91,8 @@ def locate(data: dict[str, Any], origins: Mapping[str, Origin], source: Path) ->
             continue
         place, value = _find(path, written, origin, source.parent, is_function)
         holder[key] = value
-        if place.taken is not None or not is_function:  # a module that is in neither place is installed
+        # A module that is in neither place is installed; an argument of a command may be no file.
+        if place.taken is not None or not (is_function or path.startswith("agent.loop.command")):
             places.append(place)
     return places
 

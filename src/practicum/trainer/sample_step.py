@@ -253,6 +253,9 @@ def _agent_metrics(tags: Sequence[Tags], ready: Sequence[Tags]) -> dict[str, flo
     if calls:
         out["rollout/tool_calls"] = calls / len(ready)
         out["rollout/tool_errors"] = sum(t.tool_errors for t in ready) / calls
+    for counts in (t.requests for t in ready if t.requests):
+        for name, count in counts.items():
+            out[f"agent/{name}"] = out.get(f"agent/{name}", 0.0) + count
     return out
 
 
