@@ -17,7 +17,7 @@ from practicum.sessions.session import EnginePolicy, Session
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.messages import Message
 from tests.engines.engines import engine_of, tiny
-from tests.sessions.endpoint.agents import (
+from tests.sessions.endpoint.driven import (
     CALL,
     TOKENIZER,
     TOOL,

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from typing import Any
 
-from practicum.errors import EngineError, PracticumError, SessionError
+from practicum.errors import EngineError, SessionError
 from practicum.processes.http_server import Refusal
 from practicum.sessions.chat import Chat, tokenise
 from practicum.sessions.endpoint.turn_request import (
@@ -64,8 +65,6 @@ class Turn:
     """Tokens of the trajectory up to here."""
     messages: list[Message]
     turn_start: int
-    keys: tuple[MessageKey, ...] = ()
-    context: str = ""
     text: str | None = None
     """Of completions: all text up to here."""
     name: bytes = b""
@@ -127,7 +126,7 @@ class AgentSession:
         if start.messages is not None:
             text = Chat(session.tokenizer, start, opening).render(opening)
         keys = None if start.images is not None else tuple(map(message_key, opening))
-        first = Turn(session, root, len(root), list(opening), len(start.ids), keys or (), "", text)
+        first = Turn(session, root, len(root), list(opening), len(start.ids), text)
         self._context(list(start.tools), {})
         self._by_keys: defaultdict[tuple[str, tuple[MessageKey, ...]], list[Turn]] = defaultdict(list)
         if keys is not None:
@@ -210,7 +209,7 @@ class AgentSession:
             if self.session.agent.strict:
                 raise Refusal(400, f"{name} is {value!r}, and the recipe decides (agent.strict)", name)
 
-    def _context(self, tools: Sequence[object], options: object) -> str:
+    def _context(self, tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         """Return the name of tools and template options. Those that the template writes alike have one."""
         written = json.dumps([tools, options], sort_keys=True, default=str)
         if written not in self._contexts:
@@ -313,12 +312,12 @@ class AgentSession:
         self.counts["opened"] += 1
         self.counts[f"opened/{field_name}"] += 1
 
-    async def _all(self, work: Sequence[object]) -> list[TurnReply]:
+    async def _all(self, work: Sequence[Awaitable[TurnReply]]) -> list[TurnReply]:
         try:
-            return list(await asyncio.gather(*work))  # type: ignore[arg-type]
+            return list(await asyncio.gather(*work))
         except Refusal:
             raise
-        except PracticumError as error:  # of the engine: it ends the run, not the request
+        except Exception as error:  # of the engine: it ends the run, not the request
             if not self.trouble.done():
                 self.trouble.set_exception(error)
             raise Refusal(500, str(error)) from error
@@ -372,8 +371,11 @@ class AgentSession:
             state.text = f"{request.prompt}{reply.text}" if isinstance(request.prompt, str) else None
             self._texts.append(state)
         else:
-            state.keys, state.context = tuple(map(message_key, conversation)), place.context
-            self._by_keys[place.context, state.keys].append(state)
+            before = tuple(map(message_key, request.messages))
+            said = reply.message()
+            restored = {**said, "content": reply.text + (reply.stop_text or "")}  # as some clients do
+            for key in {message_key(said), message_key(restored)}:
+                self._by_keys[place.context, (*before, key)].append(state)
             self.replies[f"resp_{reply.id}"] = conversation
         trajectory.tool_calls += len(reply.calls)
         return state, reply

@@ -5,10 +5,12 @@ Messages are those of chat templates: role, text content, an assistant's `tool_c
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -27,6 +29,8 @@ ROLES = {
     "function": "tool",
 }
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+_ECHO = re.compile(r"\s*Calling tools:\n(\[\{.*\}\])\Z", re.DOTALL)
+"""How smolagents writes a turn's calls into its text; what it calls python_interpreter is the text itself."""
 _THOUGHT = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 MessageKey = tuple[Any, ...]
 
@@ -116,6 +120,11 @@ def message_key(message: Message) -> MessageKey:
     if role != "assistant":
         return role, text
     calls = [call["function"] for call in message.get("tool_calls", ())]
+    if not calls and (echo := _ECHO.search(text)):
+        with suppress(ValueError, SyntaxError, KeyError, TypeError, RecursionError, MemoryError):
+            listed = [call["function"] for call in ast.literal_eval(echo[1])]
+            calls = [call for call in listed if call["name"] != "python_interpreter"]
+            text = text[: echo.start()]
     named = [(call["name"], json.dumps(call["arguments"], sort_keys=True)) for call in calls]
     return role, _THOUGHT.sub("", text, count=1).strip(), *named
 
