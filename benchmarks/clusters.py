@@ -16,10 +16,10 @@ Turn = Callable[[int], Measured]
 
 
 @contextmanager
-def cluster(cpus: int = 8, object_store_gb: float = 2.0) -> Iterator[None]:
+def cluster(cpus: int = 8) -> Iterator[None]:
     """Ray on loopback with so many logical CPUs, one thread in each process; stopped at the end."""
     env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
-    leave = connect(Runtime(kind="ray", cpus=cpus, object_store_gb=object_store_gb), env)
+    leave = connect(Runtime(kind="ray", cpus=cpus), env)
     try:
         yield
     finally:

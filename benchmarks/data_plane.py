@@ -78,7 +78,7 @@ def measure(rounds: int, shapes: dict[str, Shape]) -> tuple[dict[str, Any], dict
     """What each contender took in each round of each shape, and the bytes of the shapes."""
     raced, sizes = {}, {}
     stops: list[Callable[[], None]] = []
-    with cluster(cpus=8, object_store_gb=3.0):
+    with cluster(cpus=8):
         try:
             ours, adapter = start_ray_store(), start_transferqueue(units=1)
             stops += [ours.close, adapter.close]

@@ -50,7 +50,7 @@ def recipe_of(name: str, kind: str, threads: int) -> Recipe:
     written["train"] |= {"lr": LR, "steps": 10_000}
     written["runtime"] |= {"kind": kind, "threads": threads}
     if kind == RAY:
-        written["runtime"] |= {"cpus": 8, "object_store_gb": 1.0}
+        written["runtime"] |= {"cpus": 8}
     return Recipe.model_validate(written)
 
 

@@ -160,11 +160,3 @@ async def blocking_tool(what: str) -> str:
     """Blocks."""
     block()
     return what
-
-
-def map_that_exits(row: Any) -> Any:
-    raise SystemExit(0)
-
-
-def exiting_schedule(step: int, train: Any) -> float:
-    raise SystemExit(0)

@@ -1,5 +1,8 @@
 """The command line. The files of commands are imported in the order of `practicum --help`."""
 
+import atexit
+import gc
+
 from practicum.commands import model_commands, recipe_commands, run_commands
 from practicum.commands.command_app import app
 
@@ -7,5 +10,6 @@ __all__ = ["app", "main", "model_commands", "recipe_commands", "run_commands"]
 
 
 def main() -> None:
-    """Entry point of the `practicum` command."""
+    # Else the interpreter looks through every object several times before it ends.
+    atexit.register(gc.freeze)
     app(prog_name="practicum")

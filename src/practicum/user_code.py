@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import traceback
+from collections.abc import Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,6 @@ def short_repr(value: Any, limit: int = 200) -> str:
 
 
 def error_line(error: BaseException) -> str:
-    """Return the type and message of an error on one line."""
     message = shorten(" ".join(str(error).split()))
     return f"{type(error).__name__}{': ' if message else ''}{message}"
 
@@ -47,16 +47,14 @@ def frames(error: BaseException, indent: str = "  ") -> str:
 
     Ours are left out, and those in the middle of a deep stack. A syntax error shows the line it is in.
     """
-    blocks = _blocks(_user_frames(traceback.extract_tb(error.__traceback__)))
-    if isinstance(error, SyntaxError):
-        blocks += traceback.format_exception_only(error)[:-1]
-    return _indented(blocks, indent)
+    more = traceback.format_exception_only(error)[:-1] if isinstance(error, SyntaxError) else ()
+    return _shown(traceback.extract_tb(error.__traceback__), indent, more)
 
 
 def running_frames(thread: int, indent: str = "  ") -> str:
     """Return the user's frames that a thread is in now, as `frames` does."""
     frame = sys._current_frames().get(thread)
-    return "" if frame is None else _indented(_blocks(_user_frames(traceback.extract_stack(frame))), indent)
+    return "" if frame is None else _shown(traceback.extract_stack(frame), indent)
 
 
 def trace(error: BaseException) -> str:
@@ -88,14 +86,9 @@ def _user_frames(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
     return user_frames
 
 
-def _blocks(stack: list[traceback.FrameSummary]) -> list[str]:
-    shown = traceback.StackSummary.from_list(stack).format()
-    if len(shown) > _SHOWN_FRAMES:
-        left_out = len(shown) - _SHOWN_FRAMES
-        shown[2 : 2 + left_out] = [f"  … {left_out} more"]
-    return shown
-
-
-def _indented(blocks: list[str], indent: str) -> str:
-    lines = [line for block in blocks for line in block.splitlines()]
+def _shown(stack: traceback.StackSummary, indent: str, more: Sequence[str] = ()) -> str:
+    blocks = traceback.StackSummary.from_list(_user_frames(stack)).format()
+    if (left_out := len(blocks) - _SHOWN_FRAMES) > 0:
+        blocks[2 : 2 + left_out] = [f"  … {left_out} more"]
+    lines = [line for block in (*blocks, *more) for line in block.splitlines()]
     return "\n".join(f"{indent}{shorten(line, _SHOWN_CHARS)}" for line in lines)

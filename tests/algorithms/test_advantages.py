@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -11,8 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from practicum.algorithms.advantages import ADVANTAGES, AdvantageInputs, group_scores, whiten
-from practicum.recipe.schema.algorithm_sections import Algorithm
-from practicum.recipe.text.type_text import choices
 
 from . import reference
 from .batches import Batch, batches, law, with_more_masked_tokens, with_sessions_permuted
@@ -44,42 +41,6 @@ def one_session(rewards: list[float], mask: list[bool] | None = None, **more: An
         group_S=torch.tensor([0]),
         **more,
     )
-
-
-def test_registry_has_the_recipe_s_names() -> None:
-    names = choices(Algorithm.model_fields["advantage"].annotation)
-    assert set(ADVANTAGES) == set(names) - {"none"}
-
-
-def test_grpo_by_hand() -> None:
-    found = ADVANTAGES["grpo"](outcomes([[1, 0, 0, 1]], length=2))
-    half = 0.5 / (math.sqrt(1 / 3) + 1e-6)
-    assert found.advantages_N.tolist() == pytest.approx([half] * 2 + [-half] * 4 + [half] * 2)
-    assert found.returns_N is None
-
-
-def test_dr_grpo_by_hand() -> None:
-    found = ADVANTAGES["dr_grpo"](outcomes([[1, 0, 0], [3, 5]]))
-    assert found.advantages_N.tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3, -1, 1])
-
-
-def test_rloo_by_hand() -> None:
-    found = ADVANTAGES["rloo"](outcomes([[1, 0, 0], [3, 5]]))
-    assert found.advantages_N.tolist() == pytest.approx([1, -0.5, -0.5, -2, 2])
-
-
-def test_reinforce_pp_by_hand() -> None:
-    found = ADVANTAGES["reinforce_pp"](one_session([0, 0, 1], gamma=0.5))
-    # Returns 1/4, 1/2, 1: mean 7/12, unbiased variance 7/48.
-    scale = math.sqrt(7 / 48) + 1e-6
-    assert found.advantages_N.tolist() == pytest.approx([(x - 7 / 12) / scale for x in (0.25, 0.5, 1.0)])
-
-
-def test_reinforce_pp_baseline_by_hand() -> None:
-    found = ADVANTAGES["reinforce_pp_baseline"](outcomes([[1, 0], [4, 0]]))
-    # Differences to the group's mean 0.5, -0.5, 2, -2: mean 0, unbiased variance 8.5 / 3.
-    scale = math.sqrt(8.5 / 3) + 1e-6
-    assert found.advantages_N.tolist() == pytest.approx([x / scale for x in (0.5, -0.5, 2.0, -2.0)])
 
 
 def test_remax_by_hand() -> None:

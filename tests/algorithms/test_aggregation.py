@@ -9,9 +9,6 @@ from hypothesis import strategies as st
 
 from practicum.algorithms.aggregation import AGGREGATIONS, session_count, token_weights
 from practicum.algorithms.segments import segment_count
-from practicum.errors import PracticumError
-from practicum.recipe.schema.algorithm_sections import Algorithm
-from practicum.recipe.text.type_text import choices
 
 from . import reference
 from .batches import Batch, batches, law
@@ -19,10 +16,6 @@ from .batches import Batch, batches, law
 KINDS = sorted(AGGREGATIONS)
 MASK = torch.tensor([True, True, False, True, True])
 SESSION = torch.tensor([0, 2, 2, 2, 2])
-
-
-def test_kinds_are_the_recipe_s() -> None:
-    assert set(AGGREGATIONS) == set(choices(Algorithm.model_fields["aggregation"].annotation))
 
 
 @pytest.mark.parametrize(
@@ -42,11 +35,6 @@ def test_weights_by_hand(kind: str, expected: list[float]) -> None:
 def test_nothing_sampled_weighs_nothing(kind: str) -> None:
     assert token_weights(kind, torch.zeros_like(MASK), SESSION, 4).tolist() == [0.0] * 5
     assert token_weights(kind, MASK[:0], SESSION[:0], 0).tolist() == []
-
-
-def test_an_unknown_kind_names_the_known_ones() -> None:
-    with pytest.raises(PracticumError, match=r"'mean'.*token_mean, seq_mean_token_sum"):
-        token_weights("mean", MASK, SESSION, 4)
 
 
 @given(batch=batches(), data=st.data())
@@ -79,12 +67,6 @@ def test_weights_of_cut_sessions_by_hand() -> None:
     for kind, weights in expected.items():
         found_N = token_weights(kind, mask_N, session_N, 3, torch.float64, whole_S=whole_S)
         assert found_N.tolist() == pytest.approx(weights, rel=1e-15), kind
-
-
-def test_less_than_one_session_is_averaged_over_less_than_one() -> None:
-    one = torch.tensor([True])
-    weights_N = token_weights("seq_mean_token_sum", one, torch.tensor([0]), 1, whole_S=torch.tensor([4]))
-    assert weights_N.item() == 4.0
 
 
 @given(batch=batches(), data=st.data())

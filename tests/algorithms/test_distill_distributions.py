@@ -12,7 +12,6 @@ from torch import Tensor
 
 from practicum.algorithms import token_logprobs
 from practicum.algorithms.divergences import DISTRIBUTIONS, full_divergence, topk_divergence, topk_overlap
-from practicum.errors import PracticumError
 
 from .batches import law
 
@@ -336,11 +335,3 @@ def test_overlap_counts_what_both_rank_highest() -> None:
     found = topk_overlap(student, torch.tensor([[1, 0], [0, 3]]))
     assert found.tolist() == [1.0, 0.5]
     assert not found.requires_grad
-
-
-@pytest.mark.parametrize("kind", ["k2", "kl"])
-def test_an_unknown_divergence_names_the_known_ones(kind: str) -> None:
-    with pytest.raises(PracticumError, match=rf"'{kind}'.*forward_kl, reverse_kl, jsd"):
-        full_divergence(kind, noise(0), noise(1))
-    with pytest.raises(PracticumError, match=rf"'{kind}'.*forward_kl, reverse_kl, jsd"):
-        topk_divergence(kind, noise(0), *top(noise(1), 2))

@@ -10,8 +10,6 @@ from hypothesis import given
 
 from practicum.algorithms.kl import KL_ESTIMATORS, KlWeight, token_kl
 from practicum.errors import PracticumError
-from practicum.recipe.schema.algorithm_sections import Kl
-from practicum.recipe.text.type_text import choices
 
 from .batches import Batch, batches, law
 
@@ -24,24 +22,6 @@ def tensor(values: list[float]) -> torch.Tensor:
 
 def slow(kind: str, d: float) -> float:
     return {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[kind]
-
-
-def test_estimators_are_the_recipe_s() -> None:
-    assert set(KL_ESTIMATORS) == set(choices(Kl.model_fields["estimator"].annotation))
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("k1", [math.log(2), -math.log(4), 0]),
-        ("k2", [math.log(2) ** 2 / 2, math.log(4) ** 2 / 2, 0]),
-        ("k3", [0.5 - 1 + math.log(2), 4 - 1 - math.log(4), 0]),
-    ],
-)
-def test_estimators_by_hand(kind: str, expected: list[float]) -> None:
-    student, ref = tensor([0.5, 0.1, 0.3]).log(), tensor([0.25, 0.4, 0.9]).log()
-    found = token_kl(kind, student, ref, torch.tensor([True, True, False]))
-    assert found.tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
@@ -84,11 +64,6 @@ def test_estimators_follow_their_formulas(batch: Batch) -> None:
         assert (slope[~batch.mask_N] == 0).all(), kind
 
 
-def test_an_unknown_estimator_names_the_known_ones() -> None:
-    with pytest.raises(PracticumError, match=r"'k4'.*k1, k2, k3"):
-        token_kl("k4", tensor([0]), tensor([0]), torch.tensor([True]))
-
-
 @pytest.mark.parametrize(
     ("observed", "factor"),
     [(6.0, 1.0), (6.6, 1.01), (5.7, 0.995), (60.0, 1.02), (-3.0, 0.98), (math.inf, 1.02)],
@@ -113,13 +88,6 @@ def test_a_resumed_adaptive_weight_goes_on_as_if_never_stopped() -> None:
     first.update(3.0, 64)
     second.update(3.0, 64)
     assert second.coefficient == first.coefficient != 0.1
-
-
-def test_the_fixed_weight_stays() -> None:
-    controller = KlWeight(0.1, None, 1000)
-    controller.update(100.0, 64)
-    controller.load_state_dict(controller.state_dict())
-    assert controller.coefficient == 0.1
 
 
 def test_a_state_of_the_other_kind_is_refused() -> None:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from practicum.algorithms.segments import (
     discounted_sum_ahead,
-    next_in_segment,
     sampled_in_session_order,
     segment_count,
     segment_max,
@@ -32,25 +31,10 @@ def test_segment_statistics_by_hand() -> None:
     assert segment_std(VALUES, SEGMENT, 4).tolist() == [0, 0, 3, 0]
 
 
-def test_no_segments_is_fine() -> None:
-    nothing, nowhere = torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
-    for operation in (segment_sum, segment_mean, segment_min, segment_max, segment_std):
-        assert operation(nothing, nowhere, 0).shape == (0,)
-        assert operation(nothing, nowhere, 2).tolist() == [0, 0]
-    assert discounted_sum_ahead(nothing, nowhere, 0.9).shape == (0,)
-
-
 def test_sampled_tokens_come_session_by_session_in_time_order() -> None:
     mask = torch.tensor([True, True, False, True, True, True])
     session = torch.tensor([1, 0, 0, 1, 0, 1])
     assert sampled_in_session_order(mask, session).tolist() == [1, 4, 0, 3, 5]
-
-
-def test_next_in_segment_stops_at_the_end_of_the_segment() -> None:
-    segment = torch.tensor([0, 0, 0, 3])
-    assert next_in_segment(VALUES, segment).tolist() == [-2, 4, 0, 0]
-    assert next_in_segment(VALUES, segment, ahead=2).tolist() == [4, 0, 0, 0]
-    assert next_in_segment(VALUES, segment, ahead=9).tolist() == [0, 0, 0, 0]
 
 
 @given(

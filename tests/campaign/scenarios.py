@@ -108,7 +108,7 @@ def _teachers(models: Path, server: str, place: Any = "own") -> dict[str, Any]:
     small = {"model": str(models / "small"), "placement": place, "deadline_s": 20}
     wide = {"model": str(models / "wide")}
     served = {"url": server, "model": "served", "tokenizer": str(models / "small")}
-    served |= {"deadline_s": 20, "retries": 1}
+    served |= {"deadline_s": 20}
     to = {"copy": {"small": 0.5, "wide": 0.5}, "compare": {"wide": 0.5, "served": 0.5}}
     return {
         "teachers": {"small": small, "wide": wide, "served": served},
@@ -123,7 +123,7 @@ def _judge(models: Path) -> dict[str, Any]:
 
 
 def _cluster(ranks: int, cpus: int, **store: Any) -> dict[str, Any]:
-    runtime = {"kind": "ray", "threads": 1, "cpus": cpus, "object_store_gb": 0.1, **store}
+    runtime = {"kind": "ray", "threads": 1, "cpus": cpus, **store}
     runtime |= {"start_s": 240, "stage_s": 60, "max_deaths": 100}
     return {"runtime": runtime, "pools": {"train": {"devices": ranks}}}
 
@@ -177,7 +177,7 @@ def _ahead(lag: int, make: Callable[[Path, str], dict[str, Any]]) -> Callable[[P
 
 
 def _ray_queue(models: Path, server: str) -> dict[str, Any]:
-    store = {"store": "transferqueue", "store_units": 2}
+    store = {"store": "transferqueue"}
     sections = {"algorithm": {"advantage": "gae"}, "critic": {}, **_cluster(2, 10, **store)}
     return _recipe(teachers={"wide": {"model": str(models / "wide")}}, distill={"top_k": 4}, **sections)
 

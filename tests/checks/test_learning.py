@@ -11,7 +11,7 @@ from tests.teachers.tiny_teachers import save_teacher, teachers_recipe
 from tests.trainer.recipes import tiny
 from typer.testing import CliRunner
 
-from practicum.checks.learning import MANY, SEVERAL, LearningWatch
+from practicum.checks.learning import MANY, SEVERAL, LearningWatch, Signal
 from practicum.cli import app
 from practicum.recipe.schema.recipe import Recipe
 from practicum.trainer.run import train_loaded
@@ -32,7 +32,7 @@ HEALTHY = {
 
 def told(sections: dict[str, Any], rows: Iterable[dict[str, float]]) -> list[tuple[int, str]]:
     """What is said, each with the step after which it is."""
-    watch = LearningWatch(Recipe.model_validate(BASE | sections))
+    watch = LearningWatch(Signal.of(Recipe.model_validate(BASE | sections)))
     return [(number, text) for number, row in enumerate(rows, 1) for text in watch.note(row)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import random
 
 import pytest
 from hypothesis import given
@@ -21,17 +20,6 @@ def test_cut_then_concat_is_identity(count: int, cut: int) -> None:
     batch = make_batch(count)
     parts = [batch.take(range(min(cut, count))), batch.take(range(min(cut, count), count))]
     assert BatchRef.concat(parts) == batch
-
-
-@given(count=st.integers(0, 9), seed=st.integers(0, 1000))
-def test_a_reordered_batch_can_be_put_back(count: int, seed: int) -> None:
-    batch = make_batch(count)
-    order = list(range(count))
-    random.Random(seed).shuffle(order)
-    shuffled = batch.take(order)
-    assert shuffled.keys == tuple(batch.keys[i] for i in order)
-    assert shuffled.tags == tuple(batch.tags[i] for i in order)
-    assert shuffled.take([order.index(i) for i in range(count)]) == batch
 
 
 @given(count=st.integers(0, 9), wanted=st.sets(st.integers(0, 8)))

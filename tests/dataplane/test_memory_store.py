@@ -64,12 +64,6 @@ def test_rows_in_any_order_are_views_of_what_was_put(store: Store, values: Tenso
     assert [row.tolist() for row in got.rows] == [values.split(LENGTHS)[i].tolist() for i in (4, 1, 3)]
 
 
-def test_rows_put_one_by_one_out_of_one_storage_are_one_view(store: Store, values: Tensor) -> None:
-    for i, row in enumerate(values.split(LENGTHS)):
-        store.put(BATCH.take([i]), {"response_ids": Ragged.from_rows([row])})
-    assert get_ids(store, list(range(6))).values.data_ptr() == values.data_ptr()
-
-
 def test_scalars_are_views_where_they_are_neighbours(store: Store) -> None:
     rewards = torch.arange(6.0)
     store.put(BATCH, {"reward": rewards})

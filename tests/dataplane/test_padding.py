@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.columns import PADDING_PROMPT, padding_batch
 from practicum.dataplane.fields import FIELDS, Field, register_field
 from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.memory_store import MemoryStore
-from practicum.dataplane.padding_rows import PADDING_PROMPT, padding_batch
 from practicum.dataplane.ragged import Ragged
 from practicum.errors import StoreError
 

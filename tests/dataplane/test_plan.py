@@ -211,7 +211,6 @@ def test_only_a_batch_that_is_cut_needs_padding() -> None:
     for train in ({"minibatches": 2}, {"minibatch_rows": 16}):
         plan = make_plan(recipe(train=train))
         assert names(plan).index("pad") < names(plan).index("old_logprobs")
-    assert "pad" in make_plan(recipe(algorithm={"advantage": "gae"}, critic={"minibatch_rows": 8}))
 
 
 def test_rows_of_models_that_see_carry_pictures_and_positions_to_whoever_runs_the_model() -> None:

@@ -22,7 +22,7 @@ from practicum.dataplane.packing import pack
 from practicum.dataplane.ragged import Column, Ragged
 from practicum.dataplane.ray_store.store_index import start_index
 from practicum.dataplane.store import Store
-from practicum.dataplane.transferqueue import tq_servers
+from practicum.dataplane.transferqueue import tq_client
 from practicum.dataplane.transferqueue.tq_client import BlobMissing, client_of, close_client
 from practicum.dataplane.transferqueue.transferqueue_store import (
     TransferQueueHandle,
@@ -172,10 +172,10 @@ def test_what_another_process_put_is_there_when_that_ended(store: Store, handle:
 def test_a_cluster_without_room_is_refused(
     handle: TransferQueueHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tq_servers, "_ROOM_S", 0.2)
+    monkeypatch.setattr(tq_client, "_ROOM_S", 0.2)
     for units in (5, 8):
-        want = f"found {units},.*want {units + 1} free CPUs.* free 5 CPUs, of 8 CPUs"
-        with pytest.raises(RecipeError, match=rf"runtime\.store_units: {want}"):
+        want = f"found transferqueue, whose {units + 1} processes .* free 5 CPUs, of 8 CPUs"
+        with pytest.raises(RecipeError, match=rf"runtime\.store: {want}"):
             start_transferqueue(units=units)
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from practicum.checks.learning import RULES
+from practicum.dataplane.columns import padding_batch
 from practicum.dataplane.fields import FIELDS, Field
-from practicum.dataplane.padding_rows import padding_batch
 from practicum.dataplane.ragged import Ragged
 from practicum.dataplane.stages import StageSpec
 from practicum.engines.protocol import Engine

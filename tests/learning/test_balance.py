@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations, product
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -47,17 +47,6 @@ def test_every_item_is_on_one_rank_and_ranks_have_equally_many(case):
     assert sorted(i for part in parts for i in part) == list(range(len(tokens)))
     assert {len(part) for part in parts} == {len(tokens) // ranks}
     assert parts == partition(tokens, ranks)
-
-
-@given(token_lists)
-def test_no_swap_of_the_heaviest_and_the_lightest_rank_helps(case):
-    tokens, ranks = case
-    parts = partition(tokens, ranks)
-    found = sums(tokens, parts)
-    heavy, light = found.index(max(found)), found.index(min(found))
-    gap = found[heavy] - found[light]
-    for i, j in product(parts[heavy], parts[light]):
-        assert abs(gap - 2 * (tokens[i] - tokens[j])) >= gap
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -35,13 +35,6 @@ def test_scorer_equals_log_softmax_of_a_plain_forward(family, temperature):
     torch.testing.assert_close(mine.plain_M, theirs.plain[packed.column_M], rtol=0, atol=1e-6)
 
 
-def test_columns_not_asked_for_are_not_made():
-    hidden, target = torch.randn(3, 32, dtype=torch.float64), torch.tensor([1, 2, 3])
-    found = token_logprobs(tiny(), hidden, target, temperature=0.5)
-    assert found.entropy_M is None
-    assert found.plain_M is None
-
-
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 7])
 def test_chunks_give_the_same_numbers_and_gradients_and_bound_the_logits(chunk_tokens):
     model = tiny()
@@ -104,15 +97,6 @@ def test_bfloat16_logits_are_normalised_in_float32():
     hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     found = token_logprobs(model, hidden, torch.arange(5), temperature=0.9)
     assert found.logprobs_M.dtype == torch.float32
-
-
-@pytest.mark.parametrize("vocab", [1, 2, 32, 151_936])
-def test_fingerprint_ids_are_in_the_vocabulary_and_spread(vocab):
-    ids = fingerprint_ids(vocab)
-    assert len(ids) == LENGTH
-    assert all(0 <= i < vocab for i in ids)
-    assert len(set(ids)) == min(LENGTH, vocab)
-    assert ids == fingerprint_ids(vocab)
 
 
 def test_fingerprint_tells_other_weights_apart():

@@ -13,16 +13,9 @@ from practicum.errors import RecipeError
 from practicum.learning.minibatches import (
     Cut,
     assign_ranks,
-    critic_cut,
-    exact_fit,
-    needed_multiple,
-    running_cuts,
     spare_padding,
     spread,
-    student_cut,
 )
-from practicum.recipe.schema.algorithm_sections import CriticSection
-from practicum.recipe.schema.recipe import Recipe, Train
 
 Row = tuple[int, int]
 """Prompt and session of a real row."""
@@ -45,26 +38,6 @@ def homes(rows: list[Row], minibatches, length: int) -> Counter[Row]:
 
 
 @pytest.mark.parametrize(
-    ("data_parallel", "asked", "expected"),
-    [
-        (1, [Cut()], 1),
-        (8, [Cut()], 8),
-        (1, [Cut(4)], 4),
-        (8, [Cut(4)], 32),
-        (8, [Cut(rows=256)], 256),
-        (8, [], 8),
-        (1, [Cut(rows=6), Cut(rows=4)], 12),
-        (2, [Cut(rows=6), Cut(rows=4)], 12),
-        (2, [Cut(3), Cut(rows=4)], 12),
-        (4, [Cut(3), Cut(rows=256)], 768),
-        (8, [Cut(rows=256), Cut(rows=64)], 256),
-    ],
-)
-def test_needed_multiple(data_parallel, asked, expected):
-    assert needed_multiple(data_parallel, asked) == expected
-
-
-@pytest.mark.parametrize(
     ("cut", "real", "steps"),
     [
         (Cut(), 5, 1),
@@ -82,23 +55,9 @@ def test_steps_that_have_real_rows(cut, real, steps):
 
 
 def test_rows_that_ranks_cannot_share_evenly_are_an_error_naming_the_key():
-    with pytest.raises(
-        RecipeError, match=r"train.minibatch_rows: found 100, .* 8 data-parallel ranks.\n.* 104"
-    ):
-        needed_multiple(8, [Cut(rows=100)])
-    cut = critic_cut(Recipe.model_construct(train=Train(), critic=CriticSection(minibatch_rows=100)))
-    with pytest.raises(RecipeError, match=r"critic.minibatch_rows: found 100"):
-        needed_multiple(8, [cut])
-
-
-def test_only_updates_that_run_ask_for_a_multiple():
-    train = Train(minibatch_rows=4)
-    alone = Recipe.model_construct(train=train, critic=None)
-    assert running_cuts(alone, 1) == [student_cut(alone)] == [Cut(rows=4)]
-    both = Recipe.model_construct(train=train, critic=CriticSection(warmup_steps=2, minibatch_rows=6))
-    assert [needed_multiple(1, running_cuts(both, step)) for step in (1, 2, 3)] == [6, 6, 12]
-    same = Recipe.model_construct(train=Train(minibatches=3), critic=CriticSection())
-    assert critic_cut(same) == student_cut(same) == Cut(3)
+    with pytest.raises(RecipeError) as error:
+        Cut(rows=100).multiple(8)
+    assert error.value.path == "train.minibatch_rows"
 
 
 @given(row_lists, cuts, st.booleans())
@@ -118,12 +77,13 @@ def test_real_rows_differ_by_at_most_one(rows, cut):
 
 
 @given(row_lists, cuts)
-def test_whole_sessions_are_never_cut_and_differ_by_at_most_the_largest(rows, cut):
+def test_whole_sessions_are_never_cut_and_add_at_most_the_largest(rows, cut):
     minibatches = cut_up(rows, cut, whole=True)
     assert set(homes(rows, minibatches, 2).values()) == {1}
     counts = [len(mb.real) for mb in minibatches]
-    assert max(counts) - min(counts) <= max(Counter(rows).values())
-    assert len(counts) <= cut.steps(len(rows))
+    steps = min(cut.steps(len(rows)), len(set(rows)))
+    assert max(counts) <= ceil(len(rows) / steps) + max(Counter(rows).values())
+    assert len(counts) <= steps
 
 
 @given(row_lists, cuts, st.booleans(), st.data())
@@ -145,7 +105,7 @@ def test_real_rows_do_not_depend_on_padding(rows, cut, whole, data):
 def test_padding_to_the_multiple_makes_all_minibatches_equally_large(rows, cut, ranks):
     if cut.rows is not None:
         cut = Cut(rows=cut.rows * ranks)
-    padded = rows + [PADDING] * (-len(rows) % needed_multiple(ranks, [cut]))
+    padded = rows + [PADDING] * (-len(rows) % cut.multiple(ranks))
     minibatches = cut_up(padded, cut, ranks=ranks)
     size = len(padded) // cut.parts if cut.rows is None else cut.rows
     assert {len(mb.rows) for mb in minibatches} == {size}
@@ -159,7 +119,7 @@ def test_whole_sessions_are_levelled_by_spare_padding(rows, cut, ranks):
     if cut.rows is not None:
         cut = Cut(rows=cut.rows * ranks)
     spare = spare_padding(max(Counter(rows).values()), cut.steps(len(rows)), ranks)
-    count = spare + -(len(rows) + spare) % needed_multiple(ranks, [cut])
+    count = spare + -(len(rows) + spare) % cut.multiple(ranks)
     padded = rows + [PADDING] * count
     minibatches = cut_up(padded, cut, whole=True, ranks=ranks)
     sizes = {len(mb.rows) for mb in minibatches}
@@ -200,33 +160,9 @@ def test_groups_stay_whole_where_counts_allow_it(groups, size, parts):
     assert set(homes(rows, cut_up(rows, Cut(parts)), 1).values()) == {1}
 
 
-@given(st.integers(1, 9), st.integers(2, 6))
-def test_sessions_stay_whole_where_single_rows_can_fill_up(doubles, parts):
-    rows = [(0, i // 2) for i in range(2 * doubles)] + [(1, i) for i in range(parts)]
-    assert max(homes(rows, cut_up(rows, Cut(min(parts, doubles))), 2).values()) == 1
-
-
 def test_the_shuffle_follows_seed_step_and_epoch():
     rows = [(prompt, 0) for prompt in range(40)]
     first = cut_up(rows, Cut(4))
     assert first == cut_up(rows, Cut(4))
     assert first != cut_up(rows, Cut(4), epoch=1)
     assert first[0].real != list(range(10))
-
-
-@given(st.lists(st.integers(1, 9), max_size=9), st.integers(0, 30))
-def test_exact_fit_is_found_whenever_there_is_one(sizes, room):
-    sums = {0}
-    for size in sizes:
-        sums |= {s + size for s in sums}
-    chosen = exact_fit(sizes, room)
-    assert len(set(chosen)) == len(chosen)
-    assert sum(sizes[i] for i in chosen) == (room if room in sums else 0)
-
-
-def test_a_thousand_and_thirty_rows_are_shared_fairly():
-    rows = [(i // 8, i) for i in range(1030)]
-    minibatches = cut_up(rows + [PADDING] * 250, Cut(rows=256), ranks=8)
-    assert [len(mb.real) for mb in minibatches] == [206] * 5
-    assert [len(mb.padding) for mb in minibatches] == [50] * 5
-    assert sum(n > 1 for n in homes(rows, minibatches, 1).values()) <= ceil(1030 / 256) - 1

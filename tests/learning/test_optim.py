@@ -30,17 +30,6 @@ def test_a_decay_ends_at_final_lr_at_the_last_step_and_stays(schedule):
     assert all(a > b for a, b in pairwise(rates[2:12]))
 
 
-def test_linear_and_cosine_meet_half_way():
-    for schedule in ("linear", "cosine"):
-        train = Train(lr=1.0, final_lr=0.2, steps=11, schedule=schedule)
-        assert lr_at(6, train) == pytest.approx(0.6)
-
-
-def test_schedules_of_one_step_and_of_warm_up_only_are_defined():
-    assert lr_at(1, Train(lr=1.0, steps=1, schedule="linear")) == 1.0
-    assert lr_at(4, Train(lr=1.0, steps=4, warmup_steps=4, schedule="cosine")) == 1.0
-
-
 def test_decay_acts_on_matrices_only():
     layer = nn.Linear(3, 2)
     optimizer = make_adamw(layer.parameters(), Train(weight_decay=0.3))

@@ -69,17 +69,16 @@ def assert_gradient(mine: Updated, loss: float, grads: dict[str, torch.Tensor]) 
     budget=st.sampled_from([1, 12, 40, 10**6]),
     sampled_at=st.sampled_from([1.0, 0.7]),
     compared_at=st.sampled_from([1.0, 0.7, 1.6]),
-    beta=st.sampled_from([0.5, 0.1]),
     shares=st.sampled_from([None, {0: 0.25, 1: 0.75}]),
     random=st.randoms(use_true_random=False),
 )
 def test_the_gradient_is_that_of_the_formula_under_any_cut_and_order(
-    divergence, signal, seed, aggregation, budget, sampled_at, compared_at, beta, shares, random
+    divergence, signal, seed, aggregation, budget, sampled_at, compared_at, shares, random
 ):
     batch = taught(random_batch(seed), temperature=compared_at)
     if shares is not None and not both_have_tokens(batch):
         shares = None
-    how = teaching(divergence, signal, temperature=compared_at, beta=beta, weight=0.7, shares=shares)
+    how = teaching(divergence, signal, temperature=compared_at, weight=0.7, shares=shares)
     expected = plain_gradient(how, batch, aggregation=aggregation)
     order = list(range(len(batch.sessions)))
     random.shuffle(order)

@@ -134,13 +134,6 @@ def test_own_logprobs_as_denominator_make_every_ratio_exactly_one():
     assert metrics["approx_kl"] == metrics["clipped_low"] == metrics["clipped_high"] == 0.0
 
 
-def test_old_logprobs_of_the_learner_give_ratios_of_one():
-    batch, learner = random_batch(8), Learner(tiny(), TRAIN, algorithm(), temperature=0.8)
-    old = learner.scorer.logprobs(batch.prompt_ids, batch.response_ids, temperature=0.8)
-    metrics = learner.update(replace(batch, old_logprobs=old))
-    assert metrics["ratio"] == pytest.approx(1.0, abs=1e-6)
-
-
 def test_gap_compares_learner_and_rollout_at_temperature_one_on_sampled_tokens():
     batch, learner = random_batch(9), Learner(tiny(), TRAIN, algorithm(), temperature=0.5)
     plain = padded_tokens(tiny(), batch, temperature=0.5).plain.detach().float()

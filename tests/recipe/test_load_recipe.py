@@ -37,7 +37,7 @@ def test_every_leaf_has_an_origin(write: Write) -> None:
     assert shown["rollout.samples"] == "file:7"
     assert shown["train.steps"] == "file:9"
     assert shown["train.prompts"] == "--set"
-    assert shown["train.eps"] == "default"
+    assert shown["train.autocast"] == "default"
     assert loaded.recipe.train.betas == (0.8, 0.9)
     assert loaded.recipe.train.lr == 3e-4
 
@@ -227,7 +227,7 @@ def test_origins_of_what_was_replaced_are_forgotten(write: Write) -> None:
 TEACHERS = """
 teachers:
   a: {model: x, placement: {own: {replicas: 2, threads: 3}}}
-  b: {url: "http://host/v1", model: y, retries: 5}
+  b: {url: "http://host/v1", model: y, concurrency: 5}
 route: {by: task, to: {sort: {a: 0.5, b: 0.5}}}
 distill: {}
 """
@@ -246,7 +246,7 @@ def test_a_placement_is_replaced_by_a_word_and_a_word_by_a_placement(write: Writ
 def test_a_student_takes_the_place_of_a_model_and_the_other_way_round(write: Write) -> None:
     path = write(TEACHERS)
     teacher = load_recipe(path, ["teachers.b.student.every=3"]).recipe.teachers["b"]
-    assert (teacher.model, teacher.url, teacher.retries) == (None, None, 3)
+    assert (teacher.model, teacher.url, teacher.concurrency) == (None, None, 16)
     write(TEACHERS.replace("model: x", "student: {}"), "base.yaml", minimal=False)
     path = write("extends: base.yaml")
     teacher = load_recipe(path, ["teachers.a.model=x"]).recipe.teachers["a"]

@@ -19,32 +19,17 @@ def recipe(**sections: Any) -> Recipe:
     return load_recipe(BASE | LAG | sections).recipe
 
 
-def problems(**sections: Any) -> dict[str, str]:
-    with pytest.raises(RecipeErrors) as found:
-        recipe(**sections)
-    return {error.path: str(error) for error in found.value.errors}
-
-
 @pytest.mark.parametrize(
-    ("sections", "path", "said"),
+    ("sections", "path"),
     [
-        ({"algorithm": {"loss": "supervised", "advantage": "none"}}, "rollout.lag", "samples nothing"),
-        ({"algorithm": {"loss": "reinforce"}}, "algorithm.loss", "use one of ppo_clip, gspo, cispo, dppo"),
-        ({"algorithm": {"old_logprobs": "recompute"}}, "algorithm.old_logprobs", "does not tell who sampled"),
-        ({"rollout": {"lag": 2, "top_p": 0.9}}, "rollout", "those of the cut distribution"),
-        (
-            {"algorithm": {"old_logprobs": "rollout", "kl": {"place": "reward"}}},
-            *("algorithm.old_logprobs", "the engine's logprobs are of older weights"),
-        ),
-        (
-            {"algorithm": {"loss": "dppo", "mismatch": {"weights": "token"}}},
-            *("algorithm.mismatch", "corrects the mismatch already"),
-        ),
-        ({"algorithm": {"loss": "dppo", "old_logprobs": "recompute"}}, "algorithm.old_logprobs", "sampled"),
-        (
-            TEACHER | {"distill": {"divergence": "k1_straight", "signal": "sampled"}},
-            *("distill.signal", "of the weights that sampled it"),
-        ),
+        ({"algorithm": {"loss": "supervised", "advantage": "none"}}, "rollout.lag"),
+        ({"algorithm": {"loss": "reinforce"}}, "algorithm.loss"),
+        ({"algorithm": {"old_logprobs": "recompute"}}, "algorithm.old_logprobs"),
+        ({"rollout": {"lag": 2, "top_p": 0.9}}, "rollout"),
+        ({"algorithm": {"old_logprobs": "rollout", "kl": {"place": "reward"}}}, "algorithm.old_logprobs"),
+        ({"algorithm": {"loss": "dppo", "mismatch": {"weights": "token"}}}, "algorithm.mismatch"),
+        ({"algorithm": {"loss": "dppo", "old_logprobs": "recompute"}}, "algorithm.old_logprobs"),
+        (TEACHER | {"distill": {"divergence": "k1_straight", "signal": "sampled"}}, "distill.signal"),
         (
             {
                 **{
@@ -53,14 +38,15 @@ def problems(**sections: Any) -> dict[str, str]:
                 },
                 "distill": {"signal": "top_k"},
             },
-            *("teachers.t.placement", "before the step whose weights it has to be"),
+            "teachers.t.placement",
         ),
-        ({"runtime": {"kind": "ray"}}, "pools.rollout", "can't work while it does"),
+        ({"runtime": {"kind": "ray"}}, "pools.rollout"),
     ],
 )
-def test_what_is_wrong_with_stale_rows_is_refused(sections: dict[str, Any], path: str, said: str):
-    found = problems(**sections)
-    assert said in found[path], found
+def test_what_is_wrong_with_stale_rows_is_refused(sections: dict[str, Any], path: str):
+    with pytest.raises(RecipeErrors) as found:
+        recipe(**sections)
+    assert path in [error.path for error in found.value.errors]
 
 
 @pytest.mark.parametrize(

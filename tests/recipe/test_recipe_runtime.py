@@ -15,7 +15,6 @@ from practicum.recipe.text.show_recipe import json_schema
 Write = Callable[..., Path]
 OWN = "teachers.t.model=a distill={} teachers.t.placement.own"
 SPLIT = "rollout.engine=vllm rollout.vllm.tensor_parallel=2"
-TWOS = f"{OWN}.replicas=3 {OWN}.devices=2"
 
 
 @pytest.mark.parametrize(
@@ -59,7 +58,7 @@ def test_an_editor_takes_both_forms_of_a_runtime() -> None:
 
 
 def test_ranks_and_engines_follow_from_the_pools(write: Write) -> None:
-    path = write("pools: {train: {nodes: 2, devices: 3}}\n" + "runtime: {address: 'h:1', store_units: 2}")
+    path = write("pools: {train: {nodes: 2, devices: 3}}\n" + "runtime: {address: 'h:1'}")
     local = load_recipe(path).recipe  # what it says of a cluster may stay
     assert (local.data_parallel, local.engine_replicas) == (1, 1)
     on = ["runtime=ray", "runtime.store=transferqueue"]
@@ -88,34 +87,27 @@ def test_own_models_are_those_with_processes_here(write: Write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "path", "says"),
+    ("overrides", "path"),
     [
-        ("runtime.address=auto runtime.cpus=4", "runtime.cpus", "with runtime.address"),
-        ("runtime.address=auto runtime.object_store_gb=1", "runtime.object_store_gb", "the address"),
-        ("runtime.store_units=2", "runtime.store_units", "transferqueue"),
-        ("model.device=cuda:1", "model.device", "Ray chooses"),
-        (f"{OWN}={{}} teachers.t.device=cuda:0", "teachers.t.device", "Ray chooses"),
-        ("pools.rollout.devices=4 rollout.replicas=3", "rollout.replicas", "idle"),
-        (f"{SPLIT}", "rollout.vllm.tensor_parallel", "add pools.rollout: {devices: 2}"),
-        (f"{SPLIT} pools.rollout.devices=3", "rollout.vllm.tensor_parallel", "on one machine"),
-        (f"{SPLIT} pools.rollout.devices=4 rollout.replicas=4", "rollout.replicas", "2, as many as fit"),
+        ("runtime.address=auto runtime.cpus=4", "runtime.cpus"),
+        ("model.device=cuda:1", "model.device"),
+        (f"{OWN}={{}} teachers.t.device=cuda:0", "teachers.t.device"),
+        ("pools.rollout.devices=4 rollout.replicas=3", "rollout.replicas"),
+        (f"{SPLIT}", "rollout.vllm.tensor_parallel"),
+        (f"{SPLIT} pools.rollout.devices=3", "rollout.vllm.tensor_parallel"),
+        (f"{SPLIT} pools.rollout.devices=4 rollout.replicas=4", "rollout.replicas"),
         (
             "teachers.t.student={} teachers.t.engine=vllm teachers.t.vllm.tensor_parallel=2 distill={}",
             "teachers.t.vllm.tensor_parallel",
-            "set teachers.t.placement to own",
         ),
-        ("pools.teachers={}", "pools.teachers", "without a teacher"),
-        (f"{OWN}.replicas=2 pools.teachers={{}}", "pools.teachers", "2: teachers.t 2 × 1"),
-        (f"{TWOS} pools.teachers.nodes=6 pools.teachers.devices=1", "pools.teachers", "fit"),
     ],
 )
-def test_what_a_cluster_could_not_use_is_refused(write: Write, overrides: str, path: str, says: str) -> None:
+def test_what_a_cluster_could_not_use_is_refused(write: Write, overrides: str, path: str) -> None:
     options = overrides.split()
     load_recipe(write(), options)  # a run in one process does not read it
     with pytest.raises(RecipeErrors) as caught:
         load_recipe(write(), [*options, "runtime=ray"])
     assert [error.path for error in caught.value.errors] == [path]
-    assert says in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -124,9 +116,6 @@ def test_what_a_cluster_could_not_use_is_refused(write: Write, overrides: str, p
         "pools.train.devices=4 rollout.replicas=2",
         "pools.rollout.devices=2 rollout.replicas=4",
         f"{SPLIT} pools.rollout.nodes=2 pools.rollout.devices=4 rollout.replicas=4",
-        f"{TWOS} pools.teachers.nodes=3 pools.teachers.devices=2",
-        "runtime.store=transferqueue runtime.store_units=8",
-        "runtime.cpus=8 runtime.object_store_gb=0.5",
     ],
 )
 def test_what_a_cluster_can_use_is_taken(write: Write, overrides: str) -> None:

@@ -13,8 +13,10 @@ import yaml
 from practicum.errors import RecipeErrors
 from practicum.recipe.checks.unread_keys import unread_keys
 from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
+from practicum.recipe.schema.engine_sections import EngineChoice
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.section import ReadWhen, Section
+from practicum.recipe.schema.teacher_sections import Held
 from practicum.recipe.text.show_recipe import show_recipe
 from practicum.recipe.text.type_text import section_of
 from practicum.trainer.run import train_loaded
@@ -153,6 +155,9 @@ def declared_keys(section: type[Section], rules: tuple[ReadWhen, ...] = ()) -> I
             yield from declared_keys(inner, own if isinstance(info.default, Section) else ())  # type: ignore
 
 
+SHARED = (*Held.model_fields, *EngineChoice.model_fields)
+
+
 def test_every_declaration_lets_its_key_be_read_and_tells_when_it_is_not(tmp_path: Path) -> None:
     read, unread = set(), set()
     for sections in (*RUNS.values(), *MORE):
@@ -160,41 +165,29 @@ def test_every_declaration_lets_its_key_be_read_and_tells_when_it_is_not(tmp_pat
         without_reader = {key.path for key in unread_keys(recipe)}
         for path, key in leaves(recipe):
             (unread if path in without_reader else read).add(key)
-    declared = set(declared_keys(Recipe))
+    # Shared keys, such as dtype, are declared once: a student has no url with which they are not read.
+    declared = set(declared_keys(Recipe)) - {(name, key) for name in ("Model", "Rollout") for key in SHARED}
     assert len(declared) > 80
     assert declared - unread == set(), "never unread"
     assert declared - read == set(), "never read"
 
 
 @pytest.mark.parametrize(
-    ("sections", "path", "why"),
+    ("sections", "path"),
     [
+        ({"reward": {"functions": [{"timeout_s": 1.0}]}}, "reward.functions[0].timeout_s"),
         (
-            {"tasks": {"sort": {"kind": "sort", "images": "pictures"}}},
-            "tasks.sort.images",
-            "built-in task sort",
+            {"agent": {"loop": "tool_use", "tools": [{"use": "calculator", "timeout_s": 1.0}]}},
+            "agent.tools[0].timeout_s",
         ),
-        ({"reward": {"functions": [{"timeout_s": 1.0}]}}, "reward.functions[0].timeout_s", "reward checker"),
-        (
-            {"agent": {"loop": "tool_use", "tools": [{"use": "calculator", "memory_mb": 64}]}},
-            "agent.tools[0].memory_mb",
-            "with use calculator",
-        ),
-        (RUNS["one teacher"] | {"route": {"measure_every": 1}}, "route.measure_every", "with one teacher"),
-        (
-            {"algorithm": {"loss": "reinforce", "old_logprobs": "recompute"}},
-            "algorithm.old_logprobs",
-            "with algorithm.loss reinforce",
-        ),
+        (RUNS["one teacher"] | {"route": {"measure_every": 1}}, "route.measure_every"),
+        ({"algorithm": {"loss": "reinforce", "old_logprobs": "recompute"}}, "algorithm.old_logprobs"),
     ],
 )
-def test_a_key_that_nothing_reads_is_refused(
-    tmp_path: Path, sections: dict[str, Any], path: str, why: str
-) -> None:
+def test_a_key_that_nothing_reads_is_refused(tmp_path: Path, sections: dict[str, Any], path: str) -> None:
     with pytest.raises(RecipeErrors) as caught:
         load_recipe(write(tmp_path, sections))
     assert [error.path for error in caught.value.errors] == [path]
-    assert why in caught.value.errors[0].found
 
 
 def test_keys_for_other_runs_of_a_recipe_are_noted(tmp_path: Path) -> None:

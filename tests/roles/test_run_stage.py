@@ -11,9 +11,9 @@ import torch
 from tests.dataplane.rows import TOKENS, make_batch, make_columns, same
 
 from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.columns import padding_batch
 from practicum.dataplane.keys import Tags
 from practicum.dataplane.memory_store import MemoryStore
-from practicum.dataplane.padding_rows import padding_batch
 from practicum.dataplane.ragged import Column, Columns, Ragged
 from practicum.dataplane.stages import Plan, StageSpec
 from practicum.errors import StoreError

@@ -52,8 +52,7 @@ sessions = st.lists(
 
 def recipe(advantage: str, place: str) -> Recipe:
     kl = {"place": place} | ({"coefficient": 0.3, "estimator": "k1"} if place == "reward" else {})
-    steps = {"gamma": 0.9} if advantage in ("gae", "reinforce_pp") else {}
-    steps |= {"lam": 0.8} if advantage == "gae" else {}
+    steps = {"lam": 0.8} if advantage == "gae" else {}
     return Recipe.model_validate(
         {
             "name": "t",

@@ -15,8 +15,7 @@ from practicum.runtime.ray.actor_calls import ask_async
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from practicum.recipe.schema.runtime_section import WeightTransport
-    from practicum.runtime.ray.weight_transport import Manifest
+    from practicum.runtime.ray.weight_transport import Manifest, WeightTransport
 
 
 def start(kind: type, *args: object) -> Any:

@@ -24,7 +24,7 @@ from practicum.runtime.ray.init_ray import workers_environment
 os.environ.update(ENV)
 import ray
 
-HERE = ("runtime.cpus=4", "runtime.object_store_gb=0.1")
+HERE = ("runtime.cpus=4",)
 
 
 def recipe(tmp_path: Path, *overrides: str) -> Recipe:
@@ -83,8 +83,8 @@ def test_workers_find_the_users_modules_but_not_another_pythons(
     [
         (["pools.train.devices=8"], ["wanted 9 CPUs, available 4 CPUs", "train: 8 × 1 CPU"]),
         (
-            ["runtime.store=transferqueue", "runtime.store_units=8"],
-            ["wanted 11 CPUs, available 4 CPUs", "store: 9 × 1 CPU", "runtime.cpus to 11"],
+            ["runtime.store=transferqueue", "pools.train.nodes=4"],
+            ["wanted 13 CPUs, available 4 CPUs", "store: 5 × 1 CPU", "runtime.cpus to 13"],
         ),
         (["model.device=cuda"], ["wanted 2 CPUs and 1 GPU, available 4 CPUs\n"]),
     ],

@@ -18,7 +18,7 @@ from practicum.runtime.ray.placement import Bundle, Needs, Node, lay_out, needs
 MINIMAL = "name: run\nmodel: {make: {}}\ntasks: {sort: {kind: sort}}\nruntime: {kind: ray}\n"
 SCHOOL = """
 teachers:
-  big: {model: a, placement: {own: {replicas: 2, devices: 3, threads: 2}}}
+  big: {model: a, placement: {own: {replicas: 2, threads: 2}}, engine: vllm, vllm: {tensor_parallel: 3}}
   small: {model: b, placement: own}
   far: {url: "http://h/v1", model: c}
 distill: {}
@@ -60,15 +60,14 @@ def test_pools_of_their_own_and_services_are_counted(tmp_path: Path):
         tmp_path,
         "pools.rollout={devices: 2}",
         "runtime.store=transferqueue",
-        "runtime.store_units=3",
-        "runtime.reward_workers=2",
+        "pools.train.nodes=2",
         text=SCHOOL,
     )
     wanted = needs(school, gpus=False)
     by_pool = defaultdict(float)
     for bundle in wanted.bundles:
         by_pool[bundle.pool] += bundle.cpus
-    assert by_pool == {"train": 1, "rollout": 2, "teachers": 2 * 6 + 1, "services": 2.1, "store": 4}
+    assert by_pool == {"train": 2, "rollout": 2, "teachers": 2 * 6 + 1, "services": 2.1, "store": 3}
     assert [wanted.actor("teachers.big", n).cpus for n in range(2)] == [6, 6]
     assert wanted.actor("train").cpus == 1
     on_gpus = needs(school, gpus=True)
@@ -119,7 +118,7 @@ def test_a_refusal_says_who_wants_what_and_what_there_is(tmp_path: Path):
         "wanted 9 CPUs and 8 GPUs, available 20 CPUs and 6 GPUs",
         "train: 8 × 1 CPU and 1 GPU",
         "8 rollout, 1 store, 8 train",
-        "→ lower pools.train, runtime.reward_workers\n  → without GPUs",
+        "→ lower pools.train, pools.train.nodes\n  → without GPUs",
     ):
         assert words in text, text
 

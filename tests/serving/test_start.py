@@ -103,7 +103,7 @@ def score(line: str) -> list[Scores]:
 
     async def run() -> list[Scores]:
         entry = yaml.safe_load(line)["teachers"]["teacher"]
-        teacher = RemoteScorer("teacher", Teacher(**entry, retries=1))
+        teacher = RemoteScorer("teacher", Teacher(**entry))
         try:
             return await score_rows(teacher, rows(4), ScoreOptions(top_k=3))
         finally:

@@ -16,10 +16,10 @@ from practicum.sessions.attempts import LOOPS, find_loop, read_result
 from practicum.sessions.demonstrator import DemonstratorPolicy
 from practicum.sessions.session import EnginePolicy, Session
 from practicum.sessions.tools.toolbox import Toolbox
+from practicum.tasks.builtin import TOTAL
 from practicum.tasks.messages import Message, tool_result
 from practicum.tasks.procedural import Example
 from practicum.tasks.prompts import Prompt
-from practicum.tasks.text_kinds import TOTAL
 from tests.engines.engines import engine_of, tiny
 from tests.sessions.sessions import byte_tokenizer, session_of
 
@@ -104,9 +104,9 @@ def test_calls_of_one_turn_run_side_by_side():
 
 
 def test_retry_tells_a_miss_and_the_last_answer_counts():
-    agent = {"feedback": "no.", "turns": 4}
+    agent = {"turns": 4}
     session = plain("5", "6", "7", agent=agent, check=lambda text: float(text == "6"))
-    assert run("retry", session) == ["total:1+2+3=5<eos>|no.|6<eos>"]
+    assert run("retry", session) == ["total:1+2+3=5<eos>|Wrong. Try again.|6<eos>"]
     assert session.said()[-1] == "6"
     wrong = plain(*"12345", agent=agent, check=lambda text: 0.5)
     assert run("retry", wrong)[0].count("<eos>") == 4
@@ -153,7 +153,7 @@ def test_compress_never_ends_with_a_summary():
 @pytest.mark.parametrize("chat", [False, True], ids=["plain", "chat"])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_every_loop_runs_with_a_real_engine_and_repeats(loop: str, chat: bool):
-    agent = {"calls": "plain", "compress_at": 24, "turns": 4, "feedback": "no", "ask_summary": "so?"}
+    agent = {"calls": "plain", "compress_at": 24, "turns": 4, "ask_summary": "so?"}
 
     async def sessions(policy: EnginePolicy) -> list[list[list[int]]]:
         made = [

@@ -13,7 +13,6 @@ from tests.sessions.sessions import byte_tokenizer
 
 from practicum.errors import DataError, MissingExtraError, RecipeErrors
 from practicum.models.processor import make_vision_tokenizer
-from practicum.recipe.reward_traits import tasks_needing_answer
 from practicum.recipe.schema.recipe import MakeModel, Model, Recipe
 from practicum.trainer.check_data import check_data
 
@@ -103,12 +102,12 @@ def test_answers_are_needed_by_comparing_rewards_and_loops_and_by_demonstrations
     assert findings(recipe({"t": {"file": file}}, reward=free))
     supervised = {"loss": "supervised", "advantage": "none"}
     supervised = recipe({"t": {"file": file}}, reward=free, algorithm=supervised)
-    assert tasks_needing_answer(supervised) == {"t"}
+    assert supervised.tasks_needing_answer == {"t"}
     with pytest.raises(DataError, match="no column 'answer'"):
         findings(supervised)
     own = recipe({"t": {"file": file, "rewards": [{"use": "contains"}]}}, reward=free)
     retries = recipe({"t": {"file": file}}, reward=free, agent={"loop": "retry"})
-    assert tasks_needing_answer(own) == tasks_needing_answer(retries) == {"t"}
+    assert own.tasks_needing_answer == retries.tasks_needing_answer == {"t"}
 
 
 def test_a_system_message_needs_chat_prompts(tmp_path):
@@ -128,10 +127,10 @@ def test_missing_and_unreadable_pictures_name_file_and_row(tmp_path):
     Image.new("RGB", (16, 16), "red").save(tmp_path / "red.png")
     (tmp_path / "bad.png").write_text("not a picture")
     for name, reason in (("gone.png", "does not exist"), ("bad.png", "can't be read")):
-        good, bad = ({"prompt": "colour=", "answer": "red", "looks": [image]} for image in ("red.png", name))
+        good, bad = ({"prompt": "colour=", "answer": "red", "images": [image]} for image in ("red.png", name))
         file = rows(tmp_path / "a.jsonl", good, bad)
         with pytest.raises(DataError, match=rf"a\.jsonl, line 2: .*the picture {tmp_path / name} {reason}"):
-            findings(seeing({"t": {"file": file, "images": "looks"}}))
+            findings(seeing({"t": {"file": file}}))
 
 
 def test_built_in_tasks_on_pictures_are_chats_that_need_pillow(monkeypatch):

@@ -156,11 +156,6 @@ def test_a_file_that_changes_under_us_is_noticed(tmp_path):
         source.row(1)
 
 
-def test_has_messages(tmp_path):
-    assert not source_of(write(tmp_path / "a.jsonl", GOOD)).has_messages
-    assert source_of(write(tmp_path / "b.jsonl", GOOD, {"prompt": [USER]})).has_messages
-
-
 def test_pictures_stand_before_a_string(tmp_path):
     source = source_of(write(tmp_path / "a.jsonl", {"prompt": "what?", "images": ["x/1.png", "/2.png"]}))
     assert source.has_pictures
@@ -173,10 +168,10 @@ def test_pictures_fill_their_places_in_order_and_paths_start_from_the_file(tmp_p
     (tmp_path / "data").mkdir()
     own = {"type": "image", "image": "own.png"}
     chat = [{"role": "user", "content": [PLACE, own, PLACE]}, {"role": "assistant", "content": "a"}, LOOK]
-    row = {"prompt": chat, "shots": ["1.png", "2.png", "3.png"]}
+    row = {"prompt": chat, "images": ["1.png", "2.png", "3.png"]}
     write(tmp_path / "data" / "a.jsonl", row)
     monkeypatch.chdir(tmp_path)
-    source = source_of("data/a.jsonl", images="shots")
+    source = source_of("data/a.jsonl")
     found = [part["image"] for part in image_parts(source.content(0, source.row(0)))]
     assert found == [str(tmp_path / "data" / name) for name in ("1.png", "own.png", "2.png", "3.png")]
     assert source.row(0) == row

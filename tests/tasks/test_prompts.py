@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from practicum.errors import DataError, PracticumError, RecipeError
 from practicum.models.processor import Processor, make_processor, make_vision_tokenizer
 from practicum.models.tokenizer import make_tokenizer
-from practicum.tasks.messages import picture_message, prompt_text
+from practicum.tasks.messages import picture_message
 from practicum.tasks.pictures import Picture, Shape, open_picture
 from practicum.tasks.prompts import Encoded, Prompt, demonstrated_turn, demonstration, encode_prompt
 
@@ -133,11 +133,6 @@ def test_pictures_come_with_as_many_image_tokens_as_they_need(processor):
     assert encoded.images.grid.tolist() == [[1, 6, 4], [1, 6, 4]]
 
 
-def test_rows_without_pictures_have_none_for_a_vision_model_too(processor):
-    assert encode("copy:ab=", processor).images is None
-    assert encode([picture_message([], "colour=")], processor).images is None
-
-
 def test_pictures_for_a_text_model_are_a_mistake_of_the_recipe():
     with pytest.raises(RecipeError, match=r"model\.path: .*not a vision model.*2 pictures(.|\n)*qwen2_5_vl"):
         encode([picture_message([PICTURE, PICTURE], "colour=")], None)
@@ -175,12 +170,6 @@ def test_turned_photos_are_read_upright(tmp_path):
     exif[0x0112] = 6  # orientation: the camera was held on its side
     PICTURE.draw().save(tmp_path / "turned.jpg", exif=exif)
     assert open_picture(str(tmp_path / "turned.jpg")).size == (24, 16)
-
-
-def test_texts_for_people():
-    assert prompt_text("plain") == "plain"
-    assert prompt_text([picture_message([PICTURE], "colour=")]) == "user: [picture]colour="
-    assert prompt_text(CHAT) == "user: ab\nassistant: c\nuser: d"
 
 
 def test_demonstrations_are_answers_as_text():

@@ -137,15 +137,6 @@ def test_sync_and_async_functions_of_one_sample(use):
     assert judged[3].parts == {use: 0.3}
 
 
-def test_callable_objects_and_bools():
-    assert [j.reward for j in score(judge_for("weigher"), sample("aa"), sample("b"))] == [1.0, 0.0]
-
-
-def test_more_async_calls_than_run_at_once():
-    judged = score(judge_for("slow_length"), *(sample("a" * (n % 9)) for n in range(200)))
-    assert [j.reward for j in judged] == [n % 9 / 10 for n in range(200)]
-
-
 def test_batch_functions_are_called_once_for_all(calls):
     judged = score(judge_for("batch_length", batch=True), sample("a"), sample("bbb"))
     assert [j.reward for j in judged] == [1.0, 3.0]
@@ -221,11 +212,6 @@ def test_a_late_function_is_given_up_and_the_others_still_judged(use, calls):
     assert judged[1].failure == f"reward {use} did not answer within 0.2 s"
     with pytest.raises(RewardError, match=r"did not answer within 0\.2 s"):
         score(judge_for(use, timeout_s=0.2), sample("bad"))
-
-
-def test_late_calls_are_not_made_twice(calls):
-    score(judge_for("stuck", on_error="skip", timeout_s=0.2), *map(sample, ["a", "bad", "b", "c"]))
-    assert calls == ["a", "bad", "b", "c"]
 
 
 def test_threads_of_stuck_functions_do_not_keep_the_process_alive():

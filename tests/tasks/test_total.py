@@ -82,27 +82,6 @@ def test_the_demonstrator_sums_up_and_goes_on_from_its_summary(chat, seed, compr
     assert last.tool_errors == 0
 
 
-def test_several_trajectories_are_played_where_the_context_is_short():
-    prompt = draw(1, numbers=8, digits=3)
-    session = play(prompt, False, loop="compress", compress_at=60, ask_summary="what is left?")
-    assert len(session.trajectories) > 2
-
-
-def test_direct_demonstrations_answer_at_once():
-    prompt = draw(5, direct=100)
-    assert play(prompt, False, loop="tool_use").said() == [prompt.answer]
-
-
-def test_direct_is_a_share_and_changes_no_prompt():
-    def stream(direct: int) -> list[Prompt]:
-        return make_stream({"t": Task(kind="total", options={"direct": direct})}, 0).take(1000)
-
-    some, none = stream(30), stream(0)
-    assert [p.content for p in some] == [p.content for p in none]
-    assert not any(p.example.direct for p in none if p.example)
-    assert 250 < sum(p.example.direct for p in some if p.example) < 350
-
-
 def test_a_call_that_failed_is_made_again():
     prompt = draw(3, numbers=2)
     talk: list[Message] = [{"role": "user", "content": prompt.content}]

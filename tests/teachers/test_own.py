@@ -39,8 +39,8 @@ from tests.teachers.models import assert_same, in_process, rows, save_tiny, scor
 SAMPLED = ScoreOptions()
 
 
-def teacher_of(folder: Path | str, *, replicas: int = 1, start_s: float = 100.0, **more: Any) -> Teacher:
-    placement = OwnPlacement(own=Own(replicas=replicas, start_s=start_s))
+def teacher_of(folder: Path | str, *, replicas: int = 1, **more: Any) -> Teacher:
+    placement = OwnPlacement(own=Own(replicas=replicas))
     return Teacher(model=str(folder), placement=placement, device="cpu", **more)
 
 
@@ -199,9 +199,8 @@ def test_the_head_alone_reads_the_scalings_of_the_text_config():
     assert 0.5 < float(found.abs().max()) <= 0.7, "the cap of the text config holds"
 
 
-@pytest.mark.parametrize("start_s", [100.0, 0.01])
-def test_a_start_that_fails_is_named_and_leaves_no_process(tmp_path: Path, start_s: float):
-    scorer = scorer_of(teacher_of(tmp_path / "nothing", start_s=start_s))
+def test_a_start_that_fails_is_named_and_leaves_no_process(tmp_path: Path):
+    scorer = scorer_of(teacher_of(tmp_path / "nothing"))
     with pytest.raises((RecipeError, EngineError), match=r"teachers\.math"):
         scorer.scorers[0].ready()
     assert not any(alive(pid) for pid in pids_of(scorer))

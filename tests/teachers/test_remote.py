@@ -114,7 +114,7 @@ def test_busy_time_counts_open_requests_once(model: PreTrainedModel):
 def test_passing_trouble_is_tried_again(model: PreTrainedModel, trouble: dict[str, Any]):
     some = rows(1)
     with scoring_server(model, **trouble) as server:
-        got = score(server.url, some, retries=2)
+        got = score(server.url, some)
         assert server.manners.completions == 3
     assert_same(got, as_the_server(model, some, ScoreOptions()))
 
@@ -122,11 +122,11 @@ def test_passing_trouble_is_tried_again(model: PreTrainedModel, trouble: dict[st
 def test_trouble_that_stays_is_told_with_teacher_row_and_tries(model: PreTrainedModel):
     with scoring_server(model, fails_first=100) as server:
         expected = (
-            r"teacher chat at http.*, prompt 0/session 0: no answer after 3 tries: status 503: overloaded"
+            r"teacher chat at http.*, prompt 0/session 0: no answer after 4 tries: status 503: overloaded"
         )
         with pytest.raises(TeacherError, match=expected):
-            score(server.url, rows(1), retries=2)
-        assert server.manners.completions == 3
+            score(server.url, rows(1))
+        assert server.manners.completions == 4
 
 
 def test_a_server_that_asks_for_a_pause_beyond_the_deadline_is_not_waited_for(model: PreTrainedModel):
@@ -189,7 +189,7 @@ def test_a_key_that_is_not_in_the_environment_is_a_recipe_error(monkeypatch: pyt
         ({"noise": 0.5}, {}, "url", "not deterministic: one sequence scored twice differs by"),
         ({}, {"top_k": 21}, "url", "top_k 21 .*expected at most 20.*--max-logprobs 21.*distill.top_k"),
         ({"refuses_prompts_of": 16}, {}, "url", "refuses the scores of a known sequence with status 400"),
-        ({"fails_first": 9}, {"retries": 0}, "url", "can't be reached .*503"),
+        ({"fails_first": 9}, {}, "url", "can't be reached .*503"),
     ],
 )
 def test_the_probe_says_what_is_wrong_where_and_what_to_do(
@@ -211,7 +211,7 @@ def test_the_probe_names_a_url_where_nobody_listens():
         taken.bind(("127.0.0.1", 0))  # bound but not listening: nobody else gets the port
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
         with pytest.raises(RecipeError, match=r"teachers\.chat\.url: found http.*can't be reached"):
-            run_probe(url, retries=1)
+            run_probe(url)
 
 
 def test_the_probe_knows_a_url_that_lacks_its_v1(model: PreTrainedModel):

@@ -333,7 +333,7 @@ def test_the_probe_of_a_judge_and_of_nobody(judge: Path):
         with pytest.raises(RecipeError, match=r"(?s)refuses to classify with status 404.*kind: judge"):
             probe(url)
     with pytest.raises(RecipeError, match=r"reward\.models\.rm\.url: found http.*can't be reached"):
-        probe("http://127.0.0.1:9/v1", retries=0)
+        probe("http://127.0.0.1:9/v1")
 
 
 def test_the_probe_needs_the_servers_key(classifier: Path, monkeypatch: pytest.MonkeyPatch):

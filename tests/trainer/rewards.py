@@ -41,11 +41,6 @@ def mortal(sample: RewardSample) -> float:
     return by_letters(sample)
 
 
-def all_mortal(samples: list[RewardSample]) -> list[float]:
-    """As mortal, of a batch."""
-    return [mortal(sample) for sample in samples]
-
-
 def answer_length(sample: RewardSample) -> float:
     """The letters of the last turn, if the prompt and the helper's turn are where they belong."""
     assert sample.trajectories == 2

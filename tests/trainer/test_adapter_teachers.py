@@ -14,12 +14,10 @@ import torch
 
 from practicum.checks.watch import Watch
 from practicum.dataplane.ragged import Ragged
-from practicum.engines.hosted_engine import HostedEngine
 from practicum.engines.protocol import ScoreOptions, ScoreRequest
 from practicum.engines.torch import make_torch
-from practicum.errors import MissingExtraError, RecipeError, RecipeErrors
-from practicum.forecast.cluster_spec import this_machine
-from practicum.forecast.forecast import forecast
+from practicum.errors import RecipeError, RecipeErrors
+from practicum.forecast.forecast import forecast, this_machine
 from practicum.models.load_model import load_model, load_tokenizer
 from practicum.models.lora import is_adapter, merged_weights
 from practicum.recipe.load_recipe import LoadedRecipe
@@ -144,16 +142,6 @@ def test_a_process_of_its_own_loads_the_base_and_gives_the_same_bits(folder: Pat
     assert torch.equal(scores[0].logprobs, scores[1].logprobs)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("lora", [True, False])
-def test_own_processes_give_the_same_bits(folder: Path, tmp_path: Path, lora: bool):
-    here, _ = taught(recipe(folder, tmp_path, lora=lora))
-    there, roles = taught(recipe(folder, tmp_path, lora=lora, each={"placement": "own"}))
-    assert roles.frozen.teachers is not None
-    assert all(isinstance(base, HostedEngine) for base in bases(roles))
-    assert all(torch.equal(there[name].values, column.values) for name, column in here.items())
-
-
 def test_a_run_learns_as_from_merged_models(folder: Path, tmp_path: Path):
     rows = []
     ways: dict[str, dict[str, Any]] = {"adapters": {}, "whole": {"teachers": whole(folder)}}
@@ -246,16 +234,6 @@ def test_an_adapter_of_another_vocabulary_is_refused(folder: Path, tmp_path: Pat
     tokenizer_of("abc").save_pretrained(own)
     text = problems(recipe(folder, tmp_path, f"teachers.copy.adapter={own}"))
     assert "teachers.copy.adapter: found a vocabulary of" in text
-
-
-def test_without_peft_the_install_command_is_named(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    loaded = recipe(folder, tmp_path, lora=False)
-    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
-    words = r"teachers\.compare\.adapter needs an extra: pip install 'practicum\[lora\]'"
-    with pytest.raises(MissingExtraError, match=words):
-        preflight.require_extras(loaded.recipe)
 
 
 def test_the_forecast_counts_adapters_alone(folder: Path, tmp_path: Path):

@@ -165,26 +165,6 @@ def test_the_tool_python_without_bubblewrap(tmp_path: Path, monkeypatch: pytest.
     sandbox_problem.cache_clear()
 
 
-def test_the_whole_check_is_one_screen_and_begins_with_warnings(tmp_path: Path):
-    tiny(tmp_path, out=str(tmp_path / "run"))
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text("")
-    path = str(tmp_path / "recipe.yaml")
-    result = CliRunner().invoke(app, ["check", path])
-    assert result.exit_code == 0, result.output
-    lines = result.stdout.splitlines()
-    assert len(lines) <= 40
-    assert max(map(len, lines)) <= 100
-    titles = [line for line in lines if line in ("findings", "differs from the defaults", "sizes")]
-    assert titles == ["findings", "differs from the defaults", "sizes"]
-    assert lines[3].startswith("  warning: the student starts with random weights (model.make)")
-    assert "--out DIR" in " ".join(result.stdout.split())
-    for text in ("a crash: an error costs", "0.03M parameters", "352 per step", "memory: about"):
-        assert text in result.stdout
-    assert "# default" not in result.stdout
-    assert "# default" in CliRunner().invoke(app, ["check", path, "--all"]).stdout
-
-
 @pytest.mark.parametrize(
     ("key", "sections"),
     [

@@ -128,13 +128,6 @@ def test_checkpoints_by_the_clock_are_of_whole_steps_and_only_the_last_are_kept(
     assert checkpoints(tmp_path / "run") == [3, 4]
 
 
-def test_check_says_what_a_crash_would_cost(tmp_path: Path):
-    tiny(tmp_path)
-    result = CliRunner().invoke(app, ["check", str(tmp_path / "recipe.yaml")])
-    words = " ".join(result.stdout.split())
-    assert "kill -9, or an error amid an update, at most 10 minutes and a step" in words
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("times", [1, 2])
 def test_an_interrupted_run_exits_with_its_signal(
@@ -145,14 +138,3 @@ def test_an_interrupted_run_exits_with_its_signal(
     command = ["train", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "run")]
     assert CliRunner().invoke(app, command).exit_code == 128 + number
     assert len(metrics_of(tmp_path / "run")) == (3 if times == 1 else 2)
-
-
-def test_users_mistakes_exit_with_2_and_ours_with_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    tiny(tmp_path, **BROKEN)
-    command = ["train", str(tmp_path / "recipe.yaml"), "--out"]
-    assert CliRunner().invoke(app, [*command, str(tmp_path / "a"), "--set", "train.lr=x"]).exit_code == 2
-    assert CliRunner().invoke(app, [*command, str(tmp_path / "a")]).exit_code == 2
-    raises(monkeypatch, AdvantageRole, "_estimate", at=2)
-    result = CliRunner().invoke(app, [*command, str(tmp_path / "b")])
-    assert result.exit_code == 1
-    assert isinstance(result.exception, RuntimeError)

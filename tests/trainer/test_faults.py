@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import random
-import resource
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +15,6 @@ from typer.testing import CliRunner
 
 from practicum.cli import app
 from practicum.errors import PracticumError
-from practicum.trainer.checkpoints import Checkpoints
 from practicum.trainer.run import train_loaded
 
 from .recipes import tiny
@@ -129,31 +125,6 @@ def test_a_disk_that_takes_no_checkpoint_is_named_and_the_run_resumes(
             subprocess.run(["umount", str(run / "checkpoints")], check=True)
         resumed(tmp_path, run)
         same_run(whole, run)
-
-
-def test_a_checkpoint_for_which_there_is_no_room_leaves_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Path
-):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        with monkeypatch.context() as patch:
-            stop_after(patch, 3, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1])))
-            with pytest.raises(PracticumError, match="no checkpoint of step 3 could be written: ") as raised:
-                train_loaded(tiny(tmp_path, **RECIPE), tmp_path / "run")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "File too large" in str(raised.value)
-    assert Checkpoints(tmp_path / "run/checkpoints", 1).steps() == [1, 2]
-    assert not list(tmp_path.glob("run/checkpoints/.writing*")), "half a checkpoint would fill the disk"
-    resumed(tmp_path, tmp_path / "run")
-    same_run(whole, tmp_path / "run")
-
-
-def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Path):
-    real, jumps = time.time, random.Random(0)
-    monkeypatch.setattr(time, "time", lambda: real() + jumps.choice([-86_400.0, 0.0, 86_400.0]))
-    train_loaded(tiny(tmp_path, **RECIPE), tmp_path / "run")
-    same_run(whole, tmp_path / "run")
 
 
 def test_too_few_file_handles_are_named(tmp_path: Path):

@@ -9,24 +9,21 @@ import os
 import re
 import signal
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 from practicum.concurrency import event_loop as events
 from practicum.concurrency.event_loop import run_async
 from practicum.concurrency.gather import gather_all
-from practicum.errors import DataError, DeadlineError, PracticumError, TeacherError
+from practicum.errors import DeadlineError, PracticumError
 from practicum.recipe.schema.recipe import Reward, RewardFunction, Task
 from practicum.recipe.schema.rollout_sections import ToolSection
 from practicum.recipe.text.show_recipe import resolved_yaml
 from practicum.rewards.score_functions import RewardFunctions, RewardSample
 from practicum.sessions.tools.toolbox import Toolbox, ToolOutcome
-from practicum.trainer.preflight import check_without_models
 from practicum.trainer.run import train_loaded
 from practicum.trainer.run_folder import RunFolder, choose_folder
 from tests import hostile
@@ -69,62 +66,6 @@ def assert_named(run: Path) -> None:
 def test_nothing_of_the_zoo_ends_a_run(tmp_path: Path):
     train_loaded(tiny(tmp_path, **ZOO_RUN), tmp_path / "run")
     assert_named(tmp_path / "run")
-
-
-VERDICTS: list[Any] = ["no number", "", "9" * 400, "-.", "<script>", "x" * 10**6]
-"""What a judge may reply; none has a number that a reward can be."""
-
-
-class _Judge(BaseHTTPRequestHandler):
-    """Replies with the next of `VERDICTS` to each question, then with 5."""
-
-    left: ClassVar[list[Any]] = []
-
-    def _send(self, answer: Any) -> None:
-        body = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def do_GET(self) -> None:
-        self._send({"data": [{"id": "odd", "max_model_len": 4096}]})
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self._send({"choices": [{"text": self.left.pop(0) if self.left else "5"}]})
-
-    def log_message(self, format: str, *args: Any) -> None: ...
-
-
-def test_no_reply_of_a_judge_ends_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Judge)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    model = {"kind": "judge", "model": "odd", "url": f"http://127.0.0.1:{server.server_port}/v1"}
-    samples = len(VERDICTS) + 2
-    recipe = tiny(
-        tmp_path,
-        reward={"functions": [], "models": {"rm": model}, "on_error": "skip"},
-        rollout={"samples": samples, "max_new_tokens": 4, "slots": 64},
-        train={"steps": 1, "prompts": 1, "lr": 1e-3},
-        eval={"rows": 0},
-        track={"record": 1000},
-    )
-    try:
-        monkeypatch.setattr(_Judge, "left", ["5", *VERDICTS])  # the first one is the probe's
-        train_loaded(recipe, tmp_path / "run")
-        monkeypatch.setattr(_Judge, "left", ["5", {"7": 7}])
-        with pytest.raises(TeacherError, match=r"reward model rm at .*prompt 0/.* is a dict, expected text"):
-            train_loaded(recipe, tmp_path / "broken")
-    finally:
-        server.shutdown()
-        server.server_close()
-    answers = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
-    failures = [answer["failure"] for answer in answers if answer["failure"] is not None]
-    assert len(answers) == samples
-    assert len(failures) == len(VERDICTS)
-    assert all(failure.startswith("reward model rm ") and len(failure) < 300 for failure in failures)
-    assert [answer["reward"] for answer in answers if answer["failure"] is None] == [0.5] * 2
 
 
 @pytest.mark.long
@@ -193,20 +134,6 @@ def test_a_tool_that_blocks_the_event_loop_is_named_and_work_that_never_began_is
     ):
         run_async(never, timeout=0.1, owner="another")
     assert inspect.getcoroutinestate(never) == inspect.CORO_CLOSED
-
-
-def test_a_map_that_exits_is_named_with_its_row(tmp_path: Path):
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n' * 4)
-    task = {"file": str(tmp_path / "rows.jsonl"), "map": "tests.hostile:map_that_exits"}
-    with pytest.raises(DataError, match=r"rows\.jsonl, line 1: tasks\.t\.map .* raised SystemExit"):
-        check_without_models(tiny(tmp_path, tasks={"t": task}).recipe)
-
-
-def test_a_part_that_exits_is_named(tmp_path: Path, own_parts: None):
-    with pytest.raises(
-        PracticumError, match=r"train\.schedule: tests\.hostile:exiting_schedule raised SystemExit"
-    ):
-        train_loaded(tiny(tmp_path, "train.schedule=tests.hostile:exiting_schedule"), tmp_path / "run")
 
 
 def killed_at(event: int, folder: Path, recipe: Any) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from practicum.errors import MissingExtraError, PracticumError, RecipeError, RecipeErrors
-from practicum.forecast.cluster_spec import this_machine
-from practicum.forecast.forecast import forecast
+from practicum.errors import PracticumError, RecipeError, RecipeErrors
+from practicum.forecast.forecast import forecast, this_machine
 from practicum.learning.learner_checkpoint import read_weights
 from practicum.models.load_model import load_model
 from practicum.models.lora import is_adapter
@@ -249,16 +247,3 @@ def test_recipes_that_can_not_be_are_refused(tmp_path: Path, base: str):
     refused("targets", "[]", r"model\.lora\.targets")
     with pytest.raises(RecipeError, match=r"(?s)model\.lora\.targets.*did you mean q_proj"):
         preflight.preflight(recipe(tmp_path, base, "model.lora.targets=[q_prj]"))
-
-
-def test_without_peft_the_install_command_is_named(
-    tmp_path: Path, base: str, monkeypatch: pytest.MonkeyPatch
-):
-    loaded = recipe(tmp_path, base)
-    monkeypatch.setitem(sys.modules, "peft", None)
-    words = r"model\.lora needs an extra: pip install 'practicum\[lora\]'"
-    with pytest.raises(MissingExtraError, match=words):
-        local.load_model(loaded.recipe.model, 0)
-    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=words):
-        preflight.require_extras(loaded.recipe)

@@ -240,12 +240,10 @@ def total(rank, batch, columns, step):
 
 def test_traits_of_ones_own_estimator_are_respected(beside: Path):
     with pytest.raises(RecipeErrors) as caught:
-        tiny(beside, "rollout.samples=1", "algorithm.gamma=0.9", **algorithm(advantage="median:median"))
-    assert [error.path for error in caught.value.errors] == ["algorithm.gamma", "rollout.samples"]
+        tiny(beside, "rollout.samples=1", "algorithm.lam=0.9", **algorithm(advantage="median:median"))
+    assert [error.path for error in caught.value.errors] == ["algorithm.lam", "rollout.samples"]
     text = "def silent(inputs): ..."
-    assert (
-        written(beside, text, **algorithm(advantage="mine:silent", gamma=0.9)).recipe.algorithm.gamma == 0.9
-    )
+    assert written(beside, text, **algorithm(advantage="mine:silent", lam=0.9)).recipe.algorithm.lam == 0.9
 
 
 def test_traits_of_ones_own_loss_are_respected(tmp_path: Path):

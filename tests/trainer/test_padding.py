@@ -35,7 +35,7 @@ RECIPES: dict[str, dict[str, Any]] = {
             "kl": {"place": "loss"},
             "mismatch": {"weights": "sequence"},
         },
-        "critic": {"warmup_steps": 1, "minibatch_rows": 6},
+        "critic": {"warmup_steps": 1},
     },
     "gspo": {
         "train": {"steps": 2, "prompts": 3, "minibatches": 3, "lr": 1e-3},

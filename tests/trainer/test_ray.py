@@ -34,7 +34,7 @@ TIMED = re.compile(
     r"time/.*|.*/tokens_per_second|teacher/.*/(seconds|wakes)|teachers/hidden|balance/.*|padding/.*"
 )
 """Metrics that the clock, the number of ranks or where a teacher lives makes."""
-STEPS = {"steps": 3, "prompts": 4, "lr": 1e-3, "eps": 1e-3}
+STEPS = {"steps": 3, "prompts": 4, "lr": 1e-3, "optimizer": "tests.learning.damped:damped_adamw"}
 """AdamW divides by the gradient's size: where that is nothing, eps decides how far rounding is blown up."""
 REWARD = {"functions": [{"use": "tests.trainer.rewards:by_letters"}]}
 GRPO = {"reward": REWARD, "train": STEPS | {"epochs": 2}, "algorithm": {"kl": {"place": "loss"}}}
@@ -246,7 +246,6 @@ def test_what_lies_in_the_folder_of_a_run_is_found_by_workers(
     train_loaded(tiny(tmp_path, **sections), tmp_path / "local")
     judge["placement"] = "own"
     runtime = on_ray(sections)
-    runtime["runtime"]["reward_workers"] = 2
     train_loaded(tiny(tmp_path, **runtime), tmp_path / "ray")
     assert_same_run(tmp_path / "local", tmp_path / "ray", 1e-6)
 

@@ -32,7 +32,6 @@ def driver(folder: Path, *more: str) -> Iterator[subprocess.Popen[Any]]:
         "--set",
         "runtime.cpus=6",
         "--set",
-        "runtime.object_store_gb=0.2",
         "--out",
         str(folder / "cut"),
     ]

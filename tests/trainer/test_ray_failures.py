@@ -306,24 +306,6 @@ def test_a_process_that_hangs_is_named_in_time(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.long
-def test_a_reward_worker_that_hangs_over_a_whole_batch_is_named_in_time_and_the_run_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    sections = MORTAL | {
-        "reward": {"functions": [{"use": "tests.trainer.rewards:all_mortal", "batch": True}]}
-    }
-    with monkeypatch.context() as patch:
-        before_steps(patch, {2: lambda _: kill_orders.order("stop")})
-        named = "reward 0(: no answer| gave no sign of life| died: it takes no connections)"
-        with pytest.raises((DeadlineError, ClusterError), match=named):
-            train_loaded(tiny(tmp_path, **hasty(sections)), tmp_path / "run", quiet=True)
-    assert steps_of(tmp_path / "run") == [0, 1]
-    train_loaded(tiny(tmp_path, **sections), tmp_path / "run", resume=True, quiet=True)
-    train_loaded(tiny(tmp_path, **sections), tmp_path / "whole", quiet=True)
-    assert_same_run(tmp_path / "whole", tmp_path / "run", 1e-6)
-
-
-@pytest.mark.long
 def test_a_reward_model_that_hangs_is_named_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     save_classifier(tmp_path / "judge")
     model = {"model": str(tmp_path / "judge"), "label": 1, "placement": "own", "deadline_s": 4}

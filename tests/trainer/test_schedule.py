@@ -1,6 +1,5 @@
 """The schedule: which weights sample which step."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,8 +38,3 @@ def test_steps_under_way_have_copies_of_their_own_which_evaluations_may_share(la
         newest = learnt + 1 + lag
         assert schedule.weights_of(newest) == learnt
         assert schedule.copy_of(newest) == learnt % (lag + 1)
-
-
-@pytest.mark.parametrize(("lag", "sampled"), [(0, [0, 1, 2, 3]), (1, [0, 0, 1, 2]), (2, [0, 0, 0, 1])])
-def test_the_weights_of_the_first_steps(lag: int, sampled: list[int]):
-    assert [Schedule(lag, 4).weights_of(step) for step in range(1, 5)] == sampled

@@ -54,7 +54,7 @@ def whole_and_resumed(folder: Path, seed: int, *overrides: str, **sections: Any)
 
 def run_of_turns(folder: Path, loop: str, sections: dict[str, Any], seed: int) -> list[dict[str, Any]]:
     overrides = ["train.steps=2", "eval.rows=2"]
-    agent = {"loop": loop, "feedback": "no"} if loop == "retry" else {"loop": loop}
+    agent = {"loop": loop}
     return whole_and_resumed(folder, seed, *overrides, agent=agent, **(FEW_SLOTS | sections))
 
 

@@ -45,7 +45,7 @@ def shared(base: str) -> Iterator[LocalRoles]:
             "name": "adapters",
             "model": {"path": base, "lora": {"rank": 4}},
             "tasks": {"sort": {"kind": "sort"}},
-            "rollout": {"engine": "vllm", "slots": 4, "max_new_tokens": 8, "vllm": {"threads": 1}},
+            "rollout": {"engine": "vllm", "slots": 4, "max_new_tokens": 8},
         }
     )
     roles = start_local(recipe, make_plan(recipe), Watch(recipe.checks, print))

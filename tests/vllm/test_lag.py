@@ -24,7 +24,7 @@ from tests.trainer.recipes import TINY, tiny
 from tests.trainer.test_run import metrics_of, stop_after
 
 MAKE = TINY["model"]["make"] | {"head_dim": 32}
-ROLLOUT = TINY["rollout"] | {"engine": "vllm", "vllm": {"threads": 1}}
+ROLLOUT = TINY["rollout"] | {"engine": "vllm"}
 REWARD = {"functions": [{"use": "tests.trainer.rewards:by_letters"}]}
 LORA = {"lora": {"rank": 4}}
 

@@ -135,7 +135,21 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def by(recipe: dict[str, Any], transport: str) -> dict[str, Any]:
-    return {**recipe, "runtime": {**recipe["runtime"], "weight_transport": transport}}
+    return {**recipe, "train": {**recipe["train"], "optimizer": f"letters:{transport}"}}
+
+
+OPTIMIZERS = """
+from torch.optim import AdamW
+
+from practicum.runtime.ray import weight_transport
+
+def object_store(parameters, train):
+    return AdamW([p for p in parameters if p.requires_grad], lr=train.lr)
+
+def nixl(parameters, train):
+    weight_transport._can_go_direct = lambda tensor: True  # as on a GPU
+    return object_store(parameters, train)
+"""
 
 
 @pytest.mark.timeout(600)
@@ -145,7 +159,7 @@ def test_a_run_is_the_same_by_either_way(tmp_path: Path, case: str):
     for transport in ("object_store", "nixl"):
         folder = tmp_path / transport
         folder.mkdir()
-        (folder / "letters.py").write_text(LETTERS)
+        (folder / "letters.py").write_text(LETTERS + OPTIMIZERS)
         said, metrics = train(folder, by(CASES[case], transport))
         assert "NIXL" not in said
         losses = [row["train/loss"] for row in metrics if "train/loss" in row]
@@ -158,7 +172,7 @@ def test_a_run_is_the_same_by_either_way(tmp_path: Path, case: str):
 
 @pytest.mark.timeout(600)
 def test_vllm_on_ray_takes_them_too(tmp_path: Path):
-    (tmp_path / "letters.py").write_text(LETTERS)
+    (tmp_path / "letters.py").write_text(LETTERS + OPTIMIZERS)
     recipe = {**LATE, "train": {**LATE["train"], "steps": 2}, "rollout": {**LATE["rollout"], "lag": 0}}
     _, metrics = train(tmp_path, by(recipe, "nixl"))
     gaps = [row["train/gap_max"] for row in metrics if "train/gap_max" in row]

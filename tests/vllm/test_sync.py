@@ -20,7 +20,7 @@ from practicum.roles.stage_table import make_plan
 from practicum.runtime.local import LocalRoles, start_local
 
 STALE = "stale or corrupt weights"
-BROKEN = {"threads": 1, "options": {"worker_extension_cls": "tests.vllm.broken.BrokenWorker"}}
+BROKEN = {"options": {"worker_extension_cls": "tests.vllm.broken.BrokenWorker"}}
 Weights = Iterator[tuple[str, Tensor]]
 
 

@@ -38,7 +38,7 @@ def recipe_of(folder: str, engine: str, rollout: str) -> Recipe:
             "model": {"make": STUDENT},
             "tasks": {name: {"kind": name} for name in ("sort", "copy", "reverse")},
             "rollout": {"engine": rollout, "samples": 2, "max_new_tokens": 8, "temperature": 0.8}
-            | ({"vllm": {"kv_gb": KV_MB / 1024}} if rollout == "vllm" else {}),
+            | ({"vllm": {"options": {"kv_cache_memory_bytes": KV_MB << 20}}} if rollout == "vllm" else {}),
             "teachers": {
                 "folder": {"model": folder, **by},
                 "away": {"model": folder, "placement": "own", "context": 100, **by},

@@ -49,7 +49,7 @@ def start(model: dict[str, Any] | None = None, **rollout: Any) -> None:
             "name": "trouble",
             "model": {"make": {"hidden": 64}},
             "tasks": {"sort": {"kind": "sort"}},
-            "rollout": {"engine": "vllm", "max_new_tokens": 8, "slots": 4, "vllm": {"threads": 1}} | rollout,
+            "rollout": {"engine": "vllm", "max_new_tokens": 8, "slots": 4} | rollout,
         }
     )
     student = make_tiny(**model or {})
@@ -67,14 +67,14 @@ def start(model: dict[str, Any] | None = None, **rollout: Any) -> None:
         ),
         pytest.param(
             {},
-            {"vllm": {"threads": 1, "kv_gb": 1e-5}},
-            r"KV memory of 1e-05 GiB is too small for one sequence of 128 tokens: raise "
-            r"rollout\.vllm\.kv_gb, or lower rollout\.context",
+            {"vllm": {"options": {"kv_cache_memory_bytes": 10_000}}},
+            r"too small for one sequence of 128 tokens: raise kv_cache_memory_bytes in "
+            r"rollout\.vllm\.options, or lower rollout\.context",
             id="KV memory",
         ),
         pytest.param(
             {},
-            {"vllm": {"threads": 1, "options": {"gpu_memory": 1}}},
+            {"vllm": {"options": {"gpu_memory": 1}}},
             r"rollout\.vllm\.options has a name that vLLM does not know: .*gpu_memory",
             id="options",
         ),

@@ -156,7 +156,6 @@ SAMPLED: dict[str, Callable[[Tensor], Tensor]] = {n: _TORCH.get(n) or globals()[
 
 
 def sampled_divergence(kind: str, logprobs_N: Tensor, teacher_logprobs_N: Tensor) -> Tensor:
-    """Return the divergence of each sampled token."""
     divergence = find_part("sampled_divergence", kind, SAMPLED)
     return divergence(logprobs_N - teacher_logprobs_N.detach())
 

@@ -30,13 +30,11 @@ def segment_std(values_N: Tensor, segment_N: Tensor, segments: int) -> Tensor:
 
 
 def segment_min(values_N: Tensor, segment_N: Tensor, segments: int) -> Tensor:
-    """Smallest entry of each segment; 0 for an empty one."""
     start = values_N.new_zeros(segments)
     return start.scatter_reduce(0, segment_N, values_N, "amin", include_self=False)
 
 
 def segment_max(values_N: Tensor, segment_N: Tensor, segments: int) -> Tensor:
-    """Largest entry of each segment; 0 for an empty one."""
     start = values_N.new_zeros(segments)
     return start.scatter_reduce(0, segment_N, values_N, "amax", include_self=False)
 

@@ -37,7 +37,6 @@ def logprobs_at(scaled_CV: Tensor, ids_CK: Tensor) -> Tensor:
 
 
 def row_blocks(logits_CV: Tensor) -> list[slice]:
-    """Slices of rows to work on one after the other."""
     rows, vocab = logits_CV.shape
     logits = BLOCK_LOGITS if logits_CV.device.type == "cpu" else GPU_BLOCK_LOGITS
     size = max(1, logits // vocab)

@@ -40,34 +40,59 @@ class Finding:
     level: Literal["alarm", "warning"] = "warning"
 
 
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """What a run learns from, as far as the rules need it."""
+
+    rewards: bool
+    groups: bool
+    """True if the advantage estimator compares the responses to a prompt."""
+    teachers: bool
+    supervised: bool
+    max_new_tokens: int
+    shares: Mapping[str, float]
+    """Targets of `route.shares`."""
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Signal:
+        compares = estimator_traits(recipe.algorithm.advantage).compares_groups
+        return cls(
+            recipe.uses_reward,
+            compares and recipe.has_advantage_estimator,
+            bool(recipe.teachers),
+            recipe.is_supervised,
+            recipe.rollout.max_new_tokens,
+            recipe.route.shares or {},
+        )
+
+
 class LearningWatch:
     """Reports each kind of finding once over the steps of a run."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+    def __init__(self, signal: Signal) -> None:
+        self.signal = signal
         self._rows: list[Mapping[str, float]] = []
         self._said: set[str] = set()
 
     def note(self, metrics: Mapping[str, float]) -> list[str]:
-        """Return new sentences about the steps up to this one."""
         if not any(name in metrics for name in _STEP):
             return []
         self._rows.append(metrics)
-        new = [one for one in findings(self._rows, self.recipe) if one.kind not in self._said]
+        new = [one for one in findings(self._rows, self.signal) if one.kind not in self._said]
         self._said |= {one.kind for one in new}
         return [one.sentence for one in new]
 
 
-def findings(rows: Rows, recipe: Recipe) -> list[Finding]:
+def findings(rows: Rows, signal: Signal) -> list[Finding]:
     """Return what fires on these steps, the first of each kind."""
     steps = [row for row in rows if any(name in row for name in _STEP)]
     first: dict[str, Finding] = {}
-    for finding in (finding for rule in RULES for finding in rule(steps, recipe) if steps):
+    for finding in (finding for rule in RULES for finding in rule(steps, signal) if steps):
         first.setdefault(finding.kind, finding)
     return list(first.values())
 
 
-def not_finite(rows: Rows, recipe: Recipe) -> Iterator[Finding]:
+def not_finite(rows: Rows, signal: Signal) -> Iterator[Finding]:
     """Loss or gradient are no numbers any more."""
     for name in ("train/loss", _GRADIENT):
         if rows and not math.isfinite(rows[-1].get(name, 0.0)):
@@ -75,7 +100,7 @@ def not_finite(rows: Rows, recipe: Recipe) -> Iterator[Finding]:
             yield Finding("finite", said, name, level="alarm")
 
 
-def failed_sessions(rows: Rows, recipe: Recipe) -> Iterator[Finding]:
+def failed_sessions(rows: Rows, signal: Signal) -> Iterator[Finding]:
     """Many sessions fail."""
     failed, sessions = _last(rows, "rollout/failed", SEVERAL), _last(rows, "rollout/sessions", SEVERAL)
     if sessions and failed and sum(failed) >= FAILED * sum(sessions):
@@ -85,11 +110,10 @@ def failed_sessions(rows: Rows, recipe: Recipe) -> Iterator[Finding]:
         )
 
 
-def flat_groups(rows: Rows, recipe: Recipe) -> Iterator[Finding]:
+def flat_groups(rows: Rows, signal: Signal) -> Iterator[Finding]:
     """An estimator that compares the responses to a prompt has found no difference for several steps."""
-    compares = estimator_traits(recipe.algorithm.advantage).compares_groups and recipe.has_advantage_estimator
     flat = _last(rows, _FLAT, SEVERAL)
-    if compares and recipe.uses_reward and flat and min(flat) == 1.0 and not _has_risen(rows):
+    if signal.groups and signal.rewards and flat and min(flat) == 1.0 and not _has_risen(rows):
         said = (
             f"in the last {SEVERAL} steps all answers to a prompt had the same reward (mean "
             f"{_reward(rows)}): the task is too hard or too easy for this model, or the reward can't tell "
@@ -99,25 +123,25 @@ def flat_groups(rows: Rows, recipe: Recipe) -> Iterator[Finding]:
         yield Finding("signal", said, _FLAT, "flat=1")
 
 
-def zero_gradient(rows: Rows, recipe: Recipe) -> Iterator[Finding]:
+def zero_gradient(rows: Rows, signal: Signal) -> Iterator[Finding]:
     """The weights have not changed for several steps."""
     norms = _last(rows, _GRADIENT, SEVERAL)
     if not norms or max(norms) > 0.0 or _has_risen(rows):
         return
     why = "look at samples.jsonl and at tasks: there is nothing in the answers to learn"
-    if recipe.uses_reward:
+    if signal.rewards:
         why = f"no answer is better than another (mean reward {_reward(rows)}): look at reward.functions"
-    elif recipe.teachers:
+    elif signal.teachers:
         why = "student and teachers agree on every token: look at teachers.<name>.model and at route"
     said = f"the gradient was 0 in the last {SEVERAL} steps, so the weights did not change: {why}"
     yield Finding("signal", said, _GRADIENT)
 
 
-def constant_reward(rows: Rows, recipe: Recipe) -> Iterator[Finding]:
+def constant_reward(rows: Rows, signal: Signal) -> Iterator[Finding]:
     """Every response of many steps had one and the same reward."""
     rewards, spreads = _last(rows, _REWARD, MANY), _last(rows, _SPREAD, MANY)
     constant = rewards and spreads and max(spreads) == 0.0 and max(rewards) == min(rewards)
-    if constant and recipe.uses_reward and not _has_risen(rows):
+    if constant and signal.rewards and not _has_risen(rows):
         said = (
             f"every answer of the last {MANY} steps had the reward {_reward(rows)}: the reward does not "
             "depend on the answers, or none of them earns any. Look at reward.functions and samples.jsonl"
@@ -125,22 +149,22 @@ def constant_reward(rows: Rows, recipe: Recipe) -> Iterator[Finding]:
         yield Finding("signal", said, _REWARD)
 
 
-def cut_answers(rows: Rows, recipe: Recipe) -> Iterator[Finding]:
+def cut_answers(rows: Rows, signal: Signal) -> Iterator[Finding]:
     """Most responses have not come to their end for several steps."""
     shares = _last(rows, _CUT, SEVERAL)
     if shares and min(shares) > MOST:
         said = (
             f"{fmean(shares):.0%} of the answers of the last {SEVERAL} steps were cut off at "
-            f"rollout.max_new_tokens = {recipe.rollout.max_new_tokens}: raise it, or add the token that ends "
+            f"rollout.max_new_tokens = {signal.max_new_tokens}: raise it, or add the token that ends "
             "an answer to rollout.stop"
         )
         yield Finding("length", said, _CUT, "finish=length")
 
 
-def entropy_collapse(rows: Rows, recipe: Recipe) -> Iterator[Finding]:
+def entropy_collapse(rows: Rows, signal: Signal) -> Iterator[Finding]:
     """The student's entropy is a small part of what it was; with teachers it is meant to fall."""
     values = [row[_ENTROPY] for row in rows if _ENTROPY in row]
-    if len(values) < 2 * SEVERAL or recipe.teachers or recipe.is_supervised:
+    if len(values) < 2 * SEVERAL or signal.teachers or signal.supervised:
         return
     first, last = fmean(values[:SEVERAL]), fmean(values[-SEVERAL:])
     if 0 <= last < ENTROPY_LEFT * first and not _has_risen(rows):
@@ -148,15 +172,15 @@ def entropy_collapse(rows: Rows, recipe: Recipe) -> Iterator[Finding]:
         yield Finding("entropy", f"{said}. Lower train.lr, or raise algorithm.entropy", _ENTROPY)
 
 
-def teacher_shares(rows: Rows, recipe: Recipe) -> Iterator[Finding]:
+def teacher_shares(rows: Rows, signal: Signal) -> Iterator[Finding]:
     """A teacher's part of the gradient is far from its target."""
-    for name, (share, target) in gradient_shares(rows, recipe.route.shares or {}).items():
+    for name, (share, target) in gradient_shares(rows, signal.shares).items():
         if share < STARVED * target or share > OVERFED * target:
             said = f"{name}: {share:.0%} of the gradient, target {target:.0%} (route.shares sets it)"
             yield Finding(f"share of {name}", said, f"teacher/{name}/gradient_share", f"teacher={name}")
 
 
-RULES: tuple[Callable[[Rows, Recipe], Iterator[Finding]], ...] = (
+RULES: tuple[Callable[[Rows, Signal], Iterator[Finding]], ...] = (
     not_finite,
     failed_sessions,
     flat_groups,

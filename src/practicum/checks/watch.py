@@ -33,7 +33,6 @@ class Watch:
         return "warn" if self._level == "error" and name in WARN_ONLY else self._level
 
     def looks_at(self, name: str) -> bool:
-        """Whether the check is on."""
         return self.level(name) != "off"
 
     def __call__(self, name: str, finding: str | None) -> None:

@@ -20,30 +20,22 @@ class _Commands(TyperGroup):
     # Any: some versions of typer bring their own click, whose Context is another class.
     def invoke(self, ctx: Any) -> Any:
         try:
-            _require_folder()
+            try:
+                os.getcwd()
+            except FileNotFoundError:
+                raise PracticumError("the folder that you are in is gone: go to another one") from None
             return super().invoke(ctx)
-        except PracticumError as error:
-            lines = [str(error), *getattr(error, "__notes__", [])]
-            typer.echo("\n".join(lines), err=True)
-            raise typer.Exit(2) from None
-        except (PermissionError, NotADirectoryError) as error:
-            typer.echo(f"{error.filename}: {error.strerror}", err=True)
-            raise typer.Exit(2) from None
-        except Exception as error:
-            if (trouble := machine_trouble(error)) is None:
-                raise
-            typer.echo("\n".join([trouble, *getattr(error, "__notes__", [])]), err=True)
-            raise typer.Exit(2) from None
         except KeyboardInterrupt as stop:
             typer.echo("stopped", err=True)
             raise typer.Exit(128 + getattr(stop, "number", signal.SIGINT)) from None
-
-
-def _require_folder() -> None:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise PracticumError("the folder that you are in is gone: go to another one") from None
+        except Exception as error:
+            text = str(error) if isinstance(error, PracticumError) else machine_trouble(error)
+            if isinstance(error, PermissionError | NotADirectoryError):
+                text = f"{error.filename}: {error.strerror}"
+            if text is None:
+                raise
+            typer.echo("\n".join([text, *getattr(error, "__notes__", [])]), err=True)
+            raise typer.Exit(2) from None
 
 
 app = typer.Typer(

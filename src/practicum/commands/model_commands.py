@@ -203,20 +203,17 @@ def serve(
     from practicum.trainer.run_models import adapter_path, model_folder
 
     folder = model_folder(model)
-    named = [_name_and_path(adapter) for adapter in adapters or ()]
+    named = []
+    for adapter in adapters or ():
+        as_name, _, path = adapter.partition("=")
+        if not as_name or not path:
+            raise typer.BadParameter(f"--adapter is {adapter}, expected NAME=PATH, such as sort=runs/sort")
+        named.append((as_name, adapter_path(path, "--adapter")))
     name = name or (model if folder != model else None)
-    options: Any = {"model": folder, "host": host, "port": port, "name": name}
-    options |= {"context": context, "dtype": dtype, "threads": threads}
+    options: Any = {"model": folder, "host": host, "port": port, "name": name, "api_key": api_key}
+    options |= {"context": context, "dtype": dtype, "threads": threads, "adapters": tuple(named)}
     options |= {"no_key": no_key, "max_body_mb": max_body_mb, "connections": connections}
-    options["adapters"] = tuple((as_name, adapter_path(path, "--adapter")) for as_name, path in named)
-    run(ServeOptions(**options, api_key=api_key), typer.echo)
-
-
-def _name_and_path(adapter: str) -> tuple[str, str]:
-    name, _, path = adapter.partition("=")
-    if not name or not path:
-        raise typer.BadParameter(f"--adapter is {adapter}, expected NAME=PATH, such as sort=runs/sort")
-    return name, path
+    run(ServeOptions(**options), typer.echo)
 
 
 @contextmanager

@@ -112,8 +112,7 @@ def plan(
 
     practicum plan recipes/sort/start.yaml --cluster examples/cluster.yaml
     """
-    from practicum.forecast.cluster_spec import load_spec, this_machine
-    from practicum.forecast.forecast import forecast, mean_prompt_tokens, report
+    from practicum.forecast.forecast import forecast, load_spec, mean_prompt_tokens, report, this_machine
     from practicum.recipe.load_recipe import load_recipe
     from practicum.trainer.run_models import resolve_models
 

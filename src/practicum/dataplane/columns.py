@@ -1,9 +1,10 @@
-"""Columns of a batch: checked against the fields table before a put, and gathered from cells for a get."""
+"""Columns of a batch: checked before a put, gathered from cells for a get, and those of padding rows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from math import prod
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.fields import FIELDS, Field
-from practicum.dataplane.keys import Key, name_keys
+from practicum.dataplane.keys import Key, Tags, name_keys
 from practicum.dataplane.ragged import Column, Ragged
 from practicum.errors import StoreError
 
@@ -130,3 +131,51 @@ def gather_cells(field: Field, cells: Sequence[Cell]) -> Column:
         return Ragged.from_rows(values)
     except ValueError as error:
         raise StoreError(f"{field.name} was put in several widths: {error}") from None
+
+
+# Padding rows fill a batch up to a number that can be cut evenly, and are never trained on: one prompt token,
+# one response token, no sampled token. Each has its own key, is in no group, and its fields follow the
+# padding rule of the fields table.
+PADDING_PROMPT = -1
+"""The prompt of all padding rows: no stream has it."""
+PADDING_TOKENS = 2
+"""Tokens of a padding row."""
+
+_TOKENS = {"prompt": 1, "response": 1, "sequence": PADDING_TOKENS}
+_TAGS = Tags(prompt_tokens=1, response_tokens=1, sampled_tokens=0, is_padding=True)
+
+
+def padding_batch(
+    partition: str,
+    count: int,
+    fields: Sequence[str],
+    *,
+    end_id: int,
+    widths: Mapping[str, int],
+    first: int = 0,
+) -> tuple[BatchRef, dict[str, Column]]:
+    """`count` padding rows with these fields, for one put; their keys are numbered from `first`.
+
+    `widths` gives the axes after the tokens by their letter in the fields table (D, K, H, L, E).
+    """
+    keys = tuple(Key(PADDING_PROMPT, number) for number in range(first, first + count))
+    batch = BatchRef(partition, keys, (_TAGS,) * count)
+    return batch, {name: _padding_column(field_of(name), count, end_id, widths) for name in fields}
+
+
+def _padding_column(field: Field, count: int, end_id: int, widths: Mapping[str, int]) -> Column:
+    assert field.padding is not None
+    if field.padding == "empty":
+        return [{} for _ in range(count)]
+    tokens = () if field.extent == "scalar" else (_TOKENS[field.extent],)
+    shape = (*tokens, *(axis if isinstance(axis, int) else widths[axis] for axis in field.trailing))
+    if field.padding == "positions":
+        value = torch.arange(shape[0]).repeat_interleave(prod(shape[1:])).view(shape).to(dtype_of(field))
+    else:
+        fill = end_id if field.padding == "end_token" else 0
+        value = torch.full(shape, fill, dtype=dtype_of(field))
+    # A plain copy: one of a single row keeps the stride 0 of the expansion, and has no bytes to look at.
+    values = value.expand(count, *value.shape).clone(memory_format=torch.contiguous_format)
+    if field.extent == "scalar":
+        return values
+    return Ragged.packed(values.flatten(0, 1), [value.shape[0]] * count)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -64,39 +63,23 @@ class Ragged:
 
     @property
     def values(self) -> Tensor:
-        """All rows one after the other [N, ...]: a view if they lie so in memory already.
-
-        Rows that lie apart are copied together the first time, and become views of that copy.
-        """
+        """All rows one after the other [N, ...]; built of rows, these become views of the copy."""
         values = self._values
         if values is None:
-            rows = self._rows
-            assert rows is not None
-            values = _adjacent(rows)
-            if values is None:
-                values = torch.cat(rows)
-            self._values = values
-            self._rows = None
+            assert self._rows is not None
+            values = torch.cat(self._rows)
+            self._values, self._rows = values, None
         return values
 
     @property
     def is_packed(self) -> bool:
-        """True if `values` is at hand, without a look at where the rows lie."""
         return self._values is not None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._sample.dtype
 
     @property
     def trailing(self) -> tuple[int, ...]:
         """Shape of one value (empty for plain token columns)."""
-        return tuple(self._sample.shape[1:])
-
-    @property
-    def _sample(self) -> Tensor:
         values = self._values
-        return values if values is not None else self.rows[0]
+        return tuple((self.rows[0] if values is None else values).shape[1:])
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -104,53 +87,22 @@ class Ragged:
     def __getitem__(self, i: int) -> Tensor:
         return self.rows[i]
 
-    def __repr__(self) -> str:
-        axes = "".join(f", {n}" for n in self.trailing)
-        return f"Ragged({len(self)} rows, [{sum(self.lengths)}{axes}], {self.dtype})"
-
     def select(self, indices: Sequence[int]) -> Ragged:
         """Those rows in that order, as views; neighbours stay packed."""
         indices = list(indices)
         if indices and not 0 <= min(indices) <= max(indices) < len(self):
             wrong = next(i for i in indices if not 0 <= i < len(self))
             raise IndexError(f"row {wrong} of a ragged column of {len(self)} rows does not exist")
-        lengths = [self.lengths[i] for i in indices]
-        values = self._values
-        if values is None:
-            rows = self.rows
-            if not lengths:
-                return Ragged(None, rows[0][:0], [])
-            return Ragged([rows[i] for i in indices], None, lengths)
+        lengths, values = [self.lengths[i] for i in indices], self._values
         first = indices[0] if indices else 0
-        if indices == list(range(first, first + len(indices))):
+        if values is not None and indices == list(range(first, first + len(indices))):
             begin = sum(self.lengths[:first])
             return Ragged(None, values[begin : begin + sum(lengths)], lengths)
         rows = self.rows
-        return Ragged([rows[i] for i in indices], None, lengths)
+        return Ragged([rows[i] for i in indices], None, lengths) if indices else self.packed(rows[0][:0], [])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Ragged.packed, (self.values, self.lengths)
-
-
-def _adjacent(rows: list[Tensor]) -> Tensor | None:
-    """One view over rows that lie one after the other in one storage, or None if they don't."""
-    full = [row for row in rows if row.numel()]
-    if not full or any(row.requires_grad for row in full):
-        return None  # nothing to view, or a view that autograd could not follow back to the rows
-    first, last = full[0], full[-1]
-    # What lies between two addresses of one storage is of that storage, so two looks are enough.
-    if first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
-        return None
-    at = first.data_ptr()
-    for row in full:
-        if row.data_ptr() != at or not row.is_contiguous():
-            return None
-        at += row.nbytes
-    trailing = first.shape[1:]
-    # A row of length 1 may carry any stride, so the strides are those of a contiguous tensor.
-    stride = tuple(prod(trailing[i:]) for i in range(len(trailing) + 1))
-    length = sum(row.shape[0] for row in full)
-    return first.as_strided((length, *trailing), stride, first.storage_offset())
 
 
 Column = Ragged | Tensor | list

@@ -94,7 +94,6 @@ class RowTable(Generic[Cell]):
     def batch(
         self, partition: str, keys: Sequence[PlainKey] | None = None
     ) -> tuple[Sequence[PlainKey], list[Any]]:
-        """Return these keys, or all of the partition, and their tags."""
         keys = tuple(self.partitions.get(partition, ())) if keys is None else keys
         return keys, [row.tags for row in self.rows(partition, keys)]
 

@@ -140,7 +140,6 @@ def resolve(candidates: Sequence[StageSpec], why_unread: Mapping[str, str] | Non
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
-    """Return the plan as plain data."""
     stages = [
         {
             "name": stage.name,

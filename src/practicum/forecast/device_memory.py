@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from practicum.dataplane.stages import Plan
 from practicum.engines.table import ENGINES
-from practicum.forecast.cluster_spec import GIB, Machine
 from practicum.forecast.model_sizes import BYTES, Models, Sizes, trained_bytes
 from practicum.recipe.counts import CHUNK_LOGITS, CPU_MICROBATCH_TOKENS, KV_POSITIONS, KV_SPARE
 from practicum.recipe.derived import adapter_folder, base_groups, saved_parameters
 from practicum.recipe.schema.recipe import Recipe
 from practicum.runtime.ray.placement import ROLLOUT, TRAIN, ActorPlacement
 
+GIB = 2**30
 TIGHT = 0.9
 """Fraction of a device above which a forecast warns: allocators and libraries need some memory too."""
 EIGHT_BIT = (1 + 4 / 256) / 4
@@ -26,7 +26,7 @@ Parts = Mapping[str, float]
 _ADVICE = {
     "KV memory": "lower rollout.slots or rollout.context, or give engines their own devices (pools.rollout)",
     "activations": "lower train.microbatch_tokens, or set train.gradient_checkpointing",
-    "published weights": "set runtime.weight_transport: object_store, or lower rollout.lag",
+    "published weights": "uninstall nixl, or lower rollout.lag",
     "teachers": "give teachers their own devices (placement: own)",
     "Adam's moments": "take train.optimizer adamw_8bit or train.offload, or raise pools.train.devices",
     "engine's weights": "give engines their own devices (pools.rollout), or split each over several "
@@ -65,7 +65,6 @@ class DeviceMemory:
         return self.total / self.limit
 
     def refusal(self) -> str:
-        """Say that it is too small, and what to do."""
         name, size = max(self.parts.items(), key=lambda part: part[1])
         return (
             f"{self.title} has {self.limit / GIB:.1f} GiB and would need {self.total / GIB:.1f}: most of "
@@ -75,15 +74,16 @@ class DeviceMemory:
 
 
 def device_memory(
-    setup: StepSetup, machines: Sequence[Machine], layout: ActorPlacement | None
+    setup: StepSetup, limits: Sequence[float], layout: ActorPlacement | None
 ) -> tuple[DeviceMemory, ...]:
-    """Return each device or machine that differs from the others; without a layout the first machine's."""
+    """Return each device or machine that differs from the others; without a layout the first machine's.
+
+    `limits` are the bytes of a device of each machine.
+    """
     uses = _uses(setup)
     if layout is None:
-        own = None if setup.on_cpu else machines[0].device_gb
         title = "a device of train" if setup.recipe.on_ray else "this process"
-        limit = GIB * (own or machines[0].memory_gb)
-        return (DeviceMemory(title, _joined([uses[TRAIN], uses[ROLLOUT]]), limit),)
+        return (DeviceMemory(title, _joined([uses[TRAIN], uses[ROLLOUT]]), limits[0]),)
     devices: dict[str, DeviceMemory] = {}
     for number, bundle in enumerate(layout.needs.bundles):
         roles = [a.role for a in layout.needs.actors if a.bundle == number and a.role in uses]
@@ -96,8 +96,7 @@ def device_memory(
             devices[node.name] = DeviceMemory(node.name, _joined([before, parts]), node.memory)
             continue
         title = f"a device of {bundle.pool} ({', '.join(dict.fromkeys(roles))})"
-        limit = GIB * (machines[place].device_gb or machines[place].memory_gb)
-        device = DeviceMemory(title, parts, limit)
+        device = DeviceMemory(title, parts, limits[place])
         if title not in devices or device.share > devices[title].share:
             devices[title] = device
     return tuple(devices.values())
@@ -184,10 +183,8 @@ def _published_copies(setup: StepSetup) -> int:
     recipe = setup.recipe
     if not recipe.on_ray:
         return recipe.rollout.lag + 1 if recipe.rollout.lag else 0
-    transport = recipe.runtime.weight_transport
-    if transport == "auto" and (setup.on_cpu or importlib.util.find_spec("nixl") is None):
-        transport = "object_store"
-    return 0 if transport == "object_store" else recipe.rollout.lag + 1
+    by_object_store = setup.on_cpu or importlib.util.find_spec("nixl") is None
+    return 0 if by_object_store else recipe.rollout.lag + 1
 
 
 def _colocated_teachers(setup: StepSetup) -> list[float]:
@@ -218,7 +215,7 @@ def _logits(tokens: int, sizes: Sizes) -> float:
 def _uses(setup: StepSetup) -> dict[str, Parts]:
     """Return what each role's actor holds. Reward models are not counted: their sizes are not known."""
     uses: dict[str, Parts] = {TRAIN: _learner_memory(setup)}
-    spread = 1 if setup.on_cpu else setup.recipe.engine_devices  # a machine's cores share its memory
+    spread = 1 if setup.on_cpu else setup.recipe.rollout.engine_devices  # a machine's cores share its memory
     engine = engine_memory(setup, shares_weights=not setup.recipe.on_ray)
     uses[ROLLOUT] = {what: size / spread for what, size in engine.items()}
     for path, model in setup.recipe.own_models.items():

@@ -2,18 +2,64 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 
-from practicum.errors import ClusterError
-from practicum.forecast.cluster_spec import GIB, ClusterSpec, machines
-from practicum.forecast.device_memory import TIGHT, DeviceMemory, StepSetup, device_memory
+from pydantic import ValidationError
+
+from practicum.errors import ClusterError, RecipeError, RecipeErrors
+from practicum.forecast.device_memory import GIB, TIGHT, DeviceMemory, StepSetup, device_memory
 from practicum.forecast.model_sizes import models_of
-from practicum.recipe.counts import count
 from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.section import Section, key
+from practicum.recipe.text import yamlfile
+from practicum.recipe.text.problems import explain
 from practicum.roles.stage_table import make_plan
 from practicum.runtime.ray.placement import ActorPlacement, Node, lay_out, needs, uses_gpu
+
+
+class Machine(Section):
+    """Machines of one kind. Without devices, its cores are the devices."""
+
+    name: str = key(..., "What they are called in the plan.")
+    count: int = key(1, "Machines of this kind.", ge=1)
+    devices: int = key(0, "GPUs of each.", ge=0)
+    device_gb: float | None = key(None, "GiB of one GPU.", gt=0)
+    cpus: int = key(..., "Processor cores of each.", ge=1)
+    memory_gb: float = key(..., "GiB of main memory of each.", gt=0)
+
+
+class ClusterSpec(Section):
+    nodes: list[Machine] = key(..., "The machines.", min_length=1)
+
+
+def load_spec(path: Path) -> ClusterSpec:
+    """Read a cluster's file. The error lists all mistakes."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError("--cluster", f"{path} ({error})", "a YAML file that describes a cluster") from None
+    data = yamlfile.parse(text, str(path)).data
+    try:
+        return ClusterSpec.model_validate(data)
+    except ValidationError as error:
+        raise RecipeErrors(str(path), explain(error, {}, ClusterSpec)) from None
+
+
+def this_machine() -> ClusterSpec:
+    """Return the machine that this runs on, with its cores as devices."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    return ClusterSpec(nodes=[Machine(name="this machine", cpus=os.cpu_count() or 1, memory_gb=memory)])
+
+
+def machines(spec: ClusterSpec) -> Iterator[tuple[str, Machine]]:
+    for kind in spec.nodes:
+        for number in range(kind.count):
+            yield (kind.name if kind.count == 1 else f"{kind.name}-{number}"), kind
+
 
 SAMPLED_PROMPTS = 256
 
@@ -31,26 +77,33 @@ class Forecast:
 
 def forecast(recipe: Recipe, spec: ClusterSpec, prompt_tokens: float) -> Forecast:
     """Return what a step of this recipe needs on this cluster, with prompts of this many tokens."""
-    layout, refusals = _place(recipe, spec) if recipe.on_ray else (None, [])
-    each = [machine for _, machine in machines(spec)]
-    sizes = count(recipe)
+    plan, sizes, each = make_plan(recipe), recipe.counts, list(machines(spec))
+    has_gpus = any(kind.devices for kind in spec.nodes)
+    layout, refusals = None, list[str]()
+    if recipe.on_ray:
+        started_here = len(each) == 1 and recipe.runtime.address is None
+        # A cluster that the run starts on one machine may have more CPUs than the machine has cores.
+        cpus = recipe.runtime.cpus if started_here else None
+        nodes = [Node(name, cpus or m.cpus, m.devices, m.memory_gb * GIB) for name, m in each]
+        try:
+            layout = lay_out(needs(recipe, plan, gpus=has_gpus), nodes, started_here=started_here)
+        except ClusterError as error:
+            refusals.append(str(error))
     setup = StepSetup(
         recipe=recipe,
-        plan=make_plan(recipe),
-        models=models_of(recipe),
+        plan=plan,
+        models=models_of(recipe.model, recipe.algorithm.kl.reference, recipe.teachers),
         prompt_tokens=prompt_tokens,
         rows=sizes.sessions + sizes.baselines,
-        on_cpu=not uses_gpu(recipe.model.device, any(machine.devices for machine in each)),
+        on_cpu=not uses_gpu(recipe.model.device, has_gpus),
         ranks=recipe.data_parallel,
         replicas=recipe.engine_replicas,
     )
-    memory = device_memory(setup, each, layout)
+    limits = [GIB * ((not setup.on_cpu and m.device_gb) or m.memory_gb) for _, m in each]
+    memory = device_memory(setup, limits, layout)
     refusals += [device.refusal() for device in memory if device.share > 1]
-    notes = [
-        f"{device.title}: {device.share:.0%} of its memory, too close to all of it to be sure"
-        for device in memory
-        if TIGHT < device.share <= 1
-    ]
+    close = [device for device in memory if TIGHT < device.share <= 1]
+    notes = [f"{d.title}: {d.share:.0%} of its memory, too close to all of it to be sure" for d in close]
     notes += [f"teacher {name}: not here, counted like the student" for name in setup.models.guessed]
     return Forecast(setup, layout, memory, tuple(refusals), tuple(notes))
 
@@ -58,37 +111,15 @@ def forecast(recipe: Recipe, spec: ClusterSpec, prompt_tokens: float) -> Forecas
 def mean_prompt_tokens(recipe: Recipe) -> float:
     """Return the mean tokens of the training stream's first prompts."""
     from practicum.models.load_model import load_tokenizer
-    from practicum.recipe.reward_traits import tasks_needing_answer
     from practicum.sessions.chat import make_encoder
     from practicum.tasks.stream import make_stream
 
     encode = make_encoder(recipe, load_tokenizer(recipe.model))
-    stream = make_stream(recipe.tasks, recipe.seed, needs_answer=tasks_needing_answer(recipe))
+    stream = make_stream(recipe.tasks, recipe.seed, needs_answer=recipe.tasks_needing_answer)
     return fmean(len(encode(prompt).ids) for prompt in stream.take(SAMPLED_PROMPTS))
 
 
-def _place(recipe: Recipe, spec: ClusterSpec) -> tuple[ActorPlacement | None, list[str]]:
-    bundles = needs(recipe, make_plan(recipe), gpus=any(kind.devices for kind in spec.nodes))
-    each = list(machines(spec))
-    started_here = len(each) == 1 and recipe.runtime.address is None
-    nodes = [
-        Node(
-            name,
-            # A cluster that the run starts on one machine may have more CPUs than the machine has cores.
-            (started_here and recipe.runtime.cpus) or machine.cpus,
-            machine.devices,
-            machine.memory_gb * GIB,
-        )
-        for name, machine in each
-    ]
-    try:
-        return lay_out(bundles, nodes, started_here=started_here), []
-    except ClusterError as error:
-        return None, [str(error)]
-
-
 def report(result: Forecast) -> str:
-    """Return the text that `practicum plan` prints."""
     setup = result.setup
     engines = f"{setup.ranks} learner rank{'s' * (setup.ranks > 1)}, {setup.replicas} engine"
     title = (

@@ -10,7 +10,8 @@ from pathlib import Path
 from practicum.models.load_model import skeleton
 from practicum.models.lora import find_targets
 from practicum.models.model_files import must_read
-from practicum.recipe.schema.recipe import Model, Recipe
+from practicum.recipe.schema.recipe import Model
+from practicum.recipe.schema.teacher_sections import Teacher
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one number."""
@@ -61,13 +62,12 @@ def trained_bytes(model: Model, sizes: Sizes, *, in_float32: bool = False) -> in
     return sizes.adapter * max(number, BYTES["float32"])
 
 
-def models_of(recipe: Recipe) -> Models:
-    """Return the sizes of all models; a student without a config is a RecipeError."""
-    student = model_sizes(recipe.model)
-    path = recipe.algorithm.kl.reference
+def models_of(model: Model, path: str | None, named: Mapping[str, Teacher]) -> Models:
+    """Return the sizes of student, reference and teachers; a student without a config is a RecipeError."""
+    student = model_sizes(model)
     reference = student if path is None else model_sizes(Model(path=path), "algorithm.kl.reference")
-    teachers, guessed = dict.fromkeys(recipe.teachers, student), []
-    for name, teacher in recipe.teachers.items():
+    teachers, guessed = dict.fromkeys(named, student), []
+    for name, teacher in named.items():
         on_student = teacher.adapter is not None and teacher.model is None
         if teacher.url is not None or teacher.student is not None or on_student:
             continue

@@ -96,7 +96,8 @@ class Learner(TrainedModel):
         for attempt in trunk.attempts():
             with attempt:
                 self.stepper.optimizer.zero_grad(set_to_none=True)
-                report = _Report(idle_tokens=job.idle_tokens, load=trunk.router_load())
+                load = None if trunk.routes is None else RouterLoad(trunk.routes.experts)
+                report = _Report(idle_tokens=job.idle_tokens, load=load)
                 self._accumulate(job, job.active, report, job.trace)
                 with torch.no_grad():
                     for packed in job.microbatches(trunk, job.idle):
@@ -133,7 +134,6 @@ class Learner(TrainedModel):
     def _loss(
         self, report: _Report, job: _Update, packed: Packed, trace: UpdateTrace | None = None
     ) -> Tensor:
-        """Return one micro-batch's part of the loss."""
         columns, teaching = job.columns_of(packed), self.objective.teaching
         also = None
         if teaching is not None:
@@ -320,6 +320,5 @@ class _Update:
         return trunk.microbatches(self.rows, only=rows, sampled_M=self.sampled_M, sessions=sessions)
 
     def columns_of(self, packed: Packed) -> dict[str, Tensor]:
-        """Return the columns of the micro-batch's sampled tokens, on its device."""
         device = packed.ids_N.device
         return {name: x_M[packed.column_M].to(device) for name, x_M in self.columns.items()}

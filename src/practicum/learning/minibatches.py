@@ -8,25 +8,18 @@ have equally many rows of each mini-batch, with tokens as even as can be.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from math import ceil, lcm
+from itertools import accumulate, islice
+from math import ceil
 
 import numpy as np
 
-from practicum.dataplane.padding_rows import PADDING_TOKENS
+from practicum.dataplane.columns import PADDING_TOKENS
 from practicum.errors import RecipeError
-from practicum.recipe.schema.recipe import Recipe
 
-Session = list[int]
-"""Rows of one session."""
-Group = list[Session]
-"""Sessions of one prompt."""
-Unit = tuple[int, Group]
-"""The number of rows, and the sessions that have them, taken together or not at all."""
 Parts = list[list[int]]
 """Rows of each rank."""
 Item = tuple[int, int]
@@ -35,11 +28,10 @@ Item = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The recipe's number of optimizer steps (`parts`), or of rows in each (`rows`, with its key)."""
+    """The recipe's number of optimizer steps (`parts`), or of rows in each (`rows`)."""
 
     parts: int = 1
     rows: int | None = None
-    path: str = "train.minibatch_rows"
 
     def steps(self, real_rows: int) -> int:
         """Return the optimizer steps of one pass; each has a real row."""
@@ -52,7 +44,7 @@ class Cut:
         if self.rows % data_parallel:
             more = ceil(self.rows / data_parallel) * data_parallel
             expected = f"a multiple of the {data_parallel} data-parallel ranks"
-            raise RecipeError(self.path, str(self.rows), expected, f"Set it to {more}.")
+            raise RecipeError("train.minibatch_rows", str(self.rows), expected, f"Set it to {more}.")
         return self.rows
 
 
@@ -65,32 +57,7 @@ class Minibatch:
 
     @property
     def rows(self) -> list[int]:
-        """All rows, the real ones first."""
         return self.real + self.padding
-
-
-def student_cut(recipe: Recipe) -> Cut:
-    return Cut(recipe.train.minibatches, recipe.train.minibatch_rows)
-
-
-def critic_cut(recipe: Recipe) -> Cut:
-    if recipe.critic is None or recipe.critic.minibatch_rows is None:
-        return student_cut(recipe)
-    return Cut(rows=recipe.critic.minibatch_rows, path="critic.minibatch_rows")
-
-
-def running_cuts(recipe: Recipe, step: int) -> list[Cut]:
-    """Return the cuts of the updates that this step (from 1 on) runs."""
-    if recipe.critic is None:
-        return [student_cut(recipe)]
-    if step <= recipe.critic.warmup_steps:
-        return [critic_cut(recipe)]
-    return [critic_cut(recipe), student_cut(recipe)]
-
-
-def needed_multiple(data_parallel: int, cuts: Iterable[Cut]) -> int:
-    """Return what the number of rows must be a multiple of for all of these cuts."""
-    return lcm(data_parallel, *(cut.multiple(data_parallel) for cut in cuts))
 
 
 def spare_padding(largest: int, steps: int, data_parallel: int) -> int:
@@ -112,147 +79,50 @@ def spread(
 ) -> list[Minibatch]:
     """Return the mini-batches of one pass over a batch with these prompts, sessions and padding rows.
 
-    Their real rows differ in number by at most one; prompt groups stay together where that allows it, and
-    sessions are cut only where nothing else fits. With `whole_sessions` none is cut, and mini-batches differ
-    by at most the rows of the largest. Padding makes them equally large, a multiple of `ranks` that has room
-    for whole sessions on each; what is left is in none. Groups are shuffled by (seed, step, epoch); the rows
-    of a mini-batch stay in their order.
+    Prompt groups follow one another, shuffled by (seed, step, epoch), and are cut where a mini-batch is full:
+    real rows differ in number by at most one. With `whole_sessions` each session is where its middle would
+    be, which adds at most the rows of the largest. Padding makes mini-batches equally large, a multiple of
+    `ranks` that has room for whole sessions on each; what is left is in none. Rows stay in order.
     """
     names = list(zip(prompts, sessions, strict=True))
-    by_prompt: dict[int, dict[int, Session]] = {}
+    by_prompt: dict[int, dict[int, list[int]]] = {}
     for row, (prompt, session) in enumerate(names):
         if not padding[row]:
             by_prompt.setdefault(prompt, {}).setdefault(session, []).append(row)
     groups = [list(group.values()) for group in by_prompt.values()]
-    real = sum(len(session) for group in groups for session in group)
+    real = len(padding) - sum(padding)
     steps = cut.steps(real)
     if whole_sessions:
         steps = min(steps, sum(map(len, groups)))
+    if not steps:
+        return []
     if steps > 1:
         random = np.random.Generator(np.random.Philox(key=[seed, step * 1_000_003 + epoch]))
         groups = [groups[i] for i in random.permutation(len(groups))]
-    sizes = [real // steps + (part < real % steps) for part in range(steps)]
-    shared = [sorted(rows) for rows in share(groups, sizes, whole_sessions=whole_sessions) if rows]
-    if not shared:
-        return []
+    units = [session for group in groups for session in group]
+    if not whole_sessions:
+        units = [[row] for session in units for row in session]
+    ends = list(accumulate(real // steps + (part < real % steps) for part in range(steps)))
+    parts: Parts = [[] for _ in ends]
+    placed = 0
+    for unit in units:
+        parts[bisect_right(ends, placed + (len(unit) - 1) / 2)] += unit
+        placed += len(unit)
+    shared = [sorted(rows) for rows in parts if rows]
     needed = max(map(len, shared))
-    if whole_sessions:
-        needed = max(_even_need([names[row] for row in rows], ranks) for rows in shared)
+    if whole_sessions:  # ranks need equally many rows, though no session is cut
+        counts = [[*Counter(names[row] for row in rows).values()] for rows in shared]
+        needed = ranks * max(sum(c[i] for i in part) for c in counts for part in spread_evenly(c, ranks))
     spare = [row for row, is_padding in enumerate(padding) if is_padding]
     size = len(prompts) // cut.parts if cut.rows is None else cut.rows
     size = min(size, (real + len(spare)) // len(shared)) // ranks * ranks
     size = max(size, size + ceil((needed - size) / ranks) * ranks)
     minibatches = []
-    for real in shared:
-        room = max(size - len(real), 0)
-        minibatches.append(Minibatch(real, spare[:room]))
+    for rows in shared:
+        room = max(size - len(rows), 0)
+        minibatches.append(Minibatch(rows, spare[:room]))
         spare = spare[room:]
     return minibatches
-
-
-def _even_need(sessions: Sequence[Hashable], ranks: int) -> int:
-    """Return the rows, with padding, that ranks need to have equally many though no session is cut."""
-    sizes = list(Counter(sessions).values())
-    return ranks * max(sum(sizes[i] for i in part) for part in spread_evenly(sizes, ranks))
-
-
-def share(groups: Sequence[Group], sizes: Sequence[int], *, whole_sessions: bool = False) -> list[list[int]]:
-    """Return the rows of each part, of exactly these sizes (their sum is the number of rows).
-
-    Groups stay whole if that cuts no session, sessions if they fill the parts; only what is left is cut. With
-    `whole_sessions` nothing is, and even sizes become parts that differ by at most the largest session.
-    """
-    parts, left = _place(groups, [], sizes)
-    if left:
-        # Whole groups may have been in the way of whole sessions.
-        others, still_left = _place([], [session for group in groups for session in group], sizes)
-        if not still_left:
-            return others
-    if whole_sessions:
-        _level(parts, sizes, left)
-    else:
-        _cut(parts, sizes, left)
-    return parts
-
-
-def _place(
-    groups: Sequence[Group], sessions: Sequence[Session], sizes: Sequence[int]
-) -> tuple[list[list[int]], list[Session]]:
-    """Return parts of whole groups, filled with whole sessions that fit exactly, and the other sessions."""
-    parts: list[list[int]] = []
-    units = [(sum(map(len, group)), group) for group in groups]
-    for size in sizes:
-        rows, units = _take(units, size)
-        parts.append(rows)
-    left = [*sessions, *(session for _, group in units for session in group)]
-    left.sort(key=len, reverse=True)
-    for part, size in zip(parts, sizes, strict=True):
-        chosen = exact_fit(map(len, left), size - len(part))
-        part += [row for i in chosen for row in left[i]]
-        for i in reversed(chosen):
-            del left[i]
-    return parts, left
-
-
-def exact_fit(sizes: Iterable[int], room: int) -> list[int]:
-    """Return places of sizes that add up to the room, early ones by preference; none if no choice does."""
-    if not room:
-        return []
-    seen: list[int] = []
-    reached = [1]  # bit s of reached[i]: some of the first i sizes add up to s
-    within = (1 << room + 1) - 1
-    for size in sizes:
-        seen.append(size)
-        reached.append((reached[-1] | reached[-1] << size) & within)
-        if reached[-1] >> room:
-            break
-    else:
-        return []
-    chosen = []
-    for i in range(len(seen) - 1, -1, -1):
-        if not reached[i] >> room & 1:
-            chosen.append(i)
-            room -= seen[i]
-    return chosen[::-1]
-
-
-def _take(units: list[Unit], room: int) -> tuple[list[int], list[Unit]]:
-    """Return the rows of the units that fit into the room, one after the other, and the other units."""
-    rows: list[int] = []
-    rest: list[Unit] = []
-    smallest = min((size for size, _ in units), default=0)
-    for i, (size, sessions) in enumerate(units):
-        if len(rows) + smallest > room:
-            return rows, rest + units[i:]
-        if len(rows) + size <= room:
-            rows += [row for session in sessions for row in session]
-        else:
-            rest.append((size, sessions))
-    return rows, rest
-
-
-def _level(parts: list[list[int]], sizes: Sequence[int], sessions: Sequence[Session]) -> None:
-    """Give each session, largest first, to the shortest part that was not full."""
-    pairs = zip(parts, sizes, strict=True)
-    lengths = [(len(part), i) for i, (part, size) in enumerate(pairs) if len(part) < size]
-    heapq.heapify(lengths)
-    for session in sessions:
-        _, i = lengths[0]
-        parts[i] += session
-        heapq.heapreplace(lengths, (len(parts[i]), i))
-
-
-def _cut(parts: list[list[int]], sizes: Sequence[int], sessions: Sequence[Session]) -> None:
-    """Fill the parts with whole sessions as long as one fits, then with the rows of those that don't."""
-    units: list[Unit] = [(len(session), [session]) for session in sessions]
-    for part, size in zip(parts, sizes, strict=True):
-        rows, units = _take(units, size - len(part))
-        part += rows
-    left = [row for _, (session,) in units for row in session]
-    for part, size in zip(parts, sizes, strict=True):
-        room = size - len(part)
-        part += left[:room]
-        left = left[room:]
 
 
 def largest_first(
@@ -296,7 +166,8 @@ def partition(tokens: Sequence[int], ranks: int) -> Parts:
     rank as long as one helps. Where a few rows are very long this is much more even than differencing
     (Karmarkar and Karp 1982) with equal counts, which gives each rank one of any `ranks` rows next in size.
     """
-    _check_even(len(tokens), ranks)
+    if len(tokens) % ranks:
+        raise ValueError(f"{len(tokens)} rows can't be cut evenly over {ranks} ranks: pad them first")
     parts = largest_first(tokens, ranks, room=len(tokens) // ranks)
     assert parts is not None, "each rank has room for its even share"
     loads = [[(tokens[i], i) for i in part] for part in parts]
@@ -330,7 +201,6 @@ def assign_ranks(
 
 def _keep_sessions(tokens: Sequence[int], sessions: Sequence[Hashable], ranks: int) -> Parts:
     """Share rows as `partition`, with sessions whole; rows after those of `sessions` fill up."""
-    _check_even(len(tokens), ranks)
     units: dict[Hashable, list[int]] = {}
     for i, session in enumerate(sessions):
         units.setdefault(session, []).append(i)
@@ -373,8 +243,3 @@ def _best_pair(heavy: list[Item], light: list[Item], gap: int) -> tuple[Item, It
             if left < best:
                 best, pair = left, (item, other)
     return pair
-
-
-def _check_even(count: int, ranks: int) -> None:
-    if count % ranks:
-        raise ValueError(f"{count} rows can't be cut evenly over {ranks} ranks: pad them to a multiple first")

@@ -124,18 +124,18 @@ class DistillSettings:
     def _distributions(
         self, logits_CV: Tensor, rows: slice, columns: Columns, target_M: Tensor
     ) -> tuple[Tensor, ...]:
-        kind, beta = self.distill.divergence, self.distill.beta
+        kind = self.distill.divergence
         scaled_CV = scaled_logits(logits_CV, self.temperature)
         top: tuple[Tensor, ...] = ()
         if self.distill.signal == "top_k":
             ids_CK = columns["teacher_topk_ids"][rows]
             best_CK = columns["teacher_topk_logprobs"][rows]
-            loss_C, gap_C = topk_divergence(kind, scaled_CV, ids_CK, best_CK, beta=beta)
+            loss_C, gap_C = topk_divergence(kind, scaled_CV, ids_CK, best_CK)
         else:
             own_CV = self._teacher_logits(columns["teacher_hidden"][rows], columns["teacher"][rows])
             teacher_CV = scaled_logits(own_CV, self.temperature)
             ids_CK = teacher_CV.topk(min(self.distill.top_k, teacher_CV.shape[1])).indices
-            loss_C, gap_C = full_divergence(kind, scaled_CV, teacher_CV.to(scaled_CV.dtype), beta=beta)
+            loss_C, gap_C = full_divergence(kind, scaled_CV, teacher_CV.to(scaled_CV.dtype))
             if "recorded" in columns:
                 recorded_C = columns["recorded"][rows]
                 ids_MK = ids_CK[recorded_C]
@@ -189,7 +189,6 @@ class Objective:
 
     @property
     def has_policy(self) -> bool:
-        """True if there is a policy loss, and so advantages."""
         return not self.supervised and not (self.teaching is not None and self.teaching.alone)
 
     @property

@@ -75,7 +75,7 @@ def _adamw(
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    options |= {"lr": train.lr, "betas": train.betas, "eps": train.eps}
+    options |= {"lr": train.lr, "betas": train.betas}
     if any(p.itemsize < 4 for p in trained):
         return MasterWeights(groups, kind, options)
     return kind(groups, **options)

@@ -93,9 +93,10 @@ class PackedModel:
             self._tokens = len(packed.ids_N)
             yield packed.to(self.device)
             self._end_pass()
-        blank = self._blank() if missing else None
         for _ in range(missing):
-            assert blank is not None
+            ids = torch.tensor(fingerprint_ids(self.model.config.get_text_config().vocab_size))
+            made_up = RowSpans(Ragged.from_rows([ids[:1]]), Ragged.from_rows([ids[1:3]]))
+            blank = made_up.pack([0]).to(self.device)
             loss = 0.0 * self.hidden(blank).sum()
             if loss.requires_grad:
                 self.backward(loss, blank)
@@ -127,15 +128,6 @@ class PackedModel:
         if self._root is not None and not torch.is_grad_enabled():
             self._root.let_go()
 
-    def _blank(self) -> Packed:
-        ids = torch.tensor(fingerprint_ids(self.model.config.get_text_config().vocab_size))
-        rows = RowSpans(Ragged.from_rows([ids[:1]]), Ragged.from_rows([ids[1:3]]))
-        return rows.pack([0]).to(self.device)
-
-    def router_load(self) -> RouterLoad | None:
-        """Return a counter of experts; None for a model without routers."""
-        return RouterLoad(self.routes.experts) if self.routes is not None else None
-
     def hidden(self, packed: Packed, load: RouterLoad | None = None) -> Tensor:
         """Return the hidden states [M, hidden] that predict the micro-batch's response tokens.
 
@@ -165,7 +157,6 @@ class PackedModel:
         return picture_N
 
     def backward(self, loss: Tensor, packed: Packed) -> None:
-        """Back-propagate a loss of this micro-batch's hidden states."""
         # Layers that are computed again in the backward pass must take the same experts again.
         with self._routed(packed):
             loss.backward()

@@ -42,7 +42,6 @@ class RowExtras:
         return RowExtras(images=images, **{name: columns.ragged(name) for name in names})
 
     def select(self, rows: Sequence[int]) -> RowExtras:
-        """Return those rows in that order."""
         positions, images, experts = self.position_ids, self.images, self.routed_experts
         return RowExtras(
             position_ids=None if positions is None else positions.select(rows),
@@ -83,7 +82,6 @@ class Packed:
     """Experts that each input token takes [N, L, E]; None: those that the routers choose."""
 
     def to(self, device: torch.device) -> Packed:
-        """Return the same micro-batch on another device."""
         if self.ids_N.device == device:
             return self
         names = ("ids_N", "positions_N", "layout", "gather_M", "target_M", "experts_N")

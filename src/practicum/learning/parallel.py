@@ -144,7 +144,6 @@ class Parallel:
                 x.copy_(tensor)
 
     def close(self) -> None:
-        """Leave the group."""
         if not dist.is_initialized():
             return
         try:

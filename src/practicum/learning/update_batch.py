@@ -32,7 +32,6 @@ class BatchFacts:
     teachers: Sequence[int]
 
     def select(self, rows: Sequence[int]) -> BatchFacts:
-        """Return those rows in that order."""
         columns = (self.sessions, self.sampled_tokens, self.session_tokens, self.teachers)
         return BatchFacts(*([numbers[row] for row in rows] for numbers in columns))
 
@@ -157,11 +156,9 @@ class TokenMeans:
         self._largest: dict[str, float] = {}
 
     def add(self, name: str, value_M: Tensor) -> None:
-        """Count these tokens into the mean of `name`."""
         self._add(name, (float(value_M.detach().double().sum()), value_M.numel()))
 
     def add_max(self, name: str, value_M: Tensor) -> None:
-        """Count these tokens into the maximum of `name`."""
         if value_M.numel():
             largest = float(value_M.detach().max())
             self._largest[name] = max(self._largest.get(name, largest), largest)

@@ -19,7 +19,6 @@ from rich.text import Text
 
 from practicum.observe.text import duration, plain, say, shorten, sparkline
 
-COLOURS = ("cyan", "magenta", "blue", "green", "yellow", "red")
 LINE_EVERY_S = 10.0
 WARNINGS_SHOWN = 3
 BORDER = 4
@@ -73,7 +72,6 @@ class ProgressView:
             self._print_line()
 
     def stage(self, name: str) -> None:
-        """Show the stage that begins."""
         with self._lock:
             self._stage, self._stage_began = name, time.monotonic()
 
@@ -106,7 +104,6 @@ class ProgressView:
                 self._add(row)
 
     def sample(self, row: Mapping[str, Any]) -> None:
-        """Show the newest sample: a row of samples.jsonl."""
         with self._lock:
             self._sample = dict(row)
 
@@ -118,7 +115,6 @@ class ProgressView:
             self.say(f"warning: {sentence}")
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
         say(text, self.console)
 
     def _add(self, metrics: Mapping[str, float]) -> None:
@@ -131,12 +127,10 @@ class ProgressView:
 
     def _print_line(self) -> None:
         self._shown, self._printed = time.monotonic(), self._step
-        facts = [f"step {self._step}/{self.steps}"]
-        for name in self._drawn():
-            value = find_curve(name, self._metrics)
-            if value is not None:
-                facts.append(f"{name} {value:.3f}")
-        self.say(" · ".join([self.name, *facts, *self._speed(), self._left()]))
+        values = {name: find_curve(name, self._metrics) for name in self._drawn()}
+        facts = [f"{name} {value:.3f}" for name, value in values.items() if value is not None]
+        facts = [f"step {self._step}/{self.steps}", *facts, *self._speed(), self._left()]
+        self.say(" · ".join([self.name, *facts]))
 
     def _drawn(self) -> list[str]:
         known = [name for name in CURVES if name in self._curves]
@@ -156,23 +150,19 @@ class ProgressView:
         return f"{duration(fmean(self._durations) * (self.steps - self._step))} left"
 
     def _panel(self) -> Panel:
-        """Return all parts; in a low terminal without the sample, then without the speed."""
+        """Return all parts; in a low terminal without the sample and the times."""
         with self._lock:
             width = self.console.width - BORDER
-            header, curves, times = self._header(width), self._curve_rows(width), self._times(width)
-            newest, warned = self._newest(width), self._warned()
-        panel = self._boxed(header, curves, times, newest, warned)
-        for fewer in ((header, curves, times, warned), (header, curves, warned)):
-            if len(self.console.render_lines(panel)) <= self.console.height:
-                break
-            panel = self._boxed(*fewer)
+            needed, warned = [self._header(width), self._curve_rows(width)], self._warned()
+            panel = self._boxed([*needed, self._times(), self._newest(width), warned])
+        if len(self.console.render_lines(panel)) > self.console.height:
+            panel = self._boxed([*needed, warned])
         return panel
 
-    def _boxed(self, *parts: list[RenderableType]) -> Panel:
+    def _boxed(self, parts: Iterable[list[RenderableType]]) -> Panel:
         rows: list[RenderableType] = []
-        for part in parts:
-            if part:
-                rows += [Text(" "), *part] if rows else part
+        for part in filter(None, parts):
+            rows += [Text(" "), *part] if rows else part
         title = Text(shorten(self.name, self.console.width - BORDER - 4), style="bold")
         return Panel(Group(*rows), box=box.ROUNDED, border_style="dim", title=title, title_align="left")
 
@@ -207,19 +197,11 @@ class ProgressView:
             )
         return [grid]
 
-    def _times(self, width: int) -> list[RenderableType]:
-        speed, shares = self._speed(), stage_shares(self._metrics)
-        if not speed:
-            return []
-        bar, legend = Text(no_wrap=True), Text(no_wrap=True, overflow="ellipsis")
-        for i, (name, share) in enumerate(shares):
-            colour, entry = COLOURS[i % len(COLOURS)], f" {name} {share:.0%}  "
-            bar.append("▄" * round(share * width), style=colour)
-            if len(legend) + len(entry) + 1 <= width + 2:
-                legend.append("■", style=colour).append(entry, style="dim")
-        bar.truncate(width)
-        legend.rstrip()
-        return [Text(" · ".join(speed), no_wrap=True, overflow="ellipsis"), bar, legend]
+    def _times(self) -> list[RenderableType]:
+        """Return the speed, and each stage's share of the step's time."""
+        shares = " · ".join(f"{name} {share:.0%}" for name, share in stage_shares(self._metrics))
+        lines = [" · ".join(self._speed()), shares]
+        return [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in lines if line]
 
     def _newest(self, width: int) -> list[RenderableType]:
         row = self._sample
@@ -244,26 +226,19 @@ class ProgressView:
 
 
 def find_curve(name: str, metrics: Mapping[str, float]) -> float | None:
-    """Return the value of a curve in a step's metrics, if they have it."""
-    for metric in CURVES[name]:
-        if metric in metrics:
-            return metrics[metric]
-        if metric.endswith("@"):
-            for known, value in metrics.items():
-                if known.startswith(metric) and known.count("/") == 1:
-                    return value
+    for wanted in CURVES[name]:
+        for metric, value in metrics.items():
+            of_any_k = wanted[-1] == "@" and metric.startswith(wanted) and metric.count("/") == 1
+            if metric == wanted or of_any_k:
+                return value
     return None
 
 
 def stage_shares(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
     """Return each stage's share of the step's time, largest first; under one percent is left out."""
-    whole = metrics.get("time/step", 0.0)
-    stages = {
-        name.removeprefix("time/"): seconds
-        for name, seconds in metrics.items()
-        if name.startswith("time/") and name not in ("time/step", "time/eval", "time/checkpoint")
-    }
-    if "waited" in stages:  # what is sampled ahead takes no time of the step
-        stages = {name: s for name, s in stages.items() if name not in ("rollout", "reward", "publish_lag")}
-    shares = [(name, seconds / whole) for name, seconds in stages.items() if whole]
+    whole, left_out = metrics.get("time/step", 0.0), {"step", "eval", "checkpoint"}
+    if "time/waited" in metrics:  # what is sampled ahead takes no time of the step
+        left_out |= {"rollout", "reward", "publish_lag"}
+    times = {n.removeprefix("time/"): s for n, s in metrics.items() if n.startswith("time/")}
+    shares = [(name, s / whole) for name, s in times.items() if whole and name not in left_out]
     return sorted((s for s in shares if s[1] >= 0.01), key=lambda item: -item[1])

@@ -8,6 +8,7 @@ import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -164,22 +165,18 @@ def make_trackers(recipe: Recipe, folder: Path) -> list[Tracker]:
     return trackers
 
 
+def _hosted(library: str, project: str, recipe: Recipe, folder: Path) -> Tracker:
+    run_id, options = lasting_id(folder / f"{library}.id"), dict[str, Any]()
+    if library == "wandb":
+        options |= {"name": recipe.name, "id": run_id, "dir": str(folder)}
+    else:  # trackio knows a run by its name
+        options |= {"name": f"{recipe.name}-{run_id[:8]}", "embed": False}
+    return HostedTracker(library, recipe.model_dump(mode="json"), project=project, **options)
+
+
 TRACKERS: dict[str, Callable[[str, Recipe, Path], Tracker]] = {
     "tensorboard": lambda project, recipe, folder: TensorBoard(folder),
-    "wandb": lambda project, recipe, folder: HostedTracker(
-        "wandb",
-        recipe.model_dump(mode="json"),
-        project=project,
-        name=recipe.name,
-        id=lasting_id(folder / "wandb.id"),
-        dir=str(folder),
-    ),
-    "trackio": lambda project, recipe, folder: HostedTracker(  # which knows a run by its name
-        "trackio",
-        recipe.model_dump(mode="json"),
-        project=project,
-        name=f"{recipe.name}-{lasting_id(folder / 'trackio.id')[:8]}",
-        embed=False,
-    ),
+    "wandb": partial(_hosted, "wandb"),
+    "trackio": partial(_hosted, "trackio"),
 }
 """Libraries of `track.to`: each makes the tracker of a project, a recipe and a run folder."""

@@ -24,6 +24,8 @@ from typing import Any
 from practicum.errors import EngineError
 from practicum.processes.serve import ALIVE, CANCEL, HELLO, STOP, Call, Loader, Reply, receive, send
 
+START_S = 1800.0
+"""How long a process may take to load its model; one that dies is noticed at once."""
 _EXIT_S = 2.0
 """How long a process may take to end after its pipe closed, or after it was asked to."""
 _ALIVE_S, _EVERY_S = 60.0, 5.0
@@ -45,8 +47,8 @@ class Host:
         *,
         threads: int,
         deadline_s: float,
-        start_s: float = 300.0,
-        late: str = "the machine is too busy",
+        start_s: float = START_S,
+        late: str = "the machine is too busy, or the model too large for it",
     ) -> None:
         self.who, self.threads = who, threads
         self._deadline_s, self._start_s, self._late = deadline_s, start_s, late

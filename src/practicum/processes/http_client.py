@@ -17,6 +17,8 @@ from practicum.errors import RecipeError, TeacherError
 from practicum.recipe.schema.teacher_sections import RewardModel, Teacher
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0
+RETRIES = 3
+"""Further tries of a request that failed."""
 _CLOSE_S = 2.0
 
 
@@ -56,7 +58,7 @@ class Client:
         self.who, self.path, self.model = who, path, spec.model
         self.url = spec.url.rstrip("/")
         self.deadline_s = spec.deadline_s
-        self._retries, self._concurrency = spec.retries, spec.concurrency
+        self._concurrency = spec.concurrency
         self._headers = _headers(path, spec.api_key_env)
         self._busy = OpenTime()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -166,7 +168,7 @@ class Client:
 
     async def _tries(self, client: httpx2.AsyncClient, method: str, url: str, body: Any, about: str) -> Any:
         until = asyncio.get_running_loop().time() + self.deadline_s
-        for attempt in range(self._retries + 1):
+        for attempt in range(RETRIES + 1):
             retry_after = None
             try:
                 response = await client.request(method, url, json=body)
@@ -181,7 +183,7 @@ class Client:
                     raise Refused(self.problem(about, why), response.status_code, message)
                 retry_after = _retry_after(response)
             pause = retry_after if retry_after is not None else _pause(self.who, about, attempt)
-            if attempt == self._retries or asyncio.get_running_loop().time() + pause >= until:
+            if attempt == RETRIES or asyncio.get_running_loop().time() + pause >= until:
                 tries = "1 try" if attempt == 0 else f"{attempt + 1} tries"
                 raise Unreachable(self.problem(about, f"no answer after {tries}: {why}"))
             await asyncio.sleep(pause)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from practicum.recipe.algorithm_traits import estimator_traits
-from practicum.recipe.schema.recipe import Recipe
-
 CHUNK_LOGITS = 2**25
 """Logits that the learner holds at once: small enough for memory, large enough to use a large head well."""
 CPU_MICROBATCH_TOKENS = 2048
@@ -65,23 +62,6 @@ class Counts:
             f"{_many(self.steps, 'step')}: {_many(self.steps * self.sessions, what)} and "
             f"{_many(self.steps * self.optimizer_steps, 'optimizer step')} in all",
         ]
-
-
-def count(recipe: Recipe) -> Counts:
-    """The sizes of this recipe's steps."""
-    supervised = recipe.algorithm.loss == "supervised"
-    train, buffer = recipe.train, recipe.buffer
-    return Counts(
-        supervised=supervised,
-        steps=train.steps,
-        prompts=train.prompts,
-        samples=1 if supervised else recipe.rollout.samples,
-        baselines=train.prompts if estimator_traits(recipe.algorithm.advantage).greedy_baseline else 0,
-        epochs=train.epochs,
-        minibatches=train.minibatches,
-        minibatch_rows=train.minibatch_rows,
-        refills=buffer.max_refills if buffer.filter_flat_groups else 0,
-    )
 
 
 def _many(number: int, word: str) -> str:

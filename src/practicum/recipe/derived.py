@@ -17,18 +17,17 @@ if TYPE_CHECKING:  # these sections ask this module when their keys are read
 
 
 def base_groups(teachers: Mapping[str, Teacher]) -> list[list[str]]:
-    """The teachers that share a base: adapters, and whole models that adapters are on.
+    """Return the teachers that share a base: adapters, and whole models that adapters are on.
 
-    The torch engine's are those of this process. Those of vLLM share an engine's process too, if its settings
-    are the same.
+    They share a process: this one, or an engine's own if its settings are the same.
     """
-    groups: dict[tuple[str, ...], list[str]] = {}
+    groups: dict[tuple[object, ...], list[str]] = {}
     for name, teacher in teachers.items():
-        is_apart, by_vllm = teacher.placement_name == "own", teacher.engine == "vllm"
-        if teacher.url is None and teacher.student is None and (by_vllm or not is_apart):
+        is_apart, shares = teacher.placement_name == "own", teacher.engine_traits.shares_process
+        if teacher.url is None and teacher.student is None and (shares or not is_apart):
             base = (teacher.model, teacher.dtype, teacher.device) if teacher.model is not None else ()
-            own = teacher.own_options.model_dump_json() if is_apart else ""
-            settings = (own, teacher.vllm.model_dump_json()) if by_vllm else ()
+            own = teacher.own_options if is_apart else None
+            settings = (repr(own), repr(teacher.engine_settings)) if shares else ()
             groups.setdefault((teacher.engine, *base, *settings), []).append(name)
     return [names for names in groups.values() if any(teachers[name].adapter for name in names)]
 

@@ -5,10 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from practicum.recipe.schema.recipe import Recipe, RewardFunction
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +31,3 @@ REWARDS: Mapping[str, RewardTraits] = {
 def is_instant(use: str) -> bool:
     """Return True for a pure and fast built-in, which has no time limit."""
     return use in REWARDS and REWARDS[use].instant
-
-
-def functions_of(recipe: Recipe, task: str) -> list[RewardFunction]:
-    """Return the reward functions of a task: its own, else the recipe's."""
-    own = recipe.tasks[task].rewards
-    return recipe.reward.functions if own is None else own
-
-
-def tasks_needing_answer(recipe: Recipe) -> set[str]:
-    """Return the tasks whose rows must have an answer: for a reward, a loop or a demonstration."""
-    needed = recipe.algorithm.loss == "supervised" or recipe.agent.loop == "retry"
-    return {
-        name
-        for name in recipe.tasks
-        if needed or any(f.use in REWARDS and REWARDS[f.use].needs_answer for f in functions_of(recipe, name))
-    }

@@ -14,6 +14,8 @@ from practicum.recipe.schema.teacher_sections import RewardModel
 from practicum.user_code import FLOAT32_MAX, encodable, shorten
 
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
+_SCALE = 0.1
+"""Factor of the number that a judge replies: it rates from 0 to 10."""
 
 
 class CannotScore(TeacherError):
@@ -62,12 +64,12 @@ def question(model: RewardModel, case: JudgeInput) -> str:
     return encodable(fill(model.prompt, known))
 
 
-def read_score(model: RewardModel, reply: str) -> float:
-    """Return the first number of a reply, times the recipe's scale."""
+def read_score(reply: str) -> float:
+    """Return the first number of a reply, scaled."""
     number = _NUMBER.search(reply)
     if number is None:
         raise CannotScore(f"replied {shorten(reply, 80)!r}, which has no number")
-    return require_finite(model.scale * float(number[0]))
+    return require_finite(_SCALE * float(number[0]))
 
 
 def require_finite(score: float) -> float:

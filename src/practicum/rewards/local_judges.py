@@ -210,7 +210,7 @@ class PromptedJudge(Judge):
             needed = f"the question with the reply takes {len(ids)} + {new_tokens}"
             raise CannotScore(f"has a context of {self._context} tokens, and {needed}")
         reply = await self._engine.generate(GenerateRequest(ids, self._sampling, Counter(0, 0)))
-        return read_score(self.spec, str(self._tokenizer.decode(reply.tokens, skip_special_tokens=True)))
+        return read_score(str(self._tokenizer.decode(reply.tokens, skip_special_tokens=True)))
 
 
 def load_judge(name: str, spec: RewardModel, room: int) -> Classifier | PromptedJudge:

@@ -39,7 +39,7 @@ class RemoteJudge(Client, Judge):
     async def judge(self, case: JudgeInput) -> float:
         try:
             if self.spec.kind == "judge":
-                return read_score(self.spec, await self._reply(case))
+                return read_score(await self._reply(case))
             outputs = await self._outputs(case, activation=False)
         except Refused as refusal:
             if refusal.status in _ABOUT_THE_CASE:

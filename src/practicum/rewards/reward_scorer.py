@@ -88,8 +88,6 @@ def _start_own(name: str, spec: RewardModel, room: int) -> list[Judge]:
         partial(_load_colocated, name, spec, room),
         threads=own.threads,
         deadline_s=spec.deadline_s,
-        start_s=own.start_s,
-        late="a large model needs more time (placement.own.start_s), or the machine is too busy",
     )
     return [HostedJudge(start()) for _ in range(own.replicas)]
 

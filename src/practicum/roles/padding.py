@@ -1,6 +1,6 @@
 """The padding role: rows that do nothing fill a batch up, so that mini-batches and ranks share it evenly.
 
-`dataplane/padding_rows.py` says what a padding row holds, and `learning/minibatches.py` how mini-batches are
+`dataplane/columns.py` says what a padding row holds, and `learning/minibatches.py` how mini-batches are
 cut.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.padding_rows import padding_batch
+from practicum.dataplane.columns import padding_batch
 from practicum.dataplane.ragged import Column, Columns
 from practicum.dataplane.stages import Plan
 from practicum.dataplane.store import Store
@@ -22,13 +22,9 @@ from practicum.errors import RecipeError
 from practicum.learning.minibatches import (
     Cut,
     assign_ranks,
-    critic_cut,
-    needed_multiple,
     partition,
-    running_cuts,
     spare_padding,
     spread,
-    student_cut,
 )
 from practicum.learning.parallel import Parallel
 from practicum.models.experts import routes_of
@@ -58,17 +54,20 @@ class BatchCutter:
 
     def __init__(self, recipe: Recipe, rank: int = 0, ranks: int = 1) -> None:
         self.recipe, self.rank, self.ranks = recipe, rank, ranks
-        self.student, self.critic = student_cut(recipe), critic_cut(recipe)
+        # Two objects: only the student's mini-batches may have to keep sessions whole.
+        self.student, self.critic = (
+            Cut(recipe.train.minibatches, recipe.train.minibatch_rows) for _ in range(2)
+        )
         self.whole_sessions = loss_traits(recipe.algorithm.loss).whole_sessions and recipe.has_policy_loss
         """The student's mini-batches cut no session."""
 
-    def padding_rows(self, batch: BatchRef, step: int) -> int:
-        """Return how many padding rows all updates of a step need for even mini-batches and ranks."""
-        cuts, spare = running_cuts(self.recipe, step), 0
+    def padding_rows(self, batch: BatchRef) -> int:
+        """Return how many padding rows the updates of a step need for even mini-batches and ranks."""
+        spare = 0
         if self.ranks > 1 and self.whole_sessions:
             largest = max(Counter(key[:2] for key in batch.keys).values())
-            spare = max(spare_padding(largest, cut.steps(len(batch)), self.ranks) for cut in cuts)
-        return spare + -(len(batch) + spare) % needed_multiple(self.ranks, cuts)
+            spare = spare_padding(largest, self.student.steps(len(batch)), self.ranks)
+        return spare + -(len(batch) + spare) % self.student.multiple(self.ranks)
 
     def optimizer_steps(self, cut: Cut, step: StepInfo) -> list[OptimizerStep]:
         """Return the optimizer steps on the step's batch, over all epochs.
@@ -129,7 +128,7 @@ class PaddingRole:
     @stage("pad")
     def pad(self, batch: BatchRef, columns: Columns, step: StepInfo) -> tuple[dict[str, Column], BatchRef]:
         """Write and report the padding rows that the step needs, with every field that a stage writes."""
-        count = self.cutter.padding_rows(batch, step.number)
+        count = self.cutter.padding_rows(batch)
         if not count:
             return {}, batch.take([])
         options = {"end_id": self._end_id, "widths": self.widths}

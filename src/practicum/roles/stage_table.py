@@ -12,7 +12,6 @@ from typing import Any, Literal
 from practicum.dataplane.stages import OwnStage, Plan, StageSpec, check_sides, resolve
 from practicum.errors import RecipeError
 from practicum.recipe.algorithm_traits import estimator_traits, loss_traits
-from practicum.recipe.counts import count
 from practicum.recipe.derived import Traits, model_traits
 from practicum.recipe.own_parts import find_part
 from practicum.recipe.schema.recipe import Recipe
@@ -59,7 +58,7 @@ def make_plan(recipe: Recipe, traits: Traits | None = None) -> Plan:
     """
     traits = model_traits(recipe.model) if traits is None else traits
     plan = resolve(all_stages(recipe, traits), _why_unread(recipe))
-    check_sides(plan := replace(plan, counts=count(recipe), lag=recipe.rollout.lag))
+    check_sides(plan := replace(plan, counts=recipe.counts, lag=recipe.rollout.lag))
     return plan
 
 
@@ -206,11 +205,8 @@ def _insert(stages: list[StageSpec], spec: StageSpec, after: str) -> None:
 
 def _why_no_padding(recipe: Recipe) -> str:
     """Return why no batch of this recipe needs padding; empty if one may."""
-    train, critic = recipe.train, recipe.critic
-    if recipe.data_parallel > 1:
-        return ""
-    rows = (train.minibatch_rows, critic.minibatch_rows if critic is not None else None)
-    if train.minibatches > 1 or any(number is not None for number in rows):
+    train = recipe.train
+    if recipe.data_parallel > 1 or train.minibatches > 1 or train.minibatch_rows is not None:
         return ""
     return "one optimizer step on one rank takes the whole batch, of any size"
 

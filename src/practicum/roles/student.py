@@ -176,7 +176,7 @@ class StudentRole:
         if first and stale:
             self.watch("sample_size", invariants.sample_size(metrics))
         elif first:
-            self.watch("logprob_gap", invariants.logprob_gap(metrics, self.recipe.checks.logprob_gap_max))
+            self.watch("logprob_gap", invariants.logprob_gap(metrics))
 
     def _update_batch(
         self, batch: BatchRef, columns: Columns, rows: Sequence[int], facts: BatchFacts

@@ -51,7 +51,7 @@ def describe_engines(*engines: Scorer) -> list[str]:
     if threads > torch.get_num_threads() and threads > cores:
         lines.append(
             f"{threads} threads may work concurrently on {cores} cores, and slow each other down: lower "
-            "runtime.threads or vllm.threads"
+            "runtime.threads"
         )
     return lines
 

@@ -49,15 +49,32 @@ class SessionResult:
 
 
 def read_result(result: object, session: Session) -> SessionResult:
-    """What the loop returned for the session; a SessionError if it is not what a loop may return."""
+    """Return what the loop returned for the session; a SessionError if it is not what a loop may return."""
     is_pair = issubclass(type(result), tuple) and len(cast(tuple[Any, ...], result)) == 2
     returned, reward = cast(tuple[Any, Any], result) if is_pair else (result, None)
-    listed = _listed(returned, session)
-    if isinstance(reward, list) and len(reward) != len(listed):
-        raise SessionError(f"returned {len(reward)} rewards for {len(listed)} trajectories")
+    opened = session.trajectories
+    listed: list[Trajectory] = [t for t in opened if t.sampled_tokens]
+    if returned is not None:
+        listed = cast(list[Trajectory], returned if isinstance(returned, list) else [returned])
+    for item in listed:
+        if not isinstance(item, Trajectory):
+            raise SessionError(f"returned a {type(item).__name__}; {_EXPECTED}")
+        if not any(item is t for t in opened):
+            raise SessionError("returned a trajectory that its session did not open")
+    if len({id(item) for item in listed}) < len(listed):
+        raise SessionError("returned the same trajectory twice")
+    if isinstance(reward, list):
+        if len(reward) != len(listed):
+            raise SessionError(f"returned {len(reward)} rewards for {len(listed)} trajectories")
+        for trajectory, value in zip(listed, reward, strict=True):
+            trajectory.reward = _number(value)
     kept = [t for t in listed if t.sampled_tokens]
     if not kept:
-        raise SessionError(_nothing_sampled(session))
+        full = next((t for t in opened if t.finish == "context"), None)
+        if full is None:
+            raise SessionError("left no trajectory with sampled tokens")
+        room = f"prompt of {len(full)} tokens, context {session.context}"
+        raise SessionError(f"had no room for an answer: {room}")
     for trajectory in kept:
         session.require_known(trajectory.prompt_ids)
         for piece in trajectory.pieces:
@@ -65,49 +82,13 @@ def read_result(result: object, session: Session) -> SessionResult:
                 session.require_known(piece.ids.tolist())
     if reward is not None and not isinstance(reward, list):
         return SessionResult(kept, _number(reward))
-    if reward is not None:
-        for trajectory, value in zip(listed, reward, strict=True):
-            trajectory.reward = _number(value)
-    return SessionResult(kept, _own_rewards(listed))
-
-
-def _nothing_sampled(session: Session) -> str:
-    """Why the model wrote nothing."""
-    full = next((t for t in session.trajectories if t.finish == "context"), None)
-    if full is not None:
-        return f"had no room for an answer: prompt of {len(full)} tokens, context {session.context}"
-    return "left no trajectory with sampled tokens"
-
-
-def _listed(returned: object, session: Session) -> list[Trajectory]:
-    opened = session.trajectories
-    if returned is None:
-        return [t for t in opened if t.sampled_tokens]
-    listed: list[Trajectory] = []
-    for item in returned if isinstance(returned, list) else [returned]:
-        if not isinstance(item, Trajectory):
-            raise SessionError(f"returned a {type(item).__name__}; {_EXPECTED}")
-        if not any(item is t for t in opened):
-            raise SessionError("returned a trajectory that its session did not open")
-        listed.append(item)
-    if len({id(item) for item in listed}) < len(listed):
-        raise SessionError("returned the same trajectory twice")
-    return listed
-
-
-def _own_rewards(listed: list[Trajectory]) -> list[float] | None:
-    """The trajectories' own rewards, if they have them."""
     rewarded = [t for t in listed if t.reward is not None]
-    if not rewarded:
-        return None
     if any(not t.sampled_tokens for t in rewarded):
         raise SessionError("rewarded a trajectory without sampled tokens")
-    kept = [t for t in listed if t.sampled_tokens]
-    if len(rewarded) < len(kept):
-        raise SessionError(
-            f"rewarded {len(rewarded)} of {len(kept)} trajectories: reward each of them, or the session"
-        )
-    return [_number(t.reward) for t in kept]
+    if rewarded and len(rewarded) < len(kept):
+        missing = f"rewarded {len(rewarded)} of {len(kept)} trajectories"
+        raise SessionError(f"{missing}: reward each of them, or the session")
+    return SessionResult(kept, [_number(t.reward) for t in kept] if rewarded else None)
 
 
 def _number(reward: object) -> float:
@@ -119,6 +100,8 @@ def _number(reward: object) -> float:
 
 _LOOPS_OWN = (SessionError, ToolError)
 """Errors with a sentence that are the loop's fault."""
+FEEDBACK = "Wrong. Try again."
+"""What the loop retry tells the model after a miss."""
 _CLEANUP_S = 1.0
 """Seconds that a loop has to end after it was cancelled."""
 
@@ -144,16 +127,8 @@ class AttemptResult:
     """The traceback of a loop that raised."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Fault:
-    """What a loop did wrong, and the traceback if it raised."""
-
-    failure: str
-    trace: str | None = None
-
-
-def _no_more_work(result: AttemptResult) -> None:
-    """The default of `run_attempt`: nothing follows an attempt."""
+_Fault = tuple[str, str | None]
+"""What a loop did wrong, and the traceback if it raised."""
 
 
 async def run_attempt(
@@ -161,7 +136,7 @@ async def run_attempt(
     agent: Agent,
     make: Callable[[int], Session],
     deadline_s: float,
-    then: Callable[[AttemptResult], Awaitable[None] | None] = _no_more_work,
+    then: Callable[[AttemptResult], Awaitable[None] | None] | None = None,
 ) -> AttemptResult:
     """Run a session by the loop, again if it fails and the recipe says so; `make` opens try number n.
 
@@ -169,7 +144,7 @@ async def run_attempt(
     the loop's and is raised. The work that `then` returns for the result is done before this ends.
     """
     tries = 1 + (agent.on_failure.retry if isinstance(agent.on_failure, Retry) else 0)
-    fault, result, number = _Fault("had no try"), None, 0
+    outcome, number = ("had no try", None), 0
     for number in range(tries):
         session = make(number)
         name = f"agent loop {agent.loop} in prompt {session.prompt.uid}/session {session.index}"
@@ -182,63 +157,49 @@ async def run_attempt(
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task}, timeout=_CLEANUP_S)
-        outcome = _outcome(task, session, name) if done else _late(task, deadline_s)
+        if done:
+            outcome = _outcome(task, session, name)
+        else:
+            stays = "" if task.done() else ", and did not end when it was cancelled"
+            outcome = f"was not done after agent.deadline_s = {deadline_s:g} s{stays}", None
         if isinstance(outcome, SessionResult):
-            result = outcome
             break
-        fault = outcome
-    failure = None if result is not None else f"agent loop {agent.loop} {fault.failure}"
-    ended = AttemptResult(result, failure, number, None if result is not None else fault.trace)
-    if (work := then(ended)) is not None:
+    if isinstance(outcome, SessionResult):
+        ended = AttemptResult(outcome, None, number)
+    else:
+        ended = AttemptResult(None, f"agent loop {agent.loop} {outcome[0]}", number, outcome[1])
+    if then is not None and (work := then(ended)) is not None:
         await work
     return ended
 
 
-def _late(task: asyncio.Future[Any], deadline_s: float) -> _Fault:
-    stays = "" if task.done() else ", and did not end when it was cancelled"
-    return _Fault(f"was not done after agent.deadline_s = {deadline_s:g} s{stays}")
-
-
 def _outcome(task: asyncio.Future[Any], session: Session, name: str) -> SessionResult | _Fault:
-    """Return the session's result, or what the loop did wrong. `name` is for errors of others."""
+    """Return the session's result, or what the loop did wrong. Trouble that is not the loop's is raised."""
     if task.cancelled():
-        return _Fault("cancelled itself")
+        return "cancelled itself", None
     if (error := task.exception()) is not None:
-        return _fault(error, name)
+        causes = list(_causes(error))
+        for cause in causes:
+            is_ours = isinstance(cause, PracticumError) and type(cause).__module__.startswith("practicum.")
+            if is_ours and not isinstance(cause, _LOOPS_OWN):
+                cause.add_note(f"raised in {name}")
+                raise cause
+        return f"raised {error_line(causes[0])}{raised_at(causes[0])}", trace(error)
     try:
         return read_result(task.result(), session)
     except SessionError as error:
-        return _Fault(str(error))
+        return str(error), None
     except BaseException as error:  # whatever a user's value does when it is read
-        return _Fault(f"returned what can't be read: it raised {error_line(error)}", trace(error))
-
-
-def _fault(error: BaseException, name: str) -> _Fault:
-    """What the loop raised, in words; the first of a group. Raises it if it is not the loop's fault."""
-    try:
-        causes = list(_causes(error))
-    except BaseException:  # a group of the user's that does not say what is in it
-        causes = [error]
-    for cause in causes:
-        if _is_ours(cause) and not issubclass(type(cause), _LOOPS_OWN):
-            cause.add_note(f"raised in {name}")
-            raise cause
-    return _Fault(f"raised {error_line(causes[0])}{raised_at(causes[0])}", trace(error))
-
-
-def _is_ours(error: BaseException) -> bool:
-    """Whether an error is practicum's; classes that users derive from ours are theirs."""
-    return issubclass(type(error), PracticumError) and type(error).__module__.startswith("practicum.")
+        return f"returned what can't be read: it raised {error_line(error)}", trace(error)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The errors of a group, as task groups raise them, in order; else the error itself."""
-    if not issubclass(type(error), BaseExceptionGroup):
+    """Yield the errors of a group, as task groups raise them, in order; else the error itself."""
+    if isinstance(error, BaseExceptionGroup):
+        for cause in error.exceptions:
+            yield from _causes(cause)
+    else:
         yield error
-        return
-    assert isinstance(error, BaseExceptionGroup)
-    for cause in error.exceptions:
-        yield from _causes(cause)
 
 
 async def single_turn(session: Session) -> None:
@@ -283,7 +244,7 @@ async def _answer(session: Session, call: Call | BadCall) -> Message:
 async def retry(session: Session) -> None:
     """Answers until the task's checker says that one is right, in agent.turns tries; the last one counts.
 
-    After a miss the model reads agent.feedback, and nothing else about what was wrong.
+    After a miss the model reads FEEDBACK, and nothing else about what was wrong.
     """
     if session.check is None:
         raise EngineError(f"agent loop retry needs a checker, and task {session.prompt.task} has none")
@@ -291,7 +252,7 @@ async def retry(session: Session) -> None:
     for _ in range(session.agent.turns - 1):
         if turn.finish == "context" or session.check(turn.text) >= 1.0:
             return
-        turn = await session.generate([user(session.agent.feedback)])
+        turn = await session.generate([user(FEEDBACK)])
 
 
 async def compress(session: Session) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -50,24 +50,13 @@ class WrittenTurn:
         return [{"role": "assistant", "content": self.content}] if self.content or self.end else []
 
 
-class Format(Protocol):
-    """How messages become text and tokens, for one kind of prompt."""
-
-    def extend(self, messages: Sequence[Message], written: WrittenTurn, new: Sequence[Message]) -> str | None:
-        """The text between the open turn, which follows `messages`, and the next turn, which follows `new`.
-
-        None if the text that is there would have to change.
-        """
-        ...
-
-    def open(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of a conversation up to the model's turn. Those of the prompt stay as they are if it
-        begins with the prompt."""
-        ...
-
-
 class PlainFormat:
-    """A plain-text prompt, after which messages are written between bars: `|42|`."""
+    """A plain-text prompt, after which messages are written between bars: `|42|`.
+
+    `extend` returns the text between the open turn, which follows `messages`, and the next turn, which
+    follows `new`; None if the text that is there would have to change. `open` returns the tokens of a
+    conversation up to the model's turn; those of the prompt stay as they are if it begins with the prompt.
+    """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, start: SessionStart, opening: list[Message]
@@ -89,7 +78,7 @@ class PlainFormat:
 
 
 class Chat:
-    """Messages through the tokenizer's chat template, with the tools' schemas."""
+    """Messages through the tokenizer's chat template, with the tools' schemas; methods as of PlainFormat."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, start: SessionStart, opening: list[Message]
@@ -148,7 +137,6 @@ def read(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, specials: bo
 
 
 def begins_with(messages: Sequence[Message], opening: Sequence[Message]) -> bool:
-    """Whether a conversation begins with these messages."""
     return list(messages[: len(opening)]) == list(opening)
 
 
@@ -157,18 +145,15 @@ def check_messages(messages: Sequence[Any]) -> list[Message]:
     for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             raise SessionError(f"found {short_repr(message)} among messages, expected role and content")
-        if not _is_text(message["content"]):
+        content = message["content"]
+        parts = content if isinstance(content, list) else []
+        is_text = all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts)
+        if not isinstance(content, str | list) or not is_text:
             raise SessionError(
                 f"a {message['role']} message after the prompt holds something else than text: pictures can "
                 "be part of the prompt only"
             )
     return [dict(message) for message in messages]
-
-
-def _is_text(content: object) -> bool:
-    if isinstance(content, list):
-        return all(isinstance(part, Mapping) and part.get("type") == "text" for part in content)
-    return isinstance(content, str)
 
 
 def _between_bars(message: Message) -> str:

@@ -26,7 +26,6 @@ from practicum.models.vision import Images
 from practicum.recipe.schema.rollout_sections import Agent
 from practicum.sessions.chat import (
     Chat,
-    Format,
     PlainFormat,
     SessionStart,
     WrittenTurn,
@@ -83,7 +82,6 @@ class Trajectory:
     """Experts that the first tokens took [n, L, E]; the rest were never an input."""
 
     def add_sampled(self, generation: Generation) -> None:
-        """Append a turn that the student sampled."""
         self._merge_experts(generation.experts)
         first = generation.version_min
         numbers = generation.tokens, True, generation.logprobs, generation.plain_logprobs
@@ -112,11 +110,9 @@ class Trajectory:
         self.experts = None if self.experts is None else self.experts[: max(0, len(self) - 1)]
 
     def ids(self) -> list[int]:
-        """Prompt and response so far."""
         return self.prompt_ids + [i for piece in self.pieces for i in piece.ids.tolist()]
 
     def sampled(self) -> list[list[int]]:
-        """The tokens of each turn of the student."""
         return [piece.ids.tolist() for piece in self.pieces if piece.sampled]
 
     def versions(self) -> list[int | None]:
@@ -131,7 +127,6 @@ class Trajectory:
         return len(self.prompt_ids) + sum(len(piece.ids) for piece in self.pieces)
 
     def columns(self) -> dict[str, Tensor]:
-        """The row's fields as the data plane names them."""
         pieces = self.pieces
         empty_ids, empty = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
         masks = [torch.full_like(piece.ids, piece.sampled, dtype=torch.bool) for piece in pieces]
@@ -259,12 +254,10 @@ class Session:
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation of the current trajectory."""
         return [*self.trajectory.messages, *self._written().messages()]
 
     @property
     def room(self) -> int:
-        """Tokens left in the context of the current trajectory."""
         return self.context - len(self.trajectory)
 
     def room_after(self, new: New | None) -> int:
@@ -409,7 +402,7 @@ class Session:
         return fresh, [], None
 
     @cached_property
-    def _format(self) -> Format:
+    def _format(self) -> PlainFormat | Chat:
         kind = PlainFormat if self.start.messages is None else Chat
         return kind(self.tokenizer, self.start, self.opening)
 

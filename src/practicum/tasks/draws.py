@@ -12,7 +12,6 @@ _SPARE_BITS = 64  # keeps the bias of a draw below 2**-64
 
 
 def mix(*key: int | str) -> int:
-    """Return a 64-bit hash of the key."""
     return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "little")
 
 

@@ -24,7 +24,6 @@ def tool_result(name: str, text: str) -> Message:
 
 
 def picture_message(pictures: Sequence[Any], text: str) -> Message:
-    """Return a user message: the pictures, then the text."""
     parts = [{"type": "image", "image": picture} for picture in pictures]
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 

@@ -100,7 +100,6 @@ class Procedural:
     pictures: bool = False
 
     def content(self, example: Example) -> Content:
-        """Return what the example's prompt says."""
         return [picture_message(example.pictures, example.prompt)] if self.pictures else example.prompt
 
     def settle(self, task: str, options: Mapping[str, Any]) -> tuple[Settings, list[RecipeError]]:

@@ -1,16 +1,17 @@
-"""The order of prompts: tasks take turns in a fixed cycle, and epochs are shuffled without stored state."""
+"""The order of prompts: tasks take turns in a fixed cycle, and each epoch has its own order."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from fractions import Fraction
-from math import gcd, isqrt, lcm
+from functools import lru_cache
+from math import gcd, lcm
+
+import numpy as np
 
 from practicum.tasks.draws import mix
 
 _MOST_PLACES = 1000
-_ROUNDS = 8
 
 
 class Mixture:
@@ -63,38 +64,7 @@ def _spread(names: Sequence[str], counts: Sequence[int], seed: int) -> list[int]
     return [task for _, task in sorted(slots)]
 
 
-@dataclass(frozen=True, slots=True)
-class Permutation:
-    """A bijection of range(size) chosen by the key; `permutation[i]` takes constant time.
-
-    A Feistel network on a grid of about size cells (Black and Rogaway, "Ciphers with arbitrary
-    finite domains", 2002); a result outside range(size) is sent through again until it is inside.
-    """
-
-    size: int
-    key: tuple[int | str, ...]
-    _sides: tuple[int, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        assert self.size >= 1
-        side = isqrt(self.size - 1) + 1
-        object.__setattr__(self, "_sides", (side, -(-self.size // side)))
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> int:
-        if not 0 <= index < self.size:
-            raise IndexError(f"{index} is not in range({self.size})")
-        index = self._walk(index)
-        while index >= self.size:
-            index = self._walk(index)
-        return index
-
-    def _walk(self, cell: int) -> int:
-        """One pass of the network over the whole grid, which may leave range(size)."""
-        a, b = self._sides
-        right, left = divmod(cell, a)  # left < a, right < b
-        for turn in range(_ROUNDS):
-            left, right = right, (left + mix(turn, right, *self.key)) % (b if turn % 2 else a)
-        return right * a + left
+@lru_cache(16)
+def permutation(size: int, *key: int | str) -> np.ndarray:
+    """Return range(size) in an order that the key chooses."""
+    return np.random.default_rng(mix(*key)).permutation(size)

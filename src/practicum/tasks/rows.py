@@ -25,6 +25,8 @@ from practicum.tasks.prompts import Prompt
 from practicum.tasks.tables import Location, Table, open_dataset, open_files
 from practicum.user_code import short_repr
 
+IMAGES = "images"
+"""Column with the paths of a row's images."""
 _SHOWN = 10
 _LIKELY = {
     "prompt": ("question", "problem", "instruction", "input", "query", "messages", "conversation", "text"),
@@ -61,7 +63,6 @@ class RowReader:
     task: str
     prompt: str = "prompt"
     answer: str = "answer"
-    images: str = "images"
     map: str | None = None
     domain: str | None = None
 
@@ -83,7 +84,6 @@ class RowSource:
         return len(self._table)
 
     def where(self, index: int) -> str:
-        """Return file and line of a row, for messages."""
         part, inner = self._table.find(index)
         return part.where(inner)
 
@@ -110,7 +110,7 @@ class RowSource:
 
         Images stand before a string, and in messages where they have places.
         """
-        prompt, paths = row[self.reader.prompt], row.get(self.reader.images) or []
+        prompt, paths = row[self.reader.prompt], row.get(IMAGES) or []
         if isinstance(prompt, str) and not paths:
             return prompt
         folder = self._folder(index)
@@ -205,7 +205,7 @@ def open_rows(name: str, task: Task, at: Location, needs_answer: bool = False) -
 
 def find_rows(name: str, task: Task, at: Location) -> RowSource:
     """Return the rows at a location, which may not be checked yet."""
-    reader = RowReader(name, task.prompt, task.answer, task.images, task.map, task.domain)
+    reader = RowReader(name, task.prompt, task.answer, task.map, task.domain)
     return _opened(at, at.versions(), reader)
 
 
@@ -221,7 +221,7 @@ def find_fault(row: Any, reader: RowReader) -> str | None:
         return f"a row is an object with named columns, this is {short_repr(row, 40)}"
     if reader.prompt not in row:
         return _missing(row, reader.prompt, "prompt", reader.task)
-    prompt, paths = row[reader.prompt], row.get(reader.images)
+    prompt, paths = row[reader.prompt], row.get(IMAGES)
     fault = None
     if isinstance(prompt, str):
         fault = None if prompt.strip() else "the prompt is empty"
@@ -240,11 +240,10 @@ def find_fault(row: Any, reader: RowReader) -> str | None:
         if places != count:
             form = '{"type": "image"} without a path among the parts of a message\'s content'
             fault = f"{count} pictures for {places} places; each needs one {form}"
-    return f"column {reader.images!r}: {fault}" if fault else None
+    return f"column {IMAGES!r}: {fault}" if fault else None
 
 
 def find_answer_fault(row: Mapping[str, Any], reader: RowReader) -> str | None:
-    """Return what is wrong with the answer of a row; None if it is good."""
     if reader.answer not in row:
         return _missing(row, reader.answer, "answer", reader.task)
     answer = row[reader.answer]

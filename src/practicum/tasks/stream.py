@@ -15,9 +15,9 @@ from practicum.recipe.schema.recipe import Task
 from practicum.tasks.builtin import bind
 from practicum.tasks.draws import mix
 from practicum.tasks.procedural import BuiltinTask, Split
-from practicum.tasks.prompt_order import Mixture, Permutation
+from practicum.tasks.prompt_order import Mixture, permutation
 from practicum.tasks.prompts import Prompt
-from practicum.tasks.rows import RowSource, find_fault, open_rows
+from practicum.tasks.rows import IMAGES, RowSource, find_fault, open_rows
 from practicum.tasks.tables import BLOCK, Blocks, Location, eval_location, load_dataset, train_location
 
 LeftOut = Mapping[str, frozenset[int]]
@@ -65,13 +65,13 @@ class ShuffledRows:
     def identity(self) -> str:
         source, reader = self.source, self.source.reader
         named = f"{source.digest} {reader.prompt} {reader.answer}"
-        named = f"{named} {reader.images}" if source.has_pictures else named
+        named = f"{named} {IMAGES}" if source.has_pictures else named
         return named if len(self.rows) == len(source) else f"{named} {mix(*self.rows):016x}"
 
     def draw(self, uid: int, index: int) -> Prompt:
         epoch, step = divmod(index, len(self.rows))
-        place = Permutation(len(self.rows), (self.seed, self.source.reader.task, epoch))[step]
-        return self.source.prompt(uid, self.rows[place], epoch)
+        place = permutation(len(self.rows), self.seed, self.source.reader.task, epoch)[step]
+        return self.source.prompt(uid, self.rows[int(place)], epoch)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class StreamedRows:
     @property
     def identity(self) -> str:
         reader = self.head.reader
-        return f"{self.at} {self.head.digest} {reader.prompt} {reader.answer} {reader.images} {BLOCK}"
+        return f"{self.at} {self.head.digest} {reader.prompt} {reader.answer} {IMAGES} {BLOCK}"
 
     @cached_property
     def _blocks(self) -> Blocks:
@@ -97,7 +97,7 @@ class StreamedRows:
     def draw(self, uid: int, index: int) -> Prompt:
         epoch, step, rows = self._blocks.find(index)
         block, inner = divmod(step, BLOCK)
-        place = Permutation(len(rows), (self.seed, self.head.reader.task, epoch, block))[inner]
+        place = int(permutation(len(rows), self.seed, self.head.reader.task, epoch, block)[inner])
         number = block * BLOCK + place
         where = f"{self.at}, row {number + 1}"
         row = self.head.change(rows[place], where)
@@ -122,7 +122,6 @@ class PromptStream:
         return self._sources[task].draw(position, index)
 
     def take(self, n: int) -> list[Prompt]:
-        """Return the next n prompts."""
         prompts = [self.prompt(self.position + i) for i in range(n)]
         self.position += n
         return prompts
@@ -197,6 +196,5 @@ def _distinct(source: BuiltinSource, rows: int) -> list[int]:
 
 
 def used_rows(source: RowSource, left_out: LeftOut) -> Sequence[int]:
-    """Return the rows that prompts are made from."""
     without = left_out.get(source.name)
     return [i for i in range(len(source)) if i not in without] if without else range(len(source))

@@ -130,7 +130,6 @@ class _Arrow:
 
 
 def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row without nulls in its lists of mappings."""
 
     def pruned(value: Any) -> Any:
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
@@ -270,7 +269,6 @@ def open_files(paths: Sequence[str], key: str) -> Table:
 
 
 def open_dataset(at: Location, key: str) -> Table:
-    """Load a dataset, or the first rows of a stream."""
     assert at.dataset is not None
     folder, data = Path(at.dataset).expanduser(), load_dataset(at, key)
     folder = folder.absolute() if os.path.isdir(folder) else Path.cwd()

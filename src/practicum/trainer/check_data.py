@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from practicum.errors import DataError, EngineError, RecipeError, RecipeErrors
 from practicum.models.load_model import stop_ids
 from practicum.models.model_files import read_generation
-from practicum.recipe.reward_traits import tasks_needing_answer
 from practicum.recipe.schema.recipe import Recipe
 from practicum.rewards.score_functions import RewardFunctions
 from practicum.sessions.chat import Chat, SessionStart, make_encoder, tokenise
@@ -63,9 +62,11 @@ def check_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context: int)
     except (RecipeError, RecipeErrors) as problem:
         problems += getattr(problem, "errors", [problem])
     encode = make_encoder(recipe, tokenizer)
-    for name in recipe.tasks:
+    places = share_places([task.weight for task in recipe.tasks.values()])
+    for name, share in zip(recipe.tasks, places, strict=True):
+        prompts = recipe.train.prompts * share // sum(places) if recipe.train.steps else 0
         try:
-            problems += _TaskCheck(recipe, name, encode, context, report).run()
+            problems += _TaskCheck(recipe, name, encode, context, report, prompts).run()
         except (RecipeError, RecipeErrors) as problem:
             problems += getattr(problem, "errors", [problem])
         except DataError as fault:
@@ -91,11 +92,11 @@ def check_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context: int)
 
 
 class _TaskCheck:
-    """The check of one task, which adds to the report."""
-
-    def __init__(self, recipe: Recipe, name: str, encode: Encoder, context: int, report: DataReport) -> None:
+    def __init__(
+        self, recipe: Recipe, name: str, encode: Encoder, context: int, report: DataReport, prompts: int
+    ) -> None:
         self.recipe, self.name, self.task, self.report = recipe, name, recipe.tasks[name], report
-        self.encode, self.context = encode, context
+        self.encode, self.context, self.prompts = encode, context, prompts
         self._trained, self._held_out = set[int](), set[int]()
         self._too_long: list[str] = []
         self._unknown: list[str] = []
@@ -109,12 +110,18 @@ class _TaskCheck:
         else:
             sources = [source for is_held_out in (False, True) if (source := self._read(is_held_out))]
             is_chat |= any(source.has_messages or source.has_pictures for source in sources)
-            yield from self._row_problems(sources[0])
+            # A step's prompts are different ones: each task has a row for each of its prompts.
+            rows, prompts = len(sources[0]), self.prompts
+            rows -= len(self.report.left_out.get(sources[0].name, ()))
+            if rows < prompts and not task.streaming:
+                found = f"{rows} rows of {sources[0].name} for {prompts} prompts of a step"
+                advice = "a step would train on a row several times: lower train.prompts, or add rows"
+                yield RecipeError(f"tasks.{self.name}", found, f"at least {prompts} rows", advice)
         self.report.uses_chat |= is_chat
         if task.system is not None and not is_chat:
-            key, hint = f"tasks.{self.name}", "set {0}.chat: true, or leave the system message out."
-            found, expected = "a system message", "chat prompts to put it before"
-            yield RecipeError(f"{key}.system", found, expected, hint.format(key))
+            key, expected = f"tasks.{self.name}", "chat prompts to put it before"
+            advice = f"set {key}.chat: true, or leave the system message out"
+            yield RecipeError(f"{key}.system", "a system message", expected, advice)
         if self._unknown:
             expected, advice = "texts that the model's tokenizer can write", "use a model that covers them"
             found = f"{self._unknown[0]} ({len(self._unknown):,} such rows)"
@@ -133,10 +140,10 @@ class _TaskCheck:
         held_out = eval_prompts({self.name: self.task}, self.recipe.eval.rows, self.recipe.seed)
         self._measure(make_stream({self.name: self.task}, self.recipe.seed).take(DRAWN))
         self._measure(held_out, is_held_out=True)
-        asked = self.recipe.eval.rows
-        fewer = f" (of {asked} asked for: its options leave no more)" if len(held_out) < asked else ""
-        finding = f"{'built-in ' if kind in TASKS else ''}{kind}, {len(held_out)} evaluation prompts{fewer}"
-        self.report.findings.append(f"tasks.{self.name}: {finding}")
+        found = f"{'built-in ' if kind in TASKS else ''}{kind}, {len(held_out)} evaluation prompts"
+        if len(held_out) < (asked := self.recipe.eval.rows):
+            found += f" (of {asked} asked for: its options leave no more)"
+        self.report.findings.append(f"tasks.{self.name}: {found}")
 
     def _read(self, is_held_out: bool) -> RowSource | None:
         """Check the rows for training or evaluation in one pass over them."""
@@ -151,24 +158,18 @@ class _TaskCheck:
         measured = self.recipe.eval.rows if is_held_out and not skips else sys.maxsize
         rows = (source.to_prompt(i, i, 0, row) for i, row in source.scan() if i < measured)
         left_out = self._measure(rows, source, is_held_out)
-        source.check(self.name in tasks_needing_answer(self.recipe))
+        source.check(self.name in self.recipe.tasks_needing_answer)
         if left_out:
             report.left_out[str(at)] = left_out
         if len(left_out) == len(source):
             found = f"skip, and all rows of {at} are too long"
             raise RecipeError(f"tasks.{self.name}.too_long", found, "rows that fit")
-        size = f"has {len(source)} rows"
-        if at.streaming:
-            size = (
-                f"is streamed: its first {len(source):,} rows are good, later ones are checked as they come"
-            )
+        first, later = f"its first {len(source):,} rows are good", "later ones are checked as they come"
+        size = f"is streamed: {first}, {later}" if at.streaming else f"has {len(source)} rows"
         report.findings.append(f"tasks.{self.name}: {at} {size}")
-        shared = len(self._held_out & self._trained)
-        if is_held_out and shared:
-            which = (
-                f"{shared:,} of its {len(self._held_out):,} different evaluation prompts are trained on too"
-            )
-            report.findings.append(f"tasks.{self.name}: {which}: its scores are not of held-out prompts")
+        if is_held_out and (shared := len(self._held_out & self._trained)):
+            which = f"{shared:,} of its {len(self._held_out):,} different evaluation prompts"
+            report.findings.append(f"tasks.{self.name}: {which} are trained on too, so they are not held out")
         return source
 
     def _measure(
@@ -208,53 +209,13 @@ class _TaskCheck:
                     self._too_long.append(f"{where}: a prompt of {total}")
         return frozenset(left_out)
 
-    def _row_problems(self, source: RowSource) -> Iterator[RecipeError]:
-        """A step's prompts are different ones: each task has a row for each of its prompts."""
-        train, tasks = self.recipe.train, self.recipe.tasks
-        places = dict(zip(tasks, share_places([task.weight for task in tasks.values()]), strict=True))
-        prompts = train.prompts * places[self.name] // sum(places.values())
-        rows = len(source) - len(self.report.left_out.get(source.name, ()))
-        if train.steps and rows < prompts and not self.task.streaming:
-            found = f"{rows} rows of {source.name} for {prompts} prompts of a step"
-            advice = "a step would train on the same row several times: lower train.prompts, or add rows"
-            yield RecipeError(f"tasks.{self.name}", found, f"at least {prompts} rows", advice)
-
 
 def tokenizer_problems(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab: int | None, *, uses_chat: bool
 ) -> Iterator[RecipeError]:
     """Yield everything in which they disagree. `vocab` is the number of the model's embeddings, if known."""
-    width, unknown = vocab or len(tokenizer), tokenizer.unk_token_id
-    yield from _embeddings(recipe, tokenizer, width)
-    if recipe.rollout.top_k > width:
-        found, expected = f"{recipe.rollout.top_k}", f"at most the vocabulary's {width:,} tokens"
-        yield RecipeError("rollout.top_k", found, expected, "0 keeps all of them")
-    for key in {"compress": ["ask_summary"], "retry": ["feedback"]}.get(recipe.agent.loop, []):
-        text = getattr(recipe.agent, key)
-        if unknown is not None and unknown in tokenizer.encode(text, add_special_tokens=False):
-            found = f"unknown characters: {text!r}"
-            yield RecipeError(f"agent.{key}", found, "a text that the model's tokenizer can write")
-    generation = None if recipe.model.path is None else read_generation(recipe.model.path)
-    try:
-        stop = stop_ids(generation, tokenizer, recipe.rollout.stop)
-    except RecipeError as problem:
-        yield problem
-        return
-    if uses_chat and tokenizer.chat_template and not recipe.is_supervised:
-        yield from _turn_end(tokenizer, stop)
-
-
-def _embeddings(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, width: int) -> Iterator[RecipeError]:
-    """Find tokens without an embedding, but for special ones that neither text nor template can bring up."""
-    known, template = tokenizer.added_tokens_decoder, str(tokenizer.chat_template or "")
-    ends = (tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token)
-    missing = [
-        token
-        for token, number in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-        if number >= width
-        and not (number in known and known[number].special and token not in ends and token not in template)
-    ]
-    if missing:
+    width, unknown, rollout = vocab or len(tokenizer), tokenizer.unk_token_id, recipe.rollout
+    if missing := _without_embedding(tokenizer, width):
         shown = ", ".join(map(repr, missing[:_SHOWN])) + (", …" if len(missing) > _SHOWN else "")
         resize = "call model.resize_token_embeddings(len(tokenizer)) and save the model"
         yield RecipeError(
@@ -263,6 +224,31 @@ def _embeddings(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, width: int) 
             f"an embedding for every token (none for {shown})",
             f"use the tokenizer that the model was trained with, or {resize}",
         )
+    if rollout.top_k > width:
+        expected = f"at most the vocabulary's {width:,} tokens"
+        yield RecipeError("rollout.top_k", f"{rollout.top_k}", expected, "0 keeps all of them")
+    for key in {"compress": ["ask_summary"], "retry": ["feedback"]}.get(recipe.agent.loop, []):
+        text = getattr(recipe.agent, key)
+        if unknown is not None and unknown in tokenizer.encode(text, add_special_tokens=False):
+            found = f"unknown characters: {text!r}"
+            yield RecipeError(f"agent.{key}", found, "a text that the model's tokenizer can write")
+    generation = None if recipe.model.path is None else read_generation(recipe.model.path)
+    try:
+        stop = stop_ids(generation, tokenizer, rollout.stop)
+    except RecipeError as problem:
+        yield problem
+    else:
+        if uses_chat and tokenizer.chat_template and not recipe.is_supervised:
+            yield from _turn_end(tokenizer, stop)
+
+
+def _without_embedding(tokenizer: PreTrainedTokenizerBase, width: int) -> list[str]:
+    """Return tokens without an embedding, but for special ones that neither text nor template brings up."""
+    added, template = tokenizer.added_tokens_decoder, str(tokenizer.chat_template or "")
+    ends = (tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token)
+    special = {number for number, token in added.items() if token.special}
+    missing = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= width)
+    return [token for n, token in missing if n not in special or token in ends or token in template]
 
 
 def _turn_end(tokenizer: PreTrainedTokenizerBase, stop: frozenset[int]) -> Iterator[RecipeError]:

@@ -88,7 +88,6 @@ class Checkpoints:
         return sorted(int(path.name.removeprefix("step-")) for path in paths if is_checkpoint(path))
 
     def latest(self) -> tuple[Path, Progress]:
-        """Return the newest checkpoint and its progress."""
         if not (steps := self.steps()):
             raise PracticumError(
                 f"{self.folder} has no checkpoint to resume from yet: start again with --fresh"
@@ -105,7 +104,6 @@ def read_progress(checkpoint: Path) -> Progress:
 
 
 def unreadable(checkpoint: Path, error: Exception) -> PracticumError:
-    """Return the error for a checkpoint whose files can't be read."""
     return PracticumError(
         f"{checkpoint} can't be read: {type(error).__name__}: {error}\n"
         f"  → restore its files, or remove the folder to use the checkpoint before it"

@@ -26,7 +26,7 @@ from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import eval_prompts
 from practicum.trainer.run_folder import RunFolder, append_lines, folder_of
 from practicum.trainer.run_models import resolve_models
-from practicum.trainer.samples import describe
+from practicum.trainer.samples import describe, mean_by_name
 
 EVAL = "eval"
 SEED_OFFSET = 1_000_000_007
@@ -148,11 +148,5 @@ def scores(batch: BatchRef, k: int) -> dict[str, float]:
 
 
 def _means(name: str, values: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """Return the mean of all values and, after it, of each domain."""
-    by_domain: dict[str, list[float]] = {}
-    for domain, value in values:
-        by_domain.setdefault(domain, []).append(value)
-    if not by_domain:
-        return {}
-    out = {name: statistics.fmean(value for _, value in values)}
-    return out | {f"{name}/{d}": statistics.fmean(v) for d, v in sorted(by_domain.items())}
+    by_domain = mean_by_name((f"{name}/{domain}", value) for domain, value in sorted(values))
+    return {name: statistics.fmean(value for _, value in values)} | by_domain if values else {}

@@ -10,15 +10,14 @@ from dataclasses import dataclass, field, replace
 from math import sqrt
 
 from practicum.errors import MissingExtraError, PracticumError, RecipeError, RecipeErrors
-from practicum.forecast.cluster_spec import GIB, this_machine
-from practicum.forecast.forecast import forecast
+from practicum.forecast.device_memory import GIB
+from practicum.forecast.forecast import forecast, this_machine
 from practicum.forecast.model_sizes import model_sizes
 from practicum.learning.packed_model import PackedModel
 from practicum.models.load_model import load_model, load_tokenizer, model_facts
 from practicum.models.lora import base_fingerprint, describe_adapter
 from practicum.models.model_files import read_config
 from practicum.observe.trackers import require_trackers
-from practicum.recipe.counts import count
 from practicum.recipe.derived import Traits, model_traits, traits_of
 from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.recipe.schema.recipe import Model, Recipe
@@ -58,14 +57,17 @@ def preflight(loaded: LoadedRecipe) -> Preflight:
     """Return all that `check` finds; mistakes are RecipeErrors."""
     recipe = loaded.recipe
     found = check_without_models(recipe)
-    findings = [*_folder(recipe), crash_cost(recipe.checkpoint, recipe.train.steps), *found.findings]
-    findings += try_rewards(recipe)
+    findings = [crash_cost(recipe.checkpoint, recipe.train.steps), *found.findings, *try_rewards(recipe)]
+    require_possible(path := folder_of(recipe))
+    try:
+        choose_folder(path, resume=False, fresh=False)
+    except PracticumError as error:
+        findings.insert(0, f"run folder: {error}")
     for tool in Toolbox(recipe.agent.tools).tools:
         findings.append(f"tool: {tool.name}({', '.join(f'{p.name}: {p.kind}' for p in tool.parameters)})")
     model = load_model(recipe.model, recipe.seed)
     check_fields(make_plan(recipe, known_traits(recipe.model)), model)
     PackedModel(model, recipe.train)  # tests whether the learner can run it
-    warnings = list(found.warnings)
     if recipe.model.lora is not None:
         findings.append(describe_adapter(model))
     check_bases(recipe, base_fingerprint(model))
@@ -74,7 +76,7 @@ def preflight(loaded: LoadedRecipe) -> Preflight:
         findings.append(f"reference: {recipe.algorithm.kl.reference} loads")
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     about = f"model: {type(model).__name__}, {millions:,.2f}M parameters, on {model.device}"
-    return replace(found, findings=findings, warnings=warnings, sizes=[about, *_sizes(recipe, found)])
+    return replace(found, findings=findings, sizes=[about, *_sizes(recipe, found.longest)])
 
 
 def check_without_models(recipe: Recipe) -> Preflight:
@@ -125,25 +127,20 @@ def check_without_models(recipe: Recipe) -> Preflight:
 
 def require_extras(recipe: Recipe) -> None:
     """Raise a MissingExtraError if an optional package that the recipe needs is not installed."""
-    extras: list[tuple[str, str, str]] = []
-    if recipe.on_ray:  # vLLM must be where its actors are, which may not be here
-        extras.append(("runtime.kind: ray", "ray", "ray"))
-        if recipe.runtime.store == "transferqueue":
-            extras.append(("runtime.store: transferqueue", "transfer_queue", "ray"))
-        if recipe.runtime.weight_transport == "nixl":
-            extras.append(("runtime.weight_transport: nixl", "nixl", "nixl"))
-    else:
-        engines = {f"teachers.{name}": teacher.engine for name, teacher in recipe.teachers.items()}
-        engines |= {"rollout": recipe.rollout.engine}
-        extras += [(f"{path}.engine: vllm", "vllm", "vllm") for path, e in engines.items() if e == "vllm"]
-    if recipe.model.lora is not None:
-        extras.append(("model.lora", "peft", "lora"))
-    if recipe.train.optimizer == "adamw_8bit":
-        extras.append(("train.optimizer: adamw_8bit", "bitsandbytes", "8bit"))
-    adapted = [name for name, teacher in recipe.teachers.items() if teacher.adapter is not None]
-    extras += [(f"teachers.{name}.adapter", "peft", "lora") for name in adapted[:1]]
-    for what, module, extra in extras:
-        if importlib.util.find_spec(module) is None:
+    runtime, on_ray = recipe.runtime, recipe.on_ray
+    engines = {f"teachers.{name}": teacher.engine for name, teacher in recipe.teachers.items()}
+    engines |= {"rollout": recipe.rollout.engine}
+    extras = [
+        ("runtime.kind: ray", "ray", "ray", on_ray),
+        ("runtime.store: transferqueue", "transfer_queue", "ray", runtime.store == "transferqueue"),
+        # On Ray, vLLM must be where its actors are, which may not be here.
+        *((f"{at}.engine: vllm", "vllm", "vllm", e == "vllm" and not on_ray) for at, e in engines.items()),
+        ("model.lora", "peft", "lora", recipe.model.lora is not None),
+        ("train.optimizer: adamw_8bit", "bitsandbytes", "8bit", recipe.train.optimizer == "adamw_8bit"),
+        *((f"teachers.{n}.adapter", "peft", "lora", bool(t.adapter)) for n, t in recipe.teachers.items()),
+    ]
+    for what, module, extra, is_needed in extras:
+        if is_needed and importlib.util.find_spec(module) is None:
             raise MissingExtraError(what, extra)
     require_trackers(recipe.track.to)
 
@@ -178,19 +175,8 @@ def _warnings(recipe: Recipe) -> list[str]:
     return warnings
 
 
-def _folder(recipe: Recipe) -> list[str]:
-    """Return the flags that `train` will need because the run folder is not empty."""
-    require_possible(path := folder_of(recipe))
-    try:
-        choose_folder(path, resume=False, fresh=False)
-    except PracticumError as error:
-        return [f"run folder: {error}"]
-    return []
-
-
-def _sizes(recipe: Recipe, found: Preflight) -> list[str]:
-    """Return tokens of a step at most, and memory as `practicum plan` counts it."""
-    sessions, (prompt, answer) = count(recipe).sessions, found.longest
+def _sizes(recipe: Recipe, longest: tuple[int, int]) -> list[str]:
+    sessions, (prompt, answer) = recipe.counts.sessions, longest
     product = f"{sessions:,} × ({prompt:,} of prompt + {answer:,} of answer)"
     lines = [f"tokens: up to {product} = {sessions * (prompt + answer):,} per step"]
     if recipe.on_ray:

@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.columns import dtype_of
-from practicum.dataplane.fields import FIELDS, Field
+from practicum.dataplane.fields import FIELDS
 from practicum.dataplane.memory_store import MemoryStore
 from practicum.dataplane.ragged import Column, Ragged
-from practicum.dataplane.stages import Plan, StageSpec
+from practicum.dataplane.stages import Plan
 from practicum.errors import PracticumError, RecipeError, RecipeErrors
 from practicum.models.load_model import load_model
 from practicum.observe.records.compare_runs import Difference, first_in_rows
@@ -76,188 +76,198 @@ class Replay:
 
     @property
     def is_equal(self) -> bool:
-        """Whether every number came back."""
         return self.same.first is None and not self.differing and self.same.weights_equal is not False
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The rows that a step learnt from, as they were recorded."""
+
+    record: Record
+    step: int
+    rows: list[RecordedRow]
+    ref: BatchRef
+    baselines: dict[int, float]
 
 
 def replay_step(run: Path, step: int, overrides: Sequence[str] = ()) -> Replay:
     """Learn from a recorded step again, and compare; what is missing for that is a PracticumError."""
     require_run(run)
-    folder = RunFolder(run)
-    as_it_was = load_recipe(_recipe_at(folder, step)).recipe
-    recipe = _here(as_it_was)
-    other, notes = None, list[str]()
-    if overrides:
-        try:
-            other, notes = _changed(_recipe_at(folder, step), overrides)
-        except RecipeErrors as found:
-            raise RecipeErrors(f"{run / 'recipe.yaml'} with --set", found.errors) from None
-    batch = _RecordedBatch(Record(run), recipe, step)
-    checkpoint = _checkpoint_before(folder, step)
+    folder, notes = RunFolder(run), list[str]()
+    resolved = _recipe_at(folder, step)
+    as_it_was = load_recipe(resolved).recipe
+    try:
+        other = _changed(resolved, overrides, notes) if overrides else None
+    except RecipeErrors as found:
+        raise RecipeErrors(f"{run / 'recipe.yaml'} with --set", found.errors) from None
+    if (kept := as_it_was.track.record) != "all":
+        raise PracticumError(
+            f"{run} keeps some rows of a step only (track.record: {kept}): a replay needs all.\n"
+            "  → train with --set track.record=all"
+        )
+    has_baselines = estimator_traits(as_it_was.algorithm.advantage).greedy_baseline
+    batch = _read_batch(Record(run), step, has_baselines=has_baselines)
+    checkpoints = Checkpoints(folder.checkpoints)
+    if step > 1 and step - 1 not in checkpoints.steps():
+        there = ", ".join(map(str, checkpoints.steps())) or "no step"
+        raise PracticumError(
+            f"a replay of step {step} starts from the checkpoint of step {step - 1}, and {run} has "
+            f"checkpoints of {there}.\n  → replay a step after one of those, or train with "
+            "--set checkpoint.every=1 --set checkpoint.keep_last=1000"
+        )
+    before = checkpoints.path(step - 1) if step > 1 else None
     if as_it_was.data_parallel > 1:
         notes.append("the run had several ranks, the replay has one: sums are rounded in another order")
-    same = _learn(recipe, batch, checkpoint, notes, Checkpoints(folder.checkpoints).path(step))
-    changed = None if other is None else _learn(other, batch, checkpoint, notes)
+    same = _learn(as_it_was, batch, before, notes, checkpoints.path(step))
+    changed = None if other is None else _learn(other, batch, before, notes)
     line = next((row for row in folder.metrics() if row["step"] == step), {})
-    differing = {
-        name: (line.get(name), value) for name, value in same.metrics.items() if line.get(name) != value
-    }
+    differing = {n: (line.get(n), value) for n, value in same.metrics.items() if line.get(n) != value}
     return Replay(step, len(batch.rows), same, changed, differing, notes)
 
 
 def _recipe_at(folder: RunFolder, step: int) -> dict[str, Any]:
-    """The resolved recipe of a step: the run's, without what was changed after that step."""
+    """Return the run's resolved recipe without what was changed after this step."""
     resolved, path = folder.recipe(), folder.path / "changes.jsonl"
     changes = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     for change in reversed(changes):
         if change["step"] > step:
-            *outer, last = change["key"].split(".")
-            section = resolved
-            for name in outer:
-                section = section[name]
+            section, last = _section(resolved, change["key"])
             section[last] = change["old"]
     return resolved
 
 
-def _here(recipe: Recipe) -> Recipe:
-    """The recipe in this process, whatever runtime the run had; a check that fires is told, and no more."""
-    warned = {} if recipe.checks.level == "off" else {"level": "warn"}
-    runtime = recipe.runtime.model_copy(update={"kind": "local"})
-    return recipe.model_copy(update={"runtime": runtime, "checks": recipe.checks.model_copy(update=warned)})
-
-
-def _changed(resolved: dict[str, Any], overrides: Sequence[str]) -> tuple[Recipe, list[str]]:
-    """The recipe with other values, and sentences about those of the run that they rule out."""
-    for text in overrides:
-        key = text.partition("=")[0].strip()
+def _changed(resolved: dict[str, Any], overrides: Sequence[str], notes: list[str]) -> Recipe:
+    """Return the recipe with other values; `notes` names the run's values that they rule out."""
+    changed_keys = {text.partition("=")[0].strip() for text in overrides}
+    for key in changed_keys:
         if not key.startswith(CHANGEABLE):
             expected = f"a key that the learner reads: {', '.join(f'{k}…' for k in CHANGEABLE)}"
             raise RecipeError(f"--set {key}", "a value of what came before the batch", expected)
     try:
-        return _here(load_recipe(resolved, overrides).recipe), []
+        return load_recipe(resolved, overrides).recipe
     except RecipeErrors as found:
-        changed_keys = {text.partition("=")[0].strip() for text in overrides}
-        dropped = [e.path for e in found.errors if e.path not in changed_keys and _drop(resolved, e.path)]
-        if len(dropped) < len(found.errors):
-            raise
-    notes = [f"{key} is as by default: the run's value does not go with --set" for key in dropped]
-    return _here(load_recipe(resolved, overrides).recipe), notes
+        for path in (error.path for error in found.errors):
+            section, last = _section(resolved, path)
+            if path in changed_keys or section.pop(last, None) is None:
+                raise
+            notes.append(f"{path} is as by default: the run's value does not go with --set")
+    return load_recipe(resolved, overrides).recipe
 
 
-def _drop(resolved: dict[str, Any], path: str) -> bool:
-    """Take a key out of a recipe; whether it was there."""
+def _section(resolved: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
+    """Return the mapping that holds a key, empty if there is none, and the key's last word."""
     *outer, last = path.split(".")
     section: Any = resolved
     for name in outer:
         section = section.get(name) if isinstance(section, dict) else None
-    return isinstance(section, dict) and section.pop(last, None) is not None
+    return section if isinstance(section, dict) else {}, last
 
 
-def _checkpoint_before(folder: RunFolder, step: int) -> Path | None:
-    """The checkpoint to start from; None for the first step, which starts from the recipe's model."""
-    checkpoints = Checkpoints(folder.checkpoints)
-    steps = checkpoints.steps()
-    if step == 1:
-        return None
-    if step - 1 not in steps:
-        there = ", ".join(map(str, steps)) or "no step"
+def _read_batch(record: Record, step: int, *, has_baselines: bool) -> _Batch:
+    every = record.rows()
+    trained_rows = sorted((row for row in every if row.trained == step), key=lambda row: row.key)
+    if not trained_rows:
+        there = sorted({row.trained for row in every if row.trained is not None})
+        known = f"{there[0]} to {there[-1]}" if there else "none"
+        raise PracticumError(f"{record.run} has no recorded update in step {step}; steps with one: {known}")
+    rows = [whole for row in trained_rows if (whole := record.row(row.step, row.key)) is not None]
+    if record.problems:
+        raise PracticumError(f"the record can't be replayed: {record.problems[0]}")
+    keys = tuple(row.summary.key for row in rows)
+    ref = BatchRef(TRAIN, keys, tuple(replace(row.summary.tags, recorded=True) for row in rows))
+    rewards = {row.key.prompt: row.tags.reward for row in every if row.tags.is_baseline}
+    baselines = {key.prompt: rewards[key.prompt] or 0.0 for key in keys} if has_baselines else {}
+    return _Batch(record, step, rows, ref, baselines)
+
+
+def _column(batch: _Batch, name: str) -> Column:
+    spec = FIELDS[name]
+    if spec.extent == "object":
+        objects = [row.objects.get(name, {}) for row in batch.rows]
+        return [{key: torch.tensor(x) for key, x in values.items()} for values in objects]
+    if missing := [row.summary.key for row in batch.rows if name not in row.columns]:
         raise PracticumError(
-            f"a replay of step {step} starts from the checkpoint of step {step - 1}, and {folder.path} has "
-            f"checkpoints of {there}.\n  → replay a step after one of those, or train with "
-            "--set checkpoint.every=1 --set checkpoint.keep_last=1000"
+            f"step {batch.step} has no recorded {name} of {missing[0]}, which the learner needs: the run did "
+            "not compute it"
         )
-    return checkpoints.path(step - 1)
-
-
-class _RecordedBatch:
-    """The rows that a step learnt from, as they were recorded."""
-
-    def __init__(self, record: Record, recipe: Recipe, step: int) -> None:
-        self.record, self.step = record, step
-        if recipe.track.record != "all":
-            raise PracticumError(
-                f"{record.run} keeps some rows of a step only (track.record: {recipe.track.record}): "
-                "a replay needs all.\n  → train with --set track.record=all"
-            )
-        trained_rows = [row for row in record.rows() if row.trained == step]
-        if not trained_rows:
-            there = sorted({row.trained for row in record.rows() if row.trained is not None})
-            known = f"{there[0]} to {there[-1]}" if there else "none"
-            raise PracticumError(
-                f"{record.run} has no recorded update in step {step}; steps with one: {known}"
-            )
-        self.rows: list[RecordedRow] = []
-        for row in sorted(trained_rows, key=lambda row: row.key):
-            whole = record.row(row.step, row.key)
-            assert whole is not None
-            self.rows.append(whole)
-        if record.problems:
-            raise PracticumError(f"the record can't be replayed: {record.problems[0]}")
-        tags = tuple(replace(row.summary.tags, recorded=True) for row in self.rows)
-        self.ref = BatchRef(TRAIN, tuple(row.summary.key for row in self.rows), tags)
-        self.baselines = {}
-        if estimator_traits(recipe.algorithm.advantage).greedy_baseline:
-            rewards = {row.key.prompt: row.tags.reward for row in record.rows() if row.tags.is_baseline}
-            self.baselines = {key.prompt: rewards[key.prompt] or 0.0 for key in self.ref.keys}
-
-    def columns(self, names: Sequence[str]) -> dict[str, Column]:
-        """Recorded columns as the store has them."""
-        return {name: self._column(FIELDS[name]) for name in names}
-
-    def _column(self, spec: Field) -> Column:
-        if spec.extent == "object":
-            objects = [row.objects.get(spec.name, {}) for row in self.rows]
-            return [{name: torch.tensor(x) for name, x in values.items()} for values in objects]
-        for row in self.rows:
-            if spec.name not in row.columns:
-                raise PracticumError(
-                    f"step {self.step} has no recorded {spec.name} of {row.summary.key}, which the "
-                    "learner needs: the run did not compute it"
-                )
-        rows = [torch.tensor(row.columns[spec.name], dtype=dtype_of(spec)) for row in self.rows]
-        return torch.stack(rows) if spec.extent == "scalar" else Ragged.from_rows(rows)
+    rows = [torch.tensor(row.columns[name], dtype=dtype_of(spec)) for row in batch.rows]
+    return torch.stack(rows) if spec.extent == "scalar" else Ragged.from_rows(rows)
 
 
 def _learn(
-    recipe: Recipe,
-    batch: _RecordedBatch,
-    checkpoint: Path | None,
-    notes: list[str],
-    after: Path | None = None,
+    recipe: Recipe, batch: _Batch, before: Path | None, notes: list[str], after: Path | None = None
 ) -> Replayed:
-    """Run the stages of the learner on the recorded batch; `after` is the step's own checkpoint.
+    """Run the learner's stages in this process, from the checkpoint `before` the step or the recipe's model.
 
-    What checks find is added to `notes`.
+    `after` is the step's own checkpoint. A check that fires adds to `notes` and stops nothing.
     """
+    level = "off" if recipe.checks.level == "off" else "warn"
+    checks = recipe.checks.model_copy(update={"level": level})
+    runtime = recipe.runtime.model_copy(update={"kind": "local"})
+    recipe = recipe.model_copy(update={"runtime": runtime, "checks": checks})
     set_threads(recipe.runtime.threads, sides=2 if recipe.rollout.lag else 1)
     plan = make_plan(recipe, known_traits(recipe.model))
+    gradients: list[Tensor] = []
     with tempfile.TemporaryDirectory() as aside:
         again = Path(aside)
         (again / "versions.json").write_text(json.dumps({"practicum": "replay"}))
-        place = RecordPlace(again / FOLDER, "replay", everything=True)
-        watch = Watch(recipe.checks, notes.append)
-        rank = _start(recipe, plan, Recorder(place), watch, checkpoint, batch.step)
-        rank.store.put(batch.ref, batch.columns(_inputs(plan)))
-        gradients: list[Tensor] = []
-        rank.student.learner.stepper.optimizer.register_step_pre_hook(
-            lambda *_: gradients.append(_gradient(rank) if not gradients else torch.empty(0))
-        )
+        recorder = Recorder(RecordPlace(again / FOLDER, "replay", everything=True))
+        model, watch = load_model(recipe.model, recipe.seed), Watch(checks, notes.append)
+        teachers = _teachers(recipe, model) if "teachers" in plan else None
+        rank = TrainRank(recipe, plan, MemoryStore(), watch, model, teachers, recorder=recorder)
+        _load(rank, before, batch.step)
+        learner, written = rank.student.learner, set[str]()
+        for stage in plan.learner_stages():
+            names = [name for name in stage.reads if name not in written]
+            rank.store.put(batch.ref, {name: _column(batch, name) for name in names})
+            written |= {*stage.reads, *stage.writes}
+
+        def keep_gradient(*_: object) -> None:
+            if not gradients:
+                parts = (p.grad.detach() for p in learner.stepper.parameters if p.grad is not None)
+                gradients.append(torch.cat([part.flatten().double() for part in parts]))
+
+        learner.stepper.optimizer.register_step_pre_hook(keep_gradient)
         metrics = _run_stages(rank, plan, batch)
-        rows = [row.summary for row in batch.rows]
         known = {row.key: row for row in Record(again).rows()}
-        pairs = [(row, known[row.key]) for row in rows if row.key in known]
+        pairs = [(row.summary, known[row.summary.key]) for row in batch.rows if row.summary.key in known]
         first = first_in_rows(batch.step, pairs, batch.record, Record(again))
     equal = None
     if after is not None and is_checkpoint(after):
-        equal = _has_weights_of(rank, after / "student")
+        learnt = {name: x.detach().clone() for name, x in learner.model.state_dict().items()}
+        learner.load(after / "student")
+        equal = all(torch.equal(x, learnt[name]) for name, x in learner.model.state_dict().items())
     return Replayed(metrics, gradients[0], first, equal)
 
 
-def _run_stages(rank: TrainRank, plan: Plan, batch: _RecordedBatch) -> dict[str, float]:
-    step = StepInfo(batch.ref, batch.step, batch.baselines)
+def _load(rank: TrainRank, before: Path | None, step: int) -> None:
+    """Load the checkpoint before the step, if there is one."""
+    if before is not None:
+        rank.student.learner.load(before / "student")
+        if rank.critic is not None:
+            rank.critic.critic.load(before / "critic")
+        if rank.teachers is not None:
+            rank.teachers.load(before / "teachers")
+        rank.advantages.kl.load_state_dict(read_progress(before).kl)
+    if rank.teachers is not None:
+        rank.teachers.refresh(step)
+
+
+def _teachers(recipe: Recipe, model: PreTrainedModel) -> Teachers:
+    """Return what the learner needs of them: output heads, with the signal full. Scores are recorded."""
+    assert recipe.distill is not None
+    if recipe.distill.signal != "full":
+        return Teachers({}, least_width=signal_width(recipe))
+    scorers: dict[str, TeacherScorer] = {}
+    for name in recipe.teachers:
+        scorers |= PLACEMENTS["colocated"](make_group(recipe, [name], model))
+    return Teachers(scorers, None, {name: scorer.scorers[0].head() for name, scorer in scorers.items()})
+
+
+def _run_stages(rank: TrainRank, plan: Plan, batch: _Batch) -> dict[str, float]:
+    step, metrics = StepInfo(batch.ref, batch.step, batch.baselines), dict[str, float]()
     if "pad" in plan and (padding := rank.stages["pad"](step)) is not None:
         step = replace(step, batch=BatchRef.concat([step.batch, padding]))
-    metrics: dict[str, float] = {}
     for stage in plan.learner_stages():
         report = rank.stages[stage.name](step)
         if isinstance(report, UpdateReport):
@@ -268,99 +278,33 @@ def _run_stages(rank: TrainRank, plan: Plan, batch: _RecordedBatch) -> dict[str,
     return metrics
 
 
-def _inputs(plan: Plan) -> list[str]:
-    """The fields that the learner's stages read and none of them writes."""
-    stages: list[StageSpec] = plan.learner_stages()
-    needed: dict[str, None] = {}
-    written: set[str] = set()
-    for stage in stages:
-        needed |= dict.fromkeys(name for name in stage.reads if name not in written)
-        written |= set(stage.writes)
-    return list(needed)
-
-
-def _start(
-    recipe: Recipe, plan: Plan, recorder: Recorder, watch: Watch, checkpoint: Path | None, step: int
-) -> TrainRank:
-    """The learner as it was before the step."""
-    model = load_model(recipe.model, recipe.seed)
-    teachers = _teachers(recipe, model) if "teachers" in plan else None
-    rank = TrainRank(recipe, plan, MemoryStore(), watch, model, teachers, recorder=recorder)
-    if checkpoint is not None:
-        rank.student.learner.load(checkpoint / "student")
-        if rank.critic is not None:
-            rank.critic.critic.load(checkpoint / "critic")
-        if rank.teachers is not None:
-            rank.teachers.load(checkpoint / "teachers")
-        rank.advantages.kl.load_state_dict(read_progress(checkpoint).kl)
-    if rank.teachers is not None:
-        rank.teachers.refresh(step)
-    return rank
-
-
-def _teachers(recipe: Recipe, model: PreTrainedModel) -> Teachers:
-    """What the learner needs of them: their scores are recorded, their output heads may be asked for."""
-    assert recipe.distill is not None
-    if recipe.distill.signal != "full":
-        return Teachers({}, least_width=signal_width(recipe))
-    scorers: dict[str, TeacherScorer] = {}
-    for name in recipe.teachers:
-        scorers |= PLACEMENTS["colocated"](make_group(recipe, [name], model))
-    heads = {name: scorer.scorers[0].head() for name, scorer in scorers.items()}
-    return Teachers(scorers, None, heads)
-
-
-def _gradient(rank: TrainRank) -> Tensor:
-    grads = (p.grad for p in rank.student.learner.stepper.parameters)
-    return torch.cat([grad.detach().flatten().double() for grad in grads if grad is not None])
-
-
-def _has_weights_of(rank: TrainRank, folder: Path) -> bool:
-    """Whether the student is the one in a checkpoint, which it becomes."""
-    learner = rank.student.learner
-    learnt = {name: x.detach().clone() for name, x in learner.model.state_dict().items()}
-    learner.load(folder)
-    return all(torch.equal(x, learnt[name]) for name, x in learner.model.state_dict().items())
-
-
 def replay_text(replayed: Replay) -> str:
-    """A replay for people."""
-    lines = [*(f"note: {note}" for note in replayed.notes)]
+    same, other = replayed.same, replayed.changed
+    lines = [f"note: {note}" for note in replayed.notes]
     what = f"step {replayed.step} learnt again from {replayed.rows} recorded rows"
     if replayed.is_equal:
-        weights = " and the weights of the checkpoint" if replayed.same.weights_equal else ""
-        numbers = f"all recorded columns, {len(replayed.same.metrics)} metrics{weights}"
+        weights = " and the weights of the checkpoint" if same.weights_equal else ""
+        numbers = f"all recorded columns, {len(same.metrics)} metrics{weights}"
         lines.append(f"{what}: {numbers} are those of the run")
     else:
         lines.append(f"{what}: the numbers are not those of the run")
-        if (first := replayed.same.first) is not None:
-            token = "" if first.token is None else f", token {first.token}"
-            lines.append(
-                f"  first {first.field} of {first.key}{token}: {first.one} in the run, {first.two} here"
-            )
-        lines += [
-            f"  {name}: {a} in the run, {b} here" for name, (a, b) in list(replayed.differing.items())[:8]
-        ]
-        if replayed.same.weights_equal is False:
+        if (first := same.first) is not None:
+            where = f"{first.key}{'' if first.token is None else f', token {first.token}'}"
+            lines.append(f"  first {first.field} of {where}: {first.one} in the run, {first.two} here")
+        differing = list(replayed.differing.items())[:8]
+        lines += [f"  {name}: {a} in the run, {b} here" for name, (a, b) in differing]
+        if same.weights_equal is False:
             lines.append("  the weights are not those of the step's checkpoint")
-    return "\n".join([*lines, *_changes_text(replayed)])
-
-
-def _changes_text(replayed: Replay) -> list[str]:
-    """What the changed values did."""
-    if (other := replayed.changed) is None:
-        return []
-    same = replayed.same
-    names = [n for n in {**same.metrics, **other.metrics} if same.metrics.get(n) != other.metrics.get(n)]
-    cosine = torch.nn.functional.cosine_similarity(same.gradient, other.gradient, dim=0)
-    lines = ["", f"cosine of the gradients of the first optimizer step: {float(cosine):.6f}"]
-    if not names:
-        return [*lines, "no metric changes"]
-    width = max(map(len, names))
-    lines.append(f"{'metric':<{width}}  {'as it was':>12}  {'changed':>12}")
-    return lines + [
-        f"{n:<{width}}  {_number(same.metrics.get(n))}  {_number(other.metrics.get(n))}" for n in names
-    ]
+    if other is not None:
+        cosine = float(torch.nn.functional.cosine_similarity(same.gradient, other.gradient, dim=0))
+        lines += ["", f"cosine of the gradients of the first optimizer step: {cosine:.6f}"]
+        one, two = same.metrics, other.metrics
+        names = [name for name in {**one, **two} if one.get(name) != two.get(name)]
+        width = max(map(len, names), default=0)
+        header = f"{'metric':<{width}}  {'as it was':>12}  {'changed':>12}"
+        lines.append(header if names else "no metric changes")
+        lines += [f"{n:<{width}}  {_number(one.get(n))}  {_number(two.get(n))}" for n in names]
+    return "\n".join(lines)
 
 
 def _number(value: float | None) -> str:

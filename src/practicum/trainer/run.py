@@ -5,12 +5,13 @@ Read `train_loaded` first.
 
 from __future__ import annotations
 
+import gc
 import math
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from practicum.checks.learning import LearningWatch
+from practicum.checks.learning import LearningWatch, Signal
 from practicum.checks.watch import Watch
 from practicum.errors import CheckError, PracticumError
 from practicum.models.load_model import save_tokenizer
@@ -29,7 +30,6 @@ from practicum.observe.records.recorder import Recorder
 from practicum.observe.text import ledger_table, say
 from practicum.observe.trackers import StepDetails, Tracker, make_trackers
 from practicum.recipe.load_recipe import LoadedRecipe, problems_of
-from practicum.recipe.reward_traits import tasks_needing_answer
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.text.show_recipe import origin_notes, resolved_yaml
 from practicum.roles.stage_table import make_plan
@@ -41,7 +41,7 @@ from practicum.trainer.checkpoints import Checkpoints, Progress, unreadable
 from practicum.trainer.evaluate import Evaluation, evaluate
 from practicum.trainer.preflight import check_without_models, known_traits
 from practicum.trainer.recipe_changes import Change, allowed_changes
-from practicum.trainer.run_folder import RunFolder, choose_folder, folder_of, hold_folder
+from practicum.trainer.run_folder import RunFolder, choose_folder, folder_of, hold_folder, write_atomic
 from practicum.trainer.run_models import Run, finish_export, resolve_models
 from practicum.trainer.sample_step import SampledStep
 from practicum.trainer.samples import Failures, StepSamples
@@ -121,7 +121,7 @@ class Trainer:
         self.watch = Watch(recipe.checks, self._report)
         view.stage("reading data and tokenizer")
         checked = check_without_models(recipe)
-        left_out, needs_answer = checked.left_out, tasks_needing_answer(recipe)
+        left_out, needs_answer = checked.left_out, recipe.tasks_needing_answer
         stream = make_stream(recipe.tasks, recipe.seed, needs_answer=needs_answer, left_out=left_out)
         self.eval_prompts = eval_prompts(recipe.tasks, recipe.eval.rows, recipe.seed, left_out)
         self.checkpoint: Path | None = None
@@ -151,7 +151,7 @@ class Trainer:
         self.saver = Saver(recipe.checkpoint, folder, self.roles, self.runner)
         self.trackers: list[Tracker] = []
         self.failures = Failures(view.say, folder.log)
-        self.learning = LearningWatch(recipe)
+        self.learning = LearningWatch(Signal.of(recipe))
         self._to_warn_of = list(checked.warnings)
         self._began = time.monotonic()
 
@@ -170,17 +170,14 @@ class Trainer:
             for change in changes:
                 self.folder.append("changes.jsonl", [change.row(first)])
                 self._report(f"changed from step {first} on: {change}")
-            self.folder.write_recipe(resolved_yaml(self.recipe))
+            write_atomic(self.folder.path / "recipe.yaml", resolved_yaml(self.recipe))
         self.trackers = make_trackers(self.recipe, self.folder.path)
         self.samples.for_trackers = bool(self.trackers)
         for sentence in [*findings, *self.roles.describe()]:
             self._report(sentence)
         if self.checkpoint is not None and first > steps:
             self.view.say(f"all {steps} steps are done already: --set train.steps=N continues the run")
-        for sentence in self._to_warn_of:
-            self.view.warn(sentence)
-            if self.checkpoint is None:  # else the log has it
-                self.folder.log(f"warning: {sentence}")
+        self._warn(self._to_warn_of, is_new=self.checkpoint is None)
 
     def _load(self, path: Path) -> None:
         progress = self.progress
@@ -208,7 +205,6 @@ class Trainer:
         self.folder.log(f"resumed from {path.name}")
 
     def train(self, interrupt: Interrupt) -> Run:
-        """Run all steps that are left, then export."""
         progress, goal = self.progress, self.recipe.eval.stop_at
         if not self.folder.positions()["metrics.jsonl"]:
             first = self.evaluate()
@@ -216,13 +212,16 @@ class Trainer:
             self._record(0, dict(first.scores), {"eval": first.answers})
         if progress.pending:
             self._complete_step()
-        self._mark()
+        self.saver.mark(self.progress, self._elapsed())
         while progress.step < self.recipe.train.steps and not interrupt.asked:
             score = (progress.last_eval or progress.first_eval).get("eval/greedy", -math.inf)
             if goal is not None and score >= goal:
                 break
             self._end_step(progress.step + 1, self.runner.step(progress.step + 1))
             self._complete_step()
+            if not gc.get_freeze_count():  # what is there now stays: collections would look through it again
+                gc.collect()
+                gc.freeze()
         if self.saver.checkpoints.steps()[-1:] != [progress.step]:
             self.saver.save()
         if not interrupt.asked:
@@ -257,7 +256,7 @@ class Trainer:
         recorded = {"samples": self.samples.answers, "distributions": self.samples.distributions}
         self.progress.pending = {"metrics": metrics, **recorded}
         self.samples.clear()
-        self._mark()
+        self.saver.mark(self.progress, self._elapsed())
 
     def _complete_step(self) -> None:
         """Evaluate, record and keep the step that was trained last."""
@@ -274,7 +273,7 @@ class Trainer:
                 progress.best, progress.best_step, is_best = score, number, True
         self._record(number, metrics, tables, pending["distributions"])
         progress.pending = {}
-        self._mark()
+        self.saver.mark(self.progress, self._elapsed())
         if is_best or self.saver.is_due(number):
             self.saver.save()
 
@@ -303,19 +302,22 @@ class Trainer:
         distributions: Mapping[str, list[float]] | None = None,
     ) -> None:
         row = {"step": number, **metrics}
-        self.folder.append("metrics.jsonl", [row])
-        for name, answers in tables.items():
-            self.folder.append(f"{name}.jsonl", answers)
+        for name, rows in {"metrics": [row], **tables}.items():
+            self.folder.append(f"{name}.jsonl", rows)
         details = StepDetails({name: rows for name, rows in tables.items() if rows}, distributions or {})
         for tracker in self.trackers:
             tracker.log(number, metrics)
             tracker.log_details(number, details)
         self.view.step(number, metrics)
-        for sentence in self.learning.note(metrics):
-            self.view.warn(sentence)
-            self.folder.log(f"warning: {sentence}")
+        self._warn(self.learning.note(metrics))
         if self.on_step is not None:
             self.on_step(row)
+
+    def _warn(self, sentences: Iterable[str], *, is_new: bool = True) -> None:
+        for sentence in sentences:
+            self.view.warn(sentence)
+            if is_new:  # else the log has it
+                self.folder.log(f"warning: {sentence}")
 
     def _note_rolled(self, sampled: SampledStep) -> None:
         for batch in sampled.rolled:
@@ -335,14 +337,12 @@ class Trainer:
     def _elapsed(self) -> float:
         return self.progress.seconds + time.monotonic() - self._began
 
-    def _mark(self) -> None:
-        self.saver.mark(self.progress, self._elapsed())
-
     def close(self) -> None:
         for tracker in self.trackers:
             tracker.close()
         self.runner.sampling.close()
         self.roles.close()
+        gc.unfreeze()
 
 
 class Stopped(KeyboardInterrupt):
@@ -380,21 +380,13 @@ class Interrupt:
         self._say("stopping after this step, with a checkpoint; Ctrl-C again stops immediately")
 
 
-def train_recipes(
-    recipes: Sequence[LoadedRecipe],
-    *,
-    resume: bool = False,
-    fresh: bool = False,
-    change: bool = False,
-    out: Path | None = None,
-) -> list[Run]:
-    """Train recipes one after the other, with a summary of each."""
+def train_recipes(recipes: Sequence[LoadedRecipe], *, out: Path | None = None, **options: bool) -> list[Run]:
+    """Train recipes one after the other, with a summary of each; `options` are those of `train_loaded`."""
     if out is not None and len(recipes) > 1:
         raise PracticumError("--out is for one recipe; several write to their own folders")
-    outcomes = []
+    outcomes: list[Run] = []
     for loaded in recipes:
-        outcome = train_loaded(loaded, out, resume=resume, fresh=fresh, change=change)
-        outcomes.append(outcome)
+        outcomes.append(outcome := train_loaded(loaded, out, **options))
         say(summary(outcome))
         show_ledger(outcome)
         if outcome.interrupted:
@@ -403,7 +395,6 @@ def train_recipes(
 
 
 def show_ledger(outcome: Run) -> None:
-    """Print the shares of each teacher and domain, if the run had teachers."""
     if lines := totals(outcome.metrics):
         Console(width=max(Console().width, LEDGER_WIDTH)).print(ledger_table(lines))
 

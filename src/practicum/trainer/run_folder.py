@@ -85,9 +85,9 @@ class RunFolder:
             else:
                 path.unlink(missing_ok=True)
         self.path.mkdir(parents=True, exist_ok=True)
-        self._write_versions([])  # first: it marks the folder as a run's
+        self._write(_MARKER, versions() | {"starts": []})  # first: it marks the folder as a run's
         self.checkpoints.mkdir(exist_ok=True)
-        self.write_recipe(recipe)
+        write_atomic(self.path / "recipe.yaml", recipe)
 
     def note_start(self, recipe: Path) -> None:
         """Add a start of the run to versions.json: its command, and commits of practicum and the recipe."""
@@ -99,34 +99,30 @@ class RunFolder:
             "commits": commits,
             "pid": os.getpid(),
             "host": socket.gethostname(),
-            "started": _now(),
+            "started": timestamp(),
             "ended": None,
             "outcome": None,
             "last_step": None,
         }
-        self._write_versions([*read_versions(self.path).get("starts", []), start])
+        starts = [*read_versions(self.path).get("starts", []), start]
+        self._write(_MARKER, versions() | {"starts": starts})
         self._has_started = True
 
     def note_end(self, outcome: str, step: int) -> None:
         """Add how this start of the run ended, unless it never used the folder."""
         if self._has_started:
             *before, last = read_versions(self.path)["starts"]
-            self._write_versions([*before, last | {"ended": _now(), "outcome": outcome, "last_step": step}])
-
-    def _write_versions(self, starts: Sequence[Mapping[str, Any]]) -> None:
-        text = json.dumps({**versions(), "starts": starts}, indent=2, ensure_ascii=False)
-        write_atomic(self.path / _MARKER, text)
-
-    def write_recipe(self, resolved: str) -> None:
-        write_atomic(self.path / "recipe.yaml", resolved)
+            ended = last | {"ended": timestamp(), "outcome": outcome, "last_step": step}
+            self._write(_MARKER, versions() | {"starts": [*before, ended]})
 
     def write_about(self, origins: Mapping[str, str], plan: Plan) -> None:
-        """Write where each value of the recipe came from, and the stages of a step."""
-        write_atomic(self.path / "origins.json", json.dumps(origins, indent=1, ensure_ascii=False))
-        write_atomic(self.path / "plan.json", json.dumps(plan_data(plan), indent=1, ensure_ascii=False))
+        self._write("origins.json", origins)
+        self._write("plan.json", plan_data(plan))
+
+    def _write(self, name: str, data: Any) -> None:
+        write_atomic(self.path / name, json.dumps(data, indent=1, ensure_ascii=False))
 
     def recipe(self) -> dict[str, Any]:
-        """Return the resolved recipe of the run in this folder."""
         return yaml.safe_load((self.path / "recipe.yaml").read_text())
 
     def append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -148,16 +144,13 @@ class RunFolder:
 
     def positions(self) -> dict[str, int]:
         """Return the current sizes of the appended files, for a checkpoint."""
-        recorded = [f"{FOLDER}/{path.name}" for path in record_files(self.path / FOLDER)]
-        names = (*APPENDED, *recorded)
+        names = (*APPENDED, *(f"{FOLDER}/{path.name}" for path in record_files(self.path / FOLDER)))
         return {n: p.stat().st_size if (p := self.path / n).exists() else 0 for n in names}
 
     def rewind(self, positions: Mapping[str, int]) -> None:
         """Cut the appended files back to a checkpoint. Files of the record may have been removed."""
-        recorded = {f"{FOLDER}/{path.name}": 0 for path in record_files(self.path / FOLDER)}
-        for name, size in (recorded | dict(positions)).items():
-            path = self.path / name
-            held = path.stat().st_size if path.exists() else 0
+        for name, held in self.positions().items():
+            path, size = self.path / name, positions.get(name, 0)
             if held < size and name in APPENDED:
                 raise PracticumError(
                     f"{path} has {held} bytes, the checkpoint was written at {size}: restore the file, or "
@@ -177,8 +170,11 @@ class RunFolder:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
 
+def timestamp() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
 def folder_of(recipe: Recipe) -> Path:
-    """Return the recipe's run folder if --out is not given."""
     return Path(recipe.out or Path("runs") / recipe.name)
 
 
@@ -227,7 +223,7 @@ def hold_folder(folder: Path) -> Iterator[None]:
     with _made(folder):
         try:
             with FileLock(path, timeout=_LOCK_S):
-                path.write_text(f"process {os.getpid()} on {socket.gethostname()} since {_now()}")
+                path.write_text(f"process {os.getpid()} on {socket.gethostname()} since {timestamp()}")
                 try:
                     yield
                 finally:
@@ -278,15 +274,12 @@ def follow_umask(folder: Path) -> None:
             path.chmod(held & 0o7000 | new_mode)
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of the packages that a run's numbers depend on, and the machine."""
-    version_of = {}
+def versions() -> dict[str, Any]:
+    version_of = {"python": platform.python_version(), "machine": platform.platform()}
     for name in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             version_of[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            version_of[name] = "not installed"
-    return version_of | {"python": platform.python_version(), "machine": platform.platform()}
+    return {"practicum": practicum.__version__} | version_of
 
 
 def git_state(folder: Path, tracked: str | None = None) -> dict[str, Any] | None:
@@ -297,10 +290,9 @@ def git_state(folder: Path, tracked: str | None = None) -> dict[str, Any] | None
     """
     if tracked is not None and _git(folder, "ls-files", "--error-unmatch", tracked) is None:
         return None
-    if (commit := _git(folder, "rev-parse", "HEAD")) is None:
-        return None
-    status = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "changed": None if status is None else bool(status)}
+    commit, status = _git(folder, "rev-parse", "HEAD"), _git(folder, "status", "--porcelain", "-uno")
+    changed = None if status is None else bool(status)
+    return None if commit is None else {"commit": commit, "changed": changed}
 
 
 def _git(folder: Path, *command: str) -> str | None:
@@ -318,7 +310,3 @@ def _git(folder: Path, *command: str) -> str | None:
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
-
-
-def _now() -> str:
-    return datetime.now().astimezone().isoformat(timespec="seconds")

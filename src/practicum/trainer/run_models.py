@@ -213,7 +213,10 @@ def finish_export(aside: Path, to: Path, step: int, saved: int | None = None) ->
 
 def export_run(named: Path, step: int | None, best: bool, to: Path | None) -> tuple[Path, Path]:
     """Return the checkpoint of a run that was asked for, and the folder that its model was written to."""
-    checkpoint = _choose(named, step, best)
+    if is_checkpoint(named) and step is None and not best:
+        checkpoint = named.resolve()
+    else:
+        checkpoint = _choose(RunFolder(named), step, best)
     if to is None:
         return checkpoint, RunModel(checkpoint, False, "").with_weights()
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
@@ -222,26 +225,21 @@ def export_run(named: Path, step: int | None, best: bool, to: Path | None) -> tu
     return checkpoint, to
 
 
-def _choose(named: Path, step: int | None, best: bool) -> Path:
-    if is_checkpoint(named) and step is None and not best:
-        return named.resolve()
-    run = RunFolder(named)
+def _choose(run: RunFolder, step: int | None, best: bool) -> Path:
     if not run.is_used:
-        raise PracticumError(f"{named} is no run folder and no checkpoint: give what `train` wrote")
-    checkpoints = Checkpoints(run.checkpoints)
-    if not (steps := checkpoints.steps()):
-        final = f"; its final model is {run.export}" if run.export.is_dir() else ""
-        raise PracticumError(f"{named} has no checkpoint{final}")
-    if best and not is_checkpoint(run.checkpoints / "best"):
-        raise PracticumError(
-            f"{named} has no best checkpoint: set eval.every so that evaluations run during training"
-        )
-    if best:
-        return (run.checkpoints / "best").resolve()
-    if step is not None and step not in steps:
-        there = ", ".join(map(str, steps))
-        raise PracticumError(f"{named} has no checkpoint of step {step}: there are those of {there}")
-    return checkpoints.path(steps[-1] if step is None else step)
+        raise PracticumError(f"{run.path} is no run folder and no checkpoint: give what `train` wrote")
+    checkpoints, best_path = Checkpoints(run.checkpoints), run.checkpoints / "best"
+    steps = checkpoints.steps()
+    missing = None
+    if not steps:
+        missing = "checkpoint" + (f"; its final model is {run.export}" if run.export.is_dir() else "")
+    elif best and not is_checkpoint(best_path):
+        missing = "best checkpoint: set eval.every so that evaluations run during training"
+    elif step is not None and step not in steps:
+        missing = f"checkpoint of step {step}: there are those of {', '.join(map(str, steps))}"
+    if missing:
+        raise PracticumError(f"{run.path} has no {missing}")
+    return best_path.resolve() if best else checkpoints.path(steps[-1] if step is None else step)
 
 
 def _models_of(data: Any) -> list[tuple[tuple[str, ...], str]]:

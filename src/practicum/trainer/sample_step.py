@@ -25,7 +25,7 @@ from practicum.runtime.start_roles import Roles
 from practicum.sessions.attempts import Attempt
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import PromptStream
-from practicum.trainer.samples import choose_prompts
+from practicum.trainer.samples import choose_prompts, mean_by_name
 
 TRAIN = "train"
 Metrics = dict[str, float]
@@ -206,7 +206,6 @@ def training_attempts(recipe: Recipe, prompts: list[Prompt], stop: frozenset[int
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
-        min_p=rollout.min_p,
     )
     attempts = [Attempt(p, i, drawn) for p in prompts for i in range(rollout.samples)]
     if estimator_traits(recipe.algorithm.advantage).greedy_baseline:
@@ -217,57 +216,42 @@ def training_attempts(recipe: Recipe, prompts: list[Prompt], stop: frozenset[int
 
 def rollout_metrics(tags: Iterable[Tags], groups: Iterable[Group]) -> dict[str, float]:
     """Return the metrics of a step's rollouts, from tags alone. `tags` has one entry per session."""
-    tags, groups = list(tags), list(groups)
+    tags = list(tags)
     ready = [t for t in tags if t.status == "ready"]
+    judged = [(t, t.reward) for t in ready if t.reward is not None]
     out: dict[str, float] = {
         "rollout/sessions": len(tags),
         "rollout/failed": len(tags) - len(ready),
         "rollout/tokens": sum(t.sampled_tokens for t in tags),
     }
+    if judged:
+        rewards = [reward for _, reward in judged]
+        out["reward/mean"] = statistics.fmean(rewards)
+        out["reward/std"] = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
     if ready:
-        rewards = [t.reward for t in ready if t.reward is not None]
-        if rewards:
-            out["reward/mean"] = statistics.fmean(rewards)
-            out["reward/std"] = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
         out["rollout/response_tokens"] = statistics.fmean(t.response_tokens for t in ready)
         out["rollout/truncated"] = statistics.fmean(t.finish in ("length", "context") for t in ready)
-        out |= _agent_metrics(tags, ready)
-        judged = sorted((t.domain, t.reward) for t in ready if t.reward is not None)
-        out |= _means((f"reward/mean/{domain}", reward) for domain, reward in judged)
-        parts = (t.reward_parts or {} for t in ready if t.reward is not None)
-        out |= _means((f"reward/part/{name}", x) for each in parts for name, x in each.items())
-    if with_rewards := [group for group in groups if group.rewards()]:
-        out["groups/flat"] = statistics.fmean(group.is_flat for group in with_rewards)
+        turns, calls = sum(t.turns for t in ready), sum(t.tool_calls for t in ready)
+        if retries := sum(t.retries for t in tags):
+            out["rollout/retries"] = retries
+        if turns > len(ready):
+            out["rollout/turns"] = turns / len(ready)
+            out["rollout/breaks"] = sum(t.breaks for t in ready)
+        if calls:
+            out["rollout/tool_calls"] = calls / len(ready)
+            out["rollout/tool_errors"] = sum(t.tool_errors for t in ready) / calls
+    for t in ready:
+        for name, number in (t.requests or {}).items():
+            out[f"agent/{name}"] = out.get(f"agent/{name}", 0) + number
+    out |= mean_by_name(sorted((f"reward/mean/{t.domain}", reward) for t, reward in judged))
+    parts = ((name, x) for t, _ in judged for name, x in (t.reward_parts or {}).items())
+    out |= mean_by_name((f"reward/part/{name}", x) for name, x in parts)
+    if flat := [group.is_flat for group in groups if group.rewards()]:
+        out["groups/flat"] = statistics.fmean(flat)
     return out
-
-
-def _agent_metrics(tags: Sequence[Tags], ready: Sequence[Tags]) -> dict[str, float]:
-    """Return the metrics of sessions of several turns; nothing for answers in one turn."""
-    out: dict[str, float] = {}
-    if retries := sum(t.retries for t in tags):
-        out["rollout/retries"] = retries
-    turns, calls = sum(t.turns for t in ready), sum(t.tool_calls for t in ready)
-    if turns > len(ready):
-        out["rollout/turns"] = turns / len(ready)
-        out["rollout/breaks"] = sum(t.breaks for t in ready)
-    if calls:
-        out["rollout/tool_calls"] = calls / len(ready)
-        out["rollout/tool_errors"] = sum(t.tool_errors for t in ready) / calls
-    for counts in (t.requests for t in ready if t.requests):
-        for name, count in counts.items():
-            out[f"agent/{name}"] = out.get(f"agent/{name}", 0.0) + count
-    return out
-
-
-def _means(named: Iterable[tuple[str, float]]) -> dict[str, float]:
-    values: dict[str, list[float]] = {}
-    for name, value in named:
-        values.setdefault(name, []).append(value)
-    return {name: statistics.fmean(each) for name, each in values.items()}
 
 
 def nothing_left(groups: Sequence[Group], refills: int) -> str:
-    """Return why a step has nothing to train on."""
     failures = [tags.failure for group in groups for _, tags in group.rows if tags.failure]
     why = "every group has equal rewards (too easy or too hard for this model); see samples.jsonl"
     if failures:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from practicum.dataplane.batch import BatchRef, session_tags
@@ -42,7 +43,6 @@ class StepSamples:
             self._add("sessions/response_tokens", [tags.response_tokens for tags in ready])
 
     def add_advantages(self, batch: BatchRef) -> None:
-        """Add the advantages of the batch that is learnt from."""
         part = batch if self.for_trackers else batch.where(lambda _, tags: tags.recorded)
         means = self.roles.session_advantages(part) if part else {}
         for answer in self.answers:
@@ -101,6 +101,13 @@ class Failures:
             count = sum(count for _, count in rest)
             lines.append(f"failed {count}×: for {len(rest)} other reasons, see log.txt")
         return lines
+
+
+def mean_by_name(named: Iterable[tuple[str, float]]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for name, value in named:
+        values.setdefault(name, []).append(value)
+    return {name: statistics.fmean(each) for name, each in values.items()}
 
 
 def choose_prompts(tasks: Mapping[int, str], count: int | None, turn: int = 0) -> set[int]:

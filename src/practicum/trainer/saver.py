@@ -91,7 +91,6 @@ class Saver:
 
 
 def crash_cost(rules: Checkpoint, steps: int) -> str:
-    """Return a sentence about the work that is lost if the run is killed."""
     steps_lost = f"{rules.every} steps or " if rules.every and rules.every < steps else ""
     killed = f"at most {steps_lost}{EVERY_MINUTES} minutes and a step"
     return f"a crash: an error costs the current step; kill -9, or an error amid an update, {killed}"

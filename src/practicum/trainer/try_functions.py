@@ -17,8 +17,7 @@ from practicum.concurrency.event_loop import run_async
 from practicum.errors import RecipeError
 from practicum.recipe.algorithm_traits import ESTIMATORS, LOSSES, estimator_traits
 from practicum.recipe.own_parts import GUIDE, PARTS, find_part, short_name
-from practicum.recipe.reward_traits import functions_of, tasks_needing_answer
-from practicum.recipe.schema.algorithm_sections import Algorithm, Kl
+from practicum.recipe.schema.algorithm_sections import Algorithm
 from practicum.recipe.schema.recipe import Recipe, Train
 from practicum.recipe.schema.teacher_sections import Distill
 from practicum.recipe.text.type_text import choices
@@ -34,39 +33,35 @@ _RESPONSE = "a made-up answer"
 
 def check_parts(recipe: Recipe) -> list[str]:
     """Try the user's parts and return a sentence on them. RecipeError for one that can't be used."""
-    shown = []
-    for kind, name in parts_of(recipe):
-        part = find_part(kind, name)
-        if fault := _try(kind, part, recipe):
-            raise RecipeError(
-                PARTS[kind].key, f"{name!r}, which returned {fault}", PARTS[kind].expected, GUIDE
-            )
-        shown.append(f"{PARTS[kind].key} {name.rpartition('/')[2]}")
+    parts = list(parts_of(recipe))
+    for kind, name in parts:
+        about = PARTS[kind]
+        if fault := _try(kind, find_part(kind, name), recipe.algorithm, recipe.train, recipe.distill):
+            raise RecipeError(about.key, f"{name!r}, which returned {fault}", about.expected, GUIDE)
     names = [short_name(use) for use in recipe.checks.own]
-    for name in names:
-        if name in CHECKS or names.count(name) > 1:
-            found = f"a second check named {name}"
-            raise RecipeError("checks.own", found, "different names", "call its function something else")
-    return [f"parts of your own that can be used: {', '.join(shown)}"] if shown else []
+    if twice := [name for name in names if name in CHECKS or names.count(name) > 1]:
+        found = f"a second check named {twice[0]}"
+        raise RecipeError("checks.own", found, "different names", "call its function something else")
+    shown = ", ".join(f"{PARTS[kind].key} {name.rpartition('/')[2]}" for kind, name in parts)
+    return [f"parts of your own that can be used: {shown}"] if parts else []
 
 
 def parts_of(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yield kind and name of the user's parts that a recipe runs. Tasks and the plan find theirs."""
-    algorithm, train = recipe.algorithm, recipe.train
+    algorithm, train, distill = recipe.algorithm, recipe.train, recipe.distill
     if recipe.has_advantage_estimator and algorithm.advantage not in ESTIMATORS:
         yield "advantage", algorithm.advantage
     if recipe.has_policy_loss and algorithm.loss not in LOSSES:
         yield "policy_loss", algorithm.loss
-    if algorithm.aggregation not in _builtin(Algorithm, "aggregation"):
-        yield "aggregation", algorithm.aggregation
-    if algorithm.kl.place != "off" and algorithm.kl.estimator not in _builtin(Kl, "estimator"):
-        yield "kl_estimator", algorithm.kl.estimator
-    if recipe.distill is not None and recipe.distill.divergence not in _builtin(Distill, "divergence"):
-        sampled = recipe.distill.signal == "sampled"
-        yield "sampled_divergence" if sampled else "divergence", recipe.distill.divergence
-    for kind in ("schedule", "optimizer"):
-        if (name := getattr(train, kind)) not in _builtin(Train, kind):
-            yield kind, name
+    chosen: list[tuple[str, Any, str]] = [("aggregation", algorithm, "aggregation")]
+    chosen += [("kl_estimator", algorithm.kl, "estimator")] if algorithm.kl.place != "off" else []
+    if distill is not None:
+        kind = "sampled_divergence" if distill.signal == "sampled" else "divergence"
+        chosen.append((kind, distill, "divergence"))
+    chosen += [("schedule", train, "schedule"), ("optimizer", train, "optimizer")]
+    for kind, section, key in chosen:
+        if getattr(section, key) not in choices(type(section).model_fields[key].annotation):
+            yield kind, getattr(section, key)
     yield from (("check", use) for use in recipe.checks.own)
     yield from (("tracker", name) for name in recipe.track.to if split_function(name))
 
@@ -78,10 +73,10 @@ def try_rewards(recipe: Recipe) -> list[str]:
     """
     rewards, findings = RewardFunctions(recipe.tasks, recipe.reward), []
     for name, task in recipe.tasks.items():
-        specs = functions_of(recipe, name)
+        specs = recipe.rewards_of(name)
         if not specs:
             continue
-        stream = make_stream({name: task}, recipe.seed, needs_answer=tasks_needing_answer(recipe))
+        stream = make_stream({name: task}, recipe.seed, needs_answer=recipe.tasks_needing_answer)
         samples = [
             RewardSample(
                 prompt_text=prompt_text(prompt.content),
@@ -105,96 +100,83 @@ def try_rewards(recipe: Recipe) -> list[str]:
     return findings
 
 
-def _builtin(section: Any, key: str) -> list[str]:
-    return choices(section.model_fields[key].annotation)
-
-
-def _try(kind: str, call: Callable[..., Any], recipe: Recipe) -> str | None:
+def _try(
+    kind: str, call: Callable[..., Any], algorithm: Algorithm, train: Train, distill: Distill | None
+) -> str | None:
     """Call a part of this kind. Return what is wrong with its result, or None."""
-    algorithm, train, distill = recipe.algorithm, recipe.train, recipe.distill
     random = torch.Generator().manual_seed(0)
     values_N, others_N = (torch.randn(len(_SESSION_N), generator=random) for _ in range(2))
-    leaf, in_loss = values_N.clone().requires_grad_(), True
+    leaf, mask_N = values_N.clone().requires_grad_(), _SESSION_N >= 0
     match kind:
         case "advantage":
-            traits, in_loss = estimator_traits(algorithm.advantage), False
+            traits = estimator_traits(algorithm.advantage)
             result = call(
                 AdvantageInputs(
                     token_rewards_N=values_N,
-                    mask_N=_SESSION_N >= 0,
+                    mask_N=mask_N,
                     session_N=_SESSION_N,
                     group_S=torch.tensor([0, 0, 1, 1]),
                     baseline_S=torch.zeros(4) if traits.greedy_baseline else None,
                     values_N=others_N if traits.critic else None,
-                    gamma=algorithm.gamma,
                     lam=algorithm.lam,
-                    whiten=algorithm.whiten,
                 )
             )
             names = ["advantages_N", "returns_N"] if traits.critic else ["advantages_N"]
-            outputs = {name: getattr(result, name, None) for name in names}
+            return next(filter(None, (_fault(result, name, values_N) for name in names)), None)
         case "policy_loss":
-            low, high = algorithm.clip_low, algorithm.clip_high
-            result = call(
-                PolicyInputs(leaf, values_N - 0.1, others_N, _SESSION_N >= 0, _SESSION_N, low, high)
-            )
-            outputs = {"loss_N": getattr(result, "loss_N", None)}
+            clips = algorithm.clip_low, algorithm.clip_high
+            result = call(PolicyInputs(leaf, values_N - 0.1, others_N, mask_N, _SESSION_N, *clips))
+            return _fault(result, "loss_N", leaf)
         case "kl_estimator" | "sampled_divergence":
             through_loss = distill is not None and distill.through == "loss"
             in_loss = algorithm.kl.place == "loss" if kind == "kl_estimator" else through_loss
-            outputs = {"its result": call(leaf if in_loss else values_N)}
+            given = leaf if in_loss else values_N
+            return _fault(call(given), "", given)
         case "divergence":
             assert distill is not None
             p, q = (torch.softmax(values.double().view(2, -1), -1) for values in (values_N, others_N))
-            leaf = p.requires_grad_()
-            terms = call(Buckets(p.log() - q.log(), p, q, distill.beta))
-            outputs = {"value": getattr(terms, "value", None)}
-            if not (fault := _fault(outputs, leaf, in_loss)):
-                (slope,) = torch.autograd.grad(terms.value.sum(), p)
-                # A term that is the same for all buckets falls out of the student's gradient.
-                gap = terms.pull - p * slope
-                off = float((gap - p * gap.sum(-1, keepdim=True)).detach().abs().max())
-                fault = None if off < 1e-6 else f"a pull that differs from p d(value)/dp by {off:.2g}"
-            return fault
+            terms = call(Buckets(p.requires_grad_().log() - q.log(), p, q))
+            if fault := _fault(terms, "value", p):
+                return fault
+            (slope,) = torch.autograd.grad(terms.value.sum(), p)
+            # A term that is the same for all buckets falls out of the student's gradient.
+            gap = terms.pull - p * slope
+            off = float((gap - p * gap.sum(-1, keepdim=True)).detach().abs().max())
+            return None if off < 1e-6 else f"a pull that differs from p d(value)/dp by {off:.2g}"
         case "aggregation":
             tokens_S = torch.tensor([2, 3, 4])
             divisors = call(tokens_S, tokens_S)
             is_good = isinstance(divisors, Tensor) and divisors.shape == tokens_S.shape
             return None if is_good and bool((divisors > 0).all()) else "no positive divisor for each session"
         case "schedule":
-            step = train.warmup_steps + 1
-            rate = call(step, train)
+            rate = call(train.warmup_steps + 1, train)
             is_good = isinstance(rate, int | float) and math.isfinite(rate) and rate >= 0
-            return None if is_good else f"{short_repr(rate)} at step {step}"
+            return None if is_good else f"{short_repr(rate)} at step {train.warmup_steps + 1}"
         case "optimizer":
-            return _optimizer_fault(
-                call([nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3))], train)
-            )
-        case _:
-            return None
-    return _fault(outputs, leaf, in_loss)
-
-
-def _fault(outputs: dict[str, Any], like: Tensor, needs_gradient: bool) -> str | None:
-    """Return what is wrong with tensors that must have a finite number for each element of `like`."""
-    for name, values in outputs.items():
-        if not isinstance(values, Tensor) or values.shape != like.shape or not values.is_floating_point():
-            return f"{short_repr(values)} as {name} for a float tensor of shape {list(like.shape)}"
-        if not values.isfinite().all():
-            return f"{name} that is not finite"
-        if needs_gradient and not values.requires_grad:
-            return f"{name} without a gradient to its input"
+            parameters = [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3))]
+            optimizer = call(parameters, train)
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                return f"{short_repr(optimizer)}, not an optimizer"
+            before = [{**group, "params": None, "lr": None} for group in optimizer.param_groups]
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            if before == [{**group, "params": None, "lr": None} for group in optimizer.param_groups]:
+                return None
+            return "one with state in its groups, which no checkpoint holds: it must be in state[p]"
     return None
 
 
-def _optimizer_fault(optimizer: Any) -> str | None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return f"{short_repr(optimizer)}, not an optimizer"
-    before = [{**group, "params": None, "lr": None} for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    if before != [{**group, "params": None, "lr": None} for group in optimizer.param_groups]:
-        return "one that keeps state in its groups, which a checkpoint does not hold; it must be in state[p]"
+def _fault(result: Any, name: str, given: Tensor) -> str | None:
+    """Return what is wrong with an attribute of a result, or with all of it: a number for each of `given`.
+
+    If `given` has a gradient, so has the result.
+    """
+    values, name = (getattr(result, name, None), name) if name else (result, "its result")
+    if not isinstance(values, Tensor) or values.shape != given.shape or not values.is_floating_point():
+        return f"{short_repr(values)} as {name} for a float tensor of shape {list(given.shape)}"
+    if not values.isfinite().all():
+        return f"{name} that is not finite"
+    if given.requires_grad and not values.requires_grad:
+        return f"{name} without a gradient to its input"
     return None

@@ -42,7 +42,6 @@ class Schedule:
     steps: int
 
     def weights_of(self, step: int) -> int:
-        """Return which weights sample a step's batch."""
         return max(0, step - 1 - self.lag)
 
     def copy_of(self, step: int) -> int:

@@ -25,26 +25,17 @@ from .served import live_start, sample, write_run, write_versions
 def test_a_file_is_read_on_as_it_grows_and_again_after_it_was_cut(tmp_path: Path):
     run = write_run(tmp_path / "run", [{"step": step, "a": step} for step in (1, 2)])
     view = RunView(run, "run")
-    view.refresh("metrics")
-    assert view.metrics.steps == [1, 2]
+    with view.fresh("metrics"):
+        assert view.metrics.steps == [1, 2]
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "a": 3}\n{"step": 4, "a"')
-    view.refresh("metrics")
-    assert view.metrics.steps == [1, 2, 3]
+    with view.fresh("metrics"):
+        assert view.metrics.steps == [1, 2, 3]
     size = len('{"step": 1, "a": 1}\n')
     (run / "metrics.jsonl").write_bytes((run / "metrics.jsonl").read_bytes()[:size])
     append_lines(run / "metrics.jsonl", [{"step": step, "a": -step} for step in (2, 3, 4, 5)])
-    view.refresh("metrics")
-    assert view.metrics.column("a") == ([1, 2, 3, 4, 5], [1, -2, -3, -4, -5])
-
-
-def test_broken_lines_are_told_and_left_out(tmp_path: Path):
-    run = write_run(tmp_path / "run", [{"step": 1, "a": 1}])
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 2, "a\n{"step": 3, "a": 3}\n')
-    view = RunView(run, "run")
-    assert view.info()["problems"] == ["metrics.jsonl: 1 lines that are no JSON are left out."]
-    assert view.metrics.steps == [1, 3]
+    with view.fresh("metrics"):
+        assert view.metrics.column("a") == ([1, 2, 3, 4, 5], [1, -2, -3, -4, -5])
 
 
 @pytest.mark.parametrize(
@@ -133,12 +124,6 @@ def test_scores_of_teachers_are_those_of_their_evaluation(tmp_path: Path):
     assert view.teachers()["scores"] == {"base": {"copy": 0.2}, "teacher a": {"copy": 1.0}}
 
 
-def test_teachers_are_named_by_what_the_recipe_says(tmp_path: Path):
-    teachers = {"a": {"model": "a/export"}, "b": {"adapter": "b", "placement": "own"}, "c": None}
-    page = RunView(write_run(tmp_path / "run", recipe={"teachers": teachers}), "run").teachers()
-    assert page["teachers"] == {"a": "model a/export", "b": "adapter b, placement own", "c": ""}
-
-
 def test_stages_of_other_steps_that_ran_meanwhile_are_beside_those_of_a_step(tmp_path: Path):
     run = write_run(tmp_path / "run", [{"step": step, "time/step": 1.0} for step in (1, 2, 3)])
     (run / "record").mkdir()
@@ -191,6 +176,6 @@ def test_damaged_files_are_shown_as_far_as_they_can_be(tmp_path: Path, key: str)
         assert view.info()["step"] == 1
         for page in (view.teachers, view.recipe_page, view.log, view.newest_group):
             to_json(page())
-        view.refresh("samples")
-        columns = view.sessions["samples"].columns
+        with view.fresh("samples"):
+            columns = view.sessions["samples"].columns
         assert len({len(column) for column in columns.values()}) == 1

@@ -134,11 +134,6 @@ def test_broken_plain_calls_are_told():
     assert "the tools are none" in reason_of("[x]", "plain", ())
 
 
-@pytest.mark.parametrize("style", ["json", "plain"])
-def test_text_without_calls_has_none(style: Any):
-    assert read_calls("The answer is 42] </tool_call>", style, TOOLS) == []
-
-
 def test_plain_calls_are_written_as_short_as_they_read_back():
     assert write_call(Call("calculator", {"expression": "1+2"}), "plain", (CALCULATOR,)) == "[1+2]"
     assert write_call(Call("calculator", {"expression": "1+2"}), "plain", TOOLS) == "[calculator: 1+2]"

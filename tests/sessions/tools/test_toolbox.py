@@ -44,13 +44,12 @@ def test_built_in_tools_answer():
 
 @needs_bubblewrap
 def test_limits_come_from_the_recipe():
-    box = toolbox_of("python", timeout_s=0.5, output_chars=16)
+    box = toolbox_of("python", timeout_s=0.5)
     assert ran(box, "python", code="while True: pass") == ToolOutcome(
         "the program took longer than 0.5 s and was stopped.", False
     )
-    box = toolbox_of("python", timeout_s=60, memory_mb=64, output_chars=16)
-    assert ran(box, "python", code="print('x' * 17)").text == "x" * 16 + "… (cut after 16 characters)"
-    assert "64 MB" in ran(box, "python", code="bytearray(10 ** 9)").text
+    box = toolbox_of("python", timeout_s=60)
+    assert "cut after 2000 characters" in ran(box, "python", code="print('x' * 2001)").text
 
 
 def test_a_functions_schema_comes_from_signature_and_docstring():
@@ -135,26 +134,8 @@ def test_a_function_that_takes_too_long_is_given_up(name: str):
     own_tools.release.set()
 
 
-def test_a_long_result_is_cut():
-    box = toolbox_of(":long_text", output_chars=16)
-    assert ran(box, "long_text", letters=16).text == "x" * 16
-    assert ran(box, "long_text", letters=17).text == "x" * 16 + "… (cut after 16 characters)"
-
-
 def test_text_that_no_tokenizer_takes_is_mended():
     assert ran(toolbox_of(":surrogate"), "surrogate", text="a") == ToolOutcome("?a", True)
-
-
-def test_many_calls_run_side_by_side():
-    box = toolbox_of("calculator", ":total", ":clock")
-
-    async def many() -> list[ToolOutcome]:
-        calls = [box.run("total", {"numbers": [n, n]}) for n in range(200)]
-        return await asyncio.gather(*calls, *(box.run("clock", {}) for _ in range(50)))
-
-    texts = [r.text for r in asyncio.run(many())]
-    assert texts == [str(2 * n) for n in range(200)] + ["noon"] * 50
-    assert (box.calls, box.errors) == (250, 0)
 
 
 def test_mistakes_in_the_recipe_are_told_where_they_are():

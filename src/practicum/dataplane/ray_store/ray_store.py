@@ -130,7 +130,7 @@ class RayStore:
         except ObjectStoreFullError as error:
             raise StoreError(
                 f"Ray's object store on this node has no room for a put of {packed.nbytes / 2**20:.0f} MiB: "
-                "give it more (runtime.object_store_gb, or --object-store-memory of ray start), or cut the "
+                "give it more (--object-store-memory of ray start, and runtime.address), or cut the "
                 "batch"
             ) from error
 
@@ -138,7 +138,6 @@ class RayStore:
         """Free the bytes of puts that the index reports as freed: here, Ray counts references itself."""
 
     def _commit(self, put: Put) -> None:
-        """Make a put visible, all of it or nothing."""
         if isinstance(put.locator, ObjectRef):
             node = ray.get_runtime_context().get_node_id() if self._lasting else None
             self._call("commit", put._replace(locator=None), node, refs=[put.locator])

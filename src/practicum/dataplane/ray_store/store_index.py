@@ -177,7 +177,6 @@ class StoreIndex:
 
 
 def decode_answer(answer: tuple[bytes, list[Any]]) -> Any:
-    """Return the result of `StoreIndex.call`."""
     result, refs = pickle.loads(answer[0]), answer[1]
     if isinstance(result, ColumnLocations):
         locators = [refs[at] if isinstance(at, int) else at for at in result.locators]

@@ -1,4 +1,7 @@
-"""A process's client of TransferQueue: blobs of bytes in and out, with a deadline on every call."""
+"""TransferQueue's processes, started, watched and ended here; and a process's client of them.
+
+The client moves blobs of bytes in and out, with a deadline on every call.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,127 @@ import threading
 import time
 from collections.abc import Coroutine, Sequence
 from concurrent import futures
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
+import ray
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
 from practicum.compat import transferqueue
-from practicum.dataplane.transferqueue.tq_servers import Servers
-from practicum.errors import DeadlineError, StoreError
+from practicum.errors import DeadlineError, RecipeError, StoreError
+
+# One thread for torch in the servers: more than the cores is a warning on every call.
+_ENV = {"env_vars": {"TQ_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}}
+_ROOM_S = 5.0
+"""CPUs of what has just ended may be free again within this many seconds."""
+_SIGN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """TransferQueue's processes; can be pickled to actors that have not imported TransferQueue."""
+
+    uid: str
+    controller: Any
+    units: tuple[Any, ...]
+    room: PlacementGroup
+    address: bytes
+    """Pickled: the controller's address, and the options of the storage."""
+
+    def actors(self) -> dict[str, Any]:
+        units = {f"storage unit {i}": unit for i, unit in enumerate(self.units)}
+        return {"controller": self.controller, **units}
+
+    def death(self) -> str | None:
+        """Return which process died and what that means, or None if all are alive as far as Ray knows."""
+        return self._look()[0]
+
+    def silence(self) -> str | None:
+        """Return which processes do not answer without being dead, or None if all answer."""
+        _, silent = self._look()
+        names = " and ".join(f"TransferQueue's {name}" for name in silent)
+        return f"{names} gave no sign of life for {_SIGN_S:g} s" if silent else None
+
+    def _look(self) -> tuple[str | None, list[str]]:
+        """Return the first death, as a message, and who does not answer."""
+        calls = {name: actor.get_zmq_server_info.remote() for name, actor in self.actors().items()}
+        answered, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=_SIGN_S)
+        silent = [name for name, ref in calls.items() if ref not in answered]
+        death = None
+        for name in [name for name in calls if name not in silent]:
+            try:
+                ray.get(calls[name])
+            except ActorUnavailableError:  # Ray can't connect to it: it hangs, or its node is cut off
+                silent.append(name)
+            except RayActorError:
+                lost = "its rows are lost" if name != "controller" else "rows can't be located any more"
+                after = f"{lost}: resume the run from its last checkpoint"
+                death = death or f"TransferQueue's {name} died; {after}"
+        return death, silent
+
+    def close(self) -> None:
+        for actor in self.actors().values():
+            ray.kill(actor)
+        remove_placement_group(self.room)
+
+
+def start_servers(units: int, *, timeout_s: float) -> Servers:
+    """Start the controller and `units` storage units; all are up when it returns."""
+    transferqueue.prepare_import(timeout_s)
+    room, options = _reserve(units), transferqueue.storage_options(units)
+    controller_class, unit_class = transferqueue.server_classes()
+    started: list[Any] = []
+
+    def start(remote_class: Any, **arguments: Any) -> None:
+        where = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=len(started))
+        actor = remote_class.options(num_cpus=1, scheduling_strategy=where, max_restarts=0, runtime_env=_ENV)
+        started.append(actor.remote(**arguments))
+
+    try:
+        # With polling_mode a request that finds nothing is answered immediately; without it, the controller
+        # sleeps, and all its clients wait.
+        start(controller_class, polling_mode=True)
+        for _ in range(units):
+            start(unit_class, config=options)
+        controller, *stores = ray.get(
+            [actor.get_zmq_server_info.remote() for actor in started], timeout=timeout_s
+        )
+    except BaseException as error:
+        for actor in started:
+            ray.kill(actor)
+        remove_placement_group(room)
+        if isinstance(error, GetTimeoutError):
+            raise DeadlineError(
+                f"TransferQueue's controller and {units} storage units were not up after {timeout_s:g} s: "
+                "the cluster is very busy, or runtime.start_s is too short"
+            ) from None
+        if isinstance(error, RayActorError):
+            raise StoreError(f"TransferQueue did not start: {error}") from error
+        raise
+    address = pickle.dumps((controller, options | {"zmq_info": {info.id: info for info in stores}}))
+    return Servers(uuid4().hex, started[0], tuple(started[1:]), room, address)
+
+
+def _reserve(units: int) -> PlacementGroup:
+    """Reserve a CPU for the controller and for each unit; a RecipeError if the cluster has too few."""
+    total = ray.cluster_resources().get("CPU", 0.0)
+    if total >= 1 + units:
+        room = placement_group([{"CPU": 1.0}] * (1 + units), strategy="SPREAD")
+        if room.wait(_ROOM_S):
+            return room
+        remove_placement_group(room)
+    free = ray.available_resources().get("CPU", 0.0)
+    raise RecipeError(
+        "runtime.store",
+        f"transferqueue, whose {1 + units} processes want a free CPU each",
+        f"no more than the cluster has: free {free:g} CPUs, of {total:g} CPUs",
+        "add machines, or set runtime.store to ray, which needs no CPU",
+    )
+
 
 _FIELD = "bytes"
 _PARTITION = "practicum"
@@ -81,7 +197,6 @@ class TransferQueueClient:
             raise StoreError(f"TransferQueue could not {what}: {why}") from error
 
     def put(self, name: str, blob: Tensor, timeout_s: float) -> None:
-        """Store a blob [n] of bytes."""
         try:
             self.call(self._put(name, blob), f"take {len(blob)} bytes", timeout_s)
         except StoreError:
@@ -163,7 +278,6 @@ def client_of(servers: Servers, timeout_s: float) -> TransferQueueClient:
 
 
 def close_client(servers: Servers) -> None:
-    """Close this process's client of these servers, if there is one."""
     with _LOCK:
         client = _CLIENTS.pop(servers.uid, None)
     if client is not None:

@@ -25,11 +25,12 @@ from practicum.dataplane.ray_store.ray_store import RayStore
 from practicum.dataplane.ray_store.store_index import ColumnLocations, Put, start_index
 from practicum.dataplane.transferqueue.tq_client import (
     BlobMissing,
+    Servers,
     TransferQueueClient,
     client_of,
     close_client,
+    start_servers,
 )
-from practicum.dataplane.transferqueue.tq_servers import Servers, start_servers
 from practicum.errors import DeadlineError, StoreError
 
 _ID_BYTES = 16

@@ -70,8 +70,6 @@ class TorchKind:
             partial(_load_scoring, replace(model, student=None)),
             threads=own.threads,
             deadline_s=model.settings.deadline_s,
-            start_s=own.start_s,
-            late="a large model needs more time (placement.own.start_s), or the machine is too busy",
         )
         return [HostedEngine(host()) for _ in range(own.replicas)]
 

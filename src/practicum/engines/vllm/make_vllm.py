@@ -23,11 +23,10 @@ from practicum.models.adapter_files import SavedAdapter, write_adapter
 from practicum.models.load_model import context_length, load_model, skeleton
 from practicum.models.lora import bare_base, base_fingerprint, has_adapter
 from practicum.models.model_files import read_config
+from practicum.recipe.schema.engine_sections import Vllm
 from practicum.recipe.schema.recipe import Recipe
-from practicum.recipe.schema.rollout_sections import Vllm
 from practicum.recipe.schema.teacher_sections import Own
 
-GIB = 2**30
 _ADAPTED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _BLOCK = 32
 """Tokens of a block of KV memory on a CPU, the largest there is."""
@@ -66,7 +65,7 @@ def engine_of_model(
     config.architectures = [type(model).__name__]  # a model that was not loaded from a folder has none
     config.save_pretrained(folder.name)
     setup = _setup(folder.name, model.dtype, config, room)
-    return VllmEngine(setup, start_s=room.chosen.start_s, weights=weights, folder=folder, wait=wait)
+    return VllmEngine(setup, weights=weights, folder=folder, wait=wait)
 
 
 def takes_adapter(model: PreTrainedModel) -> bool:
@@ -115,8 +114,7 @@ def engine_of_adapted(
     def write(to: Path, adapter: Mapping[str, Tensor]) -> None:
         write_adapter(to, model, adapter, base="")
 
-    start_s = room.chosen.start_s
-    return VllmEngine(setup, start_s=start_s, weights=weights, folder=folder, write_adapter=write)
+    return VllmEngine(setup, weights=weights, folder=folder, write_adapter=write)
 
 
 def engine_of_folder(
@@ -132,18 +130,13 @@ def engine_of_folder(
     setup = _setup(path, dtype, read_config(path), room, loads=True)
     if adapters:
         setup = replace(setup, rank=max(saved.config["r"] for saved in adapters), adapters=len(adapters))
-    return VllmEngine(setup, start_s=room.chosen.start_s, adapters=adapters, folder=folder, wait=wait)
+    return VllmEngine(setup, adapters=adapters, folder=folder, wait=wait)
 
 
 def _setup(
     model: str, dtype: torch.dtype, config: Any, room: EngineSize, *, loads: bool = False
 ) -> VllmSetup:
     chosen, parallel = room.chosen, room.chosen.tensor_parallel
-    kv = (
-        chosen.kv_gb * GIB
-        if chosen.kv_gb is not None
-        else kv_bytes(config, dtype, room.slots, room.kv_tokens, parallel)
-    )
     batch = {} if room.batch_tokens is None else {"max_num_batched_tokens": room.batch_tokens}
     return VllmSetup(
         where=room.key,
@@ -151,9 +144,9 @@ def _setup(
         dtype=str(dtype).removeprefix("torch."),
         context=room.context,
         slots=room.slots,
-        kv_bytes=int(kv),
+        kv_bytes=kv_bytes(config, dtype, room.slots, room.kv_tokens, parallel),
         max_logprobs=room.max_logprobs,
-        threads=chosen.threads or room.threads,
+        threads=room.threads,
         loads=loads,
         samples=room.samples,
         tensor_parallel=parallel,

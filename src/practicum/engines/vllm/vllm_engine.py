@@ -32,6 +32,7 @@ from practicum.engines.vllm.vllm_thread import VllmThread
 from practicum.errors import EngineError
 from practicum.models.adapter_files import SavedAdapter
 from practicum.models.fingerprint import LENGTH, fingerprint_ids
+from practicum.processes.host import START_S
 
 _MEMORY = Path("/dev/shm")
 
@@ -70,7 +71,7 @@ class VllmEngine(Engine):
         self,
         setup: VllmSetup,
         *,
-        start_s: float = 300.0,
+        start_s: float = START_S,
         weights: Callable[[], tuple[Weights, int]] | None = None,
         folder: TemporaryDirectory[str] | None = None,
         write_adapter: Callable[[Path, Mapping[str, Tensor]], None] | None = None,
@@ -153,7 +154,7 @@ class VllmEngine(Engine):
         workers = f" with {facts.workers} workers" if facts.workers > 1 else ""
         return [
             f"{self._setup.where}: vLLM {facts.release} in process {self.pid}{workers}, {facts.threads} "
-            f"thread{'s' * (facts.threads > 1)} ({self._setup.where}.vllm.threads), "
+            f"thread{'s' * (facts.threads > 1)}, "
             f"{facts.weights / 2**20:,.1f} MiB of weights, {facts.kv / 2**20:,.1f} MiB of KV memory"
         ]
 

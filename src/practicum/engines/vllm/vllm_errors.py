@@ -25,7 +25,7 @@ _RULES = (
     (
         r"KV cache is needed|memory for the cache blocks",
         "KV memory of {kv_gb} GiB is too small for one sequence of {context} tokens: raise "
-        "{where}.vllm.kv_gb, or lower {where}.context",
+        "kv_cache_memory_bytes in {where}.vllm.options, or lower {where}.context",
     ),
     (
         r"architectures? .*not supported|does not recognize this architecture",

@@ -91,8 +91,7 @@ class VllmThread:
                 self._made.result(seconds)
             except TimeoutError:
                 raise EngineError(
-                    f"vLLM was not ready after {seconds:g} s: raise {self._setup.where}.vllm.start_s, or "
-                    "give the machine less to do"
+                    f"vLLM was not ready after {seconds:g} s: give the machine less to do"
                 ) from None
             except Exception as error:
                 self._raise_if_killed("starting")

@@ -73,7 +73,9 @@ def compare_runs(one: Path, two: Path) -> Comparison:
     """
     runs, records = (one, two), (Record(one), Record(two))
     recipe = dict(differences(_recipe(one), _recipe(two)))
-    metrics = _metrics(one), _metrics(two)
+    # The last line of a run that was killed, or is writing it, is left out.
+    lines = [read_rows(run / "metrics.jsonl") for run in runs]
+    metrics = [{line["step"]: line for line in rows if "step" in line} for rows in lines]
     first, also, equal, rows = None, list[str](), 0, 0
     for step in sorted(metrics[0].keys() | metrics[1].keys()):
         a, b = (by_step.get(step) for by_step in metrics)
@@ -83,32 +85,45 @@ def compare_runs(one: Path, two: Path) -> Comparison:
             break
         others = {row.key: row for row in records[1].rows(step)}
         pairs = [(row, others[row.key]) for row in records[0].rows(step) if row.key in others]
-        first = first_in_rows(step, pairs, *records) or _first_in_tags(step, pairs)
+        in_tags = [d for x, y in pairs for d in _compare(step, _tags(x), _tags(y), x.key)]
         differing = [d for d in _compare(step, a, b) if _is_compared(d)]
-        if first is not None or differing:
-            first = first or differing[0]
+        first = next(filter(None, [first_in_rows(step, pairs, *records), *in_tags, *differing]), None)
+        if first is not None:
             also = [d.field for d in differing if d is not first]
             break
         equal, rows = equal + 1, rows + len(pairs)
-    return Comparison(runs, recipe, first, also, equal, rows, _notes(runs, records))
+    notes = [
+        f"{run} has no recorded rows: only metrics are compared (track.record records them)"
+        for run, record in zip(runs, records, strict=True)
+        if not record.rows()
+    ]
+    if not notes:
+        keys = [{(row.step, row.key) for row in record.rows()} for record in records]
+        alone = [(run, len(a - b)) for run, a, b in zip(runs, keys, reversed(keys), strict=True) if a - b]
+        notes += [f"{n} recorded rows are in {run} alone and are not compared" for run, n in alone]
+    notes += [problem for record in records for problem in record.problems]
+    return Comparison(runs, recipe, first, also, equal, rows, notes)
 
 
 def comparison_text(found: Comparison) -> str:
     """Return a comparison as `practicum diff` prints it."""
     lines = ["recipe keys that differ:" if found.recipe else "the recipes are equal"]
-    width = max(map(len, found.recipe), default=0)
-    lines += [f"  {key:<{width}}  {_short(a)} → {_short(b)}" for key, (a, b) in found.recipe.items()]
+    lines += _aligned({key: f"{_short(a)} → {_short(b)}" for key, (a, b) in found.recipe.items()})
     lines.append(found.sentence)
     if (first := found.first) is not None:
         token = "" if first.token is None else f", token {first.token} of the response"
         row = {} if first.key is None else {"row": str(first.key)}
         row |= {"field": f"{first.field}{token}"}
-        row |= {str(found.runs[0]): _short(first.one), str(found.runs[1]): _short(first.two)}
+        row |= {str(run): _short(x) for run, x in zip(found.runs, (first.one, first.two), strict=True)}
         if found.also:
             row["metrics too"] = ", ".join(found.also[:8]) + (", …" if len(found.also) > 8 else "")
-        width = max(map(len, row))
-        lines += [f"  {name:<{width}}  {value}" for name, value in row.items()]
+        lines += _aligned(row)
     return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])
+
+
+def _aligned(named: Mapping[str, str]) -> list[str]:
+    width = max(map(len, named), default=0)
+    return [f"  {name:<{width}}  {text}" for name, text in named.items()]
 
 
 def _recipe(run: Path) -> dict[str, Any]:
@@ -121,57 +136,19 @@ def _recipe(run: Path) -> dict[str, Any]:
     return recipe
 
 
-def _metrics(run: Path) -> dict[int, dict[str, Any]]:
-    # The last line of a run that was killed, or is writing it, is left out.
-    return {line["step"]: line for line in read_rows(run / "metrics.jsonl") if "step" in line}
-
-
-def _notes(runs: tuple[Path, Path], records: tuple[Record, Record]) -> list[str]:
-    notes = [
-        f"{run} has no recorded rows: only metrics are compared (track.record records them)"
-        for run, record in zip(runs, records, strict=True)
-        if not record.rows()
-    ]
-    if not notes:
-        keys = [{(row.step, row.key) for row in record.rows()} for record in records]
-        notes += [
-            f"{len(mine - other)} recorded rows are in {run} alone and are not compared"
-            for run, mine, other in zip(runs, keys, reversed(keys), strict=True)
-            if mine - other
-        ]
-    return notes + [problem for record in records for problem in record.problems]
-
-
 def first_in_rows(
     step: int, pairs: Sequence[tuple[RowSummary, RowSummary]], one: Record, two: Record
 ) -> Difference | None:
     """Return the first difference in the columns that two records have in common of these rows."""
-    rows = [
-        (one.row(a.step, a.key), two.row(b.step, b.key))
-        for a, b in pairs
-        if not _same_blocks(a, b)  # equal bytes are the usual case, and quick to see
-    ]
+    # Equal bytes are the usual case, and quick to see.
+    unequal = [(a, b) for a, b in pairs if (data := a.data()) is None or data != b.data()]
+    rows = [(one.row(a.step, a.key), two.row(b.step, b.key)) for a, b in unequal]
     both = [(a, b) for a, b in rows if a is not None and b is not None]
     names = dict.fromkeys(name for a, b in both for name in a.columns if name in b.columns)
     for name in sorted(names, key=lambda name: _ORDER.get(name, len(_ORDER))):
         for a, b in both:
             if (found := _first_in_column(step, name, a, b)) is not None:
                 return found
-    return None
-
-
-def _same_blocks(one: RowSummary, two: RowSummary) -> bool:
-    try:
-        return sorted(b.read() for b in one.blocks) == sorted(b.read() for b in two.blocks)
-    except OSError:  # reading the row reports it
-        return False
-
-
-def _first_in_tags(step: int, pairs: Sequence[tuple[RowSummary, RowSummary]]) -> Difference | None:
-    for a, b in pairs:
-        one, two = ({name: getattr(row.tags, name) for name in _TAGS} for row in (a, b))
-        for difference in _compare(step, one, two, a.key):
-            return difference
     return None
 
 
@@ -185,6 +162,10 @@ def _first_in_column(step: int, name: str, one: RecordedRow, two: RecordedRow) -
         if x.tobytes() != y.tobytes():
             return Difference(step, name, x.tolist(), y.tolist(), key, token)
     return Difference(step, name, f"{len(a)} tokens", f"{len(b)} tokens", key)
+
+
+def _tags(row: RowSummary) -> dict[str, Any]:
+    return {name: getattr(row.tags, name) for name in _TAGS}
 
 
 def _compare(

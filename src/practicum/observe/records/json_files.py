@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,44 +76,29 @@ class LineFile:
             self._position, self._tail, self.broken = 0, b"", 0
             self.generation += 1
             self._restart()
-        try:
-            status = self.path.stat()
-        except FileNotFoundError:
+        if not self.path.exists():
             return changed
-        self._file_id = status.st_ino
-        return (status.st_size > self._position and self._read_on()) or changed
-
-    def was_cut(self) -> bool:
-        """True if what was read is not all there any more."""
-        if not self._position:
-            return False
-        try:
-            status = self.path.stat()
-        except FileNotFoundError:
-            return True
-        if status.st_size < self._position or status.st_ino != self._file_id:
-            return True
-        return status.st_size > self._position and not self._is_continued()
-
-    def _is_continued(self) -> bool:
-        """True if the last line that was read is still there: a file may be cut and grow again meanwhile."""
-        if not self._tail:
-            return True
         with self.path.open("rb") as file:
-            file.seek(self._position - len(self._tail))
-            return file.read(len(self._tail)) == self._tail
-
-    def _read_on(self) -> bool:
-        found = False
-        with self.path.open("rb") as file:
+            self._file_id, rest = os.fstat(file.fileno()).st_ino, b""
             file.seek(self._position)
-            rest = b""
             while chunk := file.read(CHUNK):
                 *lines, rest = (rest + chunk).split(b"\n")
                 for line in lines:
                     self._take_line(line)
-                    found = True
-        return found
+                    changed = True
+        return changed
+
+    def was_cut(self) -> bool:
+        """True if what was read is not all there any more: a file may be cut and grow again meanwhile."""
+        if not self._position:
+            return False
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._position - len(self._tail))
+                held = os.fstat(file.fileno()).st_ino, file.read(len(self._tail))
+        except FileNotFoundError:
+            return True
+        return held != (self._file_id, self._tail)
 
     def _take_line(self, line: bytes) -> None:
         at, self._position = self._position, self._position + len(line) + 1

@@ -47,6 +47,13 @@ class RowSummary:
     """The first optimizer step of that step that had it, from 1; its columns are of that one."""
     blocks: list[Block] = field(default_factory=list, repr=False)
 
+    def data(self) -> list[bytes] | None:
+        """Return the bytes of its columns; None if they can't be read, which reading the row reports."""
+        try:
+            return sorted(block.read() for block in self.blocks)
+        except OSError:
+            return None
+
 
 @dataclass(frozen=True, slots=True)
 class RecordedRow:

@@ -79,14 +79,15 @@ class Recorder:
         for step, indices in by_step.items():
             line: dict[str, Any] = {"step": step, "stage": stage, "rows": [batch.keys[i] for i in indices]}
             if tags:
-                line["tags"] = [_changed_tags(batch.tags[i], tags) for i in indices]
+                values = [[(name, getattr(batch.tags[i], name)) for name in tags] for i in indices]
+                line["tags"] = [{n: x for n, x in row if x != _DEFAULTS[n]} for row in values]
             blocks = [save(_row_arrays(columns, i)) for i in indices] if columns else []
             with self._lock:
                 if blocks:
                     begin = self._append(columns_file(self.place.lines), b"".join(blocks))
                     line["at"] = list(accumulate(map(len, blocks), initial=begin))
                     line["sums"] = [zlib.crc32(block) for block in blocks]
-                self._append_line(line | more)
+                self._append(self.place.lines, _json_line(line | more))
 
     def restore(self, path: Path) -> None:
         """Record the rows of a saved store again: the record may have been cut back to before they came."""
@@ -120,18 +121,21 @@ class Recorder:
                 if not self._in_flight[name]:
                     del self._spans[name], self._in_flight[name]
                     span.seconds = time.time() - span.began
-                    self._append_line(asdict(span))
-
-    def _append_line(self, line: Mapping[str, Any]) -> None:
-        assert self.place is not None
-        self._append(self.place.lines, _json_line(line))
+                    self._append(self.place.lines, _json_line(asdict(span)))
 
     def _append(self, path: Path, data: bytes) -> int:
         """Append to a file and return where the data begins. The first call writes the header."""
         assert self.place is not None
         try:
             if not self._has_begun:
-                self._begin(self.place.lines)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with self.place.lines.open("ab+") as file:
+                    end = file.tell()
+                    file.seek(max(0, end - 1))
+                    if not end:
+                        file.write(_json_line(HEADER))
+                    elif file.read(1) != b"\n":  # its writer was killed in the middle of a line
+                        file.write(b"\n")
                 self._has_begun = True
             with path.open("ab") as file:
                 begin = file.tell()
@@ -143,16 +147,6 @@ class Recorder:
             ) from error
         return begin
 
-    def _begin(self, lines: Path) -> None:
-        lines.parent.mkdir(parents=True, exist_ok=True)
-        with lines.open("ab+") as file:
-            if not file.tell():
-                file.write(_json_line(HEADER))
-                return
-            file.seek(-1, 2)
-            if file.read(1) != b"\n":  # its writer was killed in the middle of a line
-                file.write(b"\n")
-
 
 NOT_RECORDED = Recorder()
 
@@ -162,10 +156,6 @@ def _is_large(column: Column) -> bool:
         mappings = [row for row in column if isinstance(row, Mapping)]
         return any(isinstance(item, Tensor) for row in mappings for item in row.values())
     return isinstance(column, Ragged) and prod(column.trailing) > WIDE
-
-
-def _changed_tags(tags: Tags, names: Sequence[str]) -> dict[str, Any]:
-    return {name: value for name in names if (value := getattr(tags, name)) != _DEFAULTS[name]}
 
 
 def _json_line(data: Mapping[str, Any]) -> bytes:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -86,23 +87,23 @@ def trajectory_tree(record: Record, step: int, session: tuple[int, int]) -> list
         shared = {number: _common(ids, other) for number, other in sequences.items()}
         parent = max(shared, key=shared.__getitem__, default=None)
         sequences[summary.key.trajectory] = ids
-        columns = row.columns
+        share = [x for x in _list(row, "share") if not math.isnan(x)]
+        sampled = zip(_list(row, "advantages"), _list(row, "response_mask"), strict=False)
+        advantages = [x for x, is_sampled in sampled if is_sampled and not math.isnan(x)]
         tree.append(
             {
                 "trajectory": summary.key.trajectory,
                 **_summary(summary),
                 "parent": parent if parent is not None and shared[parent] else None,
                 "shared": 0 if parent is None else shared[parent],
-                "share": _sum(columns.get("share")),
-                "advantage": _mean(columns.get("advantages"), columns.get("response_mask")),
+                "share": math.fsum(share) if share else None,
+                "advantage": math.fsum(advantages) / len(advantages) if advantages else None,
             }
         )
     return tree
 
 
-def token_page(
-    record: Record, texts: TokenTexts, step: int, key: tuple[int, int, int]
-) -> dict[str, Any] | None:
+def token_page(record: Record, texts: TokenTexts, step: int, key: tuple[int, ...]) -> dict[str, Any] | None:
     """Return a row token by token: every column with a value for each response token, and both top-k."""
     row = record.row(step, key)
     if row is None:
@@ -179,23 +180,9 @@ def _top_k(row: RecordedRow, who: str, texts: TokenTexts) -> list[list[Any]] | N
     return places
 
 
+def _common(one: Sequence[int], two: Sequence[int]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False)))
+
+
 def _list(row: RecordedRow, name: str) -> list[Any]:
     return row.columns[name].tolist() if name in row.columns else []
-
-
-def _common(one: Sequence[int], two: Sequence[int]) -> int:
-    """Return the length of the common beginning."""
-    differing = (i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
-    return next(differing, min(len(one), len(two)))
-
-
-def _sum(values: np.ndarray | None) -> float | None:
-    known = [] if values is None else values[~np.isnan(values)].tolist()
-    return math.fsum(known) if known else None
-
-
-def _mean(values: np.ndarray | None, mask: np.ndarray | None) -> float | None:
-    if values is None or mask is None:
-        return None
-    known = values[mask.astype(bool) & ~np.isnan(values)].tolist()
-    return math.fsum(known) / len(known) if known else None

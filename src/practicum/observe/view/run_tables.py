@@ -43,7 +43,6 @@ class MetricTable:
         return sorted(self._columns)
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
-        """Return steps and values of a metric, of all steps that have it."""
         return self._columns.get(name, ([], []))
 
     def at(self, step: int) -> dict[str, float]:

@@ -7,7 +7,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -17,7 +18,7 @@ import yaml
 from pydantic import ValidationError
 
 from practicum import __version__
-from practicum.checks.learning import MANY, SEVERAL, Finding, findings, gradient_shares
+from practicum.checks.learning import MANY, SEVERAL, Finding, Signal, findings, gradient_shares
 from practicum.checks.watch import CHECKS, WARN_ONLY
 from practicum.observe.metrics import describe_metric
 from practicum.observe.records.json_files import (
@@ -62,11 +63,13 @@ class RunView:
             for name, table in {"metrics": self.metrics, **self.sessions}.items()
         }
 
-    def refresh(self, *kinds: str) -> None:
-        """Read what was written since the last call: of metrics.jsonl, samples.jsonl or eval.jsonl."""
+    @contextmanager
+    def fresh(self, *kinds: str) -> Iterator[None]:
+        """Hold the lock, with what was written to metrics.jsonl, samples.jsonl or eval.jsonl read so far."""
         with self.lock:
             for kind in kinds:
                 self._files[kind].refresh()
+            yield
 
     def stamp(self) -> list[Any]:
         """Return what changes whenever something of the run has changed."""
@@ -76,8 +79,7 @@ class RunView:
 
     def info(self) -> dict[str, Any]:
         """Return what the page needs before anything else."""
-        with self.lock:
-            self.refresh("metrics")
+        with self.fresh("metrics"):
             versions, recipe, checks = read_versions(self.path), self.recipe(), self._checks()
             names = self.metrics.names
             kind, sentence = run_state(self.path, versions)
@@ -158,7 +160,7 @@ class RunView:
             for name in (check["name"] for check in checks if check["fired"])
         ]
         try:
-            recipe = Recipe.model_validate(self.recipe())
+            signal = Signal.of(Recipe.model_validate(self.recipe()))
         except ValidationError:  # of another version, or damaged
             return [asdict(one) for one in found]
         steps = [step for step in self.metrics.steps if step > 0]
@@ -166,18 +168,16 @@ class RunView:
         if rows:  # shares are not measured in every step
             shares = {name: value for name, value in self.metrics.last.items() if name.endswith("_share")}
             rows[-1] = shares | rows[-1]
-        return [asdict(one) for one in [*found, *findings(rows, recipe)]]
+        return [asdict(one) for one in [*found, *findings(rows, signal)]]
 
     def series(self, names: Sequence[str], first: float, last: float) -> dict[str, Any]:
         """Return curves between two steps by name."""
-        self.refresh("metrics")
-        with self.lock:
+        with self.fresh("metrics"):
             return {name: self.metrics.series(name, first, last) for name in names}
 
     def rows(self, kind: str, after: int = 0) -> dict[str, Any]:
         """Return recorded sessions from a row on, in columns."""
-        self.refresh(kind)
-        with self.lock:
+        with self.fresh(kind):
             return self.sessions[kind].after(after) | {"generation": self._files[kind].generation}
 
     def texts(self, kind: str, rows: Sequence[int]) -> dict[int, dict[str, str]]:
@@ -193,20 +193,17 @@ class RunView:
 
     def search(self, kind: str, text: str) -> list[int]:
         """Return the numbers of the rows whose turns, expected answer or failure have a text, in any case."""
-        self.refresh(kind)
-        with self.lock:
+        with self.fresh(kind):
             return find_rows(self.path / f"{kind}.jsonl", self.sessions[kind].places, text)
 
     def group(self, kind: str, step: int, prompt: int) -> list[dict[str, Any]]:
         """Return the sessions of a group, whole."""
-        self.refresh(kind)
-        with self.lock:
+        with self.fresh(kind):
             return [self._line(kind, row) for row in self.sessions[kind].groups.get((step, prompt), [])]
 
     def newest_group(self) -> list[dict[str, Any]]:
         """Return the group that was recorded last."""
-        self.refresh("samples")
-        with self.lock:
+        with self.fresh("samples"):
             newest = next(reversed(self.sessions["samples"].groups), None)
             return [] if newest is None else self.group("samples", *newest)
 
@@ -227,7 +224,7 @@ class RunView:
             tree = [] if record is None else trajectory_tree(record, step, (prompt, session))
         return {"line": lines.get(session), "group": list(lines), "trajectories": tree}
 
-    def tokens(self, step: int, key: tuple[int, int, int]) -> dict[str, Any]:
+    def tokens(self, step: int, *key: int) -> dict[str, Any]:
         """Return a recorded row token by token, or why it is missing."""
         record = self.record()
         with self.lock:
@@ -240,9 +237,8 @@ class RunView:
 
     def step(self, step: int) -> dict[str, Any]:
         """Return the stages of a step, its plan and its metrics; step 0 is the newest."""
-        self.refresh("metrics")
         record = self.record()
-        with self.lock:
+        with self.fresh("metrics"):
             steps = [number for number in self.metrics.steps if number > 0]
             wanted = step if step > 0 else (steps[-1] if steps else 0)
             return {
@@ -255,13 +251,13 @@ class RunView:
 
     def teachers(self) -> dict[str, Any]:
         """Return what each teacher is, its target share, and the scores of all models by domain."""
-        self.refresh("metrics")
-        recipe = self.recipe()
+        with self.fresh("metrics"):
+            recipe, first, last = self.recipe(), self.metrics.at(0), self.metrics.last
         teachers, targets = mapping(recipe.get("teachers")), mapping(look_up(recipe, "route.shares"))
-        shares = gradient_shares([self.metrics.last], targets)
+        shares = gradient_shares([last], targets)
         exam = {n: _by_domain(row) for n, row in read_mapping(self.path / "scores.json").items()}
         scores = {f"teacher {name}" if name in teachers else name: row for name, row in exam.items()}
-        own = {"before training": self.metrics.at(0), "student": self.metrics.last}
+        own = {"before training": first, "student": last}
         scores = scores or {name: _by_domain(row) for name, row in own.items()}
         return {
             "teachers": {name: _source(mapping(teacher)) for name, teacher in teachers.items()},
@@ -280,7 +276,6 @@ class RunView:
         }
 
     def log(self) -> dict[str, Any]:
-        """Return the end of log.txt."""
         path = self.path / "log.txt"
         if not path.exists():
             return {"text": "", "left_out": 0}
@@ -302,40 +297,35 @@ def run_state(folder: Path, versions: Mapping[str, Any]) -> tuple[str, str]:
     """Return how the last start of a run stands: a word, and a sentence for people."""
     if not versions:
         return "waiting", "The run has not started yet: this page fills as soon as it does."
+    files = [folder / name for name in ("metrics.jsonl", "log.txt", "versions.json")]
+    newest = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+    is_quiet = time.time() - newest > QUIET_S
     if not (starts := versions["starts"]):
-        if _is_quiet(folder):
+        if is_quiet:
             return "lost", "This run never came to its first step; log.txt may say why."
         return "waiting", "The run is starting: models are loaded, the first evaluation runs."
     last = starts[-1]
-    outcome, step = last.get("outcome"), last.get("last_step")
+    outcome, step, pid = last.get("outcome"), last.get("last_step"), last.get("pid")
     if outcome == "done":
         return "done", f"done after {step} steps, {last.get('ended')}"
     if outcome == "interrupted":
         return "interrupted", f"stopped after step {step}: practicum train … --resume continues it"
     if outcome:
         return "died", f"{outcome} (after step {step})"
-    if _is_alive(folder, last):
+    is_here = isinstance(pid, int) and last.get("host") == socket.gethostname()
+    if _is_running(pid) if is_here else not is_quiet:
         return "live", "training"
     return "lost", "The run was killed, or its machine went down. --resume continues it"
 
 
-def _is_alive(folder: Path, start: Mapping[str, Any]) -> bool:
-    pid = start.get("pid")
-    if not isinstance(pid, int) or start.get("host") != socket.gethostname():
-        return not _is_quiet(folder)
+def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
+    except PermissionError:  # somebody else's
+        pass
     return True
-
-
-def _is_quiet(folder: Path) -> bool:
-    files = [folder / name for name in ("metrics.jsonl", "log.txt", "versions.json")]
-    newest = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
-    return time.time() - newest > QUIET_S
 
 
 def _source(teacher: Mapping[str, Any]) -> str:

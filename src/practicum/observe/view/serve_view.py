@@ -91,7 +91,6 @@ def _address(bound: socket.socket, token: str) -> str:
 def serve_runs(
     runs: Sequence[RunView], port: int | None, say: Callable[[str], None], *, open_browser: bool
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM."""
     token = secrets.token_urlsafe(16)
     bound = listen(port)
     url = _address(bound, token)

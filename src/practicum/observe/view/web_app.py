@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import math
 import mimetypes
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -100,6 +102,11 @@ def make_app(runs: Sequence[RunView], token: str, is_ending: Callable[[], bool])
     async def events(request: Request) -> Response:
         return StreamingResponse(news(runs, is_ending), media_type="text/event-stream", headers=HEADERS)
 
+    async def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        nothing = f"practicum view has nothing at {request.url.path}."
+        return _sentence(error.status_code, error.detail if "practicum" in error.detail else nothing)
+
     def first(request: Request) -> Any:
         shown = by_id.get(request.query_params.get("run", ""), runs[0])
         return {"runs": list(by_id), "info": shown.info()}
@@ -109,8 +116,13 @@ def make_app(runs: Sequence[RunView], token: str, is_ending: Callable[[], bool])
         found = compare_runs(pair[0], pair[1])
         return asdict(found) | {"runs": None, "sentence": found.sentence}
 
-    def about_run(ask: Callable[[RunView, Request], Any]) -> Callable[[Request], Any]:
-        return lambda request: ask(run_named(request.path_params["run"]), request)
+    def about_run(ask: Callable[..., Any]) -> Callable[[Request], Any]:
+        def answer(request: Request) -> Any:
+            query, at = request.query_params, dict(request.path_params)
+            kind = "eval" if query.get("kind") == "eval" else "samples"
+            return ask(run_named(at.pop("run")), kind, at, query)
+
+        return answer
 
     asked = {"/api/first": first, "/api/diff": diff}
     asked |= {f"/api/run/{{run}}{path}": about_run(ask) for path, ask in ASKED.items()}
@@ -122,48 +134,33 @@ def make_app(runs: Sequence[RunView], token: str, is_ending: Callable[[], bool])
             *(Route(path, _answered(ask)) for path, ask in asked.items()),
         ],
         middleware=[Middleware(Guard, token=token)],
-        exception_handlers={HTTPException: _refused},
+        exception_handlers={HTTPException: refused},
     )
 
 
-def _series(run: RunView, request: Request) -> Any:
-    query = request.query_params
-    first, last = float(query.get("first", "-inf")), float(query.get("last", "inf"))
-    return run.series(query.getlist("name"), first, last)
-
-
-def _kind(request: Request) -> str:
-    return "eval" if request.query_params.get("kind") == "eval" else "samples"
-
-
-def _numbers(request: Request, *names: str) -> tuple[Any, ...]:
-    return tuple(request.path_params[name] for name in names)
-
-
-ASKED: Mapping[str, Callable[[RunView, Request], Any]] = {
-    "": lambda run, _: run.info(),
-    "/series": _series,
-    "/rows": lambda run, request: run.rows(_kind(request), int(request.query_params.get("after", 0))),
-    "/texts": lambda run, request: run.texts(
-        _kind(request), [int(row) for row in request.query_params.getlist("row")]
+ASKED: Mapping[str, Callable[[RunView, str, Mapping[str, int], QueryParams], Any]] = {
+    "": lambda run, kind, at, query: run.info(),
+    "/series": lambda run, kind, at, query: run.series(
+        query.getlist("name"), float(query.get("first", "-inf")), float(query.get("last", "inf"))
     ),
-    "/search": lambda run, request: run.search(_kind(request), request.query_params["q"]),
-    "/newest": lambda run, _: run.newest_group(),
-    "/group/{step:int}/{prompt:int}": lambda run, request: run.group(
-        _kind(request), *_numbers(request, "step", "prompt")
+    "/rows": lambda run, kind, at, query: run.rows(kind, int(query.get("after", 0))),
+    "/texts": lambda run, kind, at, query: run.texts(kind, [int(row) for row in query.getlist("row")]),
+    "/search": lambda run, kind, at, query: run.search(kind, query["q"]),
+    "/newest": lambda run, kind, at, query: run.newest_group(),
+    "/group/{step:int}/{prompt:int}": lambda run, kind, at, query: run.group(kind, *at.values()),
+    "/session/{step:int}/{prompt:int}/{session:int}": lambda run, kind, at, query: run.session(
+        kind, *at.values()
     ),
-    "/session/{step:int}/{prompt:int}/{session:int}": lambda run, request: run.session(
-        _kind(request), *_numbers(request, "step", "prompt", "session")
+    "/tokens/{step:int}/{prompt:int}/{session:int}/{trajectory:int}": lambda run, kind, at, query: run.tokens(
+        *at.values()
     ),
-    "/tokens/{step:int}/{prompt:int}/{session:int}/{trajectory:int}": lambda run, request: run.tokens(
-        request.path_params["step"], _numbers(request, "prompt", "session", "trajectory")
-    ),
-    "/step/{step:int}": lambda run, request: run.step(request.path_params["step"]),
-    "/teachers": lambda run, _: run.teachers(),
-    "/recipe": lambda run, _: run.recipe_page(),
-    "/log": lambda run, _: run.log(),
+    "/step/{step:int}": lambda run, kind, at, query: run.step(at["step"]),
+    "/teachers": lambda run, kind, at, query: run.teachers(),
+    "/recipe": lambda run, kind, at, query: run.recipe_page(),
+    "/log": lambda run, kind, at, query: run.log(),
 }
-"""What can be asked of a run: path below it, and the answer."""
+"""What can be asked of a run: the path below it, and the answer. `kind` is samples or eval, `at` the path's
+numbers in order."""
 
 
 async def news(runs: Sequence[RunView], is_ending: Callable[[], bool]) -> AsyncIterator[str]:
@@ -201,7 +198,6 @@ def static(name: str) -> Response:
 
 
 def _answered(ask: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Response]]:
-    """Return an endpoint that answers with JSON, from a thread."""
 
     async def endpoint(request: Request) -> Response:
         try:
@@ -219,28 +215,14 @@ def _answered(ask: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Re
 
 def to_json(data: Any) -> str:
     """Return JSON as browsers read it: what is no finite number is null."""
+    if isinstance(data, float):
+        return repr(data) if math.isfinite(data) else "null"
     try:
         return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    except ValueError:
-        return json.dumps(_with_nulls(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-def _with_nulls(data: Any) -> Any:
-    if isinstance(data, float):
-        return data if data == data and abs(data) != float("inf") else None
-    if isinstance(data, Mapping):
-        return {key: _with_nulls(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_with_nulls(value) for value in data]
-    return data
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    known = (
-        error.detail if "practicum" in error.detail else f"practicum view has nothing at {request.url.path}."
-    )
-    return _sentence(error.status_code, known)
+    except ValueError:  # some number inside is not finite
+        if isinstance(data, Mapping):
+            return f"{{{','.join(f'{json.dumps(str(key))}:{to_json(x)}' for key, x in data.items())}}}"
+        return f"[{','.join(map(to_json, data))}]"
 
 
 def _sentence(status: int, text: str) -> Response:

@@ -1,156 +1,189 @@
-"""Algorithms that can't work: estimator and loss, critic, groups, KL penalty, mismatch, weights of 0."""
+"""Algorithms that can't work: estimator and loss, critic, groups, KL penalty, mismatch, weights of 0, lag."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from practicum.errors import RecipeError
-from practicum.recipe.algorithm_traits import ESTIMATORS, estimator_traits, loss_traits
+from practicum.recipe.algorithm_traits import ESTIMATORS, LOSSES, estimator_traits, loss_traits
 from practicum.recipe.checks.divergences import why_k1_is_dead
-from practicum.recipe.counts import count
-from practicum.recipe.schema.algorithm_sections import KL_HORIZON
-from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.algorithm_sections import KL_HORIZON, Algorithm, CriticSection
+from practicum.recipe.schema.recipe import Buffer, Recipe
+from practicum.recipe.schema.teacher_sections import Distill, Teacher
 
 _CUT = "the engine's logprobs are those of the cut distribution, the learner's are not"
 _CORRECTED = "the ratio to the engine's logprobs corrects the mismatch already: choose one of the two"
+_WEIGH = "set algorithm.mismatch.weights to token"
 
 
 def check_algorithm(recipe: Recipe) -> Iterator[RecipeError]:
-    """Every problem of what is learnt from an answer."""
-    for check in (_pair, _to_sampler, _clip, _kl, _critic, _groups, _reward_weight, _mismatch):
-        yield from check(recipe)
+    """Yield every problem of how the student learns from responses."""
+    algorithm, estimates = recipe.algorithm, recipe.has_advantage_estimator
+    yield from _names(algorithm, estimates)
+    yield from _kl(algorithm, recipe.counts.sessions)
+    yield from _sampling(algorithm, is_cut=recipe.cuts_sampling, has_policy_loss=recipe.has_policy_loss)
+    if estimates:
+        yield from _estimator(algorithm, recipe.critic, recipe.train.steps, recipe.rollout.samples)
+    yield from _flat_groups(algorithm, recipe.buffer, recipe.reward.weight)
+    if recipe.reward.weight == 0 and not recipe.is_supervised:
+        yield from _without_reward(algorithm, recipe.distill, estimates)
+    if recipe.corrects_mismatch:
+        yield from _mismatch(algorithm, recipe)
+    if lag := recipe.rollout.lag:
+        yield from _lag(recipe, lag)
 
 
-def _pair(recipe: Recipe) -> Iterator[RecipeError]:
-    algorithm = recipe.algorithm
+def _names(algorithm: Algorithm, estimates: bool) -> Iterator[RecipeError]:
     advantage, loss = algorithm.advantage, algorithm.loss
     if loss == "supervised" and advantage != "none":
-        yield RecipeError(
-            "algorithm.advantage",
-            f"{advantage} with algorithm.loss supervised",
-            "none",
-            "demonstrations have no advantage: set algorithm.advantage to none, or another loss",
-        )
-    elif advantage == "none" and recipe.has_advantage_estimator:
-        yield RecipeError(
-            "algorithm.advantage",
-            f"none with algorithm.loss {loss}",
-            "an estimator such as grpo",
-            "a policy loss needs an advantage; only algorithm.loss supervised needs none",
-        )
+        found = f"{advantage} with algorithm.loss supervised"
+        advice = "demonstrations have no advantage: set algorithm.advantage to none, or another loss"
+        yield RecipeError("algorithm.advantage", found, "none", advice)
+    elif advantage == "none" and estimates:
+        advice = "a policy loss needs an advantage; only algorithm.loss supervised needs none"
+        found = f"none with algorithm.loss {loss}"
+        yield RecipeError("algorithm.advantage", found, "an estimator such as grpo", advice)
+    if algorithm.clip_low >= 1 and loss_traits(loss).clips_ratio:
+        found = f"{algorithm.clip_low:g} with algorithm.loss {loss}"
+        advice = "the ratio is clipped to 1 - clip_low and is never below 0: nothing would be clipped"
+        yield RecipeError("algorithm.clip_low", found, "less than 1, such as 0.2", advice)
 
 
-def _to_sampler(recipe: Recipe) -> Iterator[RecipeError]:
-    loss = recipe.algorithm.loss
-    if not recipe.has_policy_loss or not loss_traits(loss).to_sampler:
-        return
-    if recipe.algorithm.old_logprobs == "recompute":
-        found = f"recompute with algorithm.loss {loss}"
-        yield RecipeError("algorithm.old_logprobs", found, "auto", "its ratio is to the policy that sampled")
-    if recipe.cuts_sampling:
-        found = f"{loss} with top_p, top_k or min_p"
-        yield RecipeError("algorithm.loss", found, "another loss, or nothing that is cut", _CUT)
-
-
-def _clip(recipe: Recipe) -> Iterator[RecipeError]:
-    algorithm = recipe.algorithm
-    if algorithm.clip_low >= 1 and loss_traits(algorithm.loss).clips_ratio:
-        yield RecipeError(
-            "algorithm.clip_low",
-            f"{algorithm.clip_low:g} with algorithm.loss {algorithm.loss}",
-            "less than 1, such as 0.2",
-            "the ratio is clipped to 1 - clip_low and is never below 0: nothing would be clipped",
-        )
-
-
-def _kl(recipe: Recipe) -> Iterator[RecipeError]:
-    kl = recipe.algorithm.kl
-    if recipe.algorithm.loss == "supervised" and kl.place != "off":
+def _kl(algorithm: Algorithm, sessions: int) -> Iterator[RecipeError]:
+    kl = algorithm.kl
+    if algorithm.loss == "supervised" and kl.place != "off":
         found = f"{kl.place} with algorithm.loss supervised"
         yield RecipeError("algorithm.kl.place", found, "off", "supervised training has no KL term")
     if kl.target is not None and kl.place == "reward" and kl.coefficient == 0:
-        found = "0 with a target"
         expected = "a start greater than 0 (adaptation multiplies it)"
-        yield RecipeError("algorithm.kl.coefficient", found, expected)
-    if kl.target is not None and 0.2 * count(recipe).sessions >= KL_HORIZON:
-        found = f"an adaptive weight with {count(recipe).sessions} sessions per step"
+        yield RecipeError("algorithm.kl.coefficient", "0 with a target", expected)
+    if kl.target is not None and 0.2 * sessions >= KL_HORIZON:
+        found = f"an adaptive weight with {sessions} sessions per step"
         advice = "one step could take the weight to zero or below"
         yield RecipeError("algorithm.kl.target", found, f"fewer than {5 * KL_HORIZON} sessions", advice)
-    if recipe.algorithm.old_logprobs == "rollout" and recipe.cuts_sampling:
-        found = "rollout with top_p, top_k or min_p"
-        yield RecipeError("algorithm.old_logprobs", found, "auto or recompute", _CUT)
     if kl.place == "loss" and kl.estimator == "k1":
         expected = "an estimator whose gradient depends on the reference"
         advice = f"{why_k1_is_dead('reference')}; use k2 or k3, or k1 with algorithm.kl.place reward"
         yield RecipeError("algorithm.kl.estimator", "k1 with algorithm.kl.place loss", expected, advice)
 
 
-def _critic(recipe: Recipe) -> Iterator[RecipeError]:
-    advantage, critic = recipe.algorithm.advantage, recipe.critic
-    if not estimator_traits(advantage).critic or not recipe.has_advantage_estimator:
+def _sampling(algorithm: Algorithm, *, is_cut: bool, has_policy_loss: bool) -> Iterator[RecipeError]:
+    """Yield losses and logprobs that do not fit the distribution that rollouts are sampled from."""
+    if is_cut and algorithm.old_logprobs == "rollout":
+        found = "rollout with top_p or top_k"
+        yield RecipeError("algorithm.old_logprobs", found, "auto or recompute", _CUT)
+    if not has_policy_loss or not loss_traits(algorithm.loss).to_sampler:
         return
-    if critic is None:
-        found = f"no critic with algorithm.advantage {advantage}"
-        yield RecipeError("critic", found, "a critic", "add critic: {} for one with the defaults")
-    elif 0 < recipe.train.steps <= critic.warmup_steps:
-        found = f"{critic.warmup_steps} of {recipe.train.steps} steps"
+    if algorithm.old_logprobs == "recompute":
+        found = f"recompute with algorithm.loss {algorithm.loss}"
+        yield RecipeError("algorithm.old_logprobs", found, "auto", "its ratio is to the policy that sampled")
+    if is_cut:
+        found = f"{algorithm.loss} with top_p or top_k"
+        yield RecipeError("algorithm.loss", found, "another loss, or nothing that is cut", _CUT)
+
+
+def _estimator(
+    algorithm: Algorithm, critic: CriticSection | None, steps: int, samples: int
+) -> Iterator[RecipeError]:
+    with_advantage = f"with algorithm.advantage {algorithm.advantage}"
+    traits = estimator_traits(algorithm.advantage)
+    if traits.critic and critic is None:
+        advice = "add critic: {} for one with the defaults"
+        yield RecipeError("critic", f"no critic {with_advantage}", "a critic", advice)
+    elif traits.critic and critic is not None and 0 < steps <= critic.warmup_steps:
+        found = f"{critic.warmup_steps} of {steps} steps"
         advice = "the student would never learn"
         yield RecipeError("critic.warmup_steps", found, "less than train.steps", advice)
+    if traits.compares_groups and samples < 2:
+        advice = "it compares the sessions of a prompt: a group of one has no relative signal"
+        yield RecipeError("rollout.samples", f"{samples} {with_advantage}", "at least 2", advice)
 
 
-def _groups(recipe: Recipe) -> Iterator[RecipeError]:
-    advantage, samples = recipe.algorithm.advantage, recipe.rollout.samples
-    compares = estimator_traits(advantage).compares_groups
-    if compares and samples < 2 and recipe.has_advantage_estimator:
-        yield RecipeError(
-            "rollout.samples",
-            f"{samples} with algorithm.advantage {advantage}",
-            "at least 2",
-            "it compares the sessions of a prompt: a group of one has no relative signal",
-        )
-    if recipe.buffer.filter_flat_groups and recipe.reward.weight and not compares:
-        names = sorted(name for name, traits in ESTIMATORS.items() if traits.compares_groups)
-        yield RecipeError(
-            "buffer.filter_flat_groups",
-            f"true with algorithm.advantage {advantage}",
-            "false, or a group estimator",
-            f"only {', '.join(names)} learn nothing from equal rewards",
-        )
-
-
-def _reward_weight(recipe: Recipe) -> Iterator[RecipeError]:
-    """A weight of 0: something else must be learnt from, and nothing may count on rewards."""
-    distill = recipe.distill
-    if recipe.is_supervised or recipe.reward.weight:
+def _flat_groups(algorithm: Algorithm, buffer: Buffer, reward_weight: float) -> Iterator[RecipeError]:
+    if not buffer.filter_flat_groups:
         return
+    if reward_weight == 0:
+        advice = "groups are flat in rewards, and none is learnt from"
+        yield RecipeError("buffer.filter_flat_groups", "true with reward.weight 0", "false", advice)
+    elif not estimator_traits(algorithm.advantage).compares_groups:
+        names = sorted(name for name, traits in ESTIMATORS.items() if traits.compares_groups)
+        found = f"true with algorithm.advantage {algorithm.advantage}"
+        advice = f"only {', '.join(names)} learn nothing from equal rewards"
+        yield RecipeError("buffer.filter_flat_groups", found, "false, or a group estimator", advice)
+
+
+def _without_reward(algorithm: Algorithm, distill: Distill | None, estimates: bool) -> Iterator[RecipeError]:
     if distill is None:
         advice = "nothing is left to learn from: raise it, or add teachers and distill"
         yield RecipeError("reward.weight", "0 without distill", "greater than 0", advice)
-        return
-    if recipe.algorithm.kl.place == "reward" and not recipe.has_advantage_estimator:
+    elif algorithm.kl.place == "reward" and not estimates:
         found = f"reward with reward.weight 0 and distill.through {distill.through}"
         yield RecipeError("algorithm.kl.place", found, "loss or off", "no reward is learnt from then")
-    if recipe.buffer.filter_flat_groups:
-        found = "true with reward.weight 0"
-        advice = "groups are flat in rewards, and none is learnt from"
-        yield RecipeError("buffer.filter_flat_groups", found, "false", advice)
 
 
-def _mismatch(recipe: Recipe) -> Iterator[RecipeError]:
-    """Corrections of the difference between engine and learner that can't be made."""
+def _mismatch(algorithm: Algorithm, recipe: Recipe) -> Iterator[RecipeError]:
+    """Yield corrections of the difference between engine and learner that can't be made."""
     path, expected = "algorithm.mismatch", "weights: off"
-    if not recipe.corrects_mismatch:
-        return
     if not recipe.has_policy_loss:
         advice = "demonstrations are sampled by no engine: remove it"
         if not recipe.is_supervised:
             advice = "the weights are of the policy loss alone: remove it, or set reward.weight"
         yield RecipeError(path, "a correction without a policy loss", expected, advice)
         return
-    if recipe.algorithm.old_logprobs == "rollout":
+    if algorithm.old_logprobs == "rollout":
         yield RecipeError(path, "a correction with algorithm.old_logprobs rollout", expected, _CORRECTED)
-    elif loss_traits(recipe.algorithm.loss).to_sampler:
-        found = f"a correction with algorithm.loss {recipe.algorithm.loss}"
+    elif loss_traits(algorithm.loss).to_sampler:
+        found = f"a correction with algorithm.loss {algorithm.loss}"
         yield RecipeError(path, found, expected, _CORRECTED)
     if recipe.cuts_sampling:
-        yield RecipeError(path, "a correction with top_p, top_k or min_p", expected, _CUT)
+        yield RecipeError(path, "a correction with top_p or top_k", expected, _CUT)
+
+
+def _lag(recipe: Recipe, lag: int) -> Iterator[RecipeError]:
+    """Yield what can't be learnt from rows that older weights sampled."""
+    if recipe.is_supervised:
+        found = f"{lag} with algorithm.loss supervised"
+        yield RecipeError("rollout.lag", found, "0", "supervised training samples nothing")
+        return
+    if recipe.has_policy_loss:
+        yield from _stale_policy(recipe.algorithm, f"with rollout.lag {lag}")
+        if recipe.cuts_sampling:
+            advice = "stale tokens are weighed by the engine's logprobs, which are of the cut distribution"
+            found = f"top_p or top_k with rollout.lag {lag}"
+            yield RecipeError("rollout", found, "the student's whole distribution", advice)
+        needs_student = recipe.algorithm.kl.place == "reward" or recipe.distils_by_policy
+        if needs_student and recipe.algorithm.old_logprobs == "rollout":
+            found = f"rollout with rollout.lag {lag} and a KL in the advantages"
+            advice = "the KL is of the current student: the engine's logprobs are of older weights"
+            yield RecipeError("algorithm.old_logprobs", found, "auto or recompute", advice)
+    yield from _stale_teachers(recipe.distill, recipe.teachers, lag)
+
+
+def _stale_policy(algorithm: Algorithm, with_lag: str) -> Iterator[RecipeError]:
+    """A policy loss must know how likely the weights that sampled a token found it."""
+    if algorithm.mismatch.weights != "off":
+        return
+    if not loss_traits(algorithm.loss).ratio:
+        names = ", ".join(name for name, traits in LOSSES.items() if traits.ratio)
+        advice = f"it treats every token as one that the current weights would sample: use one of {names}"
+        found, expected = f"{algorithm.loss} {with_lag}", "a loss that weighs stale tokens"
+        yield RecipeError("algorithm.loss", found, expected, f"{advice}; or {_WEIGH}")
+    elif algorithm.old_logprobs == "recompute":
+        found = f"recompute {with_lag} and algorithm.mismatch.weights off"
+        advice = f"a ratio to the current weights is wrong for stale samples: {_WEIGH} (decoupled PPO)"
+        yield RecipeError("algorithm.old_logprobs", found, "auto or rollout, or weights", advice)
+
+
+def _stale_teachers(distill: Distill | None, teachers: dict[str, Teacher], lag: int) -> Iterator[RecipeError]:
+    if distill is not None and distill.through == "loss" and distill.signal == "sampled":
+        found = f"sampled with rollout.lag {lag} and distill.through loss"
+        advice = (
+            "an estimate from one token is of the weights that sampled it: use top_k or full, whose "
+            f"divergence is of the current student, or through advantage and {_WEIGH}"
+        )
+        yield RecipeError("distill.signal", found, "top_k or full", advice)
+    for name, teacher in teachers.items():
+        if teacher.student is not None and teacher.student.every and teacher.scores_during_rollout:
+            found = f"a copy of the student in its own process with rollout.lag {lag}"
+            advice = "it would score rows before the step whose weights it has to be"
+            yield RecipeError(f"teachers.{name}.placement", found, "colocated, or student.every: 0", advice)

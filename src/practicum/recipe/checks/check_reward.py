@@ -13,38 +13,24 @@ _FIELDS = ("prompt", "response", "answer")
 
 
 def check_reward(recipe: Recipe) -> Iterator[RecipeError]:
-    """Every problem of reward functions and reward models."""
-    yield from _functions(recipe)
-    yield from check_names("reward.models", "reward model", recipe.reward.models)
-    yield from _namesakes(recipe)
-    for name, model in recipe.reward.models.items():
-        yield from _model(f"reward.models.{name}", model)
-
-
-def _functions(recipe: Recipe) -> Iterator[RecipeError]:
-    if any(model.weight for model in recipe.reward.models.values()):
-        return
-    if not recipe.computes_reward and not recipe.evaluates:
-        return
+    """Yield every problem of reward functions and reward models."""
+    models = recipe.reward.models
     lists: dict[str, list[RewardFunction] | None] = {"reward.functions": recipe.reward.functions}
     lists |= {f"tasks.{name}.rewards": task.rewards for name, task in recipe.tasks.items()}
-    for path, functions in lists.items():
-        if functions is not None and not any(function.weight for function in functions):
-            found = "no reward" if not functions else "weights that are all 0"
-            yield RecipeError(path, found, "at least one reward with a weight that is not 0")
-
-
-def _namesakes(recipe: Recipe) -> Iterator[RecipeError]:
-    """Models that share the metric reward/part/<name> with a function."""
-    lists = [recipe.reward.functions, *(task.rewards or [] for task in recipe.tasks.values())]
-    functions = {function.use.rpartition(":")[2] for some in lists for function in some}
-    for name in recipe.reward.models:
+    if (recipe.computes_reward or recipe.evaluates) and not any(m.weight for m in models.values()):
+        for path, functions in lists.items():
+            if functions is not None and not any(function.weight for function in functions):
+                found = "no reward" if not functions else "weights that are all 0"
+                yield RecipeError(path, found, "at least one reward with a weight that is not 0")
+    yield from check_names("reward.models", "reward model", models)
+    functions = {function.use.rpartition(":")[2] for some in lists.values() for function in some or ()}
+    for name, model in models.items():
+        path = f"reward.models.{name}"
         if name in functions:
-            expected = "a name that no reward function has"
+            found, expected = f"a model named like the reward {name}", "a name that no reward function has"
             advice = f"both would be the metric reward/part/{name}: call the model something else"
-            yield RecipeError(
-                f"reward.models.{name}", f"a model named like the reward {name}", expected, advice
-            )
+            yield RecipeError(path, found, expected, advice)
+        yield from _model(path, model)
 
 
 def _model(path: str, model: RewardModel) -> Iterator[RecipeError]:

@@ -1,4 +1,4 @@
-"""Teachers that can't teach: not reached in one way, duplicates, and what their engines can't do."""
+"""Teachers that can't teach: not reached in one way, duplicates or ill-formed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from practicum.errors import RecipeError
 from practicum.recipe.checks.value_forms import check_device, check_names, check_url, fields_of
-from practicum.recipe.derived import model_traits
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
 
@@ -15,32 +14,25 @@ _IDENTITY = ("model", "adapter", "url", "student", "before", "tokenizer", "dtype
 
 
 def check_teachers(recipe: Recipe) -> Iterator[RecipeError]:
-    """Every problem of the teachers themselves, and of teachers and distill without one another."""
-    yield from _pairing(recipe)
-    yield from check_names("teachers", "teacher", recipe.teachers)
-    for name, teacher in recipe.teachers.items():
-        yield from _teacher(f"teachers.{name}", teacher)
-    yield from _duplicates(recipe.teachers)
-    yield from _engines(recipe)
-
-
-def _pairing(recipe: Recipe) -> Iterator[RecipeError]:
-    if recipe.is_supervised and (recipe.teachers or recipe.distill):
-        key = "distill" if recipe.distill else "teachers"
-        yield RecipeError(
-            key,
-            f"{key} with algorithm.loss supervised",
-            "another algorithm.loss",
-            "teachers correct what the student samples, not demonstrations: remove algorithm.loss and "
-            f"algorithm.advantage, or {key}",
+    """Yield every problem of the teachers themselves, and of teachers and distill without one another."""
+    teachers, distill = recipe.teachers, recipe.distill
+    if recipe.is_supervised and (teachers or distill):
+        key = "distill" if distill else "teachers"
+        found, expected = f"{key} with algorithm.loss supervised", "another algorithm.loss"
+        advice = (
+            "teachers correct what the student samples: remove algorithm.loss and algorithm.advantage, or"
         )
-    elif recipe.teachers and recipe.distill is None:
+        yield RecipeError(key, found, expected, f"{advice} {key}")
+    elif teachers and distill is None:
         advice = "add distill: {} to learn from them by the defaults, or remove them"
-        found = f"{', '.join(recipe.teachers)} without distill"
-        yield RecipeError("teachers", found, "a distill section", advice)
-    elif recipe.distill is not None and not recipe.teachers:
+        yield RecipeError("teachers", f"{', '.join(teachers)} without distill", "a distill section", advice)
+    elif distill is not None and not teachers:
         advice = "add one, such as teachers: {math: {model: runs/math/export}}, or remove distill"
         yield RecipeError("distill", "distill without teachers", "at least one teacher", advice)
+    yield from check_names("teachers", "teacher", teachers)
+    for name, teacher in teachers.items():
+        yield from _teacher(f"teachers.{name}", teacher)
+    yield from _duplicates(teachers)
 
 
 def _teacher(path: str, teacher: Teacher) -> Iterator[RecipeError]:
@@ -66,43 +58,12 @@ def _teacher(path: str, teacher: Teacher) -> Iterator[RecipeError]:
 
 
 def _duplicates(teachers: dict[str, Teacher]) -> Iterator[RecipeError]:
-    seen: list[tuple[str, list[object]]] = []
+    seen: dict[str, str] = {}
     for name, teacher in teachers.items():
-        identity = [_plain(getattr(teacher, key)) for key in _IDENTITY]
-        twin = next((other for other, theirs in seen if theirs == identity), None)
-        reached = teacher.model or teacher.adapter or teacher.url or teacher.student
-        if twin is not None and reached:
-            yield RecipeError(
-                f"teachers.{name}",
-                f"the same teacher as {twin}",
-                "teachers that differ in model, adapter, url, student, before, tokenizer or dtype",
-                f"remove {name}, and let route.to send its prompts to {twin}",
-            )
-        seen.append((name, identity))
-
-
-def _plain(value: object) -> object:
-    return value.rstrip("/") if isinstance(value, str) else value
-
-
-def _engines(recipe: Recipe) -> Iterator[RecipeError]:
-    by_vllm = [
-        n for n, teacher in recipe.teachers.items() if teacher.url is None and teacher.engine == "vllm"
-    ]
-    for name in by_vllm:
-        teacher = recipe.teachers[name]
-        on_student = teacher.adapter is not None and teacher.model is None
-        if (recipe.model.dtype if on_student else teacher.dtype) == "float64":
-            found, key = "float64 with engine vllm", "model" if on_student else f"teachers.{name}"
-            yield RecipeError(f"{key}.dtype", found, "float32 or bfloat16")
-        if teacher.student is not None and recipe.model.lora is not None:
-            found, advice = "vllm with a copy of a student that has an adapter", "set its engine to torch"
-            yield RecipeError(f"teachers.{name}.engine", found, "torch", advice)
-    if by_vllm and recipe.distill is not None and recipe.distill.signal == "full":
-        advice = "vLLM gives no hidden states: set distill.signal to top_k or sampled, or its engine to torch"
-        found = f"full with teachers.{by_vllm[0]}.engine vllm"
-        yield RecipeError("distill.signal", found, "top_k or sampled", advice)
-    if by_vllm and model_traits(recipe.model).vision:
-        advice = "pictures are seen by the torch engine only"
-        found = "vllm with a student that sees pictures"
-        yield RecipeError(f"teachers.{by_vllm[0]}.engine", found, "torch", advice)
+        values = [getattr(teacher, key) for key in _IDENTITY]
+        identity = repr([value.rstrip("/") if isinstance(value, str) else value for value in values])
+        twin = seen.setdefault(identity, name)
+        if twin != name and (teacher.model or teacher.adapter or teacher.url or teacher.student):
+            expected = f"teachers that differ in {', '.join(_IDENTITY[:-1])} or {_IDENTITY[-1]}"
+            advice = f"remove {name}, and let route.to send its prompts to {twin}"
+            yield RecipeError(f"teachers.{name}", f"the same teacher as {twin}", expected, advice)

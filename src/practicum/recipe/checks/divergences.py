@@ -16,24 +16,10 @@ _PLAIN = {"k1_straight": "k1", "k3_straight": "k3"}
 
 
 def check_distill(recipe: Recipe) -> Iterator[RecipeError]:
-    """Every problem of the distill section."""
+    """Yield every problem of the distill section."""
     distill = recipe.distill
     if distill is None:
         return
-    yield from _pair(distill)
-    baseline = estimator_traits(recipe.algorithm.advantage).greedy_baseline
-    if distill.through == "reward" and recipe.reward.weight == 0 and baseline:
-        yield RecipeError(
-            "algorithm.advantage",
-            f"{recipe.algorithm.advantage} with reward.weight 0 and distill.through reward",
-            "another estimator, or a reward",
-            "its baseline is the reward of a greedy answer, and nothing is judged here",
-        )
-    yield from _temperature(recipe, distill)
-    yield from _servers(recipe, distill)
-
-
-def _pair(distill: Distill) -> Iterator[RecipeError]:
     way = (distill.divergence, distill.signal, distill.through)
     found = f"{distill.divergence} with signal {distill.signal}, through {distill.through}"
     if reason := why_unfit(*way):
@@ -41,30 +27,27 @@ def _pair(distill: Distill) -> Iterator[RecipeError]:
     elif reason := why_dead(*way):
         expected = "a divergence whose gradient depends on the teacher"
         yield RecipeError("distill.divergence", found, expected, reason)
+    advantage = recipe.algorithm.advantage
+    is_judged = recipe.reward.weight != 0 or distill.through != "reward"
+    if estimator_traits(advantage).greedy_baseline and not is_judged:
+        found = f"{advantage} with reward.weight 0 and distill.through reward"
+        advice = "its baseline is the reward of a greedy answer, and nothing is judged here"
+        yield RecipeError("algorithm.advantage", found, "another estimator, or a reward", advice)
+    sampled, compared = recipe.rollout.temperature, recipe.compare_temperature
+    if recipe.distils_by_policy and compared != sampled:
+        found = f"{compared:g} with rollout.temperature {sampled:g} and through {distill.through}"
+        advice = "an advantage or reward is of the policy that sampled: remove it, or set through: loss"
+        yield RecipeError("distill.temperature", found, "unset, or rollout.temperature", advice)
+    if remote := [name for name, teacher in recipe.teachers.items() if teacher.url is not None]:
+        yield from _server(distill, f"the teacher {remote[0]} behind a URL", compared)
 
 
-def _temperature(recipe: Recipe, distill: Distill) -> Iterator[RecipeError]:
-    sampled = recipe.rollout.temperature
-    if recipe.distils_by_policy and recipe.compare_temperature != sampled:
-        yield RecipeError(
-            "distill.temperature",
-            f"{distill.temperature:g} with rollout.temperature {sampled:g} and through {distill.through}",
-            "unset, or rollout.temperature",
-            "an advantage or reward is of the policy that sampled: remove it, or set distill.through: loss",
-        )
-
-
-def _servers(recipe: Recipe, distill: Distill) -> Iterator[RecipeError]:
-    remote = [name for name, teacher in recipe.teachers.items() if teacher.url is not None]
-    if not remote:
-        return
-    who = f"the teacher {remote[0]} behind a URL"
+def _server(distill: Distill, who: str, temperature: float) -> Iterator[RecipeError]:
     if distill.signal == "full":
-        advice = "a server gives no hidden states: set distill.signal to top_k or sampled"
+        advice = "a server returns no hidden states: set distill.signal to top_k or sampled"
         yield RecipeError("distill.signal", f"full with {who}", "top_k or sampled", advice)
-    temperature = recipe.compare_temperature
     if temperature != 1:
-        key = "rollout.temperature" if recipe.distils_by_policy else "distill.temperature"
+        key = "distill.temperature" if distill.through == "loss" else "rollout.temperature"
         path = "distill.temperature" if distill.temperature is not None else "rollout.temperature"
         advice = f"a server scores prompts at temperature 1: set {key}: 1.0"
         yield RecipeError(path, f"{temperature:g} with {who}", "a comparison at temperature 1", advice)

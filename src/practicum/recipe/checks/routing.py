@@ -27,38 +27,24 @@ def value_of_task(route: Route, name: str, task: Task) -> str | None:
     return task.domain or (name if task.kind is not None else None)
 
 
-def values_of_tasks(recipe: Recipe) -> tuple[dict[str, list[str]], bool]:
-    """Values that are known without reading rows, each with its tasks; and whether these are all."""
-    values: dict[str, list[str]] = {}
-    complete = True
-    for name, task in recipe.tasks.items():
-        value = value_of_task(recipe.route, name, task)
-        if value is None:
-            complete = False
-        else:
-            values.setdefault(value, []).append(name)
-    return values, complete
-
-
 def check_route(recipe: Recipe) -> Iterator[RecipeError]:
-    """Every problem of the route that is known without reading rows."""
-    if len(recipe.teachers) < 2:
+    """Yield every problem of the route that is known without reading rows."""
+    route, teachers = recipe.route, recipe.teachers
+    if len(teachers) < 2:
         return
-    yield from _shares(recipe)
-    lost = list(_lost(recipe))
-    yield from lost or _cover(recipe)
+    if route.shares is not None:
+        yield from _shares(route.shares, teachers)
+    lost = list(_lost(route, teachers))
+    yield from lost or _cover(route, teachers, recipe.tasks)
 
 
-def _shares(recipe: Recipe) -> Iterator[RecipeError]:
-    shares = recipe.route.shares
-    if shares is None:
-        return
-    missing = [name for name in recipe.teachers if name not in shares]
-    unknown = [name for name in shares if name not in recipe.teachers]
+def _shares(shares: dict[str, float], teachers: Iterable[str]) -> Iterator[RecipeError]:
+    missing = [name for name in teachers if name not in shares]
+    unknown = [name for name in shares if name not in teachers]
     if missing or unknown:
         parts = [f"no share of {', '.join(missing)}"] if missing else []
         parts += [f"no teacher {', '.join(unknown)}"] if unknown else []
-        expected = f"a share of each teacher: {', '.join(recipe.teachers)}"
+        expected = f"a share of each teacher: {', '.join(teachers)}"
         yield RecipeError("route.shares", " and ".join(parts), expected, _meant(unknown, missing))
         return
     for name, share in shares.items():
@@ -71,58 +57,53 @@ def _shares(recipe: Recipe) -> Iterator[RecipeError]:
         yield RecipeError("route.shares", f"a sum of {total:g}", "a sum of 1", advice)
 
 
-def _lost(recipe: Recipe) -> Iterator[RecipeError]:
+def _lost(route: Route, teachers: Iterable[str]) -> Iterator[RecipeError]:
     """Entries of route.to that send prompts to nobody."""
-    known = ", ".join(recipe.teachers)
-    for value, to in recipe.route.to.items():
+    known = ", ".join(teachers)
+    for value, to in route.to.items():
         path = f"route.to.{value}"
         if not to:
             yield RecipeError(path, "nobody", f"a teacher, or weights of several: {known}")
-        for name, weight in destinations(recipe.route, value).items():
-            if name and name not in recipe.teachers:
-                yield RecipeError(path, f"{name!r}", f"one of {known}", _meant([name], recipe.teachers))
+        for name, weight in destinations(route, value).items():
+            if name and name not in teachers:
+                yield RecipeError(path, f"{name!r}", f"one of {known}", _meant([name], teachers))
             elif weight <= 0:
                 advice = "remove a teacher that gets none"
                 yield RecipeError(f"{path}.{name}", f"{weight:g}", "a weight greater than 0", advice)
 
 
-def _cover(recipe: Recipe) -> Iterator[RecipeError]:
-    by, teachers = recipe.route.by, recipe.teachers
-    builtin = [name for name, task in recipe.tasks.items() if task.kind is not None]
+def _cover(route: Route, teachers: Iterable[str], tasks: dict[str, Task]) -> Iterator[RecipeError]:
+    """Values without a teacher, and teachers without a value."""
+    by = route.by
+    builtin = [name for name, task in tasks.items() if task.kind is not None]
     if by not in ("domain", "task") and builtin:
         found = f"{by!r}, a column, with the built-in task {builtin[0]}, which has none"
-        advice = "set it to domain or task, or take prompts from files only"
-        yield RecipeError(
-            "route.by", found, "what every prompt has", _meant([by], ["domain", "task"]) or advice
+        advice = (
+            _meant([by], ["domain", "task"]) or "set it to domain or task, or take prompts from files only"
         )
+        yield RecipeError("route.by", found, "what every prompt has", advice)
         return
-    values, complete = values_of_tasks(recipe)
-    for value, tasks in values.items():
-        if missing := [name for name in destinations(recipe.route, value) if name not in teachers]:
-            yield RecipeError(
-                "route.to",
-                f"no teacher for the {by} {value!r} of {_named(tasks)}",
-                f"a teacher named {value}, or an entry of route.to for {value}",
-                _meant(missing, teachers) or f"set route.to: {{{value}: {' or '.join(teachers)}}}",
-            )
-    if not complete:
+    of_task = {name: value_of_task(route, name, task) for name, task in tasks.items()}
+    values = list(dict.fromkeys(value for value in of_task.values() if value is not None))
+    for value in values:
+        if missing := [name for name in destinations(route, value) if name not in teachers]:
+            names = ", ".join(name for name in of_task if of_task[name] == value)
+            found = f"no teacher for the {by} {value!r} of {names}"
+            expected = f"a teacher named {value}, or an entry of route.to for {value}"
+            advice = _meant(missing, teachers) or f"set route.to: {{{value}: {' or '.join(teachers)}}}"
+            yield RecipeError("route.to", found, expected, advice)
+    if None in of_task.values():  # rows may bring other values
         return
-    reached = {name for value in values for name in destinations(recipe.route, value)}
+    reached = {name for value in values for name in destinations(route, value)}
     for name in teachers:
         if name not in reached:
             found = f"a teacher that no prompt goes to (by {by}: {', '.join(values)})"
             advice = f"remove it, or let route.to send it the prompts of a {by}"
             yield RecipeError(f"teachers.{name}", found, "prompts for each teacher", advice)
-    for value in recipe.route.to:
+    for value in route.to:
         if value not in values:
-            advice = _meant([value], values) or "remove it"
-            yield RecipeError(
-                f"route.to.{value}", f"a {by} of no task", f"one of {', '.join(values)}", advice
-            )
-
-
-def _named(tasks: list[str]) -> str:
-    return f"{'task' if len(tasks) == 1 else 'tasks'} {', '.join(tasks)}"
+            advice, expected = _meant([value], values) or "remove it", f"one of {', '.join(values)}"
+            yield RecipeError(f"route.to.{value}", f"a {by} of no task", expected, advice)
 
 
 def _meant(words: Iterable[str], among: Iterable[str]) -> str:

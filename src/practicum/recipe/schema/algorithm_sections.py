@@ -55,10 +55,6 @@ def _option(chooser: str, name: str) -> tuple[ReadWhen, ReadWhen]:
     return used, ReadWhen(obstacle, f"remove it, or set algorithm.{chooser} to {' or '.join(readers(name))}")
 
 
-_CLIP_LOW, _CLIP_HIGH = _option("loss", "clip_low"), _option("loss", "clip_high")
-_GAMMA, _LAM, _WHITEN = (_option("advantage", name) for name in ("gamma", "lam", "whiten"))
-
-
 KL_HORIZON = 10_000
 """Sessions over which an adaptive KL weight changes."""
 
@@ -97,18 +93,16 @@ class Algorithm(Section):
     clip_low: float = key(
         0.2,
         "Lower clip range of the ratio (1 - this); dppo: how far a probability may fall.",
-        *_CLIP_LOW,
+        *_option("loss", "clip_low"),
         ge=0,
     )
     clip_high: float = key(
         0.2,
         "Upper clip range of the ratio (1 + this); dppo: how far a probability may rise.",
-        *_CLIP_HIGH,
+        *_option("loss", "clip_high"),
         ge=0,
     )
-    gamma: float = key(1.0, "Discount per token (gae, reinforce_pp).", *_GAMMA, gt=0, le=1)
-    lam: float = key(1.0, "GAE's lambda.", *_LAM, ge=0, le=1)
-    whiten: bool = key(True, "Whiten GAE advantages over the batch's sampled tokens.", *_WHITEN)
+    lam: float = key(1.0, "GAE's lambda.", *_option("advantage", "lam"), ge=0, le=1)
     entropy: float = key(0.0, "Weight of the entropy bonus.", _option("loss", "entropy")[1], ge=0)
     kl: Kl = key(Kl(), "Penalty against a reference policy.")
     old_logprobs: Literal["auto", "recompute", "rollout"] = key(
@@ -127,7 +121,3 @@ class CriticSection(Section):
 
     lr: float = key(1e-4, "Learning rate.", gt=0)
     warmup_steps: int = key(0, "Steps in which only the critic learns.", ge=0)
-    clip: float | None = key(0.2, "Clip range of the value loss; off if null.", gt=0)
-    minibatch_rows: int | None = key(
-        None, "Rows of one optimizer step of the critic; unset: as the student's.", ge=1
-    )

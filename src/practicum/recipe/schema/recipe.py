@@ -10,14 +10,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-from practicum.devices import HELP as DEVICE_HELP
 from practicum.recipe.algorithm_traits import ESTIMATORS, estimator_traits, loss_traits
+from practicum.recipe.counts import Counts
 from practicum.recipe.reward_traits import REWARDS, is_instant
 from practicum.recipe.schema.algorithm_sections import ESTIMATES, Algorithm, CriticSection
 from practicum.recipe.schema.rollout_sections import ON_RAY, Agent, Rollout
 from practicum.recipe.schema.runtime_section import Pools, Runtime
 from practicum.recipe.schema.section import OwnName, Section, key, or_short_form, own_name, read_if, read_with
-from practicum.recipe.schema.teacher_sections import Distill, RewardModel, Route, Teacher
+from practicum.recipe.schema.teacher_sections import Distill, Held, RewardModel, Route, Teacher
 
 _KV_HEADS = read_with(".family", "qwen3", "llama", "qwen3_moe", "qwen2_5_vl", refused=False)
 _HEAD_DIM = read_with(".family", "qwen3", "llama", "qwen3_moe", refused=False)
@@ -99,7 +99,7 @@ class Lora(Section):
     )
 
 
-class Model(Section):
+class Model(Held):
     """The student: where its weights come from and how they are held."""
 
     path: str | None = key(
@@ -108,8 +108,6 @@ class Model(Section):
     )
     make: MakeModel | None = key(None, "Make a tiny random model instead of loading one from a path.")
     tokenizer: str | None = key(None, "Folder or hub name; the model's own if unset.")
-    dtype: Literal["float32", "bfloat16", "float64"] = key("float32", "Number type of the weights.")
-    device: str = key("auto", DEVICE_HELP)
     lora: Lora | None = key(None, "Train a LoRA adapter on the model in place of its weights (extra lora).")
 
 
@@ -174,7 +172,6 @@ class Task(Section):
     )
     prompt: str = key("prompt", "Column with the prompt: a string or chat messages.", _ROWS)
     answer: str = key("answer", "Column with the expected answer, for checkers.", _ROWS)
-    images: str = key("images", "Column with the paths of a row's pictures.", _ROWS)
     too_long: Literal["error", "skip", "cut"] = key(
         "error",
         "Rows whose prompt and answer exceed the context: error; skip leaves them out; cut drops "
@@ -220,7 +217,6 @@ class Train(Section):
     )
     weight_decay: float = key(0.0, "AdamW weight decay of matrices.", ge=0)
     betas: tuple[Beta, Beta] = key((0.9, 0.999), "AdamW betas.", strict=False)
-    eps: float = key(1e-8, "AdamW epsilon.", gt=0)
     clip_norm: float | None = key(1.0, "Clip the global gradient norm; off if null.", gt=0)
     microbatch_tokens: int = key(16_384, "Tokens of one forward and backward.", ge=1)
     autocast: Literal["off", "bfloat16"] = key("off", "Mixed precision of the compute.")
@@ -283,9 +279,6 @@ class Checks(Section):
     model_config = ConfigDict(json_schema_extra=or_short_form("level"))
 
     level: Level = key("error", "error stops the run, warn reports, off does not look.")
-    logprob_gap_max: float = key(
-        0.05, "Largest mean |difference| in nats between logprobs of the rollout and of the learner.", gt=0
-    )
     own: list[OwnName] = key([], "Checks of your own, such as [package.module:name].")
 
 
@@ -333,9 +326,25 @@ class Recipe(Section):
         return self.algorithm.loss == "supervised"
 
     @property
+    def counts(self) -> Counts:
+        """The sizes of a step, and totals."""
+        train, buffer = self.train, self.buffer
+        return Counts(
+            supervised=self.is_supervised,
+            steps=train.steps,
+            prompts=train.prompts,
+            samples=1 if self.is_supervised else self.rollout.samples,
+            baselines=train.prompts if estimator_traits(self.algorithm.advantage).greedy_baseline else 0,
+            epochs=train.epochs,
+            minibatches=train.minibatches,
+            minibatch_rows=train.minibatch_rows,
+            refills=buffer.max_refills if buffer.filter_flat_groups else 0,
+        )
+
+    @property
     def sampling_engines(self) -> int:
-        """Engines that sample in one process: one per unfinished step, or one of vLLM for all."""
-        return 1 if self.rollout.engine == "vllm" else self.rollout.lag + 1
+        """Engines that sample in one process: one per unfinished step, or one for all."""
+        return 1 if self.rollout.engine_traits.serves_versions else self.rollout.lag + 1
 
     @property
     def sampling_s(self) -> float:
@@ -347,6 +356,21 @@ class Recipe(Section):
     def uses_reward(self) -> bool:
         """Rewards are learnt from."""
         return not self.is_supervised and self.reward.weight > 0
+
+    def rewards_of(self, task: str) -> list[RewardFunction]:
+        """Return the reward functions of a task: its own, else the recipe's."""
+        own = self.tasks[task].rewards
+        return self.reward.functions if own is None else own
+
+    @property
+    def tasks_needing_answer(self) -> set[str]:
+        """Tasks whose rows must have an answer: for a reward, a loop or a demonstration."""
+        needed = self.is_supervised or self.agent.loop == "retry"
+        return {
+            name
+            for name in self.tasks
+            if needed or any(f.use in REWARDS and REWARDS[f.use].needs_answer for f in self.rewards_of(name))
+        }
 
     @property
     def computes_reward(self) -> bool:
@@ -399,7 +423,7 @@ class Recipe(Section):
     def cuts_sampling(self) -> bool:
         """Rollouts are drawn from a truncated distribution."""
         rollout = self.rollout
-        return rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
+        return rollout.top_p < 1 or rollout.top_k > 0
 
     @property
     def is_own_base(self) -> bool:
@@ -449,12 +473,7 @@ class Recipe(Section):
         if not self.on_ray:
             return 1
         devices = (self.pools.rollout or self.pools.train).total
-        return self.rollout.replicas or max(1, devices // self.engine_devices)
-
-    @property
-    def engine_devices(self) -> int:
-        """Devices that one engine of the student is on."""
-        return self.rollout.vllm.tensor_parallel if self.rollout.engine == "vllm" else 1
+        return self.rollout.replicas or max(1, devices // self.rollout.engine_devices)
 
     @property
     def own_models(self) -> dict[str, Teacher | RewardModel]:

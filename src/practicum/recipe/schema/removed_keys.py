@@ -8,13 +8,46 @@ from fnmatch import fnmatchcase
 _CHECKS = "set checks: error, warn or off for all checks; the thresholds are constants"
 _EVAL = "a greedy answer is always scored, samples are drawn at temperature 1, and a pass has reward 1"
 _MISMATCH = "set algorithm.mismatch.cap: ratios above it become it"
+_RETRIES = "remove it: a failed request is sent up to 4 times within deadline_s"
+_START = "remove it: a process has half an hour to load its model"
+_DEVICES = "remove it, or set engine to vllm and vllm.tensor_parallel: other processes have one device"
+_WITH_ENGINE = ("rollout", "teachers.*")
 REMOVED = {
     "agent.tools.*.isolation": "remove it: the tool python always runs in bubblewrap",
     "async": "set rollout.lag instead of async.lag",
     **dict.fromkeys(("checks.weight_version", "checks.fingerprint", "checks.fingerprint_max"), _CHECKS),
-    **dict.fromkeys(("checks.logprob_gap", "checks.sample_size", "checks.sample_size_min"), _CHECKS),
-    **dict.fromkeys(("checks.masks", "checks.groups", "checks.advantages"), _CHECKS),
+    **dict.fromkeys(
+        ("checks.logprob_gap", "checks.logprob_gap_max", "checks.sample_size", "checks.sample_size_min"),
+        _CHECKS,
+    ),
+    **dict.fromkeys(
+        ("checks.logprob_gap_max", "checks.masks", "checks.groups", "checks.advantages"), _CHECKS
+    ),
     **dict.fromkeys(("checks.teacher_shares", "checks.store_empty", "checks.finite"), _CHECKS),
+    "agent.feedback": "remove it: the loop retry has one text; write your own loop for another",
+    "agent.tools.*.memory_mb": "remove it: a program has 1 GiB of memory",
+    "agent.tools.*.output_chars": "remove it: 2,000 characters of a result are kept",
+    "algorithm.gamma": "remove it: later tokens are not discounted",
+    "algorithm.whiten": "remove it: GAE's advantages are always whitened",
+    "critic.clip": "remove it: values are clipped to a range of 0.2",
+    "critic.minibatch_rows": "remove it: the critic's mini-batches are the student's",
+    "distill.beta": "remove it: jsd weighs student and teacher equally",
+    "pools.teachers": "remove it: each process of placement own takes the devices it needs",
+    "reward.models.*.retries": _RETRIES,
+    "reward.models.*.scale": "remove it and set weight: a judge's number is divided by 10",
+    **dict.fromkeys(("reward.models.*.placement.own.start_s", "teachers.*.placement.own.start_s"), _START),
+    **dict.fromkeys(("reward.models.*.placement.own.devices", "teachers.*.placement.own.devices"), _DEVICES),
+    "rollout.min_p": "remove it, or use rollout.top_p",
+    "runtime.object_store_gb": "use ray start --object-store-memory, and set runtime.address",
+    **dict.fromkeys(("runtime.store_units", "runtime.reward_workers"), "one for each of pools.train.nodes"),
+    "runtime.weight_transport": "remove it: nixl is used for weights on a GPU if it is installed",
+    "tasks.*.images": "name the column images, or rename it by map",
+    "teachers.*.retries": _RETRIES,
+    "train.eps": "remove it, or set train.optimizer to a function of yours",
+    **{f"{path}.vllm.kv_gb": "set kv_cache_memory_bytes in vllm.options" for path in _WITH_ENGINE},
+    **{f"{path}.vllm.start_s": _START for path in _WITH_ENGINE},
+    "rollout.vllm.threads": "set runtime.threads",
+    "teachers.*.vllm.threads": "set runtime.threads, or placement: {own: {threads: 2}}",
     "algorithm.dual_clip": "remove it: no loss has a second clip",
     "algorithm.kl.clamp": "remove it: log-ratios are not clamped",
     "algorithm.kl.horizon": "remove it: an adaptive weight changes over 10,000 sessions",

@@ -6,9 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
+from practicum.recipe.schema.engine_sections import EngineChoice
 from practicum.recipe.schema.section import ReadWhen, Section, key, read_if, read_with
-
-EngineKind = Literal["torch", "vllm"]
 
 ON_RAY = read_with("runtime.kind", "ray", refused=False)
 """What a recipe says of a cluster may stay in runs without one."""
@@ -18,38 +17,14 @@ _ROLLOUTS = read_if(
 """Of rollouts for training; an SFT recipe may share a base with others."""
 
 
-class Vllm(Section):
-    """Settings of a vLLM engine, which runs in its own process."""
-
-    threads: int | None = key(None, "Threads of its process on a CPU; unset: as torch's here.", ge=1)
-    tensor_parallel: int = key(
-        1,
-        "Devices that each layer is split over: one engine, with a worker process on each of them; on a CPU, "
-        "each worker has `threads`.",
-        ge=1,
-    )
-    kv_gb: float | None = key(
-        None, "GiB of KV memory on each device; unset: what slots × context tokens take.", gt=0
-    )
-    start_s: float = key(300.0, "Seconds in which it must be ready.", gt=0)
-    options: dict[str, Any] = key(
-        {},
-        "Engine arguments of vLLM by its own names, such as block_size or quantization; they win over "
-        "those that are set here.",
-    )
-
-
-class Rollout(Section):
+class Rollout(EngineChoice):
     """How the student's answers are sampled."""
 
-    engine: EngineKind = key("torch", "Engine that samples: torch, embedded; vllm, in its own process.")
-    vllm: Vllm = key(Vllm(), "Settings of engine vllm.", read_with("rollout.engine", "vllm"))
     samples: int = key(8, "Sessions for each prompt.", _ROLLOUTS, ge=1)
     max_new_tokens: int = key(64, "Longest turn in tokens.", ge=1)
     temperature: float = key(1.0, "Sampling temperature of training rollouts.", _ROLLOUTS, gt=0)
     top_p: float = key(1.0, "Nucleus: smallest set with this mass; 1 = off.", _ROLLOUTS, gt=0, le=1)
     top_k: int = key(0, "Keep this many most likely tokens; 0 = all.", _ROLLOUTS, ge=0)
-    min_p: float = key(0.0, "Drop tokens below this share of the best one.", _ROLLOUTS, ge=0, lt=1)
     stop: list[str] = key([], "Further stop tokens (each one token of the tokenizer).")
     slots: int = key(256, "Sequences decoded at once; KV memory grows up to slots × context.", ge=1)
     context: int | None = key(
@@ -88,10 +63,6 @@ class ToolSection(Section):
 
     use: str = key(..., "calculator, python (in bubblewrap), or package.module:function.")
     timeout_s: float = key(5.0, "Seconds a call may take (not for calculator).", _LIMITED, gt=0)
-    output_chars: int = key(
-        2000, "Characters of its result that are kept (not for calculator).", _LIMITED, ge=16
-    )
-    memory_mb: int = key(256, "Memory of the program in MiB (python).", read_with(".use", "python"), ge=32)
 
 
 class Retry(Section):
@@ -187,9 +158,6 @@ class Agent(Section):
     )
     ask_summary: str = key(
         "Summarise what matters for going on.", "How compress asks for a summary.", _BY_COMPRESS
-    )
-    feedback: str = key(
-        "That is not right. Try again.", "What retry tells the model after a miss.", _read_by("retry")
     )
     deadline_s: float | None = key(
         None,

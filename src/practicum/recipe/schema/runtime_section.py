@@ -7,20 +7,18 @@ from typing import Literal
 from pydantic import ConfigDict
 
 from practicum.recipe.schema.rollout_sections import ON_RAY
-from practicum.recipe.schema.section import Section, key, or_short_form, read_if, read_with, read_without
+from practicum.recipe.schema.section import Section, key, or_short_form, read_if, read_without
 
 StoreKind = Literal["ray", "transferqueue"]
 RuntimeKind = Literal["local", "ray"]
-WeightTransport = Literal["auto", "object_store", "nixl"]
 
-_IN_QUEUE = read_with("runtime.store", "transferqueue")
 _OWN_CLUSTER = read_without(
     "runtime.address",
     "only a cluster that the run starts itself has a size to choose: remove it, or the address",
 )
 _ASLEEP = read_if(
     lambda recipe: any(
-        model.url is None and model.placement == "colocated"
+        not model.scores_during_rollout
         for model in (*recipe.teachers.values(), *recipe.reward.models.values())
     ),
     "without a colocated teacher or reward model",
@@ -60,24 +58,9 @@ class Runtime(Section):
         _OWN_CLUSTER,
         ge=1,
     )
-    object_store_gb: float | None = key(
-        None,
-        "GiB of shared memory of a cluster that is started here; unset: Ray's own choice.",
-        ON_RAY,
-        _OWN_CLUSTER,
-        ge=0.1,
-    )
     store: StoreKind = key(
         "ray", "Data plane. ray: columns in Ray's object store; transferqueue: TransferQueue.", ON_RAY
     )
-    store_units: int = key(1, "Storage units of TransferQueue, one CPU each.", ON_RAY, _IN_QUEUE, ge=1)
-    weight_transport: WeightTransport = key(
-        "auto",
-        "How weights get from the learner to engines. object_store: through the host's memory; nixl: from "
-        "device to device, with a copy on the learner's; auto: nixl for weights on a GPU, if installed.",
-        ON_RAY,
-    )
-    reward_workers: int = key(1, "Processes that judge answers, one CPU each.", ON_RAY, ge=1)
     max_deaths: int = key(
         3, "Deaths of workers of one role (rollout, reward, a teacher) that a run survives.", ON_RAY, ge=0
     )
@@ -107,6 +90,3 @@ class Pools(Section):
 
     train: Pool = key(Pool(), "The learner, one data-parallel rank on each device, and colocated models.")
     rollout: Pool | None = key(None, "The student's engines; unset: they share the devices of train.")
-    teachers: Pool | None = key(
-        None, "Teachers and reward models of placement own; unset: as many devices as they need."
-    )

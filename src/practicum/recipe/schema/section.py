@@ -112,5 +112,5 @@ def _look_up(chain: Chain, key: str) -> Any:
     dots = len(key) - len(name)
     value = chain[-dots] if dots else chain[0]
     for step in name.split("."):
-        value = getattr(value, step)
+        value = getattr(value, step, None)  # sections share keys: a student has no url
     return value

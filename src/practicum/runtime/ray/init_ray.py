@@ -111,8 +111,6 @@ def _start(runtime: Runtime) -> dict[str, Any]:
     from practicum.compat.ray import LOCAL_ONLY
 
     options = {"address": "local", "include_dashboard": False, "num_cpus": runtime.cpus or count_cores()}
-    if runtime.object_store_gb is not None:
-        options["object_store_memory"] = int(runtime.object_store_gb * 2**30)
     return options | LOCAL_ONLY
 
 

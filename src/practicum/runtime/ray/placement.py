@@ -27,9 +27,9 @@ _ROUNDING = 1e-6
 _KEYS = {
     TRAIN: "pools.train",
     ROLLOUT: "pools.rollout",
-    TEACHERS: "placement.own.replicas and devices of teachers and reward models",
-    SERVICES: "runtime.reward_workers",
-    STORE: "runtime.store_units",
+    TEACHERS: "placement.own.replicas of teachers and reward models",
+    SERVICES: "pools.train.nodes",
+    STORE: "pools.train.nodes",
 }
 """The recipe keys that decide the size of a pool."""
 
@@ -138,7 +138,7 @@ def _student(recipe: Recipe, gpus: bool) -> Iterator[Shared]:
     """Yield learner ranks and engines: together on the devices of train, or in separate pools."""
     pools, threads = recipe.pools, recipe.runtime.threads or 1
     on_gpu = uses_gpu(recipe.model.device, gpus)
-    span = recipe.engine_devices if pools.rollout else 1
+    span = recipe.rollout.engine_devices if pools.rollout else 1
     engines = _spread(recipe.engine_replicas, pools.rollout or pools.train, span)
     shared = {TRAIN: _spread(recipe.data_parallel, pools.train)}
     placed = [(TRAIN, pools.train, 1, shared)]
@@ -147,7 +147,7 @@ def _student(recipe: Recipe, gpus: bool) -> Iterator[Shared]:
     else:
         placed.append((ROLLOUT, pools.rollout, span, {ROLLOUT: engines}))
     if _has_colocated_reward_models(recipe):
-        shared[REWARD] = _spread(recipe.runtime.reward_workers, pools.train)
+        shared[REWARD] = _spread(pools.train.nodes, pools.train)
     for name, pool, each, roles in placed:
         for device in range(pool.nodes * pool.devices // each):
             shares = [(role, index, threads) for role, numbers in roles.items() for index in numbers[device]]
@@ -172,13 +172,13 @@ def _services(recipe: Recipe) -> Iterator[Shared]:
     """Yield what needs no device: reward workers, clients of servers, TransferQueue."""
     runtime = recipe.runtime
     if (recipe.computes_reward or recipe.evaluates) and not _has_colocated_reward_models(recipe):
-        for index in range(runtime.reward_workers):
+        for index in range(recipe.pools.train.nodes):
             yield Bundle(SERVICES, index, 1.0), [(REWARD, index, 1)]
     for name, teacher in recipe.teachers.items():
         if teacher.url is not None:
             yield Bundle(SERVICES, 0, URL_CPUS), [(f"teachers.{name}", 0, 1)]
     if runtime.store == "transferqueue":
-        for index in range(runtime.store_units + 1):  # the first is their controller
+        for index in range(recipe.pools.train.nodes + 1):  # the first is their controller
             yield Bundle(STORE, index, 1.0), [(STORE, index + 1, 1)]
 
 

@@ -41,7 +41,7 @@ def start_ray(recipe: Recipe, plan: Plan, watch: Watch, record: RecordPlace | No
         if runtime.store == "ray":
             handle = start_ray_store(runtime.start_s)
         else:
-            handle = start_transferqueue(runtime.store_units, start_s=runtime.start_s)
+            handle = start_transferqueue(recipe.pools.train.nodes, start_s=runtime.start_s)
         undo.callback(handle.close)
         starter = _Starter(recipe, plan, watch, cluster, handle, record)
         work = starter.everyone()
@@ -82,7 +82,7 @@ class _Starter:
         # Colocated reward models are woken one at a time, by one call at a time.
         waits = any(not model.scores_during_rollout for model in recipe.reward.models.values())
         options = {"max_concurrency": 1} if waits else {}
-        reward_workers = recipe.runtime.reward_workers if recipe.computes_reward or recipe.evaluates else 0
+        reward_workers = recipe.pools.train.nodes if recipe.computes_reward or recipe.evaluates else 0
         start_reward = partial(self._begun, RewardWorker, "reward", lambda: judges, **options)
         start_rollout = partial(self._begun, RolloutWorker, "rollout", lambda: dict(self.student))
         pools = ReplicaPools(

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import ray
 import torch
@@ -31,11 +31,14 @@ from practicum.dataplane.packing import Packed, pack
 from practicum.devices import gpu_id
 from practicum.errors import DeadlineError, EngineError
 from practicum.models.offloaded_weights import in_buckets
-from practicum.recipe.schema.runtime_section import WeightTransport
 
 _FIX = "publish them again, or resume the run from its last checkpoint"
 _ALIGNMENT = 16
 """Bytes at whose multiples tensors begin in a bucket that goes by NIXL."""
+
+
+WeightTransport = Literal["auto", "object_store", "nixl"]
+"""Through the host's memory, from device to device, or auto: nixl for weights on a GPU if it is installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ class Manifest:
 def publish(
     weights: Iterable[tuple[str, Tensor]],
     version: int,
-    transport: WeightTransport = "object_store",
+    transport: WeightTransport = "auto",
     *,
     bucket_bytes: int = 64 * 2**20,
 ) -> Manifest:
@@ -121,8 +124,7 @@ def receive(manifest: Manifest, *, timeout: float) -> Iterator[tuple[str, Tensor
             raise EngineError(f"{what} are lost: a node with a part is gone ({error}); {_FIX}") from None
         except DIRECT_ERRORS as error:
             raise EngineError(
-                f"{what} did not come by NIXL ({error}); {_FIX}, "
-                "or use runtime.weight_transport: object_store"
+                f"{what} did not come by NIXL ({error}); {_FIX}, or uninstall nixl where the learner runs"
             ) from None
         if isinstance(received, Packed):
             yield from received.unpack().items()
@@ -142,8 +144,8 @@ def _load_nixl() -> None:
         import nixl._api  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise EngineError(
-            f"runtime.weight_transport: no nixl on {ray.util.get_node_ip_address()} ({error}); "
-            "pip install 'practicum[nixl]' on every machine of the cluster, or set it to object_store"
+            f"no nixl on {ray.util.get_node_ip_address()} ({error}); "
+            "pip install 'practicum[nixl]' on every machine of the cluster, or on none"
         ) from None
     logging.getLogger("nixl").setLevel(logging.WARNING)
 

@@ -129,7 +129,7 @@ class PublishingRank(TrainRank):
         return self._put(weights.items(), version)
 
     def _put(self, weights: Weights, version: int) -> Manifest:
-        return publish(weights, version, self.recipe.runtime.weight_transport)
+        return publish(weights, version)
 
 
 @dataclass(frozen=True, slots=True)

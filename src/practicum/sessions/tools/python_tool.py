@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 
 from practicum.devices import count_cores
 from practicum.errors import EngineError
-from practicum.sessions.tools.tool import Parameter, Tool, ToolError, cut
+from practicum.sessions.tools.tool import OUTPUT_CHARS, Parameter, Tool, ToolError, cut
 
 INSTALL = "apt-get install bubblewrap (Debian, Ubuntu), dnf install bubblewrap (Fedora)"
 _FOLDER = "/tmp"
@@ -46,14 +46,14 @@ class Limits:
 
     seconds: float = 5.0
     cpu_s: int = 6
-    memory_mb: int = 256
-    output_chars: int = 2000
+    memory_mb: int = 1024
+    output_chars: int = OUTPUT_CHARS
     space_mb: int = 64
 
 
-def python_tool(timeout_s: float = 5.0, memory_mb: int = 256, output_chars: int = 2000) -> Tool:
+def python_tool(timeout_s: float = 5.0) -> Tool:
     """Return the tool that runs programs, as many concurrently as there are cores."""
-    runner = PythonRunner(Limits(timeout_s, math.ceil(timeout_s) + 1, memory_mb, output_chars))
+    runner = PythonRunner(Limits(timeout_s, math.ceil(timeout_s) + 1))
 
     async def run(arguments: dict[str, Any]) -> str:
         return await runner.run(arguments["code"])

@@ -37,6 +37,8 @@ _WORDS: dict[Kind, str] = {
     "array": "a list",
     "object": "a mapping",
 }
+OUTPUT_CHARS = 2000
+"""Characters of a result that the model reads."""
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -120,7 +122,7 @@ def cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit]}… (cut after {limit} characters)"
 
 
-def function_tool(function: Callable[..., Any], path: str, timeout_s: float, output_chars: int) -> Tool:
+def function_tool(function: Callable[..., Any], path: str, timeout_s: float) -> Tool:
     """Return a tool named like the function, sync (each call in a thread) or async.
 
     RecipeError at `path` if its signature can't be shown to a model. The model reads the message of a
@@ -141,7 +143,7 @@ def function_tool(function: Callable[..., Any], path: str, timeout_s: float, out
         call = call_async if is_async(function) else lambda arguments: function(**arguments)
         (outcome,) = await call_each(call, [arguments], timeout_s, stop_early=False, named=lambda _: who)
         if outcome.failure is None:
-            return cut(str(outcome.value), output_chars)
+            return cut(str(outcome.value), OUTPUT_CHARS)
         if isinstance(outcome.error, ToolError):
             raise outcome.error
         raise ToolError(f"{name} {outcome.failure}") from outcome.error

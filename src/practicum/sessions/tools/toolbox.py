@@ -18,7 +18,7 @@ from practicum.user_code import encodable, shorten, trace
 
 TOOLS: dict[str, Callable[[ToolSpec], Tool]] = {
     "calculator": lambda spec: CALCULATOR,
-    "python": lambda spec: python_tool(spec.timeout_s, spec.memory_mb, spec.output_chars),
+    "python": lambda spec: python_tool(spec.timeout_s),
 }
 
 
@@ -46,7 +46,7 @@ class Toolbox:
                 tool = TOOLS[spec.use](spec)
             else:
                 function = find_function("tool", spec.use, TOOLS, path)
-                tool = function_tool(function, path, spec.timeout_s, spec.output_chars)
+                tool = function_tool(function, path, spec.timeout_s)
             if tool.name in self._by_name:
                 raise RecipeError(path, f"a second tool named {tool.name}", "tools with different names")
             self._by_name[tool.name] = tool
@@ -56,7 +56,6 @@ class Toolbox:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools as chat templates take them in `tools=`."""
         return [tool.schema for tool in self.tools]
 
     async def run(self, name: str, arguments: Mapping[str, Any]) -> ToolOutcome:

