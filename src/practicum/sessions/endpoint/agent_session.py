@@ -127,7 +127,6 @@ class AgentSession:
             text = Chat(session.tokenizer, start, opening).render(opening)
         keys = None if start.images is not None else tuple(map(message_key, opening))
         first = Turn(session, root, len(root), list(opening), len(start.ids), text)
-        self._context(list(start.tools), {})
         self._by_keys: defaultdict[tuple[str, tuple[MessageKey, ...]], list[Turn]] = defaultdict(list)
         if keys is not None:
             self._by_keys["", keys].append(first)
@@ -212,19 +211,16 @@ class AgentSession:
     def _context(self, tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         """Return the name of tools and template options. Those that the template writes alike have one."""
         written = json.dumps([tools, options], sort_keys=True, default=str)
+        session = self.session
+        if session.start.messages is None:
+            return ""  # a plain-text prompt shows no tools
         if written not in self._contexts:
-            session = self.session
-            text = written if self._contexts else ""
-            if session.start.messages is None:
-                text = ""  # a plain-text prompt shows no tools
-            elif self._contexts:
-                start = replace(session.start, tools=tools, options=options)
-                try:
-                    rendered = Chat(session.tokenizer, start, session.opening).render(session.opening)
-                except EngineError as error:
-                    raise Refusal(400, str(error)) from None
-                text = "" if rendered == self._texts[0].text else written
-            self._contexts[written] = text
+            start = replace(session.start, tools=tools, options=options)
+            try:
+                text = Chat(session.tokenizer, start, session.opening).render(session.opening)
+            except EngineError as error:
+                raise Refusal(400, str(error)) from None
+            self._contexts[written] = "" if text == self._texts[0].text else text
         return self._contexts[written]
 
     def _place(self, request: TurnRequest, peek: bool = False) -> _Place:
