@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """Programs that hold one conversation with real client libraries: `python clients.py openai`.
 
 The model is asked 1+2?, may call the calculator, which says 3, and is then told to go on until four turns are

@@ -11,7 +11,7 @@ import pytest
 
 from practicum.concurrency.event_loop import run_async
 from practicum.recipe.schema.rollout_sections import Agent, ToolSection
-from practicum.sessions.attempts import find_loop, run_attempt
+from practicum.sessions.attempts import SessionResult, find_loop, run_attempt
 from practicum.sessions.session import Session, Trajectory
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.messages import Message, tool_result
@@ -45,7 +45,13 @@ def played(policy: Any) -> list[dict[str, list[Any]]]:
 def held_by(client: str, policy: Any, **environment: str) -> list[Trajectory]:
     """Return the trajectories that a client's program leaves."""
     settings = [f"{name}={value}" for name, value in environment.items()]
-    program = ["env", *settings, str(PYTHON), str(Path(__file__).parent / "clients.py"), client]
+    return ended_by(
+        ["env", *settings, str(PYTHON), f"{Path(__file__).parent}/clients.py", client], policy
+    ).trajectories
+
+
+def ended_by(program: list[str], policy: Any) -> SessionResult:
+    """Return what a session of a program leaves."""
     agent = Agent.model_validate({"loop": {"command": program}})
 
     def make(number: int) -> Session:
@@ -53,7 +59,7 @@ def held_by(client: str, policy: Any, **environment: str) -> list[Trajectory]:
 
     ended = run_async(run_attempt(find_loop(agent.loop), agent, make, 100.0), timeout=110, owner="client")
     assert ended.result is not None, ended.failure
-    return ended.result.trajectories
+    return ended.result
 
 
 @needs_clients
@@ -120,3 +126,21 @@ class Keeping:
             [*trajectory.messages, {"role": "assistant", "content": ""}],
         ]
         return generation
+
+
+@needs_clients
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("program", "turns", "rows_left", "reward"),
+    [
+        ("openai_tools.py", (f"so {CALL}", "it is 3"), 1, 1.0),
+        ("anthropic_chat.py", ("ab a", "ab", "a b c", "ab"), 3, None),
+    ],
+)
+def test_the_programs_of_the_docs_run(
+    program: str, turns: tuple[str, ...], rows_left: int, reward: float | None
+):
+    result = ended_by([str(PYTHON), str(ROOT / "examples/agents" / program), "{prompt}"], script(*turns))
+    assert len(result.trajectories) == rows_left
+    assert sum(t.turns for t in result.trajectories) == len(turns)
+    assert result.reward == reward
