@@ -23,7 +23,7 @@ VLLM_INSTALL := $(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-
 # each process of vLLM would compile vLLM and torch anew.
 VLLM_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PRACTICUM_REQUIRE_VLLM=1
 
-.PHONY: demo test test-all test-long test-clients test-vllm campaign check quick lint bench clean help
+.PHONY: demo test test-all test-long test-clients test-vllm campaign check quick lint bench docs clean help
 
 help:  ## Show what there is.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 11
@@ -76,8 +76,11 @@ lint: $(VENV)/.dev
 bench:  ## Measure against transformers and TRL (its own environment).
 	$(MAKE) -C benchmarks bench PYTHON=$(PYTHON)
 
+docs: .venv-docs/.ready  ## Build the documentation site into site/, strictly.
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+
 clean:  ## Remove the environments and caches.
-	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) .venv-docs site .pytest_cache .ruff_cache
 
 define new_venv
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or newer, or make demo PYTHON=/path/to/python"; exit 1; }
@@ -114,4 +117,9 @@ $(VLLM_VENV)/.listed: requirements-vllm.txt
 $(VLLM_VENV)/.ready: $(VLLM_VENV)/.listed pyproject.toml
 	$(VLLM_INSTALL) --editable .
 	$(VLLM_ENV) VLLM_LOGGING_LEVEL=ERROR $(VLLM_BIN)/python -c 'import vllm.entrypoints.openai.api_server, vllm.v1.worker.cpu_worker'
+	touch $@
+
+.venv-docs/.ready: mkdocs.yml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) mkdocs-material==9.8.1
 	touch $@

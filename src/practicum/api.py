@@ -35,7 +35,7 @@ _training = threading.Lock()
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Report:
-    """What `check` found, in sentences; as text it is the screen of `practicum check`."""
+    """Findings of `check`, in sentences. As text it is the screen of `practicum check`."""
 
     loaded: LoadedRecipe
     """The recipe, with the models that are taken where it names runs."""
@@ -61,7 +61,7 @@ class Report:
 def load_recipe(
     recipe: str | Path | Mapping[str, Any], set: Mapping[str, Any] | Sequence[str] = ()
 ) -> LoadedRecipe:
-    """A recipe with every rule applied: a file (YAML), or its keys as a dict. Its values are in `.recipe`.
+    """Load a recipe with every rule applied: a file (YAML), or its keys as a dict. `.recipe` has its values.
 
     `set` changes values, as {"train.lr": 1e-5} or ["train.lr=1e-5"]. All mistakes come in one PracticumError.
     """
@@ -73,7 +73,7 @@ def load_recipe(
 
 
 def check(recipe: RecipeLike, *, static: bool = False) -> Report:
-    """What loading the recipe's files, tokenizer and model finds. What `train` would refuse is raised.
+    """Return what the recipe's files, tokenizer and model show. What `train` would refuse is raised.
 
     With `static` nothing is loaded: only what the recipe itself tells.
     """
@@ -124,7 +124,7 @@ def train(
 def evaluate(
     recipe: RecipeLike | Run, model: str | Path | None = None, *, quiet: bool = True
 ) -> dict[str, float]:
-    """Scores on a recipe's held-out prompts: of its model, of the model of a run, or of `model`.
+    """Return scores on held-out prompts: of a recipe's model, of the model of a run, or of `model`.
 
     `model` is a folder, a hub name, a run folder or a checkpoint.
     """
@@ -150,7 +150,7 @@ def _as_yaml(key: str, value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Paths as text, tuples as lists, numbers of numpy as Python's."""
+    """Return paths as text, tuples as lists, numbers of numpy as Python's."""
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

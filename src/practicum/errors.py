@@ -13,10 +13,10 @@ class PracticumError(Exception):
     """An error with a sentence for the user; the command line shows it without a traceback."""
 
     details: str = ""
-    """What log.txt gets in addition: the whole traceback of a user's own code."""
+    """The whole traceback of a user's code, for log.txt."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython and notebooks show in place of a traceback."""
+        """Return the lines that IPython and notebooks show in place of a traceback."""
         return [f"{type(self).__name__}: {self}", *getattr(self, "__notes__", [])]
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""What a user's own parts are made of: decorators that declare them, and the types that they take and give.
+"""Pieces of a user's own parts: decorators that declare them, and the types that they take and return.
 
 A recipe names a part as package.module:name; `docs/extend.md` shows one of each kind. Nothing in practicum
 imports this module.

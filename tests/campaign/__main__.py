@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from itertools import chain, pairwise, takewhile
 from pathlib import Path
 
-from tests.campaign.processes import MARK, Family, end_cleanly
+from tests.campaign.processes import MARK, Family, Server, end_cleanly
 from tests.campaign.scenarios import SCENARIOS, Scenario, Victim, save_models
-from tests.campaign.server import Server
-from tests.campaign.strike import Folder, Outcome, Surroundings, disturb, draw
+from tests.campaign.strike import Folder, Outcome, disturb, draw
 from tests.cluster import ENV
 
 STRIKES = 4
@@ -43,16 +42,17 @@ def main() -> int:
 
     try:
         save_models(work / "models")
-        _import_all()
-        around = Surroundings(work / "models", server, family, options.slow)
+        around = work / "models", server, family, options.slow
         references: dict[str, tuple[Path, list[tuple[str, float]]]] = {}
         for number, (scenario, victims) in enumerate(_episodes(rng, options)):
             if scenario.name not in references:
-                references[scenario.name] = undisturbed(scenario, work, around)
+                references[scenario.name] = undisturbed(
+                    Folder(scenario, work / f"reference-{number:03d}", *around)
+                )
             reference, stages = references[scenario.name]
             if _is_over(options, outcomes, began):
                 break
-            folder, new = Folder(scenario, work / f"{number:03d}", around), []
+            folder, new = Folder(scenario, work / f"{number:03d}", *around), []
             first, *rest = draw(rng, victims)
             rest = takewhile(lambda _: not _is_over(options, outcomes, began), rest)
             for outcome in disturb(folder, reference, chain([first], rest), stages, new):
@@ -94,9 +94,7 @@ def _episodes(
     rng: random.Random, options: argparse.Namespace
 ) -> Iterator[tuple[Scenario, list[tuple[Victim, str]]]]:
     """Without end: runs with their victims, so that all kinds are met before one is met again."""
-    scenarios = [s for s in SCENARIOS.values() if re.search(options.only, s.name) and s.is_there]
-    for missing in (s for s in SCENARIOS.values() if not s.is_there):
-        print(f"left out: {missing.name}, there is no {missing.python}")
+    scenarios = [s for s in SCENARIOS.values() if re.search(options.only, s.name)]
     while True:
         episodes = []
         for scenario in scenarios:
@@ -109,37 +107,17 @@ def _episodes(
         yield from episodes
 
 
-def undisturbed(scenario: Scenario, work: Path, around: Surroundings) -> tuple[Path, list[tuple[str, float]]]:
-    """Train a scenario without kills. Return its folder, and the stages of a step with their seconds."""
-    folder = Folder(scenario, work / f"reference-{re.sub(r'[^a-z0-9]+', '-', scenario.name)}", around)
+def undisturbed(folder: Folder) -> tuple[Path, list[tuple[str, float]]]:
+    """Train without kills. Return the run's folder, and the stages of a middle step with their seconds."""
     run = folder.start()
     if problems := folder.finish(run):
-        raise RuntimeError(f"the undisturbed run of {scenario.name!r} failed: {problems}")
-    stages = _stages(run.timeline)
-    print(f"{scenario.name}: undisturbed; stages: {', '.join(stage for stage, _ in stages)}")
-    return folder.out, stages
-
-
-def _stages(timeline: list[tuple[float, int, str]]) -> list[tuple[str, float]]:
-    """Stages of a step in the middle of a run, and how long each took."""
-    step = max(step for _, step, _ in timeline) // 2
-    lengths: dict[str, float] = {}
-    for (begin, number, stage), (end, *_) in pairwise(timeline):
-        if number == step:
+        raise RuntimeError(f"the undisturbed run of {folder.scenario.name!r} failed: {problems}")
+    step, lengths = run.step // 2, dict[str, float]()
+    for (begin, number, stage), (end, *_) in pairwise(run.timeline):
+        if number == step and stage != "eval":
             lengths.setdefault(stage, end - begin)
-    return [(stage, seconds) for stage, seconds in lengths.items() if stage != "eval"]
-
-
-def _import_all() -> None:
-    """What takes seconds, once for all runs that are forked from here."""
-    import ray  # noqa: F401
-    import torch
-
-    import practicum.runtime.local
-    import practicum.runtime.ray.start_ray
-    import practicum.trainer.run  # noqa: F401
-
-    torch.set_num_threads(1)
+    print(f"{folder.scenario.name}: undisturbed; stages: {', '.join(lengths)}")
+    return folder.out, list(lengths.items())
 
 
 def _show(outcome: Outcome) -> None:

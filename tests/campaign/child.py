@@ -7,15 +7,14 @@ import json
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from practicum.processes.host import running_hosts
-from tests.campaign.processes import RESERVED
 
 _PR_SET_PDEATHSIG = 1
 
@@ -60,20 +59,20 @@ def _tell(events: int) -> None:
 
 
 class Run:
-    """A start of a run: its process, its events, what it printed.
+    """A start of a run: its process, its events, what it printed."""
 
-    It is forked from this process, which has imported all that takes seconds; `python` is another
-    interpreter to start it with.
-    """
-
-    def __init__(self, arguments: Sequence[str], log: Path, python: Path | None = None) -> None:
-        self.log = log
-        self.pid, self._events = _start(arguments, log, python)
-        RESERVED.add(self.pid)
-        self.code: int | None = None
+    def __init__(self, arguments: Sequence[str], log: Path) -> None:
+        self.log, self._half = log, b""
+        self._events, writes = os.pipe()
+        command = [sys.executable, "-m", "tests.campaign.child", str(writes), *arguments]
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command, stdout=output, stderr=output, pass_fds=[writes], start_new_session=True
+            )
+        os.close(writes)
+        self.pid, self.code = self._process.pid, None
         self.timeline: list[tuple[float, int, str]] = []
         self.children: dict[str, int] = {}
-        self._half = b""
 
     @property
     def step(self) -> int:
@@ -97,48 +96,10 @@ class Run:
                 self.children = event["children"]
         elif self._events < 0:
             time.sleep(min(0.1, seconds))
-        if self.code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.code = os.waitstatus_to_exitcode(status)
-                RESERVED.discard(self.pid)
+        self.code = self._process.poll()
 
     def printed(self) -> str:
-        return self.log.read_text(errors="replace") if self.log.exists() else ""
-
-
-def _start(arguments: Sequence[str], log: Path, python: Path | None = None) -> tuple[int, int]:
-    """Start a run in its own session; gives its process id and the read end of its events."""
-    reads, writes = os.pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid:
-        os.close(writes)
-        return pid, reads
-    try:
-        os.setsid()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.close(reads)
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        if python is not None:
-            os.set_inheritable(writes, True)
-            os.execv(python, [str(python), "-m", "tests.campaign.child", str(writes), *arguments])
-        code = 0
-        try:
-            run(arguments, writes)
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 1
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
+        return self.log.read_text(errors="replace")
 
 
 if __name__ == "__main__":

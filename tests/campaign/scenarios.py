@@ -13,7 +13,6 @@ from tests.teachers.tiny_reward_models import save_classifier
 from tests.teachers.tiny_teachers import MAKE, TASKS, save_teacher
 
 STEPS = 10
-VLLM_PYTHON = Path(__file__).parents[2] / ".venv-vllm/bin/python"
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,6 @@ SERVER = Victim("served teacher", r"teacher served", title=r"practicum serve .*-
 OWN_TEACHER = Victim("own teacher", r"teacher small", child="teacher small")
 OWN_REWARD_MODEL = Victim("reward model", r"reward model judge|reward\.models\.judge", child="judge")
 ENGINE = Victim("engine's process", r"the torch engine", child="torch engine")
-VLLM = Victim("vLLM's process", r"vLLM", child="vLLM")
 
 RANK = _ray("learner rank", "TrainWorker", r"rank \d of \d of the learner")
 REPLICA = _ray("engine replica", "RolloutWorker", r"rollout \d", survives=True)
@@ -57,19 +55,12 @@ UNIT = _ray("TransferQueue unit", "SimpleStorageUnit", r"TransferQueue's storage
 
 @dataclass(frozen=True)
 class Scenario:
-    """A recipe, its victims, and the interpreter that runs it if it is not this one."""
+    """A recipe and its victims."""
 
     name: str
     make: Callable[[Path, str], dict[str, Any]]
     """The recipe, given the folder of its models and the address of the served teacher."""
     victims: tuple[Victim, ...]
-    python: Path | None = None
-    exact: bool = True
-    """Whether numbers must be the same bit for bit."""
-
-    @property
-    def is_there(self) -> bool:
-        return self.python is None or self.python.exists()
 
     def write(self, folder: Path, models: Path, server: str, slow: float) -> Path:
         """Write the recipe into a folder, with deadlines that are `slow` times as long."""
@@ -86,13 +77,13 @@ def _slower(recipe: Any, factor: float) -> Any:
     return recipe
 
 
-def _recipe(**sections: Any) -> dict[str, Any]:
+def _recipe(rollout: dict[str, Any] | None = None, **sections: Any) -> dict[str, Any]:
     plain: dict[str, Any] = {
         "name": "campaign",
         "seed": 3,
         "model": {"make": dict(MAKE)},
         "tasks": {name: dict(task) for name, task in TASKS.items()},
-        "rollout": {"samples": 3, "max_new_tokens": 4, "slots": 16, "deadline_s": 90},
+        "rollout": {"samples": 3, "max_new_tokens": 4, "slots": 16, "deadline_s": 90} | (rollout or {}),
         "train": {"steps": STEPS, "prompts": 4, "lr": 1e-3},
         "reward": {"functions": [{"use": "tests.campaign.parts:by_letters"}]},
         "eval": {"rows": 2, "every": 4},
@@ -132,48 +123,25 @@ def _agent() -> dict[str, Any]:
     return {
         "agent": {"loop": "tests.campaign.parts:agent", "tools": [{"use": "python", "timeout_s": 10}]},
         "buffer": {"filter_flat_groups": True},
+        "reward": {"functions": [{"use": "tests.campaign.parts:coarse"}]},
     }
 
 
 def _local_teachers(models: Path, server: str) -> dict[str, Any]:
     learnt = {"algorithm": {"advantage": "gae"}, "critic": {}}
-    return _recipe(reward=_judge(models), **learnt, **_teachers(models, server))
-
-
-def _local_plain(models: Path, server: str) -> dict[str, Any]:
-    """The fewest processes."""
-    return _recipe()
-
-
-def _local_agent(models: Path, server: str) -> dict[str, Any]:
-    return _recipe(reward={"functions": [{"use": "tests.campaign.parts:coarse"}]}, **_agent())
+    return _recipe({"lag": 1}, reward=_judge(models), **learnt, **_teachers(models, server))
 
 
 def _ray_teachers(models: Path, server: str) -> dict[str, Any]:
-    found = _recipe(reward=_judge(models), **_teachers(models, server), **_cluster(1, 10))
-    found["rollout"]["replicas"] = 2
-    return found
+    sections = _teachers(models, server) | _cluster(1, 10)
+    return _recipe({"replicas": 2}, reward=_judge(models), **sections)
 
 
 def _ray_agent(models: Path, server: str) -> dict[str, Any]:
     teachers = {"self": {"student": {"every": 2}, "placement": "own", "deadline_s": 20}}
-    reward = {"functions": [{"use": "tests.campaign.parts:coarse"}]}
-    found = _recipe(reward=reward, teachers=teachers, distill={"top_k": 4}, **_agent(), **_cluster(1, 8))
-    found["rollout"]["replicas"] = 2
-    return found
-
-
-def _ahead(lag: int, make: Callable[[Path, str], dict[str, Any]]) -> Callable[[Path, str], dict[str, Any]]:
-    """The same recipe with rollouts that are ahead of the learner."""
-
-    def made(models: Path, server: str) -> dict[str, Any]:
-        found: dict[str, Any] = make(models, server)
-        found["rollout"] = found["rollout"] | {"lag": lag}
-        if "pools" in found:
-            found["pools"] = found["pools"] | {"rollout": {"devices": found["rollout"].get("replicas", 1)}}
-        return found
-
-    return made
+    sections = _agent() | _cluster(1, 8)
+    sections["pools"]["rollout"] = {"devices": 2}
+    return _recipe({"replicas": 2, "lag": 1}, teachers=teachers, distill={"top_k": 4}, **sections)
 
 
 def _ray_queue(models: Path, server: str) -> dict[str, Any]:
@@ -182,23 +150,16 @@ def _ray_queue(models: Path, server: str) -> dict[str, Any]:
     return _recipe(teachers={"wide": {"model": str(models / "wide")}}, distill={"top_k": 4}, **sections)
 
 
-def _vllm(models: Path, server: str) -> dict[str, Any]:
-    found = _recipe()
-    found["model"]["make"]["head_dim"] = 32
-    found["rollout"]["engine"] = "vllm"
-    return found
-
-
 SCENARIOS: Mapping[str, Scenario] = {
     scenario.name: scenario
     for scenario in (
         Scenario(
             "local: 3 teachers, reward model, critic, lag 1",
-            _ahead(1, _local_teachers),
+            _local_teachers,
             (CONTROLLER, OWN_TEACHER, SERVER, OWN_REWARD_MODEL, ENGINE),
         ),
-        Scenario("local: agents, tool, refills", _local_agent, (CONTROLLER, TOOL)),
-        Scenario("local: one turn, lag 2", _ahead(2, _local_plain), (CONTROLLER, ENGINE)),
+        Scenario("local: agents, tool, refills", lambda *_: _recipe(**_agent()), (CONTROLLER, TOOL)),
+        Scenario("local: one turn, lag 2", lambda *_: _recipe({"lag": 2}), (CONTROLLER, ENGINE)),
         Scenario(
             "ray: 3 teachers, reward model",
             _ray_teachers,
@@ -206,7 +167,7 @@ SCENARIOS: Mapping[str, Scenario] = {
         ),
         Scenario(
             "ray: agents, tool, refills, copy as teacher, lag 1",
-            _ahead(1, _ray_agent),
+            _ray_agent,
             (CONTROLLER, RANK, REPLICA, REWARD_WORKER, COPY_WORKER, INDEX, TOOL),
         ),
         Scenario(
@@ -214,7 +175,6 @@ SCENARIOS: Mapping[str, Scenario] = {
             _ray_queue,
             (CONTROLLER, RANK, REPLICA, REWARD_WORKER, QUEUE, UNIT),
         ),
-        Scenario("local: vLLM", _vllm, (CONTROLLER, VLLM), VLLM_PYTHON, exact=False),
     )
 }
 

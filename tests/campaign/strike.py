@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
 import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from tests.campaign.child import Run
-from tests.campaign.judge import compare, left_behind
-from tests.campaign.processes import Family, shared_memory
+from tests.campaign.processes import Family, Server, shared_memory
 from tests.campaign.scenarios import STEPS, Scenario, Victim
-from tests.campaign.server import Server
 
 BOUND_S = 900.0
 """In which a disturbed run must continue or end: several times its longest deadline."""
 FIND_S = 20.0
-_SENTENCE = 300
+_TIMED = re.compile(r"time/.*|.*/tokens_per_second|teacher/.*/(seconds|wakes)|teachers/hidden|cluster/.*")
+"""Metrics that the clock or a death makes."""
+GONE_S = 30.0
+"""Seconds in which processes and shared memory of a run that has ended must be gone."""
 
 
 @dataclass(frozen=True)
@@ -53,31 +56,20 @@ class Outcome:
     """continued, resumed, or missed if there was no such process then."""
     seconds: float = 0.0
     """From the strike to the run's end, or to the end of the step after it."""
-    sentence: str = ""
     problems: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """What runs of the campaign share."""
-
-    models: Path
-    server: Server
-    family: Family
-    slow: float = 1.0
-    """How much longer than usual the runs' deadlines are, for a busy machine."""
-
-
 class Folder:
-    """A run folder of a scenario, and all its starts."""
+    """A run folder of a scenario, and all its starts; `slow` is a factor of the runs' deadlines."""
 
-    def __init__(self, scenario: Scenario, folder: Path, around: Surroundings) -> None:
+    def __init__(
+        self, scenario: Scenario, folder: Path, models: Path, server: Server, family: Family, slow: float
+    ) -> None:
         folder.mkdir(parents=True)
-        self.scenario, self.folder = scenario, folder
-        self.server, self.family = around.server, around.family
-        self.recipe = scenario.write(folder, around.models, around.server.url, around.slow)
+        self.scenario, self.folder, self.server, self.family = scenario, folder, server, family
+        self.recipe = scenario.write(folder, models, server.url, slow)
         text = self.recipe.read_text()
-        self._is_served = around.server.url in text
+        self._is_served = server.url in text
         self._lag: int = yaml.safe_load(text).get("rollout", {}).get("lag", 0)
         self._stopped: set[int] = set()
         """Who was stopped and never let go."""
@@ -94,14 +86,17 @@ class Folder:
         again = "--resume" if list(self.out.glob("checkpoints/step-*")) else "--fresh"
         options = ["--out", str(self.out), *([again] if self.out.exists() else [])]
         log = self.folder / f"start-{self._starts}.txt"
-        return Run([str(self.recipe), *options], log, self.scenario.python)
+        return Run([str(self.recipe), *options], log)
 
-    def wait(self, run: Run) -> None:
-        """Until a run ends by itself, or it has been too long."""
+    def wait(self, run: Run, there: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until the run is `there` (then True), ends by itself, or it has been too long."""
         deadline = time.monotonic() + BOUND_S
         while run.code is None and time.monotonic() < deadline:
+            if there():
+                return True
             run.listen(0.5)
             self.family.look()
+        return False
 
     def finish(self, run: Run) -> list[str]:
         """Wait for a run that is to be done; what is wrong with it."""
@@ -111,28 +106,27 @@ class Folder:
             problems.append(f"hangs in {run.stage} of step {run.step}")
             self._kill()
         elif run.code:
-            problems.append(f"exit code {run.code}: {tail(run.printed())}")
-        problems += left_behind(self.family, self._spared, self._shared)
+            problems.append(f"exit code {run.code}: {last_words(run.printed())}")
+        problems += left_behind(self.family, self.server.pids, self._shared)
         self._kill()
         return problems
 
-    def _spared(self, pid: int, text: str) -> bool:
-        """Return True if a process is not the run's."""
-        return pid in self.server.pids()
-
     def _kill(self) -> None:
-        for pid, text in self.family.look().items():
-            if not self._spared(pid, text):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        for pid in self.family.look().keys() - self.server.pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def strike(self, run: Run, strike: Strike, stages: Sequence[tuple[str, float]]) -> Outcome | None:
         """Wait for the moment, send the signal, and see what becomes of the run; None if it ends before."""
         stage, length = stages[int(strike.stage * len(stages))]
         outcome = Outcome(self.scenario.name, strike.victim.kind, strike.signal, strike.step, stage)
-        if not self._await(run, strike.step, stage):
+        if not self.wait(
+            run, lambda: run.step > strike.step or (run.step, run.stage) == (strike.step, stage)
+        ):
             return None
-        self._listen(run, strike.delay * length)
+        until = time.monotonic() + strike.delay * length
+        while (left := until - time.monotonic()) > 0 and run.code is None:
+            run.listen(left)
         pid = self._find(run, strike)
         if pid is None or run.code is not None:
             outcome.end = "missed"
@@ -145,34 +139,15 @@ class Folder:
             os.kill(pid, signal.SIGCONT)
         elif strike.signal == "STOP":
             self._stopped.add(pid)
-        elif strike.victim.kind == "controller":
-            self._let_go()
+        elif strike.victim.kind == "controller":  # whoever is still stopped can't notice it before
+            for stopped in self._stopped & set(self.family.look()):
+                os.kill(stopped, signal.SIGCONT)
+            self._stopped.clear()
         self._see(run, outcome)
         outcome.seconds = round(time.monotonic() - self._struck, 1)
         if run.code is not None:
             self.judge_end(run, strike, outcome)
         return outcome
-
-    def _let_go(self) -> None:
-        """Whoever is still stopped when the controller is killed can't notice it before."""
-        for pid in self._stopped & set(self.family.look()):
-            os.kill(pid, signal.SIGCONT)
-        self._stopped.clear()
-
-    def _await(self, run: Run, step: int, stage: str) -> bool:
-        """Until the run is at this stage of this step, or past it."""
-        deadline = time.monotonic() + BOUND_S
-        while run.code is None and time.monotonic() < deadline:
-            if run.step > step or (run.step == step and run.stage == stage):
-                return True
-            run.listen(0.5)
-            self.family.look()
-        return False
-
-    def _listen(self, run: Run, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0 and run.code is None:
-            run.listen(left)
 
     def _find(self, run: Run, strike: Strike) -> int | None:
         """A process of the victim's kind, as soon as there is one."""
@@ -193,13 +168,9 @@ class Folder:
         return None
 
     def _see(self, run: Run, outcome: Outcome) -> None:
-        """Until the run is past a step that was not sampled yet, or has ended; one that hangs is killed."""
-        deadline, until = time.monotonic() + BOUND_S, min(outcome.step + 2 + self._lag, STEPS)
-        while run.code is None and run.step < until and time.monotonic() < deadline:
-            run.listen(0.5)
-            self.family.look()
-        outcome.end = "continued"
-        if run.code is None and run.step < until:
+        """Wait until the run is past a step that was not sampled yet, or has ended; kill one that hangs."""
+        until, outcome.end = min(outcome.step + 2 + self._lag, STEPS), "continued"
+        if not self.wait(run, lambda: run.step >= until) and run.code is None:
             outcome.problems.append(f"hangs in {run.stage} of step {run.step}")
             self._kill()
             while run.code is None:
@@ -207,38 +178,28 @@ class Folder:
 
     def judge_end(self, run: Run, strike: Strike, outcome: Outcome) -> None:
         """A run ended after a strike, maybe some steps later: it was done, or said who was struck."""
-        victim, printed = strike.victim, run.printed()
+        victim, printed, said = strike.victim, run.printed(), last_words(run.printed())
         outcome.seconds = round(time.monotonic() - self._struck, 1)
-        outcome.problems += left_behind(self.family, self._spared, self._shared)
+        outcome.problems += left_behind(self.family, self.server.pids, self._shared)
         self._kill()
         if run.code == 0:
             return
         outcome.end = "resumed"
         if victim.kind == "controller" and strike.signal == "KILL":
             return
-        outcome.sentence = tail(printed)
         if run.code != 2 or "Traceback" in printed:
-            outcome.problems.append(f"exit code {run.code}, no sentence for the user: {tail(printed)}")
-        elif not victim.names or not re.search(victim.names, last_words(printed)):
-            outcome.problems.append(f"the sentence does not name it: {tail(printed)}")
+            outcome.problems.append(f"exit code {run.code}, no sentence for the user: {said}")
+        elif not victim.names or not re.search(victim.names, said):
+            outcome.problems.append(f"the sentence does not name it: {said}")
         elif victim.survives and strike.signal == "KILL":
-            outcome.problems.append(f"did not continue: {tail(printed)}")
-
-    def compare(self, reference: Path, *, finished: bool) -> list[str]:
-        return compare(reference, self.out, exact=self.scenario.exact, finished=finished)
+            outcome.problems.append(f"did not continue: {said}")
 
 
 def last_words(printed: str) -> str:
     """What a run said after its last line of progress, which has words like "rollout 149 tokens/s" too."""
     lines = printed.splitlines()
     progress = [number for number, line in enumerate(lines) if " · step " in line]
-    return "\n".join(lines[progress[-1] + 1 if progress else 0 :])
-
-
-def tail(printed: str) -> str:
-    """The end of what a run printed, in a line."""
-    words = [line.strip() for line in printed.splitlines() if line.strip()]
-    return " ".join(words[-4:])[-_SENTENCE:]
+    return " ".join(" ".join(lines[progress[-1] + 1 if progress else 0 :]).split())
 
 
 def disturb(
@@ -274,12 +235,12 @@ def disturb(
         if outcome is None and run.code == 0:
             break
         if outcome is None:
-            end = f"exit code {run.code} in {run.stage} of step {run.step}: {tail(run.printed())}"
+            end = f"exit code {run.code} in {run.stage} of step {run.step}: {last_words(run.printed())}"
             first = Outcome(folder.scenario.name, strike.victim.kind, strike.signal, strike.step, "")
             outcomes.append(replace(first, end="ended too early", problems=[end]))
             yield outcomes[-1]
             return
-        outcome.problems += folder.compare(reference, finished=False)
+        outcome.problems += compare(reference, folder.out, finished=False)
         outcomes.append(outcome)
         last = strike
         yield outcome
@@ -288,7 +249,7 @@ def disturb(
     folder.wait(run)
     if ended_late():
         folder.wait(run)
-    problems = folder.finish(run) or folder.compare(reference, finished=True)
+    problems = folder.finish(run) or compare(reference, folder.out, finished=True)
     if outcomes:
         outcomes[-1].problems += problems
 
@@ -299,3 +260,51 @@ def draw(rng: random.Random, victims: Sequence[tuple[Victim, str]]) -> list[Stri
         Strike(victim, name, 1 + 2 * i, rng.random(), rng.random(), rng.random())
         for i, (victim, name) in enumerate(victims)
     ]
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file; a run that is killed may leave half a line, which a resumed one cuts."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def compare(reference: Path, run: Path, *, finished: bool) -> list[str]:
+    """How a run differs from the undisturbed one of the same recipe: in sentences, empty if it does not."""
+    problems: list[str] = []
+    ours, theirs = (rows_of(folder / "metrics.jsonl") for folder in (run, reference))
+    steps = [row["step"] for row in ours]
+    if steps != list(range(len(theirs) if finished else len(steps))):
+        problems.append(f"metrics.jsonl has the steps {steps}")
+    for mine, other in zip(ours, theirs, strict=False):
+        names = [name for name in dict.fromkeys([*mine, *other]) if not _TIMED.fullmatch(name)]
+        if differing := [name for name in names if mine.get(name) != other.get(name)]:
+            problems.append(f"step {mine['step']} differs in {', '.join(differing[:4])}")
+    if finished:
+        for name in ("samples.jsonl", "eval.jsonl"):
+            ids = [row["id"] for row in rows_of(run / name)]
+            if ids != [row["id"] for row in rows_of(reference / name)]:
+                problems.append(f"{name} has other records, or some twice")
+            elif (run / name).read_bytes() != (reference / name).read_bytes():
+                problems.append(f"{name} differs")
+        weights = Path("export/model.safetensors")
+        if (run / weights).read_bytes() != (reference / weights).read_bytes():
+            problems.append("the exported weights differ")
+    return problems
+
+
+def left_behind(
+    family: Family, spared: Callable[[], Collection[int]], shared_before: Collection[str]
+) -> list[str]:
+    """Processes and shared memory that a run left; looks until they are gone or it has been too long."""
+    deadline = time.monotonic() + GONE_S
+    while left := {pid: text for pid, text in family.look().items() if pid not in spared()}:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.5)
+    problems = [f"process {pid} is left: {text[:80]}" for pid, text in left.items()]
+    files, deadline = shared_memory() - set(shared_before), time.monotonic() + GONE_S
+    while files and time.monotonic() < deadline:  # another program's, which is about to open it
+        time.sleep(0.5)
+        files &= shared_memory()
+    return problems + [f"shared memory is left: {name}" for name in sorted(files)]

@@ -15,9 +15,8 @@ from practicum.dataplane.ragged import Ragged
 from practicum.engines.torch.kv_memory import PromptKv
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import RecipeError, RecipeErrors
-from practicum.forecast.device_memory import engine_memory
+from practicum.forecast.device_memory import engine_memory, model_sizes
 from practicum.forecast.forecast import ClusterSpec, Forecast, forecast, load_spec, report
-from practicum.forecast.model_sizes import model_sizes
 from practicum.learning.optimizer import OptimizerStepper
 from practicum.learning.packed_model import PackedModel
 from practicum.learning.packing import RowSpans

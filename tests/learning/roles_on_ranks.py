@@ -20,12 +20,13 @@ from practicum.learning.logprobs import LogprobScorer
 from practicum.learning.packed_model import PackedModel
 from practicum.learning.parallel import Parallel
 from practicum.learning.value_learner import ValueLearner
+from practicum.recipe.algorithm_traits import loss_traits
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.advantages import AdvantageRole
 from practicum.roles.critic import CriticRole
 from practicum.roles.padding import BatchCutter
 from practicum.roles.run_stage import StepInfo
-from practicum.roles.stage_table import make_plan
+from practicum.roles.stage_table import make_plan, ratio_source
 from practicum.roles.student import StudentRole
 
 from .ranks import Found, case
@@ -136,11 +137,23 @@ def run_roles(
     learner = Learner(model, recipe.train, recipe.algorithm, parallel=parallel)
     for step in range(1, steps + 1):
         rank, ranks = (0, 1) if parallel is None else (parallel.rank, parallel.world)
-        cutter = BatchCutter(recipe, rank, ranks)
+        whole = loss_traits(loss).whole_sessions
+        cutter = BatchCutter(recipe.train, seed=recipe.seed, whole_sessions=whole, rank=rank, ranks=ranks)
         lacking = cutter.padding_rows(make_rows(rows, 0)[1])
         store, batch = make_rows(rows, lacking)
         plan, info = make_plan(recipe), StepInfo(batch, step)
-        student = StudentRole(recipe, plan, store, learner, reference, watch, cutter)
+        student = StudentRole(
+            plan,
+            store,
+            learner,
+            reference,
+            watch,
+            cutter,
+            temperature=recipe.rollout.temperature,
+            old=ratio_source(recipe),
+            teachers={},
+            measure_every=0,
+        )
         critic_role = CriticRole(plan, store, critic, cutter)
         if "old_logprobs" in plan:
             student.old_logprobs(info)
@@ -151,9 +164,8 @@ def run_roles(
             found.columns[f"{name} {step}"] = dict(written)
         _exchange(parallel, store, batch)
         if mismatch is not None:
-            found.metrics.append(
-                AdvantageRole(recipe, plan, store, Watch(recipe.checks, print)).advantages(info) or {}
-            )
+            weighed = recipe.algorithm, recipe.distill, recipe.reward.weight
+            found.metrics.append(AdvantageRole(*weighed, plan, store, watch).advantages(info) or {})
         learnt, valued = student.update(info), critic_role.update(info)
         assert learnt is not None
         assert valued is not None

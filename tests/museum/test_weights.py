@@ -38,8 +38,8 @@ def own_weights(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any, Wei
 
     for_rollout = TorchKind.for_rollout
 
-    def copied(self: TorchKind, recipe: Any, model: Any, weights: Any) -> Any:
-        return for_rollout(self, recipe, copy.deepcopy(model), weights)
+    def copied(self: TorchKind, rollout: Any, path: Any, model: Any, weights: Any) -> Any:
+        return for_rollout(self, rollout, path, copy.deepcopy(model), weights)
 
     def use(take: Callable[[Any, Weights], None]) -> None:
         monkeypatch.setattr(TorchKind, "for_rollout", copied)

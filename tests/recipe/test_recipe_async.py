@@ -64,7 +64,7 @@ def test_a_ratio_knows_who_sampled(algorithm: dict[str, Any], denominator: str):
     asked = recipe(algorithm=algorithm)
     assert ratio_source(asked) == denominator
     needs_now = "kl" in algorithm or "mismatch" in algorithm
-    assert (student_source(asked) in make_plan(asked)["advantages"].reads) == needs_now
+    assert (student_source(asked.algorithm) in make_plan(asked)["advantages"].reads) == needs_now
 
 
 def test_the_plan_has_two_sides():

@@ -28,7 +28,7 @@ def recipe(**algorithm: object) -> Recipe:
 
 
 def role_of(r: Recipe, store: MemoryStore) -> AdvantageRole:
-    return AdvantageRole(r, make_plan(r), store, Watch(r.checks, print))
+    return AdvantageRole(r.algorithm, r.distill, r.reward.weight, make_plan(r), store, Watch(r.checks, print))
 
 
 def filled(store: MemoryStore, rewards: list[float], lengths: list[int], **columns: Ragged) -> BatchRef:

@@ -167,17 +167,6 @@ def test_asking_for_a_column_that_is_not_declared_names_stage_and_field(learner:
         learner.update(StepInfo(BATCH))
 
 
-def test_columns_can_be_asked_what_they_are() -> None:
-    columns = Columns("update", {"reward": torch.zeros(2)})
-    assert "reward" in columns
-    assert "values" not in columns
-    assert dict(columns) == {"reward": columns["reward"]}
-    with pytest.raises(StoreError, match="'update' asked for 'values'"):
-        columns.get("values")
-    with pytest.raises(AssertionError, match="reward is not a ragged field"):
-        columns.ragged("reward")
-
-
 def test_errors_say_in_which_stage_they_happened(learner: Learner) -> None:
     with pytest.raises(StoreError, match=r"old_logprobs .*is missing") as caught:
         learner.update(StepInfo(BATCH))
@@ -195,12 +184,6 @@ def test_a_row_cleared_under_a_stage_is_not_made_again(learner: Learner) -> None
 def test_a_stage_that_the_plan_left_out_is_an_error(learner: Learner) -> None:
     with pytest.raises(KeyError, match="retired"):
         learner.retired(StepInfo(BATCH))
-
-
-def test_a_stage_keeps_its_name_and_doc() -> None:
-    assert vars(Learner.old_logprobs)["stage_name"] == "old_logprobs"
-    assert Learner.old_logprobs.__name__ == "old_logprobs"
-    assert Learner.old_logprobs.__doc__ == "Ids times scale."
 
 
 def test_a_coroutine_is_a_stage_that_is_awaited_or_run_by_its_name() -> None:

@@ -99,9 +99,9 @@ def advantages(asked: Recipe, played: list[Played], numbers: Tensor, *, split: b
     store.put(batch, columns)
     baselines = {session.prompt: 0.25 for session in played} if asked.algorithm.advantage == "remax" else {}
     plan = make_plan(asked)
-    AdvantageRole(asked, plan, store, Watch(asked.checks, print)).advantages(
-        StepInfo(batch, baselines=baselines)
-    )
+    watch = Watch(asked.checks, print)
+    role = AdvantageRole(asked.algorithm, asked.distill, asked.reward.weight, plan, store, watch)
+    role.advantages(StepInfo(batch, baselines=baselines))
     got = store.get(batch, plan["advantages"].writes)
     return {name: column.values[sampled] for name, column in got.items() if isinstance(column, Ragged)}
 

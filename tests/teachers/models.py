@@ -24,7 +24,8 @@ from tests.teachers.tiny_teachers import teachers_recipe
 def scorer_of(spec: Teacher, name: str = "math", **sections: Any) -> TeacherScorer:
     """A teacher where its spec places it; one in separate processes is not ready yet."""
     recipe = Recipe.model_validate(teachers_recipe(teachers={name: spec}, **{"distill": {}} | sections))
-    return PLACEMENTS[spec.placement_name](make_group(recipe, [name], None))[name]
+    group = make_group(recipe.teachers, recipe.distill, recipe.model, recipe.seed)
+    return PLACEMENTS[spec.placement_name](group)[name]
 
 
 async def score_rows(

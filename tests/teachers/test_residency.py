@@ -13,11 +13,11 @@ import torch
 from practicum.engines.model_cache import ModelCache
 from practicum.engines.protocol import ScoreOptions, ScoreRequest
 from practicum.engines.torch.torch_engine import TorchEngine
-from practicum.errors import EngineError, TeacherError
+from practicum.errors import EngineError
 from practicum.models.offloaded_weights import OffloadTarget
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
-from practicum.teachers.load_teachers import PLACEMENTS, make_group
+from practicum.teachers.load_teachers import load_colocated, make_group
 from practicum.teachers.teacher_scorer import TeacherScorer
 from tests.engines.engines import tiny
 from tests.teachers.models import assert_same, in_process, rows, save_tiny, score_rows, scorer_of
@@ -231,22 +231,11 @@ def test_on_disk_the_weights_leave_memory_and_come_back(teacher: TeacherScorer):
     assert sum(p.nbytes for p in engine.model.parameters()) == 0
 
 
-def test_a_row_without_response_tokens_has_empty_scores(teacher: TeacherScorer):
-    got = score(teacher, [ScoreRequest([5, 6], 2, "prompt 0")], ScoreOptions(top_k=4, hidden=True))[0]
-    assert got.logprobs.shape == (0,)
-    assert (got.topk_ids.shape, got.hidden.shape) == ((0, 4), (0, 48))
-
-
-def test_a_row_that_it_can_not_score_is_named_with_the_teacher(teacher: TeacherScorer):
-    with pytest.raises(TeacherError, match=r"teacher math .*prompt 7: .*token ids outside"):
-        score(teacher, [*rows(3), ScoreRequest([5, 100_000], 1, "prompt 7")], ScoreOptions())
-    assert len(score(teacher, rows(3), ScoreOptions())) == 3
-
-
 def test_a_copy_of_the_student_shares_nothing_with_it_and_is_not_trained():
     student = tiny()
     recipe = Recipe.model_validate(teachers_recipe(teachers={"self": {"student": {}}}, distill={}))
-    scorer = PLACEMENTS["colocated"](make_group(recipe, ["self"], student))["self"]
+    group = make_group(recipe.teachers, recipe.distill, recipe.model, recipe.seed, student)
+    scorer = load_colocated(group)["self"]
     twin = engine_in(scorer).model
     scorer.close()
     assert not any(p.requires_grad for p in twin.parameters())

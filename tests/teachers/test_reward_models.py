@@ -283,24 +283,6 @@ def probe(url: str, *, chat: bool = False, **options: Any) -> str:
     return asyncio.run(work())
 
 
-def test_passing_trouble_is_tried_again_and_requests_are_bounded(classifier: Path):
-    some = cases(8)
-    with judging_server(classifier_of(classifier), fails_first=2, linger_s=0.02) as (url, manners):
-        assert len(values(ask(url, some, concurrency=2, label=1))) == 8
-        assert manners.completions == 10
-        assert manners.most_open <= 2
-
-
-def test_a_server_that_hangs_is_named_at_the_deadline(classifier: Path):
-    with judging_server(classifier_of(classifier)) as (url, manners):
-        manners.hangs.set()
-        expected = (
-            r"reward model rm at .*, prompt 0/.*: no answer within 0.3 s.*reward\.models\.rm\.deadline_s"
-        )
-        with pytest.raises(TeacherError, match=expected):
-            ask(url, cases(1), deadline_s=0.3)
-
-
 def test_a_case_that_the_server_refuses_is_unjudged_and_other_refusals_stop(classifier: Path):
     for status, kind in ((400, CannotScore), (403, TeacherError)):
         with judging_server(classifier_of(classifier), fails_first=1, fail_status=status) as (url, _):

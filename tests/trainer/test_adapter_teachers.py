@@ -17,7 +17,6 @@ from practicum.dataplane.ragged import Ragged
 from practicum.engines.protocol import ScoreOptions, ScoreRequest
 from practicum.engines.torch import make_torch
 from practicum.errors import RecipeError, RecipeErrors
-from practicum.forecast.forecast import forecast, this_machine
 from practicum.models.load_model import load_model, load_tokenizer
 from practicum.models.lora import is_adapter, merged_weights
 from practicum.recipe.load_recipe import LoadedRecipe
@@ -27,7 +26,7 @@ from practicum.roles.stage_table import make_plan
 from practicum.runtime import local
 from practicum.runtime.local import LocalRoles, start_local
 from practicum.tasks.stream import make_stream
-from practicum.teachers.load_teachers import PLACEMENTS, make_group
+from practicum.teachers.load_teachers import load_colocated, make_group
 from practicum.trainer import preflight
 from practicum.trainer.run import train_loaded
 from practicum.trainer.sample_step import TRAIN, training_attempts
@@ -136,7 +135,8 @@ def test_a_process_of_its_own_loads_the_base_and_gives_the_same_bits(folder: Pat
     spec = recipe(folder, tmp_path).recipe
     row, options, scores = ScoreRequest([*range(9, 20)], 4), ScoreOptions(top_k=3), []
     for student in (None, load_model(spec.model, spec.seed)):
-        scorer = PLACEMENTS["colocated"](make_group(spec, ["copy"], student))["copy"]
+        copy = {"copy": spec.teachers["copy"]}
+        scorer = load_colocated(make_group(copy, spec.distill, spec.model, spec.seed, student))["copy"]
         scores.append(asyncio.run(scorer.score(row, options)))
         scorer.close()
     assert torch.equal(scores[0].logprobs, scores[1].logprobs)
@@ -234,15 +234,3 @@ def test_an_adapter_of_another_vocabulary_is_refused(folder: Path, tmp_path: Pat
     tokenizer_of("abc").save_pretrained(own)
     text = problems(recipe(folder, tmp_path, f"teachers.copy.adapter={own}"))
     assert "teachers.copy.adapter: found a vocabulary of" in text
-
-
-def test_the_forecast_counts_adapters_alone(folder: Path, tmp_path: Path):
-    def teachers(**sections: Any) -> float:
-        (memory,) = forecast(recipe(folder, tmp_path, **sections).recipe, this_machine(), 8.0).memory
-        return memory.parts["teachers"]
-
-    lent, loaded, merged = teachers(), teachers(lora=False), teachers(teachers=whole(folder))
-    base = sum(p.numel() for p in load_model(Model(path=str(folder / "base")), 0).parameters())
-    assert lent < 0.3 * 4 * base
-    assert loaded == lent + 4 * base
-    assert merged == 2 * 4 * base

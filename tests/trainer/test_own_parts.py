@@ -84,10 +84,6 @@ def written(folder: Path, text: str, **sections: Any) -> LoadedRecipe:
     return tiny(folder, **sections)
 
 
-def test_each_part_of_the_page_has_under_twenty_lines():
-    assert [b.file for b in blocks_of(PAGE, "python") if len(b.text.splitlines()) >= 20] == []
-
-
 def test_the_page_names_every_kind():
     text = PAGE.read_text()
     for kind, part in PARTS.items():

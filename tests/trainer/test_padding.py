@@ -24,11 +24,18 @@ UNEVEN = {
     "agent": {"loop": "tests.trainer.loops:uneven"},
     "reward": {"functions": [{"use": "tests.trainer.rewards:by_letters"}]},
 }
+
+
+def steps(**train: int) -> dict[str, Any]:
+    return {"steps": 2, "prompts": 3, "lr": 1e-3, **train}
+
+
+SMALL = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16}
 RECIPES: dict[str, dict[str, Any]] = {
-    "minibatches": {"train": {"steps": 2, "prompts": 3, "epochs": 2, "minibatches": 4, "lr": 1e-3}},
-    "rows": {"train": {"steps": 2, "prompts": 3, "minibatch_rows": 5, "lr": 1e-3}},
+    "minibatches": {"train": steps(epochs=2, minibatches=4)},
+    "rows": {"train": steps(minibatch_rows=5)},
     "ppo": {
-        "train": {"steps": 2, "prompts": 3, "minibatch_rows": 4, "lr": 1e-3},
+        "train": steps(minibatch_rows=4),
         "algorithm": {
             "advantage": "gae",
             "lam": 0.95,
@@ -38,46 +45,25 @@ RECIPES: dict[str, dict[str, Any]] = {
         "critic": {"warmup_steps": 1},
     },
     "gspo": {
-        "train": {"steps": 2, "prompts": 3, "minibatches": 3, "lr": 1e-3},
+        "train": steps(minibatches=3),
         "algorithm": {"advantage": "rloo", "loss": "gspo", "aggregation": "seq_mean_token_mean"},
     },
     "whitened": {
-        "train": {"steps": 2, "prompts": 3, "minibatches": 2, "lr": 1e-3},
+        "train": steps(minibatches=2),
         "algorithm": {"advantage": "reinforce_pp", "entropy": 0.01, "aggregation": "seq_mean_token_sum"},
     },
     "remax": {
-        "train": {"steps": 2, "prompts": 3, "minibatch_rows": 7, "lr": 1e-3},
+        "train": steps(minibatch_rows=7),
         "algorithm": {"advantage": "remax", "loss": "cispo", "kl": {"place": "reward", "target": 0.1}},
     },
     "moe": {
-        "model": {
-            "make": {
-                "family": "qwen3_moe",
-                "hidden": 32,
-                "layers": 2,
-                "heads": 2,
-                "kv_heads": 1,
-                "head_dim": 16,
-                "context": 64,
-                "experts": 4,
-            }
-        },
-        "train": {"steps": 2, "prompts": 3, "minibatches": 2, "lr": 1e-3},
+        "model": {"make": SMALL | {"family": "qwen3_moe", "context": 64, "experts": 4}},
+        "train": steps(minibatches=2),
     },
     "vision": {
-        "model": {
-            "make": {
-                "family": "qwen2_5_vl",
-                "hidden": 32,
-                "layers": 2,
-                "heads": 2,
-                "kv_heads": 1,
-                "head_dim": 16,
-                "context": 128,
-            }
-        },
+        "model": {"make": SMALL | {"family": "qwen2_5_vl", "context": 128}},
         "tasks": {"dots": {"kind": "dots"}, "copy": {"kind": "copy", "options": {"length": [1, 2]}}},
-        "train": {"steps": 2, "prompts": 3, "minibatches": 2, "lr": 1e-3},
+        "train": steps(minibatches=2),
     },
 }
 
@@ -175,7 +161,9 @@ def test_the_padding_of_several_ranks_leaves_room_for_whole_sessions(
 
     def on_four_ranks(self: StepRunner, number: int) -> dict[str, float]:
         assert isinstance(self.roles, LocalRoles)
-        self.roles.rank.padding.cutter = BatchCutter(self.recipe, ranks=4)
+        padding = self.roles.rank.padding
+        whole = padding.cutter.whole_sessions
+        padding.cutter = BatchCutter(self.recipe.train, seed=0, whole_sessions=whole, ranks=4)
         return begin(self, number)
 
     monkeypatch.setattr(StepRunner, "step", on_four_ranks)

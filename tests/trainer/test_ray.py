@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from typer.testing import CliRunner
 
-from practicum.cli import app
 from practicum.dataplane.ray_store.ray_store import RayStore
 from practicum.observe.records.compare_runs import compare_runs
 from practicum.observe.records.read_record import Record
@@ -262,19 +260,3 @@ def test_a_checkpoint_of_two_ranks_is_resumed_in_one_process(tmp_path: Path, mon
     assert outcome.interrupted
     train_loaded(tiny(tmp_path, **sections), tmp_path / "cut", resume=True)
     assert_same_run(tmp_path / "whole", tmp_path / "cut", 1e-6)
-
-
-@pytest.mark.long
-def test_what_a_users_reward_raises_in_a_worker_is_shown_with_its_frames(tmp_path: Path):
-    reward = {"functions": [{"use": "tests.hostile:always"}]}
-    tiny(tmp_path, **on_ray({"train": STEPS | {"steps": 1}, "eval": {"rows": 0}, "reward": reward}))
-    command = ["train", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "run")]
-    result = CliRunner().invoke(app, command)
-    log = (tmp_path / "run" / "log.txt").read_text()
-    assert result.exit_code == 2, result.output
-    for text in (result.output, log):
-        assert "hostile.py" in text
-        assert 'raise ValueError("always")' in text
-        assert "practicum/runtime" not in text
-    assert "starting Ray: making a model" in result.output
-    assert "direct cause" in log, "log.txt has the whole traceback"

@@ -152,11 +152,6 @@ def test_chosen_prompts_are_as_many_as_asked_and_of_tasks_in_turn(
         ]
 
 
-def test_steps_with_one_group_show_all_tasks():
-    tasks = {0: "copy", 1: "compare", 2: "sort"}
-    assert {prompt for step in (5, 6, 7) for prompt in choose_prompts(tasks, 1, step)} == {0, 1, 2}
-
-
 def test_eval_prints_json_and_nothing_else(tmp_path: Path):
     recipe = tiny(tmp_path, "eval.rows=2").source
     options = ["--set", "eval.rows=2", "--set", REWARDS, "--answers", str(tmp_path / "answers.jsonl")]
@@ -173,7 +168,7 @@ def test_wandb_gets_metrics_answers_and_distributions(tmp_path: Path, monkeypatc
     monkeypatch.setenv("WANDB_MODE", "offline")
     for name in ("SILENT", "DISABLE_GIT", "DISABLE_CODE", "X_DISABLE_STATS", "X_DISABLE_META"):
         monkeypatch.setenv(f"WANDB_{name}", "true")
-    tracker = TRACKERS["wandb"]("records", tiny(tmp_path).recipe, tmp_path)
+    tracker = TRACKERS["wandb"]("records", {"name": "tiny"}, tmp_path)
     tracker.log(1, {"reward/mean": 0.5})
     tracker.log_details(1, DETAILS)
     tracker.close()
@@ -189,7 +184,7 @@ def test_wandb_gets_metrics_answers_and_distributions(tmp_path: Path, monkeypatc
 def test_trackio_gets_metrics_answers_and_distributions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     trackio = importlib.import_module("trackio")
-    tracker = TRACKERS["trackio"]("records", tiny(tmp_path).recipe, tmp_path)
+    tracker = TRACKERS["trackio"]("records", {"name": "tiny"}, tmp_path)
     tracker.log(1, {"reward/mean": 0.5})
     tracker.log_details(1, DETAILS)
     tracker.close()

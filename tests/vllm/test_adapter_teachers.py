@@ -56,7 +56,8 @@ def load(folder: Path, engine: str, *, lent: bool = False, **each: Any) -> Teach
             "runtime": {"threads": 1},
         }
     )
-    return load_teachers(recipe, load_model(recipe.model, 0))
+    student = load_model(recipe.model, 0)
+    return load_teachers(recipe.teachers, recipe.distill, recipe.runtime, recipe.model, 0, student)
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,9 @@ def start(model: dict[str, Any] | None = None, **rollout: Any) -> None:
         }
     )
     student = make_tiny(**model or {})
-    make_engines(recipe, [student], lambda: (student.named_parameters(), 0))[0].close()
+    make_engines(recipe.rollout, recipe.model.path, [student], lambda: (student.named_parameters(), 0))[
+        0
+    ].close()
 
 
 @pytest.mark.parametrize(

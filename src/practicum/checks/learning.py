@@ -42,7 +42,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """What a run learns from, as far as the rules need it."""
+    """The facts about a run's recipe that the rules need."""
 
     rewards: bool
     groups: bool

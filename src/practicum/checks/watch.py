@@ -1,4 +1,4 @@
-"""What happens when an invariant does not hold: the run stops, or reports and counts it."""
+"""Act on an invariant that does not hold: stop the run, or report and count it."""
 
 from __future__ import annotations
 

@@ -22,6 +22,11 @@ BASE, STUDENT, WAY = "base", "student", "student, of the way"
 Scores = Mapping[str, float]
 Rows = Mapping[str, Scores]
 
+_PURPOSES = {
+    BASE: "a tiny model from nothing, supervised on all domains, stopped early",
+    STUDENT: "the base model again, corrected token by token by the specialist of each prompt",
+}
+_SPECIALIST = "the base model becomes a specialist by GRPO, from rewards alone"
 BASE_BAND = (0.6, 0.8)
 """Where the mean of the base model lies."""
 RISE, CEILING = 0.1, 0.95
@@ -39,7 +44,7 @@ def run_demo(out: Path = Path("runs/mopd"), seed: int | None = None) -> dict[str
     recipes = demo_recipes(out, seed)
     student: Run | None = None
     for number, (name, loaded) in enumerate(recipes.items(), start=1):
-        console.print(f"[bold]{number}/{len(recipes)}[/bold] {name}: {_purpose(name)}")
+        console.print(f"[bold]{number}/{len(recipes)}[/bold] {name}: {_PURPOSES.get(name, _SPECIALIST)}")
         student = train_loaded(loaded, out / name, fresh=True)
         if student.signal is not None:
             raise Stopped(student.signal)
@@ -57,7 +62,7 @@ def run_demo(out: Path = Path("runs/mopd"), seed: int | None = None) -> dict[str
 
 
 def demo_recipes(out: Path, seed: int | None = None) -> dict[str, LoadedRecipe]:
-    """The recipes in order, base first and student last, with their models in `out`."""
+    """Return the recipes in order, base first and student last, with their models in `out`."""
     folder = shipped_recipes() / "mopd"
     specialists = sorted(p.stem for p in folder.glob("*.yaml") if p.stem not in (BASE, STUDENT))
     seeded = [] if seed is None else [f"seed={seed}"]
@@ -68,29 +73,22 @@ def demo_recipes(out: Path, seed: int | None = None) -> dict[str, LoadedRecipe]:
 
 
 def demo_rows(exam: Mapping[str, Scores]) -> dict[str, dict[str, float]]:
-    """The final table: each model's score by domain and their mean, and how far the student came.
+    """Return the final table: each model's score by domain and their mean, and how far the student came.
 
     The last row is the student's part of the way from the base model to each domain's specialist.
     """
     domains = [name for name in exam if name not in (BASE, STUDENT)]
     rows = {name: {d: scores[f"eval/greedy/{d}"] for d in domains} for name, scores in exam.items()}
-    way = {
-        d: (rows[STUDENT][d] - rows[BASE][d]) / (rows[d][d] - rows[BASE][d])
-        for d in domains
-        if rows[d][d] != rows[BASE][d]
-    }
+    base, student = rows[BASE], rows[STUDENT]
+    moved = [d for d in domains if rows[d][d] != base[d]]
+    way = {d: (student[d] - base[d]) / (rows[d][d] - base[d]) for d in moved}
     for row in rows.values():
         row["mean"] = sum(row.values()) / len(domains)
-    named = {
-        BASE: rows[BASE],
-        **{f"specialist {d}": rows[d] for d in domains},
-        STUDENT: rows[STUDENT],
-    }
-    return {**named, WAY: way}
+    return {BASE: base, **{f"specialist {d}": rows[d] for d in domains}, STUDENT: student, WAY: way}
 
 
 def shortfalls(rows: Rows) -> list[str]:
-    """A sentence for each expectation of recipes/mopd/README.md that the final table does not meet."""
+    """Return a sentence for each expectation of recipes/mopd/README.md that the table does not meet."""
     base, student, way = rows[BASE], rows[STUDENT], rows[WAY]
     low, high = BASE_BAND
     sentences = []
@@ -106,11 +104,3 @@ def shortfalls(rows: Rows) -> list[str]:
     if student["mean"] <= max(row["mean"] for row in specialists.values()):
         sentences.append("the student's mean is not above that of each specialist")
     return sentences
-
-
-def _purpose(name: str) -> str:
-    if name == BASE:
-        return "a tiny model from nothing, supervised on all domains, stopped early"
-    if name == STUDENT:
-        return "the base model again, corrected token by token by the specialist of each prompt"
-    return "the base model becomes a specialist by GRPO, from rewards alone"

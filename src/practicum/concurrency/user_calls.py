@@ -32,10 +32,6 @@ def raised(error: BaseException) -> CallResult:
     return CallResult(failure=f"raised {error_line(error)}", error=error)
 
 
-def _late(timeout: float) -> CallResult:
-    return CallResult(failure=f"did not answer within {timeout:g} s")
-
-
 def is_async(function: Callable[..., Any]) -> bool:
     """Return True if calling the function (or callable object) returns something to await."""
     called = getattr(function, "__call__", None)  # noqa: B004
@@ -86,7 +82,7 @@ async def _await(call: Callable[[], Awaitable[Any]], timeout: float, name: str) 
         if not task.done():
             task.cancel()
             await asyncio.wait({task}, timeout=_CLEANUP_S)
-            return _late(timeout)
+            return CallResult(failure=f"did not answer within {timeout:g} s")
     finally:
         task.cancel()
     if task.cancelled():
@@ -112,4 +108,4 @@ async def _call_in_thread(function: Callable[[Any], Any], argument: Any, timeout
     try:
         return await asyncio.wait_for(arrival, timeout)
     except TimeoutError:
-        return _late(timeout)
+        return CallResult(failure=f"did not answer within {timeout:g} s")

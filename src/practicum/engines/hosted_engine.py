@@ -6,9 +6,9 @@ interpreter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 from torch import Tensor
 
@@ -25,6 +25,9 @@ from practicum.engines.protocol import (
 from practicum.engines.shared_memory import read_weights, shared_weights
 from practicum.models.attention import OutputHead
 from practicum.processes.host import Host
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,33 +57,33 @@ class HostedEngine(Engine):
     def describe(self) -> list[str]:
         host = self.host
         threads = f"{host.threads} thread{'s' * (host.threads > 1)}"
-        return [f"{host.who} works in process {host.pid} with {threads}", *self._call("describe")]
+        return [f"{host.who} works in process {host.pid} with {threads}", *self._call(Engine.describe)]
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        return await self.host.ask("generate", request, target=self._number)
+        return await self.host.ask(Engine.generate, request, target=self._number)
 
     async def score(self, request: ScoreRequest, options: ScoreOptions = LOGPROBS_ONLY) -> Scores:
-        return await self.host.ask("score", request, options, target=self._number)
+        return await self.host.ask(Engine.score, request, options, target=self._number)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         with shared_weights(weights) as path:
-            self._call("load_weights", _SharedWeights(path), version)
+            self._call(Engine.load_weights, _SharedWeights(path), version)
         self.version = version
 
     def head(self) -> OutputHead:
-        return self._call("head")
+        return self._call(Engine.head)
 
     def sleep(self) -> Memory:
-        return self._call("sleep")
+        return self._call(Engine.sleep)
 
     def wake(self) -> None:
-        self._call("wake")
+        self._call(Engine.wake)
 
     def memory(self) -> Memory:
-        return self._call("memory")
+        return self._call(Engine.memory)
 
     def fingerprint(self) -> Tensor:
-        return self._call("fingerprint")
+        return self._call(Engine.fingerprint)
 
     def abort(self, why: str) -> None:
         self.host.kill(why)
@@ -88,5 +91,5 @@ class HostedEngine(Engine):
     def close(self) -> None:
         self.host.close()
 
-    def _call(self, method: str, *args: Any) -> Any:
+    def _call(self, method: Callable[[Any, *Ts], T], *args: *Ts) -> T:
         return self.host.call(method, *args, target=self._number)

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from practicum.engines.protocol import Engine
 from practicum.models.adapter_files import SavedAdapter
-from practicum.recipe.schema.recipe import Model, Recipe
+from practicum.recipe.schema.recipe import Model
+from practicum.recipe.schema.rollout_sections import Rollout
 from practicum.recipe.schema.teacher_sections import Own, Teacher
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -61,8 +62,10 @@ class EngineKind(Protocol):
     hosts_lag: bool
     """True if engines that sample beside a learner on the CPU belong in a separate process."""
 
-    def for_rollout(self, recipe: Recipe, model: PreTrainedModel, weights: WeightSource) -> Engine:
-        """Return the engine that samples the student's responses, with its current weights.
+    def for_rollout(
+        self, rollout: Rollout, path: str | None, model: PreTrainedModel, weights: WeightSource
+    ) -> Engine:
+        """Return the engine that samples the responses of the student from `path`, with its current weights.
 
         An engine with its own weights takes those of `weights`, now and whenever it wakes.
         """

@@ -11,8 +11,7 @@ from statistics import fmean
 from pydantic import ValidationError
 
 from practicum.errors import ClusterError, RecipeError, RecipeErrors
-from practicum.forecast.device_memory import GIB, TIGHT, DeviceMemory, StepSetup, device_memory
-from practicum.forecast.model_sizes import models_of
+from practicum.forecast.device_memory import GIB, TIGHT, DeviceMemory, StepSetup, device_memory, models_of
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.section import Section, key
 from practicum.recipe.text import yamlfile

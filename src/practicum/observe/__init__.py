@@ -1,1 +1,1 @@
-"""What people see of a run: progress, trackers, the record of its rows, and the page that shows them."""
+"""The reports on a run: progress, trackers, the record of its rows, and the page that shows them."""

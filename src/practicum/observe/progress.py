@@ -32,7 +32,7 @@ CURVES: dict[str, tuple[str, ...]] = {
     "KL to reference": ("train/kl", "advantage/kl_reward"),
     "KL of update": ("train/approx_kl",),
 }
-"""What is drawn over the steps, and the metrics that may hold it; a name that ends in @ takes any k."""
+"""Curves over the steps, and the metrics that may hold each. A name that ends in @ takes any k."""
 INSTEAD = {"loss": ("reward",), "KL of update": ("KL to teachers", "KL to reference")}
 """Curves that are only shown where those others are not known."""
 

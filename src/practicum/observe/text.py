@@ -21,15 +21,14 @@ HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 def plain(text: str) -> str:
     """Return one line without control characters: a line's end is ↵, others are their escape, as \\x1b."""
-    return "".join(_shown(character) for character in text.replace("\r\n", "\n"))
-
-
-def _shown(character: str) -> str:
-    if character in SHOWN_AS:
-        return SHOWN_AS[character]
-    if unicodedata.category(character) not in HIDDEN:
-        return character
-    return character.encode("unicode_escape").decode("ascii")
+    shown = []
+    for character in text.replace("\r\n", "\n"):
+        if character in SHOWN_AS:
+            character = SHOWN_AS[character]
+        elif unicodedata.category(character) in HIDDEN:
+            character = character.encode("unicode_escape").decode("ascii")
+        shown.append(character)
+    return "".join(shown)
 
 
 def say(text: str, console: Console | None = None) -> None:
@@ -37,17 +36,13 @@ def say(text: str, console: Console | None = None) -> None:
 
     In a terminal they end between words; a word that is longer than a line, such as a path, stays whole.
     """
-    console = console or Console()
-    lines = [plain(line) for line in text.splitlines()]
-    if console.is_terminal:
-        lines = [part for line in lines for part in _wrapped(line, console.width)]
+    console, lines = console or Console(), []
+    for line in map(plain, text.splitlines()):
+        indent = " " * (len(line) - len(line.lstrip()))
+        options: Any = {"break_long_words": False, "break_on_hyphens": False}
+        options["subsequent_indent"] = f"{indent}  " if indent else ""
+        lines += textwrap.wrap(line, console.width, **options) or [""] if console.is_terminal else [line]
     console.print("\n".join(lines), markup=False, emoji=False, highlight=False, soft_wrap=True)
-
-
-def _wrapped(line: str, width: int) -> list[str]:
-    indent = " " * (len(line) - len(line.lstrip()))
-    options: Any = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.wrap(line, width, subsequent_indent=f"{indent}  " if indent else "", **options) or [""]
 
 
 def shorten(text: str, width: int) -> str:

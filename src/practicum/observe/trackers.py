@@ -32,7 +32,7 @@ _NUMBERS = ("reward", "advantage", "response_tokens")
 
 @dataclass(frozen=True, slots=True)
 class StepDetails:
-    """What a step has in addition to numbers: recorded answers, and values of all its sessions."""
+    """Recorded answers of a step, and values of all its sessions."""
 
     tables: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     """Lines of samples.jsonl and eval.jsonl, by `samples` and `eval`; none is empty."""
@@ -159,24 +159,25 @@ def make_trackers(recipe: Recipe, folder: Path) -> list[Tracker]:
     for name in recipe.track.to:
         library, _, project = name.partition("/")
         if library in TRACKERS:
-            trackers.append(TRACKERS[library](project or DEFAULT_PROJECT, recipe, folder))
+            config = recipe.model_dump(mode="json")
+            trackers.append(TRACKERS[library](project or DEFAULT_PROJECT, config, folder))
         else:
             trackers.append(OwnTracker(name, find_part("tracker", name)(recipe, folder)))
     return trackers
 
 
-def _hosted(library: str, project: str, recipe: Recipe, folder: Path) -> Tracker:
+def _hosted(library: str, project: str, config: Mapping[str, Any], folder: Path) -> Tracker:
     run_id, options = lasting_id(folder / f"{library}.id"), dict[str, Any]()
     if library == "wandb":
-        options |= {"name": recipe.name, "id": run_id, "dir": str(folder)}
+        options |= {"name": config["name"], "id": run_id, "dir": str(folder)}
     else:  # trackio knows a run by its name
-        options |= {"name": f"{recipe.name}-{run_id[:8]}", "embed": False}
-    return HostedTracker(library, recipe.model_dump(mode="json"), project=project, **options)
+        options |= {"name": f"{config['name']}-{run_id[:8]}", "embed": False}
+    return HostedTracker(library, config, project=project, **options)
 
 
-TRACKERS: dict[str, Callable[[str, Recipe, Path], Tracker]] = {
-    "tensorboard": lambda project, recipe, folder: TensorBoard(folder),
+TRACKERS: dict[str, Callable[[str, Mapping[str, Any], Path], Tracker]] = {
+    "tensorboard": lambda project, config, folder: TensorBoard(folder),
     "wandb": partial(_hosted, "wandb"),
     "trackio": partial(_hosted, "trackio"),
 }
-"""Libraries of `track.to`: each makes the tracker of a project, a recipe and a run folder."""
+"""Libraries of `track.to`: each makes the tracker of a project, a resolved recipe and a run folder."""

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from practicum.errors import EngineError, TeacherError
+
 W = TypeVar("W")
 T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class Slot(Generic[W]):
-    """A worker and its work."""
-
     worker: W
     works: int = 0
     load: float = 0.0
@@ -49,12 +49,21 @@ class Dispatcher(Generic[W]):
         *,
         load: float,
         deadline_s: float | None,
-        late: Callable[[W], Exception],
+        abort: Callable[[W, str], None],
+        names: tuple[str, str, str],
     ) -> T:
-        """Do a piece of work on the least loaded worker; past the deadline raise what `late` returns."""
+        """Do a piece of work on the least loaded worker; one that is late is aborted, a TeacherError.
+
+        `names` are those of the model, of the work, and of the deadline's key.
+        """
+        who, about, key = names
         with self.least_loaded().busy(load) as worker:
             try:
                 async with asyncio.timeout(deadline_s):
                     return await work(worker)
             except TimeoutError:
-                raise late(worker) from None
+                why = f"did not answer for {about} within {deadline_s:g} s"
+                abort(worker, f"it {why}")
+                raise TeacherError(f"{who} {why}; if it is only slow, raise {key}") from None
+            except EngineError as error:
+                raise TeacherError(f"{who} failed in {about}: {error}") from error

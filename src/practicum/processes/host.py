@@ -16,14 +16,17 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 from practicum.errors import EngineError
 from practicum.processes.serve import ALIVE, CANCEL, HELLO, STOP, Call, Loader, Reply, receive, send
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 START_S = 1800.0
 """How long a process may take to load its model; one that dies is noticed at once."""
 _EXIT_S = 2.0
@@ -102,9 +105,9 @@ class Host:
             self.close()
             raise
 
-    async def ask(self, method: str, *args: Any, target: int = 0) -> Any:
-        """Return a call's result. Calls of one turn of the event loop are sent together."""
-        number, future = self._post(method, args, target)
+    async def ask(self, method: Callable[[Any, *Ts], Awaitable[T]], *args: *Ts, target: int = 0) -> T:
+        """Return the result of a method of an object. Calls of one turn of the event loop go together."""
+        number, future = self._post(method.__name__, args, target)
         asyncio.get_running_loop().call_soon(self._flush)
         self._open += 1
         if self._watching is None or self._watching.done():
@@ -115,14 +118,14 @@ class Host:
             self._open -= 1
             self._forget(number)
 
-    def call(self, method: str, *args: Any, target: int = 0) -> Any:
-        """Return a call's result. Blocks, so coroutines must not use it."""
-        _, future = self._post(method, args, target)
+    def call(self, method: Callable[[Any, *Ts], T], *args: *Ts, target: int = 0) -> T:
+        """Return the result of a method of an object. Blocks, so coroutines must not use it."""
+        _, future = self._post(method.__name__, args, target)
         self._flush()
         try:
             return future.result(self._deadline_s)
         except TimeoutError:
-            why = f"it did not answer to {method} within {self._deadline_s:g} s"
+            why = f"it did not answer to {method.__name__} within {self._deadline_s:g} s"
             self.kill(why)
             raise EngineError(f"{self.who}: {why}") from None
 

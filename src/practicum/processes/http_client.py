@@ -176,7 +176,11 @@ class Client:
                 why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             else:
                 if response.is_success:
-                    return self._json(response, about)
+                    try:
+                        return json.loads(response.content)
+                    except (ValueError, RecursionError) as error:
+                        why = "the answer is not JSON"
+                        raise Refused(self.problem(about, why), response.status_code, why) from error
                 message = message_of(response.text)
                 why = f"status {response.status_code}: {message}"
                 if response.status_code != 429 and response.status_code < 500:
@@ -188,13 +192,6 @@ class Client:
                 raise Unreachable(self.problem(about, f"no answer after {tries}: {why}"))
             await asyncio.sleep(pause)
         raise AssertionError("the last try raises or returns")
-
-    def _json(self, response: httpx2.Response, about: str) -> Any:
-        try:
-            return json.loads(response.content)
-        except (ValueError, RecursionError) as error:
-            why = "the answer is not JSON"
-            raise Refused(self.problem(about, why), response.status_code, why) from error
 
 
 def message_of(text: str) -> str:

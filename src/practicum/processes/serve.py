@@ -31,7 +31,7 @@ Loader = Callable[[], Sequence[Any]]
 
 
 class Call(NamedTuple):
-    """A method, or the name of an attribute, of one of the served objects."""
+    """A method of one of the served objects."""
 
     number: int
     method: str
@@ -168,7 +168,7 @@ class _Server:
         if inspect.iscoroutinefunction(method):
             return await method(*call.args)
         # A plain method may wait for a step of an engine, which other calls must not wait for.
-        return await asyncio.to_thread(method, *call.args) if callable(method) else method
+        return await asyncio.to_thread(method, *call.args)
 
     def _send(self) -> None:
         replies, self._replies = self._replies, []

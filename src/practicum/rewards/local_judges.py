@@ -130,7 +130,6 @@ class Classifier(Judge, Sleeper):
 
     @torch.no_grad()
     def _is_invariant(self) -> bool:
-        """Return True if rows have the same scores alone and among others."""
         one = fingerprint_ids(self.model.get_input_embeddings().weight.shape[0])  # pyright: ignore
         for row in (one[:3], one, one * 3):
             others = [row[::-1]] * 2

@@ -76,7 +76,6 @@ class RemoteJudge(Client, Judge):
         return f"returns {len(plain)} outputs, {kind}"
 
     async def _reply(self, case: JudgeInput) -> str:
-        """Return the model's greedy continuation of the question."""
         body = {"model": self.model, "prompt": question(self.spec, case)}
         body |= {"max_tokens": self.spec.max_new_tokens, "temperature": 0}
         response = await self.ask("POST", "/completions", body, case.name)

@@ -13,11 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from practicum.concurrency.event_loop import run_async
 from practicum.engines.protocol import Sleeper
-from practicum.errors import EngineError, RecipeError, RecipeErrors, TeacherError
+from practicum.errors import RecipeError, RecipeErrors
 from practicum.models.model_files import must_read, read_config, require_model_folder
 from practicum.processes.dispatch import Dispatcher
 from practicum.processes.host import Host
 from practicum.recipe.checks.value_forms import fill
+from practicum.recipe.schema.rollout_sections import Rollout
 from practicum.recipe.schema.teacher_sections import RewardModel
 from practicum.rewards.judge import CannotScore, Judge, JudgeInput, check_label
 from practicum.rewards.local_judges import load_judge, load_tokenizer
@@ -39,26 +40,17 @@ class RewardScorer:
 
     async def judge(self, case: JudgeInput) -> float | CannotScore:
         """Return the model's score of a response, or why it has none; a model that sleeps must be awake."""
-
-        def late(judge: Judge) -> TeacherError:
-            why = f"did not answer for {case.name} within {self._deadline_s:g} s"
-            judge.abort(f"it {why}")
-            return TeacherError(
-                f"reward model {self.name} {why}; if it is only slow, raise {self.key}.deadline_s"
-            )
-
         try:
             return await self._dispatcher.run(
                 lambda judge: judge.judge(case),
                 # Characters stand for tokens: the busiest judge does not depend on the tokenizer.
                 load=len(case.prompt) + len(case.response),
                 deadline_s=self._deadline_s,
-                late=late,
+                abort=lambda judge, why: judge.abort(why),
+                names=(f"reward model {self.name}", case.name, f"{self.key}.deadline_s"),
             )
         except CannotScore as failure:
             return failure
-        except EngineError as error:
-            raise TeacherError(f"reward model {self.name} failed in {case.name}: {error}") from error
 
     def close(self) -> None:
         with ExitStack() as stack:
@@ -73,7 +65,7 @@ class HostedJudge(Judge):
         self.host, self.ready, self.abort, self.close = host, host.ready, host.kill, host.close
 
     async def judge(self, case: JudgeInput) -> float:
-        return await self.host.ask("judge", case)
+        return await self.host.ask(Judge.judge, case)
 
 
 def _load_colocated(name: str, spec: RewardModel, room: int) -> list[Judge]:
@@ -103,6 +95,11 @@ def place_model(name: str, spec: RewardModel, room: int) -> RewardScorer:
     """Return a reward model where its section places it; one on a server has its own deadlines."""
     deadline_s = None if spec.url is not None else spec.deadline_s
     return RewardScorer(name, PLACEMENTS[spec.placement_name](name, spec, room), deadline_s=deadline_s)
+
+
+def judge_room(rollout: Rollout) -> int:
+    """Return the tokens that a reward model must take: another tokenizer may need more than the student's."""
+    return 2 * rollout.context_for(None)
 
 
 def load_reward_models(

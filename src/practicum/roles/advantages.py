@@ -18,8 +18,8 @@ from practicum.learning.update_batch import places_by_rule
 from practicum.observe.records.recorder import NOT_RECORDED, Recorder
 from practicum.recipe.algorithm_traits import estimator_traits
 from practicum.recipe.own_parts import find_part
-from practicum.recipe.schema.algorithm_sections import KL_HORIZON
-from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.algorithm_sections import KL_HORIZON, Algorithm
+from practicum.recipe.schema.teacher_sections import Distill
 from practicum.roles.run_stage import StepInfo, stage
 from practicum.roles.stage_table import student_source
 
@@ -36,16 +36,17 @@ class AdvantageRole:
 
     def __init__(
         self,
-        recipe: Recipe,
+        algorithm: Algorithm,
+        distill: Distill | None,
+        reward_weight: float,
         plan: Plan,
         store: Store,
         watch: Watch,
         recorder: Recorder = NOT_RECORDED,
     ) -> None:
-        self.recipe, self.plan, self.store, self.watch = recipe, plan, store, watch
-        self.recorder = recorder
-        kl = recipe.algorithm.kl
-        self.kl = KlWeight(kl.coefficient, kl.target, KL_HORIZON)
+        self.algorithm, self.distill, self.reward_weight = algorithm, distill, reward_weight
+        self.plan, self.store, self.watch, self.recorder = plan, store, watch, recorder
+        self.kl = KlWeight(algorithm.kl.coefficient, algorithm.kl.target, KL_HORIZON)
 
     @stage("advantages")
     def advantages(
@@ -57,13 +58,12 @@ class AdvantageRole:
         session_N = dense_ids(names)[0].repeat_interleave(torch.tensor(mask.lengths))
         prompts = [prompt for prompt, _ in dict.fromkeys(names)]
         advantages_N, returns_N, stats = self._estimate(columns, mask.values, session_N, prompts, step)
-        if self.recipe.corrects_mismatch:
+        mismatch = self.algorithm.mismatch
+        if mismatch.weights != "off":
             # A policy loss grows as its advantage does, so weighed advantages weigh the loss. What the critic
             # learns from is not weighed.
-            mismatch = self.recipe.algorithm.mismatch
-            old_N = columns.ragged(student_source(self.recipe)).values
+            old_N = columns.ragged(student_source(self.algorithm)).values
             rollout_N = columns.ragged("rollout_logprobs").values
-            assert mismatch.weights != "off"
             options = mismatch.weights, mismatch.cap
             found = mismatch_weights(old_N, rollout_N, mask.values, session_N, *options)
             advantages_N = found.weights_N.to(advantages_N.dtype) * advantages_N
@@ -89,12 +89,12 @@ class AdvantageRole:
         step: StepInfo,
     ) -> tuple[Tensor, Tensor | None, dict[str, float]]:
         """Return advantages, returns if there is a critic, and counts; `prompts` are the sessions'."""
-        algorithm, distill, weight = self.recipe.algorithm, self.recipe.distill, self.recipe.reward.weight
+        algorithm, distill, weight = self.algorithm, self.distill, self.reward_weight
         taught_N, stats = self._taught(columns, mask_N)
-        if not self.recipe.has_advantage_estimator:
+        in_reward = distill is not None and distill.through == "reward"
+        if not weight and not in_reward:
             assert taught_N is not None
             return taught_N, None, stats
-        in_reward = distill is not None and distill.through == "reward"
         # Among rewards the task's has its weight before they are added; else the advantage has it.
         before, after = (weight, 1.0) if in_reward else (1.0, weight)
         token_rewards_N = torch.zeros(len(mask_N))
@@ -130,7 +130,7 @@ class AdvantageRole:
 
     def _check(self, advantages_N: Tensor, columns: Columns, step: StepInfo) -> None:
         """Compare advantages that are of rewards alone with the rewards in the tags."""
-        centred = estimator_traits(self.recipe.algorithm.advantage).centred
+        centred = estimator_traits(self.algorithm.advantage).centred
         if centred and self.watch.looks_at("advantages"):
             mask = columns.ragged("response_mask")
             values = Ragged.packed(advantages_N, mask.lengths)
@@ -138,10 +138,10 @@ class AdvantageRole:
 
     def _taught(self, columns: Columns, mask_N: Tensor) -> tuple[Tensor | None, dict[str, float]]:
         """Return -weight × the estimate of KL(student || teacher) of each token, if it enters here."""
-        distill = self.recipe.distill
+        distill = self.distill
         if distill is None or distill.through == "loss":
             return None, {}
-        student_N = columns.ragged(student_source(self.recipe)).values
+        student_N = columns.ragged(student_source(self.algorithm)).values
         teacher_N = columns.ragged("teacher_logprobs").values
         kl_N = token_kl(distill.divergence, student_N, teacher_N, mask_N, part="sampled_divergence")
         stats = {"teacher_kl": float(kl_N[mask_N].mean())} if mask_N.any() else {}
@@ -152,8 +152,8 @@ class AdvantageRole:
     ) -> tuple[Tensor, dict[str, float]]:
         if not mask_N.any():
             return token_rewards_N, {}
-        student_N = columns.ragged(student_source(self.recipe)).values
-        reference_N, kl = columns.ragged("ref_logprobs").values, self.recipe.algorithm.kl
+        student_N = columns.ragged(student_source(self.algorithm)).values
+        reference_N, kl = columns.ragged("ref_logprobs").values, self.algorithm.kl
         kl_N = token_kl(kl.estimator, student_N, reference_N, mask_N)
         observed = float(kl_N[mask_N].mean())
         coefficient = self.kl.coefficient

@@ -34,14 +34,12 @@ class CriticRole:
 
     @stage("values", rows=rank_share)
     def values(self, batch: BatchRef, columns: Columns, step: StepInfo) -> dict[str, Column]:
-        """Return the critic's values before each response token."""
         return {"values": self.critic.values(*ids_of(columns), extras=RowExtras.of(columns))}
 
     @stage("update_critic", rows=lambda self, step: self.cutter.rank_rows(self.cutter.critic, step))
     def update(
         self, batch: BatchRef, columns: Columns, step: StepInfo
     ) -> tuple[dict[str, Column], dict[str, float]]:
-        """Take all optimizer steps of the critic on this batch."""
         extras, place = RowExtras.of(columns), {key: i for i, key in enumerate(batch.keys)}
         reports = []
         for optimizer_step in self.cutter.optimizer_steps(self.cutter.critic, step):

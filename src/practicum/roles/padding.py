@@ -30,8 +30,7 @@ from practicum.learning.parallel import Parallel
 from practicum.models.experts import routes_of
 from practicum.models.vision import AXES
 from practicum.observe.records.recorder import NOT_RECORDED, Recorder
-from practicum.recipe.algorithm_traits import loss_traits
-from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.recipe import Train
 from practicum.recipe.schema.teacher_sections import Distill
 from practicum.roles.run_stage import StepInfo, stage
 
@@ -49,17 +48,17 @@ class OptimizerStep:
 class BatchCutter:
     """How batches are padded, cut into optimizer steps, and shared among the learner's ranks.
 
-    All of it is a function of keys and tags, so every rank computes the same.
+    All of it is a function of keys and tags, so every rank computes the same. With `whole_sessions`, the
+    student's mini-batches cut no session.
     """
 
-    def __init__(self, recipe: Recipe, rank: int = 0, ranks: int = 1) -> None:
-        self.recipe, self.rank, self.ranks = recipe, rank, ranks
+    def __init__(
+        self, train: Train, *, seed: int, whole_sessions: bool, rank: int = 0, ranks: int = 1
+    ) -> None:
+        self.train, self._seed, self.whole_sessions = train, seed, whole_sessions
+        self.rank, self.ranks = rank, ranks
         # Two objects: only the student's mini-batches may have to keep sessions whole.
-        self.student, self.critic = (
-            Cut(recipe.train.minibatches, recipe.train.minibatch_rows) for _ in range(2)
-        )
-        self.whole_sessions = loss_traits(recipe.algorithm.loss).whole_sessions and recipe.has_policy_loss
-        """The student's mini-batches cut no session."""
+        self.student, self.critic = (Cut(train.minibatches, train.minibatch_rows) for _ in range(2))
 
     def padding_rows(self, batch: BatchRef) -> int:
         """Return how many padding rows the updates of a step need for even mini-batches and ranks."""
@@ -77,8 +76,8 @@ class BatchCutter:
         batch, steps, whole = step.batch, [], self.whole_sessions and cut is self.student
         prompts, sessions = [key.prompt for key in batch.keys], [key.session for key in batch.keys]
         padding, together = [tags.is_padding for tags in batch.tags], [key[:2] for key in batch.keys]
-        for epoch in range(self.recipe.train.epochs):
-            options = {"seed": self.recipe.seed, "step": step.number, "epoch": epoch, "ranks": self.ranks}
+        for epoch in range(self.train.epochs):
+            options = {"seed": self._seed, "step": step.number, "epoch": epoch, "ranks": self.ranks}
             minibatches = spread(prompts, sessions, padding, cut, whole_sessions=whole, **options)
             assigned = assign_ranks(minibatches, _tokens(batch), self.ranks, together if whole else None)
             for minibatch, parts in zip(minibatches, assigned, strict=True):
@@ -132,14 +131,10 @@ class PaddingRole:
         if not count:
             return {}, batch.take([])
         options = {"end_id": self._end_id, "widths": self.widths}
-        padding, written = padding_batch(batch.partition, count, padding_fields(self.plan), **options)
+        fields = list(dict.fromkeys(name for stage in self.plan for name in stage.writes))
+        padding, written = padding_batch(batch.partition, count, fields, **options)
         self.store.put(padding, written)
         return {}, padding
-
-
-def padding_fields(plan: Plan) -> list[str]:
-    """Return the fields of a padding row: all that a stage of the plan writes."""
-    return list(dict.fromkeys(name for stage in plan for name in stage.writes))
 
 
 def field_widths(distill: Distill | None, model: PreTrainedModel, teacher_width: int) -> dict[str, int]:

@@ -20,7 +20,7 @@ from practicum.dataplane.store import Store
 from practicum.engines.model_cache import ModelCache
 from practicum.errors import DataError, RewardError
 from practicum.observe.records.recorder import NOT_RECORDED, SCORED, Recorder
-from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.recipe import Reward, Task
 from practicum.rewards.judge import CannotScore, JudgeInput
 from practicum.rewards.reward_scorer import RewardScorer
 from practicum.rewards.score_functions import RewardFunctions, RewardResult, RewardSample
@@ -46,7 +46,8 @@ class RewardRole:
 
     def __init__(
         self,
-        recipe: Recipe,
+        section: Reward,
+        tasks: Mapping[str, Task],
         plan: Plan,
         store: Store,
         encoder: Encoder,
@@ -54,14 +55,17 @@ class RewardRole:
         models: Mapping[str, RewardScorer] | None = None,
         residency: ModelCache | None = None,
         recorder: Recorder = NOT_RECORDED,
+        *,
+        deadline_s: float,
+        learnt: bool,
     ) -> None:
-        self.recipe, self.plan, self.store, self.recorder = recipe, plan, store, recorder
-        self.encoder, self.tokenizer = encoder, encoder.tokenizer
+        """`deadline_s` is that of functions; models have theirs. `learnt`: rewards are learnt from."""
+        self.section, self.tasks, self.plan, self.store = section, tasks, plan, store
+        self.encoder, self.tokenizer, self.recorder = encoder, encoder.tokenizer, recorder
         self.functions, self.models, self.residency = functions, models or {}, residency
-        self._prompt_texts: dict[int, str] = {}
+        self._learnt, self._prompt_texts = learnt, dict[int, str]()
         # Each model's own deadline comes first and names it.
-        deadlines_s = sum(recipe.reward.models[name].deadline_s for name in self.models)
-        self.stage_s = recipe.rollout.deadline_s + 3 * deadlines_s
+        self.stage_s = deadline_s + 3 * sum(section.models[name].deadline_s for name in self.models)
 
     @stage("reward")
     async def reward(self, batch: BatchRef, columns: Columns, step: StepInfo) -> dict[str, Column]:
@@ -115,8 +119,8 @@ class RewardRole:
             score = scores[name]
             if not isinstance(score, CannotScore):
                 parts[name] = score
-                reward += self.recipe.reward.models[name].weight * score
-            elif self.recipe.reward.on_error == "stop":
+                reward += self.section.models[name].weight * score
+            elif self.section.on_error == "stop":
                 raise RewardError(
                     f"reward model {name} {score}\n"
                     f"  sample:   {shown.name}\n"
@@ -129,8 +133,7 @@ class RewardRole:
         return RewardResult(reward, parts) if failure is None else RewardResult(None, parts, failure)
 
     def _judge_input(self, key: Key, prompt: Prompt, response: str) -> JudgeInput:
-        """Return what the models are shown of a response."""
-        task, messages = self.recipe.tasks[prompt.task], None
+        task, messages = self.tasks[prompt.task], None
         if task.chat or not isinstance(prompt.content, str):
             chat = chat_messages(prompt.content, task.system)
             texts = ({"role": message["role"], "content": message_text(message)} for message in chat)
@@ -174,13 +177,12 @@ class RewardRole:
         sessions: Sessions,
         results: Mapping[SessionName, RewardResult],
     ) -> dict[str, Column]:
-        """Return the columns of these results, and set the rows' tags."""
         rewards_B, placed_B, tags = torch.zeros(len(batch)), torch.zeros(len(batch)), {}
         for name, rows in sessions.items():
             given = [batch.tags[i].given_reward or 0.0 for i in rows]
             result = results.get(name) or RewardResult(sum(given), {LOOP: sum(given)})
             # A failure of what nothing is learnt from does not take a row away from the teachers.
-            failed = result.reward is None and self.recipe.uses_reward
+            failed = result.reward is None and self._learnt
             for i in rows:
                 rewards_B[i] = torch.nan if result.reward is None else result.reward
                 changed: dict[str, Any] = {"reward": result.reward, "reward_parts": result.parts}

@@ -25,13 +25,13 @@ from practicum.engines.protocol import Engine, Sampling
 from practicum.errors import PracticumError, SessionError
 from practicum.models.vision import sequence_positions
 from practicum.observe.records.recorder import NOT_RECORDED, SAMPLED, Recorder
-from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.rollout_sections import Agent
+from practicum.recipe.schema.teacher_sections import RewardModel, Teacher
 from practicum.rewards.score_functions import RewardFunctions, RewardSample
 from practicum.roles.reward import SessionName
 from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import VISION_FIELDS
-from practicum.roles.teachers import prompts_read, waiting_rows
+from practicum.roles.teachers import prompts_read
 from practicum.sessions.attempts import Attempt, AttemptResult, find_loop, run_attempt
 from practicum.sessions.demonstrator import DemonstratorPolicy, make_demonstrator
 from practicum.sessions.session import EnginePolicy, Policy, Session, SessionStart, Trajectory
@@ -90,14 +90,27 @@ class SessionWorkers(Protocol):
 class RolloutRole:
     """Rolls out and scores sessions: one for training, one for evaluation."""
 
-    def __init__(self, recipe: Recipe, plan: Plan, store: Store, workers: SessionWorkers) -> None:
-        self.recipe, self.plan, self.store, self.workers = recipe, plan, store, workers
+    def __init__(
+        self,
+        plan: Plan,
+        store: Store,
+        workers: SessionWorkers,
+        functions: RewardFunctions,
+        models: Mapping[str, RewardModel],
+        teachers: Mapping[str, Teacher],
+        *,
+        deadline_s: float,
+    ) -> None:
+        """`models` judge and `teachers` score; `deadline_s` is that of a rollout."""
+        self.plan, self.store, self.workers, self._deadline_s = plan, store, workers, deadline_s
+        self._functions, self._models, self._teachers = functions, models, teachers
+        self._waits = any(not model.scores_during_rollout for model in models.values())
+        """Rewards wait for colocated models, which work while the student's engines sleep."""
         self.prompts: dict[Key, Prompt] = {}
         """The prompt of each row, as long as the row is in the store."""
         self.hidden = HiddenShare()
-        self._functions = RewardFunctions(recipe.tasks, recipe.reward)
-        teachers = recipe.teachers.items() if "teachers" in plan else ()
-        self._own_teachers = {name for name, teacher in teachers if teacher.scores_during_rollout}
+        taught = teachers.items() if "teachers" in plan else ()
+        self._own_teachers = {name for name, teacher in taught if teacher.scores_during_rollout}
         self.open: dict[SessionName, Prompt] = {}
         """Sessions of the current rollout that are not run, or not scored by those who score early."""
         self._kept: set[Key] = set()
@@ -107,8 +120,8 @@ class RolloutRole:
 
     def demonstrate(self, prompts: Sequence[Prompt], partition: str) -> BatchRef:
         """Write what a demonstrator does with each prompt: rows for supervised training."""
-        work, deadline_s = self.workers.demonstrate(prompts, partition), self.recipe.rollout.deadline_s
-        batch = run_async(work, timeout=deadline_s, owner="demonstrations")
+        work = self.workers.demonstrate(prompts, partition)
+        batch = run_async(work, timeout=self._deadline_s, owner="demonstrations")
         self._remember(batch.keys, {prompt.uid: prompt for prompt in prompts})
         return batch
 
@@ -140,9 +153,9 @@ class RolloutRole:
         if attempts:
             early = bool(self._own_teachers)
             how = {"at_once": lambda p: early or self._rewards_early(p.task), "finished": finished}
-            work, timeout = self.workers.run(attempts, partition, seed, **how), self.recipe.rollout.deadline_s
+            work = self.workers.run(attempts, partition, seed, **how)
             with self.hidden.rollout(), self.workers.named_blocks():
-                keys = run_async(work, timeout=timeout, owner=f"rollout ({partition})")
+                keys = run_async(work, timeout=self._deadline_s, owner=f"rollout ({partition})")
         # Sessions finish in any order; the batch is in the order of its keys.
         return self.store.batch(partition, sorted([*kept, *keys]))
 
@@ -151,22 +164,25 @@ class RolloutRole:
         left = batch.where(lambda key, _: key[:2] not in self._rewarded)
         if left:
             work = self.workers.reward(left, {key: self.prompts[key] for key in left.keys})
-            asleep = self.engines_asleep() if self.recipe.waits_for_models else nullcontext()
+            asleep = self.engines_asleep() if self._waits else nullcontext()
             with asleep, self.workers.named_blocks():
                 run_async(work, timeout=self.workers.reward_s, owner="reward")
         self._rewarded.update(key[:2] for key in left.keys)
 
     def engines_asleep(self) -> AbstractContextManager[None]:
         """Free the memory of the student's engines for others; not with a lag, where they are at work."""
-        return nullcontext() if self.recipe.rollout.lag else self.workers.engines_asleep()
+        return nullcontext() if self.plan.lag else self.workers.engines_asleep()
 
     def after_rollout(self, stage: Callable[[StepInfo], Any]) -> Callable[[StepInfo], Any]:
         """Return a stage of colocated teachers that gets waiting rows, if any, while engines sleep."""
 
         def run(step: StepInfo) -> Any:
-            if not (waiting := waiting_rows(self.recipe.teachers, step.batch)):
+            waiting = step.batch.where(
+                lambda _, tags: tags.teacher is not None and tags.teacher not in self._own_teachers
+            )
+            if not waiting:
                 return None
-            prompts = prompts_read(self.recipe.teachers, waiting, step.prompts)
+            prompts = prompts_read(self._teachers, waiting, step.prompts)
             with self.engines_asleep():
                 return stage(replace(step, batch=waiting, prompts=prompts))
 
@@ -188,7 +204,6 @@ class RolloutRole:
         self.forget(keys)
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """Drop what is remembered of rows that leave the store."""
         for key in keys:
             self.prompts.pop(key, None)
             self._rewarded.discard(key[:2])
@@ -206,9 +221,9 @@ class RolloutRole:
         Not if a colocated model takes part, which waits for the engines to sleep, nor if a function takes a
         whole batch. Functions alone must be slow enough to be worth it.
         """
-        if "reward" not in self.plan or self.recipe.waits_for_models or not self._functions.divides(task):
+        if "reward" not in self.plan or self._waits or not self._functions.divides(task):
             return False
-        return bool(self.recipe.reward.models) or self._functions.streams(task)
+        return bool(self._models) or self._functions.streams(task)
 
     async def _score(self, rows: BatchRef, judged: BatchRef, taught: BatchRef) -> None:
         works, prompts = [], {key: self.prompts[key] for key in judged.keys}
@@ -216,9 +231,9 @@ class RolloutRole:
             works.append(self.workers.reward(judged, prompts))
         if taught:
             assert taught.tags[0].teacher is not None
-            read = prompts_read(self.recipe.teachers, taught, self.prompts)
+            read = prompts_read(self._teachers, taught, self.prompts)
             works.append(self.workers.teach(taught.tags[0].teacher, taught, read))
-        by_models = bool(taught) or bool(self.recipe.reward.models)
+        by_models = bool(taught) or bool(self._models)
         with self.hidden.scoring() if by_models else nullcontext():
             await gather_all(works)
         self._rewarded.update(key[:2] for key in judged.keys)

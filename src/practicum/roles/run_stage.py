@@ -94,7 +94,6 @@ class _StageRun:
         return Columns(self.name, read)
 
     def write(self, result: Any) -> Any:
-        """Put what the method wrote; return its report."""
         writes, report = result if isinstance(result, tuple) else (result, None)
         if set(writes) != set(self.spec.writes):
             declared, wrote = (", ".join(sorted(names)) or "nothing" for names in (self.spec.writes, writes))

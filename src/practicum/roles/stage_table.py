@@ -14,6 +14,7 @@ from practicum.errors import RecipeError
 from practicum.recipe.algorithm_traits import estimator_traits, loss_traits
 from practicum.recipe.derived import Traits, model_traits
 from practicum.recipe.own_parts import find_part
+from practicum.recipe.schema.algorithm_sections import Algorithm
 from practicum.recipe.schema.recipe import Recipe
 
 OldSource = Literal["own", "old_logprobs", "rollout_logprobs"]
@@ -62,10 +63,10 @@ def make_plan(recipe: Recipe, traits: Traits | None = None) -> Plan:
     return plan
 
 
-def evaluation_plan() -> Plan:
+def evaluation_plan(lag: int = 0) -> Plan:
     """Return the stages of an evaluation: answers and their rewards, nothing else."""
     table = {spec.name: spec for spec in TABLE}
-    return Plan((replace(table["rollout"], writes=_ROWS), replace(table["reward"], effect=True)))
+    return Plan((replace(table["rollout"], writes=_ROWS), replace(table["reward"], effect=True)), lag=lag)
 
 
 def ratio_source(recipe: Recipe) -> OldSource:
@@ -85,17 +86,9 @@ def ratio_source(recipe: Recipe) -> OldSource:
     return "old_logprobs" if algorithm.old_logprobs == "recompute" or several or in_advantages else "own"
 
 
-def student_source(recipe: Recipe) -> Literal["old_logprobs", "rollout_logprobs"]:
+def student_source(algorithm: Algorithm) -> Literal["old_logprobs", "rollout_logprobs"]:
     """Return where the student's logprobs come from that advantages are made with, if they need any."""
-    return "rollout_logprobs" if recipe.algorithm.old_logprobs == "rollout" else "old_logprobs"
-
-
-def compares_sampled(recipe: Recipe) -> bool:
-    """Return True if engine and learner are compared at the sampling temperature.
-
-    Not if the engine's numbers are those of a distribution that was cut; at temperature 1 both are equal.
-    """
-    return recipe.rollout.temperature != 1 and not recipe.cuts_sampling and not recipe.is_supervised
+    return "rollout_logprobs" if algorithm.old_logprobs == "rollout" else "old_logprobs"
 
 
 def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
@@ -121,7 +114,7 @@ def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
         *_if(estimates and critic, "values"),
         *_if(kl == "reward", "ref_logprobs"),
         *_if(by_policy, "teacher_logprobs"),
-        *_if(kl == "reward" or by_policy or weighs, student_source(recipe)),
+        *_if(kl == "reward" or by_policy or weighs, student_source(algorithm)),
         *_if(weighs, "rollout_logprobs"),
     )
     advantage_parts = (
@@ -131,9 +124,12 @@ def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
         *_if(weighs, "weights against the mismatch"),
     )
     denominator = ratio_source(recipe)
+    # Engine and learner are compared at the sampling temperature, unless the engine's numbers are those of a
+    # distribution that was cut.
+    at_sampling = recipe.rollout.temperature != 1 and not recipe.cuts_sampling
     update_reads = (
         *_if(policy, "advantages"),
-        "rollout_logprobs" if compares_sampled(recipe) else "plain_logprobs",
+        "rollout_logprobs" if at_sampling else "plain_logprobs",
         *_if(denominator != "own", denominator),
         *_if(by_policy, "teacher_logprobs"),
         *_if(recipe.distils_by_loss, *taught),
@@ -159,7 +155,11 @@ def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
             "writes": taught,
             "side": "sampling" if streamed else "learning",
         },
-        "pad": {"not_asked": _why_no_padding(recipe)},
+        "pad": {
+            "not_asked": "one optimizer step on one rank takes the whole batch, of any size"
+            if recipe.data_parallel * recipe.train.minibatches == 1 and recipe.train.minibatch_rows is None
+            else ""
+        },
         "old_logprobs": {"reads": (*tokens, *experts)},
         "ref_logprobs": {"reads": tokens},
         "values": {"reads": tokens},
@@ -201,14 +201,6 @@ def _insert(stages: list[StageSpec], spec: StageSpec, after: str) -> None:
         advice = "call its function something else"
         raise RecipeError("stages", f"{spec.use!r}, a second stage {spec.name}", "a name of its own", advice)
     stages.insert(names.index(after) + 1, spec)
-
-
-def _why_no_padding(recipe: Recipe) -> str:
-    """Return why no batch of this recipe needs padding; empty if one may."""
-    train = recipe.train
-    if recipe.data_parallel > 1 or train.minibatches > 1 or train.minibatch_rows is not None:
-        return ""
-    return "one optimizer step on one rank takes the whole batch, of any size"
 
 
 def _why_unread(recipe: Recipe) -> dict[str, str]:

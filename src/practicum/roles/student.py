@@ -22,11 +22,10 @@ from practicum.learning.packing import RowExtras
 from practicum.learning.update_batch import BatchFacts, TeacherColumns, TeacherSums, UpdateBatch
 from practicum.observe.records.recorder import NOT_RECORDED, Recorder
 from practicum.recipe.own_parts import find_part
-from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.advantages import dense_ids
 from practicum.roles.padding import BatchCutter, OptimizerStep, rank_share
 from practicum.roles.run_stage import StepInfo, stage
-from practicum.roles.stage_table import compares_sampled, ratio_source
+from practicum.roles.stage_table import OldSource
 from practicum.teachers.ledger import TeacherMeasures, pair_of
 
 FRESH_ONLY = ("gap_mean", "gap_max", "gap_k3")
@@ -53,7 +52,6 @@ class StudentRole:
 
     def __init__(
         self,
-        recipe: Recipe,
         plan: Plan,
         store: Store,
         learner: Learner,
@@ -61,17 +59,22 @@ class StudentRole:
         watch: Watch,
         cutter: BatchCutter,
         recorder: Recorder = NOT_RECORDED,
+        *,
+        temperature: float,
+        old: OldSource,
+        teachers: Mapping[str, int],
+        measure_every: int,
     ) -> None:
-        self.recipe, self.plan, self.store, self.watch = recipe, plan, store, watch
-        self.learner, self.reference, self.recorder = learner, reference, recorder
+        """`temperature` is the rollout's, `old` the ratio's denominator; `teachers` are their numbers."""
+        self.plan, self.store, self.watch, self.recorder = plan, store, watch, recorder
+        self.learner, self.reference, self._temperature = learner, reference, temperature
         self.parallel, self.cutter = learner.parallel, cutter
-        self._old, self._compares_sampled = ratio_source(recipe), compares_sampled(recipe)
-        self._numbers = recipe.teacher_numbers
+        self._old, self._numbers, self._measure_every = old, teachers, measure_every
 
     @stage("old_logprobs", rows=rank_share)
     def old_logprobs(self, batch: BatchRef, columns: Columns, step: StepInfo) -> dict[str, Column]:
         """Return the student's logprobs before this step's update, at the rollout's temperature."""
-        at, extras = self.recipe.rollout.temperature, RowExtras.of(columns)
+        at, extras = self._temperature, RowExtras.of(columns)
         logprobs = self.learner.scorer.logprobs(*ids_of(columns), temperature=at, extras=extras)
         return {"old_logprobs": logprobs}
 
@@ -79,7 +82,7 @@ class StudentRole:
     def ref_logprobs(self, batch: BatchRef, columns: Columns, step: StepInfo) -> dict[str, Column]:
         """Return the reference policy's logprobs, at the rollout's temperature."""
         assert self.reference is not None
-        at, extras = self.recipe.rollout.temperature, RowExtras.of(columns)
+        at, extras = self._temperature, RowExtras.of(columns)
         return {"ref_logprobs": self.reference.logprobs(*ids_of(columns), temperature=at, extras=extras)}
 
     @stage("update_student", rows=lambda self, step: self.cutter.rank_rows(self.cutter.student, step))
@@ -89,15 +92,15 @@ class StudentRole:
         """Take all optimizer steps on this batch; checks may refuse each before weights change."""
         self._check_masks(batch, columns)
         steps = self.cutter.optimizer_steps(self.cutter.student, step)
-        recipe, version = self.recipe, self.learner.version
-        self.watch("masks", invariants.passes(step.batch, [each.rows for each in steps], recipe.train.epochs))
+        rows_of_steps, version = [each.rows for each in steps], self.learner.version
+        self.watch("masks", invariants.passes(step.batch, rows_of_steps, self.cutter.train.epochs))
         pairs = list(dict.fromkeys(pair_of(tags) for tags in step.batch.real().tags))
-        every = recipe.route.measure_every if self._numbers and len(pairs) > 1 else 0
+        every = self._measure_every if self._numbers and len(pairs) > 1 else 0
         sums, norms, whole = TeacherSums(), ({}, {}), self._facts(step.batch)
         extras = RowExtras.of(columns)
         reports: list[dict[str, float]] = []
         others = any(tags.version_min != version for tags in step.batch.real().tags)
-        stale = recipe.rollout.lag > 0 and others
+        stale = self.plan.lag > 0 and others
         place = {key: i for i, key in enumerate(batch.keys)}
         unseen = {key for key, tags in batch if self.recorder.records and tags.recorded}
         for number, optimizer_step in enumerate(steps, start=1):
@@ -136,7 +139,6 @@ class StudentRole:
         self.watch("masks", next((finding for finding in findings if finding is not None), None))
 
     def _facts(self, batch: BatchRef) -> BatchFacts:
-        """Return what the tags of a batch say of each row."""
         names, tokens = [key[:2] for key in batch.keys], Counter[tuple[int, ...]]()
         for name, tags in zip(names, batch.tags, strict=True):
             tokens[name] += tags.sampled_tokens
@@ -171,7 +173,7 @@ class StudentRole:
     def _check(self, facts: BatchFacts, metrics: Mapping[str, float], *, first: bool, stale: bool) -> None:
         """Refuse an optimizer step whose numbers are not in order; weights are untouched so far."""
         self.watch("masks", invariants.denominator(metrics.get("tokens"), sum(facts.sampled_tokens)))
-        expected = total_weight(self.recipe.algorithm.aggregation, facts)
+        expected = total_weight(self.learner.objective.algorithm.aggregation, facts)
         self.watch("masks", invariants.loss_weights(self.learner.weight, expected))
         if first and stale:
             self.watch("sample_size", invariants.sample_size(metrics))
@@ -190,6 +192,7 @@ class StudentRole:
                 topk_logprobs=columns.select("teacher_topk_logprobs", rows),
                 hidden=columns.select("teacher_hidden", rows),
             )
+        plain = columns.select("plain_logprobs", rows)
         return UpdateBatch(
             prompt_ids=columns.ragged("prompt_ids").select(rows),
             response_ids=columns.ragged("response_ids").select(rows),
@@ -197,8 +200,8 @@ class StudentRole:
             sessions=facts.sessions,
             advantages=columns.select("advantages", rows),
             old_logprobs=None if self._old == "own" else columns.select(self._old, rows),
-            rollout_logprobs=columns.select("rollout_logprobs", rows) if self._compares_sampled else None,
-            plain_logprobs=columns.select("plain_logprobs", rows),
+            rollout_logprobs=columns.select("rollout_logprobs", rows) if plain is None else None,
+            plain_logprobs=plain,
             ref_logprobs=columns.select("ref_logprobs", rows),
             teachers=teachers,
             session_tokens=facts.session_tokens,
@@ -206,7 +209,6 @@ class StudentRole:
 
 
 def ids_of(columns: Columns) -> tuple[Ragged, Ragged]:
-    """Return the tokens of prompts and responses."""
     return columns.ragged("prompt_ids"), columns.ragged("response_ids")
 
 

@@ -24,19 +24,21 @@ from practicum.engines.protocol import Engine, Scorer
 from practicum.engines.table import ENGINES
 from practicum.errors import DeadlineError
 from practicum.models.fingerprint import LENGTH
-from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.rollout_sections import Rollout
 
 _LIMITS = {"bfloat16": 0.2}
 _LIMIT = 1e-3
 """Largest mean |difference| of logprobs in nats, by the model's dtype."""
 
 
-def make_engines(recipe: Recipe, models: Iterable[PreTrainedModel], weights: WeightSource) -> list[Engine]:
-    """Return an engine for each copy of the student; if one can't be made, none stays behind."""
-    engines, kind = list[Engine](), ENGINES[recipe.rollout.engine]
+def make_engines(
+    rollout: Rollout, path: str | None, models: Iterable[PreTrainedModel], weights: WeightSource
+) -> list[Engine]:
+    """Return an engine for each copy of the student from `path`; if one can't be made, none stays behind."""
+    engines, kind = list[Engine](), ENGINES[rollout.engine]
     with ExitStack() as undo:
         for model in models:
-            engines.append(kind.for_rollout(recipe, model, weights))
+            engines.append(kind.for_rollout(rollout, path, model, weights))
             undo.callback(engines[-1].close)
         undo.pop_all()
     kind.share_order(engines)

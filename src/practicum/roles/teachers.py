@@ -30,12 +30,11 @@ from practicum.learning.parallel import Parallel
 from practicum.models.attention import OutputHead
 from practicum.models.vision import images_of
 from practicum.observe.records.recorder import NOT_RECORDED, Recorder
-from practicum.recipe.schema.recipe import Recipe
-from practicum.recipe.schema.teacher_sections import Teacher
+from practicum.recipe.schema.teacher_sections import Distill, Teacher
 from practicum.roles.run_stage import StepInfo, stage
 from practicum.tasks.prompts import Prompt
 from practicum.teachers.load_teachers import Teachers, top_k
-from practicum.teachers.route import before_text, teacher_of
+from practicum.teachers.route import before_text
 
 _WAKE_S = 60.0
 """Seconds for waking models, beside the deadlines of their rows."""
@@ -48,36 +47,27 @@ class TeacherRole:
 
     def __init__(
         self,
-        recipe: Recipe,
+        distill: Distill,
         plan: Plan,
         store: Store,
         teachers: Teachers,
         tokenizer: PreTrainedTokenizerBase,
         *,
+        temperature: float,
         vocab: int | None = None,
         parallel: Parallel | None = None,
         recorder: Recorder = NOT_RECORDED,
     ) -> None:
-        self.recipe, self.plan, self.store, self.recorder = recipe, plan, store, recorder
+        self.plan, self.store, self.recorder = plan, store, recorder
         self.loaded, self.tokenizer = teachers, tokenizer
         self.rank, self.ranks = (0, 1) if parallel is None else (parallel.rank, parallel.world)
-        assert recipe.distill is not None
-        self.options = ScoreOptions(
-            top_k=top_k(recipe.distill),
-            hidden=recipe.distill.signal == "full",
-            temperature=recipe.compare_temperature,
-            vocab=vocab,
-        )
+        self.options = ScoreOptions(top_k(distill), distill.signal == "full", temperature, vocab)
         self._spent = self.seconds(), teachers.wakes
-        self.stage_s = 2 * sum(teacher.deadline_s for teacher in recipe.teachers.values()) + _WAKE_S
+        self.stage_s = 2 * sum(scorer.spec.deadline_s for scorer in teachers.scorers.values()) + _WAKE_S
         self.student: Learner | None = None
         """The learner, for copies of the student; it is made after the teachers."""
 
-    def teacher_of(self, prompt: Prompt) -> str:
-        return teacher_of(prompt, self.recipe.route, self.recipe.teachers, self.recipe.seed)
-
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of scoring of each teacher so far."""
         return {name: scorer.busy_s for name, scorer in self.loaded.scorers.items()}
 
     def _rank_share(self, step: StepInfo) -> BatchRef:
@@ -109,8 +99,8 @@ class TeacherRole:
 
     def refresh(self, step: int) -> None:
         """Before step `step`, load the student's weights into the copies that are due."""
-        for name, teacher in self.recipe.teachers.items():
-            if name in self.loaded.scorers and takes_new_weights(teacher, step):
+        for name, scorer in self.loaded.scorers.items():
+            if takes_new_weights(scorer.spec, step):
                 assert self.student is not None
                 # Cloned: it is also what a checkpoint keeps of this teacher.
                 copied = {key: x.cpu().clone() for key, x in self.student.named_weights()}
@@ -124,7 +114,7 @@ class TeacherRole:
                 folder.mkdir(parents=True, exist_ok=True)
                 contiguous = {key: x.contiguous() for key, x in scorer.held.weights.items()}
                 metadata = {"version": str(scorer.held.version)}
-                save_file(contiguous, copy_file(folder, name), metadata=metadata)
+                save_file(contiguous, folder / f"{name}.safetensors", metadata=metadata)
 
     def load(self, folder: Path) -> None:
         """Load the copies that `save` wrote."""
@@ -182,7 +172,7 @@ class TeacherRole:
         pictures = images_of(columns) if "multi_modal_inputs" in columns else [None] * len(batch)
         rows = []
         for (key, tags), prompt, response, images in zip(batch, *ids, pictures, strict=True):
-            teacher, before = self.recipe.teachers[tags.teacher or ""], []
+            teacher, before = self.loaded.scorers[tags.teacher or ""].spec, []
             if teacher.before is not None:
                 before = self.tokenizer.encode(before_text(teacher, prompts[key]), add_special_tokens=False)
             ids = [*before, *prompt.tolist(), *response.tolist()]
@@ -203,12 +193,6 @@ class TeacherRole:
         return columns
 
 
-def waiting_rows(teachers: Mapping[str, Teacher], batch: BatchRef) -> BatchRef:
-    """Return the rows that wait for colocated teachers until the rollout is done."""
-    waits = {name for name, teacher in teachers.items() if not teacher.scores_during_rollout}
-    return batch.where(lambda _, tags: tags.teacher in waits)
-
-
 def prompts_read(
     teachers: Mapping[str, Teacher], batch: BatchRef, prompts: Mapping[Key, Prompt]
 ) -> dict[Key, Prompt]:
@@ -217,13 +201,8 @@ def prompts_read(
     return {key: prompts[key] for key, tags in batch if tags.teacher in reads}
 
 
-def copy_file(folder: Path, name: str) -> Path:
-    """Return where a checkpoint keeps a teacher that is a copy of the student."""
-    return folder / f"{name}.safetensors"
-
-
 def read_copy(path: Path) -> tuple[dict[str, Tensor], int]:
-    """Return the weights in such a file, and their version."""
+    """Return the weights in a file that `TeacherRole.save` wrote, and their version."""
     with safe_open(path, "pt") as file:
         version = int(file.metadata()["version"])
     return load_file(path), version

@@ -26,6 +26,7 @@ from practicum.dataplane.store import Store
 from practicum.errors import RecipeError
 from practicum.learning.learner import Learner
 from practicum.learning.logprobs import LogprobScorer
+from practicum.learning.objective import DistillSettings
 from practicum.learning.packed_model import PackedModel
 from practicum.learning.parallel import Parallel
 from practicum.learning.value_learner import ValueLearner
@@ -33,16 +34,18 @@ from practicum.models.adapter_files import save_base
 from practicum.models.load_model import load_model, load_tokenizer, stop_ids
 from practicum.models.model_files import save_description
 from practicum.observe.records.recorder import NOT_RECORDED, Recorder
+from practicum.recipe.algorithm_traits import loss_traits
 from practicum.recipe.own_parts import find_part, guarded
-from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.recipe import Model, Recipe
 from practicum.roles.advantages import AdvantageRole
 from practicum.roles.critic import CriticRole
 from practicum.roles.padding import BatchCutter, PaddingRole, check_fields, field_widths, rank_share
 from practicum.roles.run_stage import StepInfo, stage, stage_method
+from practicum.roles.stage_table import ratio_source
 from practicum.roles.student import StudentRole
 from practicum.roles.teachers import TeacherRole
 from practicum.sessions.chat import make_encoder
-from practicum.teachers.load_teachers import Teachers, teacher_losses
+from practicum.teachers.load_teachers import Teachers, cut_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,29 +94,56 @@ class TrainRank:
 
     def _make_roles(self, model: PreTrainedModel, teachers: Teachers | None) -> None:
         recipe, plan, store, parallel = self.recipe, self.plan, self.store, self.parallel
-        cutter, watch, recorder = BatchCutter(recipe, self.rank, self.ranks), self.watch, self.recorder
+        watch, recorder = self.watch, self.recorder
+        cutter = BatchCutter(
+            recipe.train,
+            seed=recipe.seed,
+            whole_sessions=loss_traits(recipe.algorithm.loss).whole_sessions and recipe.has_policy_loss,
+            rank=self.rank,
+            ranks=self.ranks,
+        )
         self.teachers = self.critic = reference = None
         if teachers is not None:
-            vocab = model.config.get_text_config().vocab_size
-            options = {"vocab": vocab, "parallel": parallel, "recorder": recorder}
-            self.teachers = TeacherRole(recipe, plan, store, teachers, self.tokenizer, **options)
+            assert recipe.distill is not None
+            self.teachers = TeacherRole(
+                recipe.distill,
+                plan,
+                store,
+                teachers,
+                self.tokenizer,
+                temperature=recipe.compare_temperature,
+                vocab=model.config.get_text_config().vocab_size,
+                parallel=parallel,
+                recorder=recorder,
+            )
         refuse = partial(watch, "finite")
         if recipe.critic is not None:
             options = {"on_nonfinite": refuse, "parallel": parallel}
             critic = ValueLearner(model, recipe.train, recipe.critic, **options)
             self.critic = CriticRole(plan, store, critic, cutter, recorder)
         if "ref_logprobs" in plan and not recipe.is_own_base:
-            start = load_reference(recipe, model, None if parallel is None else parallel.rank)
+            spec, path = recipe.model, recipe.algorithm.kl.reference
+            start = load_reference(spec, recipe.seed, path, model, None if parallel is None else self.rank)
             reference = LogprobScorer(PackedModel(start, recipe.train, parallel))
         widths = field_widths(recipe.distill, model, 0 if teachers is None else teachers.width)
         self.padding = PaddingRole(plan, store, self.tokenizer, widths, cutter, recorder)
+        teaching = None
+        if teachers is not None and recipe.distill is not None:
+            numbers, shares = recipe.teacher_numbers, recipe.route.shares
+            teaching = DistillSettings(
+                recipe.distill,
+                recipe.compare_temperature,
+                heads=[cut_head(teachers.heads[name]) for name in numbers] if teachers.heads else (),
+                alone=not recipe.has_policy_loss,
+                shares=None if shares is None else {numbers[name]: share for name, share in shares.items()},
+            )
         # Last: others copy the model whole, and the learner cuts it into shards.
         learner = Learner(
             model,
             recipe.train,
             recipe.algorithm,
             temperature=recipe.rollout.temperature,
-            teaching=None if teachers is None else teacher_losses(recipe, teachers),
+            teaching=teaching,
             on_nonfinite=refuse,
             parallel=parallel,
         )
@@ -121,20 +151,30 @@ class TrainRank:
             self.teachers.student = learner
         if "ref_logprobs" in plan and recipe.is_own_base:
             reference = LogprobScorer(learner.trunk, adapter=False)
-        self.student = StudentRole(recipe, plan, store, learner, reference, watch, cutter, recorder)
-        self.advantages = AdvantageRole(recipe, plan, store, watch, recorder)
+        self.student = StudentRole(
+            plan,
+            store,
+            learner,
+            reference,
+            watch,
+            cutter,
+            recorder,
+            temperature=recipe.rollout.temperature,
+            old=ratio_source(recipe),
+            teachers=recipe.teacher_numbers,
+            measure_every=recipe.route.measure_every,
+        )
+        learnt_from = recipe.algorithm, recipe.distill, recipe.reward.weight
+        self.advantages = AdvantageRole(*learnt_from, plan, store, watch, recorder)
 
     @property
     def version(self) -> int:
-        """Number of updates of the student's weights."""
         return self.student.learner.version
 
     def fingerprint(self, length: int) -> list[float]:
-        """Return logprobs of a fixed sequence by the learner's weights; all ranks must be called."""
         return self.student.learner.fingerprint(length).tolist()
 
     def transcripts(self, batch: BatchRef) -> list[Transcript]:
-        """Return the rows as text, in their order."""
         written = batch.where(lambda _, tags: tags.prompt_tokens > 0)
         if not written:
             return [Transcript()] * len(batch)
@@ -153,17 +193,14 @@ class TrainRank:
         return [transcripts.get(key, Transcript()) for key in batch.keys]
 
     def refresh_copies(self, step: int) -> None:
-        """Have copies of the student take its weights, if the recipe says so for this step."""
         if self.teachers is not None:
             self.teachers.refresh(step)
 
     def teachers_spent(self) -> tuple[dict[str, float], dict[str, int]]:
-        """Return seconds and wakes of the colocated teachers since the last call."""
         assert self.teachers is not None
         return self.teachers.spent()
 
     def session_advantages(self, batch: BatchRef) -> dict[tuple[int, ...], float]:
-        """Return each session's mean advantage over its sampled tokens; sessions without any are left out."""
         columns = Columns("records", self.store.get(batch, ("advantages", "response_mask")))
         sums: dict[tuple[int, ...], tuple[float, int]] = {}
         rows = zip(columns.ragged("advantages").rows, columns.ragged("response_mask").rows, strict=True)
@@ -176,7 +213,6 @@ class TrainRank:
         return self.advantages.kl.state_dict()
 
     def updates(self) -> tuple[int, ...]:
-        """Return the optimizer steps that student and critic have begun."""
         critic = () if self.critic is None else (self.critic.critic.stepper.begun,)
         return self.student.learner.stepper.begun, *critic
 
@@ -215,10 +251,12 @@ class TrainRank:
             self.encoder.processor.image_processor.save_pretrained(folder)
 
 
-def load_reference(recipe: Recipe, student: PreTrainedModel, rank: int | None = None) -> PreTrainedModel:
-    """Return the reference policy: a model of the student's vocabulary, or its start."""
-    path, key = recipe.algorithm.kl.reference, "algorithm.kl.reference"
-    reference = load_model(recipe.model, recipe.seed, path=path, key=key, rank=rank)
+def load_reference(
+    spec: Model, seed: int, path: str | None, student: PreTrainedModel, rank: int | None = None
+) -> PreTrainedModel:
+    """Return the reference policy: a model of the student's vocabulary at a path, or the student's start."""
+    key = "algorithm.kl.reference"
+    reference = load_model(spec, seed, path=path, key=key, rank=rank)
     own, other = (m.config.get_text_config().vocab_size for m in (student, reference))
     if own != other:
         expected = f"a model of the student's vocabulary of {own}"

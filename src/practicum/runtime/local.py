@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from practicum.models.lora import copy_on_base
 from practicum.observe.records.record_files import RecordPlace
 from practicum.observe.records.recorder import Recorder
 from practicum.recipe.schema.recipe import Recipe
-from practicum.rewards.reward_scorer import RewardScorer, load_reward_models, sleeping_models
+from practicum.rewards.reward_scorer import RewardScorer, judge_room, load_reward_models, sleeping_models
 from practicum.rewards.score_functions import RewardFunctions
 from practicum.roles.reward import RewardRole
 from practicum.roles.rollout import Finished, RolloutRole, SessionRow, SessionRunner
@@ -45,6 +46,7 @@ from practicum.sessions.attempts import Attempt
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.prompts import Prompt
 from practicum.teachers.load_teachers import Teachers, load_teachers
+from practicum.teachers.route import teacher_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,6 @@ class LocalWorkers:
         at_once: Callable[[Prompt], bool],
         finished: Finished,
     ) -> list[Key]:
-        """Write a session's rows into the store as soon as it is done."""
         prompts = {attempt.prompt.uid: attempt.prompt for attempt in attempts}
         starts = {uid: self.sessions.start(prompt) for uid, prompt in prompts.items()}
         keys: list[Key] = []
@@ -160,11 +161,13 @@ class LocalRoles:
                 engine.ready()
             self.engines += hosted
             if not hosted:
-                self.engines += make_engines(recipe, sampling, self._engine_weights)
+                self.engines += make_engines(
+                    recipe.rollout, recipe.model.path, sampling, self._engine_weights
+                )
             of_copies = [self.engines[copy % len(engines)] for copy in copies]
             self.rollouts = [self._make_rollout(plan, model, engine) for engine in of_copies]
             self.eval_rollouts = [
-                self._make_rollout(evaluation_plan(), model, engine) for engine in of_copies
+                self._make_rollout(evaluation_plan(self.lag), model, engine) for engine in of_copies
             ]
             self.stages["sync"] = lambda step: self.publish(step.number)
             if "teachers" in self.stages:
@@ -192,7 +195,10 @@ class LocalRoles:
     def _make_rollout(self, plan: Plan, model: PreTrainedModel, engine: Engine) -> RolloutRole:
         recipe, store, frozen, encoder = self.recipe, self.store, self.frozen, self.rank.encoder
         functions, recorder = RewardFunctions(recipe.tasks, recipe.reward), self.rank.recorder
-        teachers = self.rank.teachers if "teachers" in plan else None
+        teachers, route = None, None
+        if "teachers" in plan:
+            teachers = self.rank.teachers
+            route = partial(teacher_of, route=recipe.route, teachers=recipe.teachers, seed=recipe.seed)
         sessions = SessionRunner(
             recipe.agent,
             recipe.session_deadline,
@@ -204,12 +210,26 @@ class LocalRoles:
             self.toolbox,
             context=recipe.rollout.context_for(context_length(model)),
             config=model.config,
-            teacher_of=None if teachers is None else teachers.teacher_of,
+            teacher_of=route,
             recorder=recorder,
         )
-        models = frozen.reward_models if "reward" in plan else None
-        reward = RewardRole(recipe, plan, store, encoder, functions, models, frozen.residency, recorder)
-        return RolloutRole(recipe, plan, store, LocalWorkers(sessions, reward, teachers, engine))
+        deadline_s, models = recipe.rollout.deadline_s, frozen.reward_models if "reward" in plan else None
+        reward = RewardRole(
+            recipe.reward,
+            recipe.tasks,
+            plan,
+            store,
+            encoder,
+            functions,
+            models,
+            frozen.residency,
+            recorder,
+            deadline_s=deadline_s,
+            learnt=recipe.uses_reward,
+        )
+        workers = LocalWorkers(sessions, reward, teachers, engine)
+        others = functions, recipe.reward.models, recipe.teachers
+        return RolloutRole(plan, store, workers, *others, deadline_s=deadline_s)
 
     def describe(self) -> list[str]:
         teachers = [] if self.frozen.teachers is None else self.frozen.teachers.scorers.values()
@@ -217,7 +237,6 @@ class LocalRoles:
         return describe_engines(self.engine, *scorers)
 
     def _engine_weights(self) -> tuple[Weights, int]:
-        """Return the learner's weights as the engine takes them, with their version."""
         learner = self.rank.student.learner
         merged = self.kind.merges_adapter(learner.model)
         return learner.plain_weights() if merged else learner.named_weights(), learner.version
@@ -233,7 +252,6 @@ class LocalRoles:
         self.published = kept | {step: copied}
 
     def sync_weights(self) -> None:
-        """Load the learner's weights into the engine."""
         self.engine.load_weights(*self._engine_weights())
         if self.engine.model is not self.rank.student.learner.model:  # else it can't have other weights
             self.probe_weights()
@@ -245,7 +263,6 @@ class LocalRoles:
         return self._turns[number].use(step, lambda: self._give(number, step))
 
     def _give(self, number: int, step: int) -> None:
-        """Load the weights after this step into an engine."""
         published, engine, probe = self.published[step], self.engines[number], self.probes[number]
         engine.load_weights(published.weights.items(), published.version)
         if probe.looks:
@@ -255,7 +272,6 @@ class LocalRoles:
         return self.published[step].version if self.lag else self.version
 
     def probe_weights(self) -> None:
-        """Check that the engines have the learner's weights."""
         for engine, probe in zip(self.engines, self.probes, strict=True):
             if probe.looks:
                 probe.check([engine.fingerprint().tolist()], self.rank.fingerprint)
@@ -286,41 +302,29 @@ class LocalRoles:
             stack.callback(self.frozen.close)
 
 
-def load_frozen_models(recipe: Recipe, plan: Plan, student: PreTrainedModel) -> FrozenModels:
-    """Teachers and reward models, if the plan or evaluations need them."""
-    with ExitStack() as undo:
-        reward_models: dict[str, RewardScorer] = {}
-        if recipe.reward.models and ("reward" in plan or recipe.evaluates):
-            # Another tokenizer may need more tokens than the student's for the same text.
-            room = 2 * recipe.rollout.context_for(None)
-            reward_models = load_reward_models(recipe.reward.models, room)
-            for scorer in reward_models.values():
-                undo.callback(scorer.close)
-        sleepers = sleeping_models(reward_models)
-        teachers = load_teachers(recipe, student, sleepers) if "teachers" in plan else None
-        residency = None if teachers is None else teachers.residency
-        residency = residency or make_model_cache(recipe.runtime, sleepers)
-        undo.pop_all()
-    return FrozenModels(teachers, reward_models, residency)
-
-
 def start_local(recipe: Recipe, plan: Plan, watch: Watch, record: RecordPlace | None = None) -> LocalRoles:
     """Load the models and connect the roles; if that fails, nothing stays behind."""
-    threads = set_threads(recipe.runtime.threads, sides=2 if recipe.rollout.lag else 1)
+    spec, seed, rollout = recipe.model, recipe.seed, recipe.rollout
+    threads = set_threads(recipe.runtime.threads, sides=2 if rollout.lag else 1)
     with ExitStack() as undo:
         hosted: list[HostedEngine] = []
-        if has_engine_process(recipe):
-            hosted = start_lagged_engines(recipe, threads)  # they load their model meanwhile
+        # In this process, engines on the CPU would keep the learner from Python.
+        if rollout.lag and ENGINES[rollout.engine].hosts_lag and pick_device(spec.device).type == "cpu":
+            hosted = start_lagged_engines(rollout, spec, seed, threads)  # they load their model meanwhile
             undo.callback(hosted[0].close)
-        model = load_model(recipe.model, recipe.seed)
-        frozen = load_frozen_models(recipe, plan, model)
-        undo.callback(frozen.close)
+        model, reward_models, teachers = load_model(spec, seed), dict[str, RewardScorer](), None
+        if recipe.reward.models and ("reward" in plan or recipe.evaluates):
+            reward_models = load_reward_models(recipe.reward.models, judge_room(rollout))
+            for scorer in reward_models.values():
+                undo.callback(scorer.close)
+        sleepers, residency = sleeping_models(reward_models), None
+        if "teachers" in plan:
+            how = recipe.distill, recipe.runtime, spec, seed
+            teachers = load_teachers(recipe.teachers, *how, model, sleepers)
+            undo.callback(teachers.close)
+            residency = teachers.residency
+        residency = residency or make_model_cache(recipe.runtime, sleepers)
+        frozen = FrozenModels(teachers, reward_models, residency)
         roles = LocalRoles(recipe, plan, watch, model, frozen, record, hosted)
         undo.pop_all()
     return roles
-
-
-def has_engine_process(recipe: Recipe) -> bool:
-    """Return True if engines have a separate process: on a CPU, they would keep the learner from Python."""
-    hosts = ENGINES[recipe.rollout.engine].hosts_lag
-    return recipe.rollout.lag > 0 and hosts and pick_device(recipe.model.device).type == "cpu"

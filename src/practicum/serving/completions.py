@@ -36,8 +36,6 @@ class PackedRequest(BaseModel):
 
 
 class Completion(BaseModel):
-    """A request of /v1/completions."""
-
     model: str | None = None
     prompt: Annotated[list[TokenId], FailFast()] = Field(min_length=1)
     max_tokens: int = Field(default=16, ge=0, le=1, validate_default=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from practicum.errors import RecipeError, RecipeErrors
 from practicum.recipe.checks.routing import destinations, value_of_task
 from practicum.recipe.checks.value_forms import fields_of
-from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.recipe import Recipe, Task
+from practicum.recipe.schema.teacher_sections import Route, Teacher
 from practicum.recipe.text.type_text import nearest
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.rows import open_rows
@@ -41,7 +42,7 @@ def check_routes(recipe: Recipe) -> list[str]:
     route, teachers = recipe.route, recipe.teachers
     values, faults = Places(), Places()
     why: dict[str, str] = {}
-    for place, prompt in _prompts(recipe):
+    for place, prompt in _prompts(route, teachers, recipe.tasks, recipe.seed):
         key, names = "route.by", list(teachers)
         try:
             if len(teachers) > 1:
@@ -64,9 +65,9 @@ def check_routes(recipe: Recipe) -> list[str]:
         for key, count in faults.counts.items()
     ]
     if len(teachers) > 1:
-        problems += _uncovered(recipe, values)
+        problems += _uncovered(route, teachers, values)
         if "route.by" not in faults:
-            problems += _unused(recipe, values)
+            problems += _unused(route, teachers, values)
     if problems:
         raise RecipeErrors(f"recipe {recipe.name}", problems)
     if len(teachers) == 1:
@@ -74,23 +75,23 @@ def check_routes(recipe: Recipe) -> list[str]:
     return [f"route: {route.by} {value!r} → {_shares(destinations(route, value))}" for value in values]
 
 
-def _prompts(recipe: Recipe) -> Iterator[tuple[str, Prompt]]:
+def _prompts(
+    route: Route, teachers: Mapping[str, Teacher], tasks: Mapping[str, Task], seed: int
+) -> Iterator[tuple[str, Prompt]]:
     """Yield prompts with their places: all rows of a task, or one where all are routed and filled alike."""
-    several = len(recipe.teachers) > 1
-    reads_rows = any(fields_of(teacher.before or "") for teacher in recipe.teachers.values())
-    for name, task in recipe.tasks.items():
-        known = not several or value_of_task(recipe.route, name, task) is not None
+    reads_rows = any(fields_of(teacher.before or "") for teacher in teachers.values())
+    for name, task in tasks.items():
+        known = len(teachers) == 1 or value_of_task(route, name, task) is not None
         at = train_location(task)
         if at is None or (known and not reads_rows):
-            yield f"task {name}", make_stream({name: task}, recipe.seed).prompt(0)
+            yield f"task {name}", make_stream({name: task}, seed).prompt(0)
             continue
         source = open_rows(name, task, at)
         for index in range(len(source)):
             yield source.where(index), source.prompt(index, index)
 
 
-def _uncovered(recipe: Recipe, values: Places) -> list[RecipeError]:
-    route, teachers = recipe.route, recipe.teachers
+def _uncovered(route: Route, teachers: Mapping[str, Teacher], values: Places) -> list[RecipeError]:
     problems = []
     lost = [value for value in values if any(name not in teachers for name in destinations(route, value))]
     for value in lost[:_SHOWN]:
@@ -109,11 +110,10 @@ def _uncovered(recipe: Recipe, values: Places) -> list[RecipeError]:
     return problems
 
 
-def _unused(recipe: Recipe, values: Places) -> Iterator[RecipeError]:
-    route = recipe.route
+def _unused(route: Route, teachers: Mapping[str, Teacher], values: Places) -> Iterator[RecipeError]:
     reached = {name for value in values for name in destinations(route, value)}
     shown = ", ".join(list(values)[:10]) + (", …" if len(values) > 10 else "")
-    for name in recipe.teachers:
+    for name in teachers:
         if name not in reached:
             found = f"a teacher that no prompt goes to (by {route.by}: {shown})"
             advice = f"remove it, or let route.to send it a value of {route.by}"

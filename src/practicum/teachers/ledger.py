@@ -38,7 +38,6 @@ class TeacherMeasures:
 
 
 def pair_of(tags: Tags) -> Pair:
-    """The teacher and the domain of a row."""
     return tags.teacher or "", tags.domain
 
 
@@ -54,7 +53,6 @@ class Ledger:
     domains: Lines
 
     def metrics(self) -> dict[str, float]:
-        """As teacher/<name>/… and domain/<domain>/…."""
         return {
             f"{kind}/{name}/{what}": value
             for kind, lines in (("teacher", self.teachers), ("domain", self.domains))
@@ -63,7 +61,7 @@ class Ledger:
         }
 
     def starved(self, shares: Mapping[str, float] | None) -> str | None:
-        """A sentence naming the teachers whose gradient is far below their target, else None.
+        """Return a sentence naming the teachers whose gradient is far below their target, else None.
 
         The target is the recipe's, or the teacher's share of the prompts.
         """
@@ -87,7 +85,6 @@ def make_ledger(
     seconds: Mapping[str, float],
     wakes: Mapping[str, int],
 ) -> Ledger:
-    """The ledger of a step; `seconds` and `wakes` are the teachers'."""
     teachers = _lines(batch, measured, 0, measured.teacher_norms)
     domains = _lines(batch, measured, 1, measured.domain_norms)
     for name, line in teachers.items():
@@ -98,7 +95,7 @@ def make_ledger(
 
 
 def totals(rows: Iterable[Mapping[str, float]]) -> Lines:
-    """The ledger of a run from its steps' metrics: sums of counts, means of other measures, new shares.
+    """Return the ledger of a run from its steps' metrics: sums of counts, means of others, new shares.
 
     The shares of all teachers, and of all domains, add up to one.
     Keys are "teacher <name>" and "domain <domain>".
@@ -141,7 +138,12 @@ def _lines(batch: BatchRef, measured: TeacherMeasures, which: int, norms: Mappin
         rows.setdefault(pair_of(tags)[which], []).append((key, tags))
     prompts = {name: len({key.prompt for key, _ in own}) for name, own in rows.items()}
     tokens = {name: sum(tags.sampled_tokens for _, tags in own) for name, own in rows.items()}
-    summed = _summed(measured, which)
+    summed: dict[str, tuple[int, dict[str, float]]] = {}  # tokens and sums over the pairs of a name
+    for group, sums in measured.sums.sums.items():
+        name = measured.pairs[group][which]
+        count, before = summed.get(name, (0, {}))
+        merged = {what: before.get(what, 0.0) + value for what, value in sums.items()}
+        summed[name] = (count + measured.sums.tokens[group], merged)
     weight = sum(sums.get("weight", 0.0) for _, sums in summed.values())
     lines = {}
     for name, own in sorted(rows.items()):
@@ -160,17 +162,6 @@ def _lines(batch: BatchRef, measured: TeacherMeasures, which: int, norms: Mappin
             line["gradient_share"] = norms[name] / sum(norms.values())
         lines[name] = line
     return lines
-
-
-def _summed(measured: TeacherMeasures, which: int) -> dict[str, tuple[int, dict[str, float]]]:
-    """Tokens and sums of each name, over its pairs."""
-    out: dict[str, tuple[int, dict[str, float]]] = {}
-    for group, sums in measured.sums.sums.items():
-        name = measured.pairs[group][which]
-        tokens, before = out.get(name, (0, {}))
-        merged = {what: before.get(what, 0.0) + value for what, value in sums.items()}
-        out[name] = (tokens + measured.sums.tokens[group], merged)
-    return out
 
 
 def _means(tokens: int, sums: Mapping[str, float], weight: float) -> dict[str, float]:

@@ -5,7 +5,7 @@ A new placement is a function in `PLACEMENTS`, and its recipe section.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -20,12 +20,13 @@ from practicum.engines.model_cache import ModelCache, make_model_cache
 from practicum.engines.protocol import ScoreOptions, Scorer, Sleeper
 from practicum.engines.table import ENGINES
 from practicum.errors import RecipeError
-from practicum.learning.objective import DistillSettings, Head
+from practicum.learning.objective import Head
 from practicum.models.adapter_files import SavedAdapter
 from practicum.models.attention import OutputHead
 from practicum.models.model_files import read_config
 from practicum.recipe.derived import base_groups
-from practicum.recipe.schema.recipe import Model, Recipe
+from practicum.recipe.schema.recipe import Model
+from practicum.recipe.schema.runtime_section import Runtime
 from practicum.recipe.schema.teacher_sections import Distill, Teacher
 from practicum.teachers.remote_teacher import RemoteScorer, probe_teacher
 from practicum.teachers.teacher_scorer import TeacherScorer
@@ -58,7 +59,7 @@ class Teachers:
         """How often each colocated teacher was woken so far; one on the student's own base never is."""
         if self.residency is None:
             return {}
-        colocated = (s for s in self.scorers.values() if s.spec.placement_name == "colocated")
+        colocated = (s for s in self.scorers.values() if not s.spec.scores_during_rollout)
         return {scorer.name: self.residency.wakes.get(scorer.model, 0) for scorer in colocated}
 
     def close(self) -> None:
@@ -101,21 +102,29 @@ class TeacherGroup:
         }
 
 
-def base_spec(recipe: Recipe, teacher: Teacher) -> Model:
+def base_spec(student: Model, teacher: Teacher) -> Model:
     """Return how the model of a teacher is loaded: its own, the student's start, or the student's base."""
     if teacher.model is not None:
         return Model(path=teacher.model, dtype=teacher.dtype, device=teacher.device)
-    return recipe.model if teacher.student is not None else recipe.model.model_copy(update={"lora": None})
+    return student if teacher.student is not None else student.model_copy(update={"lora": None})
 
 
-def describe_base(recipe: Recipe, teacher: Teacher) -> str:
+def describe_base(student: Model, teacher: Teacher) -> str:
     """Return the base of a teacher's adapter in a phrase."""
-    return teacher.model or f"the student's base, {recipe.model.path or 'a randomly initialised model'}"
+    return teacher.model or f"the student's base, {student.path or 'a randomly initialised model'}"
 
 
-def make_group(recipe: Recipe, names: Collection[str], student: PreTrainedModel | None) -> TeacherGroup:
-    """Return teachers that share a model; `student` is needed for copies of it and to share its base."""
-    specs = {name: recipe.teachers[name] for name in names}
+def make_group(
+    specs: Mapping[str, Teacher],
+    distill: Distill | None,
+    source: Model,
+    seed: int,
+    student: PreTrainedModel | None = None,
+) -> TeacherGroup:
+    """Return teachers that share a model. `source` is how the student is loaded.
+
+    `student` is needed for copies of it and to share its base.
+    """
     name, first = next(iter(specs.items()))
     adapters = {
         name: SavedAdapter.read(spec.adapter, f"teachers.{name}.adapter")
@@ -125,22 +134,22 @@ def make_group(recipe: Recipe, names: Collection[str], student: PreTrainedModel 
     limits = [spec.context for spec in specs.values()]
     model = FrozenModel(
         f"teachers.{name}",
-        base_spec(recipe, first),
-        recipe.seed,
+        base_spec(source, first),
+        seed,
         first,
         "model.path" if first.model is None else f"teachers.{name}.model",
-        describe_base(recipe, first),
+        describe_base(source, first),
         batch_tokens=min(spec.batch_tokens for spec in specs.values()),
         context=None if None in limits else max(limit for limit in limits if limit is not None),
-        top_k=top_k(recipe.distill),
+        top_k=top_k(distill),
         adapters=[*{saved.fingerprint: saved for saved in adapters.values()}.values()],
         student=student if first.model is None else None,
         held=None if first.student is None else HeldWeights(),
     )
-    return TeacherGroup(specs, model, adapters)
+    return TeacherGroup(dict(specs), model, adapters)
 
 
-def _load_colocated(group: TeacherGroup) -> dict[str, TeacherScorer]:
+def load_colocated(group: TeacherGroup) -> dict[str, TeacherScorer]:
     """A model in this process. On the student's own base it needs no memory and never sleeps."""
     _, spec = group.first
     engine = ENGINES[spec.engine].for_scoring(group.model)
@@ -154,48 +163,50 @@ def _start_own(group: TeacherGroup) -> dict[str, TeacherScorer]:
     return group.scorers(ENGINES[spec.engine].in_own_process(group.model, spec.own_options))
 
 
-def _connect(group: TeacherGroup) -> dict[str, TeacherScorer]:
+def connect(group: TeacherGroup) -> dict[str, TeacherScorer]:
     """A server, which was probed before (`probe_servers`)."""
     name, spec = group.first
     return {name: TeacherScorer(name, spec, [RemoteScorer(name, spec)], deadline_s=None)}
 
 
 PLACEMENTS: dict[str, Callable[[TeacherGroup], dict[str, TeacherScorer]]] = {
-    "colocated": _load_colocated,
+    "colocated": load_colocated,
     "own": _start_own,
-    "url": _connect,
+    "url": connect,
 }
 
 
 def load_teachers(
-    recipe: Recipe,
+    specs: Mapping[str, Teacher],
+    distill: Distill | None,
+    runtime: Runtime,
+    source: Model,
+    seed: int,
     student: PreTrainedModel,
     others: Mapping[str, Sleeper] | None = None,
     *,
-    names: Collection[str] | None = None,
     heads: Mapping[str, OutputHead] | None = None,
 ) -> Teachers:
-    """Return the recipe's teachers (or those of these `names`), ready: colocated ones sleep.
+    """Return these teachers, ready: colocated ones sleep. If one can't be had, none stays behind.
 
-    If one can't be had, none stays behind. `others` are colocated models that share the memory budgets;
+    `source` is how the student is loaded, `others` are colocated models that share the memory budgets, and
     `heads` are output heads of teachers elsewhere.
     """
-    chosen = [name for name in recipe.teachers if names is None or name in names]
-    device = pick_device(recipe.model.device)  # the student may be without weights
+    device = pick_device(source.device)  # the student may be without weights
     scorers: dict[str, TeacherScorer] = {}
     with ExitStack() as undo:
-        for name in chosen:
+        for name, spec in specs.items():
             if name not in scorers:
-                sharing = next((g for g in base_groups(recipe.teachers) if name in g), [name])
-                group = make_group(recipe, [n for n in sharing if n in chosen], student)
-                scorers |= PLACEMENTS[recipe.teachers[name].placement_name](group)
+                sharing = next((group for group in base_groups(specs) if name in group), [name])
+                group = make_group({n: specs[n] for n in sharing}, distill, source, seed, student)
+                scorers |= PLACEMENTS[spec.placement_name](group)
                 undo.callback(scorers[name].close)
-        scorers = {name: scorers[name] for name in chosen}
+        scorers = {name: scorers[name] for name in specs}
         for scorer in scorers.values():
             for part in scorer.scorers:
                 part.ready()
         known = {name: _moved(head, device) for name, head in (heads or {}).items()}
-        if recipe.distill is not None and recipe.distill.signal == "full":
+        if distill is not None and distill.signal == "full":
             own: dict[str, OutputHead] = {}  # one for all teachers on a base
             for name, scorer in scorers.items():
                 if scorer.model not in own:
@@ -203,15 +214,17 @@ def load_teachers(
                 known[name] = own[scorer.model]
         _check_heads(known, student)
         sleepers = {s.model: s.sleeper for s in scorers.values() if s.sleeper is not None}
-        residency = make_model_cache(recipe.runtime, {**sleepers, **(others or {})})
+        residency = make_model_cache(runtime, {**sleepers, **(others or {})})
         undo.pop_all()
     return Teachers(scorers, residency, known)
 
 
-def probe_servers(recipe: Recipe, vocab: int, longest: Mapping[str, int]) -> list[str]:
+def probe_servers(
+    teachers: Mapping[str, Teacher], distill: Distill | None, vocab: int, longest: Mapping[str, int]
+) -> list[str]:
     """Check that teachers behind URLs can score as the recipe asks, each for its longest sequence."""
-    options, findings = ScoreOptions(top_k=top_k(recipe.distill)), []
-    for name, teacher in recipe.teachers.items():
+    options, findings = ScoreOptions(top_k=top_k(distill)), []
+    for name, teacher in teachers.items():
         if teacher.url is None:
             continue
         with closing(RemoteScorer(name, teacher)) as scorer:
@@ -227,31 +240,18 @@ def top_k(distill: Distill | None) -> int:
     return distill.top_k if distill is not None and distill.signal == "top_k" else 0
 
 
-def signal_width(recipe: Recipe) -> int:
+def signal_width(teachers: Mapping[str, Teacher], distill: Distill | None, source: Model) -> int:
     """Return the hidden size of the widest teacher by their configs, if hidden states are written of them."""
-    if recipe.distill is None or recipe.distill.signal != "full":
+    if distill is None or distill.signal != "full":
         return 0
     widths = []
-    for teacher in recipe.teachers.values():
-        spec = base_spec(recipe, teacher)
+    for teacher in teachers.values():
+        spec = base_spec(source, teacher)
         if spec.path is not None:
             widths.append(read_config(spec.path).get_text_config().hidden_size)
         elif spec.make is not None:
             widths.append(spec.make.hidden)
     return max(widths)
-
-
-def teacher_losses(recipe: Recipe, teachers: Teachers) -> DistillSettings:
-    """Return what the learner needs to know, with teachers numbered in the recipe's order."""
-    assert recipe.distill is not None
-    numbers, shares = recipe.teacher_numbers, recipe.route.shares
-    return DistillSettings(
-        recipe.distill,
-        recipe.compare_temperature,
-        heads=[_cut_head(teachers.heads[name]) for name in numbers] if teachers.heads else (),
-        alone=not recipe.has_policy_loss,
-        shares=None if shares is None else {numbers[name]: share for name, share in shares.items()},
-    )
 
 
 def _moved(head: OutputHead, device: torch.device) -> OutputHead:
@@ -271,7 +271,7 @@ def _check_heads(heads: dict[str, OutputHead], student: PreTrainedModel) -> None
             )
 
 
-def _cut_head(head: OutputHead) -> Head:
+def cut_head(head: OutputHead) -> Head:
     """Return the head for hidden states that are filled up to the widest teacher's size."""
     width = head.weight.shape[1]
     return lambda hidden_MH: head.logits(hidden_MH[:, :width])

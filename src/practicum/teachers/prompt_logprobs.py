@@ -36,31 +36,15 @@ class Misaligned(Unusable):
     """An answer about other tokens than those that were sent."""
 
 
-def request_body(model: str, ids: Sequence[int], k: int) -> dict[str, Any]:
-    """A request for the logprobs of `ids`, with the k most likely tokens of each position.
-
-    One token must be generated; greedily, so that it costs no random numbers.
-    """
-    return {
-        "model": model,
-        "prompt": list(ids),
-        "prompt_logprobs": k,
-        "max_tokens": 1,
-        "temperature": 0,
-        "add_special_tokens": False,
-        "return_token_ids": True,
-    }
-
-
 def read_scores(answer: Any, ids: Sequence[int], start: int, top_k: int) -> Scores:
-    """Scores of ids[start:] from a server's answer; Unusable or Misaligned if they are not all there."""
+    """Return scores of ids[start:] from an answer; raise Unusable or Misaligned if some are missing."""
     packed = answer.get(KEY) if isinstance(answer, dict) else None
     name = KEY if isinstance(packed, dict) else "prompt_logprobs"
     try:
         if isinstance(packed, dict):
             scores = unpack(packed, len(ids) - start, top_k)
         else:
-            scores = _read_plain(_positions(answer, ids), ids, start, top_k)
+            scores = read_plain(_positions(answer, ids), ids, start, top_k)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, Unusable):
             raise
@@ -71,12 +55,8 @@ def read_scores(answer: Any, ids: Sequence[int], start: int, top_k: int) -> Scor
     return scores
 
 
-def no_scores(top_k: int) -> Scores:
-    """Scores of a row without response tokens."""
-    return _read_plain([], [], 0, top_k)
-
-
-def _read_plain(positions: Sequence[Any], ids: Sequence[int], start: int, top_k: int) -> Scores:
+def read_plain(positions: Sequence[Any], ids: Sequence[int], start: int, top_k: int) -> Scores:
+    """Return scores of ids[start:] from vLLM's entries of all positions."""
     logprobs_R: list[float] = []
     topk_ids_RK: list[list[int]] = []
     topk_logprobs_RK: list[list[float]] = []
@@ -111,7 +91,7 @@ def _positions(answer: Any, ids: Sequence[int]) -> Sequence[Any]:
 def _read_position(
     entry: Mapping[str, Any] | None, token: int, at: int, top_k: int
 ) -> tuple[float, list[tuple[int, float]]]:
-    """The logprob of a token, and the most likely tokens of its position, best first."""
+    """Return the logprob of a token, and the most likely tokens of its position, best first."""
     if entry is None:
         raise Unusable(f"it gave no logprobs for position {at}")
     if (own := entry.get(str(token))) is None:
@@ -127,39 +107,27 @@ def _read_position(
 
 
 def limit_in(message: str) -> int | None:
-    """The limit that a server's refusal names, if it names one."""
+    """Return the limit that a server's refusal names, if it names one."""
     limits = _LIMIT.findall(message)
     return int(limits[-1]) if limits else None
 
 
-def offers_packed(answer: Any) -> bool:
-    """Whether the server that gave this answer can be asked for packed scores."""
-    return isinstance(answer, dict) and answer.get(KEY) is True
-
-
-def packed_request(model: str, ids: Sequence[int], start: int, top_k: int, vocab: int | None) -> Any:
-    """A request for the packed scores of ids[start:]; outputs beyond `vocab` do not count."""
-    wanted = {"start": start, "top_k": top_k, "vocab": vocab}
-    return {"model": model, "prompt": list(ids), "max_tokens": 0, KEY: wanted}
-
-
 def pack(scores: Scores) -> dict[str, str]:
-    """The arrays of some scores."""
     arrays = {name: getattr(scores, name) for name in _TYPES}
-    return {name: _encode(array, _TYPES[name][0]) for name, array in arrays.items() if array is not None}
+    return {
+        name: base64.b64encode(array.numpy().astype(_TYPES[name][0]).tobytes()).decode()
+        for name, array in arrays.items()
+        if array is not None
+    }
 
 
 def unpack(packed: Mapping[str, Any], count: int, top_k: int) -> Scores:
-    """Scores of `count` tokens; ValueError, KeyError or TypeError if the arrays are of something else."""
+    """Return scores of `count` tokens; ValueError, KeyError or TypeError if the arrays are others."""
     logprobs = _decode(packed, "logprobs", (count,))
     if not top_k:
         return Scores(logprobs, None, None, version=0)
     ids = _decode(packed, "topk_ids", (count, top_k))
     return Scores(logprobs, ids, _decode(packed, "topk_logprobs", (count, top_k)), version=0)
-
-
-def _encode(array: Tensor, kind: str) -> str:
-    return base64.b64encode(array.numpy().astype(kind).tobytes()).decode()
 
 
 def _decode(packed: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Tensor:

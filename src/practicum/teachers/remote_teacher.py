@@ -12,15 +12,7 @@ from practicum.errors import RecipeError, TeacherError
 from practicum.models.fingerprint import fingerprint_ids
 from practicum.processes.http_client import Client, Refused, Unusable
 from practicum.recipe.schema.teacher_sections import Teacher
-from practicum.teachers.prompt_logprobs import (
-    Misaligned,
-    limit_in,
-    no_scores,
-    offers_packed,
-    packed_request,
-    read_scores,
-    request_body,
-)
+from practicum.teachers.prompt_logprobs import KEY, Misaligned, limit_in, read_plain, read_scores
 
 TOLERANCE = 1e-3
 """Nats by which two answers about one sequence may differ."""
@@ -40,7 +32,7 @@ class RemoteScorer(Client, Scorer):
         self._packs = False
 
     async def score(self, request: ScoreRequest, options: ScoreOptions = LOGPROBS_ONLY) -> Scores:
-        """Scores of one row at temperature 1, which is all that servers give."""
+        """Return the scores of one row at temperature 1, which is all that servers offer."""
         if options.hidden or options.temperature != 1:
             what = "hidden states" if options.hidden else f"logprobs at temperature {options.temperature:g}"
             raise TeacherError(
@@ -53,7 +45,7 @@ class RemoteScorer(Client, Scorer):
                 f"teachers.{self.name}.url"
             )
         if request.start == len(request.ids):
-            return no_scores(options.top_k)
+            return read_plain([], [], 0, options.top_k)
         try:
             answer = await self.ask_scores(request, options.top_k, options.vocab)
             return read_scores(answer, request.ids, request.start, options.top_k)
@@ -69,15 +61,19 @@ class RemoteScorer(Client, Scorer):
             raise TeacherError(self.problem(request.name, str(error))) from error
 
     async def ask_scores(self, row: ScoreRequest, top_k: int, vocab: int | None = None) -> Any:
-        """The server's answer about a row, as it came: packed if the server has offered that before."""
+        """Return the server's answer about a row as it came: packed if the server has offered that before."""
 
         def body() -> Any:
-            if self._packs:
-                return packed_request(self.model, row.ids, row.start, top_k, vocab)
-            return request_body(self.model, row.ids, max(1, top_k))
+            request: dict[str, Any] = {"model": self.model, "prompt": list(row.ids)}
+            if self._packs:  # outputs beyond `vocab` do not count
+                wanted = {"start": row.start, "top_k": top_k, "vocab": vocab}
+                return request | {"max_tokens": 0, KEY: wanted}
+            # One token must be generated; greedily, so that it costs no random numbers.
+            request |= {"prompt_logprobs": max(1, top_k), "max_tokens": 1, "temperature": 0}
+            return request | {"add_special_tokens": False, "return_token_ids": True}
 
         answer = await self.ask("POST", "/completions", body, row.name)
-        self._packs = self._packs or offers_packed(answer)
+        self._packs = self._packs or (isinstance(answer, dict) and answer.get(KEY) is True)
         return answer
 
 

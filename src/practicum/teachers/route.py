@@ -57,7 +57,6 @@ def before_text(teacher: Teacher, prompt: Prompt) -> str:
 
 
 def _draw(weights: Mapping[str, float], seed: int, uid: int) -> str:
-    """One of the names by weight; the order in which they are written does not matter."""
     names = sorted(weights)
     left = (mix(seed, "teacher", uid) >> 11) * 2.0**-53 * sum(weights[name] for name in names)
     for name in names[:-1]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -21,8 +20,8 @@ from practicum.models.model_files import (
 from practicum.models.processor import load_processor
 from practicum.models.vision import is_vision
 from practicum.recipe.checks.routing import destinations
-from practicum.recipe.derived import adapter_folder, saved_parameters
-from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.derived import adapter_folder
+from practicum.recipe.schema.recipe import Model, Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
 from practicum.sessions.chat import make_encoder
 from practicum.tasks.stream import make_stream
@@ -51,13 +50,14 @@ def check_teachers(
     `longest` is the tokens of each teacher's longest prompt (`longest_prompts`), `student_vocab` the width of
     the student's output, `student_context` its longest sequence. Routes must be right (`check_routes`).
     """
-    problems, findings, distill = list(check_images(recipe, student)), [], recipe.distill
+    findings, distill = [], recipe.distill
+    problems = list(check_images(recipe.teachers, recipe.model, student))
     if distill is not None and distill.signal == "top_k" and distill.top_k > len(student):
         expected = f"at most the {len(student)} tokens of the vocabulary"
         advice = "lower it, or set distill.signal: full"
         problems.append(RecipeError("distill.top_k", f"{distill.top_k}", expected, advice))
     for name, teacher in recipe.teachers.items():
-        check = _Check(name, teacher, recipe, problems)
+        check = _Check(name, teacher, recipe.model, problems)
         findings.append(f"teacher {name}: {check.describe(student, uses_chat, student_context)}")
         if distill is not None and distill.signal == "full":
             check.check_width(student_vocab)
@@ -131,8 +131,8 @@ def load_teacher_config(teacher: Teacher, path: str) -> PreTrainedConfig | None:
 class _Check:
     """The checks of one teacher; problems are added to a list."""
 
-    def __init__(self, name: str, teacher: Teacher, recipe: Recipe, problems: list[RecipeError]) -> None:
-        self.name, self.teacher, self.recipe, self.problems = name, teacher, recipe, problems
+    def __init__(self, name: str, teacher: Teacher, source: Model, problems: list[RecipeError]) -> None:
+        self.name, self.teacher, self.source, self.problems = name, teacher, source, problems
         self.path = f"teachers.{name}"
         self.context: int | None = None
         self.width: int | None = None
@@ -165,9 +165,9 @@ class _Check:
 
     def _adapter(self) -> str:
         """What the adapter is and is on; a RecipeError if it does not fit."""
-        teacher, recipe = self.teacher, self.recipe
+        teacher, source = self.teacher, self.source
         assert teacher.adapter is not None
-        spec, about = base_spec(recipe, teacher), describe_base(recipe, teacher)
+        spec, about = base_spec(source, teacher), describe_base(source, teacher)
         saved = SavedAdapter.read(teacher.adapter, f"{self.path}.adapter")
         with must_read(about, f"{self.path}.model", "a model in HuggingFace format"):
             bare = skeleton(spec)
@@ -177,7 +177,7 @@ class _Check:
             found, expected = f"{teacher.engine} with {problem}", "an engine that computes this adapter"
             raise RecipeError(f"{self.path}.engine", found, expected, advice)
         on = f"{saved.describe()} on {about}"
-        if teacher.model is None and recipe.model.lora is None:
+        if teacher.model is None and source.lora is None:
             on += ", which is loaded for it: the student trains all of its own weights"
         if saved.base is None:
             known = saved.config.get("base_model_name_or_path") or "nothing"
@@ -214,18 +214,12 @@ class _Check:
         )
 
 
-def check_bases(recipe: Recipe, base: str) -> None:
-    """A RecipeError if an adapter on the student's base was trained on another; `base` is its fingerprint."""
-    for name, teacher in recipe.teachers.items():
+def check_bases(teachers: Mapping[str, Teacher], student: Model, base: str) -> None:
+    """Refuse an adapter on the student's base that was trained on another; `base` is its fingerprint."""
+    for name, teacher in teachers.items():
         if teacher.adapter is not None and teacher.model is None:
             saved = SavedAdapter.read(teacher.adapter, f"teachers.{name}.adapter")
-            saved.check_base(base, describe_base(recipe, teacher))
-
-
-def weights_gb(folder: str, dtype: str) -> float | None:
-    """GiB of the weights in a folder as this number type, by the headers of its files; None if unknown."""
-    numbers = saved_parameters(Path(folder).expanduser())
-    return None if numbers is None else numbers * {"float32": 4, "bfloat16": 2, "float64": 8}[dtype] / 2**30
+            saved.check_base(base, describe_base(student, teacher))
 
 
 def longest_prompts(recipe: Recipe, student: PreTrainedTokenizerBase, longest: int) -> dict[str, int]:
@@ -250,13 +244,15 @@ def longest_prompts(recipe: Recipe, student: PreTrainedTokenizerBase, longest: i
     return lengths
 
 
-def check_images(recipe: Recipe, student: PreTrainedTokenizerBase) -> Iterator[RecipeError]:
+def check_images(
+    teachers: Mapping[str, Teacher], source: Model, student: PreTrainedTokenizerBase
+) -> Iterator[RecipeError]:
     """Teachers are shown the student's patches: each must be a vision model with the same image settings."""
-    processor = load_processor(recipe.model, student)
+    processor = load_processor(source, student)
     if processor is None:
         return
     own = _image_settings(processor.image_processor)
-    for name, teacher in recipe.teachers.items():
+    for name, teacher in teachers.items():
         if teacher.student is None:
             yield from _check_image_settings(f"teachers.{name}", teacher, own)
 

@@ -55,25 +55,15 @@ class TeacherScorer:
                 f"teacher {self.name} can't score {row.name}: {len(row.ids)} tokens, its context is "
                 f"{context}; shorten prompts or responses, or raise teachers.{self.name}.context"
             )
-
-        def late(scorer: Scorer) -> TeacherError:
-            why = f"did not answer for {row.name} within {self._deadline_s:g} s"
-            scorer.abort(f"it {why}")
-            return TeacherError(
-                f"teacher {self.name} {why}; if it is only slow, raise teachers.{self.name}.deadline_s"
-            )
-
         row = replace(row, adapter=self.adapter)
-        try:
-            with self._time.work(self.name, len(row.ids)):
-                return await self._dispatcher.run(
-                    lambda scorer: scorer.score(row, options),
-                    load=len(row.ids),
-                    deadline_s=self._deadline_s,
-                    late=late,
-                )
-        except EngineError as error:
-            raise TeacherError(f"teacher {self.name} failed in {row.name}: {error}") from error
+        with self._time.work(self.name, len(row.ids)):
+            return await self._dispatcher.run(
+                lambda scorer: scorer.score(row, options),
+                load=len(row.ids),
+                deadline_s=self._deadline_s,
+                abort=lambda scorer, why: scorer.abort(why),
+                names=(f"teacher {self.name}", row.name, f"teachers.{self.name}.deadline_s"),
+            )
 
     def take(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Become a copy of the student as these weights are; it must be awake."""

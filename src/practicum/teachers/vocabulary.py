@@ -1,9 +1,8 @@
-"""Whether a teacher means the same by a token as the student: content is compared, not size."""
+"""Compare the tokens of a teacher with the student's: content, not size."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,7 +19,7 @@ def compare_vocabularies(
     chat: bool = True,
     key: str = "model",
 ) -> list[RecipeError]:
-    """Every difference that would make scores of token ids be about other text than the student's.
+    """Return every difference that would make scores of token ids be about other text than the student's.
 
     `chat`: prompts go through the chat template, which must then be the same. `key` is the key of
     teachers.<name> that the tokenizer comes from.
@@ -42,9 +41,26 @@ def compare_vocabularies(
         )
         if ours != theirs
     ]
-    problems += _compare_specials(student, teacher, path)
-    if chat and _template(student) != _template(teacher):
-        problems.append(_other_template(student, teacher, path))
+    # Padding is never scored, and BOS and EOS are compared above.
+    sides = (student, teacher)
+    ignored = {str(token) for t in sides for token in (t.pad_token, t.eos_token, t.bos_token)}
+    ours, theirs = (set(t.all_special_tokens) - ignored for t in sides)
+    if ours != theirs:
+        parts = [f"{_first(sorted(theirs - ours))} only of the teacher"] if theirs - ours else []
+        parts += [f"{_first(sorted(ours - theirs))} only of the student"] if ours - theirs else []
+        advice = "text around them is split into other tokens: set model.tokenizer to the teacher's"
+        found = f"special tokens {' and '.join(parts)}"
+        problems.append(RecipeError(path, found, "the same special tokens", advice))
+    own, other = (str(t.chat_template or "").strip() for t in sides)
+    if chat and own != other:
+        found = "a chat template that is not the student's"
+        if not own or not other:
+            found = f"no chat template of the {'student' if other else 'teacher'}"
+        advice = (
+            "the teacher would read prompts in a format that it was not trained on: set model.tokenizer to "
+            "the teacher's"
+        )
+        problems.append(RecipeError(path, found, "the student's chat template", advice))
     return problems
 
 
@@ -68,45 +84,9 @@ def _compare_tokens(ours: dict[str, int], theirs: dict[str, int], path: str) -> 
     )
 
 
-def _compare_specials(
-    student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, path: str
-) -> list[RecipeError]:
-    """Tokens that only one side treats as special, except BOS, EOS and padding (which is never scored)."""
-    ignored = _named_specials(student) | _named_specials(teacher)
-    ours, theirs = set(student.all_special_tokens) - ignored, set(teacher.all_special_tokens) - ignored
-    if ours == theirs:
-        return []
-    parts = [f"{_first(sorted(theirs - ours))} only of the teacher"] if theirs - ours else []
-    parts += [f"{_first(sorted(ours - theirs))} only of the student"] if ours - theirs else []
-    advice = "text around them is split into other tokens: set model.tokenizer to the teacher's"
-    return [RecipeError(path, f"special tokens {' and '.join(parts)}", "the same special tokens", advice)]
-
-
-def _named_specials(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    return {str(t) for t in (tokenizer.pad_token, tokenizer.eos_token, tokenizer.bos_token) if t is not None}
-
-
-def _other_template(
-    student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, path: str
-) -> RecipeError:
-    sides = (("the teacher", teacher), ("the student", student))
-    missing = [who for who, tokenizer in sides if not _template(tokenizer)]
-    found = f"no chat template of {missing[0]}" if missing else "a chat template that is not the student's"
-    advice = (
-        "the teacher would read prompts in a format that it was not trained on: set model.tokenizer to the "
-        "teacher's"
-    )
-    return RecipeError(path, found, "the student's chat template", advice)
-
-
-def _template(tokenizer: PreTrainedTokenizerBase) -> str:
-    template: Any = tokenizer.chat_template
-    return str(template or "").strip()
-
-
 def _first(tokens: Sequence[str]) -> str:
     return ", ".join(map(repr, tokens[:_SHOWN])) + (", …" if len(tokens) > _SHOWN else "")
 
 
-def _shown(token: Any) -> str:
+def _shown(token: object) -> str:
     return "none" if token is None else repr(str(token))

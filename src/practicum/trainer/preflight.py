@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import sqrt
 
 from practicum.errors import MissingExtraError, PracticumError, RecipeError, RecipeErrors
-from practicum.forecast.device_memory import GIB
+from practicum.forecast.device_memory import GIB, model_sizes
 from practicum.forecast.forecast import forecast, this_machine
-from practicum.forecast.model_sizes import model_sizes
 from practicum.learning.packed_model import PackedModel
 from practicum.models.load_model import load_model, load_tokenizer, model_facts
 from practicum.models.lora import base_fingerprint, describe_adapter
@@ -20,7 +20,7 @@ from practicum.models.model_files import read_config
 from practicum.observe.trackers import require_trackers
 from practicum.recipe.derived import Traits, model_traits, traits_of
 from practicum.recipe.load_recipe import LoadedRecipe
-from practicum.recipe.schema.recipe import Model, Recipe
+from practicum.recipe.schema.recipe import Model, Recipe, Train
 from practicum.rewards.reward_scorer import check_reward_models, probe_reward_servers
 from practicum.roles.padding import check_fields
 from practicum.roles.stage_table import make_plan
@@ -70,13 +70,21 @@ def preflight(loaded: LoadedRecipe) -> Preflight:
     PackedModel(model, recipe.train)  # tests whether the learner can run it
     if recipe.model.lora is not None:
         findings.append(describe_adapter(model))
-    check_bases(recipe, base_fingerprint(model))
-    if recipe.algorithm.kl.reference is not None:
-        load_reference(recipe, model)
-        findings.append(f"reference: {recipe.algorithm.kl.reference} loads")
+    check_bases(recipe.teachers, recipe.model, base_fingerprint(model))
+    if (path := recipe.algorithm.kl.reference) is not None:
+        load_reference(recipe.model, recipe.seed, path, model)
+        findings.append(f"reference: {path} loads")
     millions = sum(p.numel() for p in model.parameters()) / 1e6
-    about = f"model: {type(model).__name__}, {millions:,.2f}M parameters, on {model.device}"
-    return replace(found, findings=findings, sizes=[about, *_sizes(recipe, found.longest)])
+    sessions, (prompt, answer) = recipe.counts.sessions, found.longest
+    product = f"{sessions:,} × ({prompt:,} of prompt + {answer:,} of answer)"
+    sizes = [f"model: {type(model).__name__}, {millions:,.2f}M parameters, on {model.device}"]
+    sizes.append(f"tokens: up to {product} = {sessions * (prompt + answer):,} per step")
+    with suppress(RecipeError):  # a config whose sizes are not known
+        for memory in () if recipe.on_ray else forecast(recipe, this_machine(), float(prompt)).memory:
+            largest = max(memory.parts, key=lambda part: memory.parts[part])
+            rest = f"most of it {largest}; `practicum plan` shows the rest"
+            sizes.append(f"memory: about {memory.total / GIB:.2f} GiB, {rest}")
+    return replace(found, findings=findings, sizes=sizes)
 
 
 def check_without_models(recipe: Recipe) -> Preflight:
@@ -118,11 +126,13 @@ def check_without_models(recipe: Recipe) -> Preflight:
             student_context=model_context,
         )
         needed = {name: tokens + longest[1] for name, tokens in prompts.items()}
-        findings += probe_servers(recipe, vocab or len(tokenizer), needed)
+        findings += probe_servers(recipe.teachers, recipe.distill, vocab or len(tokenizer), needed)
     if recipe.reward.models:
         findings += check_reward_models(recipe.reward.models, tokenizer, sum(longest))
         findings += probe_reward_servers(recipe.reward.models, chat=data.uses_chat)
-    return Preflight(findings, data.left_out, longest, _warnings(recipe))
+    by_rewards_alone = recipe.uses_reward and recipe.distill is None
+    warnings = _warnings(recipe.model, recipe.train, by_rewards_alone=by_rewards_alone)
+    return Preflight(findings, data.left_out, longest, warnings)
 
 
 def require_extras(recipe: Recipe) -> None:
@@ -153,38 +163,21 @@ def known_traits(model: Model) -> Traits:
         return model_traits(model)
 
 
-def _warnings(recipe: Recipe) -> list[str]:
+def _warnings(model: Model, train: Train, *, by_rewards_alone: bool) -> list[str]:
     """Return what may be meant, and is more often a mistake."""
-    warnings = []
-    if recipe.model.lora is not None and recipe.train.steps:
-        try:
-            width = model_sizes(recipe.model).hidden
-        except RecipeError:  # a config whose sizes are not known
-            width = _FULL_WIDTH
-        if recipe.train.lr <= _FULL_LR * sqrt(_FULL_WIDTH / width):
+    warnings, width = [], _FULL_WIDTH
+    if model.lora is not None and train.steps:
+        with suppress(RecipeError):  # a config whose sizes are not known
+            width = model_sizes(model).hidden
+        if train.lr <= _FULL_LR * sqrt(_FULL_WIDTH / width):
             warnings.append(
-                f"train.lr {recipe.train.lr:g} looks like one for all weights of a model of width {width}: "
-                "with model.lora, ten times that rate is usual"
+                f"train.lr {train.lr:g} looks like one for all weights of a model of width {width}: with "
+                "model.lora, ten times that rate is usual"
             )
-    if recipe.model.make is not None and recipe.uses_reward and recipe.distill is None:
+    if model.make is not None and by_rewards_alone:
         warnings.append(
             "the student starts with random weights (model.make) and learns from rewards alone: answers that "
             "earn nothing teach nothing. Train it on demonstrations first (algorithm.loss: supervised, "
             "algorithm.advantage: none) and set model.path to that run"
         )
     return warnings
-
-
-def _sizes(recipe: Recipe, longest: tuple[int, int]) -> list[str]:
-    sessions, (prompt, answer) = recipe.counts.sessions, longest
-    product = f"{sessions:,} × ({prompt:,} of prompt + {answer:,} of answer)"
-    lines = [f"tokens: up to {product} = {sessions * (prompt + answer):,} per step"]
-    if recipe.on_ray:
-        return lines
-    try:
-        (memory,) = forecast(recipe, this_machine(), float(prompt)).memory
-    except RecipeError:  # a config whose sizes are not known
-        return lines
-    largest = max(memory.parts, key=lambda part: memory.parts[part])
-    summary = f"about {memory.total / GIB:.2f} GiB, most of it {largest}; `practicum plan` shows the rest"
-    return [*lines, f"memory: {summary}"]

@@ -24,7 +24,7 @@ MAY_CHANGE = (
     "out",
     "rollout.deadline_s",
 )
-"""What a resumed run may set differently, because no step depends on it (steps: in no decay)."""
+"""Keys that a resumed run may set differently, because no step depends on them (steps: in no decay)."""
 
 _FIXED = {
     "model.make": "the checkpoint holds the weights of another model",

@@ -37,7 +37,7 @@ from practicum.roles.stage_table import make_plan
 from practicum.roles.student import UpdateReport
 from practicum.roles.train_rank import TrainRank, set_threads
 from practicum.teachers.ledger import make_ledger
-from practicum.teachers.load_teachers import PLACEMENTS, Teachers, make_group, signal_width
+from practicum.teachers.load_teachers import Teachers, load_colocated, make_group, signal_width
 from practicum.teachers.teacher_scorer import TeacherScorer
 from practicum.trainer.checkpoints import Checkpoints, is_checkpoint, read_progress
 from practicum.trainer.preflight import known_traits
@@ -46,7 +46,7 @@ from practicum.trainer.sample_step import TRAIN
 from practicum.trainer.step import prefixed
 
 CHANGEABLE = ("algorithm.", "distill.", "train.", "critic.", "reward.weight", "route.shares")
-"""What the learner's part of a step depends on, beside the batch."""
+"""Keys that the learner's part of a step depends on, beside the batch."""
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class Replayed:
     first: Difference | None
     """The first recorded number that came out otherwise."""
     weights_equal: bool | None
-    """Whether the weights are those of the step's checkpoint; None if there is none."""
+    """True if the weights are those of the step's checkpoint, None without a checkpoint."""
 
 
 @dataclass(slots=True)
@@ -257,10 +257,12 @@ def _teachers(recipe: Recipe, model: PreTrainedModel) -> Teachers:
     """Return what the learner needs of them: output heads, with the signal full. Scores are recorded."""
     assert recipe.distill is not None
     if recipe.distill.signal != "full":
-        return Teachers({}, least_width=signal_width(recipe))
+        return Teachers({}, least_width=signal_width(recipe.teachers, recipe.distill, recipe.model))
     scorers: dict[str, TeacherScorer] = {}
-    for name in recipe.teachers:
-        scorers |= PLACEMENTS["colocated"](make_group(recipe, [name], model))
+    for name, teacher in recipe.teachers.items():
+        scorers |= load_colocated(
+            make_group({name: teacher}, recipe.distill, recipe.model, recipe.seed, model)
+        )
     return Teachers(scorers, None, {name: scorer.scorers[0].head() for name, scorer in scorers.items()})
 
 

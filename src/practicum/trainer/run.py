@@ -349,8 +349,8 @@ class Stopped(KeyboardInterrupt):
     """A second signal; `number` is its own."""
 
     def __init__(self, number: int) -> None:
-        self.number = number
         super().__init__(f"a second {signal.Signals(number).name}")
+        self.number = number
 
 
 class Interrupt:
@@ -380,7 +380,7 @@ class Interrupt:
         self._say("stopping after this step, with a checkpoint; Ctrl-C again stops immediately")
 
 
-def train_recipes(recipes: Sequence[LoadedRecipe], *, out: Path | None = None, **options: bool) -> list[Run]:
+def train_recipes(recipes: Sequence[LoadedRecipe], *, out: Path | None = None, **options: Any) -> list[Run]:
     """Train recipes one after the other, with a summary of each; `options` are those of `train_loaded`."""
     if out is not None and len(recipes) > 1:
         raise PracticumError("--out is for one recipe; several write to their own folders")

@@ -41,24 +41,11 @@ APPENDED = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
 _MARKER = "versions.json"
 """The first file that a run writes, by which its folder is known."""
 OWNED = (
-    *APPENDED,
-    "changes.jsonl",
-    "recipe.yaml",
-    "origins.json",
-    "plan.json",
-    "scores.json",
-    "tokenizer.json",
-    "log.txt",
-    "wandb.id",
-    "trackio.id",
-    "checkpoints",
-    "export",
-    "exports",
-    FOLDER,
-    "tensorboard",
-    "wandb",
+    *(*APPENDED, "changes.jsonl", "recipe.yaml", "origins.json", "plan.json", "scores.json"),
+    *("tokenizer.json", "log.txt", "wandb.id", "trackio.id", "checkpoints", "export", "exports", FOLDER),
+    *("tensorboard", "wandb"),
 )
-"""What a run writes in addition to versions.json, which marks its folder; nothing else is ever removed."""
+"""Files of a run beside versions.json, which marks its folder. Nothing else is ever removed."""
 
 
 class RunFolder:
@@ -93,17 +80,9 @@ class RunFolder:
         """Add a start of the run to versions.json: its command, and commits of practicum and the recipe."""
         package = Path(practicum.__file__)
         commits = {"practicum": git_state(package.parent, package.name), "recipe": git_state(recipe.parent)}
-        start = {
-            "command": shlex.join(sys.orig_argv),
-            "directory": str(Path.cwd()),
-            "commits": commits,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "started": timestamp(),
-            "ended": None,
-            "outcome": None,
-            "last_step": None,
-        }
+        start = {"command": shlex.join(sys.orig_argv), "directory": str(Path.cwd()), "commits": commits}
+        start |= {"pid": os.getpid(), "host": socket.gethostname(), "started": timestamp()}
+        start |= dict.fromkeys(("ended", "outcome", "last_step"))
         starts = [*read_versions(self.path).get("starts", []), start]
         self._write(_MARKER, versions() | {"starts": starts})
         self._has_started = True
@@ -180,22 +159,22 @@ def folder_of(recipe: Recipe) -> Path:
 
 def choose_folder(path: Path, *, resume: bool, fresh: bool) -> RunFolder:
     """Return the folder if a run may use it, else raise a PracticumError. Write nothing."""
-    folder = RunFolder(path)
+    folder, problem = RunFolder(path), None
     require_possible(path)
     if resume and not folder.is_used:
-        raise PracticumError(f"{path} has no run to resume: leave out --resume")
-    if resume and not any(folder.checkpoints.glob("step-*")):
-        raise PracticumError(f"{path} has no checkpoint to resume from yet: start again with --fresh")
-    if not resume and not folder.is_used and any((path / name).exists() for name in OWNED):
-        raise PracticumError(
-            f"{path} has files that a run would write over and that are not a run's: "
-            "choose another folder with --out DIR"
+        problem = "has no run to resume: leave out --resume"
+    elif resume and not any(folder.checkpoints.glob("step-*")):
+        problem = "has no checkpoint to resume from yet: start again with --fresh"
+    elif not resume and not folder.is_used and any((path / name).exists() for name in OWNED):
+        problem = (
+            "has files that a run would overwrite and that are not a run's: choose another with --out DIR"
         )
-    if folder.is_used and not (resume or fresh):
-        raise PracticumError(
-            f"{path} holds a run already: --resume continues it, --fresh replaces it, "
-            "--out DIR writes elsewhere"
+    elif folder.is_used and not (resume or fresh):
+        problem = (
+            "holds a run already: --resume continues it, --fresh replaces it, --out DIR writes elsewhere"
         )
+    if problem is not None:
+        raise PracticumError(f"{path} {problem}")
     return folder
 
 

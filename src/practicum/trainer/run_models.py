@@ -42,7 +42,7 @@ class Run:
     warnings: tuple[str, ...] = ()
     """Why it may have learnt nothing, in sentences."""
     signal: int | None = None
-    """What stopped it before its end: SIGINT or SIGTERM."""
+    """The signal that stopped it before its end: SIGINT or SIGTERM."""
 
     @property
     def name(self) -> str:

@@ -35,8 +35,7 @@ class StepSamples:
 
     def rolled_out(self, step: int, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
         """Add the recorded groups of a rollout, of which a step may have several."""
-        recorded = batch.where(lambda _, tags: tags.recorded)
-        self.answers += describe(step, self.roles, recorded, prompts)
+        self.answers += describe(step, self.roles, batch.where(lambda _, tags: tags.recorded), prompts)
         if self.for_trackers:
             ready = [tags for tags in session_tags(batch) if tags.status == "ready"]
             self._add("sessions/reward", [tags.reward for tags in ready if tags.reward is not None])

@@ -67,16 +67,21 @@ class Window:
 
     def __init__(
         self,
-        recipe: Recipe,
-        roles: Roles,
         sampler: StepSampler,
         on_stage: Callable[[str], None] = lambda name: None,
         on_wait: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         """`on_wait` gets what the learner waits for, repeatedly while it does."""
+        recipe = sampler.recipe
+        self.sampler, self.roles = sampler, sampler.roles
         self.schedule = Schedule(recipe.rollout.lag, recipe.train.steps)
-        self.recipe, self.roles, self.sampler = recipe, roles, sampler
         self.on_stage, self.on_wait = on_stage, on_wait
+        shares_engine = recipe.sampling_engines == 1
+        # The refills of a step decide where the next one's prompts begin; and an engine of all steps takes
+        # the weights of each in turn.
+        self._one_by_one = recipe.buffer.filter_flat_groups or shares_engine
+        # An evaluation may have its turn before a step, on an engine of all steps.
+        self._deadline_s = recipe.sampling_s * (2 if shares_engine else 1)
         self._under_way: dict[int, _UnderWay] = {}
         self._learnt = self._begun = 0
         self._published: dict[int, float] = {}
@@ -84,9 +89,6 @@ class Window:
         self._changed = threading.Condition()
         self._scope = WorkScope()
         self._draw_error: BaseException | None = None
-        # The refills of a step decide where the next one's prompts begin; and an engine of all steps takes
-        # the weights of each in turn.
-        self._one_by_one = recipe.buffer.filter_flat_groups or recipe.sampling_engines == 1
 
     def begin(self, number: int) -> SampledStep:
         """Return the next step that the learner needs: it is in flight, or sampled already."""
@@ -99,10 +101,7 @@ class Window:
     def sample(self, step: SampledStep) -> None:
         """Wait until a step is sampled; raise what went wrong there."""
         under_way, began = self._under_way[step.number], time.perf_counter()
-        # An evaluation may have its turn before it, on an engine of all steps.
-        turns = 2 if self.recipe.sampling_engines == 1 else 1
-        deadline = under_way.began + turns * self.recipe.sampling_s
-        patience = TELL_S
+        deadline, patience = under_way.began + self._deadline_s, TELL_S
         with self._changed:
             while not self._changed.wait_for(lambda: under_way.is_done, patience):
                 self.on_wait(self._waits_for(under_way))
@@ -202,4 +201,4 @@ def make_sampling(
     """Return the sampling side of a run, which is ahead of the learner if the recipe has a lag."""
     if not recipe.rollout.lag:
         return StepSampler(recipe, plan, roles, stream, recorder, on_stage)
-    return Window(recipe, roles, StepSampler(recipe, plan, roles, stream, recorder), on_stage, on_wait)
+    return Window(StepSampler(recipe, plan, roles, stream, recorder), on_stage, on_wait)

@@ -151,13 +151,6 @@ def test_a_resumed_run_records_what_one_that_was_never_stopped_does(
     assert (run / "record" / "rollout-3.jsonl").read_text() == ""
 
 
-def test_a_run_whose_record_was_removed_resumes(one_step: Path, tmp_path: Path):
-    run = shutil.copytree(one_step, tmp_path / "run")
-    shutil.rmtree(run / "record")
-    recorded_run(tmp_path, resume=True)
-    assert Record(run).steps() == [2]
-
-
 def test_a_record_that_cannot_be_written_ends_the_run_with_a_sentence(one_step: Path, tmp_path: Path):
     full = shutil.copytree(one_step, tmp_path / "run") / "record"
     for path in full.iterdir():

@@ -49,7 +49,8 @@ def http() -> None:
 def openai() -> None:
     from openai import OpenAI
 
-    client, messages = OpenAI(**PATIENCE), [{"role": "user", "content": PROMPT}]
+    client = OpenAI(**PATIENCE)
+    messages: list[Any] = [{"role": "user", "content": PROMPT}]
     for turn in range(TURNS):
         tools = [{"type": "function", "function": TOOL}]
         if turn % 2:
@@ -82,7 +83,8 @@ def responses() -> None:
 def anthropic() -> None:
     from anthropic import Anthropic
 
-    client, messages = Anthropic(**PATIENCE), [{"role": "user", "content": PROMPT}]
+    client = Anthropic(**PATIENCE)
+    messages: list[Any] = [{"role": "user", "content": PROMPT}]
     tool = {"name": TOOL["name"], "description": TOOL["description"], "input_schema": TOOL["parameters"]}
     for turn in range(TURNS):
         request = {"model": MODEL, "messages": messages, "tools": [tool], "max_tokens": 512}

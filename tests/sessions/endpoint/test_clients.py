@@ -15,7 +15,7 @@ from practicum.sessions.attempts import SessionResult, find_loop, run_attempt
 from practicum.sessions.session import Session, Trajectory
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.messages import Message, tool_result
-from tests.sessions.endpoint.driven import CALL, Running, Writer, chat_session, rows, user, with_agent
+from tests.sessions.endpoint.driven import CALL, Running, chat_session, rows, user, with_agent
 from tests.sessions.endpoint.test_turns import script
 
 ROOT = Path(__file__).parents[3]
@@ -71,11 +71,10 @@ def test_a_client_leaves_the_rows_of_the_session_itself(client: str):
     assert trajectories[-1].requests == {"requests": 4, "discarded": 0}
 
 
-class Slow(Writer):
+class Slow:
     """The script's turns, each later than its client waits."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._script = script(*TURNS)
 
     async def next(self, *arguments: Any) -> Any:

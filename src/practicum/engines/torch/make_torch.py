@@ -18,7 +18,8 @@ from practicum.models.adapter_files import SavedAdapter
 from practicum.models.load_model import context_length, load_model
 from practicum.models.lora import bare_base, copy_on_base, has_adapter, put_adapters
 from practicum.processes.host import Host
-from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.recipe import Model
+from practicum.recipe.schema.rollout_sections import Rollout
 from practicum.recipe.schema.teacher_sections import Own
 
 UNDECLARED = 8192
@@ -31,10 +32,14 @@ class TorchKind:
     shares_model = hosts_lag = True
 
     def for_rollout(
-        self, recipe: Recipe, model: PreTrainedModel, weights: WeightSource | None = None
+        self,
+        rollout: Rollout,
+        path: str | None,
+        model: PreTrainedModel,
+        weights: WeightSource | None = None,
     ) -> TorchEngine:
-        context = recipe.rollout.context_for(context_length(model))
-        return TorchEngine(model, slots=recipe.rollout.slots, context=context)
+        context = rollout.context_for(context_length(model))
+        return TorchEngine(model, slots=rollout.slots, context=context)
 
     def share_order(self, engines: Sequence[Engine]) -> None:
         share_order(engine.thread for engine in engines if isinstance(engine, TorchEngine))
@@ -78,21 +83,19 @@ def _load_scoring(model: FrozenModel) -> list[Engine]:
     return [TorchKind().for_scoring(model)]
 
 
-def start_lagged_engines(recipe: Recipe, threads: int) -> list[HostedEngine]:
+def start_lagged_engines(rollout: Rollout, spec: Model, seed: int, threads: int) -> list[HostedEngine]:
     """Start a process with an engine for each copy of the weights that samples."""
+    load = partial(_load_lagged, rollout, spec, seed, threads)
     # Before sessions are late, so that the error names the engine.
-    deadline_s = recipe.rollout.deadline_s / 2
-    host = Host(
-        "the torch engine", partial(_load_lagged, recipe, threads), threads=threads, deadline_s=deadline_s
-    )
-    return [HostedEngine(host, copy) for copy in range(recipe.rollout.lag + 1)]
+    host = Host("the torch engine", load, threads=threads, deadline_s=rollout.deadline_s / 2)
+    return [HostedEngine(host, copy) for copy in range(rollout.lag + 1)]
 
 
-def _load_lagged(recipe: Recipe, threads: int) -> list[TorchEngine]:
-    model = load_model(recipe.model, recipe.seed)
+def _load_lagged(rollout: Rollout, spec: Model, seed: int, threads: int) -> list[TorchEngine]:
+    model = load_model(spec, seed)
     # Copies share what is frozen, the base of an adapter: so nothing else is frozen before them.
-    copies = [model, *(copy_on_base(model) for _ in range(recipe.rollout.lag))]
-    engines = [TorchKind().for_rollout(recipe, copy.requires_grad_(False)) for copy in copies]
+    copies = [model, *(copy_on_base(model) for _ in range(rollout.lag))]
+    engines = [TorchKind().for_rollout(rollout, spec.path, copy.requires_grad_(False)) for copy in copies]
     # While the learner waits, its cores are free: engines of two steps then work concurrently.
     share_order((engine.thread for engine in engines), max(1, count_cores() // threads))
     return engines

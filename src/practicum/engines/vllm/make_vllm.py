@@ -24,7 +24,7 @@ from practicum.models.load_model import context_length, load_model, skeleton
 from practicum.models.lora import bare_base, base_fingerprint, has_adapter
 from practicum.models.model_files import read_config
 from practicum.recipe.schema.engine_sections import Vllm
-from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.rollout_sections import Rollout
 from practicum.recipe.schema.teacher_sections import Own
 
 _ADAPTED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -179,12 +179,14 @@ class VllmKind:
 
     shares_model = hosts_lag = False
 
-    def for_rollout(self, recipe: Recipe, model: PreTrainedModel, weights: WeightSource) -> Engine:
-        rollout, context = recipe.rollout, recipe.rollout.context_for(context_length(model))
+    def for_rollout(
+        self, rollout: Rollout, path: str | None, model: PreTrainedModel, weights: WeightSource
+    ) -> Engine:
+        context = rollout.context_for(context_length(model))
         threads, slots = torch.get_num_threads(), rollout.slots
         room = EngineSize("rollout", rollout.vllm, threads, context, slots, kv_tokens=slots * context)
         if takes_adapter(model):
-            return engine_of_adapted(model, recipe.model.path, room, weights)
+            return engine_of_adapted(model, path, room, weights)
         return engine_of_model(model, room, weights)
 
     def share_order(self, engines: Sequence[Engine]) -> None:

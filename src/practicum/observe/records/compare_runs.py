@@ -41,7 +41,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What differs between two runs.
+    """The differences between two runs.
 
     `recipe` has the two values of each key that differs, None where there is no such key. `also` names the
     metrics that differ in the step of the first difference. `steps` and `rows` were compared and are equal.
@@ -54,7 +54,7 @@ class Comparison:
     steps: int
     rows: int
     notes: list[str]
-    """What could not be compared, in sentences."""
+    """Sentences on what could not be compared."""
 
     @property
     def sentence(self) -> str:
@@ -179,7 +179,7 @@ def _compare(
 
 
 def _is_compared(found: Difference) -> bool:
-    """True if a metric should be equal in both runs; they may evaluate after different steps."""
+    """Return True if a metric should be equal in both runs. They may evaluate after different steps."""
     is_extra = found.field.startswith("eval/") and (found.one is None or found.two is None)
     return not is_extra and not NOT_COMPARED.fullmatch(found.field)
 

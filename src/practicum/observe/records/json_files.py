@@ -89,7 +89,7 @@ class LineFile:
         return changed
 
     def was_cut(self) -> bool:
-        """True if what was read is not all there any more: a file may be cut and grow again meanwhile."""
+        """Return True if the file was cut since, even if it has grown again."""
         if not self._position:
             return False
         try:

@@ -1,4 +1,4 @@
-"""What the record of a run says of one session, one row and one step, as the page shows it."""
+"""Sessions, rows and steps of a run's record, as the page shows them."""
 
 from __future__ import annotations
 

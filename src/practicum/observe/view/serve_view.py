@@ -35,36 +35,27 @@ def find_runs(folders: Sequence[Path]) -> list[RunView]:
     """
     paths: list[Path] = []
     for folder in folders or [Path("runs")]:
-        below = _runs_below(folder, _DEPTH)
-        if not below:
+        patterns = ["*/" * depth + "versions.json" for depth in range(_DEPTH + 1)]
+        markers = (marker for pattern in patterns for marker in folder.glob(pattern))
+        found = [marker for marker in markers if "practicum" in read_mapping(marker)]
+        if not found:
             raise PracticumError(
                 f"There is no run in {folder}: expected a folder of a run, such as runs/NAME, or of runs. "
                 "`practicum demo` or `practicum train RECIPE` makes one"
             )
-        paths += sorted(below, key=lambda run: -(run / "versions.json").stat().st_mtime)
+        paths += [marker.parent for marker in sorted(found, key=lambda marker: -marker.stat().st_mtime)]
     return name_runs(paths)
 
 
 def name_runs(folders: Sequence[Path]) -> list[RunView]:
     """Name each run by the shortest end of its path that no other has, as a word of an address."""
     paths = list(dict.fromkeys(folder.absolute() for folder in folders))
-    return [RunView(path, _name(path, paths)) for path in paths]
-
-
-def _name(path: Path, paths: Sequence[Path]) -> str:
-    for length in range(1, len(path.parts)):
-        end = path.parts[-length:]
-        if sum(other.parts[-length:] == end for other in paths) == 1:
-            return "~".join(end)
-    return "~".join(path.parts[1:]) or "run"
-
-
-def _runs_below(folder: Path, depth: int) -> list[Path]:
-    if "practicum" in read_mapping(folder / "versions.json"):
-        return [folder]
-    if not folder.is_dir() or not depth:
-        return []
-    return [run for inner in sorted(folder.iterdir()) for run in _runs_below(inner, depth - 1)]
+    runs = []
+    for path in paths:
+        ends = (path.parts[-length:] for length in range(1, len(path.parts)))
+        alone = (end for end in ends if sum(other.parts[-len(end) :] == end for other in paths) == 1)
+        runs.append(RunView(path, "~".join(next(alone, path.parts[1:])) or "run"))
+    return runs
 
 
 def listen(port: int | None) -> socket.socket:
@@ -84,16 +75,12 @@ def listen(port: int | None) -> socket.socket:
     return bound
 
 
-def _address(bound: socket.socket, token: str) -> str:
-    return f"http://{HOST}:{bound.getsockname()[1]}/?token={token}"
-
-
 def serve_runs(
     runs: Sequence[RunView], port: int | None, say: Callable[[str], None], *, open_browser: bool
 ) -> None:
     token = secrets.token_urlsafe(16)
     bound = listen(port)
-    url = _address(bound, token)
+    url = f"http://{HOST}:{bound.getsockname()[1]}/?token={token}"
     threading.Thread(target=runs[0].info, name="first look", daemon=True).start()
     server = make_server(runs, token)
 
@@ -136,7 +123,7 @@ def view_beside(folders: Sequence[Path], port: int | None = None) -> Iterator[st
             start_new_session=True,  # Ctrl-C is for the training; this process ends with it
             text=True,
         )
-        url = _address(bound, token)
+        url = f"http://{HOST}:{bound.getsockname()[1]}/?token={token}"
     assert server.stdin is not None
     try:
         with suppress(BrokenPipeError):

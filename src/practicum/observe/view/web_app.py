@@ -159,7 +159,7 @@ ASKED: Mapping[str, Callable[[RunView, str, Mapping[str, int], QueryParams], Any
     "/recipe": lambda run, kind, at, query: run.recipe_page(),
     "/log": lambda run, kind, at, query: run.log(),
 }
-"""What can be asked of a run: the path below it, and the answer. `kind` is samples or eval, `at` the path's
+"""The questions about a run: the path below it, and the answer. `kind` is samples or eval, `at` the path's
 numbers in order."""
 
 

@@ -15,6 +15,7 @@ from practicum.devices import is_accelerator_name
 from practicum.errors import ClusterError
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.runtime_section import Pool
+from practicum.recipe.schema.teacher_sections import RewardModel, Teacher
 
 TRAIN, ROLLOUT, REWARD, STORE = "train", "rollout", "reward", "store"
 """Roles; those of teachers and reward models are their paths in the recipe, such as teachers.math."""
@@ -58,8 +59,6 @@ class Actor:
 
 @dataclass(frozen=True)
 class Needs:
-    """Everything that a recipe needs."""
-
     actors: tuple[Actor, ...]
     bundles: tuple[Bundle, ...]
 
@@ -118,7 +117,16 @@ def needs(recipe: Recipe, plan: Plan | None = None, *, gpus: bool) -> Needs:
 
     `gpus` is true if the cluster has any: then a device of a model that is not on the CPU is a GPU with CPUs.
     """
-    shared = [*_student(recipe, gpus), *_own(recipe, gpus), *_services(recipe)]
+    judges = recipe.computes_reward or recipe.evaluates
+    holds_models = judges and any(not m.scores_during_rollout for m in recipe.reward.models.values())
+    nodes = recipe.pools.train.nodes
+    rewards = nodes if judges else 0
+    units = nodes + 1 if recipe.runtime.store == "transferqueue" else 0  # the first is their controller
+    shared = [
+        *_student(recipe, gpus, rewards if holds_models else 0),
+        *_own(recipe.own_models, recipe.model.device, gpus),
+        *_services(recipe.teachers, 0 if holds_models else rewards, units),
+    ]
     if plan is not None and "teachers" not in plan:
         shared = [entry for entry in shared if not any(role.startswith("teachers.") for role, *_ in entry[1])]
     actors = [Actor(STORE, 0, None, 0.0)]
@@ -134,8 +142,11 @@ Shared = tuple[Bundle, list[tuple[str, int, int]]]
 """A bundle, and the actors that share it evenly: role, number, threads."""
 
 
-def _student(recipe: Recipe, gpus: bool) -> Iterator[Shared]:
-    """Yield learner ranks and engines: together on the devices of train, or in separate pools."""
+def _student(recipe: Recipe, gpus: bool, reward_workers: int) -> Iterator[Shared]:
+    """Yield learner ranks and engines: together on the devices of train, or in separate pools.
+
+    Reward workers that hold colocated models share the devices of train.
+    """
     pools, threads = recipe.pools, recipe.runtime.threads or 1
     on_gpu = uses_gpu(recipe.model.device, gpus)
     span = recipe.rollout.engine_devices if pools.rollout else 1
@@ -146,8 +157,8 @@ def _student(recipe: Recipe, gpus: bool) -> Iterator[Shared]:
         shared[ROLLOUT] = engines
     else:
         placed.append((ROLLOUT, pools.rollout, span, {ROLLOUT: engines}))
-    if _has_colocated_reward_models(recipe):
-        shared[REWARD] = _spread(pools.train.nodes, pools.train)
+    if reward_workers:
+        shared[REWARD] = _spread(reward_workers, pools.train)
     for name, pool, each, roles in placed:
         for device in range(pool.nodes * pool.devices // each):
             shares = [(role, index, threads) for role, numbers in roles.items() for index in numbers[device]]
@@ -155,37 +166,28 @@ def _student(recipe: Recipe, gpus: bool) -> Iterator[Shared]:
             yield Bundle(name, group, float(threads * each), float(on_gpu * each)), shares
 
 
-def _own(recipe: Recipe, gpus: bool) -> Iterator[Shared]:
-    """Yield replicas of teachers and reward models, each on one machine."""
+def _own(models: Mapping[str, Teacher | RewardModel], device: str, gpus: bool) -> Iterator[Shared]:
+    """Yield replicas of teachers and reward models, each on one machine; `device` is the student's."""
     number = 0
-    for path, model in recipe.own_models.items():
+    for path, model in models.items():
         own, devices = model.own_options, model.model_devices
         # Copies of the student and adapters on its base are held as the student is.
-        on_gpu = uses_gpu(recipe.model.device if model.model is None else model.device, gpus)
+        on_gpu = uses_gpu(device if model.model is None else model.device, gpus)
         cpus = float(own.threads if on_gpu else own.threads * devices)
         for index in range(own.replicas):
             yield Bundle(TEACHERS, number, cpus, float(devices * on_gpu)), [(path, index, own.threads)]
             number += 1
 
 
-def _services(recipe: Recipe) -> Iterator[Shared]:
+def _services(teachers: Mapping[str, Teacher], reward_workers: int, units: int) -> Iterator[Shared]:
     """Yield what needs no device: reward workers, clients of servers, TransferQueue."""
-    runtime = recipe.runtime
-    if (recipe.computes_reward or recipe.evaluates) and not _has_colocated_reward_models(recipe):
-        for index in range(recipe.pools.train.nodes):
-            yield Bundle(SERVICES, index, 1.0), [(REWARD, index, 1)]
-    for name, teacher in recipe.teachers.items():
+    for index in range(reward_workers):
+        yield Bundle(SERVICES, index, 1.0), [(REWARD, index, 1)]
+    for name, teacher in teachers.items():
         if teacher.url is not None:
             yield Bundle(SERVICES, 0, URL_CPUS), [(f"teachers.{name}", 0, 1)]
-    if runtime.store == "transferqueue":
-        for index in range(recipe.pools.train.nodes + 1):  # the first is their controller
-            yield Bundle(STORE, index, 1.0), [(STORE, index + 1, 1)]
-
-
-def _has_colocated_reward_models(recipe: Recipe) -> bool:
-    """Return True if reward workers hold colocated models, and so share the devices of train."""
-    colocated = any(not model.scores_during_rollout for model in recipe.reward.models.values())
-    return colocated and (recipe.computes_reward or recipe.evaluates)
+    for index in range(units):
+        yield Bundle(STORE, index, 1.0), [(STORE, index + 1, 1)]
 
 
 def _spread(count: int, pool: Pool, each: int = 1) -> Mapping[int, list[int]]:

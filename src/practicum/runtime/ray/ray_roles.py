@@ -19,6 +19,7 @@ from practicum.dataplane.stages import Plan
 from practicum.dataplane.store import Store, StoreHandle
 from practicum.errors import PracticumError
 from practicum.recipe.schema.recipe import Recipe
+from practicum.rewards.score_functions import RewardFunctions
 from practicum.roles.rollout import RolloutRole
 from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import evaluation_plan
@@ -67,7 +68,6 @@ class TrainGroup:
         return self._call(self.workers[:1], method, args, options)[0]
 
     def each(self, method: Callable[[PublishingRank], T], timeout_s: float | None = None) -> list[T]:
-        """Call a method on all ranks; return their results in order."""
         return self._call(self.workers, method, timeout_s=timeout_s)
 
     def _call(
@@ -138,7 +138,7 @@ class RayRoles:
         self.probes = [SyncProbe(recipe.model.dtype, watch) for _ in engines]
         self.store: Store = ControllerStore(handle.connect(recipe.runtime.store_s, lasting=False))
         self.rollouts = self._rollouts(plan, is_eval=False)
-        self.eval_rollouts = self._rollouts(evaluation_plan(), is_eval=True)
+        self.eval_rollouts = self._rollouts(evaluation_plan(self.lag), is_eval=True)
         on_ranks = (spec.name for spec in plan if spec.ranks != "controller")
         self.stages: dict[str, Callable[[StepInfo], Any]] = {
             "sync": lambda step: self.publish(step.number),
@@ -158,16 +158,24 @@ class RayRoles:
             self.publish(0)
 
     def _rollouts(self, plan: Plan, *, is_eval: bool) -> list[RolloutRole]:
-        recipe, store, engines = self.recipe, self.store, len(self._turns)
-        return [
-            RolloutRole(
-                recipe,
-                plan,
-                store,
-                RayWorkers(recipe, store, self.pools, engine=copy % engines, is_eval=is_eval),
+        recipe, rollouts = self.recipe, []
+        functions = RewardFunctions(recipe.tasks, recipe.reward)
+        deadlines_s = {name: teacher.deadline_s for name, teacher in recipe.teachers.items()}
+        for copy in range(self.lag + 1):
+            workers = RayWorkers(
+                recipe.rollout,
+                self.store,
+                self.pools,
+                functions,
+                deadlines_s,
+                stage_s=recipe.runtime.stage_s,
+                engine=copy % len(self._turns),
+                is_eval=is_eval,
             )
-            for copy in range(self.lag + 1)
-        ]
+            others = functions, recipe.reward.models, recipe.teachers
+            options = {"deadline_s": recipe.rollout.deadline_s}
+            rollouts.append(RolloutRole(plan, self.store, workers, *others, **options))
+        return rollouts
 
     def describe(self) -> list[str]:
         timeout = self.recipe.runtime.stage_s
@@ -249,7 +257,6 @@ class RayRoles:
         self.pools.rollout.call_each(self.recipe.runtime.stage_s, RolloutWorker.load, engine, manifest)
 
     def _probe(self, engine: int, learner: Callable[[int], Sequence[float]]) -> None:
-        """Check that an engine's weights are the learner's, in every replica."""
         if self.probes[engine].looks:
             timeout = self.recipe.runtime.stage_s
             fingerprints = self.pools.rollout.call_each(timeout, RolloutWorker.fingerprint, engine)

@@ -18,7 +18,7 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
 from practicum.dataplane.store import Store
 from practicum.errors import DeadlineError
-from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.rollout_sections import Rollout
 from practicum.rewards.score_functions import RewardFunctions
 from practicum.roles.rollout import Finished
 from practicum.runtime.ray.actor_calls import ask_async, each_report
@@ -57,11 +57,21 @@ class RayWorkers:
     """
 
     def __init__(
-        self, recipe: Recipe, store: Store, pools: ReplicaPools, *, engine: int, is_eval: bool
+        self,
+        rollout: Rollout,
+        store: Store,
+        pools: ReplicaPools,
+        functions: RewardFunctions,
+        teachers_s: Mapping[str, float],
+        *,
+        stage_s: float,
+        engine: int,
+        is_eval: bool,
     ) -> None:
-        self.recipe, self.store, self.pools, self.engine, self.is_eval = recipe, store, pools, engine, is_eval
-        self._functions = RewardFunctions(recipe.tasks, recipe.reward)
-        self.reward_s = recipe.rollout.deadline_s
+        """`teachers_s` are the deadlines of teachers, `stage_s` that of engines that go to sleep or wake."""
+        self.store, self.pools, self.engine, self.is_eval = store, pools, engine, is_eval
+        self._functions, self._teachers_s, self._stage_s = functions, teachers_s, stage_s
+        self._slots, self.reward_s = rollout.slots, rollout.deadline_s
 
     async def demonstrate(self, prompts: Sequence[Prompt], partition: str) -> BatchRef:
         pool = self.pools.rollout
@@ -86,7 +96,7 @@ class RayWorkers:
         requests = self._requests(attempts, partition, seed, at_once)
         smallest = min(len(request.attempts) for request in requests)
         # Requests beyond these wait here, so that the replica that is done first takes the next one.
-        room = asyncio.Semaphore(ceil(2 * self.recipe.rollout.slots / smallest) * self.pools.rollout.count)
+        room = asyncio.Semaphore(ceil(2 * self._slots / smallest) * self.pools.rollout.count)
 
         async def send(request: RolloutRequest) -> list[Key]:
             async with room:
@@ -112,7 +122,7 @@ class RayWorkers:
         requests = [request(group, eager=True) for group in groups.values() if at_once(group[0].prompt)]
         patient = [group for group in groups.values() if not at_once(group[0].prompt)]
         fair = ceil(sum(map(len, patient)) / self.pools.rollout.count)
-        most = min(self.recipe.rollout.slots, fair)
+        most = min(self._slots, fair)
         together: list[Attempt] = []
         for group in patient:
             if together and len(together) + len(group) > most:
@@ -165,7 +175,7 @@ class RayWorkers:
 
     async def teach(self, teacher: str, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
         tokens = sum(tags.prompt_tokens + tags.response_tokens for tags in batch.tags)
-        timeout = self.recipe.teachers[teacher].deadline_s + 5
+        timeout = self._teachers_s[teacher] + 5
 
         async def work(worker: Any) -> None:
             call = worker.score.remote(batch, prompts)
@@ -178,7 +188,7 @@ class RayWorkers:
 
     @contextmanager
     def engines_asleep(self) -> Iterator[None]:
-        pool, timeout = self.pools.rollout, self.recipe.runtime.stage_s
+        pool, timeout = self.pools.rollout, self._stage_s
         pool.call_each(timeout, RolloutWorker.sleep)
         try:
             yield

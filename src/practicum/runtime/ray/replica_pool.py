@@ -128,15 +128,12 @@ class ReplicaPool:
         return run_async(work, timeout=timeout + 5, owner=f"{method.__name__} on every {self.role} worker")
 
     def loads(self) -> list[float]:
-        """Return the load in flight on each replica."""
         return [slot.load for slot in self._dispatcher.slots]
 
     def replicas(self) -> list[Any]:
-        """Return those that are alive, as far as is known."""
         return [place.actor for place in self._places if place.actor is not None]
 
     def name_of(self, actor: Any) -> str:
-        """Return a replica's name, for errors."""
         numbers = [place.number for place in self._places if place.actor is actor]
         return f"{self.role} {numbers[0]}" if numbers else f"a {self.role} worker"
 

@@ -58,7 +58,8 @@ class RolloutWorker(Worker):
         # What comes is the adapter alone; for an engine that does not take it, weights are merged here.
         self._merged = model if ENGINES[recipe.rollout.engine].merges_adapter(model) else None
         models = [model, *(copy_on_base(model) for _ in range(1, recipe.sampling_engines))]
-        self.engines = make_engines(recipe, [each.requires_grad_(False) for each in models], self._weights)
+        frozen = [each.requires_grad_(False) for each in models]
+        self.engines = make_engines(recipe.rollout, recipe.model.path, frozen, self._weights)
         self.toolbox = Toolbox(recipe.agent.tools)
         sessions = partial(
             SessionRunner,
@@ -116,7 +117,6 @@ class RolloutWorker(Worker):
         return BatchRef(request.partition, tuple(row.key for row in rows), tuple(row.tags for row in rows))
 
     async def demonstrate(self, prompts: Sequence[Prompt], partition: str) -> BatchRef:
-        """Write what a demonstrator does with each prompt."""
         with self.recorder.span("demonstrate", prompts[0].step, rows=len(prompts)):
             sessions = self._train[0]
             running = [_begin(sessions.demonstrate(prompt)) for prompt in prompts]
@@ -135,11 +135,9 @@ class RolloutWorker(Worker):
         await asyncio.to_thread(self.engines[0].wake)
 
     async def describe(self) -> list[str]:
-        """Describe its engine, if that has a separate process."""
         return describe_engines(self.engines[0])
 
     async def fingerprint(self, engine: int) -> list[float]:
-        """Return logprobs of a fixed sequence by the weights that an engine has."""
         return (await asyncio.to_thread(self.engines[engine].fingerprint)).tolist()
 
     def _load(self, engine: int, manifest: Manifest) -> None:

@@ -19,6 +19,7 @@ from practicum.dataplane.store import StoreHandle
 from practicum.dataplane.transferqueue.transferqueue_store import start_transferqueue
 from practicum.observe.records.record_files import RecordPlace
 from practicum.recipe.schema.recipe import Recipe
+from practicum.rewards.reward_scorer import judge_room
 from practicum.runtime.ray.actor_calls import ask_async
 from practicum.runtime.ray.cluster import Cluster
 from practicum.runtime.ray.ray_roles import RayRoles, TrainGroup
@@ -26,7 +27,7 @@ from practicum.runtime.ray.ray_rollout import ReplicaPools, output_head
 from practicum.runtime.ray.replica_pool import ReplicaPool
 from practicum.runtime.ray.rollout_worker import RolloutWorker
 from practicum.runtime.ray.weight_transport import Manifest
-from practicum.runtime.ray.workers import RewardModelWorker, RewardWorker, TeacherWorker, TrainWorker
+from practicum.runtime.ray.workers import RewardModelWorker, RewardWorker, TeacherWorker, TrainWorker, Worker
 
 CONCURRENT = {"rollout": 1000, "reward": 16, "teachers": 64}
 """Calls that one worker may have in flight."""
@@ -75,8 +76,9 @@ class _Starter:
         for name, spec in recipe.reward.models.items():
             if spec.placement_name == "own":
                 restarts = {"max_restarts": recipe.runtime.max_deaths, "max_task_retries": -1}
+                model = name, spec, judge_room(recipe.rollout), recipe.seed
                 judges[name] = [
-                    self._actor(RewardModelWorker, f"reward.models.{name}", number, name, **restarts)
+                    self._actor(RewardModelWorker, f"reward.models.{name}", number, *model, **restarts)
                     for number in range(spec.own_options.replicas)
                 ]
         # Colocated reward models are woken one at a time, by one call at a time.
@@ -93,8 +95,11 @@ class _Starter:
         for name, teacher in recipe.teachers.items() if "teachers" in self.plan else ():
             if teacher.scores_during_rollout:
                 count = 1 if teacher.url is not None else teacher.own_options.replicas
-                pools.teachers[name] = self._pool(f"teachers.{name}", count, partial(self._teacher, name))
-        learners = [self._actor(TrainWorker, "train", rank, rank) for rank in range(recipe.data_parallel)]
+                role, threads = f"teachers.{name}", teacher.own_options.threads
+                latest = partial(lambda name: (name, self.copies.get(name)), name)
+                start = partial(self._begun, TeacherWorker, role, latest, threads=threads)
+                pools.teachers[name] = self._pool(role, count, start)
+        learners = [self._worker(TrainWorker, "train", rank) for rank in range(recipe.data_parallel)]
         group = TrainGroup(learners, self.watch, recipe.runtime.stage_s)
         loading = [self._ask(a.begin.remote(), f"reward.models.{n}") for n in judges for a in judges[n]]
         starts = [pools.rollout.start(), pools.reward.start(), *loading]
@@ -109,12 +114,11 @@ class _Starter:
         if recipe.distill is not None and recipe.distill.signal == "full":
             heads = {name: await output_head(teachers[name], recipe.runtime.start_s) for name in teachers}
         meeting = await self._ask(group.workers[0].meeting_point.remote(), group.names[0])
-        calls = [w.begin.remote(meeting, list(heads), *heads.values()) for w in group.workers]
+        calls = [
+            worker.begin.remote(rank, meeting, list(heads), *heads.values())
+            for rank, worker in enumerate(group.workers)
+        ]
         return (await gather_all(map(self._ask, calls, group.names)))[0]
-
-    async def _teacher(self, name: str, number: int) -> Any:
-        latest = partial(self.copies.get, name)
-        return await self._begun(TeacherWorker, f"teachers.{name}", latest, number, name)
 
     def _pool(self, role: str, count: int, make: Callable[[int], Awaitable[Any]]) -> ReplicaPool:
         runtime = self.recipe.runtime
@@ -125,16 +129,22 @@ class _Starter:
         """Start an actor in its place of the cluster; it is loading when this returns."""
         concurrent = CONCURRENT.get(role.split(".")[0], 1)
         options = self.cluster.options(role, number) | {"max_concurrency": concurrent} | options
-        record = None if self.record is None else replace(self.record, role=role, number=number)
-        actor = ray.remote(kind).options(**options).remote(self.recipe, self.plan, self.handle, record, *args)
+        actor = ray.remote(kind).options(**options).remote(*args)
         self.cluster.register(actor, f"{role} {number}")
         return actor
 
+    def _worker(
+        self, kind: type[Worker], role: str, number: int, threads: int | None = None, **options: Any
+    ) -> Any:
+        record = None if self.record is None else replace(self.record, role=role, number=number)
+        common = self.recipe, self.plan, self.handle, record, threads
+        return self._actor(kind, role, number, *common, **options)
+
     async def _begun(
-        self, kind: type, role: str, latest: Callable[[], Any], number: int, *args: Any, **options: Any
+        self, kind: type[Worker], role: str, latest: Callable[[], Any], number: int, **options: Any
     ) -> Any:
         """Return a new actor that has begun with what `latest` returns; one that can't is ended."""
-        actor = self._actor(kind, role, number, *args, **options)
+        actor = self._worker(kind, role, number, **options)
         try:
             await self._ask(actor.begin.remote(latest()), f"{role} {number}")
         except BaseException:

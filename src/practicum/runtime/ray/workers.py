@@ -30,15 +30,16 @@ from practicum.models.load_model import load_model, load_tokenizer, model_facts
 from practicum.observe.records.record_files import RecordPlace
 from practicum.observe.records.recorder import Recorder
 from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.teacher_sections import RewardModel
 from practicum.rewards.judge import CannotScore, Judge, JudgeInput
 from practicum.rewards.local_judges import load_judge
-from practicum.rewards.reward_scorer import RewardScorer, load_reward_models, sleeping_models
+from practicum.rewards.reward_scorer import RewardScorer, judge_room, load_reward_models, sleeping_models
 from practicum.rewards.score_functions import RewardFunctions
 from practicum.roles.reward import RewardRole
 from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import evaluation_plan
 from practicum.roles.sync import PublishedWeights
-from practicum.roles.teachers import TeacherRole, copy_file, read_copy
+from practicum.roles.teachers import TeacherRole, read_copy
 from practicum.roles.train_rank import TrainRank, set_threads
 from practicum.runtime.random_state import seed_generators
 from practicum.runtime.ray.actor_calls import ask_async
@@ -46,14 +47,21 @@ from practicum.runtime.ray.init_ray import enter_folder
 from practicum.runtime.ray.weight_transport import Manifest, publish, receive
 from practicum.sessions.chat import make_encoder
 from practicum.tasks.prompts import Prompt
-from practicum.teachers.load_teachers import PLACEMENTS, Teachers, load_teachers, make_group, signal_width
+from practicum.teachers.load_teachers import (
+    Teachers,
+    connect,
+    load_colocated,
+    load_teachers,
+    make_group,
+    signal_width,
+)
 
 _LATER_S = 5.0
 """Seconds after a model's own deadline."""
 
 
 class Worker:
-    """The base of all workers: the recipe, the plan, the store, and torch's threads."""
+    """The base of workers: the recipe, the plan, the store, and torch's threads."""
 
     LASTING = True
     """True if the run continues without this process, with what it wrote."""
@@ -66,21 +74,24 @@ class Worker:
         record: RecordPlace | None,
         threads: int | None = None,
     ) -> None:
-        enter_folder()
-        # What users' code draws by itself is the same in every run, as long as nobody dies.
-        seed_generators(recipe.seed)
         # By default the machine's cores are shared among the train pool's devices there.
         cores = max(1, (os.cpu_count() or 1) // recipe.pools.train.devices)
-        set_threads(threads or recipe.runtime.threads or cores)
+        _set_up(recipe.seed, threads or recipe.runtime.threads or cores)
         self.recipe, self.plan, self.recorder = recipe, plan, Recorder(record)
         self.store = handle.connect(recipe.runtime.store_s, lasting=self.LASTING)
 
     def blocked(self) -> str | None:
-        """Return what blocks the process's event loop, if it does not answer."""
         return blocked_by()
 
     def pid(self) -> int:
         return os.getpid()
+
+
+def _set_up(seed: int, threads: int) -> None:
+    enter_folder()
+    # What users' code draws by itself is the same in every run, as long as nobody dies.
+    seed_generators(seed)
+    set_threads(threads)
 
 
 class PublishingRank(TrainRank):
@@ -122,7 +133,7 @@ class PublishingRank(TrainRank):
 
         Called on one rank, which lives as long as the run: those of a teacher would die with it.
         """
-        path = copy_file(folder, name)
+        path = folder / f"{name}.safetensors"
         if not path.is_file():
             return None
         weights, version = read_copy(path)
@@ -146,14 +157,7 @@ class TrainWorker(Worker):
 
     LASTING = False
 
-    def __init__(
-        self, recipe: Recipe, plan: Plan, handle: StoreHandle, record: RecordPlace | None, rank: int
-    ) -> None:
-        super().__init__(recipe, plan, handle, record)
-        self.rank = rank
-        self._sentences: list[str] = []
-        self.watch = Watch(recipe.checks, self._sentences.append)
-        self.parallel: Parallel | None = None
+    parallel: Parallel | None = None
 
     def meeting_point(self) -> tuple[str, int]:
         """Return an address of this rank's machine, and a port that is free on it."""
@@ -161,32 +165,34 @@ class TrainWorker(Worker):
         return address, free_port(address)
 
     def begin(
-        self, meeting: tuple[str, int], names: Sequence[str] = (), *heads: OutputHead
+        self, rank: int, meeting: tuple[str, int], names: Sequence[str] = (), *heads: OutputHead
     ) -> frozenset[int]:
         """Join the others at this address and port, and load the models; return the tokens that end a row.
 
         `heads` are the output heads of the teachers elsewhere of these names.
         """
         recipe, plan, world = self.recipe, self.plan, self.recipe.data_parallel
+        self._sentences: list[str] = []
+        self.watch = Watch(recipe.checks, self._sentences.append)
         taught = recipe.teachers.items() if "teachers" in plan else ()
         colocated = {name: teacher for name, teacher in taught if not teacher.scores_during_rollout}
         # Copies of the student, and adapters on its base, need the whole model on every rank.
         whole = world == 1 or any(t.model is None and t.url is None for t in colocated.values())
-        model = load_model(recipe.model, recipe.seed, rank=None if whole else self.rank)
+        model = load_model(recipe.model, recipe.seed, rank=None if whole else rank)
         if world > 1:
             timeout_s, device = recipe.runtime.stage_s, pick_device(recipe.model.device).type
-            self.parallel = Parallel.join(self.rank, world, *meeting, timeout_s, device)
+            self.parallel = Parallel.join(rank, world, *meeting, timeout_s, device)
         teachers = None
         if "teachers" in plan:
-            of_teachers = dict(zip(names, heads, strict=True))
-            teachers = load_teachers(recipe, model, names=list(colocated), heads=of_teachers)
+            how = recipe.distill, recipe.runtime, recipe.model, recipe.seed
+            elsewhere = dict(zip(names, heads, strict=True))
+            teachers = load_teachers(colocated, *how, model, heads=elsewhere)
         self.roles = PublishingRank(
             recipe, plan, self.store, self.watch, model, teachers, self.parallel, self.recorder
         )
         return self.roles.stop
 
     def call(self, method: Callable[..., Any], *args: Any, **options: Any) -> RankReply:
-        """Call a method of PublishingRank on this rank."""
         value = method(self.roles, *args, **options)
         sentences, fired = tuple(self._sentences), dict(self.watch.fired)
         self._sentences.clear()
@@ -202,23 +208,26 @@ class TrainWorker(Worker):
 class TeacherWorker(Worker):
     """One replica of a teacher: a model in this process, or a server."""
 
-    def __init__(
-        self, recipe: Recipe, plan: Plan, handle: StoreHandle, record: RecordPlace | None, name: str
-    ) -> None:
-        super().__init__(recipe, plan, handle, record, recipe.teachers[name].own_options.threads)
-        self.name = name
-
-    def begin(self, manifest: Manifest | None) -> None:
-        """Load the model; `manifest` are newer weights, for a teacher that is a copy of the student."""
-        recipe, name = self.recipe, self.name
-        tokenizer = load_tokenizer(recipe.model)
-        _, vocab = model_facts(recipe.model, len(tokenizer))
+    def begin(self, latest: tuple[str, Manifest | None]) -> None:
+        """Load the model of a name; the manifest has newer weights, for a copy of the student."""
+        recipe, (self.name, manifest) = self.recipe, latest
+        spec, distill, source = recipe.teachers[self.name], recipe.distill, recipe.model
+        assert distill is not None
+        tokenizer = load_tokenizer(source)
+        _, vocab = model_facts(source, len(tokenizer))
         # A replica has its own resources: what is `own` elsewhere is in this process here, always awake.
-        placement = "url" if recipe.teachers[name].placement_name == "url" else "colocated"
-        self.scorer = PLACEMENTS[placement](make_group(recipe, [name], None))[name]
-        teachers = Teachers({name: self.scorer}, least_width=signal_width(recipe))
+        load = load_colocated if spec.url is None else connect
+        self.scorer = load(make_group({self.name: spec}, distill, source, recipe.seed))[self.name]
+        width = signal_width(recipe.teachers, distill, source)
         self.role = TeacherRole(
-            recipe, self.plan, self.store, teachers, tokenizer, vocab=vocab, recorder=self.recorder
+            distill,
+            self.plan,
+            self.store,
+            Teachers({self.name: self.scorer}, least_width=width),
+            tokenizer,
+            temperature=recipe.compare_temperature,
+            vocab=vocab,
+            recorder=self.recorder,
         )
         if manifest is not None:
             self.take(manifest)
@@ -235,7 +244,6 @@ class TeacherWorker(Worker):
         return [line for part in self.scorer.scorers for line in part.describe()]
 
     def head(self) -> OutputHead:
-        """Return its current output head."""
         return self.scorer.scorers[0].head()
 
     def take(self, manifest: Manifest) -> None:
@@ -266,42 +274,45 @@ class RewardWorker(Worker):
             for name, actors in replicas.items():
                 judges = [RayJudge(name, actor, specs[name].deadline_s) for actor in actors]
                 elsewhere[name] = RewardScorer(name, judges, deadline_s=None)
-            models = load_reward_models(specs, _judge_room(recipe), elsewhere)
+            models = load_reward_models(specs, judge_room(recipe.rollout), elsewhere)
         residency = make_model_cache(recipe.runtime, sleeping_models(models))
         functions = RewardFunctions(recipe.tasks, recipe.reward)
 
         def make_role(plan: Plan) -> RewardRole:
-            chosen = models if "reward" in plan else None
-            return RewardRole(recipe, plan, self.store, encoder, functions, chosen, residency, self.recorder)
+            return RewardRole(
+                recipe.reward,
+                recipe.tasks,
+                plan,
+                self.store,
+                encoder,
+                functions,
+                models if "reward" in plan else None,
+                residency,
+                self.recorder,
+                deadline_s=recipe.rollout.deadline_s,
+                learnt=recipe.uses_reward,
+            )
 
         self._train, self._eval = make_role(self.plan), make_role(evaluation_plan())
 
     def reward(self, is_eval: bool, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
-        """Score these sessions, all of whose rows are in the batch."""
         role = self._eval if is_eval else self._train
         work = role.reward(StepInfo(batch, batch.tags[0].step, prompts=prompts))
         run_async(work, timeout=role.stage_s, owner="reward")
 
 
-def _judge_room(recipe: Recipe) -> int:
-    """Return the tokens that a reward model must take: another tokenizer may need more than the student's."""
-    return 2 * recipe.rollout.context_for(None)
-
-
-class RewardModelWorker(Worker):
+class RewardModelWorker:
     """One replica. It holds no state, so Ray itself starts a dead one again and repeats its calls."""
 
-    def __init__(
-        self, recipe: Recipe, plan: Plan, handle: StoreHandle, record: RecordPlace | None, name: str
-    ) -> None:
-        self.name, self.spec = name, recipe.reward.models[name]
-        super().__init__(recipe, plan, handle, record, self.spec.own_options.threads)
+    def __init__(self, name: str, spec: RewardModel, room: int, seed: int) -> None:
+        _set_up(seed, spec.own_options.threads)
+        self.name, self.spec, self._room = name, spec, room
         self._judge: Judge | None = None
         self._loading = threading.Lock()
 
     def begin(self) -> None:
         with self._loading:
-            self._judge = self._judge or load_judge(self.name, self.spec, _judge_room(self.recipe))
+            self._judge = self._judge or load_judge(self.name, self.spec, self._room)
 
     def judge(self, case: JudgeInput) -> float | CannotScore:
         """Return the model's score of a case; a replica that Ray started again loads the model first."""

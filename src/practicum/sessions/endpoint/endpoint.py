@@ -183,8 +183,8 @@ async def _stream(dialect: Dialect, asked: TurnRequest, exchange: Exchange) -> A
         while not exchange.task.done():
             yield dialect.ping
             await asyncio.wait({exchange.task}, timeout=PING_S)
-        if exchange.task.cancelled() or (error := exchange.task.exception()) is not None:
-            message = "the session has ended" if exchange.task.cancelled() else str(error)
+        if exchange.task.cancelled() or exchange.task.exception() is not None:
+            message = "the session has ended" if exchange.task.cancelled() else str(exchange.task.exception())
             named = isinstance(dialect, Messages)
             yield _event("error" if named else None, dialect.error(500, message, None))
             return
