@@ -274,6 +274,7 @@ def test_a_session_is_found_by_key_path_and_header_and_never_by_anothers_key():
             assert await status(authorization=f"Bearer {key}") == 200
             assert await status(x_api_key=key) == 200
             assert await status(x_session_id=key, authorization="Bearer EMPTY") == 200
+            assert await status(x_session_id="the client's own", authorization=f"Bearer {key}") == 200
             assert await status(f"/sessions/{key}/v1/chat/completions") == 200
             assert await status(f"/sessions/{key}/v1/chat/completions", x_api_key=other) == 403
             assert await status(authorization="Bearer nobody") == 401

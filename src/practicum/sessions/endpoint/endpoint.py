@@ -66,11 +66,12 @@ class AgentEndpoint:
 
     def _find(self, request: Request) -> AgentSession:
         """Return the session that a request names by URL, header or key."""
-        key = sent_key(request)
-        name = request.path_params.get("session") or request.headers.get("x-session-id") or key
+        key, header = sent_key(request), request.headers.get("x-session-id", "")
+        # Some clients send their own ids in the header.
+        name = request.path_params.get("session") or (header if header in self._sessions else key)
         agent = self._sessions.get(name)
         if agent is None:
-            if name in self._ended:
+            if name in self._ended or header in self._ended:
                 raise Refusal(409, "the session has ended", "session_ended")
             raise Refusal(
                 401, "no session has this key: send it as `Authorization: Bearer KEY`", "invalid_key"

@@ -6,9 +6,10 @@ import asyncio
 import inspect
 import json
 import os
+import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,20 +153,26 @@ async def _run(command: Sequence[str], key: str, url: str, files: tuple[IO[bytes
         "OPENAI_AGENTS_DISABLE_TRACING": "1",
     }
     stdin, stdout, stderr = files
-    try:
-        # Not asyncio's: cancelling the start of one of its processes leaves open pipes behind.
-        process = subprocess.Popen(
-            command, stdin=stdin, stdout=stdout, stderr=stderr, env=environment, start_new_session=True
-        )
-    except OSError as error:
-        expected = "a program that can be started"
-        raise RecipeError("agent.loop.command", f"{command[0]!r}: {error.strerror}", expected) from error
-    ended = asyncio.ensure_future(asyncio.to_thread(process.wait))
+    if shutil.which(command[0]) is None:
+        raise RecipeError("agent.loop.command", repr(command[0]), "a program that can be started")
+    # It ends with this process, too, however that ends.
+    guard = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+    # Not asyncio's: cancelling the start of one of its processes leaves open pipes behind.
+    process = subprocess.Popen(
+        [*guard, *command], stdin=stdin, stdout=stdout, stderr=stderr, env=environment, start_new_session=True
+    )
+    # In their own threads: the event loop's pool has few, and as many programs run as sessions.
+    ended = asyncio.ensure_future(_in_thread(process.wait))
     try:
         return await asyncio.shield(ended)
     finally:
-        _kill(process.pid, key)
+        await _in_thread(lambda: _kill(process.pid, key))
         await asyncio.wait({ended})
+
+
+async def _in_thread(call: Callable[[], Any]) -> Any:
+    (outcome,) = await call_each(lambda _: call(), [None], _NEVER_S, stop_early=False, named=str)
+    return outcome.value
 
 
 def _kill(group: int, key: str) -> None:
