@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +106,8 @@ def test_a_session_ends_its_processes_and_those_that_left_its_group(tmp_path: Pa
     )
     assert attempt(python(program)).failure is None
     left = [int(line) for line in pids.read_text().split()]
-    deadline = time.monotonic() + 10
-    while any(_runs(pid) for pid in left) and time.monotonic() < deadline:
-        time.sleep(0.05)
     assert len(left) == 2
-    assert not [pid for pid in left if _runs(pid)]
+    assert _becomes(lambda: not any(_runs(pid) for pid in left), 10)
 
 
 def _runs(pid: int) -> bool:
@@ -115,6 +115,28 @@ def _runs(pid: int) -> bool:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="a program is bound to its parent by setpriv")
+def test_a_program_ends_with_a_process_that_is_killed(tmp_path: Path):
+    pid_file = tmp_path / "pid"
+    child = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    attempts = f"from tests.sessions.endpoint.test_programs import *\nattempt({python(child)!r})"
+    parent = subprocess.Popen([sys.executable, "-c", attempts])
+    try:
+        assert _becomes(lambda: pid_file.exists() and pid_file.read_text() != "", 60)
+    finally:
+        parent.kill()
+        parent.wait()
+    pid = int(pid_file.read_text())
+    assert _becomes(lambda: not _runs(pid), 10)
+
+
+def _becomes(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
 
 
 def test_a_program_that_is_late_is_ended():
