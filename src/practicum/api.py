@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from yaml.representer import RepresenterError
+from ruamel.yaml.representer import RepresenterError
 
 from practicum.dataplane.stages import chain
 from practicum.errors import PracticumError, RecipeError

@@ -109,15 +109,6 @@ def memory_of(device: torch.device) -> int | None:
     return None if sizes is None else sizes[1]
 
 
-def reset_peak_memory(device: torch.device) -> None:
-    _module(device, "reset_peak_memory_stats", device)
-
-
-def peak_memory(device: torch.device) -> int | None:
-    """Return the most bytes that tensors took since `reset_peak_memory`, if torch can say."""
-    return _module(device, "max_memory_allocated", device)
-
-
 def _module(device: torch.device, name: str, *args: Any) -> Any:
     """Call a function of torch's module for this kind of device; None where it has no such function."""
     import torch

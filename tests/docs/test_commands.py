@@ -18,7 +18,7 @@ from .pages import PAGES, ROOT, Command, commands_of
 from .test_blocks import help_commands
 
 TRAINING = ("train", "eval")
-NEEDS_A_RUN = (*TRAINING, "export", "serve", "view", "diff", "replay")
+NEEDS_A_RUN = (*TRAINING, "export", "merge", "serve", "view", "diff", "replay")
 FEW = {
     "train": "train.steps=3 train.warmup_steps=0 train.prompts=4 rollout.samples=2 rollout.max_new_tokens=6 "
     "eval.rows=4 runtime.threads=1 buffer.filter_flat_groups=false train.minibatch_rows=null",

@@ -86,7 +86,7 @@ def test_decoding_attends_to_the_slot_and_the_new_token(run_cost: int, monkeypat
     memory = KvMemory(PromptKv(random(2, KV_HEADS, 1, WIDTH), random(2, KV_HEADS, 1, WIDTH)), 8, 16)
     for slot, length in enumerate(lengths):
         part = [random(2, KV_HEADS, length, WIDTH, seed=10 * slot + i) for i in range(2)]
-        memory.put_prompt(PromptKv(*part), slot, 1)
+        memory.put_prompt(PromptKv(part[0], part[1]), slot, 1)
     query = random(6, HEADS, WIDTH)
     key, value = random(6, KV_HEADS, WIDTH, seed=1), random(6, KV_HEADS, WIDTH, seed=2)
     out = DecodeLayout(memory, torch.tensor(lengths)).attend(1, query, key, value, AttentionRule(0.7))
@@ -127,8 +127,10 @@ def test_memory_grows_with_the_longest_sequence_and_keeps_what_it_holds(monkeypa
     memory = KvMemory(PromptKv(random(2, KV_HEADS, 1, WIDTH), random(2, KV_HEADS, 1, WIDTH)), 32, 4096)
     full = 2 * 2 * 32 * KV_HEADS * 4096 * WIDTH * 8
     assert memory.nbytes < full / 100
-    short = PromptKv(*(random(2, KV_HEADS, 9, WIDTH, seed=i) for i in range(2)))
-    long = PromptKv(*(random(2, KV_HEADS, 1000, WIDTH, seed=i) for i in range(2)))
+    short, long = (
+        PromptKv(random(2, KV_HEADS, length, WIDTH), random(2, KV_HEADS, length, WIDTH, seed=1))
+        for length in (9, 1000)
+    )
     memory.put_prompt(short, 0, 30)
     # Two of them are left when one becomes long: the others' slots are given up for its length.
     memory.move(29, 1, 9)

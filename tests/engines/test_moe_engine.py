@@ -11,10 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from practicum.engines.protocol import Counter, GenerateRequest, Generation, ScoreRequest
+from practicum.engines.shared_memory import read_weights, shared_weights
 from practicum.errors import EngineError
+from practicum.learning.parallel import whole_tensors
 from practicum.models.experts import routes_of
+from practicum.models.lora import merged_weights
 from practicum.sessions.session import EnginePolicy, Trajectory
 from tests.engines.engines import engine_of, generate, plain_forward, plain_logprobs, prompts, sampling, tiny
+from tests.models.families import tiny_family
 
 EOS = 1
 
@@ -38,7 +42,7 @@ def check_experts(model: PreTrainedModel, prompt: list[int], made: Generation) -
     assert made.experts is not None
     expected = plain_experts(model, [*prompt, *made.tokens.tolist()])[:-1]
     assert made.experts.dtype == torch.int64
-    assert made.experts.shape == (len(prompt) + len(made.tokens) - 1, 2, 2)
+    assert made.experts.shape == expected.shape
     assert torch.equal(made.experts.sort(-1).values, expected.sort(-1).values)
 
 
@@ -150,3 +154,31 @@ def test_double_precision_samples_and_records():
     with engine_of(model) as engine:
         (got,) = generate(engine, [([5, 6, 7], sampling(6), Counter(0, 0))])
     check_experts(model, [5, 6, 7], got)
+
+
+@pytest.mark.parametrize("source", [whole_tensors, merged_weights])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_correction_bias_arrives_with_the_weights(source: Any, shared: bool):
+    learner, sampler = tiny_family("deepseek_v3"), tiny_family("deepseek_v3")
+    biases = {name for name, _ in learner.named_buffers() if name.endswith("e_score_correction_bias")}
+    with torch.no_grad():
+        for name, buffer in learner.named_buffers():
+            if name in biases:
+                buffer.copy_(torch.tensor([5.0, -5.0] * 4))
+    with engine_of(sampler) as engine, shared_weights(source(learner)) as path:
+        before = engine.fingerprint()
+        engine.load_weights(read_weights(path) if shared else source(learner), 1)
+        after = engine.fingerprint()
+    found = dict(sampler.named_buffers())
+    assert biases
+    assert all(torch.equal(found[name], buffer) for name, buffer in learner.named_buffers() if name in biases)
+    assert not torch.allclose(before, after, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "granitemoe"])
+def test_experts_of_every_known_router_are_recorded_and_taken_again(family: str):
+    model = tiny_family(family)
+    with engine_of(model) as engine:
+        made = generate(engine, [([5, 9, 14, 3], sampling(8), Counter(0, i)) for i in range(3)])
+    for one in made:
+        check_experts(model, [5, 9, 14, 3], one)

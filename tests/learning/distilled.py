@@ -144,8 +144,24 @@ def plain_divergence(distill: Distill, logits_MV: Tensor, batch: UpdateBatch, te
         return _estimate(distill.divergence, (p_MV - q_MV).gather(1, target_M1).squeeze(1))
     if distill.signal == "top_k":
         ids_MK = teacher_MV.topk(distill.top_k, dim=-1).indices
+        if distill.divergence == "unbiased_reverse_kl":
+            return _with_residual(p_MV, q_MV, ids_MK, batch)
         p_MV, q_MV = (_coarse(x.gather(1, ids_MK)) for x in (p_MV, q_MV))
     return _divergence(distill, p_MV, q_MV).sum(-1)
+
+
+def _with_residual(p_MV: Tensor, q_MV: Tensor, ids_MK: Tensor, batch: UpdateBatch) -> Tensor:
+    """The reverse KL of the buckets, plus that of a sampled token of the tail, weighted by p / mu."""
+    p_MK, q_MK = (_coarse(x.gather(1, ids_MK)) for x in (p_MV, q_MV))
+    token_M1 = batch.response_ids.values.unsqueeze(1)
+    p_M, q_M = (x.gather(1, token_M1).squeeze(1) for x in (p_MV, q_MV))
+    sampler = batch.plain_logprobs if batch.rollout_logprobs is None else batch.rollout_logprobs
+    assert sampler is not None
+    weight_M = (p_M - sampler.values).exp().detach() * (ids_MK != token_M1).all(-1)
+    own_M, tail_M = (p_M - q_M).detach(), (p_MK - q_MK)[:, -1].detach()
+    slope_M = own_M * p_M - tail_M * p_MK[:, -1]
+    value_M = own_M - tail_M
+    return (p_MK.exp() * (p_MK - q_MK)).sum(-1) + weight_M * (value_M + slope_M - slope_M.detach())
 
 
 def _coarse(best_MK: Tensor) -> Tensor:
@@ -158,7 +174,7 @@ def _divergence(distill: Distill, p: Tensor, q: Tensor) -> Tensor:
         return q.exp() * (q - p)
     if distill.divergence == "reverse_kl":
         return p.exp() * (p - q)
-    beta = distill.beta
+    beta = 0.5
     m = (beta * q.exp() + (1 - beta) * p.exp()).log()
     return beta * q.exp() * (q - m) + (1 - beta) * p.exp() * (p - m)
 

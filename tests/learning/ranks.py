@@ -26,8 +26,9 @@ from practicum.recipe.schema.algorithm_sections import Algorithm, Kl
 from practicum.recipe.schema.algorithm_sections import CriticSection as CriticRecipe
 from practicum.recipe.schema.recipe import Train
 
+from ..models.families import tiny_family
 from .distilled import take_taught, taught, teaching
-from .reference import adapted, random_batch, take, tiny
+from .reference import VOCAB, adapted, random_batch, take, tiny
 
 WORLD = 2
 UPDATES = 3
@@ -187,10 +188,14 @@ def teachers_with_shares(parallel: Parallel | None, folder: Path) -> Found:
     )
     batch = given[0]
     assert batch.groups is not None
-    here = range(len(batch.sessions)) if parallel is None else split(batch)[parallel.rank]
-    parts = [[i for i, row in enumerate(here) if batch.groups[row] == group] for group in (0, 1)]
-    norms = learner.gradient_norms(on_rank(batch, split(batch), parallel), parts)
-    found.metrics.append({str(i): norm for i, norm in enumerate(norms)})
+    learner.update(on_rank(batch, split(batch), parallel), groups=(0, 1))
+    assert learner.shares is not None
+    numbers = [
+        *learner.shares.shares,
+        *learner.shares.rest.values(),
+        *(x for row in learner.shares.gram for x in row),
+    ]
+    found.metrics.append({str(i): number for i, number in enumerate(numbers)})
     return found
 
 
@@ -218,6 +223,17 @@ def single_precision(parallel: Parallel | None, folder: Path) -> Found:
 
 
 SINGLE.add("single_precision")
+
+
+@case
+def state_layers(parallel: Parallel | None, folder: Path) -> Found:
+    """Every other layer carries a state; gradient checkpointing computes it again."""
+    model = tiny_family("qwen3_5_text", vocab_size=VOCAB)
+    train = TRAIN.model_copy(update={"gradient_checkpointing": True})
+    return learn(parallel, model, Algorithm(), batches(1), lambda b: uneven(len(b.sessions)), train=train)[1]
+
+
+SINGLE.add("state_layers")
 
 
 @case

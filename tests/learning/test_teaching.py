@@ -20,6 +20,7 @@ from practicum.learning.learner import Learner
 from practicum.learning.logprobs import token_logprobs
 from practicum.learning.objective import share_factors
 from practicum.learning.update_batch import UpdateBatch
+from practicum.learning.update_shares import PartGradients
 from practicum.observe.metrics import METRICS
 from practicum.recipe.checks.divergences import why_dead
 from practicum.recipe.schema.algorithm_sections import Algorithm
@@ -31,7 +32,7 @@ from .reference import VOCAB, Updated, padded_tokens, random_batch
 from .updates import assert_same, learn
 
 EXACT = 1e-9
-TRAIN = Train(lr=0.01, eps=1e-3, clip_norm=None)
+TRAIN = Train(lr=0.01, optimizer="tests.learning.damped:damped_adamw", clip_norm=None)
 LIVE = [pair for pair in PAIRS if why_dead(*pair, "loss") is None]
 AGGREGATIONS = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean")
 every_pair = pytest.mark.parametrize(("divergence", "signal"), LIVE, ids=lambda name: str(name))
@@ -268,29 +269,101 @@ def test_the_sums_of_each_teacher_are_those_of_its_tokens():
 
 
 @every_pair
-def test_gradient_norms_are_those_of_each_part_in_the_loss_of_the_whole(divergence, signal):
+def test_gradients_of_the_groups_are_those_of_their_rows_in_the_loss_of_the_whole(divergence, signal):
     batch = taught(random_batch(22, groups=4))
     how = teaching(divergence, signal, shares={0: 0.3, 1: 0.7})
-    numbers = batch.groups
-    assert numbers is not None
-    parts = [[i for i, n in enumerate(numbers) if n == number] for number in (0, 1)]
-    mine = Learner(copy.deepcopy(STUDENT), TRAIN, algorithm(), teaching=how)
-    got = mine.gradient_norms(batch, [*parts, [], list(range(len(numbers)))])
-    expected = [size(plain_gradient(how, batch, only=rows)[1]) for rows in parts]
-    whole = size(plain_gradient(how, batch)[1])
-    assert got == pytest.approx([*expected, 0.0, whole], rel=EXACT)
-
-
-def test_measuring_gradients_leaves_no_trace():
-    batch, how = taught(random_batch(23)), teaching("jsd", "top_k")
-    mine = Learner(copy.deepcopy(STUDENT), TRAIN, algorithm(), teaching=how)
-    other = Learner(copy.deepcopy(STUDENT), TRAIN, algorithm(), teaching=how)
-    mine.gradient_norms(batch, [[0, 1], [2]])
-    assert all(p.grad is None for p in mine.model.parameters())
-    assert not mine.stepper.optimizer.state
-    assert mine.update(batch) == other.update(batch)
+    assert batch.groups is not None
+    mine, other = (Learner(copy.deepcopy(STUDENT), TRAIN, algorithm(), teaching=how) for _ in range(2))
+    metrics = mine.update(batch, groups=(0, 1, 2))
+    assert mine.shares is not None
+    rows = [[i for i, n in enumerate(batch.groups) if n == number] for number in (0, 1)]
+    parts = [plain_gradient(how, batch, only=own)[1] for own in rows]
+    gram = [[sum(float((a[n] * b[n]).sum()) for n in a) for b in parts] for a in parts]
+    assert [row[:2] for row in mine.shares.gram[:2]] == [pytest.approx(row, rel=EXACT) for row in gram]
+    assert mine.shares.gram[2] == [0.0] * 3
+    assert metrics == pytest.approx(other.update(batch), rel=EXACT, abs=EXACT)
     weights = dict(other.named_weights())
-    assert all(torch.equal(w, weights[name]) for name, w in mine.named_weights())
+    for name, weight in mine.named_weights():
+        torch.testing.assert_close(weight, weights[name], rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.01])
+def test_shares_are_those_of_the_optimizers_step_and_add_up_with_the_rest(clip_norm):
+    train = Train(lr=0.01, clip_norm=clip_norm, weight_decay=0.1)
+    how = teaching("reverse_kl", "full")
+    mine = Learner(copy.deepcopy(STUDENT), train, algorithm(), teaching=how)
+    mine.update(taught(random_batch(24)))
+    batch = taught(random_batch(25, groups=4))
+    assert batch.groups is not None
+    names = dict(mine.model.named_parameters())
+    start = copy.deepcopy(mine.model)
+    before = {name: p.detach() for name, p in start.named_parameters()}
+    first = {name: mine.stepper.optimizer.state[p]["exp_avg"].clone() for name, p in names.items()}
+    whole: dict[str, torch.Tensor] = {}
+    keep = lambda _: whole.update({name: p.grad.clone() for name, p in names.items()})  # noqa: E731
+    mine.update(batch, groups=(0, 1), before_step=keep)
+    assert mine.shares is not None
+    change = {name: p.detach() - before[name] for name, p in names.items()}
+    total = sum(float(x.square().sum()) for x in change.values())
+
+    def share(step: dict[str, torch.Tensor]) -> float:
+        return sum(float((step[name] * change[name]).sum()) for name in names) / total
+
+    denominator = {}
+    for name, p in names.items():
+        state = mine.stepper.optimizer.state[p]
+        assert float(state["step"]) == 2
+        denominator[name] = (state["exp_avg_sq"] / (1 - 0.999**2)).sqrt() + 1e-8
+    # AdamW's step by its formula, from the moment before and the clipped gradient.
+    adam = {n: -0.01 * (0.9 * first[n] + 0.1 * whole[n]) / (1 - 0.9**2) / denominator[n] for n in names}
+    asked = {n: -0.01 * whole[n] / denominator[n] for n in names}
+    decay = {n: -0.01 * 0.1 * before[n] if before[n].ndim >= 2 else 0 * before[n] for n in names}
+    rest, shares = mine.shares.rest, mine.shares.shares
+    assert sum(shares) + sum(rest.values()) == pytest.approx(1.0, abs=1e-12)
+    assert rest["decay"] == pytest.approx(share(decay), abs=1e-9)
+    assert sum(shares) + rest["clipping"] == pytest.approx(share(asked), abs=1e-6)
+    assert (rest["clipping"] != 0) == (clip_norm is not None)
+    assert rest["momentum"] == pytest.approx(share(adam) - share(asked), abs=1e-6)
+    for number in (0, 1):
+        alone = gradient_of_group(start, how, batch, number)
+        part = {n: -0.01 * alone[n] / denominator[n] for n in names}
+        assert shares[number] == pytest.approx(share(part), abs=1e-6)
+
+
+def gradient_of_group(model, how, batch, number):
+    """The gradient of a group's rows in the loss of the whole batch: others have no sampled tokens."""
+    other = Learner(copy.deepcopy(model), Train(clip_norm=None), algorithm(), teaching=how)
+    rows = zip(batch.groups, batch.response_mask.rows, strict=True)
+    masks = [mask if group == number else torch.zeros_like(mask) for group, mask in rows]
+    kept = sum(int(mask.sum()) for mask in masks) / int(batch.response_mask.values.sum())
+    grads: dict[str, torch.Tensor] = {}
+    named = dict(other.model.named_parameters())
+    keep = lambda _: grads.update({n: kept * p.grad for n, p in named.items()})  # noqa: E731
+    other.update(replace(batch, response_mask=Ragged.from_rows(masks)), before_step=keep)
+    return grads
+
+
+def test_a_share_of_the_gradient_misleads_where_a_share_of_the_update_does_not():
+    # One teacher's gradient is all in a coordinate that has always been steep, and so hardly moves.
+    weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, betas=(0.0, 0.999), weight_decay=0.0)
+    for _ in range(3000):
+        weight.grad = torch.tensor([100.0, 0.0], dtype=torch.float64)
+        optimizer.step()
+        optimizer.zero_grad()
+    parts = PartGradients([weight])
+    for gradient in ([9.0, 0.0], [0.0, 1.0]):
+        weight.grad = torch.tensor(gradient, dtype=torch.float64)
+        parts.take()
+    parts.put_sum()
+    parts.begin_step(optimizer)
+    optimizer.step()
+    found = parts.end_step(optimizer, 0.1, 1.0)
+    norms = [found.gram[i][i] ** 0.5 for i in (0, 1)]
+    assert norms[0] / sum(norms) == pytest.approx(0.9)
+    assert found.shares[0] < 0.01
+    assert found.shares[1] > 0.99
+    assert sum(found.shares) + sum(found.rest.values()) == pytest.approx(1.0, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -313,3 +386,43 @@ def test_scores_of_other_lengths_than_the_responses_are_refused():
     short = Ragged.from_rows([*given.logprobs.rows[:-1], torch.zeros(77, dtype=torch.float64)])
     with pytest.raises(DataError, match="teacher_logprobs"):
         update(replace(batch, teachers=replace(given, logprobs=short)), teaching("k2", "sampled"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_projected_step_is_the_nearest_that_makes_no_part_worse(dtype):
+    torch.manual_seed(3)
+    weight = torch.nn.Parameter(torch.randn(50, dtype=dtype))
+    optimizer = torch.optim.AdamW([weight], lr=0.01, weight_decay=0.1)
+    for _ in range(3):
+        weight.grad = torch.randn(50, dtype=dtype)
+        optimizer.step()
+    optimizer.zero_grad()
+    one = torch.randn(50, dtype=dtype)
+    gradients = [one, -0.9 * one + 0.2 * torch.randn(50, dtype=dtype), torch.randn(50, dtype=dtype)]
+    before, plain = weight.detach().clone(), copy.deepcopy((weight, optimizer.state_dict()))
+    parts = PartGradients([weight], project=True)
+    for gradient in gradients:
+        weight.grad = gradient.clone()
+        parts.take()
+    parts.put_sum()
+    whole = weight.grad.clone()
+    parts.begin_step(optimizer)
+    optimizer.step()
+    found = parts.end_step(optimizer, 0.01, 1.0)
+    step = weight.detach() - before
+    other = torch.optim.AdamW([plain[0]], lr=0.01, weight_decay=0.1)
+    other.load_state_dict(plain[1])
+    plain[0].grad = whole
+    other.step()
+    wished = plain[0].detach() - before
+    matrix = torch.stack(gradients)
+    cosines = (matrix @ step) / (matrix.norm(dim=1) * step.norm())
+    assert ((matrix @ wished) / (matrix.norm(dim=1) * wished.norm())).max() > 1e-3
+    assert cosines.max() <= 2e-6
+    # The nearest one: what was removed is a sum of gradients with weights >= 0, of those at the constraint.
+    weights = torch.linalg.lstsq(matrix.T.double(), (wished - step).double().unsqueeze(1)).solution.squeeze(1)
+    torch.testing.assert_close(matrix.T.double() @ weights, (wished - step).double(), rtol=0, atol=1e-6)
+    assert weights.min() >= -1e-5
+    assert bool(((weights < 1e-5) | (cosines.double() > -1e-4)).all())
+    assert sum(found.shares) + sum(found.rest.values()) == pytest.approx(1.0, abs=1e-12)
+    assert "projection" in found.rest

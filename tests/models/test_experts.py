@@ -116,10 +116,12 @@ def test_the_share_counts_tokens_and_layers():
 
 @pytest.mark.parametrize("norm", [True, False])
 def test_weights_are_the_routers_probabilities_of_the_replayed_experts(norm: bool):
-    model, routes = moe()
+    model = tiny("qwen3_moe")
     block: Any = model.base_model.layers[0].mlp  # pyright: ignore
     for layer in model.base_model.layers:  # pyright: ignore
         layer.mlp.gate.norm_topk_prob = norm  # pyright: ignore
+    routes = routes_of(model)
+    assert routes is not None
     hidden_N = torch.randn(3, 48, generator=torch.Generator().manual_seed(0))
     chosen_NE = torch.tensor([[1, 6], [0, 3], [7, 2]])
     with torch.no_grad():
@@ -178,20 +180,39 @@ def test_experts_of_another_shape_are_an_error():
 
 
 class _Router(nn.Module):
-    """Scores are the sigmoid of the logits, or the output comes in another order."""
+    """Weights are the scores of the chosen experts, squared if so asked, and a factor."""
 
-    def __init__(self, *, sigmoid: bool) -> None:
+    def __init__(self, *, squared: bool = False, sigmoid: bool = False, reverse: bool = False) -> None:
         super().__init__()
-        self.top_k, self.num_experts, self.norm_topk_prob, self.sigmoid = 2, 4, True, sigmoid
-        self.weight = nn.Parameter(torch.zeros(4, 6))
+        self.top_k, self.num_experts, self.factor = 2, 4, 2.5
+        self.squared, self.sigmoid, self.reverse = squared, sigmoid, reverse
+        self.weight = nn.Parameter(torch.randn(4, 6, generator=torch.Generator().manual_seed(3)))
+        self.correction = nn.Buffer(torch.tensor([9.0, 0.0, 9.0, 0.0]))
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        scores = hidden @ self.weight.t()
-        best = (scores.sigmoid() if self.sigmoid else scores.softmax(-1)).topk(2)
-        weights = best.values / best.values.sum(-1, keepdim=True)
-        return (scores, weights, best.indices) if self.sigmoid else (best.indices, weights, scores)
+    def forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        logits = hidden @ self.weight.t()
+        scores = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
+        indices = (scores + self.correction).topk(2).indices
+        weights = scores.gather(-1, indices) ** (2 if self.squared else 1) * self.factor
+        return (indices, weights, logits) if self.reverse else (logits, weights, indices)
 
 
 @pytest.mark.parametrize("sigmoid", [True, False])
-def test_a_model_whose_routers_have_another_rule_has_no_routes(sigmoid: bool):
-    assert routes_of(nn.Sequential(_Router(sigmoid=sigmoid))) is None
+@pytest.mark.parametrize("reverse", [True, False])
+def test_a_correction_bias_and_a_factor_are_replayed_correctly(sigmoid: bool, reverse: bool):
+    router = _Router(sigmoid=sigmoid, reverse=reverse)
+    routes = routes_of(nn.Sequential(router))
+    assert routes is not None
+    hidden_N = 4 * torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
+    replayed_NE = torch.tensor([[1, 3]] * 5)  # the bias keeps these from being chosen
+    with routes.replay(replayed_NE.unsqueeze(1)) as moved:
+        parts = router(hidden_N)
+    logits, weights, indices = reversed(parts) if reverse else parts
+    scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
+    assert torch.equal(indices, replayed_NE)
+    assert moved.share() == 1.0
+    torch.testing.assert_close(weights, 2.5 * scores.gather(1, replayed_NE))
+
+
+def test_a_model_whose_routers_have_another_rule_has_no_routes():
+    assert routes_of(nn.Sequential(_Router(squared=True))) is None

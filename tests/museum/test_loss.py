@@ -12,7 +12,7 @@ from torch import Tensor
 
 from practicum.algorithms.aggregation import token_weights
 from practicum.algorithms.losses import POLICY_LOSSES, PolicyInputs, PolicyTerms
-from practicum.dataplane import padding_rows
+from practicum.dataplane import columns
 from practicum.dataplane.ragged import Ragged
 from practicum.errors import CheckError, RecipeErrors
 from practicum.learning import learner as learner_module
@@ -62,7 +62,7 @@ def test_padding_rows_that_are_counted(monkeypatch: pytest.MonkeyPatch):
     def of_all_tokens(spans: RowSpans, *args: Any, sampled_M: Tensor | None, **more: Any) -> Iterator[Packed]:
         return microbatches(spans, *args, **more)
 
-    monkeypatch.setattr(padding_rows, "_TAGS", replace(padding_rows._TAGS, is_padding=False))
+    monkeypatch.setattr(columns, "_TAGS", replace(columns._TAGS, is_padding=False))
     monkeypatch.setattr(RowSpans, "microbatches", of_all_tokens)
     with pytest.raises(CheckError, match=r"check masks: the loss counted \d+ sampled tokens, the batch has"):
         take_steps("padded")

@@ -19,13 +19,18 @@ from practicum.engines.torch.make_torch import TorchKind
 from practicum.engines.torch.model_runner import ModelRunner
 from practicum.engines.torch.prompt_cache import CachedSequence, SequenceCache
 from practicum.errors import CheckError, EngineError
+from practicum.learning.packed_model import PackedModel
 from practicum.models import attention, load_model
 from practicum.models.offloaded_weights import take_weights
+from practicum.models.packed_attention import PackedLayout
 from practicum.models.padded_attention import AttentionRule
+from practicum.models.state_layers import StateLayer
+from practicum.recipe.schema.recipe import Train
 from practicum.roles.run_stage import StepInfo
 from practicum.roles.student import StudentRole
 from practicum.runtime.local import LocalRoles
 
+from ..models.families import tiny_family
 from ..models.test_attention_families import family
 from .steps import passes, started, take_steps
 
@@ -163,6 +168,20 @@ def test_attention_sinks_that_are_left_out(monkeypatch: pytest.MonkeyPatch):
     )
     with pytest.raises(EngineError, match=r"GptOssForCausalLM gives other logits with packed attention than"):
         ModelRunner(model)
+
+
+def test_a_state_that_passes_from_row_to_row(monkeypatch: pytest.MonkeyPatch):
+    """NVIDIA-NeMo/Automodel#2131, THUDM/slime#1686, modelscope/ms-swift#9565: packed rows went through the
+    layers that carry a state as one sequence, so that each row began with the state of the one before."""
+    model = tiny_family("qwen3_5_text")
+    assert PackedModel(model, Train()).gap < 1e-5
+
+    def as_one_sequence(layout: PackedLayout, layer: StateLayer, hidden_NH: Tensor) -> Tensor:
+        return layer.run(hidden_NH.unsqueeze(0))[0].squeeze(0)
+
+    monkeypatch.setattr(PackedLayout, "mix", as_one_sequence)
+    with pytest.raises(EngineError, match=r"Qwen3_5ForCausalLM: packed rows differ from the model's own"):
+        PackedModel(model, Train())
 
 
 def test_dropout_that_is_left_on(monkeypatch: pytest.MonkeyPatch):

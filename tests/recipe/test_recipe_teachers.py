@@ -20,6 +20,11 @@ TWO = "teachers: {sort: {model: a}, math: {model: b}}\ndistill: {}\n"
 ONE = "teachers: {t: {model: a}}\ndistill: {}\n"
 URL = "teachers: {t: {url: 'http://127.0.0.1:8000/v1', model: a}}\n"
 SAMPLED = "divergence: k1, signal: sampled"
+FULL = "distill: {signal: full}"
+PRODUCT = """
+teachers: {t: {model: a, target: {t: 1.25, b: -0.25}}, b: {model: b}}
+route: {to: {sort: t, math: t}}
+"""
 SUPERVISED = "algorithm: {loss: supervised, advantage: none}\n"
 WATCHED = "reward: {models: {m: {model: a%s}}}"
 
@@ -37,6 +42,10 @@ TEACHERS = [
     (SUPERVISED + "teachers: {t: {model: a}}", "teachers"),
     ("teachers: {'a/b': {model: a}}\ndistill: {}", "teachers"),
     ("teachers: {t: {}}\ndistill: {}", "teachers.t"),
+    ("teachers: {t: {model: a, target: {t: 1.0, b: 0.0}}}\n" + FULL, "teachers.t.target"),
+    ("teachers: {t: {model: a, target: {t: 1.2}}}\n" + FULL, "teachers.t.target"),
+    (PRODUCT + "distill: {}", "distill.signal"),
+    (PRODUCT.replace(": b}", ": b, placement: own}") + FULL, "teachers.t.target"),
     ("teachers: {t: {url: 'http://x'}}\ndistill: {}", "teachers.t"),
     ("teachers: {t: {model: a, student: {}}}\ndistill: {}", "teachers.t"),
     ("teachers: {t: {adapter: a, student: {}}}\ndistill: {}", "teachers.t"),
@@ -109,6 +118,9 @@ DISTILL = [
     (ONE, "divergence: k1, signal: sampled", "distill.divergence"),
     (ONE, "signal: sampled", "distill.divergence"),
     (ONE, "divergence: k2", "distill.divergence"),
+    (ONE, "divergence: unbiased_reverse_kl, signal: full", "distill.divergence"),
+    (ONE, "divergence: unbiased_reverse_kl, through: advantage", "distill.divergence"),
+    (ONE + "rollout: {top_p: 0.9}\n", "divergence: unbiased_reverse_kl", "distill.divergence"),
     (ONE, "through: advantage", "distill.divergence"),
     (ONE, "signal: full, top_k: 8", "distill.top_k"),
     (ONE, f"{SAMPLED}, through: reward, temperature: 0.5", "distill.temperature"),
@@ -155,6 +167,8 @@ REWARDS = [
 ]
 
 ALLOWED = [
+    PRODUCT + FULL,
+    ONE.replace("{}", "{divergence: unbiased_reverse_kl}") + "rollout: {lag: 1}",
     ONE,
     TWO,
     LOSS,

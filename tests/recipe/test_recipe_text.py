@@ -75,7 +75,7 @@ def test_the_reference_has_every_key_with_type_and_default() -> None:
     rows = {line.split("`")[1]: line for line in lines if line.startswith("| `")}
     assert set(rows) == {path for path, _ in all_keys()}
     assert "a number, greater than 0 | `0.0001` | Peak learning rate." in rows["train.lr"]
-    assert "one of off, reward, loss | `'off'`" in rows["algorithm.kl.place"]
+    assert 'one of off, reward, loss | `"off"`' in rows["algorithm.kl.place"]
     assert "**required**" in rows["name"]
     assert "[{use: checker, weight: 1.0" in rows["reward.functions"]
     assert "tasks.<name>.kind" in rows

@@ -184,7 +184,7 @@ def test_a_whole_run_learns_from_models_alone_and_evaluates_by_them(
 
 
 def test_an_evaluation_counts_the_models_and_sleeps_after(tmp_path: Path, seven: str):
-    loaded = recipe_of(tmp_path, {"functions": [], "models": {"asked": asked(seven, scale=1.0)}})
+    loaded = recipe_of(tmp_path, {"functions": [], "models": {"asked": asked(seven, weight=10.0)}})
     recipe = loaded.recipe
     with roles_of(loaded, evaluating=True) as roles:
         prompts = eval_prompts(recipe.tasks, 3, recipe.seed)

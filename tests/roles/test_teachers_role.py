@@ -24,6 +24,7 @@ from practicum.dataplane.ragged import Ragged
 from practicum.engines.protocol import ScoreOptions, ScoreRequest
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import EngineError, TeacherError
+from practicum.models.attention import OutputHead
 from practicum.models.load_model import load_model
 from practicum.recipe.schema.recipe import Model, Recipe
 from practicum.roles.run_stage import StepInfo
@@ -97,6 +98,48 @@ def assert_at_rest(roles: LocalRoles, faculty: TeacherRole) -> None:
     assert roles.engine.memory().kv > 0
     assert isinstance(roles.engine, TorchEngine)
     assert roles.engine.idle
+
+
+def test_a_target_is_the_normalised_product_of_its_teachers(folders: dict[str, str]):
+    recipe = recipe_of(folders, distill={"signal": "full"}, rollout={"samples": 2, "temperature": 0.7})
+    exponents = {"small": 1.25, "wide": -0.25}
+    small = recipe.teachers["small"].model_copy(update={"target": exponents})
+    product = recipe.model_copy(update={"teachers": recipe.teachers | {"small": small}})
+    with started(product) as (roles, faculty):
+        batch = roll_out(product, roles)
+        teach(faculty, roles, batch)
+        names = ("prompt_ids", "response_ids", "teacher_logprobs", "teacher_hidden")
+        prompts, responses, logprobs, hidden = ragged(roles, batch, *names)
+        teaching = roles.rank.student.learner.objective.teaching
+    assert teaching is not None
+    assert hidden.values.shape[1] == faculty.loaded.width == 32 + 48
+    models = {name: load_model(Model(path=path, device="cpu"), 0) for name, path in folders.items()}
+    for i, tags in enumerate(batch.tags):
+        ids, start = torch.cat([prompts[i], responses[i]]), len(prompts[i]) - 1
+        with torch.no_grad():
+            by_each = {
+                n: m(input_ids=ids[None]).logits[0, start:-1].double() / 0.7 for n, m in models.items()
+            }
+        used = exponents if tags.teacher == "small" else {"wide": 1.0}
+        wanted_RV = (
+            torch.stack([e * by_each[n].log_softmax(-1) for n, e in used.items()]).sum(0).log_softmax(-1)
+        )
+        wanted_R = wanted_RV.gather(1, responses[i][:, None]).squeeze(1)
+        torch.testing.assert_close(logprobs[i].double(), wanted_R, rtol=0, atol=1e-5)
+        learnt_RV = teaching.heads[["small", "wide"].index(tags.teacher or "")](hidden[i]).double() / 0.7
+        torch.testing.assert_close(learnt_RV.log_softmax(-1), wanted_RV, rtol=0, atol=1e-5)
+
+
+def test_a_base_that_is_the_reference_leaves_the_bits_of_the_teacher(folders: dict[str, str]):
+    models = {name: load_model(Model(path=path, device="cpu"), 0) for name, path in folders.items()}
+    heads = {name: OutputHead.of(models[name]) for name in ("small", "wide")}
+    heads |= {"reference": heads["wide"]}
+    hidden = {name: torch.randn(5, head.weight.shape[1]) for name, head in heads.items()}
+    hidden["reference"] = hidden["wide"]
+    exponents = {"small": 1.0, "reference": 1.0, "wide": -1.0}
+    product = Teachers({}, None, heads, targets={"small": exponents}).head("small")
+    found = product(torch.cat([hidden[name] for name in exponents], 1))
+    assert torch.equal(found, Teachers({}, None, heads).head("small")(hidden["small"]))
 
 
 @pytest.mark.parametrize("signal", ["sampled", "top_k", "full"])

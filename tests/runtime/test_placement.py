@@ -105,8 +105,10 @@ def is_aligned(bundles: Sequence[Bundle], places: Sequence[int]) -> bool:
 
 def test_groups_go_together_if_nodes_fit_them_and_apart_otherwise(tmp_path: Path):
     wanted = needs(recipe(tmp_path, "pools.train={nodes: 2, devices: 2}"), gpus=False)
-    assert is_aligned(wanted.bundles, lay_out(wanted, [Node("a", 2), Node("b", 3)]).places)
-    assert not is_aligned(wanted.bundles, lay_out(wanted, [Node("a", 3), Node("b", 1), Node("c", 1)]).places)
+    assert is_aligned(wanted.bundles, lay_out(wanted, [Node("a", 2), Node("b", 4)]).places)
+    assert not is_aligned(
+        wanted.bundles, lay_out(wanted, [Node("a", 3), *(Node(n, 1) for n in "bcd")]).places
+    )
 
 
 def test_a_refusal_says_who_wants_what_and_what_there_is(tmp_path: Path):

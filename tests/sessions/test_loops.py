@@ -106,7 +106,7 @@ def test_calls_of_one_turn_run_side_by_side():
 def test_retry_tells_a_miss_and_the_last_answer_counts():
     agent = {"turns": 4}
     session = plain("5", "6", "7", agent=agent, check=lambda text: float(text == "6"))
-    assert run("retry", session) == ["total:1+2+3=5<eos>|Wrong. Try again.|6<eos>"]
+    assert run("retry", session) == ["total:1+2+3=5<eos>|wrong. try again.|6<eos>"]
     assert session.said()[-1] == "6"
     wrong = plain(*"12345", agent=agent, check=lambda text: 0.5)
     assert run("retry", wrong)[0].count("<eos>") == 4

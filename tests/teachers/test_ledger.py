@@ -10,7 +10,8 @@ import torch
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
 from practicum.learning.update_batch import TeacherSums
-from practicum.teachers.ledger import Ledger, TeacherMeasures, make_ledger, pair_of, totals
+from practicum.learning.update_shares import PartShares
+from practicum.teachers.ledger import Ledger, Pair, TeacherMeasures, make_ledger, pair_of, totals
 
 
 def tags(teacher: str, domain: str, tokens: int, reward: float | None = None) -> Tags:
@@ -43,18 +44,36 @@ def sums() -> TeacherSums:
     return made
 
 
-def made(norms: dict[str, float] | None = None, domain_norms: dict[str, float] | None = None) -> Ledger:
-    measured = TeacherMeasures(PAIRS, sums(), norms or {}, domain_norms or {})
+GRAM = [[4.0, 1.0, 0.0], [1.0, 3.0, 0.5], [0.0, 0.5, 1.0]]
+"""Of the pairs' gradients: their squares are 9 and 1 by teacher, 4 and 5 by domain."""
+
+
+def made(gram: list[list[float]] | None = None, parts: list[Pair] = PAIRS, shares: Any = ()) -> Ledger:
+    rest = {"momentum": 0.5, "decay": -0.1, "clipping": 0.0} if shares else {}
+    found = None if gram is None else PartShares(gram, list(shares), rest)
+    measured = TeacherMeasures(PAIRS, sums(), parts, found)
     return make_ledger(BATCH, measured, {"math": 1.5, "code": 0.5}, {"math": 1})
 
 
-def table(norms: dict[str, float] | None = None, domain_norms: dict[str, float] | None = None) -> Any:
-    return made(norms, domain_norms).metrics()
+def table(gram: list[list[float]] | None = None, parts: list[Pair] = PAIRS, shares: Any = ()) -> Any:
+    return made(gram, parts, shares).metrics()
+
+
+def norms(math: float, code: float) -> list[list[float]]:
+    """Gradients of these norms that have nothing to do with each other."""
+    return [[math**2, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, code**2]]
 
 
 def test_the_table_of_a_step():
-    got = table({"math": 3.0, "code": 1.0}, {"sums": 1.0, "logic": 4.0})
+    got = table(GRAM, shares=[0.4, -0.1, 0.3])
+    assert {name: v for name, v in got.items() if name.startswith(("update/", "cosine/"))} == {
+        "update/momentum": 0.5,
+        "update/decay": -0.1,
+        "update/clipping": 0.0,
+        "cosine/code/math": pytest.approx(0.5 / 3),
+    }
     assert {name: v for name, v in got.items() if name.startswith("teacher/math/")} == {
+        "teacher/math/update_share": pytest.approx(0.3),
         "teacher/math/prompts": 2,
         "teacher/math/prompts_share": pytest.approx(2 / 3),
         "teacher/math/tokens": 16,
@@ -68,6 +87,7 @@ def test_the_table_of_a_step():
         "teacher/math/wakes": 1,
     }
     assert {name: v for name, v in got.items() if name.startswith("teacher/code/")} == {
+        "teacher/code/update_share": 0.3,
         "teacher/code/prompts": 1,
         "teacher/code/prompts_share": pytest.approx(1 / 3),
         "teacher/code/tokens": 4,
@@ -87,7 +107,8 @@ def test_the_table_of_a_step():
         "domain/logic/kl": pytest.approx((8 * 2 + 4 * 5) / 12),
         "domain/logic/loss": pytest.approx((8 * 2 + 4 * 5) / 12),
         "domain/logic/loss_share": pytest.approx(0.6),
-        "domain/logic/gradient_share": 0.8,
+        "domain/logic/gradient_share": pytest.approx(5**0.5 / (5**0.5 + 2)),
+        "domain/logic/update_share": pytest.approx(0.2),
     }
 
 
@@ -96,7 +117,7 @@ def test_gradients_that_were_not_measured_have_no_share():
 
 
 def test_a_name_without_rows_in_the_measured_minibatch_has_no_share():
-    got = table({"math": 3.0}, {"sums": 1.0, "logic": 4.0})
+    got = table([row[:2] for row in GRAM[:2]], PAIRS[:2])
     assert got["teacher/math/gradient_share"] == 1.0
     assert "teacher/code/gradient_share" not in got
 
@@ -113,7 +134,7 @@ def test_rows_without_sampled_tokens_are_counted_as_prompts_and_have_no_loss():
 
 
 def test_a_starved_teacher_is_named_with_its_target():
-    ledger = made({"math": 97.0, "code": 3.0})
+    ledger = made(norms(97.0, 3.0))
     sentence = ledger.starved(None)
     assert sentence is not None
     assert "code has 3.0% of the gradient and a target of 33.3%" in sentence
@@ -122,7 +143,7 @@ def test_a_starved_teacher_is_named_with_its_target():
 
 
 def test_a_target_of_the_recipe_goes_before_the_share_of_prompts():
-    ledger = made({"math": 97.0, "code": 3.0})
+    ledger = made(norms(97.0, 3.0))
     assert ledger.starved({"math": 0.8, "code": 0.2}) is None
     sentence = ledger.starved({"math": 0.5, "code": 0.5})
     assert sentence is not None
@@ -130,7 +151,7 @@ def test_a_target_of_the_recipe_goes_before_the_share_of_prompts():
 
 
 def test_a_tenth_of_the_target_is_enough():
-    assert made({"math": 95.0, "code": 5.0}).starved({"math": 0.5, "code": 0.5}) is None
+    assert made(norms(95.0, 5.0)).starved({"math": 0.5, "code": 0.5}) is None
 
 
 def test_a_run_adds_counts_and_takes_means_of_the_rest():
@@ -204,7 +225,9 @@ def test_domains_may_have_a_slash_in_their_name():
     batch = BatchRef("train", (Key(0),), (tags("math", "sums/hard", 4, 1.0),))
     made = TeacherSums()
     made.add(torch.zeros(4, dtype=torch.int64), weight=torch.full((4,), 0.25), loss=torch.ones(4))
-    measured = TeacherMeasures([("math", "sums/hard")], made, {"math": 1.0}, {"sums/hard": 1.0})
+    measured = TeacherMeasures(
+        [("math", "sums/hard")], made, [("math", "sums/hard")], PartShares([[1.0]], [], {})
+    )
     ledger = make_ledger(batch, measured, {}, {})
     got = ledger.metrics()
     assert got["domain/sums/hard/tokens"] == 4

@@ -190,19 +190,19 @@ def assert_same(found: list[float | CannotScore], expected: list[float | CannotS
     [("7", 0.7), (" 8.5/10", 0.85), ("-2", -0.2), ("I say 3, not 9.", 0.3), ("10\n\nQuestion: 4", 1.0)],
 )
 def test_the_first_number_of_a_reply_counts(reply: str, score: float):
-    assert read_score(judge_of("m"), reply) == pytest.approx(score)
+    assert read_score(reply) == pytest.approx(score)
 
 
 @pytest.mark.parametrize("reply", ["", "good", "ten out of ten " * 20])
 def test_a_reply_without_a_number_is_shown(reply: str):
     with pytest.raises(CannotScore, match=f"replied '{reply[:40]}.*which has no number") as caught:
-        read_score(judge_of("m"), reply)
+        read_score(reply)
     assert len(str(caught.value)) < 130
 
 
 def test_a_number_that_no_reward_can_hold_is_no_score():
     with pytest.raises(CannotScore, match="expected a finite number"):
-        read_score(judge_of("m"), "9" * 60)
+        read_score("9" * 60)
 
 
 def test_a_question_is_filled_in():

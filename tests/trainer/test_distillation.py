@@ -117,7 +117,7 @@ def test_a_teacher_behind_a_url_teaches_as_a_colocated_one(
     # Servers score whole sequences, which rounds otherwise; AdamW blows that up where it divides by nothing.
     sections = {
         "distill": distill,
-        "train": {"steps": 2, "prompts": 4, "lr": 1e-3, "optimizer": "tests.learning.damped:damped_adamw"},
+        "train": {"steps": 2, "prompts": 4, "lr": 1e-3, "eps": 1e-3},
     }
     loaded = write(tmp_path, teachers={"small": {"model": folders["small"]}}, **sections)
     train_loaded(loaded, tmp_path / "here")
@@ -233,6 +233,7 @@ def test_pure_distillation_judges_nothing_and_needs_no_advantages(tmp_path: Path
 GAE = {"algorithm": {"advantage": "gae"}, "critic": {}}
 JUDGED = {"reward": {"weight": 1.0, "functions": [{"use": "tests.trainer.rewards:even_length"}]}}
 MINI = {"train": {"steps": 2, "prompts": 4, "minibatches": 4, "epochs": 2, "lr": 1e-3}}
+PROJECTED = TWO | {"project": True, "measure_every": 0}
 SHARED = TWO | {"measure_every": 1, "shares": {"small": 0.9, "wide": 0.1}}
 
 
@@ -241,6 +242,7 @@ SHARED = TWO | {"measure_every": 1, "shares": {"small": 0.9, "wide": 0.1}}
     [
         {"distill": {"signal": "full"}, "route": SHARED},
         {"distill": SAMPLED, "route": SHARED, **MINI},
+        {"distill": {"divergence": "unbiased_reverse_kl", "top_k": 4}, "route": PROJECTED, **MINI},
         {"distill": {"divergence": "k1", "signal": "sampled", "through": "advantage"}, **JUDGED},
         {"distill": {"divergence": "k1", "signal": "sampled", "through": "reward"}, **GAE},
         {"distill": {}, "reward": JUDGED["reward"] | {"weight": 0.0, "watch": True}},
@@ -252,7 +254,7 @@ SHARED = TWO | {"measure_every": 1, "shares": {"small": 0.9, "wide": 0.1}}
             "algorithm": {"kl": {"place": "loss"}},
         },
     ],
-    ids=["full", "minibatches", "advantage", "reward", "watch", "remax", "filter"],
+    ids=["full", "minibatches", "unbiased", "advantage", "reward", "watch", "remax", "filter"],
 )
 def test_each_kind_of_run_finishes_and_documents_its_metrics(
     tmp_path: Path, folders: dict[str, str], sections: dict[str, Any]
@@ -272,6 +274,29 @@ def test_each_kind_of_run_finishes_and_documents_its_metrics(
                 assert row[f"teacher/{name}/wakes"] == 1
     if sections.get("route") is SHARED:
         assert any("teacher/small/gradient_share" in row for row in rows)
+    for row in rows:
+        rest = [value for name, value in row.items() if name.startswith("update/")]
+        if rest:
+            shares = [row[name] for name in row if re.fullmatch("teacher/[^/]+/update_share", name)]
+            assert sum(shares) + sum(rest) == pytest.approx(1.0, abs=1e-6)
+        both = {"teacher/small/prompts", "teacher/wide/prompts"} <= row.keys()
+        assert ("update/projection" in row) <= (sections.get("route") is PROJECTED and both)
+
+
+def test_a_product_of_teachers_teaches(tmp_path: Path, folders: dict[str, str]):
+    teachers = two(folders)
+    route = {"by": "task", "to": {"copy": "small", "compare": "small"}}
+    sections = {"teachers": teachers, "route": route, "distill": {"signal": "full"}}
+    teachers["small"]["target"] = {"small": 1.25, "wide": -0.25}
+    train_loaded(write(tmp_path, **sections), tmp_path / "product")
+    teachers["small"]["target"] = {"small": 1.0, "wide": 0.0}
+    train_loaded(write(tmp_path, **sections), tmp_path / "same")
+    teachers.pop("wide")
+    teachers["small"].pop("target")
+    train_loaded(write(tmp_path, **sections | {"route": {}}), tmp_path / "alone")
+    product, same, alone = (weights_of(tmp_path / name) for name in ("product", "same", "alone"))
+    assert all(torch.equal(x, alone[name]) for name, x in same.items())
+    assert not all(torch.equal(x, alone[name]) for name, x in product.items())
 
 
 def test_shares_are_met_in_every_step(tmp_path: Path, folders: dict[str, str]):

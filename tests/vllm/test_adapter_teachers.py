@@ -116,16 +116,11 @@ def test_rows_of_several_adapters_in_one_pass_are_scored_each_by_its_own(
         assert (logprobs[one] - logprobs[other]).abs().max() > 0.05, f"{one} is not {other}"
 
 
-def test_one_process_has_the_base_and_each_adapter_once(by_vllm: Teachers):
-    engine = base_of(by_vllm)
-    assert engine._setup.adapters == 2
-    assert engine._setup.rank == 12
-
-
 def test_asleep_the_base_is_freed_and_comes_back_with_its_adapters(by_vllm: Teachers):
     asked = mixed(NAMES)
     before = score(by_vllm, asked, ScoreOptions())
     engine = base_of(by_vllm)
+    assert (engine._setup.adapters, engine._setup.rank) == (2, 12), "each adapter is there once"
     assert engine.memory().weights == 0, "it sleeps since it was asked"
     with pytest.raises(EngineError, match="sleeps"):
         engine.fingerprint()

@@ -36,7 +36,7 @@ from practicum.learning.packed_model import PackedModel
 from practicum.models.vision import Images
 from practicum.recipe.schema.recipe import Train
 from tests.engines.engines import Request, prompts, sampling
-from tests.vllm.models import KV_BYTES, make_tiny, save_model, setup_of
+from tests.vllm.models import KV_BYTES, make_tiny, resident, save_model, setup_of
 
 TOLERANCE = 2e-5
 CONTEXT, VOCAB, BLOCK = 192, 63, 128
@@ -296,30 +296,15 @@ def test_scores_with_different_settings_can_be_asked_for_at_once(qwen: Pair):
 
 def test_requests_that_can_not_be_done_fail_alone_with_the_reason(qwen: Pair):
     vllm, one = qwen.vllm, Counter(0, 0)
-    prompts_and_words = [
-        ([5, VOCAB], "token ids"),
-        ([-1], "token ids"),
-        ([], "empty"),
-        ([5] * 180, "context"),
-    ]
-    cases: list[tuple[Coroutine[Any, Any, object], str]] = [
-        (vllm.generate(GenerateRequest(ids, sampling(), one)), words) for ids, words in prompts_and_words
-    ]
-    for ids, start, options, words in [
-        ([5, VOCAB], 1, {}, "token ids"),
-        ([5, 50], 1, {"vocab": 40}, "0 to 39"),
-        ([], 1, {}, "empty"),
-        ([5, 6], 0, {}, "start is 1 to 2"),
-        ([5, 6], 3, {}, "start is 1 to 2"),
-        ([5] * CONTEXT, 1, {}, f"{CONTEXT} tokens"),
-        ([5, 6], 1, {"top_k": VOCAB + 1}, "top_k"),
-        ([5, 6], 1, {"top_k": 50, "vocab": 40}, "top_k"),
-        ([5, 6], 1, {"temperature": 0.0}, "temperature"),
-        ([5, 6], 1, {"hidden": True}, "torch engine"),
-    ]:
-        cases.append((vllm.score(ScoreRequest(ids, start), ScoreOptions(**options)), words))
     image = Images(torch.zeros(1, 1), torch.tensor([[1, 1, 1]]))
-    cases.append((vllm.generate(GenerateRequest([5], sampling(), one, images=image)), "torch engine"))
+    cases: list[tuple[Coroutine[Any, Any, object], str]] = [
+        (vllm.generate(GenerateRequest([5, VOCAB], sampling(), one)), "token ids"),
+        (vllm.generate(GenerateRequest([5] * 180, sampling(), one)), "context"),
+        (vllm.generate(GenerateRequest([5], sampling(), one, images=image)), "torch engine"),
+        (vllm.score(ScoreRequest([5] * CONTEXT, 1)), f"{CONTEXT} tokens"),
+        (vllm.score(ScoreRequest([5, 6], 1), ScoreOptions(top_k=VOCAB + 1)), "top_k"),
+        (vllm.score(ScoreRequest([5, 6], 1), ScoreOptions(hidden=True)), "torch engine"),
+    ]
 
     async def work() -> tuple[Generation, list[object]]:
         good = asyncio.ensure_future(vllm.generate(GenerateRequest([5, 6, 7], sampling(greedy=True), one)))
@@ -457,9 +442,3 @@ def test_asleep_it_holds_no_memory_and_awake_the_answers_are_the_same(qwen: Pair
     qwen.vllm.wake()
     qwen.vllm.wake()  # nothing to do
     assert tokens_of(generate(qwen.vllm, asked)) == before
-
-
-def resident(pid: int) -> int:
-    """Bytes of a process in memory."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import os
 import signal
@@ -12,16 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from practicum.checks.watch import Watch
 from practicum.engines.protocol import ScoreRequest
-from practicum.engines.torch.torch_engine import TorchEngine
-from practicum.roles.stage_table import make_plan
-from practicum.runtime.local import start_local
 from practicum.tasks.stream import make_stream
 from practicum.trainer.run import train_loaded
 from practicum.trainer.sample_step import TRAIN, training_attempts
 from tests.trainer.recipes import TINY, tiny
 from tests.trainer.test_run import metrics_of, stop_after
+from tests.vllm.models import logprobs, started, update
 
 MAKE = TINY["model"]["make"] | {"head_dim": 32}
 ROLLOUT = TINY["rollout"] | {"engine": "vllm"}
@@ -37,47 +33,28 @@ def sections(lag: int, **more: Any) -> dict[str, Any]:
 def test_rows_are_sampled_by_the_weights_that_are_named(tmp_path: Path, lora: dict[str, Any]):
     """Weights of three steps, in any order; the torch engine gives their rows the same logprobs."""
     recipe = tiny(tmp_path, **sections(2, model={"make": MAKE} | lora)).recipe
-    roles = start_local(recipe, make_plan(recipe), Watch(recipe.checks, print))
-    try:
+    with started(recipe) as roles:
         assert (len(roles.engines), len(roles.rollouts)) == (1, 3)
         learner, kept = roles.rank.student.learner, {0: copy.deepcopy(roles.rank.student.learner.model)}
         for step in (1, 2):
-            generator = torch.Generator().manual_seed(step)
-            with torch.no_grad():
-                for _, tensor in learner.named_weights():
-                    tensor.add_(0.2 * torch.randn(tensor.shape, generator=generator))
-            learner.version += 5
+            update(learner, 0.2)
             roles.publish(step)
             kept[step] = copy.deepcopy(learner.model)
         attempts = training_attempts(recipe, make_stream(recipe.tasks, 1).take(4), roles.stop)
         for step in (0, 2, 1, 0, 2):
             with roles.weights(step, step):
                 batch = roles.rollouts[step].rollout(attempts, TRAIN, seed=1)
-            assert {(tags.version_min, tags.version_max) for tags in batch.tags} == {(5 * step, 5 * step)}
+            assert {(tags.version_min, tags.version_max) for tags in batch.tags} == {(step, step)}
             columns: Any = roles.store.get(batch, ("prompt_ids", "response_ids", "rollout_logprobs"))
             prompts, answers, sampled = (columns[name].rows for name in columns)
-            expected = logprobs(kept[step], prompts, answers)
+            pairs = zip(prompts, answers, strict=True)
+            rows = [ScoreRequest([*p.tolist(), *a.tolist()], len(p)) for p, a in pairs]
+            expected = logprobs(kept[step], rows)
             torch.testing.assert_close(torch.cat([*sampled]), expected, rtol=0, atol=1e-4)
-            others = [logprobs(kept[other], prompts, answers) for other in {0, 1, 2} - {step}]
+            others = [logprobs(kept[other], rows) for other in {0, 1, 2} - {step}]
             assert all((expected - other).abs().max() > 0.01 for other in others)
             roles.store.clear(TRAIN)
             roles.rollouts[step].forget(batch.keys)
-    finally:
-        roles.close()
-
-
-def logprobs(model: Any, prompts: Any, answers: Any) -> torch.Tensor:
-    engine = TorchEngine(model, slots=1, context=2)
-
-    async def run() -> list[Any]:
-        pairs = zip(prompts, answers, strict=True)
-        rows = [ScoreRequest([*p.tolist(), *a.tolist()], len(p)) for p, a in pairs]
-        return await asyncio.gather(*(engine.score(row) for row in rows))
-
-    try:
-        return torch.cat([found.logprobs for found in asyncio.run(run())])
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize(("lag", "lora"), [(1, LORA), (2, {})], ids=["adapter-1", "whole-2"])

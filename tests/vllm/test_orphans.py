@@ -7,19 +7,20 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
-from tests.vllm.models import await_true, descendants, still_there
+from tests.vllm.models import MAKE, arguments, await_true, descendants, still_there
 
 RECIPE: dict[str, Any] = {
     "name": "tiny",
-    "model": {"make": {"hidden": 64, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 32, "context": 128}},
+    "model": {"make": MAKE},
     "tasks": {"sort": {"kind": "sort"}},
     "rollout": {"samples": 2, "max_new_tokens": 8, "slots": 8, "engine": "vllm"},
     "train": {"steps": 100_000, "prompts": 4},
@@ -74,24 +75,13 @@ class Run:
 
 
 def session_of(leader: int) -> set[int]:
-    """The processes of a session, also those whose parents have gone."""
+    """Return the processes of a session, also those whose parents have gone."""
     found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-            except OSError:
-                continue  # it has ended meanwhile
-            if int(session) == leader and state not in "ZX":
-                found.add(int(entry.name))
-    return found
-
-
-def arguments(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return ""
+    for pid in psutil.pids():
+        with suppress(OSError):  # it has ended
+            if os.getsid(pid) == leader:
+                found.add(pid)
+    return set(still_there(found))
 
 
 @contextmanager
@@ -117,22 +107,16 @@ def training(folder: Path, **sections: Any) -> Iterator[Run]:
         process.communicate()
 
 
-def test_a_run_that_is_done_leaves_nothing(tmp_path: Path):
-    with training(tmp_path, train={"steps": 2, "prompts": 4}) as run:
-        await_true(run.starts)
-        code, said = run.end()
-        assert code == 0, said
-        assert "leaked" not in said
-        run.gone()
-
-
-def test_a_run_that_fails_leaves_nothing(tmp_path: Path):
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_that_ends_leaves_nothing(tmp_path: Path, fails: bool):
     (tmp_path / "unfair.py").write_text("def judge(*args, **more):\n    raise ArithmeticError('no reward')\n")
-    with training(tmp_path, reward={"functions": [{"use": "unfair:judge"}]}) as run:
+    reward = {"reward": {"functions": [{"use": "unfair:judge"}]}} if fails else {}
+    with training(tmp_path, train={"steps": 2, "prompts": 4}, **reward) as run:
         await_true(run.starts)
         code, said = run.end()
-        assert code != 0
-        assert "no reward" in said
+        assert (code != 0) == fails, said
+        assert ("no reward" in said) == fails
+        assert "leaked" not in said
         run.gone()
 
 

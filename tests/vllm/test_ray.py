@@ -14,12 +14,12 @@ import yaml
 from practicum.models.load_model import load_model
 from practicum.recipe.schema.recipe import Model
 from tests.teachers.tiny_teachers import save_adapter
-from tests.vllm.models import await_true, descendants, still_there
+from tests.vllm.models import MAKE, await_true, descendants, still_there
 
 RECIPE: dict[str, Any] = {
     "name": "tiny",
     "seed": 3,
-    "model": {"make": {"hidden": 64, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 32, "context": 128}},
+    "model": {"make": MAKE | {"layers": 1}},
     "tasks": {"sort": {"kind": "sort"}},
     "rollout": {"samples": 4, "max_new_tokens": 8, "slots": 16, "engine": "vllm"},
     "teachers": {
@@ -49,15 +49,7 @@ LETTERS = "def score(sample):\n    return float(sum(map(ord, sample.response_tex
 def train(tmp_path: Path, recipe: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     """What a run says, and its metrics; it leaves no process."""
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
-    command = [
-        sys.executable,
-        "-m",
-        "practicum",
-        "train",
-        "tiny.yaml",
-        "--set",
-        f"out={tmp_path / 'out'}",
-    ]
+    command = [sys.executable, "-m", "practicum", "train", "tiny.yaml", "--set", f"out={tmp_path / 'out'}"]
     seen: set[int] = set()
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as run:
 

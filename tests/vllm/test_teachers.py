@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from practicum.checks.watch import Watch
 from practicum.concurrency.event_loop import run_async
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.ragged import Ragged
 from practicum.engines.protocol import ScoreRequest
 from practicum.engines.vllm.vllm_engine import VllmEngine
-from practicum.errors import TeacherError
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.run_stage import StepInfo
-from practicum.roles.stage_table import make_plan
-from practicum.runtime.local import LocalRoles, start_local
+from practicum.runtime.local import LocalRoles
 from practicum.tasks.stream import make_stream
 from practicum.trainer.sample_step import TRAIN, training_attempts
-from tests.vllm.models import save_model
+from tests.vllm.models import MAKE, resident, save_model, started, update
 
 TOLERANCE = 2e-5
 KV_MB = 64
-STUDENT = {"hidden": 64, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 32, "context": 128}
 ROUTE = {"by": "task", "to": {"sort": "folder", "copy": "away", "reverse": "self"}}
 
 
@@ -35,7 +30,7 @@ def recipe_of(folder: str, engine: str, rollout: str) -> Recipe:
     return Recipe.model_validate(
         {
             "name": "school",
-            "model": {"make": STUDENT},
+            "model": {"make": MAKE},
             "tasks": {name: {"kind": name} for name in ("sort", "copy", "reverse")},
             "rollout": {"engine": rollout, "samples": 2, "max_new_tokens": 8, "temperature": 0.8}
             | ({"vllm": {"options": {"kv_cache_memory_bytes": KV_MB << 20}}} if rollout == "vllm" else {}),
@@ -60,10 +55,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def roles(folder: str) -> Iterator[LocalRoles]:
-    recipe = recipe_of(folder, "vllm", "vllm")
-    roles = start_local(recipe, make_plan(recipe), Watch(recipe.checks, print))
-    yield roles
-    roles.close()
+    with started(recipe_of(folder, "vllm", "vllm")) as roles:
+        yield roles
 
 
 def roll_out(recipe: Recipe, roles: LocalRoles) -> BatchRef:
@@ -88,12 +81,6 @@ def engine_of(roles: LocalRoles, name: str) -> VllmEngine:
     return engine
 
 
-def resident(engine: VllmEngine) -> int:
-    """MB of its process in memory."""
-    lines = Path(f"/proc/{engine.pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) // 1024
-
-
 def test_teachers_of_both_engines_say_the_same(roles: LocalRoles, folder: str):
     """Of the same rows: colocated ones and those of their own, at another temperature than 1."""
     recipe = recipe_of(folder, "vllm", "vllm")
@@ -101,9 +88,7 @@ def test_teachers_of_both_engines_say_the_same(roles: LocalRoles, folder: str):
     assert {tags.teacher for tags in batch.tags} == {"folder", "away", "self"}
     roles.refresh_copies(1)
     teach(roles, batch)
-    other = recipe_of(folder, "torch", "torch")
-    peers = start_local(other, make_plan(other), Watch(other.checks, print))
-    try:
+    with started(recipe_of(folder, "torch", "torch")) as peers:
         fields = ("prompt_ids", "response_ids", "response_mask")
         peers.store.put(batch, dict(roles.store.get(batch, fields)))
         faculty = peers.rank.teachers
@@ -114,8 +99,6 @@ def test_teachers_of_both_engines_say_the_same(roles: LocalRoles, folder: str):
             run_async(faculty.score(StepInfo(mine, prompts=prompts)), timeout=60, owner="the test")
         for found, expected in zip(columns(roles, batch), columns(peers, batch), strict=True):
             torch.testing.assert_close(found.values, expected.values, rtol=0, atol=TOLERANCE)
-    finally:
-        peers.close()
 
 
 def test_student_and_colocated_teachers_take_turns(roles: LocalRoles, monkeypatch: pytest.MonkeyPatch):
@@ -129,16 +112,16 @@ def test_student_and_colocated_teachers_take_turns(roles: LocalRoles, monkeypatc
 
         async def score(row: ScoreRequest, wanted: Any, *, name: str = name, place: Any = place) -> Any:
             awake = {n: p.memory().weights > 0 for n, p in here.items()}
-            held.append((name, awake | {"student": student.memory().weights > 0}, resident(student)))
+            held.append((name, awake | {"student": student.memory().weights > 0}, resident(student.pid)))
             return await VllmEngine.score(place, row, wanted)
 
         monkeypatch.setattr(place, "score", score)
-    before = resident(student)
+    before = resident(student.pid)
     teach(roles, batch)
     assert {name for name, *_ in held} == set(here)
     for name, awake, asleep in held:
         assert awake == {other: other == name for other in (*here, "student")}
-        assert asleep < before - 0.8 * KV_MB
+        assert asleep < before - 0.8 * KV_MB * 2**20
     again = roll_out(recipe, roles)
     assert [tags.response_tokens for tags in again.tags] == [tags.response_tokens for tags in batch.tags]
 
@@ -146,22 +129,10 @@ def test_student_and_colocated_teachers_take_turns(roles: LocalRoles, monkeypatc
 def test_a_copy_takes_the_students_weights_and_keeps_them_asleep(roles: LocalRoles):
     assert roles.rank.teachers is not None
     place, learner = engine_of(roles, "self"), roles.rank.student.learner
-    with torch.no_grad():
-        for parameter in learner.model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    learner.version += 1
+    update(learner, 0.05)
     roles.sync_weights()
     roles.refresh_copies(2)
     with roles.rank.teachers.loaded.awake("self"):
         found = place.fingerprint()
     torch.testing.assert_close(found, learner.fingerprint(len(found) + 1), rtol=0, atol=TOLERANCE)
     assert place.version == learner.version
-
-
-def test_a_row_that_is_too_long_is_named(roles: LocalRoles):
-    assert roles.rank.teachers is not None
-    wanted = roles.rank.teachers.options
-    place = roles.rank.teachers.loaded.scorers["away"]
-    run_async(place.score(ScoreRequest([5] * 100, 90, "row 1"), wanted), timeout=60, owner="the test")
-    with pytest.raises(TeacherError, match=r"row 2: 101 tokens, its context is 100.*teachers\.away\.context"):
-        run_async(place.score(ScoreRequest([5] * 101, 90, "row 2"), wanted), timeout=60, owner="the test")

@@ -10,16 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from practicum.checks.watch import Watch
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.engines.vllm.vllm_engine import VllmEngine
 from practicum.errors import CheckError, EngineError
-from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
-from practicum.roles.stage_table import make_plan
-from practicum.runtime.local import start_local
 from tests.teachers.models import scorer_of
-from tests.vllm.models import await_true, descendants, save_model, setup_of, still_there
+from tests.vllm.models import (
+    MAKE,
+    await_true,
+    descendants,
+    save_model,
+    setup_of,
+    started,
+    still_there,
+    update,
+)
 from tests.vllm.test_engine import (
     CONTEXT,
     Pair,
@@ -31,7 +36,6 @@ from tests.vllm.test_engine import (
     score,
     spoilt,
 )
-from tests.vllm.test_sync import update
 
 SPLIT: dict[str, int] = {"heads": 4, "kv_heads": 2, "context": CONTEXT}
 
@@ -47,7 +51,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     pair.close()
 
 
-def test_answers_scores_and_syncs_are_those_of_one_worker(pair: Pair):
+def test_answers_scores_syncs_and_sleep_are_those_of_one_worker(pair: Pair):
     assert pair.vllm.facts.workers == 2
     assert "with 2 workers" in pair.vllm.describe()[0]
     for version in (1, 2):
@@ -62,14 +66,9 @@ def test_answers_scores_and_syncs_are_those_of_one_worker(pair: Pair):
         strict=True,
     ):
         torch.testing.assert_close(a.topk_logprobs, b.topk_logprobs, rtol=0, atol=2e-5)
-
-
-def test_asleep_both_workers_hold_no_memory_and_awake_they_answer_as_before(pair: Pair):
-    pair.load()
-    before = [one.tokens.tolist() for one in generate(pair.vllm, greedy([[5, 6], [7]]))]
     pair.vllm.sleep()
     pair.vllm.wake()
-    assert [one.tokens.tolist() for one in generate(pair.vllm, greedy([[5, 6], [7]]))] == before
+    same_answers(pair)
 
 
 def test_a_weight_that_is_missing_is_named_and_the_next_whole_load_mends_it(pair: Pair):
@@ -84,27 +83,14 @@ def test_a_weight_that_is_missing_is_named_and_the_next_whole_load_mends_it(pair
 
 
 def processes_of(engine: VllmEngine) -> set[int]:
-    workers = set(descendants(engine.pid))
+    workers = descendants(engine.pid)
     assert len(workers) >= 2
     return {engine.pid, *workers}
 
 
 def test_the_probe_of_a_run_holds_with_two_workers_and_they_end_with_a_killed_engine():
-    recipe = Recipe.model_validate(
-        {
-            "name": "split",
-            "model": {"make": {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32}},
-            "tasks": {"sort": {"kind": "sort"}},
-            "rollout": {
-                "engine": "vllm",
-                "slots": 4,
-                "max_new_tokens": 8,
-                "vllm": {"tensor_parallel": 2},
-            },
-        }
-    )
-    roles = start_local(recipe, make_plan(recipe), Watch(recipe.checks, print))
-    try:
+    rollout = {"engine": "vllm", "slots": 4, "max_new_tokens": 8, "vllm": {"tensor_parallel": 2}}
+    with started({"model": {"make": MAKE | SPLIT}, "rollout": rollout}) as roles:
         for _ in range(2):
             update(roles.rank.student.learner)
             roles.sync_weights()
@@ -117,8 +103,6 @@ def test_the_probe_of_a_run_holds_with_two_workers_and_they_end_with_a_killed_en
         with pytest.raises(EngineError, match="by signal SIGKILL"):
             roles.sync_weights()
         await_true(lambda: not still_there(all_of_it), 60)
-    finally:
-        roles.close()
 
 
 def test_a_teacher_over_two_workers_scores_as_the_torch_engine_until_one_is_killed(tmp_path: Path):

@@ -30,6 +30,14 @@ size is held but the gradient. With `pull` = p d(divergence)/dp of each bucket:
 The top-k and one bucket for the rest (the tail) are a coarser view of the same two distributions: the
 divergence is at least 0, 0 only where they agree on all buckets, and never above that of the full vocabulary.
 
+`unbiased_reverse_kl` adds what the tail hides, as the sampled token y shows it. With l = log p - log q of the
+tail's masses, and w = p(y) / mu(y) for the policy mu that sampled:
+
+    value + 1[y is in the tail] w (r(y) - l)
+    d/dz  + 1[y is in the tail] w (r(y) d log p(y)/dz - l d log p_tail/dz)
+
+Its expectation over y ~ mu is the reverse KL over the full vocabulary, as value and as gradient.
+
 The student's tail is the log-sum-exp of its other logits: value and gradient keep their digits however small
 it is. Of the teacher only the top-k is known. Its tail is 1 minus their mass, known up to rounding: of the
 tails within this margin, the one nearest to the student's is taken.
@@ -47,7 +55,7 @@ from torch.autograd.function import once_differentiable
 
 from practicum.algorithms.kl import k1, k2, k3
 from practicum.algorithms.token_logprobs import log_distribution, logprobs_at, row_blocks
-from practicum.recipe.algorithm_traits import ON_DISTRIBUTIONS, ON_SAMPLED
+from practicum.recipe.algorithm_traits import ON_DISTRIBUTIONS, ON_SAMPLED, ON_TOP_K
 from practicum.recipe.own_parts import find_part
 
 FAR = 60.0
@@ -160,6 +168,18 @@ def sampled_divergence(kind: str, logprobs_N: Tensor, teacher_logprobs_N: Tensor
     return divergence(logprobs_N - teacher_logprobs_N.detach())
 
 
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """The sampled token of each position [C], and its logprobs by the teacher and by the policy that sampled.
+
+    The teacher's is at the temperature of the comparison, the sampler's as it was really drawn from.
+    """
+
+    ids_C: Tensor
+    teacher_C: Tensor
+    sampler_C: Tensor
+
+
 Terms = tuple[Tensor, Tensor]
 """Divergence of each token, and the student's entropy minus the teacher's, without gradient."""
 
@@ -178,14 +198,16 @@ def topk_divergence(
     teacher_logprobs_CK: Tensor,
     *,
     beta: float = 0.5,
+    sampled: SampledTokens | None = None,
 ) -> Terms:
-    """Compare over the teacher's top-k (distinct ids) and the tail.
+    """Compare over the teacher's top-k (distinct ids) and the tail; `sampled` for `unbiased_reverse_kl`.
 
     Logprobs are normalised over the whole vocabulary, at the temperature that the logits were divided by.
     """
-    compare = find_part("divergence", kind, DISTRIBUTIONS)
+    assert (sampled is not None) == (kind in ON_TOP_K), "the sampled tokens belong to unbiased_reverse_kl"
+    compare = reverse_kl if kind in ON_TOP_K else find_part("divergence", kind, DISTRIBUTIONS)
     needs_grad = logits_CV.requires_grad and torch.is_grad_enabled()
-    return _TopK.apply(logits_CV, teacher_ids_CK, teacher_logprobs_CK, compare, beta, needs_grad)
+    return _TopK.apply(logits_CV, teacher_ids_CK, teacher_logprobs_CK, compare, beta, needs_grad, sampled)
 
 
 @torch.no_grad()
@@ -241,6 +263,7 @@ class _TopK(torch.autograd.Function):
         compare: Compare,
         beta: float,
         needs_grad: bool,
+        sampled: SampledTokens | None,
     ) -> Terms:
         logprobs_CK = logprobs_at(logits_CV, teacher_ids_CK)
         rest_C1, log_tail_C1 = _student_tail(logits_CV, teacher_ids_CK)
@@ -248,24 +271,57 @@ class _TopK(torch.autograd.Function):
         buckets = Buckets(log_p - log_q, log_p.exp(), log_q.exp(), beta)
         gap_C = _entropy_gap(buckets, log_p, log_q).to(logits_CV.dtype)
         terms = compare(buckets)
+        loss_C, more = terms.value.sum(-1), ()
+        residual = None if sampled is None else _residual(sampled, logits_CV, teacher_ids_CK, buckets)
+        if residual is not None:
+            loss_C = loss_C + residual.value_C
         if needs_grad:
             # Masses that sum to a little more or less than 1 still give slopes that sum to 0.
             mass_C1, common_C1 = (x.sum(-1, keepdim=True) for x in (buckets.p, terms.pull))
             slope = terms.pull * mass_C1 - buckets.p * common_C1
-            ctx.save_for_backward(logits_CV, teacher_ids_CK, rest_C1, slope)
+            if residual is not None:
+                slope, more = slope + residual.slope, (residual.ids_C1, residual.pull_C1)
+            ctx.save_for_backward(logits_CV, teacher_ids_CK, rest_C1, slope, *more)
         ctx.mark_non_differentiable(gap_C)
-        return terms.value.sum(-1).to(logits_CV.dtype), gap_C
+        return loss_C.to(logits_CV.dtype), gap_C
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, ...]:
-        logits_CV, ids_CK, rest_C1, slope = ctx.saved_tensors
+        logits_CV, ids_CK, rest_C1, slope, *residual = ctx.saved_tensors
         slope = (slope * grads[0].unsqueeze(1)).to(logits_CV.dtype)
         # The softmax of the other tokens; what it gives at the teacher's is overwritten.
         grad_CV = (logits_CV - rest_C1).exp_().mul_(slope[:, -1:])
-        return grad_CV.scatter_(1, ids_CK, slope[:, :-1]), None, None, None, None, None
+        grad_CV.scatter_(1, ids_CK, slope[:, :-1])
+        if residual:
+            token_C1, pull_C1 = residual
+            grad_CV.scatter_add_(1, token_C1, (pull_C1 * grads[0].unsqueeze(1)).to(grad_CV.dtype))
+        return grad_CV, None, None, None, None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Residual:
+    """Hold what sampled tokens of the tail add: to the value, to the buckets' slopes, at their logits."""
+
+    value_C: Tensor
+    slope: Tensor
+    ids_C1: Tensor
+    pull_C1: Tensor
+
+
+def _residual(sampled: SampledTokens, logits_CV: Tensor, ids_CK: Tensor, buckets: Buckets) -> _Residual:
+    token_C1, p, tail_C1 = sampled.ids_C.unsqueeze(1), buckets.p, buckets.log_ratio[:, -1:]
+    log_p_C1 = logprobs_at(logits_CV, token_C1).double()
+    own_C1 = log_p_C1 - sampled.teacher_C.double().unsqueeze(1)
+    weight_C1 = (log_p_C1 - sampled.sampler_C.double().unsqueeze(1)).exp()
+    weight_C1 = weight_C1.masked_fill((ids_CK == token_C1).any(-1, keepdim=True), 0.0)
+    apart_C1 = own_C1 - tail_C1
+    slope = -apart_C1 * p
+    slope[:, -1:] -= tail_C1
+    value_C = (weight_C1 * apart_C1).squeeze(1)
+    return _Residual(value_C, weight_C1 * slope, token_C1, weight_C1 * own_C1)
 
 
 def _entropy_gap(buckets: Buckets, log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -24,10 +24,12 @@ from packaging.utils import canonicalize_name
 from torch.utils.benchmark import Timer
 
 from practicum.devices import count_cores, find_accelerator, memory_of
+from practicum.engines.table import ENGINES
 from practicum.errors import MissingExtraError, PracticumError
 from practicum.learning.packed_model import PackedModel
 from practicum.models.load_model import load_model
 from practicum.recipe.load_recipe import load_recipe
+from practicum.recipe.schema.rollout_sections import Rollout
 from practicum.rewards.reward_functions import RewardSample
 from practicum.trainer.run import train_loaded
 
@@ -159,6 +161,10 @@ _EXAMINATIONS: tuple[tuple[str, Callable[[], tuple[Result, str]]], ...] = (
     ("packed rows", _packed),
     ("steps in float32", partial(_steps, "float32")),
     ("steps in bfloat16", partial(_steps, "bfloat16")),
-    ("steps with vLLM", partial(_steps, "float32", rollout={"engine": "vllm"})),
+    *(
+        (f"steps with {name}", partial(_steps, "float32", rollout={"engine": name}))
+        for name in ENGINES
+        if name != Rollout().engine
+    ),
     ("speeds", _speeds),
 )

@@ -145,6 +145,33 @@ def export(
 
 
 @app.command(no_args_is_help=True)
+def merge(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="Runs, checkpoints, models or adapters of one base.")
+    ],
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="New folder.")],
+    weights: Annotated[
+        list[float] | None,
+        typer.Option("--weight", metavar="W", help="Factor of a RUN's change, once for each; unset: 1 / N."),
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option("--base", metavar="PATH", help="What they were trained from; unset: as the runs say."),
+    ] = None,
+) -> None:
+    """Merge models of one base: base + Σ weight × (model − base).
+
+    Adapters become one adapter of the summed rank, written beside the merged model. Needs no GPU.
+
+    practicum merge runs/short models/short --base runs/short --to models/sum
+    """
+    say_loading()
+    from practicum.trainer.run_models import merge_runs
+
+    typer.echo(f"{len(runs)} models of {merge_runs(runs, to, weights, base)} → {to}")
+
+
+@app.command(no_args_is_help=True)
 def serve(
     model: Annotated[
         str,

@@ -37,5 +37,5 @@ def called_actor_id(call: ObjectRef[Any]) -> str:
 
 
 def put_direct(value: Any) -> ObjectRef[Any]:
-    """Put a tensor that NIXL moves from device to device."""
+    """Put an object whose tensors NIXL moves from device to device. They must be contiguous."""
     return ray.put(value, _tensor_transport="nixl")

@@ -1,6 +1,6 @@
-"""Operators of torch that are not public. Tested with torch 2.13.
+"""Operators and attributes of torch that are not public. Tested with torch 2.13.
 
-Each is None where torch or the processor lacks it. Callers compute by public functions then.
+An operator is None where torch or the processor lacks it. Callers compute by public functions then.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 TESTED = "2.13"
 
@@ -20,3 +21,28 @@ cpu_flash: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_fo
 cpu_flash_backward: Any = getattr(
     torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None
 )
+
+
+def write_count(tensor: Tensor) -> int:
+    """Return how often a tensor was written in place."""
+    return tensor._version
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return True if something runs before or after the module's forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def make_empty(model: nn.Module, device: str) -> None:
+    """Allocate tensors that are on the meta device. Tied ones stay tied, which `to_empty` undoes."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, x in tensors.items():
+                if x is None or not x.is_meta:
+                    continue
+                if id(x) not in made:
+                    new = torch.empty_like(x, device=device)
+                    is_parameter = isinstance(x, nn.Parameter)
+                    made[id(x)] = x, nn.Parameter(new, x.requires_grad) if is_parameter else new
+                tensors[name] = made[id(x)][1]  # pyright: ignore[reportArgumentType]

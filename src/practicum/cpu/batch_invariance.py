@@ -52,7 +52,8 @@ def padded_tokens(count: int, width: int) -> int:
 def mlp_width(model: nn.Module) -> int:
     """Return the width of a model's layers between attention; LANES if its config does not say."""
     config: Any = getattr(model, "config", None)
-    return (config and getattr(config.get_text_config(), "intermediate_size", None)) or LANES
+    width = config and getattr(config.get_text_config(), "intermediate_size", None)
+    return width if width and isinstance(width, int) else LANES
 
 
 def padded_keys(count: int) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from practicum.compat.torch import has_hooks
 from practicum.cpu import switch
 from practicum.cpu.adapted_linears import adapted_linear, is_plain_adapted
 from practicum.cpu.adapter_rows import RowsLayer
@@ -50,7 +51,7 @@ def lean_decoder(model: Any) -> LeanDecoder | None:
 
 def _is_plain(module: nn.Module) -> bool:
     """Return True for a matrix, with a LoRA adapter or without, that has no quantization or hook."""
-    if module._forward_hooks or module._forward_pre_hooks:
+    if has_hooks(module):
         return False
     if isinstance(module, RowsLayer):
         return module.is_product and is_linear(module.base_layer)

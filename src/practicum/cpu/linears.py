@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from practicum.compat.torch import onednn_linear, onednn_pack
+from practicum.compat.torch import onednn_linear, onednn_pack, write_count
 from practicum.cpu import switch
 
 for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
@@ -133,11 +133,11 @@ class PackedWeights:
             rows = linear(x, weight, bias)
             return rows if other is None else combine(rows, then, other)
         used, packed = weight, self._copies.get(id(weight))
-        if packed is not None and (packed.place, packed.version) == (weight.data_ptr(), weight._version):
+        if packed is not None and (packed.place, packed.version) == (weight.data_ptr(), write_count(weight)):
             used = packed.copy
         elif make:
             used = onednn_pack(weight.detach(), PACKED_FOR_ROWS)
-            self._copies[id(weight)] = _Packed(weight, weight.data_ptr(), weight._version, used)
+            self._copies[id(weight)] = _Packed(weight, weight.data_ptr(), write_count(weight), used)
         if other is None:
             return onednn_linear(x, used, bias, "none", [], "")
         return onednn_linear.binary(x, other, used, bias, then)

@@ -6,8 +6,7 @@ interpreter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, TypeVarTuple
 
 from torch import Tensor
@@ -22,22 +21,12 @@ from practicum.engines.protocol import (
     ScoreRequest,
     Scores,
 )
-from practicum.engines.shared_memory import read_weights, shared_weights
+from practicum.engines.shared_memory import shared_weights
 from practicum.models.attention import OutputHead
 from practicum.processes.host import Host
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-
-
-@dataclass(frozen=True, slots=True)
-class _SharedWeights:
-    """Named weights in shared memory, as `load_weights` iterates over them."""
-
-    path: str
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(read_weights(self.path))
 
 
 class HostedEngine(Engine):
@@ -66,8 +55,8 @@ class HostedEngine(Engine):
         return await self.host.ask(Engine.score, request, options, target=self._number)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        with shared_weights(weights) as path:
-            self._call(Engine.load_weights, _SharedWeights(path), version)
+        with shared_weights(weights) as shared:
+            self._call(Engine.load_weights, shared, version)
         self.version = version
 
     def head(self) -> OutputHead:

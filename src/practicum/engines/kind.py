@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -50,7 +50,7 @@ class FrozenModel:
     """Each once."""
     student: PreTrainedModel | None = None
     """The student in this process, if the model is a copy of it or may be its base."""
-    held: HeldWeights | None = field(default=None)
+    held: HeldWeights | None = None
     """Set for a copy of the student."""
 
 
@@ -59,6 +59,9 @@ class EngineKind(Protocol):
 
     shares_model: bool
     """True if it computes with the model object it is given, so that a lag needs copies of the model."""
+    module: str
+    """The package that it imports, and how to `install` it."""
+    install: str
     hosts_lag: bool
     """True if engines that sample beside a learner on the CPU belong in a separate process."""
 

@@ -56,6 +56,26 @@ class GenerateRequest:
     """A later prompt is likely to begin with this one and its answer: an engine may keep what it computed.
     The answer is the same."""
 
+    def check(self, vocab: int, context: int) -> None:
+        """Raise an EngineError if an engine of these sizes can't do it."""
+        sampling, length = self.sampling, len(self.prompt_ids)
+        _check_ids(self.prompt_ids, "prompt", vocab)
+        for name, is_good, expected in (
+            ("max_new_tokens", sampling.max_new_tokens >= 1, "1 or more"),
+            ("temperature", sampling.temperature > 0, "above 0 (for the best token, set greedy)"),
+            ("top_k", sampling.top_k >= 0, "0 (off) or more"),
+            ("top_p", 0 < sampling.top_p <= 1, "above 0 and up to 1 (off)"),
+            ("min_p", 0 <= sampling.min_p < 1, "from 0 (off) to below 1"),
+        ):
+            if not is_good:
+                raise EngineError(f"{name} is {getattr(sampling, name)}, expected {expected}")
+        if length + sampling.max_new_tokens > context:
+            raise EngineError(
+                f"a prompt of {length} tokens and max_new_tokens {sampling.max_new_tokens} do not fit the "
+                f"engine's context of {context} tokens: shorten one of them, or make the engine with a "
+                "longer context"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class ScoreOptions:
@@ -82,6 +102,28 @@ class ScoreRequest:
     images: Images | None = None
     adapter: str | None = None
     """Of a model with several adapters, the one that scores it; None: the base alone."""
+
+    def check(self, options: ScoreOptions, vocab: int, longest: int, max_top_k: int | None = None) -> None:
+        """Raise an EngineError if an engine of these sizes can't do it."""
+        ids, start, outputs = self.ids, self.start, min(options.vocab or vocab, vocab)
+        _check_ids(ids, "sequence to score", vocab)
+        if not 1 <= start <= len(ids):
+            raise EngineError(f"can't score {len(ids)} tokens from {start} on: start is 1 to {len(ids)}")
+        if len(ids) > longest:
+            raise EngineError(f"{len(ids)} tokens to score, the engine has room for {longest}")
+        if max(ids[start:], default=0) >= outputs:
+            raise EngineError(f"the tokens to score have ids outside of 0 to {outputs - 1}, the vocabulary")
+        if not 0 <= options.top_k <= (most := min(outputs, max_top_k or outputs)):
+            raise EngineError(f"top_k is {options.top_k}, expected 0 to {most}")
+        if options.temperature <= 0:
+            raise EngineError(f"temperature is {options.temperature}, expected above 0")
+
+
+def _check_ids(ids: Sequence[int], what: str, vocab: int) -> None:
+    if not ids:
+        raise EngineError(f"the {what} is empty: at least one token is needed")
+    if min(ids) < 0 or max(ids) >= vocab:
+        raise EngineError(f"the {what} has token ids outside of 0 to {vocab - 1}")
 
 
 @dataclass(slots=True)

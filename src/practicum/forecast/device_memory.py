@@ -107,8 +107,8 @@ def model_sizes(spec: Model, key: str = "model.path") -> Sizes:
     with must_read(spec.path or "", key, "a folder with config.json, or a hub name"):
         model = skeleton(spec)
     config = model.config.get_text_config()
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    width = getattr(config, "head_dim", None) or hidden // heads
+    hidden, heads = config.hidden_size, getattr(config, "num_attention_heads", 0)  # 0: no layer attends
+    width = getattr(config, "head_dim", None) or hidden // max(1, heads)
     inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
     if taken := getattr(config, "num_experts_per_tok", None):
         inner = taken * (getattr(config, "moe_intermediate_size", None) or inner)

@@ -32,6 +32,7 @@ from practicum.learning.update_batch import (
     per_token,
     sessions_of,
 )
+from practicum.learning.update_shares import PartGradients, PartShares
 from practicum.models.adapter_files import write_adapter
 from practicum.models.fingerprint import LENGTH
 from practicum.models.lora import base_fingerprint, merged_weights, trained_names
@@ -69,6 +70,7 @@ class Learner(TrainedModel):
         self.model = model
         self.objective = Objective(algorithm, teaching)
         self.by_group, self.weight = TeacherSums(), 0.0
+        self.shares: PartShares | None = None
         self.trace: UpdateTrace | None = None
         self.temperature = 1.0 if algorithm.loss == "supervised" else temperature
         self._trained_names = trained_names(model)
@@ -79,9 +81,17 @@ class Learner(TrainedModel):
         super().__init__(model, train, parallel, on_nonfinite)
 
     def update(
-        self, batch: UpdateBatch, *, step: int = 1, before_step: Callable[[Metrics], None] | None = None
+        self,
+        batch: UpdateBatch,
+        *,
+        step: int = 1,
+        before_step: Callable[[Metrics], None] | None = None,
+        groups: Sequence[int] = (),
     ) -> Metrics:
         """Make one optimizer step on one mini-batch in training step `step`, and return its metrics.
+
+        With `groups`, which are all that the batch's rows have, these are back-propagated one after the
+        other, and `shares` has what each had of the update.
 
         The result does not depend on how rows fall into micro-batches. Without a sampled token nothing is
         done; with a non-finite loss or gradient the weights stay as they are. If `before_step` raises, they
@@ -92,13 +102,23 @@ class Learner(TrainedModel):
         self.trace = job.trace
         if not job.tokens:
             return {"tokens": 0.0}
-        report = _Report()
+        report, parts = _Report(), None
         for attempt in trunk.attempts():
             with attempt:
                 self.stepper.optimizer.zero_grad(set_to_none=True)
                 load = None if trunk.routes is None else RouterLoad(trunk.routes.experts)
                 report = _Report(idle_tokens=job.idle_tokens, load=load)
-                self._accumulate(job, job.active, report, job.trace)
+                gather = None if self.parallel is None else self.parallel.gather
+                project = self.objective.teaching is not None and self.objective.teaching.project
+                parts = PartGradients(self.stepper.parameters, gather, project=project) if groups else None
+                if parts is None:
+                    self._accumulate(job, job.active, report, job.trace)
+                else:
+                    for group in groups:
+                        rows = [row for row in job.active if (batch.groups or ())[row] == group]
+                        self._accumulate(job, rows, report, job.trace)
+                        parts.take()
+                    parts.put_sum()
                 with torch.no_grad():
                     for packed in job.microbatches(trunk, job.idle):
                         self._loss(report, job, packed, job.trace)
@@ -109,7 +129,9 @@ class Learner(TrainedModel):
             job.trace.total = report.absolute
         if trunk.halved > halved:
             report.add("microbatch_halved", float(trunk.halved - halved))
-        return self.apply(report, lr_at(step, self.train), before_step)
+        metrics = self.apply(report, lr_at(step, self.train), before_step, parts)
+        self.shares = self.stepper.shares
+        return metrics
 
     def _accumulate(
         self, job: _Update, rows: list[int], report: _Report, trace: UpdateTrace | None = None
@@ -117,19 +139,6 @@ class Learner(TrainedModel):
         with self.trunk.training():
             for packed in job.microbatches(self.trunk, rows):
                 self.trunk.backward(self._loss(report, job, packed, trace), packed)
-
-    def gradient_norms(self, batch: UpdateBatch, parts: Sequence[Sequence[int]]) -> list[float]:
-        """Return the norm of the gradient of each part of the rows in this mini-batch's loss."""
-        job = _Update(batch, self.objective, self.trunk.dtype, self.parallel)
-        norms = []
-        for rows in parts:
-            mine = sorted(set(rows) & set(job.active))
-            for attempt in self.trunk.attempts():
-                with attempt:
-                    self.stepper.optimizer.zero_grad(set_to_none=True)
-                    self._accumulate(job, mine, _Report())
-            norms.append(self.stepper.take_norm())
-        return norms
 
     def _loss(
         self, report: _Report, job: _Update, packed: Packed, trace: UpdateTrace | None = None

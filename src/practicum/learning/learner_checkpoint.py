@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,16 +28,14 @@ from practicum.errors import CheckError, PracticumError
 from practicum.learning.optimizer import Metrics, OptimizerStepper
 from practicum.learning.packed_model import PackedModel
 from practicum.learning.parallel import Parallel
+from practicum.learning.update_shares import PartGradients
 from practicum.models.lora import base_fingerprint, trained_names
-from practicum.models.offloaded_weights import return_memory
 from practicum.recipe.schema.recipe import Train
 
 logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.INFO)  # two debug records per tensor
 
 _INDEX = ".metadata"
 _STEP = "optimizer.step"
-_TRIM_EVERY = 20
-"""Updates after which the heap returns what is unused: micro-batches of new sizes leave ever more of it."""
 
 
 class JoinableReport(Protocol):
@@ -82,14 +81,16 @@ class TrainedModel:
         return joint
 
     def apply(
-        self, report: JoinableReport, lr: float, before_step: Callable[[Metrics], None] | None = None
+        self,
+        report: JoinableReport,
+        lr: float,
+        before_step: Callable[[Metrics], None] | None = None,
+        parts: PartGradients | None = None,
     ) -> Metrics:
         """Make an optimizer step with the gradients that lie on the parameters; returns the metrics."""
         metrics = report.result()
-        if self.stepper.step(lr, metrics, before_step):
+        if self.stepper.step(lr, metrics, before_step, parts):
             self.version += 1
-            if self.trunk.device.type == "cpu" and self.version % _TRIM_EVERY == 0:
-                return_memory(self.trunk.device)
         return metrics
 
     def save(self, folder: Path) -> None:
@@ -123,6 +124,8 @@ class TrainedModel:
             save(tensors, checkpoint_id=folder, no_dist=parallel is None)
         if parallel is None or parallel.rank == 0:
             counters: dict[str, Any] = {"version": self.version, "base": self.base}
+            if parallel is None:
+                counters["optimizer"] = self._optimizer_size()
             if self.trunk.halved:
                 counters["microbatch_tokens"] = self.trunk.token_budget
             (folder / f"{self.NAME}.json").write_text(json.dumps(counters) + "\n")
@@ -166,10 +169,22 @@ class TrainedModel:
                     state["step"] = _as_value(tensors[_STEP].to(p.device, copy=True))
                 if state:
                     optimizer.state[p] = state
+            size, found = counters.get("optimizer"), self._optimizer_size()
+            if parallel is None and size is not None and not math.isclose(found, size, rel_tol=1e-9):
+                raise CheckError(
+                    f"the optimizer's state adds up to {found:.6g} after {folder} was read, and to "
+                    f"{size:.6g} in it: the checkpoint was not loaded completely"
+                )
         self.version = counters["version"]
         if (tokens := counters.get("microbatch_tokens")) is not None:
             # As in the run that was stopped: sums are rounded in the same order.
             self.trunk.token_budget, self.trunk.halved = min(self.trunk.token_budget, tokens), 1
+
+    def _optimizer_size(self) -> float:
+        """Return the sum of the absolute numbers of the optimizer's state, which shows a lost state."""
+        states = [state.values() for state in self.stepper.optimizer.state.values()]
+        kept = [x for values in states for x in values if isinstance(x, Tensor) and x.ndim]
+        return sum(float(x.double().abs().sum()) for x in kept)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

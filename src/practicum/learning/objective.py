@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from practicum.algorithms.divergences import (
+    SampledTokens,
     full_divergence,
     sampled_divergence,
     topk_divergence,
@@ -30,6 +31,7 @@ from practicum.learning.update_batch import (
     need_column,
     token_column,
 )
+from practicum.recipe.algorithm_traits import ON_TOP_K
 from practicum.recipe.own_parts import find_part
 from practicum.recipe.schema.algorithm_sections import Algorithm
 from practicum.recipe.schema.teacher_sections import Distill
@@ -59,7 +61,8 @@ class DistillSettings:
     """How teachers enter the update.
 
     `heads` are the output heads by the teacher's number, for the signal `full`. `alone` is True if the loss
-    has no other term. `shares` are target shares of the loss by the teacher's number.
+    has no other term. `shares` are target shares of the loss by the teacher's number. With
+    `project`, measured steps make the loss of no group of rows worse, to first order.
     """
 
     distill: Distill
@@ -67,6 +70,7 @@ class DistillSettings:
     heads: Sequence[Head] = ()
     alone: bool = False
     shares: Mapping[int, float] | None = None
+    project: bool = False
 
     @property
     def by_loss(self) -> bool:
@@ -130,7 +134,11 @@ class DistillSettings:
         if self.distill.signal == "top_k":
             ids_CK = columns["teacher_topk_ids"][rows]
             best_CK = columns["teacher_topk_logprobs"][rows]
-            loss_C, gap_C = topk_divergence(kind, scaled_CV, ids_CK, best_CK)
+            sampled = None
+            if kind in ON_TOP_K:  # whole distributions were sampled from, so at temperature 1 both are equal
+                sampler_M = columns["rollout_logprobs" if "rollout_logprobs" in columns else "plain_logprobs"]
+                sampled = SampledTokens(target_M[rows], columns["teacher_logprobs"][rows], sampler_M[rows])
+            loss_C, gap_C = topk_divergence(kind, scaled_CV, ids_CK, best_CK, sampled=sampled)
         else:
             own_CV = self._teacher_logits(columns["teacher_hidden"][rows], columns["teacher"][rows])
             teacher_CV = scaled_logits(own_CV, self.temperature)

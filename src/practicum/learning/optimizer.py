@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from practicum.devices import has_fused_optimizers
 from practicum.errors import CheckError, MissingExtraError, RecipeError
 from practicum.learning.parallel import whole
+from practicum.learning.update_shares import PartGradients, PartShares
 from practicum.models.offloaded_weights import return_memory
 from practicum.recipe.own_parts import find_part
 from practicum.recipe.schema.recipe import Train
@@ -75,7 +76,7 @@ def _adamw(
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    options |= {"lr": train.lr, "betas": train.betas}
+    options |= {"lr": train.lr, "betas": train.betas, "eps": train.eps}
     if any(p.itemsize < 4 for p in trained):
         return MasterWeights(groups, kind, options)
     return kind(groups, **options)
@@ -138,17 +139,27 @@ class OptimizerStepper:
             raise RecipeError("train.offload", found, "none")
         self.clip_norm = math.inf if train.clip_norm is None else train.clip_norm
         self.on_nonfinite = on_nonfinite
+        self.shares: PartShares | None = None
         self.begun = 0
         """Optimizer steps that were begun, also those that failed half-way."""
 
-    def step(self, lr: float, metrics: Metrics, before_step: Callable[[Metrics], None] | None = None) -> bool:
+    def step(
+        self,
+        lr: float,
+        metrics: Metrics,
+        before_step: Callable[[Metrics], None] | None = None,
+        parts: PartGradients | None = None,
+    ) -> bool:
         """Apply the gradients that lie on the parameters; adds grad_norm and lr to `metrics`.
+
+        With `parts`, the gradients' parts, `shares` has what each had of the step.
 
         Calls `on_nonfinite` for a non-finite loss or gradient, and then does not step (False). Calls
         `before_step` with the metrics first: if it raises, nothing has changed.
         """
+        self.shares = None
         try:
-            norm = self._norm()
+            norm = whole(nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]))
             nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, norm)
             metrics |= {"grad_norm": float(norm), "lr": lr}
             bad = [name for name in ("loss", "grad_norm") if not math.isfinite(metrics[name])]
@@ -162,7 +173,12 @@ class OptimizerStepper:
                 group["lr"] = lr
             self.begun += 1
             with self.state_in_place():
+                if parts is not None:
+                    parts.begin_step(self.optimizer)
                 self.optimizer.step()
+                if parts is not None:
+                    clip = min(1.0, self.clip_norm / (float(norm) + 1e-6))  # as torch clips
+                    self.shares = parts.end_step(self.optimizer, lr, clip)
             return True
         finally:
             self.optimizer.zero_grad(set_to_none=True)
@@ -186,15 +202,6 @@ class OptimizerStepper:
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.ndim:
                     state[name] = value.to(device)
-
-    def take_norm(self) -> float:
-        """Return the global norm of the gradients that lie on the parameters, and remove them."""
-        norm = float(self._norm())
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm
-
-    def _norm(self) -> Tensor:
-        return whole(nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]))
 
     def zero_missing_grads(self) -> None:
         """Set gradients to zero where no backward pass ran, so that the optimizer steps all the same."""

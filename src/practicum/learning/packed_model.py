@@ -11,18 +11,19 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from practicum.compat.transformers import uses_attention
+from practicum.compat.transformers import checkpoint_layers, uses_attention
 from practicum.dataplane.ragged import Ragged
 from practicum.devices import is_out_of_memory
 from practicum.errors import DataError, EngineError, PracticumError
 from practicum.learning.packing import Packed, RowExtras, RowSpans
 from practicum.learning.parallel import Parallel, Root
 from practicum.learning.update_batch import RouterLoad
-from practicum.models.attention import packed_forward
+from practicum.models.attention import laid_out, packed_forward
 from practicum.models.experts import routes_of
 from practicum.models.fingerprint import fingerprint_ids
 from practicum.models.lora import text_layers
 from practicum.models.offloaded_weights import return_memory
+from practicum.models.state_layers import seam_of
 from practicum.models.vision import is_vision, picture_tokens
 from practicum.recipe.counts import CPU_MICROBATCH_TOKENS
 from practicum.recipe.schema.recipe import Train
@@ -47,7 +48,7 @@ class PackedModel:
         head: nn.Module | None = None,
     ) -> None:
         self.model, self.parallel = model, parallel
-        self.routes = routes_of(model)
+        self.routes, self._replays = routes_of(model), train.replay_experts
         self._root: Root | None = None
         if parallel is not None:
             heads = [] if head is None else [head]
@@ -63,7 +64,7 @@ class PackedModel:
         self.autocast = train.autocast == "bfloat16"
         self.gradient_checkpointing = train.gradient_checkpointing
         if self.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_layers(model)
         self.gap = self._self_test()
         """The largest difference of the self-test, as a fraction of the largest hidden state."""
 
@@ -157,8 +158,8 @@ class PackedModel:
         return picture_N
 
     def backward(self, loss: Tensor, packed: Packed) -> None:
-        # Layers that are computed again in the backward pass must take the same experts again.
-        with self._routed(packed):
+        # Layers that are computed again in the backward pass must take the same experts and rows again.
+        with self._routed(packed), laid_out(self.model, packed.layout, len(packed.ids_N)):
             loss.backward()
 
     @contextmanager
@@ -208,8 +209,8 @@ class PackedModel:
         try:
             gap = self._probe_gap()
             self._end_pass()
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise EngineError(f"{name} can't run packed rows: {error}") from error
+        except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
+            raise EngineError(f"{name} can't run packed rows: {type(error).__name__}: {error}") from error
         finally:
             for hook in hooks:
                 hook.remove()
@@ -218,6 +219,8 @@ class PackedModel:
                 f"{name} does not run all of its layers in each pass, so ranks can't share them: use one rank"
             )
         allowed = _TOLERANCE[self.model.dtype]
+        if seam_of(self.model).states:  # these layers compute in float32 whatever the model's dtype is
+            allowed = max(allowed, _TOLERANCE[torch.float32])
         if not gap <= allowed:
             raise EngineError(
                 f"{name}: packed rows differ from the model's own forward pass by {gap:.2g} (allowed: "
@@ -235,7 +238,7 @@ class PackedModel:
             theirs.append(hidden_N[prompt.shape[0] - 1 :])
             experts.append(experts_N)
         extras = None
-        if self.routes is not None:
+        if self.routes is not None and self._replays:
             # Replayed: rounding may turn a router's choice between two experts that are almost alike.
             extras = RowExtras(routed_experts=Ragged.from_rows([pad(e, (0, 0, 0, 0, 0, 1)) for e in experts]))
         rows = RowSpans(Ragged.from_rows(prompts), Ragged.from_rows(responses), extras)

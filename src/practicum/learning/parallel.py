@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+from practicum.compat.torch import make_empty
 from practicum.devices import collective_backends
 from practicum.errors import PracticumError
 
@@ -132,7 +133,7 @@ class Parallel:
     def _send_weights(self, model: nn.Module, whole_weights: dict[str, Tensor]) -> None:
         """Broadcast rank 0's weights and buffers; each rank keeps its shards."""
         if self.rank:
-            _make_empty(model, self.device)
+            make_empty(model, self.device)
         for name, x in named_states(model):
             source = whole_weights[name]
             tensor = torch.empty_like(source, device=self.device) if self.rank else source.to(self.device)
@@ -164,21 +165,6 @@ def free_port(address: str = "127.0.0.1") -> int:
 def named_states(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
-
-
-def _make_empty(model: nn.Module, device: str) -> None:
-    """Allocate tensors that are on the meta device; tied ones stay tied."""
-    made: dict[int, tuple[Tensor, Tensor]] = {}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, x in tensors.items():
-                if x is None or not x.is_meta:
-                    continue
-                if id(x) not in made:
-                    new = torch.empty_like(x, device=device)
-                    is_parameter = isinstance(x, nn.Parameter)
-                    made[id(x)] = x, nn.Parameter(new, x.requires_grad) if is_parameter else new
-                tensors[name] = made[id(x)][1]  # pyright: ignore[reportArgumentType]
 
 
 def whole(tensor: Tensor) -> Tensor:

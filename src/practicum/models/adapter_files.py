@@ -28,8 +28,8 @@ from practicum.recipe.schema.recipe import Model
 if TYPE_CHECKING:  # an extra
     from peft import LoraConfig
 
-_WEIGHTS, _ORIGIN, _BASE = "adapter_model.safetensors", "practicum.json", "base.json"
-_PREFIX = "base_model.model."
+WEIGHTS, ORIGIN, _BASE = "adapter_model.safetensors", "practicum.json", "base.json"
+PREFIX = "base_model.model."
 """What PEFT's files put before the names of parameters."""
 _WHOLE = "a LoRA adapter in PEFT's format that is whole"
 _PLAIN = ("bias", "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "layer_replication")
@@ -46,10 +46,10 @@ def write_adapter(folder: Path, model: PreTrainedModel, weights: Mapping[str, Te
     config.inference_mode = True
     config.target_modules = sorted(config.target_modules or ())
     config.save_pretrained(str(folder))
-    named = {f"{_PREFIX}{name.replace(f'.{peft.ADAPTER}.', '.')}": x for name, x in weights.items()}
+    named = {f"{PREFIX}{name.replace(f'.{peft.ADAPTER}.', '.')}": x for name, x in weights.items()}
     tensors = {name: x.detach().cpu().contiguous() for name, x in named.items()}
-    save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
-    (folder / _ORIGIN).write_text(json.dumps({"base": base}) + "\n")
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / ORIGIN).write_text(json.dumps({"base": base}) + "\n")
 
 
 def save_base(student: Path, spec: Model, seed: int) -> None:
@@ -108,12 +108,12 @@ class SavedAdapter:
             raise RecipeError(key, named, expected, advice)
         with must_read(str(folder / ADAPTER_CONFIG), key, _WHOLE):
             config = json.loads((folder / ADAPTER_CONFIG).read_text())
-            origin = folder / _ORIGIN
+            origin = folder / ORIGIN
             base = json.loads(origin.read_text()).get("base") if origin.is_file() else None
-        with must_read(str(folder / _WEIGHTS), key, _WHOLE):
-            with safe_open(folder / _WEIGHTS, "pt") as file:
+        with must_read(str(folder / WEIGHTS), key, _WHOLE):
+            with safe_open(folder / WEIGHTS, "pt") as file:
                 shapes = {_own_name(n): tuple(file.get_slice(n).get_shape()) for n in file.keys()}  # noqa: SIM118
-            digest = hashlib.sha256((folder / _WEIGHTS).read_bytes())
+            digest = hashlib.sha256((folder / WEIGHTS).read_bytes())
         digest.update(json.dumps({name: config.get(name) for name in _MATTERS}, sort_keys=True).encode())
         if (found := _unusual(config, shapes)) is not None:
             expected = "a LoRA adapter of the decoder's layers by two matrices for each weight"
@@ -137,7 +137,7 @@ class SavedAdapter:
     def weights(self) -> dict[str, Tensor]:
         """Return its weights, by their names in a model."""
         with must_read(str(self.folder), self.key, _WHOLE):
-            return {_own_name(name): x for name, x in load_file(self.folder / _WEIGHTS).items()}
+            return {_own_name(name): x for name, x in load_file(self.folder / WEIGHTS).items()}
 
     def check_fits(self, base: nn.Module, about: str) -> None:
         """Raise a RecipeError if a layer that it adapts is missing in a base, or has other widths there.
@@ -197,5 +197,5 @@ def _unusual(config: Mapping[str, Any], shapes: Mapping[str, Any]) -> str | None
 
 def _own_name(name: str) -> str:
     """Return the name of a parameter in a model that PEFT has put the adapter on, by its name in a file."""
-    place, _, last = name.removeprefix(_PREFIX).rpartition(".")
+    place, _, last = name.removeprefix(PREFIX).rpartition(".")
     return f"{place}.{peft.ADAPTER}.{last}"

@@ -3,13 +3,14 @@
 transformers calls a registered function in each attention layer. Ours passes queries, keys and values to the
 `Layout` given to the forward call: the learner's attends within packed sequences that share prompts, the
 engine's writes and reads its KV memory. So linear layers see packed tokens without padding. A forward call
-without a layout gets plain SDPA attention. Layers without softmax attention would get a second registered
-function here.
+without a layout gets plain SDPA attention. Layers that carry a state instead of attending get their rows from
+the same layout: `state_layers.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from practicum.cpu.linears import product
 from practicum.errors import EngineError
 from practicum.models.packed_attention import uncompiled
 from practicum.models.padded_attention import AttentionRule
+from practicum.models.state_layers import StateLayer, seam_of
 from practicum.models.vision import Images, embed, is_vision
 
 
@@ -31,6 +33,10 @@ class Layout(Protocol):
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """query [N, heads, D], key and value [N, kv heads, D] of packed tokens → output [N, heads, D]."""
+        ...
+
+    def mix(self, layer: StateLayer, hidden_NH: Tensor) -> Tensor:
+        """Run a state layer on packed tokens [N, H] → output [N, H]."""
         ...
 
 
@@ -47,6 +53,8 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    if layout is None:  # some families do not pass it on
+        layout = seam_of(module).layout
     if layout is None:
         mask, attend = attention_mask, sdpa_attention_forward
         if softcap is not None or sinks is not None:  # which SDPA silently ignores
@@ -92,6 +100,23 @@ class _PaddedLayout:
         query, key, value = (x[: self.tokens] for x in (query, key, value))
         return pad_rows(self.layout.attend(layer, query, key, value, rule), self.rows)
 
+    def mix(self, layer: StateLayer, hidden_NH: Tensor) -> Tensor:
+        return pad_rows(self.layout.mix(layer, hidden_NH[: self.tokens]), self.rows)
+
+
+@contextmanager
+def laid_out(model: PreTrainedModel, layout: Layout, tokens: int) -> Iterator[Layout]:
+    """Inside, the model's layers compute this many packed tokens that lie like this, and padding after them.
+
+    If activations are recomputed in the backward pass, that belongs inside too.
+    """
+    rows, seam = padded_tokens(tokens, mlp_width(model)), seam_of(model)
+    seam.layout = layout if tokens == rows else _PaddedLayout(layout, tokens, rows)
+    try:
+        yield seam.layout
+    finally:
+        seam.layout = None
+
 
 def packed_forward(
     model: PreTrainedModel,
@@ -115,14 +140,15 @@ def packed_forward(
     positions_N = pad_rows(positions_N, rows)
     # Positions of one axis become [1, N], of several [D, 1, N].
     positions = positions_N.unsqueeze(0) if positions_N.dim() == 1 else positions_N.t().unsqueeze(1)
-    out = model.base_model(
-        **inputs,
-        position_ids=positions,
-        # A mask that is already 4-D is passed through unread, so no [N, N] mask is ever built.
-        attention_mask=torch.empty(1, 1, 1, 1, device=positions_N.device),
-        use_cache=False,
-        layout=layout if tokens == rows else _PaddedLayout(layout, tokens, rows),
-    )
+    with laid_out(model, layout, tokens) as padded_layout:
+        out = model.base_model(
+            **inputs,
+            position_ids=positions,
+            # A mask that is already 4-D is passed through unread, so no [N, N] mask is ever built.
+            attention_mask=torch.empty(1, 1, 1, 1, device=positions_N.device),
+            use_cache=False,
+            layout=padded_layout,
+        )
     return out.last_hidden_state[0, :tokens]
 
 

@@ -2,17 +2,17 @@
 
 An engine and a learner compute the same router logits up to rounding, and near a tie they pick other experts:
 then their logprobs differ by more than rounding. A learner that replays the engine's experts does not.
-Routers return (logits, weights, indices) and weigh experts by one of RULES. Models with other routers route
-by themselves everywhere. What is recorded and replayed sits on the routers, not in a thread: a backward pass
+A router is replayed if a `Rule` reproduces its weights. Models with other routers route by themselves
+everywhere. What is recorded and replayed sits on the routers, not in a thread: a backward pass
 may recompute a layer in another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, product
 from typing import Any, cast
 
 import torch
@@ -25,22 +25,32 @@ from practicum.cpu.batch_invariance import LANES, ROWS, mlp_width, padded_tokens
 from practicum.errors import EngineError
 
 _HOOK = "practicum_routes"
-_TOLERANCE = 1e-2
-"""Largest difference of a router's own weights from ours: number types differ, rules would differ by more."""
+_TOLERANCE = 1e-4
+"""Largest difference of a router's own weights from a rule's, as a fraction of the largest."""
 
 
-def _softmax_weights(router: Any, logits: Tensor, indices: Tensor) -> Tensor:
-    """Return the router's probabilities of given experts, renormalised if it does so (Qwen3-MoE, Mixtral)."""
-    weights = torch.softmax(logits, dim=-1, dtype=torch.float).gather(-1, indices)
-    if getattr(router, "norm_topk_prob", True):
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights.to(logits.dtype)
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How a router weighs the experts of a token, and where its output has logits, weights and indices."""
 
+    sigmoid: bool
+    """Scores are sigmoids of the logits (DeepSeek-V3, GLM-4.5), not their softmax (Qwen3-MoE, Mixtral)."""
+    normed: bool
+    """Weights of the chosen experts add up to 1, before the scale."""
+    scale: float
+    order: tuple[int, int, int]
 
-Rule = Callable[[Any, Tensor, Tensor], Tensor]
-RULES: list[Rule] = [_softmax_weights]
-"""How routers weigh experts: (router, logits [N, X], indices [N, E]) → weights [N, E]. Each router takes the
-first rule that reproduces its own weights."""
+    def weights(self, logits: Tensor, indices: Tensor) -> Tensor:
+        """Return the weights [N, E] of given experts. What only decides the choice has no part in them:
+        a correction bias, groups of experts."""
+        if self.sigmoid:
+            scores = logits.float().sigmoid()
+        else:
+            scores = torch.softmax(logits, dim=-1, dtype=torch.float)
+        weights = scores.gather(-1, indices)
+        if self.normed:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights if self.scale == 1.0 else weights * self.scale
 
 
 @dataclass(eq=False, slots=True)
@@ -176,31 +186,40 @@ def _is_router(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _rule_of(router: Any) -> Rule | None:
-    """Return the rule by which a router that returns (logits, weights, indices) weighs experts.
+    """Return the rule that reproduces the router's own weights; None if none does.
 
-    Tried with made-up weights (its own may not be loaded yet), whose logits are far enough from 0 to tell
-    a softmax from a sigmoid.
+    Tried with made-up weights (its own may not be loaded yet), whose logits are large enough to tell rules
+    apart, and with a correction bias of experts that is not 0.
     """
     random = torch.Generator().manual_seed(0)
     named = (*router.named_parameters(), *router.named_buffers())
-    tensors = {name: torch.zeros(x.shape) for name, x in named}
-    tensors["weight"] = torch.randn(router.weight.shape, generator=random)
+    tensors = {name: torch.randn(x.shape, generator=random) for name, x in named}
     width = router.weight.shape[1]
     tokens = torch.randn(8, width, generator=random) * 4.0 / width**0.5
-    output = functional_call(router, tensors, (tokens,))
-    if not (isinstance(output, tuple) and len(output) == 3 and output[2].dtype == torch.int64):
+    try:
+        output = functional_call(router, tensors, (tokens,))
+    except (TypeError, RuntimeError, ValueError):  # it takes more than hidden states
         return None
-    logits, weights, indices = output
-    gaps = ((rule(router, logits, indices) - weights).abs().max() for rule in RULES)
-    return next((rule for rule, gap in zip(RULES, gaps, strict=True) if gap <= _TOLERANCE), None)
+    if not isinstance(output, tuple) or len(output) != 3:
+        return None
+    scales = {1.0, *(x for x in vars(router).values() if isinstance(x, float))}
+    orders, both = ((0, 1, 2), (2, 1, 0)), (False, True)
+    for order, sigmoid, normed, scale in product(orders, both, reversed(both), sorted(scales)):
+        logits, weights, indices = (output[i] for i in order)
+        if indices.dtype != torch.int64 or logits.shape != (8, router.num_experts):
+            continue
+        found = Rule(sigmoid, normed, scale, order)
+        if (found.weights(logits, indices) - weights).abs().max() <= _TOLERANCE * weights.abs().max():
+            return found
+    return None
 
 
-def _routed(router: nn.Module, args: Any, output: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+def _routed(router: nn.Module, args: Any, output: Any) -> tuple[Tensor, ...] | None:
     """Return a router's output with replayed experts in place of its own; None leaves it as it is."""
     hook: _RouterHook = getattr(router, _HOOK)
     if hook.taken is None and hook.replay is None:
         return None
-    logits, weights, indices = output
+    logits, weights, indices = (output[i] for i in hook.rule.order)
     if hook.replay is not None:
         replay, chosen = hook.replay, indices
         tokens = len(replay)
@@ -208,10 +227,10 @@ def _routed(router: nn.Module, args: Any, output: Any) -> tuple[Tensor, Tensor, 
             raise EngineError(f"experts of {tokens} tokens are replayed in a forward of {len(chosen)}")
         replay = pad(replay, (0, 0, 0, len(chosen) - tokens), value=-1)
         indices = torch.where(replay < 0, chosen, replay)
-        weights = hook.rule(router, logits, indices).to(weights.dtype)
+        weights = hook.rule.weights(logits, indices).to(weights.dtype)
         if hook.moved is not None:
             differs = (indices.sort(-1).values != chosen.sort(-1).values).any(-1)[:tokens]
             hook.moved.layers[hook.layer] = differs.detach()
     if hook.taken is not None:
         hook.taken.append(indices.detach())
-    return logits, weights, indices
+    return tuple((logits, weights, indices)[i] for i in hook.rule.order)

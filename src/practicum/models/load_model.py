@@ -16,8 +16,8 @@ from practicum.cpu import switch
 from practicum.cpu.linears import fuse_linears
 from practicum.cpu.norms import fuse_norms
 from practicum.devices import keep_freed_memory, pick_device
-from practicum.errors import RecipeError
-from practicum.models import attention, experts  # noqa: F401  (register their functions)
+from practicum.errors import EngineError, RecipeError
+from practicum.models import attention, experts  # noqa: F401  (attention registers its function)
 from practicum.models.lora import add_adapter
 from practicum.models.model_files import (
     model_class,
@@ -27,6 +27,7 @@ from practicum.models.model_files import (
     require_model_folder,
 )
 from practicum.models.processor import make_vision_tokenizer
+from practicum.models.state_layers import KNOWN_LAYERS, add_seam, unknown_layers
 from practicum.models.tiny_models import made_config
 from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.schema.recipe import MakeModel, Model
@@ -110,13 +111,30 @@ def skeleton(spec: Model, dtype: torch.dtype | None = None) -> PreTrainedModel:
         return model_class(config).from_config(config, **({} if dtype is None else {"dtype": dtype}))
 
 
+def require_known_layers(source: str, key: str) -> None:
+    """Raise a RecipeError if learner and torch engine can't run the layers of a model; loads no weights."""
+    require_model_folder(source, key)
+    with must_read(source, key, _EXPECTED):
+        model = skeleton(Model(path=source))
+    if unknown := unknown_layers(model):
+        raise RecipeError(key, f"{source}, a {type(model).__name__} with layers {unknown}", KNOWN_LAYERS)
+
+
+def replays_experts(spec: Model) -> bool:
+    """Return True if the routers of the recipe's model can be recorded and replayed; loads no weights."""
+    return experts.routes_of(skeleton(spec)) is not None
+
+
 def ready(model: PreTrainedModel, device: torch.device, *, move: bool = True) -> PreTrainedModel:
     """Prepare a model: no dropout (sampling and training must see one distribution), packed attention, and
     the CPU kernels that compute the same bits in learner and engines."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
+    if unknown := unknown_layers(model):
+        raise EngineError(f"{type(model).__name__} has layers {unknown}; those that work are {KNOWN_LAYERS}")
     use_attention(model)
+    add_seam(model)
     fuse_norms(model)
     fuse_linears(model)
     if model.dtype == torch.float64:

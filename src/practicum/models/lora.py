@@ -22,6 +22,7 @@ from practicum.compat.peft import Factors, adapted_layers
 from practicum.cpu.adapted_linears import fuse_adapter
 from practicum.cpu.adapter_rows import AdapterRows, RowsLayer
 from practicum.errors import RecipeError
+from practicum.models.state_layers import read_weights_of
 
 if TYPE_CHECKING:  # whoever only asks for names does not need it
     from transformers import PreTrainedModel
@@ -196,7 +197,12 @@ def find_targets(model: PreTrainedModel, targets: str | Sequence[str]) -> tuple[
     `targets` is "all", or endings of their names. A RecipeError names one that fits nothing.
     """
     layers = tuple(f"{name}." for name in text_layers(model))
-    linears = (name for name in _named_linears(model) if name.rpartition(".")[2] not in _GATES)
+    left_out = read_weights_of(model)
+    linears = (
+        name
+        for name in _named_linears(model)
+        if name.rpartition(".")[2] not in _GATES and name not in left_out
+    )
     modules, parameters = (
         [name for name in names if name.startswith(layers)] for names in (linears, _named_stacks(model))
     )
@@ -262,7 +268,10 @@ def _named_linears(model: PreTrainedModel) -> Iterator[str]:
 
 def _named_stacks(model: PreTrainedModel) -> Iterator[str]:
     """Yield the weights of all experts of a layer in one parameter."""
-    return (name for name, parameter in model.named_parameters() if parameter.dim() == 3)
+    convolutions = {name for name, module in model.named_modules() if isinstance(module, nn.Conv1d)}
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 3 and name.rpartition(".")[0] not in convolutions:
+            yield name
 
 
 def _is_transposed(module: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from practicum.cpu.batch_invariance import KEY_BLOCK, padded_keys, padded_rows
 from practicum.models import padded_attention
 from practicum.models.padded_attention import AttentionRule, PaddedRows
+from practicum.models.state_layers import StateLayer, StateRows
 
 QUERY_CHUNK = 512
 """Longer segments of the learner attend in pieces of this many queries, each to no later keys."""
@@ -164,7 +165,9 @@ class _LongBlocks(torch.autograd.Function):
 class PackedLayout:
     """A `Layout` (models/attention.py) made of padded blocks that together cover all packed tokens."""
 
-    def __init__(self, blocks: Sequence[tuple[_Block, Ints]]) -> None:
+    def __init__(self, blocks: Sequence[tuple[_Block, Ints]], segments: Segments) -> None:
+        self.segments = segments
+        self._state_rows: dict[bool, StateRows] = {}
         blocks = sorted(blocks, key=lambda pair: pair[0].rows.is_long)
         self.blocks = [block for block, _ in blocks]
         tokens = np.concatenate([tokens for _, tokens in blocks])
@@ -179,7 +182,7 @@ class PackedLayout:
         """Lay out segments for learning: blocks with little padding, whatever it takes to share one."""
         pieces = _pieces(segments)
         blocks = (pieces.take(np.arange(*cut)) for cut in _cuts(pieces, int(segments.lengths.sum())))
-        return cls([_block(x, int(x.queries.max()), int(x.keys.max())) for x in blocks])
+        return cls([_block(x, int(x.queries.max()), int(x.keys.max())) for x in blocks], segments)
 
     @classmethod
     def of_sequences(
@@ -211,13 +214,24 @@ class PackedLayout:
             blocks += [
                 _block(_Pieces.of(rows[i : i + step]), queries, keys) for i in range(0, len(rows), step)
             ]
-        return cls(blocks)
+        every = np.array([*lengths, *(length for _, length in continuations)], dtype=np.int64)
+        prefixes = np.array([-1] * len(lengths) + [number for number, _ in continuations], dtype=np.int64)
+        return cls(blocks, Segments(every.cumsum() - every, every, prefixes))
 
     def to(self, device: torch.device) -> PackedLayout:
         moved = object.__new__(type(self))
         moved.blocks = [block.to(device) for block in self.blocks]
         moved.back_N = self.back_N.to(device)
+        moved.segments, moved._state_rows = self.segments, {}
         return moved
+
+    @uncompiled
+    def mix(self, layer: StateLayer, hidden_NH: Tensor) -> Tensor:
+        rows = self._state_rows.get(layer.continues)
+        if rows is None:
+            rows = StateRows(self.segments, hidden_NH.device, continues=layer.continues)
+            self._state_rows[layer.continues] = rows
+        return rows.mix(layer, hidden_NH)[0]
 
     @uncompiled
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:

@@ -10,6 +10,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
     Qwen2_5_VLConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -35,7 +36,7 @@ def made_config(spec: MakeModel, tokenizer: PreTrainedTokenizerBase) -> PreTrain
         return GPT2Config(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, **common)
     if spec.family == "qwen3_moe":
         return Qwen3MoeConfig(**common, norm_topk_prob=True)
-    return (Qwen3Config if spec.family == "qwen3" else LlamaConfig)(**common)
+    return {"qwen3": Qwen3Config, "qwen3_5": Qwen3_5TextConfig, "llama": LlamaConfig}[spec.family](**common)
 
 
 def _vision_config(

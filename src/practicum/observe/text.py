@@ -96,6 +96,7 @@ _LEDGER = {
     "tokens": ("tokens", "{:,.0f}"),
     "loss_share": ("of loss", "{:.0%}"),
     "gradient_share": ("of gradient", "{:.1%}"),
+    "update_share": ("of update", "{:.1%}"),
     "loss": ("loss", "{:.3f}"),
     "kl": ("KL", "{:.3f}"),
     "overlap": ("overlap", "{:.2f}"),

@@ -16,6 +16,12 @@ if TYPE_CHECKING:  # these sections ask this module when their keys are read
     from practicum.recipe.schema.recipe import MakeModel, Model
 
 
+def products(teachers: Mapping[str, Teacher]) -> dict[str, dict[str, float]]:
+    """Return the exponents of each teacher's target, of those that do not teach themselves alone."""
+    used = {name: {n: e for n, e in (t.target or {}).items() if e} for name, t in teachers.items()}
+    return {name: target for name, target in used.items() if target and target != {name: 1.0}}
+
+
 def base_groups(teachers: Mapping[str, Teacher]) -> list[list[str]]:
     """Return the teachers that share a base: adapters, and whole models that adapters are on.
 
@@ -47,6 +53,10 @@ VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 """Models whose pictures practicum knows how to show; others of their kind are text models here."""
 
 
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names that configs have for the number of experts."""
+
+
 @dataclass(frozen=True, slots=True)
 class Traits:
     """`moe`: tokens take experts, which are recorded. `vision`: rows may have pictures and positions of
@@ -59,8 +69,11 @@ class Traits:
 def traits_of(config: Mapping[str, Any]) -> Traits:
     """The traits of a model by its config.json."""
     text = config.get("text_config") or config
-    experts = text.get("num_experts") or text.get("num_local_experts") or 0
-    return Traits(moe=experts > 1, vision=config.get("model_type") in VISION_FAMILIES)
+    experts = (text.get(name) or 0 for name in EXPERT_KEYS)
+    return Traits(
+        moe=any(count > 1 for count in experts if isinstance(count, int)),
+        vision=config.get("model_type") in VISION_FAMILIES,
+    )
 
 
 def model_traits(model: Model) -> Traits:
@@ -105,6 +118,11 @@ def made_sizes(make: MakeModel) -> dict[str, Any]:
     }
     if make.family != "qwen2_5_vl":
         sizes["head_dim"] = make.head_dim
+    if make.family == "qwen3_5":
+        sizes |= {"linear_num_value_heads": make.heads, "linear_num_key_heads": make.kv_heads}
+        sizes |= {"linear_value_head_dim": make.head_dim, "linear_key_head_dim": make.head_dim}
+        kinds = "linear_attention", "full_attention"
+        sizes["layer_types"] = [kinds[i % 2] for i in range(make.layers)]
     if make.family == "qwen3_moe":
         sizes |= {"num_experts": make.experts, "num_experts_per_tok": make.experts_per_token}
         # As much work for a token as in a dense model of this width.

@@ -71,26 +71,24 @@ class Place:
 
 
 def locate(data: dict[str, Any], origins: Mapping[str, Origin], source: Path) -> list[Place]:
-    """Write the absolute path in place of what lies beside the recipe; say where everything was found.
+    """Write the absolute path in place of what lies beside the recipe; return where everything was found.
 
     A value is looked for in the folder of the file that it stands in, then in the working directory; one of
     --set the other way round. What is in the working directory, or nowhere yet, stays as it was written.
     """
     places = []
-    for holder, key, path in _values(data):
+    for holder, key, path, is_function in _values(data):
         written = holder[key]
         if not isinstance(written, str) or Path(written).expanduser().is_absolute():
             continue
         if path.endswith(".model") and holder.get("url") is not None:
             continue  # a server's name for its model
-        origin = _origin(path, origins)
-        if origin is None:
+        above = path
+        while above and above not in origins:  # a list's items have its origin
+            above = above.rpartition(".")[0]
+        if above not in origins or (is_function and split_function(written) is None):
             continue
-        is_function = not any(_matches(path, pattern) for pattern in _FILES)
-        if is_function and split_function(written) is None:
-            continue
-        place, value = _find(path, written, origin, source.parent, is_function)
-        holder[key] = value
+        place, holder[key] = _find(path, written, origins[above], source.parent, is_function)
         # A module that is in neither place is installed; an argument of a command may be no file.
         if place.taken is not None or not (is_function or path.startswith("agent.loop.command")):
             places.append(place)
@@ -98,11 +96,10 @@ def locate(data: dict[str, Any], origins: Mapping[str, Origin], source: Path) ->
 
 
 def absolute_files(data: dict[str, Any]) -> dict[str, Any]:
-    """A resolved recipe's data with relative paths of files made absolute: for comparing two of them."""
-    for holder, key, path in _values(data):
+    """Make relative paths of files in a resolved recipe's data absolute, to compare two of them."""
+    for holder, key, _, is_function in _values(data):
         value = holder[key]
-        is_file = isinstance(value, str) and any(_matches(path, pattern) for pattern in _FILES)
-        if is_file and _file(Path.cwd(), value):
+        if isinstance(value, str) and not is_function and _file(Path.cwd(), value):
             holder[key] = str(Path(value).absolute())
     return data
 
@@ -124,7 +121,11 @@ def _find(
     place = Place(path, written, taken, by_recipe, other)
     if not by_recipe:
         return place, written
-    return place, _absolute(beside.absolute(), written) if is_function else str(taken)
+    if not is_function:
+        return place, str(taken)
+    # With its folder in front, whichever process imports it finds the same one.
+    inside, module, name = split_function(written) or ("", "", "")
+    return place, f"{os.path.normpath(beside.absolute() / inside)}/{module}:{name}"
 
 
 def _file(folder: Path, written: str) -> Path | None:
@@ -140,23 +141,11 @@ def _function_file(folder: Path, written: str) -> Path | None:
     return module_file(Path(os.path.normpath(folder / inside)), module)
 
 
-def _absolute(folder: Path, written: str) -> str:
-    """The function with its folder in front: whichever process imports it finds the same one."""
-    inside, module, name = split_function(written) or ("", "", "")
-    return f"{os.path.normpath(folder / inside)}/{module}:{name}"
-
-
-def _origin(path: str, origins: Mapping[str, Origin]) -> Origin | None:
-    """Where the value, or the list that it is in, came from."""
-    while path and path not in origins:
-        path = path.rpartition(".")[0]
-    return origins.get(path)
-
-
-def _values(data: Any) -> Iterator[tuple[Any, Any, str]]:
-    """Every (mapping or list, key in it, dotted path) of data that one of the patterns names."""
+def _values(data: Any) -> Iterator[tuple[Any, Any, str, bool]]:
+    """Yield (mapping or list, key in it, dotted path, True for a function) of all that the patterns name."""
     for pattern in (*_FILES, *_FUNCTIONS):
-        yield from _walk(data, pattern.split("."), "")
+        for holder, key, path in _walk(data, pattern.split("."), ""):
+            yield holder, key, path, pattern in _FUNCTIONS
 
 
 def _walk(data: Any, steps: Sequence[str], path: str) -> Iterator[tuple[Any, Any, str]]:
@@ -172,13 +161,6 @@ def _walk(data: Any, steps: Sequence[str], path: str) -> Iterator[tuple[Any, Any
             yield from _walk(data[key], rest, here)
         else:
             yield data, key, here
-
-
-def _matches(path: str, pattern: str) -> bool:
-    steps, pattern_steps = path.split("."), pattern.split(".")
-    return len(steps) == len(pattern_steps) and all(
-        w in ("*", s) for s, w in zip(steps, pattern_steps, strict=True)
-    )
 
 
 def _short(path: Path) -> str:

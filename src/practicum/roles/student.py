@@ -23,7 +23,7 @@ from practicum.learning.update_batch import BatchFacts, TeacherColumns, TeacherS
 from practicum.observe.records.recorder import NOT_RECORDED, Recorder
 from practicum.recipe.own_parts import find_part
 from practicum.roles.advantages import dense_ids
-from practicum.roles.padding import BatchCutter, OptimizerStep, rank_share
+from practicum.roles.padding import BatchCutter, rank_share
 from practicum.roles.run_stage import StepInfo, stage
 from practicum.roles.stage_table import OldSource
 from practicum.teachers.ledger import TeacherMeasures, pair_of
@@ -96,7 +96,7 @@ class StudentRole:
         self.watch("masks", invariants.passes(step.batch, rows_of_steps, self.cutter.train.epochs))
         pairs = list(dict.fromkeys(pair_of(tags) for tags in step.batch.real().tags))
         every = self._measure_every if self._numbers and len(pairs) > 1 else 0
-        sums, norms, whole = TeacherSums(), ({}, {}), self._facts(step.batch)
+        sums, parts, whole = TeacherSums(), ((), None), self._facts(step.batch)
         extras = RowExtras.of(columns)
         reports: list[dict[str, float]] = []
         others = any(tags.version_min != version for tags in step.batch.real().tags)
@@ -113,11 +113,15 @@ class StudentRole:
                 extras=None if extras is None else extras.select(rows),
                 whole=None if self.parallel is None else facts,
             )
-            if every and not reports and (step.number == 1 or step.number % every == 0):
-                norms = self._gradient_norms(update, step.batch, optimizer_step)
+            teaching, several = self.learner.objective.teaching, len(pairs) > 1
+            measures = every and not reports and (step.number == 1 or step.number % every == 0)
+            measures = measures or (several and teaching is not None and teaching.project)
+            present = {pair_of(step.batch.tags[row]) for row in optimizer_step.rows} if measures else ()
+            groups = [number for number, pair in enumerate(pairs) if pair in present]
             check = partial(self._check, facts, first=not reports, stale=stale)
             try:
-                reports.append(self.learner.update(update, step=step.number, before_step=check))
+                learnt = self.learner.update(update, step=step.number, before_step=check, groups=groups)
+                reports.append(learnt)
             finally:  # the numbers of an update that is refused are those that people look for
                 if (trace := self.learner.trace) is not None and update.recorded is not None:
                     # Of several passes over a row, the first is recorded.
@@ -126,7 +130,9 @@ class StudentRole:
                     self.recorder.add("update_student", kept, found, trained=step.number, update=number)
                 unseen -= {batch.keys[row] for row in rows}
             sums.merge(self.learner.by_group)
-        measured = TeacherMeasures(pairs, sums, *norms) if self._numbers else None
+            if groups:
+                parts = [pairs[number] for number in groups], self.learner.shares
+        measured = TeacherMeasures(pairs, sums, *parts) if self._numbers else None
         return {}, UpdateReport(mean_metrics(reports, stale=stale), measured, self.learner.version)
 
     def _check_masks(self, batch: BatchRef, columns: Columns) -> None:
@@ -148,27 +154,6 @@ class StudentRole:
             session_tokens=[tokens[name] for name in names],
             teachers=[self._numbers.get(tags.teacher or "", 0) for tags in batch.tags],
         )
-
-    def _gradient_norms(
-        self, update: UpdateBatch, batch: BatchRef, optimizer_step: OptimizerStep
-    ) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the norm of the gradient of each teacher's and of each domain's rows."""
-        place = {row: i for i, row in enumerate(optimizer_step.own_rows)}
-        by_teacher: dict[str, list[int]] = {}
-        by_domain: dict[str, list[int]] = {}
-        for row in optimizer_step.rows:
-            tags = batch.tags[row]
-            by_teacher.setdefault(tags.teacher or "", []).append(row)
-            by_domain.setdefault(tags.domain, []).append(row)
-
-        def norms(groups: dict[str, list[int]]) -> dict[str, float]:
-            own = [[place[row] for row in rows if row in place] for rows in groups.values()]
-            return dict(zip(groups, self.learner.gradient_norms(update, own), strict=True))
-
-        of_teachers = norms(by_teacher)
-        if list(by_teacher.values()) == list(by_domain.values()):
-            return of_teachers, dict(zip(by_domain, of_teachers.values(), strict=True))
-        return of_teachers, norms(by_domain)
 
     def _check(self, facts: BatchFacts, metrics: Mapping[str, float], *, first: bool, stale: bool) -> None:
         """Refuse an optimizer step whose numbers are not in order; weights are untouched so far."""

@@ -7,6 +7,7 @@ rollout: each that has rows is woken once, while the student's engines sleep (`R
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 
+from practicum.algorithms.token_logprobs import logprobs_at, scaled_logits
 from practicum.concurrency.gather import gather_all, in_thread
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
@@ -80,22 +82,36 @@ class TeacherRole:
     async def score(self, batch: BatchRef, columns: Columns, step: StepInfo) -> dict[str, Column]:
         """Score rows by their teachers, model by model; one that sleeps is woken once."""
         rows = self._rows(batch, columns, step.prompts)
-        by_model: dict[str, list[int]] = {}
-        for i, tags in enumerate(batch.tags):
-            by_model.setdefault(self.loaded.scorers[tags.teacher or ""].model, []).append(i)
-        scores: dict[int, Scores] = {}
-        for indices in by_model.values():
-            teachers = [self.loaded.scorers[batch.tags[i].teacher or ""] for i in indices]
-            names = dict.fromkeys(teacher.name for teacher in teachers)
-            awake = self.loaded.awake(teachers[0].name)
-            asked = zip(teachers, indices, strict=True)
-            with self.recorder.span("teachers", step.number, ", ".join(names), len(indices)):
+        by_model: dict[str, list[tuple[int, str]]] = {}
+        for i, name in rows:
+            by_model.setdefault(self.loaded.scorers[name].model, []).append((i, name))
+        scores: dict[tuple[int, str], Scores] = {}
+        for asked in by_model.values():
+            names = dict.fromkeys(name for _, name in asked)
+            awake, teachers = self.loaded.awake(asked[0][1]), self.loaded.scorers
+            with self.recorder.span("teachers", step.number, ", ".join(names), len(asked)):
                 async with in_thread(awake):
-                    found = await gather_all(teacher.score(rows[i], self.options) for teacher, i in asked)
-            for teacher, i, score in zip(teachers, indices, found, strict=True):
-                self._check(teacher.name, rows[i], score)
-                scores[i] = score
-        return self._columns([scores[i] for i in range(len(batch))])
+                    wanted = (teachers[one[1]].score(rows[one], self.options) for one in asked)
+                    found = await gather_all(wanted)
+            for one, score in zip(asked, found, strict=True):
+                self._check(one[1], rows[one], score)
+                scores[one] = score
+        whole: list[Scores] = []
+        responses = columns.ragged("response_ids").rows
+        for i, (tags, response) in enumerate(zip(batch.tags, responses, strict=True)):
+            name = tags.teacher or ""
+            target = self.loaded.targets.get(name)
+            parts = [scores[i, part] for part in target or (name,)]
+            whole.append(parts[0] if target is None else self._product(name, parts, response))
+        return self._columns(whole)
+
+    def _product(self, name: str, parts: Sequence[Scores], response_R: Tensor) -> Scores:
+        """Return the scores of a row whose teacher's target is a product of these."""
+        hidden_RH = torch.cat([score.hidden for score in parts if score.hidden is not None], dim=1)
+        own_RV = self.loaded.head(name)(hidden_RH.to(self.loaded.heads[name].weight.device))
+        scaled_RV = scaled_logits(own_RV, self.options.temperature)
+        logprobs_R = logprobs_at(scaled_RV, response_R.to(scaled_RV.device).unsqueeze(1)).squeeze(1).cpu()
+        return replace(parts[0], logprobs=logprobs_R, hidden=hidden_RH)
 
     def refresh(self, step: int) -> None:
         """Before step `step`, load the student's weights into the copies that are due."""
@@ -167,16 +183,22 @@ class TeacherRole:
                 "most likely tokens: its scores are not of the tokens that they stand beside"
             )
 
-    def _rows(self, batch: BatchRef, columns: Columns, prompts: Mapping[Key, Prompt]) -> list[ScoreRequest]:
+    def _rows(
+        self, batch: BatchRef, columns: Columns, prompts: Mapping[Key, Prompt]
+    ) -> dict[tuple[int, str], ScoreRequest]:
+        """Return what is asked of each teacher of each row; a product has several."""
         ids = (columns.ragged(name).rows for name in ("prompt_ids", "response_ids"))
         pictures = images_of(columns) if "multi_modal_inputs" in columns else [None] * len(batch)
-        rows = []
-        for (key, tags), prompt, response, images in zip(batch, *ids, pictures, strict=True):
-            teacher, before = self.loaded.scorers[tags.teacher or ""].spec, []
-            if teacher.before is not None:
-                before = self.tokenizer.encode(before_text(teacher, prompts[key]), add_special_tokens=False)
-            ids = [*before, *prompt.tolist(), *response.tolist()]
-            rows.append(ScoreRequest(ids, len(ids) - response.shape[0], str(key), images))
+        rows = {}
+        for i, ((key, tags), prompt, response, images) in enumerate(zip(batch, *ids, pictures, strict=True)):
+            for name in self.loaded.targets.get(tags.teacher or "", [tags.teacher or ""]):
+                teacher, before = self.loaded.scorers[name].spec, []
+                if teacher.before is not None:
+                    text = before_text(teacher, prompts[key])
+                    before = self.tokenizer.encode(text, add_special_tokens=False)
+                sequence = [*before, *prompt.tolist(), *response.tolist()]
+                start = len(sequence) - response.shape[0]
+                rows[i, name] = ScoreRequest(sequence, start, str(key), images)
         return rows
 
     def _columns(self, scores: Sequence[Scores]) -> dict[str, Column]:
@@ -197,7 +219,11 @@ def prompts_read(
     teachers: Mapping[str, Teacher], batch: BatchRef, prompts: Mapping[Key, Prompt]
 ) -> dict[Key, Prompt]:
     """Return the prompts of those rows whose teachers read more of them than their tokens."""
-    reads = {name for name, teacher in teachers.items() if teacher.before is not None}
+    reads = {
+        name
+        for name, teacher in teachers.items()
+        if any(teachers[part].before is not None for part in (name, *(teacher.target or ())))
+    }
     return {key: prompts[key] for key, tags in batch if tags.teacher in reads}
 
 

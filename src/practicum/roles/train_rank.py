@@ -45,7 +45,7 @@ from practicum.roles.stage_table import ratio_source
 from practicum.roles.student import StudentRole
 from practicum.roles.teachers import TeacherRole
 from practicum.sessions.chat import make_encoder
-from practicum.teachers.load_teachers import Teachers, cut_head
+from practicum.teachers.load_teachers import Teachers
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +133,10 @@ class TrainRank:
             teaching = DistillSettings(
                 recipe.distill,
                 recipe.compare_temperature,
-                heads=[cut_head(teachers.heads[name]) for name in numbers] if teachers.heads else (),
+                heads=[teachers.head(name) for name in numbers] if teachers.heads else (),
                 alone=not recipe.has_policy_loss,
                 shares=None if shares is None else {numbers[name]: share for name, share in shares.items()},
+                project=recipe.route.project,
             )
         # Last: others copy the model whole, and the learner cuts it into shards.
         learner = Learner(

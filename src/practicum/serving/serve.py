@@ -18,9 +18,9 @@ from practicum.devices import pick_device
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import ServeError
 from practicum.models.adapter_files import SavedAdapter
-from practicum.models.load_model import load_model, skeleton
+from practicum.models.load_model import load_model, require_known_layers, skeleton
 from practicum.models.lora import put_adapters
-from practicum.models.model_files import must_read, read_config, require_model_folder
+from practicum.models.model_files import must_read, read_config
 from practicum.processes.http_server import CONNECTIONS, make_server
 from practicum.recipe.schema.recipe import Model
 from practicum.recipe.schema.teacher_sections import Dtype
@@ -107,7 +107,7 @@ def _serve(server: Resolved, bound: socket.socket, say: Callable[[str], None]) -
 def resolve(options: ServeOptions) -> Resolved:
     """Choose what the options leave open, and raise an error for mistakes before weights are loaded."""
     _check_key(options)
-    require_model_folder(options.model, "MODEL")
+    require_known_layers(options.model, "MODEL")
     with must_read(options.model, "MODEL", "a causal language model in HuggingFace format"):
         config = read_config(options.model).get_text_config()
     options = replace(options, model=os.path.expanduser(options.model))

@@ -100,7 +100,7 @@ def _number(reward: object) -> float:
 
 _LOOPS_OWN = (SessionError, ToolError)
 """Errors with a sentence that are the loop's fault."""
-FEEDBACK = "Wrong. Try again."
+FEEDBACK = "wrong. try again."
 """What the loop retry tells the model after a miss."""
 _CLEANUP_S = 1.0
 """Seconds that a loop has to end after it was cancelled."""

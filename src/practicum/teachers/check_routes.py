@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from practicum.errors import RecipeError, RecipeErrors
-from practicum.recipe.checks.routing import destinations, value_of_task
+from practicum.recipe.checks.routing import destinations, in_targets, value_of_task
 from practicum.recipe.checks.value_forms import fields_of
 from practicum.recipe.schema.recipe import Recipe, Task
 from practicum.recipe.schema.teacher_sections import Route, Teacher
@@ -111,7 +111,7 @@ def _uncovered(route: Route, teachers: Mapping[str, Teacher], values: Places) ->
 
 
 def _unused(route: Route, teachers: Mapping[str, Teacher], values: Places) -> Iterator[RecipeError]:
-    reached = {name for value in values for name in destinations(route, value)}
+    reached = {name for value in values for name in destinations(route, value)} | in_targets(teachers)
     shown = ", ".join(list(values)[:10]) + (", …" if len(values) > 10 else "")
     for name in teachers:
         if name not in reached:

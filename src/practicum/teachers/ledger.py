@@ -1,4 +1,4 @@
-"""The ledger: the share of each teacher and each domain in a step's prompts, tokens, loss and gradient.
+"""The ledger: the share of each teacher and domain in a step's prompts, tokens, loss, gradient and update.
 
 A domain with short answers may have many prompts and next to none of the gradient; the ledger shows it, and
 `route.shares` corrects it.
@@ -13,6 +13,7 @@ from statistics import fmean
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
 from practicum.learning.update_batch import TeacherSums
+from practicum.learning.update_shares import PartShares
 
 STARVED = 0.1
 """A teacher below this fraction of its target share is warned about."""
@@ -20,8 +21,8 @@ STARVED = 0.1
 SUMMED = frozenset({"prompts", "tokens", "seconds", "wakes"})
 """Measures that are summed over the steps of a run; of the others it has the mean."""
 
-DIVIDED = frozenset({"loss_share", "gradient_share"})
-"""Shares that add up to one in each step: a name that is missing in a step has 0 of it."""
+DIVIDED = frozenset({"loss_share", "gradient_share", "update_share"})
+"""Shares of a whole: a name that is missing in a step has 0 of it."""
 
 Pair = tuple[str, str]
 """A teacher and a domain."""
@@ -29,12 +30,22 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class TeacherMeasures:
-    """What an update measured: sums by (teacher, domain), and gradient norms if they were measured."""
+    """What an update measured: sums by (teacher, domain), and their gradients if they were measured."""
 
     pairs: Sequence[Pair]
     sums: TeacherSums
-    teacher_norms: Mapping[str, float] = field(default_factory=dict)
-    domain_norms: Mapping[str, float] = field(default_factory=dict)
+    parts: Sequence[Pair] = ()
+    shares: PartShares | None = None
+    """Those of the `parts`."""
+
+    def products(self, which: int) -> dict[Pair, float]:
+        """Return the dot products of the gradients of teachers (which = 0) or domains (1)."""
+        found: dict[Pair, float] = {}
+        for one, row in zip(self.parts, self.shares.gram if self.shares else [], strict=False):
+            for other, dot in zip(self.parts, row, strict=True):
+                pair = one[which], other[which]
+                found[pair] = found.get(pair, 0.0) + dot
+        return found
 
 
 def pair_of(tags: Tags) -> Pair:
@@ -51,9 +62,11 @@ class Ledger:
 
     teachers: Lines
     domains: Lines
+    other: Mapping[str, float] = field(default_factory=dict)
+    """What no teacher has of the update, and cosines between teachers' gradients, by metric."""
 
     def metrics(self) -> dict[str, float]:
-        return {
+        return dict(self.other) | {
             f"{kind}/{name}/{what}": value
             for kind, lines in (("teacher", self.teachers), ("domain", self.domains))
             for name, line in lines.items()
@@ -85,13 +98,19 @@ def make_ledger(
     seconds: Mapping[str, float],
     wakes: Mapping[str, int],
 ) -> Ledger:
-    teachers = _lines(batch, measured, 0, measured.teacher_norms)
-    domains = _lines(batch, measured, 1, measured.domain_norms)
+    teachers, domains = (_lines(batch, measured, which) for which in (0, 1))
     for name, line in teachers.items():
         line["seconds"] = seconds.get(name, 0.0)
         if name in wakes:
             line["wakes"] = wakes[name]
-    return Ledger(teachers, domains)
+    rest = measured.shares.rest if measured.shares else {}
+    other = {f"update/{name}": share for name, share in rest.items()}
+    dots = measured.products(0)
+    for (one, two), dot in dots.items():
+        size = (dots[one, one] * dots[two, two]) ** 0.5
+        if one < two and size > 0:
+            other[f"cosine/{one}/{two}"] = dot / size
+    return Ledger(teachers, domains, other)
 
 
 def totals(rows: Iterable[Mapping[str, float]]) -> Lines:
@@ -131,8 +150,13 @@ def totals(rows: Iterable[Mapping[str, float]]) -> Lines:
     return lines
 
 
-def _lines(batch: BatchRef, measured: TeacherMeasures, which: int, norms: Mapping[str, float]) -> Lines:
-    """One line per teacher (which = 0) or domain (1)."""
+def _lines(batch: BatchRef, measured: TeacherMeasures, which: int) -> Lines:
+    """Return one line per teacher (which = 0) or domain (1)."""
+    dots = measured.products(which)
+    norms = {one: max(dot, 0.0) ** 0.5 for (one, two), dot in dots.items() if one == two}
+    updates: dict[str, float] = {}
+    for pair, share in zip(measured.parts, measured.shares.shares if measured.shares else [], strict=False):
+        updates[pair[which]] = updates.get(pair[which], 0.0) + share
     rows: dict[str, list[tuple[Key, Tags]]] = {}
     for key, tags in batch:
         rows.setdefault(pair_of(tags)[which], []).append((key, tags))
@@ -160,6 +184,8 @@ def _lines(batch: BatchRef, measured: TeacherMeasures, which: int, norms: Mappin
             line |= _means(*summed[name], weight)
         if sum(norms.values()) > 0 and name in norms:  # measured on one mini-batch, which may not have all
             line["gradient_share"] = norms[name] / sum(norms.values())
+        if name in updates:
+            line["update_share"] = updates[name]
         lines[name] = line
     return lines
 

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from practicum.concurrency.event_loop import run_async
@@ -24,7 +25,7 @@ from practicum.learning.objective import Head
 from practicum.models.adapter_files import SavedAdapter
 from practicum.models.attention import OutputHead
 from practicum.models.model_files import read_config
-from practicum.recipe.derived import base_groups
+from practicum.recipe.derived import base_groups, products
 from practicum.recipe.schema.recipe import Model
 from practicum.recipe.schema.runtime_section import Runtime
 from practicum.recipe.schema.teacher_sections import Distill, Teacher
@@ -43,11 +44,38 @@ class Teachers:
     """Output heads, if the signal is the full distribution."""
     least_width: int = 0
     """Hidden size of the widest teacher elsewhere."""
+    targets: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Exponents of the teachers in the targets that are products."""
 
     @property
     def width(self) -> int:
-        """Hidden size of the widest teacher, which rows of hidden states are filled up to."""
-        return max((head.weight.shape[1] for head in self.heads.values()), default=self.least_width)
+        """Hidden size of the widest teacher, which rows of hidden states are filled up to.
+
+        A row of a product has the hidden states of its teachers one beside the other.
+        """
+        widths = {name: head.weight.shape[1] for name, head in self.heads.items()}
+        products = [sum(widths[part] for part in target) for target in self.targets.values()]
+        return max([*widths.values(), *products] if widths else [self.least_width])
+
+    def head(self, name: str) -> Head:
+        """Return what makes logits of a teacher's target from rows of hidden states of `width`.
+
+        Of a product they are sums in float64: with exponents 1, 1, -1 and the last two models the same, the
+        bits are those of the first.
+        """
+        exponents = self.targets.get(name, {name: 1.0})
+        heads = [self.heads[part] for part in exponents]
+        widths = [head.weight.shape[1] for head in heads]
+
+        def logits(hidden_MH: Tensor) -> Tensor:
+            rows = hidden_MH[:, : sum(widths)].split(widths, dim=1)
+            parts = [head.logits(own_MH) for head, own_MH in zip(heads, rows, strict=True)]
+            if len(parts) == 1 and name in exponents:
+                return parts[0]
+            scaled = [x.double() * e for x, e in zip(parts, exponents.values(), strict=True)]
+            return torch.stack(scaled).sum(0).to(parts[0].dtype)
+
+        return logits
 
     def awake(self, name: str) -> AbstractContextManager[None]:
         """Keep a teacher awake inside."""
@@ -216,7 +244,7 @@ def load_teachers(
         sleepers = {s.model: s.sleeper for s in scorers.values() if s.sleeper is not None}
         residency = make_model_cache(runtime, {**sleepers, **(others or {})})
         undo.pop_all()
-    return Teachers(scorers, residency, known)
+    return Teachers(scorers, residency, known, targets=products(specs))
 
 
 def probe_servers(
@@ -244,14 +272,15 @@ def signal_width(teachers: Mapping[str, Teacher], distill: Distill | None, sourc
     """Return the hidden size of the widest teacher by their configs, if hidden states are written of them."""
     if distill is None or distill.signal != "full":
         return 0
-    widths = []
-    for teacher in teachers.values():
+    widths = {}
+    for name, teacher in teachers.items():
         spec = base_spec(source, teacher)
         if spec.path is not None:
-            widths.append(read_config(spec.path).get_text_config().hidden_size)
+            widths[name] = read_config(spec.path).get_text_config().hidden_size
         elif spec.make is not None:
-            widths.append(spec.make.hidden)
-    return max(widths)
+            widths[name] = spec.make.hidden
+    joined = [sum(widths[part] for part in target) for target in products(teachers).values()]
+    return max([*widths.values(), *joined])
 
 
 def _moved(head: OutputHead, device: torch.device) -> OutputHead:
@@ -269,9 +298,3 @@ def _check_heads(heads: dict[str, OutputHead], student: PreTrainedModel) -> None
                 f"{own}, the student's",
                 "compare on the teacher's best tokens instead: distill.signal: top_k",
             )
-
-
-def cut_head(head: OutputHead) -> Head:
-    """Return the head for hidden states that are filled up to the widest teacher's size."""
-    width = head.weight.shape[1]
-    return lambda hidden_MH: head.logits(hidden_MH[:, :width])

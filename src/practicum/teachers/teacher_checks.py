@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from practicum.engines.table import ENGINES
 from practicum.errors import RecipeError, RecipeErrors
 from practicum.models.adapter_files import SavedAdapter
-from practicum.models.load_model import skeleton
+from practicum.models.load_model import require_known_layers, skeleton
 from practicum.models.model_files import (
     must_read,
     read_config,
@@ -20,7 +20,7 @@ from practicum.models.model_files import (
 from practicum.models.processor import load_processor
 from practicum.models.vision import is_vision
 from practicum.recipe.checks.routing import destinations
-from practicum.recipe.derived import adapter_folder
+from practicum.recipe.derived import adapter_folder, products
 from practicum.recipe.schema.recipe import Model, Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
 from practicum.sessions.chat import make_encoder
@@ -152,6 +152,8 @@ class _Check:
                 self.context = getattr(config, "max_position_embeddings", None)
                 self.width = getattr(config, "vocab_size", None)
                 parts.append(next(iter(config.architectures or ()), type(config).__name__))
+                if self.teacher.engine == "torch" and self.teacher.model is not None:
+                    require_known_layers(self.teacher.model, f"{self.path}.model")
             tokenizer = load_teacher_tokenizer(self.teacher, self.path)
         except RecipeError as problem:
             self.problems.append(problem)
@@ -226,7 +228,7 @@ def longest_prompts(recipe: Recipe, student: PreTrainedTokenizerBase, longest: i
     """Tokens of each teacher's longest prompt, with what it reads before; `longest` is of all prompts."""
     if len(recipe.teachers) == 1 and all(t.before is None for t in recipe.teachers.values()):
         return dict.fromkeys(recipe.teachers, longest)
-    lengths = dict.fromkeys(recipe.teachers, 0)
+    lengths, targets = dict.fromkeys(recipe.teachers, 0), products(recipe.teachers)
     stream, encode = make_stream(recipe.tasks, recipe.seed), make_encoder(recipe, student)
     seen: set[tuple[str, int]] = set()
     for prompt in stream.take(LOOKED_AT):
@@ -237,7 +239,7 @@ def longest_prompts(recipe: Recipe, student: PreTrainedTokenizerBase, longest: i
         names = recipe.teachers
         if len(names) > 1:
             names = destinations(recipe.route, routed_value(prompt, recipe.route))
-        for name in names:
+        for name in {part for routed in names for part in targets.get(routed, (routed,))}:
             before = before_text(recipe.teachers[name], prompt)
             more = len(student.encode(before, add_special_tokens=False)) if before else 0
             lengths[name] = max(lengths[name], length + more)

@@ -17,6 +17,7 @@ from practicum.models.load_model import stop_ids
 from practicum.models.model_files import read_generation
 from practicum.recipe.schema.recipe import Recipe
 from practicum.rewards.score_functions import RewardFunctions
+from practicum.sessions.attempts import FEEDBACK
 from practicum.sessions.chat import Chat, SessionStart, make_encoder, tokenise
 from practicum.tasks.builtin import TASKS, find_kind
 from practicum.tasks.messages import user
@@ -227,11 +228,11 @@ def tokenizer_problems(
     if rollout.top_k > width:
         expected = f"at most the vocabulary's {width:,} tokens"
         yield RecipeError("rollout.top_k", f"{rollout.top_k}", expected, "0 keeps all of them")
-    for key in {"compress": ["ask_summary"], "retry": ["feedback"]}.get(recipe.agent.loop, []):
-        text = getattr(recipe.agent, key)
-        if unknown is not None and unknown in tokenizer.encode(text, add_special_tokens=False):
-            found = f"unknown characters: {text!r}"
-            yield RecipeError(f"agent.{key}", found, "a text that the model's tokenizer can write")
+    texts = {"compress": ("agent.ask_summary", recipe.agent.ask_summary), "retry": ("agent.loop", FEEDBACK)}
+    key, text = texts.get(recipe.agent.loop, ("", ""))
+    if unknown is not None and unknown in tokenizer.encode(text, add_special_tokens=False):
+        found = f"unknown characters: {text!r}"
+        yield RecipeError(key, found, "a text that the model's tokenizer can write")
     generation = None if recipe.model.path is None else read_generation(recipe.model.path)
     try:
         stop = stop_ids(generation, tokenizer, rollout.stop)

@@ -10,11 +10,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import sqrt
 
+from practicum.engines.table import ENGINES
 from practicum.errors import MissingExtraError, PracticumError, RecipeError, RecipeErrors
 from practicum.forecast.device_memory import GIB, model_sizes
 from practicum.forecast.forecast import forecast, this_machine
 from practicum.learning.packed_model import PackedModel
-from practicum.models.load_model import load_model, load_tokenizer, model_facts
+from practicum.models.load_model import (
+    load_model,
+    load_tokenizer,
+    model_facts,
+    replays_experts,
+    require_known_layers,
+)
 from practicum.models.lora import base_fingerprint, describe_adapter
 from practicum.models.model_files import read_config
 from practicum.observe.trackers import require_trackers
@@ -96,6 +103,8 @@ def check_without_models(recipe: Recipe) -> Preflight:
     else:  # there, programs run where the engines are
         require_sandbox(recipe.agent.tools)
     find_loop(recipe.agent.loop)
+    if recipe.model.path is not None:
+        require_known_layers(recipe.model.path, "model.path")
     tokenizer = load_tokenizer(recipe.model)
     template = "a chat template" if tokenizer.chat_template else "no chat template"
     ends = f"end {tokenizer.eos_token}, padding {tokenizer.pad_token}"
@@ -137,14 +146,10 @@ def check_without_models(recipe: Recipe) -> Preflight:
 
 def require_extras(recipe: Recipe) -> None:
     """Raise a MissingExtraError if an optional package that the recipe needs is not installed."""
-    runtime, on_ray = recipe.runtime, recipe.on_ray
-    engines = {f"teachers.{name}": teacher.engine for name, teacher in recipe.teachers.items()}
-    engines |= {"rollout": recipe.rollout.engine}
+    runtime = recipe.runtime
     extras = [
-        ("runtime.kind: ray", "ray", "ray", on_ray),
+        ("runtime.kind: ray", "ray", "ray", recipe.on_ray),
         ("runtime.store: transferqueue", "transfer_queue", "ray", runtime.store == "transferqueue"),
-        # On Ray, vLLM must be where its actors are, which may not be here.
-        *((f"{at}.engine: vllm", "vllm", "vllm", e == "vllm" and not on_ray) for at, e in engines.items()),
         ("model.lora", "peft", "lora", recipe.model.lora is not None),
         ("train.optimizer: adamw_8bit", "bitsandbytes", "8bit", recipe.train.optimizer == "adamw_8bit"),
         *((f"teachers.{n}.adapter", "peft", "lora", bool(t.adapter)) for n, t in recipe.teachers.items()),
@@ -152,13 +157,24 @@ def require_extras(recipe: Recipe) -> None:
     for what, module, extra, is_needed in extras:
         if is_needed and importlib.util.find_spec(module) is None:
             raise MissingExtraError(what, extra)
+    engines = {"rollout": recipe.rollout.engine}
+    engines |= {f"teachers.{name}": teacher.engine for name, teacher in recipe.teachers.items()}
+    for path, name in engines.items():  # on Ray, it must be where the actors are, which may not be here
+        if not recipe.on_ray and importlib.util.find_spec(ENGINES[name].module) is None:
+            raise MissingExtraError(f"{path}.engine: {name}", name, ENGINES[name].install)
     require_trackers(recipe.track.to)
 
 
 def known_traits(model: Model) -> Traits:
-    """Return the student's traits by its config, wherever that is. Other checks report faults of it."""
+    """Return the student's traits by its config, wherever that is. Other checks report faults of it.
+
+    Experts count only if they can be recorded and replayed.
+    """
     try:
-        return model_traits(model) if model.path is None else traits_of(read_config(model.path).to_dict())
+        if model.path is None:
+            return model_traits(model)
+        traits = traits_of(read_config(model.path).to_dict())
+        return replace(traits, moe=False) if traits.moe and not replays_experts(model) else traits
     except (OSError, ValueError):
         return model_traits(model)
 
@@ -174,6 +190,11 @@ def _warnings(model: Model, train: Train, *, by_rewards_alone: bool) -> list[str
                 f"train.lr {train.lr:g} looks like one for all weights of a model of width {width}: with "
                 "model.lora, ten times that rate is usual"
             )
+    if model_traits(model).moe and train.replay_experts and not known_traits(model).moe:
+        warnings.append(
+            "the student's routers can't be recorded and replayed: near a tie the learner may take other "
+            "experts than the engine took (train.replay_experts has no effect)"
+        )
     if model.make is not None and by_rewards_alone:
         warnings.append(
             "the student starts with random weights (model.make) and learns from rewards alone: answers that "

@@ -22,7 +22,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
 from filelock import FileLock, Timeout
 
 import practicum
@@ -31,6 +30,7 @@ from practicum.errors import PracticumError
 from practicum.observe.records.json_files import read_mapping, read_versions
 from practicum.observe.records.record_files import FOLDER, RecordPlace, record_files
 from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.text import yamlfile
 
 PACKAGES = ("practicum", "torch", "transformers", "numpy", "pydantic", "safetensors")
 _GIT_S = 5.0
@@ -102,7 +102,7 @@ class RunFolder:
         write_atomic(self.path / name, json.dumps(data, indent=1, ensure_ascii=False))
 
     def recipe(self) -> dict[str, Any]:
-        return yaml.safe_load((self.path / "recipe.yaml").read_text())
+        return yamlfile.parse((self.path / "recipe.yaml").read_text(), "recipe.yaml").data
 
     def append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         append_lines(self.path / name, rows)

@@ -9,13 +9,14 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from practicum.errors import PracticumError, RecipeError
 from practicum.observe.records.json_files import read_rows
-from practicum.recipe.derived import EXPORTED
+from practicum.recipe.derived import EXPORTED, adapter_folder
 from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.recipe.schema.recipe import Recipe
 from practicum.trainer.checkpoints import Checkpoints, is_checkpoint, unreadable
@@ -174,6 +175,52 @@ def adapter_path(named: str, key: str) -> str:
     """Return an adapter's folder; a RecipeError about `key` if a run that is named has none."""
     found = find_run_model(named)
     return named if found is None else str(found.adapter(key))
+
+
+def merge_runs(
+    named: Sequence[str], to: Path, weights: Sequence[float] | None = None, base: str | None = None
+) -> str:
+    """Write the merge of runs, models or adapters of one base to a new folder; return the base.
+
+    Without `weights` each has the same, and their sum is 1. If all have adapters, these are merged. The base
+    is the one that their runs began with, unless it is given; without a common one it is an error.
+    """
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise PracticumError(f"{to} is there already: choose another folder with --to DIR, or remove it")
+    weights = weights or [1.0 / len(named)] * len(named)
+    if len(weights) != len(named):
+        raise PracticumError(f"{len(weights)} weights of {len(named)} models: give --weight once for each")
+    base = None if base is None else model_folder(base)
+    bases = {name: base or _base_of(name) for name in named}
+    if len(set(bases.values())) > 1 or None in bases.values():
+        listed = ", ".join(f"{name}: {found or 'unknown'}" for name, found in bases.items())
+        raise PracticumError(
+            f"no common base ({listed})\n  → merge runs that began with one model, or name it by --base"
+        )
+    from practicum.models.merge_models import merge
+
+    folders = [model_folder(name) for name in named]
+    adapters = [adapter_folder(folder) for folder in folders]
+    start, whole = str(next(iter(bases.values()))), all(folder is not None for folder in adapters)
+    aside = to.with_name(f".{to.name}.{os.getpid()}")
+    try:
+        merge(start, [str(x) for x in adapters] if whole else folders, weights, aside, adapters=whole)
+        follow_umask(aside)
+        shutil.rmtree(to, ignore_errors=True)
+        aside.rename(to)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return start
+
+
+def _base_of(named: str) -> str | None:
+    """Return the model that the run of a run folder, export or checkpoint began with; None if unknown."""
+    folder = Path(named).expanduser().resolve()
+    for path in (folder, *folder.parents[:3]):
+        if RunFolder(path).is_used:
+            found = _get(RunFolder(path).recipe(), ("model", "path"))
+            return None if found is None else str(Path(model_folder(found)).expanduser().resolve())
+    return None
 
 
 def export_checkpoint(checkpoint: Path, to: Path) -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -21,26 +21,33 @@ from practicum.errors import EngineError
 from practicum.models import padded_attention
 from practicum.models.packed_attention import PackedLayout
 from practicum.models.padded_attention import AttentionRule, PaddedRows, written_out
+from practicum.models.state_layers import StateLayer, StateRows
 from practicum.recipe.counts import KV_POSITIONS, KV_SPARE
 
+StateName = tuple[int, str]
 RUN_COST = 512
 """Padding, in positions, that takes about as long as one more attention call."""
 
 
 @dataclass(slots=True)
 class PromptKv:
-    """A prompt's keys and values [layers, kv heads, P, D]."""
+    """What layers keep of a prompt: keys and values [layers, kv heads, P, D] of those that attend, and the
+    states after it of the others, by number and name."""
 
     keys: Tensor
     values: Tensor
+    layers: Mapping[int, int] = field(default_factory=dict)
+    """The place of each layer that attends among the keys; empty if all do."""
+    states: Mapping[StateName, Tensor] = field(default_factory=dict)
 
     def copy(self) -> PromptKv:
         """Copy them, so that the batch they were computed in can be freed."""
-        return PromptKv(self.keys.clone(), self.values.clone())
+        states = {name: state.clone() for name, state in self.states.items()}
+        return PromptKv(self.keys.clone(), self.values.clone(), self.layers, states)
 
     @property
     def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return sum(x.nbytes for x in (self.keys, self.values, *self.states.values()))
 
 
 def lazy_zeros(size: tuple[int, ...], like: Tensor) -> Tensor:
@@ -70,6 +77,9 @@ class KvMemory:
         """Positions of the longest sequence in use."""
         shape = slots, min(padded_keys(KV_POSITIONS), self._context)
         self.keys, self.values = (_allocate(part, *shape) for part in (like.keys, like.values))
+        self.layers = like.layers or {layer: layer for layer in range(len(like.keys))}
+        self.states = {name: lazy_zeros((slots, *x.shape), x) for name, x in like.states.items()}
+        """[slots, ...] each; a state is as large for a long sequence as for a short one."""
 
     def reserve(self, slots: int, length: int) -> None:
         """Make room: this many slots are in use, the longest of which is to hold `length` positions."""
@@ -88,7 +98,7 @@ class KvMemory:
 
     @property
     def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return sum(x.nbytes for x in (self.keys, self.values, *self.states.values()))
 
     def put_prompt(self, prompt: PromptKv, first: int, count: int) -> None:
         """Copy a prompt into `count` slots from `first` on, which are the last in use."""
@@ -96,14 +106,21 @@ class KvMemory:
         self.reserve(first + count, max(length, self.longest if first else 0))
         for memory, part in ((self.keys, prompt.keys), (self.values, prompt.values)):
             memory[:, first : first + count, :, :length] = part.unsqueeze(1)
+        for name, state in prompt.states.items():
+            self.states[name][first : first + count] = state
 
     def prompt(self, slot: int, length: int) -> PromptKv:
-        """Return the first `length` positions of a slot, as views."""
-        return PromptKv(self.keys[:, slot, :, :length], self.values[:, slot, :, :length])
+        """Return the first `length` positions of a slot, as views; its states are those after all of it."""
+        keys, values = (memory[:, slot, :, :length] for memory in (self.keys, self.values))
+        return PromptKv(keys, values, self.layers, {name: x[slot] for name, x in self.states.items()})
+
+    def states_of(self, layer: StateLayer) -> dict[str, Tensor]:
+        """Return the states [slots, ...] of a layer by name."""
+        return {name: state for (number, name), state in self.states.items() if number == layer.number}
 
     def write(self, layer: int, places: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write new keys and values [N, kv heads, D] of a layer to flat places. Return all of the layer's."""
-        keys, values = self.keys[layer], self.values[layer]
+        keys, values = self.keys[self.layers[layer]], self.values[self.layers[layer]]
         for memory, new in ((keys, key), (values, value)):
             width = new.shape[-1]
             memory.view(-1, width).index_copy_(0, places, new.reshape(-1, width))
@@ -113,6 +130,8 @@ class KvMemory:
         """Copy the first `length` positions of one slot into another."""
         for memory in (self.keys, self.values):
             memory[:, target, :, :length] = memory[:, source, :, :length]
+        for state in self.states.values():
+            state[target] = state[source]
 
 
 def _allocate(like: Tensor, slots: int, room: int) -> Tensor:
@@ -136,19 +155,33 @@ class PrefillLayout:
         self._lengths = list(lengths)
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
+        self._rows: StateRows | None = None
+        self._states: dict[StateName, Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         self._keys[layer], self._values[layer] = key, value
         return self._packed.attend(layer, query, key, value, rule)
 
+    def mix(self, layer: StateLayer, hidden_NH: Tensor) -> Tensor:
+        if self._rows is None:
+            self._rows = StateRows(self._packed.segments, hidden_NH.device, keep=True)
+        out_NH, states = self._rows.mix(layer, hidden_NH)
+        self._states |= {(layer.number, name): state for name, state in states.items()}
+        return out_NH
+
     def prompts(self) -> list[PromptKv]:
         """Return keys and values of each prompt, as views of the batch's."""
         layers = sorted(self._keys)
-        if not layers or layers != list(range(len(layers))):
-            raise EngineError(f"packed attention saw layers {layers}; the torch engine needs all from 0 on")
-        both = [torch.stack([kept[i] for i in layers]) for kept in (self._keys, self._values)]
+        places = {layer: place for place, layer in enumerate(layers)}
+        if len({(self._keys[i].shape, self._values[i].shape) for i in layers}) > 1:
+            raise EngineError("the torch engine needs keys and values of one shape in all layers that attend")
+        both = [torch.stack([kept[i] for i in layers]) for kept in (self._keys, self._values) if layers]
+        if not layers:  # all layers carry a state
+            both = [torch.zeros(0, sum(self._lengths), 1, 1, device=self._packed.back_N.device)] * 2
         keys, values = (x.transpose(1, 2).split(self._lengths, dim=2) for x in both)
-        return [PromptKv(k, v) for k, v in zip(keys, values, strict=True)]
+        rows = {} if self._rows is None else {i: row for row, i in enumerate(self._rows.kept)}
+        states = [{name: x[rows[i]] for name, x in self._states.items()} for i in range(len(keys))]
+        return [PromptKv(k, v, places, own) for k, v, own in zip(keys, values, states, strict=True)]
 
 
 class DecodeLayout:
@@ -184,6 +217,10 @@ class DecodeLayout:
             outs.append(out)
         return (outs[0] if len(outs) == 1 else torch.cat(outs))[:, :, :group].flatten(1, 2)
 
+    def mix(self, layer: StateLayer, hidden_NH: Tensor) -> Tensor:
+        rows = len(hidden_NH)
+        return _step(layer, hidden_NH.unsqueeze(1), self._memory.states_of(layer), slice(rows)).squeeze(1)
+
     def _mask(self, window: int | None) -> Tensor:
         """Return what is added to the scores [B, 1, 1, J] of layers with this window."""
         if window not in self._masks:
@@ -194,6 +231,14 @@ class DecodeLayout:
             mask_BJ = torch.zeros(hidden_BJ.shape, dtype=self._memory.keys.dtype, device=hidden_BJ.device)
             self._masks[window] = mask_BJ.masked_fill_(hidden_BJ, float("-inf"))[:, None, None]
         return self._masks[window]
+
+
+def _step(layer: StateLayer, rows_BTH: Tensor, memory: Mapping[str, Tensor], slots: slice | Tensor) -> Tensor:
+    """Continue the sequences of these slots, and keep their new states."""
+    out_BTH, states = layer.run(rows_BTH, {name: state[slots].clone() for name, state in memory.items()})
+    for name, state in states.items():
+        memory[name][slots] = state
+    return out_BTH
 
 
 def runs(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -247,6 +292,7 @@ class ExtendLayout:
         memory.reserve(
             max(e.slot for e in extensions) + 1, max(memory.longest, *(e.whole for e in extensions))
         )
+        self._extensions = extensions
         heads, context = memory.keys.shape[2:4]
         slot_N = torch.cat([torch.full((e.new,), e.slot) for e in extensions])
         position_N = torch.cat([torch.arange(e.filled, e.whole) for e in extensions])
@@ -268,6 +314,21 @@ class ExtendLayout:
             padded = padded_attention.attend(rows, query[block.query_BQ], k, v, rule)
             out[block.token_M] = padded.flatten(0, 1)[block.real_M]
         return out
+
+    def mix(self, layer: StateLayer, hidden_NH: Tensor) -> Tensor:
+        """Continue slots with equally many new tokens together: padding would show in their states."""
+        out_NH, memory, start = torch.empty_like(hidden_NH), self._memory.states_of(layer), 0
+        alike: dict[int, list[tuple[int, int]]] = {}
+        for extension in self._extensions:
+            alike.setdefault(extension.new, []).append((extension.slot, start))
+            start += extension.new
+        for new, rows in alike.items():
+            slot_B, start_B = torch.tensor(rows, device=hidden_NH.device).T
+            token_BT = start_B.unsqueeze(1) + torch.arange(new, device=hidden_NH.device)
+            steps = [token_BT] if layer.continues else token_BT.split(1, 1)
+            for token_BT in steps:
+                out_NH[token_BT] = _step(layer, hidden_NH[token_BT], memory, slot_B)
+        return out_NH
 
 
 def blocks(extensions: Sequence[Extension]) -> list[list[Extension]]:

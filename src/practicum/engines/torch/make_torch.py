@@ -30,6 +30,7 @@ class TorchKind:
     """See `engines.kind.EngineKind`."""
 
     shares_model = hosts_lag = True
+    module, install = "torch", "pip install torch"
 
     def for_rollout(
         self,

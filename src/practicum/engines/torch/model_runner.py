@@ -37,6 +37,7 @@ from practicum.models.experts import routes_of
 from practicum.models.fingerprint import fingerprint_ids
 from practicum.models.lora import rows_of
 from practicum.models.padded_attention import AttentionRule
+from practicum.models.state_layers import seam_of
 from practicum.models.vision import (
     AXES,
     Images,
@@ -85,12 +86,17 @@ class ModelRunner:
         self.routes = routes_of(model)
         self.adapters = rows_of(model)
         """The adapters that rows may have, if the model has several."""
+        self.seam = seam_of(model)
+        self.seam.adapters = self.adapters
         self.lean = lean_decoder(model)
         """The lean forward, if it gives the model's numbers."""
-        gap, most = _probe(self)
-        if self.lean is not None and not gap <= most:
-            self.lean = None
+        try:
             gap, most = _probe(self)
+            if self.lean is not None and not gap <= most:
+                self.lean = None
+                gap, most = _probe(self)
+        except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
+            raise EngineError(f"{kind} can't run packed tokens: {type(error).__name__}: {error}") from error
         if not gap <= most:
             raise EngineError(
                 f"{kind} gives other logits with packed attention than without (off by {gap:.2g}, expected "
@@ -286,14 +292,15 @@ def _probe(runner: ModelRunner) -> tuple[float, float]:
     routes = runner.routes
     with routes.replay(torch.cat(experts)) if routes is not None else nullcontext():
         plain = runner.model(**plain_inputs, use_cache=False).logits[0, half - 1 :]
-    tolerance = _TOLERANCE.get(plain.dtype, 5e-2)
+    # State layers compute in float32 whatever the model's dtype is.
+    tolerance = max(_TOLERANCE.get(plain.dtype, 5e-2), _TOLERANCE[torch.float32] if runner.seam.states else 0)
     return float((packed - plain).abs().max()), tolerance * float(plain.abs().max())
 
 
 def _is_invariant(runner: ModelRunner) -> bool:
     """Return True if a sequence has the same numbers computed alone, among others, and decoded."""
     keys, threads = runner.token_kv.keys, torch.get_num_threads()
-    if not attention_is_invariant(keys.shape[-1], keys.dtype, keys.device, threads):
+    if len(keys) and not attention_is_invariant(keys.shape[-1], keys.dtype, keys.device, threads):
         return False
     if not activations_are_invariant(mlp_width(runner.model), keys.dtype, keys.device, threads):
         return False
@@ -316,6 +323,7 @@ def _is_invariant(runner: ModelRunner) -> bool:
     return all(
         torch.equal(whole.kv.keys, other.kv.keys)
         and torch.equal(whole.kv.values, other.kv.values)
+        and all(torch.equal(x, other.kv.states[name]) for name, x in whole.kv.states.items())
         and torch.equal(first, runner.logits(other.hidden.expand(2 * ROWS, -1))[-1:])
         for other in (again, half)
     )

@@ -87,12 +87,13 @@ def _agree(cached: Tensor | None, requested: Tensor | None) -> bool:
 class SequenceCache:
     """Finished sequences of at most `most` tokens in all; those that nobody asked for longest go first.
 
+    At most `sequences` of them, if it is given: states of short ones are as large as those of long ones.
     They are found by a hash of their tokens, in time that depends on the prompt's length alone.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, sequences: int | None = None) -> None:
         self.tokens = self.nbytes = 0
-        self._most = most
+        self._most, self._sequences = most, sequences
         # From those put in or used longest ago to the newest.
         self._by_hash: dict[int, CachedSequence] = {}
 
@@ -116,7 +117,7 @@ class SequenceCache:
             return
         if present is not None:
             self._forget(present)
-        while self.tokens + len(ids) > self._most:
+        while self.tokens + len(ids) > self._most or len(self._by_hash) == self._sequences:
             self._forget(next(iter(self._by_hash.values())))
         self._by_hash[place] = kept = CachedSequence(ids, pictures, kv.copy(), experts, place)
         self.tokens += len(ids)

@@ -50,7 +50,7 @@ class Scheduler:
         """True if each turn is confirmed and each sequence scored by itself: `confirm.py`."""
         self.running = RunningBatch(slots, context, runner.device, runner.routes)
         self.waiting = RequestQueue()
-        self.cache = SequenceCache(slots * context)
+        self.cache = SequenceCache(slots * context, slots if runner.seam.states else None)
         self.scoring: deque[ScoreJob] = deque()
         self._drafts: list[tuple[GenerateJob, Generation]] = []
         self._runner, self._slots, self._context = runner, slots, context

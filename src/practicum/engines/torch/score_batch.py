@@ -7,7 +7,7 @@ bit for bit, whatever else is in its batch (`cpu/batch_invariance.py`); others m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -27,7 +27,12 @@ LOGITS_AT_ONCE = 2**22
 def score_batch(runner: ModelRunner, jobs: Sequence[ScoreJob], version: int) -> list[Scores]:
     """Score jobs by one forward call. Each must have at least one token to score."""
     order = sorted(range(len(jobs)), key=lambda i: jobs[i].adapter)
-    hidden = dict(zip(order, _hidden(runner, [jobs[i] for i in order]), strict=True))
+    groups = [order]
+    if runner.seam.states:  # the rows of state layers have one adapter
+        groups = [list(group) for _, group in groupby(order, key=lambda i: jobs[i].adapter)]
+    hidden: dict[int, Tensor] = {}
+    for group in groups:
+        hidden |= zip(group, _hidden(runner, [jobs[i] for i in group]), strict=True)
     alike: dict[ScoreOptions, list[int]] = {}
     for i, job in enumerate(jobs):
         alike.setdefault(job.options, []).append(i)

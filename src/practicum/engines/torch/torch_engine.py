@@ -21,7 +21,6 @@ from practicum.engines.protocol import (
     GenerateRequest,
     Generation,
     Memory,
-    Sampling,
     ScoreOptions,
     ScoreRequest,
     Scores,
@@ -122,15 +121,9 @@ class TorchEngine(Engine):
 
     async def generate(self, request: GenerateRequest) -> Generation:
         ids, sampling = request.prompt_ids, request.sampling
-        self._check(ids, "prompt")
+        self._check_awake()
+        request.check(self.runner.vocab, self._context)
         self._check_images(ids, request.images)
-        _check_sampling(sampling)
-        if len(ids) + sampling.max_new_tokens > self._context:
-            raise EngineError(
-                f"a prompt of {len(ids)} tokens and max_new_tokens {sampling.max_new_tokens} do not "
-                f"fit the engine's context of {self._context} tokens: shorten one of them, or make the "
-                "engine with a longer context"
-            )
         routes, experts = self.runner.routes, request.experts
         if routes is None:  # experts can't be taken again, if there are any
             experts = None
@@ -145,19 +138,9 @@ class TorchEngine(Engine):
         return await self.thread.submit(GenerateJob(prompt, sampling, Draw.of(sampling), key, request.keep))
 
     async def score(self, request: ScoreRequest, options: ScoreOptions = LOGPROBS_ONLY) -> Scores:
-        ids, start, vocab = request.ids, request.start, self.runner.vocab
-        self._check(ids, "sequence to score")
-        if not 1 <= start <= len(ids):
-            raise EngineError(f"can't score {len(ids)} tokens from {start} on: start is 1 to {len(ids)}")
-        if len(ids) > self._longest:
-            raise EngineError(f"{len(ids)} tokens to score are more than the model's {self._longest}")
-        outputs = min(options.vocab or vocab, vocab)
-        if max(ids[start:], default=0) >= outputs:
-            raise EngineError(f"the tokens to score have ids outside of 0 to {outputs - 1}, the vocabulary")
-        if not 0 <= options.top_k <= outputs:
-            raise EngineError(f"top_k is {options.top_k}, expected 0 to {outputs}, the vocabulary's size")
-        if options.temperature <= 0:
-            raise EngineError(f"temperature is {options.temperature}, expected above 0")
+        ids, start = request.ids, request.start
+        self._check_awake()
+        request.check(options, self.runner.vocab, self._longest)
         adapters = self.runner.adapters
         if request.adapter is not None and (adapters is None or request.adapter not in adapters.names):
             raise EngineError(f"the engine's model has no adapter {request.adapter}")
@@ -250,13 +233,6 @@ class TorchEngine(Engine):
         if count := self.thread.open_jobs:
             raise EngineError(f"can't {what} with {count} requests in flight: await or cancel them first")
 
-    def _check(self, ids: Sequence[int], what: str) -> None:
-        self._check_awake()
-        if not ids:
-            raise EngineError(f"the {what} is empty: at least one token is needed")
-        if min(ids) < 0 or max(ids) >= self.runner.vocab:
-            raise EngineError(f"the {what} has token ids outside of 0 to {self.runner.vocab - 1}")
-
     def _check_images(self, ids: Sequence[int], images: Images | None) -> None:
         """Refuse pictures that do not fit here, as the caller's error and not every request's."""
         if images is None:
@@ -264,16 +240,3 @@ class TorchEngine(Engine):
         if not self.runner.sees:
             raise EngineError(f"{type(self.model).__name__} takes no pictures: it is not a vision model")
         picture_spans(self.model.config, ids, images)
-
-
-def _check_sampling(sampling: Sampling) -> None:
-    wanted = (
-        ("max_new_tokens", sampling.max_new_tokens >= 1, "1 or more"),
-        ("temperature", sampling.temperature > 0, "above 0 (for the best token, set greedy)"),
-        ("top_k", sampling.top_k >= 0, "0 (off) or more"),
-        ("top_p", 0 < sampling.top_p <= 1, "above 0 and up to 1 (off)"),
-        ("min_p", 0 <= sampling.min_p < 1, "from 0 (off) to below 1"),
-    )
-    for name, good, expected in wanted:
-        if not good:
-            raise EngineError(f"{name} is {getattr(sampling, name)}, expected {expected}")

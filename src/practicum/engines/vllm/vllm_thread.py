@@ -3,6 +3,7 @@
 The thread lets `load_weights` and other calls wait for vLLM from any thread, and requests come from any loop.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import asyncio
@@ -53,24 +54,14 @@ class VllmThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
         self._thread.start()
-        self._made: Future[Any] = Future()
-        with (
-            _STARTING,
-            _environment(setup.environment() | self._logging() | {core_main.DRIVER: str(os.getpid())}),
-        ):
-            config = self._in_thread(self._configure)
-            while not config.done():
-                time.sleep(0.02)
-            if config.exception() is not None:
-                self._made = config
-                return
+        variables = setup.environment() | self._logging() | {core_main.DRIVER: str(os.getpid())}
+        with _STARTING, _environment(variables), _core_main():
             before = set(multiprocessing.active_children())
-            with _core_main():
-                self._made = self._in_thread(lambda: self._make(config.result()))
-                while self._process is None and not self._made.done():
-                    time.sleep(0.02)  # vLLM does not report that the process has started
-                    new = set(multiprocessing.active_children()) - before
-                    self._process = next((p for p in new if p.name.startswith("EngineCore")), None)
+            self._made = self._in_thread(self._make)
+            while self._process is None and not self._made.done():
+                time.sleep(0.02)  # vLLM does not report that the process has started
+                new = set(multiprocessing.active_children()) - before
+                self._process = next((p for p in new if p.name.startswith("EngineCore")), None)
 
     @property
     def llm(self) -> Any:
@@ -84,24 +75,20 @@ class VllmThread:
             raise EngineError(f"vLLM of {self._setup.where} has no process: it did not start")
         return self._process.pid
 
-    def ready(self, seconds: float) -> None:
-        """Wait until vLLM has loaded the model."""
-        with explain(self._setup, self._logged):
-            try:
-                self._made.result(seconds)
-            except TimeoutError:
-                raise EngineError(
-                    f"vLLM was not ready after {seconds:g} s: give the machine less to do"
-                ) from None
-            except Exception as error:
-                self._raise_if_killed("starting")
-                raise error
+    def ready(self, first: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        """Wait until vLLM has loaded the model and done a `first` request: some models can only be made."""
+        setup = self._setup
+        try:
+            self._made.result(setup.start_s)
+            asyncio.run_coroutine_threadsafe(first(), self._loop).result(CALL_S)
+        except TimeoutError:
+            raise EngineError(
+                f"vLLM was not ready after {setup.start_s:g} s: give the machine less to do"
+            ) from None
+        except Exception as error:
+            self._raise_if_killed("starting")
+            raise explain(error, setup, self._logged()) from error
         self._loop.call_soon_threadsafe(self._loop.add_reader, self._process.sentinel, self._on_death)
-
-    def try_once(self, work: Callable[[], Coroutine[Any, Any, object]]) -> None:
-        """Run a first request. Its failure is one of the start."""
-        with explain(self._setup, self._logged):
-            asyncio.run_coroutine_threadsafe(work(), self._loop).result(CALL_S)
 
     async def ask(self, work: Callable[[], Coroutine[Any, Any, T]], about: str) -> T:
         """Run a coroutine on vLLM's loop. If this call is cancelled, the coroutine is too."""
@@ -186,9 +173,9 @@ class VllmThread:
         for task in self._tasks:
             task.cancel()
 
-    def _configure(self) -> Any:
-        from vllm import AsyncEngineArgs  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
-        from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+    def _make(self) -> Any:
+        from vllm import AsyncEngineArgs, AsyncLLMEngine  # pyright: ignore[reportAttributeAccessIssue]
+        from vllm.platforms import current_platform
 
         setup = self._setup
         if current_platform.is_cpu():
@@ -199,12 +186,7 @@ class VllmThread:
             backend = {"backend": "ipc" if setup.tensor_parallel == 1 else "nccl"}
             sleeps = current_platform.is_sleep_mode_available()
             device = {"enable_sleep_mode": sleeps, "weight_transfer_config": backend}
-        return AsyncEngineArgs(**device | setup.arguments()).create_engine_config()
-
-    def _make(self, config: Any) -> Any:
-        from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
-
-        return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        return AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**device | setup.arguments()))
 
     def _logging(self) -> dict[str, str]:
         """Return variables that send vLLM's errors to a file, because its exceptions do not carry them."""

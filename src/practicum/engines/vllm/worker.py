@@ -10,12 +10,10 @@ from practicum.compat.vllm import (
     CpuSleep,
     PlainLogprobSampler,
     reload_weights,
-    repack_head,
     repair_adapter_products,
     weight_bytes,
 )
-from practicum.devices import gpu_id
-from practicum.engines.shared_memory import read_weights
+from practicum.engines.shared_memory import SharedWeights
 from practicum.errors import EngineError
 from practicum.models.offloaded_weights import return_memory
 
@@ -32,13 +30,12 @@ class PracticumWorker:
         self._practicum_sampler = PlainLogprobSampler.take_over(self.model_runner.sampler, vocab)
         self._practicum_sleep = CpuSleep(self.model_runner, keeps_weights=keeps_weights)
 
-    def practicum_facts(self) -> tuple[int, int, int, str | None]:
-        """Return the bytes of weights and of KV memory, the number of threads and the GPU."""
+    def practicum_facts(self) -> tuple[int, int, int]:
+        """Return the bytes of weights and of KV memory, and the number of threads."""
         runner = self.model_runner
         # Layers may have their KV memory in one block.
         blocks = {c.untyped_storage().data_ptr(): c.untyped_storage().nbytes() for c in runner.kv_caches}
-        threads, gpu = torch.get_num_threads(), gpu_id(runner.device)
-        return weight_bytes(runner.get_model()), sum(blocks.values()), threads, gpu
+        return weight_bytes(runner.get_model()), sum(blocks.values()), torch.get_num_threads()
 
     def practicum_score_by(self, temperature: float, vocab: int) -> None:
         """Set temperature and vocabulary of the prompts that are scored from now on."""
@@ -50,15 +47,11 @@ class PracticumWorker:
         Returns an error's message: after an exception, vLLM leaves the replies of other workers unread.
         """
         try:
-            reload_weights(self.model_runner, None if path is None else read_weights(path))
+            reload_weights(self.model_runner, None if path is None else SharedWeights(path))
         except Exception as error:
             return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
         return_memory(self.model_runner.device)
         return None
-
-    def practicum_repack(self) -> None:
-        """Pack a tied head again, after weights came by one of vLLM's own backends."""
-        repack_head(self.model_runner.get_model())
 
     def practicum_sleep(self) -> None:
         """Free memory on a CPU."""

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from practicum.dataplane.fields import FIELDS
 from practicum.dataplane.keys import Key
-from practicum.errors import PracticumError
+from practicum.errors import PracticumError, RecipeError
 from practicum.observe.records.json_files import read_rows
 from practicum.observe.records.read_record import Record, RecordedRow, RowSummary
 from practicum.observe.records.record_files import TRACED
+from practicum.recipe.text import yamlfile
 from practicum.recipe.text.origins import differences
 
 NOT_COMPARED = re.compile(
@@ -128,8 +127,8 @@ def _aligned(named: Mapping[str, str]) -> list[str]:
 
 def _recipe(run: Path) -> dict[str, Any]:
     try:
-        recipe = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        recipe = yamlfile.parse((run / "recipe.yaml").read_text(encoding="utf-8"), "recipe.yaml").data
+    except (OSError, ValueError, RecipeError):
         recipe = None
     if not isinstance(recipe, dict):
         raise PracticumError(f"{run}/recipe.yaml can't be read: the run has no recipe to compare")

@@ -14,12 +14,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from practicum import __version__
 from practicum.checks.learning import MANY, SEVERAL, Finding, Signal, findings, gradient_shares
 from practicum.checks.watch import CHECKS, WARN_ONLY
+from practicum.errors import RecipeError
 from practicum.observe.metrics import describe_metric
 from practicum.observe.records.json_files import (
     LineFile,
@@ -34,6 +34,7 @@ from practicum.observe.records.read_record import Record
 from practicum.observe.view.recorded_pages import TokenTexts, stages_around, token_page, trajectory_tree
 from practicum.observe.view.run_tables import MetricTable, SessionTable
 from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.text import yamlfile
 from practicum.recipe.text.origins import leaves
 
 LOG_BYTES = 400_000
@@ -44,7 +45,6 @@ RECENT = 20
 """Steps whose mean duration tells how long the rest will take."""
 QUIET_S = 120.0
 """Without the process's number, a run that has written nothing for so long is taken to be gone."""
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class RunView:
@@ -107,8 +107,11 @@ class RunView:
         stamp = _size_and_time(path)
         if stamp != self._recipe[0]:
             try:
-                self._recipe = stamp, mapping(yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER))
-            except (OSError, ValueError, yaml.YAMLError):
+                self._recipe = (
+                    stamp,
+                    mapping(yamlfile.parse(path.read_text(encoding="utf-8"), str(path)).data),
+                )
+            except (OSError, ValueError, RecipeError):
                 self._recipe = stamp, {}
         return self._recipe[1]
 

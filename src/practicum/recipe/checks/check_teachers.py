@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from practicum.errors import RecipeError
 from practicum.recipe.checks.value_forms import check_device, check_names, check_url, fields_of
+from practicum.recipe.derived import products
 from practicum.recipe.schema.recipe import Recipe
-from practicum.recipe.schema.teacher_sections import Teacher
+from practicum.recipe.schema.teacher_sections import Distill, Teacher
 
 _REACHED_BY = (["model"], ["model", "url"], ["adapter"], ["model", "adapter"], ["student"])
 _IDENTITY = ("model", "adapter", "url", "student", "before", "tokenizer", "dtype")
@@ -33,6 +35,7 @@ def check_teachers(recipe: Recipe) -> Iterator[RecipeError]:
     for name, teacher in teachers.items():
         yield from _teacher(f"teachers.{name}", teacher)
     yield from _duplicates(teachers)
+    yield from _targets(teachers, distill)
 
 
 def _teacher(path: str, teacher: Teacher) -> Iterator[RecipeError]:
@@ -67,3 +70,23 @@ def _duplicates(teachers: dict[str, Teacher]) -> Iterator[RecipeError]:
             expected = f"teachers that differ in {', '.join(_IDENTITY[:-1])} or {_IDENTITY[-1]}"
             advice = f"remove {name}, and let route.to send its prompts to {twin}"
             yield RecipeError(f"teachers.{name}", f"the same teacher as {twin}", expected, advice)
+
+
+def _targets(teachers: dict[str, Teacher], distill: Distill | None) -> Iterator[RecipeError]:
+    for name, teacher in teachers.items():
+        path, target = f"teachers.{name}.target", teacher.target
+        if target is None:
+            continue
+        if unknown := [other for other in target if other not in teachers]:
+            expected = f"exponents of {', '.join(teachers)}"
+            yield RecipeError(path, f"no teacher {unknown[0]}", expected, "add it to teachers")
+        elif abs(math.fsum(target.values()) - 1) > 1e-6:
+            found, advice = f"a sum of {math.fsum(target.values()):g}", "a base enters with a negative one"
+            yield RecipeError(path, found, "exponents whose sum is 1", advice)
+        elif apart := [other for other in target if teachers[other].scores_during_rollout]:
+            found = f"{apart[0]}, which is not colocated"
+            yield RecipeError(path, found, "colocated teachers", "remove its placement or url")
+    if (names := list(products(teachers))) and distill is not None and distill.signal != "full":
+        advice = "the tail of a product is not the product of the tails: set distill.signal: full"
+        found = f"{distill.signal} with teachers.{names[0]}.target"
+        yield RecipeError("distill.signal", found, "full", advice)

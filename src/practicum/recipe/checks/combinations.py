@@ -76,6 +76,9 @@ def _heads(make: MakeModel) -> Iterator[RecipeError]:
     if make.family not in ("gpt2", "qwen2_5_vl") and make.head_dim % 2:
         expected = "an even number (rotary positions turn pairs)"
         yield RecipeError("model.make.head_dim", str(make.head_dim), expected)
+    if make.family == "qwen3_5" and make.head_dim % 8:
+        expected = "a multiple of 8 (a quarter of a head turns with the position)"
+        yield RecipeError("model.make.head_dim", str(make.head_dim), expected)
     if make.family == "qwen3_moe" and make.experts_per_token > make.experts:
         found = f"{make.experts_per_token} of {make.experts} experts"
         yield RecipeError("model.make.experts_per_token", found, "at most model.make.experts")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from practicum.errors import RecipeError
-from practicum.recipe.algorithm_traits import ON_DISTRIBUTIONS, ON_SAMPLED, estimator_traits
+from practicum.recipe.algorithm_traits import ON_DISTRIBUTIONS, ON_SAMPLED, ON_TOP_K, estimator_traits
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import Distill
 
@@ -27,6 +27,11 @@ def check_distill(recipe: Recipe) -> Iterator[RecipeError]:
     elif reason := why_dead(*way):
         expected = "a divergence whose gradient depends on the teacher"
         yield RecipeError("distill.divergence", found, expected, reason)
+    if distill.divergence in ON_TOP_K and recipe.cuts_sampling:
+        found = f"{distill.divergence} with answers from a truncated distribution"
+        expected = "rollout.top_p 1, rollout.top_k 0 and rollout.min_p 0"
+        advice = "tokens that are never sampled bias it: sample from all of them, or use reverse_kl"
+        yield RecipeError("distill.divergence", found, expected, advice)
     advantage = recipe.algorithm.advantage
     is_judged = recipe.reward.weight != 0 or distill.through != "reward"
     if estimator_traits(advantage).greedy_baseline and not is_judged:
@@ -57,6 +62,9 @@ def why_unfit(divergence: str, signal: str, through: str) -> str | None:
     """Why this divergence can't be had from this signal or used in this way, and what to use; else None."""
     if through != "loss":
         return _why_no_reward(divergence, signal, through)
+    if divergence in ON_TOP_K and signal != "top_k":
+        also = "full is exact by itself: use reverse_kl" if signal == "full" else "use signal top_k"
+        return f"{divergence} corrects what a top-k hides: {also}"
     if divergence in ON_DISTRIBUTIONS and signal == "sampled":
         also = ", or k1_straight, which has the gradient of the reverse KL, on average"
         return (
@@ -94,7 +102,7 @@ def _why_no_reward(divergence: str, signal: str, through: str) -> str | None:
             f"{divergence} differs from {plain} only in its gradient, and through {through} none is taken: "
             f"use {plain}" + ("" if signal == "sampled" else " with signal sampled")
         )
-    if divergence in {*ON_DISTRIBUTIONS, *ON_SAMPLED} - {*AS_REWARD}:
+    if divergence in {*ON_DISTRIBUTIONS, *ON_TOP_K, *ON_SAMPLED} - {*AS_REWARD}:
         return (
             f"through {through} takes an estimate of the reverse KL for each sampled token, and {divergence} "
             "is none: use k1, k2 or k3 with signal sampled"

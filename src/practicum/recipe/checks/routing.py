@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from practicum.errors import RecipeError
 from practicum.recipe.schema.recipe import Recipe, Task
-from practicum.recipe.schema.teacher_sections import Route
+from practicum.recipe.schema.teacher_sections import Route, Teacher
 from practicum.recipe.text.type_text import nearest
 
 
@@ -33,7 +33,7 @@ def check_route(recipe: Recipe) -> Iterator[RecipeError]:
     if len(teachers) < 2:
         return
     if route.shares is not None:
-        yield from _shares(route.shares, teachers)
+        yield from _shares(route.shares, [name for name in teachers if name not in in_targets(teachers)])
     lost = list(_lost(route, teachers))
     yield from lost or _cover(route, teachers, recipe.tasks)
 
@@ -72,7 +72,12 @@ def _lost(route: Route, teachers: Iterable[str]) -> Iterator[RecipeError]:
                 yield RecipeError(f"{path}.{name}", f"{weight:g}", "a weight greater than 0", advice)
 
 
-def _cover(route: Route, teachers: Iterable[str], tasks: dict[str, Task]) -> Iterator[RecipeError]:
+def in_targets(teachers: Mapping[str, Teacher]) -> set[str]:
+    """Return the teachers that are part of another one's target, and so need no prompts."""
+    return {part for name, teacher in teachers.items() for part in teacher.target or () if part != name}
+
+
+def _cover(route: Route, teachers: Mapping[str, Teacher], tasks: dict[str, Task]) -> Iterator[RecipeError]:
     """Values without a teacher, and teachers without a value."""
     by = route.by
     builtin = [name for name, task in tasks.items() if task.kind is not None]
@@ -94,7 +99,7 @@ def _cover(route: Route, teachers: Iterable[str], tasks: dict[str, Task]) -> Ite
             yield RecipeError("route.to", found, expected, advice)
     if None in of_task.values():  # rows may bring other values
         return
-    reached = {name for value in values for name in destinations(route, value)}
+    reached = {name for value in values for name in destinations(route, value)} | in_targets(teachers)
     for name in teachers:
         if name not in reached:
             found = f"a teacher that no prompt goes to (by {by}: {', '.join(values)})"

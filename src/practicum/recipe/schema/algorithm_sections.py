@@ -121,3 +121,4 @@ class CriticSection(Section):
 
     lr: float = key(1e-4, "Learning rate.", gt=0)
     warmup_steps: int = key(0, "Steps in which only the critic learns.", ge=0)
+    clip: float | None = key(0.2, "Clip range of the value loss; off if null.", gt=0)

@@ -19,8 +19,8 @@ from practicum.recipe.schema.runtime_section import Pools, Runtime
 from practicum.recipe.schema.section import OwnName, Section, key, or_short_form, own_name, read_if, read_with
 from practicum.recipe.schema.teacher_sections import Distill, Held, RewardModel, Route, Teacher
 
-_KV_HEADS = read_with(".family", "qwen3", "llama", "qwen3_moe", "qwen2_5_vl", refused=False)
-_HEAD_DIM = read_with(".family", "qwen3", "llama", "qwen3_moe", refused=False)
+_KV_HEADS = read_with(".family", "qwen3", "llama", "qwen3_moe", "qwen3_5", "qwen2_5_vl", refused=False)
+_HEAD_DIM = read_with(".family", "qwen3", "llama", "qwen3_moe", "qwen3_5", refused=False)
 _MOE = read_with(".family", "qwen3_moe")
 _WITH_CRITIC = read_if(
     lambda recipe: estimator_traits(recipe.algorithm.advantage).critic,
@@ -73,8 +73,9 @@ _ROWS = read_if(
 class MakeModel(Section):
     """A tiny model with random weights and a character tokenizer, made on the spot."""
 
-    family: Literal["qwen3", "llama", "gpt2", "qwen3_moe", "qwen2_5_vl"] = key(
-        "qwen3", "Architecture; qwen3_moe has experts, qwen2_5_vl sees pictures."
+    family: Literal["qwen3", "llama", "gpt2", "qwen3_moe", "qwen3_5", "qwen2_5_vl"] = key(
+        "qwen3",
+        "Architecture; qwen3_moe has experts, qwen3_5 layers with a state, qwen2_5_vl sees pictures.",
     )
     hidden: int = key(128, "Width of the residual stream.", ge=8)
     layers: int = key(4, "Number of transformer layers.", ge=1)
@@ -217,6 +218,7 @@ class Train(Section):
     )
     weight_decay: float = key(0.0, "AdamW weight decay of matrices.", ge=0)
     betas: tuple[Beta, Beta] = key((0.9, 0.999), "AdamW betas.", strict=False)
+    eps: float = key(1e-8, "AdamW epsilon.", gt=0)
     clip_norm: float | None = key(1.0, "Clip the global gradient norm; off if null.", gt=0)
     microbatch_tokens: int = key(16_384, "Tokens of one forward and backward.", ge=1)
     autocast: Literal["off", "bfloat16"] = key("off", "Mixed precision of the compute.")
@@ -435,11 +437,6 @@ class Recipe(Section):
         """Temperature at which student and teachers are compared."""
         chosen = self.distill.temperature if self.distill is not None else None
         return self.rollout.temperature if chosen is None else chosen
-
-    @property
-    def waits_for_models(self) -> bool:
-        """Rewards wait for colocated models, which work while the student's engines sleep."""
-        return any(not model.scores_during_rollout for model in self.reward.models.values())
 
     @property
     def session_deadline(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from practicum.devices import HELP as DEVICE_HELP
-from practicum.recipe.algorithm_traits import ON_DISTRIBUTIONS, ON_SAMPLED
+from practicum.recipe.algorithm_traits import ON_DISTRIBUTIONS, ON_SAMPLED, ON_TOP_K
 from practicum.recipe.schema.engine_sections import HERE, EngineChoice
 from practicum.recipe.schema.section import OwnName, Section, key, read_if, read_with, read_without
 
@@ -120,6 +120,11 @@ class Teacher(FrozenModel, EngineChoice):
         "Text that only the teacher sees, put before the prompt; {answer} and {column} are filled in "
         "from the prompt's row.",
     )
+    target: dict[str, float] | None = key(
+        None,
+        "Exponents of teachers in what it teaches, such as {math: 1.25, base: -0.25} for the teacher math: "
+        "their product, normalised; with distill.signal full. Unset: itself.",
+    )
     tokenizer: str | None = key(
         None,
         "Folder or hub name of its tokenizer, if not the model's own; with url it is needed to compare "
@@ -141,15 +146,20 @@ class Route(Section):
     shares: dict[str, float] | None = key(
         None, "Target share of the loss of each teacher; unset: what the token counts give."
     )
+    project: bool = key(
+        False,
+        "Change each step as little as possible so that it makes the loss of no teacher in a domain worse, "
+        "to first order; measures in every step.",
+    )
     measure_every: int = key(
-        20, "Steps between measurements of each teacher's share of the gradient; 0 = never.", ge=0
+        20, "Steps between measurements of each teacher's share of gradient and update; 0 = never.", ge=0
     )
 
 
 if TYPE_CHECKING:
     Divergence = str
 else:
-    Divergence = Literal[(*ON_DISTRIBUTIONS, *ON_SAMPLED)]
+    Divergence = Literal[(*ON_DISTRIBUTIONS, *ON_TOP_K, *ON_SAMPLED)]
 
 
 class Distill(Section):
@@ -157,8 +167,9 @@ class Distill(Section):
 
     divergence: Divergence | OwnName = key(
         "reverse_kl",
-        "forward_kl, reverse_kl or jsd of distributions; k1, k2, k3, k1_straight, k3_straight, abs or "
-        "mse of the sampled tokens' logprobs; one of your own is of what signal gives.",
+        "forward_kl, reverse_kl or jsd of distributions; unbiased_reverse_kl of top_k; k1, k2, k3, "
+        "k1_straight, k3_straight, abs or mse of the sampled tokens' logprobs; one of your own is of "
+        "what signal gives.",
     )
     signal: Literal["sampled", "top_k", "full"] = key(
         "top_k",

@@ -33,7 +33,7 @@ _ALTERNATIVES: dict[tuple[str, ...], dict[str, tuple[str, ...]]] = {
         "dataset": ("subset", "split", "eval_split", "streaming", "map", "prompt", "answer"),
     },
     ("teachers", "*"): {
-        "model": ("url", "adapter", "tokenizer", "dtype", "device", "concurrency", "retries", "api_key_env"),
+        "model": ("url", "adapter", "tokenizer", "dtype", "device", "concurrency", "api_key_env"),
         "student": (),
     },
 }

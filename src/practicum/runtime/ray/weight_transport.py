@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
 from typing import Any, Literal
 
 import ray
@@ -33,39 +31,19 @@ from practicum.errors import DeadlineError, EngineError
 from practicum.models.offloaded_weights import in_buckets
 
 _FIX = "publish them again, or resume the run from its last checkpoint"
-_ALIGNMENT = 16
-"""Bytes at whose multiples tensors begin in a bucket that goes by NIXL."""
-
 
 WeightTransport = Literal["auto", "object_store", "nixl"]
 """Through the host's memory, from device to device, or auto: nixl for weights on a GPU if it is installed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of a bucket that goes by NIXL."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tensors that travel together as one Ray object: packed or, by NIXL, one tensor with these entries."""
+    """Tensors that travel together as one Ray object: packed or, by NIXL, each as it is."""
 
     ref: ObjectRef[Any]
     nbytes: int
-    entries: tuple[Entry, ...] = ()
-
-    @property
-    def is_direct(self) -> bool:
-        """True if it goes by NIXL."""
-        return bool(self.entries)
+    is_direct: bool = False
+    """True if it goes by NIXL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +72,12 @@ def publish(
     buckets = []
     for tensors in in_buckets(weights, bucket_bytes):
         if transport == "nixl" or (transport == "auto" and _can_go_direct(tensors[0][1])):
-            buckets.append(_put_direct(tensors))
+            _load_nixl()
+            copies = {
+                name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors
+            }
+            nbytes = sum(copy.nbytes for copy in copies.values())
+            buckets.append(Bucket(put_direct(copies), nbytes, is_direct=True))
         else:
             packed = pack(dict(tensors))
             buckets.append(Bucket(ray.put(packed), packed.nbytes))
@@ -112,7 +95,9 @@ def receive(manifest: Manifest, *, timeout: float) -> Iterator[tuple[str, Tensor
         if bucket.is_direct:
             _load_nixl()
         try:
-            received: Packed | Tensor = ray.get(bucket.ref, timeout=max(0.0, deadline - time.monotonic()))
+            received: Packed | dict[str, Tensor] = ray.get(
+                bucket.ref, timeout=max(0.0, deadline - time.monotonic())
+            )
         except GetTimeoutError:
             raise DeadlineError(
                 f"{what} did not arrive within {timeout:g} s: bucket {number} of {len(manifest.buckets)} "
@@ -126,11 +111,7 @@ def receive(manifest: Manifest, *, timeout: float) -> Iterator[tuple[str, Tensor
             raise EngineError(
                 f"{what} did not come by NIXL ({error}); {_FIX}, or uninstall nixl where the learner runs"
             ) from None
-        if isinstance(received, Packed):
-            yield from received.unpack().items()
-        else:
-            for entry, piece in zip(bucket.entries, _split(bucket.entries, received), strict=True):
-                yield entry.name, piece.view(entry.dtype).view(entry.shape)
+        yield from (received.unpack() if isinstance(received, Packed) else received).items()
 
 
 def _can_go_direct(tensor: Tensor) -> bool:
@@ -148,27 +129,3 @@ def _load_nixl() -> None:
             "pip install 'practicum[nixl]' on every machine of the cluster, or on none"
         ) from None
     logging.getLogger("nixl").setLevel(logging.WARNING)
-
-
-def _put_direct(weights: Sequence[tuple[str, Tensor]]) -> Bucket:
-    _load_nixl()
-    entries = tuple(Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights)
-    *_, size = _offsets(entries)
-    # NIXL takes no empty memory.
-    packed = torch.empty(max(size, 1), dtype=torch.uint8, device=weights[0][1].device)
-    for piece, (_, tensor) in zip(_split(entries, packed), weights, strict=True):
-        piece.copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
-    return Bucket(put_direct(packed), sum(entry.nbytes for entry in entries), entries)
-
-
-def _offsets(entries: Sequence[Entry]) -> list[int]:
-    """Return where each tensor begins in a bucket by NIXL, and where the last one ends."""
-    padded = (-(-entry.nbytes // _ALIGNMENT) * _ALIGNMENT for entry in entries)
-    return list(accumulate(padded, initial=0))
-
-
-def _split(entries: Sequence[Entry], packed: Tensor) -> list[Tensor]:
-    return [
-        packed[offset : offset + entry.nbytes]
-        for offset, entry in zip(_offsets(entries), entries, strict=False)
-    ]

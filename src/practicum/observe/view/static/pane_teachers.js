@@ -9,12 +9,12 @@ import { pick } from "./picking.js";
 
 const CHARTS = [
   ["prompts_share", "share of prompts", ""], ["tokens_share", "share of tokens", ""], ["loss_share", "share of the loss", ""],
-  ["gradient_share", "share of the gradient", ""], ["kl", "KL(student ‖ teacher)", "nats"], ["overlap", "top-k overlap", ""],
+  ["gradient_share", "share of the gradient", ""], ["update_share", "share of the update", ""], ["kl", "KL(student ‖ teacher)", "nats"], ["overlap", "top-k overlap", ""],
   ["entropy", "student's entropy", "nats"], ["entropy_gap", "entropy gap, student − teacher", "nats"], ["loss", "loss", ""],
   ["reward", "reward", ""], ["seconds", "seconds of scoring", "s"], ["wakes", "wakes", ""],
 ];
 const LEDGER = [
-  ["prompts_share", "prompts", percent], ["tokens_share", "tokens", percent], ["loss_share", "of loss", percent], ["gradient_share", "of gradient", percent],
+  ["prompts_share", "prompts", percent], ["tokens_share", "tokens", percent], ["loss_share", "of loss", percent], ["gradient_share", "of gradient", percent], ["update_share", "of update", percent],
   ["target", "target", percent], ["kl", "KL", num], ["overlap", "overlap", num], ["entropy", "entropy", num], ["entropy_gap", "entropy gap", num], ["reward", "reward", num], ["seconds", "seconds", num], ["wakes", "wakes", num],
 ];
 

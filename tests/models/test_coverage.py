@@ -1,0 +1,67 @@
+"""docs/models.md lists what works; what does not is refused in the same way everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import practicum as pr
+from practicum.errors import RecipeError, RecipeErrors
+from practicum.serving.serve import ServeOptions, resolve
+from tests.models.coverage import EVERY, PAGE, RECIPE, row, save
+
+
+def listed() -> dict[str, list[str]]:
+    lines = PAGE.read_text().partition("<!-- begin -->")[2].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    return {cells[0]: cells for cells in rows[1:]}
+
+
+def test_the_page_lists_every_family_and_most_of_them_work():
+    assert list(listed()) == EVERY
+    assert len(EVERY) >= 40
+    good = [name for name, cells in listed().items() if all(cell == "yes" for cell in cells[2:-1])]
+    assert len(good) >= 36
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", EVERY)
+def test_the_page_says_what_a_family_does(name: str):
+    assert row(name)[:-1] == listed()[name][:-1]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    names = ("bloom", "llama", "phimoe", "lfm2")
+    folders = {name: tmp_path_factory.mktemp(name) for name in names}
+    for name, folder in folders.items():
+        save(name, folder)
+    return {name: str(folder) for name, folder in folders.items()}
+
+
+def recipe(student: str, teacher: str | None = None) -> dict[str, Any]:
+    taught = {"teachers": {"t": {"model": teacher}}, "distill": {}} if teacher else {}
+    return RECIPE | {"name": "try", "model": {"path": student}} | taught
+
+
+def test_check_and_train_refuse_the_same_students_and_teachers(folders: dict[str, str], tmp_path: Path):
+    for run in (pr.check, lambda asked: pr.train(asked, out=tmp_path / "run", quiet=True)):
+        with pytest.raises((RecipeError, RecipeErrors), match="BloomAttention") as student:
+            run(recipe(folders["bloom"]))
+        with pytest.raises((RecipeError, RecipeErrors), match="BloomAttention") as teacher:
+            run(recipe(folders["llama"], folders["bloom"]))
+        assert "model.path" in str(student.value)
+        assert "teachers.t.model" in str(teacher.value)
+
+
+def test_serve_refuses_what_train_does(folders: dict[str, str]):
+    with pytest.raises(RecipeError, match="BloomAttention"):
+        resolve(ServeOptions(folders["bloom"]))
+    assert resolve(ServeOptions(folders["lfm2"])).context == 256
+
+
+def test_a_router_that_is_left_alone_is_a_warning(folders: dict[str, str]):
+    assert any("routers" in warning for warning in pr.check(recipe(folders["phimoe"])).warnings)
+    assert not any("routers" in warning for warning in pr.check(recipe(folders["lfm2"])).warnings)
