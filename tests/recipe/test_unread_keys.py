@@ -131,6 +131,7 @@ MORE: list[dict[str, Any]] = [
     {"tasks": {"sort": {"kind": "sort", "chat": True}}},
     {"agent": {"loop": "compress", "tools": ["calculator", "python"]}},
     {"agent": {"loop": "retry"}, "eval": {"samples": 2}, "refills": 4},
+    {"agent": {"loop": {"command": ["true"]}}},
     {
         "algorithm": {"loss": "gspo", "advantage": "reinforce_pp"},
         "rollout": {"engine": "vllm", "max_new_tokens": 4},

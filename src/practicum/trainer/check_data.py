@@ -226,7 +226,7 @@ def tokenizer_problems(
     if rollout.top_k > width:
         expected = f"at most the vocabulary's {width:,} tokens"
         yield RecipeError("rollout.top_k", f"{rollout.top_k}", expected, "0 keeps all of them")
-    text = recipe.agent.message or MESSAGES.get(recipe.agent.loop, "")
+    text = recipe.agent.message or MESSAGES.get(str(recipe.agent.loop), "")
     if unknown is not None and unknown in tokenizer.encode(text, add_special_tokens=False):
         found = f"unknown characters: {text!r}"
         yield RecipeError("agent.message", found, "a text that the model's tokenizer can write")
