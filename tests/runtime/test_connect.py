@@ -84,7 +84,7 @@ def test_workers_find_the_users_modules_but_not_another_pythons(
         (["pools.train.devices=8"], ["wanted 9 CPUs, available 4 CPUs", "train: 8 × 1 CPU"]),
         (
             ["runtime.store=transferqueue", "pools.train.nodes=4"],
-            ["wanted 13 CPUs, available 4 CPUs", "store: 5 × 1 CPU", "runtime.cpus to 13"],
+            ["wanted 10 CPUs, available 4 CPUs", "store: 5 × 1 CPU", "runtime.cpus to 10"],
         ),
         (["model.device=cuda"], ["wanted 2 CPUs and 1 GPU, available 4 CPUs\n"]),
     ],
