@@ -69,7 +69,7 @@ def test_adapters_are_merged_by_joining_their_ranks(base: str, tmp_path: Path) -
     joined = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(base), tmp_path / "merged" / "adapter"
     )
-    assert joined.peft_config["default"].r == 6
+    assert joined.peft_config["default"].to_dict()["r"] == 6
     found = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
     torch.testing.assert_close(logits(joined), found, rtol=0, atol=1e-4)
     assert not torch.allclose(found, logits(AutoModelForCausalLM.from_pretrained(base)), atol=1e-2)
