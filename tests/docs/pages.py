@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "README.md",
     *sorted((ROOT / "examples").glob("*.md")),
     *sorted((ROOT / "recipes").rglob("README.md")),
@@ -44,7 +44,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A line that calls practicum, and where it is written."""
+    """A line that calls practicum or Python, and where it is written."""
 
     place: str
     line: str
@@ -81,14 +81,16 @@ def all_blocks(language: str | None = None) -> list[Block]:
 
 
 def commands_of(page: Path) -> list[Command]:
-    """The calls of practicum on a page, in order."""
+    """Return the calls of practicum and Python on a page, in order."""
     commands = []
     blocks = blocks_of(page)
     for i, block in enumerate(blocks):
         if block.language != "sh":
             continue
         lines = [
-            line for line in block.text.replace("\\\n", " ").splitlines() if line.startswith("practicum ")
+            line
+            for line in block.text.replace("\\\n", " ").splitlines()
+            if line.startswith(("practicum ", "python "))
         ]
         after = blocks[i + 1] if i + 1 < len(blocks) else None
         output = after.text if after is not None and after.info == "output" else None

@@ -14,7 +14,7 @@ from practicum.cli import app
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.shipped import copy_recipe, list_recipes
 
-from .pages import PAGES, ROOT, Command, commands_of
+from .pages import PAGES, ROOT, Command, blocks_of, commands_of
 from .test_blocks import help_commands
 
 TRAINING = ("train", "eval")
@@ -36,6 +36,8 @@ def run(command: Command) -> None:
     """Run it in this process; its exit code and its output are what the page says."""
     words = command.words
     target: str | None = None
+    if command.line.startswith("python "):
+        return subprocess.run([sys.executable, *words], check=True) and None
     if words[0] == "serve":
         return serve(command, "serving ", ["--threads", "1"])
     if words[0] == "view":
@@ -106,8 +108,16 @@ def sources(trains: bool) -> list[str]:
     ]
 
 
+def write_files(source: str) -> None:
+    """Write the files that the page shows as the reader's."""
+    for block in blocks_of(ROOT / source) if source != "help" else []:
+        if block.file:
+            Path(block.file).write_text(block.text)
+
+
 @pytest.mark.parametrize("source", sources(trains=False))
 def test_commands_of_pages_that_train_nothing_run(source: str, workplace: Path):
+    write_files(source)
     for command in SOURCES[source]:
         run(command)
 
@@ -116,6 +126,7 @@ def test_commands_of_pages_that_train_nothing_run(source: str, workplace: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("source", sources(trains=True))
 def test_commands_of_pages_that_train_run(source: str, workplace: Path):
+    write_files(source)
     for command in SOURCES[source]:
         if command.words[0] != "demo":
             run(command)

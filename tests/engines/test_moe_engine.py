@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from practicum.engines.protocol import Counter, GenerateRequest, Generation, ScoreRequest
-from practicum.engines.shared_memory import read_weights, shared_weights
+from practicum.engines.shared_memory import shared_weights
 from practicum.errors import EngineError
 from practicum.learning.parallel import whole_tensors
 from practicum.models.experts import routes_of
@@ -165,9 +165,9 @@ def test_a_correction_bias_arrives_with_the_weights(source: Any, shared: bool):
         for name, buffer in learner.named_buffers():
             if name in biases:
                 buffer.copy_(torch.tensor([5.0, -5.0] * 4))
-    with engine_of(sampler) as engine, shared_weights(source(learner)) as path:
+    with engine_of(sampler) as engine, shared_weights(source(learner)) as weights:
         before = engine.fingerprint()
-        engine.load_weights(read_weights(path) if shared else source(learner), 1)
+        engine.load_weights(weights if shared else source(learner), 1)
         after = engine.fingerprint()
     found = dict(sampler.named_buffers())
     assert biases

@@ -33,7 +33,7 @@ BASE: dict[str, Any] = {
 RECIPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "cool": {"rollout": BASE["rollout"] | {"temperature": 0.5}},
-    "cut": {"rollout": BASE["rollout"] | {"top_p": 0.7}},
+    "cut": {"rollout": BASE["rollout"] | {"top_p": 0.7, "temperature": 0.9}},
     "agent": {"agent": {"loop": "tests.museum.loops:two_contexts"}},
     "cached": {"agent": {"loop": "tests.museum.loops:a_word_and_an_answer"}},
     "thinned": {"agent": {"loop": "tests.museum.loops:one_is_left"}},

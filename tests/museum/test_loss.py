@@ -19,7 +19,6 @@ from practicum.learning import learner as learner_module
 from practicum.learning.logprobs import LogprobScorer
 from practicum.learning.packing import Packed, RowSpans
 from practicum.recipe.schema.recipe import Recipe
-from practicum.roles import stage_table
 from practicum.roles.padding import BatchCutter
 
 from ..trainer.recipes import tiny
@@ -126,8 +125,6 @@ def test_a_ratio_to_a_distribution_that_was_cut(tmp_path: Any, monkeypatch: pyte
     assert tiny(tmp_path, **cut)
     assert passes("cut")
     monkeypatch.setattr(Recipe, "cuts_sampling", False)
-    monkeypatch.setattr("practicum.roles.student.compares_sampled", lambda recipe: True)
-    monkeypatch.setattr(stage_table, "compares_sampled", lambda recipe: True)
     with pytest.raises(CheckError, match=r"check logprob_gap: rollout and learner logprobs differ"):
         take_steps("cut")
 

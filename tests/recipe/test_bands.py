@@ -11,7 +11,15 @@ from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.shipped import shipped_recipes
 from practicum.trainer.run import train_recipes
 
-RISES = {"grpo": 0.06, "ppo": 0.1, "dapo": 0.08, "gspo": 0.08, "second_thoughts": 0.06, "taught": 0.03}
+RISES = {
+    "grpo": 0.06,
+    "ppo": 0.1,
+    "dapo": 0.08,
+    "gspo": 0.08,
+    "sapo": 0.08,
+    "second_thoughts": 0.06,
+    "taught": 0.03,
+}
 """How much each recipe of sort rises at least, in an order in which each finds the models that it needs."""
 HELD_ELSEWHERE = {"ray": "tests/trainer/test_ray.py: Ray gives the numbers of one process"}
 
