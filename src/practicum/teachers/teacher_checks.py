@@ -236,8 +236,9 @@ def check_images(
     teachers: Mapping[str, Teacher], source: Model, student: PreTrainedTokenizerBase
 ) -> Iterator[RecipeError]:
     """Teachers are shown the student's patches: each must be a vision model with the same image settings."""
-    processor = load_processor(source, student)
-    for name, teacher in teachers.items() if processor is not None else ():
+    if (processor := load_processor(source, student)) is None:
+        return
+    for name, teacher in teachers.items():
         path, images = f"teachers.{name}", None
         if teacher.url is not None:
             expected = "a model here, for a student that sees pictures"
