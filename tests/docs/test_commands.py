@@ -109,7 +109,9 @@ def sources(trains: bool) -> list[str]:
 
 
 def write_files(source: str) -> None:
-    """Write the files that the page shows as the reader's."""
+    """Write the files that the page shows as the reader's. A tutorial begins in an empty folder."""
+    if source.startswith("docs/tutorials"):
+        shutil.rmtree("recipes")
     for block in blocks_of(ROOT / source) if source != "help" else []:
         if block.file:
             Path(block.file).write_text(block.text)

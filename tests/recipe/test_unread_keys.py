@@ -132,6 +132,7 @@ MORE: list[dict[str, Any]] = [
     {"tasks": {"sort": {"kind": "sort", "chat": True}}},
     {"agent": {"loop": "compress", "tools": ["calculator", "python"]}},
     {"agent": {"loop": "retry"}, "eval": {"samples": 2}, "buffer": {"filter_flat_groups": True}},
+    {"agent": {"loop": {"command": ["true"]}}},
     {
         "algorithm": {"loss": "gspo", "advantage": "reinforce_pp"},
         "rollout": {"engine": "vllm", "max_new_tokens": 4},

@@ -9,13 +9,15 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from practicum.concurrency.gather import gather_all
 from practicum.engines.protocol import Sampling
 from practicum.errors import EngineError, PracticumError, RecipeError, SessionError
 from practicum.recipe.own_parts import find_function
-from practicum.recipe.schema.rollout_sections import Agent, Retry
+from practicum.recipe.schema.rollout_sections import Agent, CommandLoop, FunctionLoop, Retry
+from practicum.sessions.endpoint.programs import check_function, run_command, run_function
 from practicum.sessions.session import Session, Trajectory
 from practicum.sessions.tools.tool import ToolError
 from practicum.sessions.tools.tool_calls import BadCall, Call, read_calls
@@ -293,8 +295,13 @@ LOOPS: dict[str, Loop] = {
 }
 
 
-def find_loop(name: str) -> Loop:
-    """A built-in loop, or a user's `package.module:function`."""
+def find_loop(name: str | CommandLoop | FunctionLoop) -> Loop:
+    """A built-in loop, a user's `package.module:function`, or an agent behind an HTTP endpoint."""
+    if isinstance(name, CommandLoop):
+        return partial(run_command, name)
+    if isinstance(name, FunctionLoop):
+        check_function(name)
+        return partial(run_function, name)
     if name in LOOPS:
         return LOOPS[name]
     function = find_function("loop", name, LOOPS, "agent.loop")

@@ -240,6 +240,9 @@ def rollout_metrics(tags: Iterable[Tags], groups: Iterable[Group]) -> dict[str, 
         if calls:
             out["rollout/tool_calls"] = calls / len(ready)
             out["rollout/tool_errors"] = sum(t.tool_errors for t in ready) / calls
+    for t in ready:
+        for name, number in (t.requests or {}).items():
+            out[f"agent/{name}"] = out.get(f"agent/{name}", 0) + number
     out |= mean_by_name(sorted((f"reward/mean/{t.domain}", reward) for t, reward in judged))
     parts = ((name, x) for t, _ in judged for name, x in (t.reward_parts or {}).items())
     out |= mean_by_name((f"reward/part/{name}", x) for name, x in parts)
